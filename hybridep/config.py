@@ -1,0 +1,196 @@
+"""Strict configuration: YAML -> frozen pydantic models, with file, line and key in every error and ``--set`` overrides."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+
+from hybridep.errors import ConfigError, UserError
+from hybridep.units import Dimension, exact, parse
+
+
+class Strict(BaseModel):
+    """Base of everything a user can write: unknown keys are errors, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _quantity(dimension: Dimension, *, positive: bool) -> tuple[BeforeValidator, PlainSerializer]:
+    def read(value: object) -> float:
+        try:
+            number = parse(value, dimension)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        if number < 0 or (positive and number == 0):
+            raise ValueError(f"{value!r} must be {'above' if positive else 'at least'} zero")
+        return number
+
+    return BeforeValidator(read), PlainSerializer(lambda value: exact(value, dimension), return_type=str)
+
+
+Bandwidth = Annotated[float, *_quantity(Dimension.BANDWIDTH, positive=True)]
+"""Bytes per second; written ``10 Gbps``."""
+Duration = Annotated[float, *_quantity(Dimension.TIME, positive=False)]
+"""Seconds; written ``0.2 ms``."""
+Size = Annotated[float, *_quantity(Dimension.SIZE, positive=True)]
+"""Bytes; written ``64 GiB``."""
+Throughput = Annotated[float, *_quantity(Dimension.THROUGHPUT, positive=True)]
+"""FLOPs per second; written ``150 TFLOPS``."""
+
+ModelT = TypeVar("ModelT", bound=Strict)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ConfigError when it cannot be read, is not YAML or not a mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), "", f"cannot be read ({error})") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), "", f"is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(str(path), "", f"must hold keys and values, found {type(data).__name__}")
+    return data
+
+
+def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a mapping as YAML through a temporary file, so that no half-written file is ever seen under ``path``."""
+    text = yaml.safe_dump(dict(data), sort_keys=False, width=140, default_flow_style=None)
+    write_text(path, text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically. Raises UserError when the folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        # mkstemp makes files that only the owner reads; results are meant to be shared like any other file.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def build(model: type[ModelT], data: Mapping[str, Any], where: str, lines: Mapping[str, int] | None = None) -> ModelT:
+    """Validate ``data``; raises ConfigError that names the first wrong key, its value and the nearest valid key."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _config_error(model, error, where, lines or {}) from None
+
+
+def load(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) -> ModelT:
+    """Read a YAML file into ``model``. ``overrides`` are ``a.b=value`` texts, as after ``--set``."""
+    data = read_yaml(path)
+    for override in overrides:
+        apply_override(data, override)
+    return build(model, data, str(path), key_lines(path))
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set ``a.b=c`` in nested mappings (and ``a.0.b`` in lists); the value is read as YAML."""
+    key, found, text = override.partition("=")
+    if not found or not key:
+        raise UserError(f"--set {override}: write it as key.path=value")
+    *parents, last = key.split(".")
+    node: Any = data
+    for parent in parents:
+        node = node[_index(node, parent, override)] if isinstance(node, list) else node.setdefault(parent, {})
+        if not isinstance(node, dict | list):
+            raise UserError(f"--set {override}: {parent!r} holds a single value, not further keys")
+    value = yaml.safe_load(text)
+    if isinstance(node, list):
+        node[_index(node, last, override)] = value
+    else:
+        node[last] = value
+
+
+def _index(node: list[Any], text: str, override: str) -> int:
+    """Position in a list, by number or by the ``name`` of its entries (``levels.dc.bandwidth``)."""
+    for index, entry in enumerate(node):
+        if isinstance(entry, dict) and entry.get("name") == text:
+            return index
+    if text.isdigit() and int(text) < len(node):
+        return int(text)
+    names = [str(entry["name"]) for entry in node if isinstance(entry, dict) and "name" in entry]
+    raise UserError(f"--set {override}: no entry {text!r} here; there are {', '.join(names) or len(node)}")
+
+
+def key_lines(path: Path) -> dict[str, int]:
+    """Dotted key -> line number (from 1) of a YAML file that parses."""
+    lines: dict[str, int] = {}
+
+    def walk(node: yaml.Node, prefix: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                name = f"{prefix}{key.value}"
+                lines[name] = key.start_mark.line + 1
+                walk(value, f"{name}.")
+        elif isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                lines[f"{prefix}{index}"] = value.start_mark.line + 1
+                walk(value, f"{prefix}{index}.")
+
+    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    if root is not None:
+        walk(root, "")
+    return lines
+
+
+def _config_error(model: type[Strict], error: ValidationError, where: str, lines: Mapping[str, int]) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    problem = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        valid = _fields_at(model, first["loc"][:-1])
+        near = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+        problem = f"unknown key; {hint}"
+    elif first["type"] == "missing":
+        problem = "is missing"
+    elif first["type"] != "value_error" and "input" in first:
+        problem = f"{problem} (found {first['input']!r})"
+    known = key
+    while known and known not in lines:
+        known = known.rpartition(".")[0]
+    return ConfigError(f"{where}:{lines[known]}" if known else where, key, problem)
+
+
+def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields of the nested model at ``location``."""
+    current: type[BaseModel] = model
+    for part in location:
+        if isinstance(part, int) or part not in current.model_fields:
+            continue
+        nested = _nested_model(current.model_fields[part].annotation)
+        if nested is None:
+            return []
+        current = nested
+    return list(current.model_fields)
+
+
+def _nested_model(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        nested = _nested_model(argument)
+        if nested is not None:
+            return nested
+    return None

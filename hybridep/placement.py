@@ -1,0 +1,175 @@
+"""Who holds which expert and who computes it for whom: the meaning of a plan, as tables that every other part reads.
+
+A token of the rank at location ``x`` that chose expert ``e`` is served by the rank at
+``(serve[0][x_0, e], ..., serve[L-1][x_{L-1}, e])``; it goes there one level at a time, outermost first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridep.errors import PlacementError
+from hybridep.topology import Cluster
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelChoice:
+    """One level's expert domain: its size, and the share of each home's experts that its members copy (hottest first)."""
+
+    domain_size: int = 1
+    migration_ratio: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Experts that one rank sends to another when copies are gathered (and gets gradients back for)."""
+
+    level: int
+    src: int
+    dst: int
+    experts: tuple[int, ...]
+
+
+def expert_homes(num_experts: int, num_gpus: int) -> IntArray:
+    """[E]: the rank that owns each expert: contiguous blocks whose sizes differ by at most one; where there are fewer
+    experts than ranks, the homes are spread evenly."""
+    return np.arange(num_experts, dtype=np.int64) * num_gpus // num_experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Serving tables of one group of layers on one cluster."""
+
+    sizes: tuple[int, ...]
+    home: IntArray
+    """[E]: global rank of each expert's master weights and optimizer state."""
+    serve: tuple[IntArray, ...]
+    """Per level l: [SF_l, E], the coordinate at level l where an expert is computed for tokens of coordinate x_l."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.home)
+
+    @property
+    def num_gpus(self) -> int:
+        """G."""
+        return int(np.prod(self.sizes))
+
+    @cached_property
+    def home_coordinates(self) -> IntArray:
+        """[L, E]: the location of each expert's home."""
+        return np.stack(np.unravel_index(self.home, self.sizes)).astype(np.int64)
+
+    @cached_property
+    def coordinates(self) -> IntArray:
+        """[G, L]: the location of each rank."""
+        return np.stack(np.unravel_index(np.arange(self.num_gpus), self.sizes), axis=1).astype(np.int64)
+
+    @cached_property
+    def holds_at(self) -> tuple[NDArray[np.bool_], ...]:
+        """Per level: [SF_l, E], true where that coordinate is a holder (the home's own, or one that serves somebody)."""
+        tables = []
+        for level, serve in enumerate(self.serve):
+            table = np.zeros(serve.shape, dtype=np.bool_)
+            experts = np.arange(self.num_experts)
+            table[self.home_coordinates[level], experts] = True
+            table[serve, experts[None, :]] = True
+            tables.append(table)
+        return tuple(tables)
+
+    @cached_property
+    def holds(self) -> NDArray[np.bool_]:
+        """[G, E]: true where a rank has the expert's weights during a step."""
+        held = np.ones((self.num_gpus, self.num_experts), dtype=np.bool_)
+        for level, table in enumerate(self.holds_at):
+            held &= table[self.coordinates[:, level]]
+        return held
+
+    @cached_property
+    def serving_rank(self) -> IntArray:
+        """[G, E]: the rank that computes expert e for tokens of each rank."""
+        ranks = np.zeros((self.num_gpus, self.num_experts), dtype=np.int64)
+        for level, serve in enumerate(self.serve):
+            ranks = ranks * self.sizes[level] + serve[self.coordinates[:, level]]
+        return ranks
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """All transfers of one gather, outermost level first, then by source and destination. At a level, the ranks that
+        hold an expert after the outer levels (at the home's inner coordinates) send it to the level's other holders."""
+        moves = []
+        strides = [int(np.prod(self.sizes[level + 1 :])) for level in range(len(self.sizes))]
+        reached = np.zeros((self.num_gpus, self.num_experts), dtype=np.bool_)
+        reached[self.home, np.arange(self.num_experts)] = True
+        for level, table in enumerate(self.holds_at):
+            sent = reached.copy()
+            for src in np.flatnonzero(reached.any(axis=1)):
+                own = self.coordinates[src, level]
+                for coordinate in range(self.sizes[level]):
+                    experts = np.flatnonzero(reached[src] & table[coordinate])
+                    if coordinate == own or not len(experts):
+                        continue
+                    dst = int(src + (coordinate - own) * strides[level])
+                    sent[dst, experts] = True
+                    moves.append(Move(level=level, src=int(src), dst=dst, experts=tuple(int(e) for e in experts)))
+            reached = sent
+        return tuple(moves)
+
+    def token_peers(self, rank: int, level: int) -> tuple[int, ...]:
+        """Coordinates at ``level``, other than its own, that may get tokens from ``rank`` at that hop."""
+        own = int(self.coordinates[rank, level])
+        return tuple(int(c) for c in np.unique(self.serve[level][own]) if c != own)
+
+    def token_sources(self, rank: int, level: int) -> tuple[int, ...]:
+        """Coordinates at ``level`` whose ranks may send tokens to ``rank`` at that hop."""
+        own = int(self.coordinates[rank, level])
+        return tuple(int(x) for x in np.flatnonzero((self.serve[level] == own).any(axis=1)) if x != own)
+
+
+def place(
+    cluster: Cluster, num_experts: int, choices: Mapping[str, LevelChoice], *, hotness: Sequence[float] | None = None
+) -> Placement:
+    """Expert domains per level as serving tables (HybridEP, Algorithm 1, generalised to partial migration).
+
+    ``choices`` maps level names to choices; a level that is absent has domains of one worker (plain expert parallelism).
+    ``hotness`` orders each home's experts for partial migration (highest first; by index when absent).
+    Raises PlacementError for an unknown level, a size that does not divide, or a ratio outside [0, 1].
+    """
+    names = [level.name for level in cluster.levels]
+    for name in choices:
+        if name not in names:
+            raise PlacementError(f"domains: no level {name!r} in cluster {cluster.name}; it has {', '.join(names)}")
+    home = expert_homes(num_experts, cluster.num_gpus)
+    home_coordinates = np.stack(np.unravel_index(home, cluster.sizes))
+    order = np.argsort(-np.asarray(hotness if hotness is not None else np.zeros(num_experts)), kind="stable")
+    place_at_home = np.empty(num_experts, dtype=np.int64)
+    num_at_home = np.bincount(home, minlength=cluster.num_gpus)
+    seen = np.zeros(cluster.num_gpus, dtype=np.int64)
+    for expert in order:
+        place_at_home[expert] = seen[home[expert]]
+        seen[home[expert]] += 1
+    serve = []
+    for level, name in enumerate(names):
+        choice, size = choices.get(name, LevelChoice()), cluster.sizes[level]
+        if choice.domain_size < 1 or size % choice.domain_size:
+            divisors = [str(d) for d in range(1, size + 1) if size % d == 0]
+            raise PlacementError(
+                f"domains.{name}: size {choice.domain_size} must divide the level's size {size}; use {', '.join(divisors)}"
+            )
+        if not 0 <= choice.migration_ratio <= 1:
+            raise PlacementError(f"migration.{name}: ratio {choice.migration_ratio} must lie between 0 and 1")
+        num_copied = np.floor(choice.migration_ratio * num_at_home[home] + 0.5)
+        copied = place_at_home < num_copied
+        own = np.arange(size)[:, None]
+        h = home_coordinates[level][None, :]
+        same_offset = h // choice.domain_size * choice.domain_size + own % choice.domain_size
+        serve.append(np.where(copied[None, :], same_offset, np.broadcast_to(h, same_offset.shape)).astype(np.int64))
+    return Placement(sizes=cluster.sizes, home=home, serve=tuple(serve))

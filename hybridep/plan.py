@@ -1,0 +1,201 @@
+"""The Plan: what the planner writes and the simulator and the runtime read. Nothing else passes between them.
+
+A plan file carries the cluster and the workload it was made for, so that it can be simulated and trained by itself, and
+so that using it with another cluster is an error that names the differences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from hybridep.config import Duration, Strict, build, key_lines, read_yaml, write_yaml
+from hybridep.errors import ConfigError, PlacementError, PlanMismatchError
+from hybridep.placement import LevelChoice, Placement, place
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+
+SCHEMA_VERSION = 1
+
+
+class Status(Enum):
+    """How the search for the plan ended; a closed list."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    NO_SOLUTION = "no_solution"
+
+
+class Residency(Enum):
+    """How long copies of experts live."""
+
+    STEP = "step"
+    """Gathered once per optimizer step; their gradients are returned once."""
+    MICROBATCH = "microbatch"
+    """Gathered for a block's forward, freed, gathered again for its backward; gradients returned at once. Least memory."""
+
+
+class LayerGroup(Strict):
+    """The placement of consecutive MoE layers."""
+
+    first_layer: int = Field(ge=0)
+    num_layers: int = Field(ge=1)
+    domains: dict[str, int]
+    """Level name -> expert-domain size."""
+    migration: dict[str, float]
+    """Level name -> share of each home's experts that the domain's members copy."""
+    residency: Residency = Residency.STEP
+
+    @property
+    def choices(self) -> dict[str, LevelChoice]:
+        """Domain size and ratio by level, as ``placement.place`` takes them."""
+        return {
+            name: LevelChoice(domain_size=size, migration_ratio=self.migration.get(name, 1.0))
+            for name, size in self.domains.items()
+        }
+
+
+class Codecs(Strict):
+    """How payloads are coded on one level's links."""
+
+    tokens: Literal["exact"] = "exact"
+    experts: Literal["exact"] = "exact"
+    gradients: Literal["exact"] = "exact"
+
+
+class Schedule(Strict):
+    """When transfers run."""
+
+    overlap: bool = True
+    """A block's gather runs beside its pre-expert forward, its gradient return beside its pre-expert backward."""
+
+
+class Prediction(Strict):
+    """What the cost model expects of one optimizer step."""
+
+    step: Duration
+    bound: Duration
+    """Lower bound: the busiest link's bytes over its bandwidth, or the computation alone."""
+    parts: dict[str, Duration]
+    """Seconds by kind of operation; hidden transfers are counted only as far as they show."""
+    wan_bytes: float
+    """Over the outermost level's links, all ranks together."""
+    memory_bytes: float
+    """Of the fullest rank."""
+    baselines: dict[str, Duration]
+    """Step time of the alternatives, and of nothing else."""
+
+
+class SolverReport(Strict):
+    """How the plan was found."""
+
+    status: Status
+    solver: str
+    objective: Duration
+    bound: Duration
+    """Proven: no plan in the searched space is faster."""
+    gap: float = Field(ge=0)
+    """(objective - bound) / objective."""
+    solve: Duration
+    """Wall time of the search."""
+    seed: int = 0
+
+
+class Plan(Strict):
+    """Placement, codecs, schedule and prediction for one cluster and workload."""
+
+    schema_version: Literal[1] = 1
+    cluster: Cluster
+    workload: Workload
+    layers: tuple[LayerGroup, ...] = Field(min_length=1)
+    """Every MoE layer once, in order."""
+    codecs: dict[str, Codecs] = Field(default_factory=dict)
+    """Level name -> codecs; exact where absent."""
+    schedule: Schedule = Schedule()
+    prediction: Prediction | None = None
+    solver: SolverReport | None = None
+    provenance: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        covered = 0
+        for group in self.layers:
+            if group.first_layer != covered:
+                raise ValueError(f"layers: first_layer {group.first_layer} should be {covered}")
+            covered += group.num_layers
+        if covered != self.workload.model.num_moe_layers:
+            raise ValueError(f"layers: {covered} layers are placed, the model has {self.workload.model.num_moe_layers}")
+        levels = [level.name for level in self.cluster.levels]
+        for name in self.codecs:
+            if name not in levels:
+                raise ValueError(f"codecs.{name}: no such level; the cluster has {', '.join(levels)}")
+        try:
+            _ = self.placements
+        except PlacementError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per layer group."""
+        experts = self.workload.model.num_experts
+        return tuple(place(self.cluster, experts, group.choices) for group in self.layers)
+
+    def each_layer(self) -> Iterator[tuple[int, LayerGroup, Placement]]:
+        """(MoE layer index, its group, its placement), in order."""
+        for group, placement in zip(self.layers, self.placements, strict=True):
+            for layer in range(group.first_layer, group.first_layer + group.num_layers):
+                yield layer, group, placement
+
+    @property
+    def digest(self) -> str:
+        """Identifies what the plan makes ranks do; prediction and provenance are left out."""
+        decided = self.model_dump(mode="json", exclude={"prediction", "solver", "provenance"})
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+    def require(self, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
+        """Raises PlanMismatchError when the plan was made for another cluster or workload."""
+        differences = []
+        for name, mine, other in (("cluster", self.cluster, cluster), ("workload", self.workload, workload)):
+            if other is not None:
+                differences += _differences(name, mine.model_dump(mode="json"), other.model_dump(mode="json"))
+        if differences:
+            raise PlanMismatchError(where, differences)
+
+    def save(self, path: Path) -> None:
+        """Write as YAML, atomically."""
+        write_yaml(path, self.model_dump(mode="json", exclude_none=True))
+
+
+def load_plan(path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None) -> Plan:
+    """Read a plan file. Raises ConfigError for a broken or truncated file and PlanMismatchError when ``cluster`` or
+    ``workload`` is given and the plan was made for another one."""
+    data = read_yaml(path)
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ConfigError(str(path), "schema_version", f"this version reads plans of schema {SCHEMA_VERSION} (found {version!r})")
+    plan = build(Plan, data, str(path), key_lines(path))
+    plan.require(cluster, workload, str(path))
+    return plan
+
+
+def _differences(prefix: str, mine: Any, other: Any) -> list[str]:
+    if isinstance(mine, Mapping) and isinstance(other, Mapping):
+        keys = [*mine, *(key for key in other if key not in mine)]
+        return [d for key in keys for d in _differences(f"{prefix}.{key}", mine.get(key), other.get(key))]
+    if isinstance(mine, list) and isinstance(other, list) and len(mine) == len(other):
+        return [d for i, (a, b) in enumerate(zip(mine, other, strict=True)) for d in _differences(f"{prefix}.{i}", a, b)]
+    return [] if mine == other else [f"{prefix}: plan has {_short(mine)}, here it is {_short(other)}"]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

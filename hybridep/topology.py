@@ -1,0 +1,297 @@
+"""Clusters: a hierarchy of workers (datacenter, node, GPU) with one up and one down link each, and optional links per DC pair.
+
+Ranks are numbered by location ``(x_0 .. x_{L-1})`` in mixed radix over the level sizes, last level fastest (HybridEP, Eq. 13).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from hybridep.config import Bandwidth, Duration, Size, Strict, Throughput
+from hybridep.errors import ConfigError
+from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
+
+Location = tuple[int, ...]
+
+
+class Level(Strict):
+    """One level of the hierarchy; ``size`` workers below each worker of the level above."""
+
+    name: str
+    size: int = Field(ge=1)
+    bandwidth: Bandwidth
+    """Of the up link, and of the down link, of each worker of this level (shared by the GPUs below it)."""
+    latency: Duration
+    """One way, between two workers of this level; includes the software's cost of one message."""
+
+
+class Gpu(Strict):
+    """What one rank computes with."""
+
+    throughput: Throughput
+    """Effective, as matrix products reach it, not the data sheet's peak."""
+    memory: Size
+    memory_bandwidth: Bandwidth
+    """Effective; bounds the optimizer step."""
+    block_overhead: Duration = 0.0
+    """Fixed cost of one MoE block's forward pass (kernel launches, interpreter); twice that for backward."""
+
+
+class Site(Strict):
+    """One datacenter by name; its access rates where they differ from the level's."""
+
+    name: str
+    up: Bandwidth | None = None
+    down: Bandwidth | None = None
+
+
+class PairLink(Strict):
+    """The path from one datacenter to another, in that direction."""
+
+    src: str
+    dst: str
+    bandwidth: Bandwidth
+    latency: Duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One directed resource that transfers share."""
+
+    name: str
+    bandwidth_bytes_per_s: float
+
+
+class Cluster(Strict):
+    """A bandwidth profile. ``levels`` are outermost first; the last one counts GPUs (one rank each)."""
+
+    name: str
+    levels: tuple[Level, ...] = Field(min_length=1)
+    gpu: Gpu
+    sites: tuple[Site, ...] = ()
+    links: tuple[PairLink, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Cluster:
+        names = [level.name for level in self.levels]
+        if len(set(names)) != len(names):
+            raise ValueError(f"level names repeat: {names}")
+        sites = [site.name for site in self.sites]
+        if sites and len(sites) != self.levels[0].size:
+            raise ValueError(f"sites: {len(sites)} are named but level {names[0]!r} has size {self.levels[0].size}")
+        if len(set(sites)) != len(sites):
+            raise ValueError(f"sites: names repeat: {sites}")
+        if self.links:
+            pairs = [(link.src, link.dst) for link in self.links]
+            for pair in pairs:
+                if pair[0] == pair[1] or not set(pair) <= set(sites):
+                    raise ValueError(f"links: {pair[0]} -> {pair[1]} does not join two of the sites {sites}")
+            if len(set(pairs)) != len(pairs):
+                repeated = next(pair for pair in pairs if pairs.count(pair) > 1)
+                raise ValueError(f"links: {repeated[0]} -> {repeated[1]} is given twice")
+            for pair in permutations(sites, 2):
+                if pair not in set(pairs):
+                    raise ValueError(f"links: no link {pair[0]} -> {pair[1]}; give every ordered pair or none")
+        return self
+
+    # --- ranks and locations -------------------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """SF, the size of each level."""
+        return tuple(level.size for level in self.levels)
+
+    @property
+    def num_gpus(self) -> int:
+        """G, the number of ranks."""
+        return int(np.prod(self.sizes))
+
+    @cached_property
+    def coordinates(self) -> NDArray[np.int64]:
+        """[G, L]: the location of each rank."""
+        return np.stack(np.unravel_index(np.arange(self.num_gpus), self.sizes), axis=1).astype(np.int64)
+
+    def location(self, rank: int) -> Location:
+        """Location of a global rank."""
+        return tuple(int(x) for x in np.unravel_index(rank, self.sizes))
+
+    def rank(self, location: Sequence[int]) -> int:
+        """Global rank at a location."""
+        return int(np.ravel_multi_index(tuple(location), self.sizes))
+
+    def peer(self, rank: int, level: int, coordinate: int) -> int:
+        """The rank that differs from ``rank`` only in its coordinate at ``level``."""
+        stride = int(np.prod(self.sizes[level + 1 :]))
+        return rank + (coordinate - rank // stride % self.sizes[level]) * stride
+
+    def site_name(self, dc: int) -> str:
+        """Name of the worker ``dc`` of the outermost level."""
+        return self.sites[dc].name if self.sites else f"{self.levels[0].name}{dc}"
+
+    def worker_name(self, location: Sequence[int]) -> str:
+        """``us-east/gpu3``; a prefix of a location names a worker of an outer level."""
+        inner = [f"{level.name}{x}" for level, x in zip(self.levels[1:], location[1:], strict=False)]
+        return "/".join([self.site_name(location[0]), *inner])
+
+    # --- links -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Every worker of a level has the same links."""
+        return not self.links and all(site.up is None and site.down is None for site in self.sites)
+
+    @cached_property
+    def link_table(self) -> tuple[Link, ...]:
+        """All links: for each level and worker up, then down; then the DC pairs in row order (where given)."""
+        table: list[Link] = []
+        for depth, level in enumerate(self.levels):
+            for location in product(*(range(size) for size in self.sizes[: depth + 1])):
+                up = down = level.bandwidth
+                if depth == 0 and self.sites:
+                    site = self.sites[location[0]]
+                    up, down = site.up or up, site.down or down
+                name = self.worker_name(location)
+                table.append(Link(name=f"{name} up", bandwidth_bytes_per_s=up))
+                table.append(Link(name=f"{name} down", bandwidth_bytes_per_s=down))
+        if self.links:
+            for src, dst in permutations(range(self.sizes[0]), 2):
+                link = self._pairs[src, dst]
+                table.append(Link(name=f"{link.src} -> {link.dst}", bandwidth_bytes_per_s=link.bandwidth))
+        return tuple(table)
+
+    @cached_property
+    def _pairs(self) -> dict[tuple[int, int], PairLink]:
+        index = {site.name: dc for dc, site in enumerate(self.sites)}
+        return {(index[link.src], index[link.dst]): link for link in self.links}
+
+    @cached_property
+    def _first_link(self) -> tuple[int, ...]:
+        """Index in ``link_table`` of each level's first link, and of the first pair link."""
+        counts = [2 * int(np.prod(self.sizes[: depth + 1])) for depth in range(len(self.levels))]
+        return tuple(int(x) for x in np.cumsum([0, *counts]))
+
+    def up_link(self, level: int, worker: int) -> int:
+        """Index in ``link_table``; ``worker`` counts the workers of ``level`` over the whole cluster."""
+        return self._first_link[level] + 2 * worker
+
+    def down_link(self, level: int, worker: int) -> int:
+        """Index in ``link_table`` of a worker's down link."""
+        return self._first_link[level] + 2 * worker + 1
+
+    def path(self, src: int, dst: int) -> tuple[int, ...]:
+        """Links that a transfer uses, in order; empty when ``src`` is ``dst``."""
+        a, b = self.location(src), self.location(dst)
+        first = next((level for level in range(len(a)) if a[level] != b[level]), None)
+        if first is None:
+            return ()
+        ups, downs = [], []
+        for level in range(first, len(a)):
+            stride = int(np.prod(self.sizes[level + 1 :]))
+            ups.append(self.up_link(level, src // stride))
+            downs.append(self.down_link(level, dst // stride))
+        pair = []
+        if first == 0 and self.links:
+            skip = a[0] * (self.sizes[0] - 1) + b[0] - (b[0] > a[0])
+            pair = [self._first_link[-1] + skip]
+        return (*reversed(ups), *pair, *downs)
+
+    def latency_s(self, src: int, dst: int) -> float:
+        """One-way latency between two ranks: that of the outermost level at which they differ."""
+        a, b = self.location(src), self.location(dst)
+        for level, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x != y:
+                return self._pairs[x, y].latency if level == 0 and self.links else self.levels[level].latency
+        return 0.0
+
+    def graph(self) -> nx.DiGraph[Any]:
+        """The cluster as a directed graph: nodes are ranks (int) and switches (str), edges carry ``link`` (index in
+        ``link_table``) and ``bandwidth_bytes_per_s``. The unique shortest path between two ranks is ``path``."""
+        graph: nx.DiGraph[Any] = nx.DiGraph()
+        table = self.link_table
+
+        def join(src: Any, dst: Any, link: int) -> None:
+            graph.add_edge(src, dst, link=link, bandwidth_bytes_per_s=table[link].bandwidth_bytes_per_s)
+
+        last = len(self.levels) - 1
+        for depth in range(len(self.levels)):
+            for worker, location in enumerate(product(*(range(size) for size in self.sizes[: depth + 1]))):
+                node: Any = worker if depth == last else f"switch of {self.worker_name(location)}"
+                above = f"switch of {self.worker_name(location[:-1])}" if depth else "core"
+                outward, inward = above, above
+                if depth == 0 and self.links:
+                    outward, inward = f"exit of {self.worker_name(location)}", f"entry of {self.worker_name(location)}"
+                join(node, outward, self.up_link(depth, worker))
+                join(inward, node, self.down_link(depth, worker))
+        for offset, (src, dst) in enumerate(permutations(range(self.sizes[0]), 2) if self.links else ()):
+            join(f"exit of {self.site_name(src)}", f"entry of {self.site_name(dst)}", self._first_link[-1] + offset)
+        return graph
+
+
+def matrix_profile(path: Path, *, gpus_per_site: int = 8) -> dict[str, Any]:
+    """Cluster data from a CSV matrix with the columns src,dst,gbps,rtt_ms (one row per pair; a missing reverse direction
+    is taken equal). A site's access rate is the largest of its pairs. What a matrix cannot say is assumed: 8 GPUs per
+    site joined at 400 Gbps, 300 TFLOPS and 80 GiB each; change it with ``--set``. Raises ConfigError with the line."""
+    wanted = ["src", "dst", "gbps", "rtt_ms"]
+    pairs: dict[tuple[str, str], tuple[float, float]] = {}
+    try:
+        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), "", f"cannot be read ({error})") from None
+    if not rows or not set(wanted) <= set(rows[0]):
+        raise ConfigError(f"{path}:1", "header", f"needs the columns {','.join(wanted)} and at least one row")
+    for line, row in enumerate(rows, start=2):
+        for column, floor in (("gbps", 0.0), ("rtt_ms", -1.0)):
+            try:
+                good = floor < float(row[column]) < float("inf")
+            except (TypeError, ValueError):
+                good = False
+            if not good:
+                limit = "above zero" if column == "gbps" else "at least zero"
+                raise ConfigError(f"{path}:{line}", column, f"must be a number {limit} (found {row[column]!r})")
+        src, dst = row["src"].strip(), row["dst"].strip()
+        if not src or not dst or src == dst or (src, dst) in pairs:
+            raise ConfigError(f"{path}:{line}", "src,dst", f"{src!r} -> {dst!r} is empty, a loop, or given before")
+        rtt_ms = max(float(row["rtt_ms"]), 0.0)
+        pairs[src, dst] = gbps_to_bytes_per_s(float(row["gbps"])), ms_to_s(rtt_ms) / 2
+    for (src, dst), link in list(pairs.items()):
+        pairs.setdefault((dst, src), link)
+    sites = list(dict.fromkeys(name for pair in pairs for name in pair))
+    for pair in permutations(sites, 2):
+        if pair not in pairs:
+            raise ConfigError(str(path), "src,dst", f"no row for {pair[0]} -> {pair[1]} nor the reverse; add one")
+
+    def rate(value: float) -> str:
+        return exact(value, Dimension.BANDWIDTH)
+
+    fastest = max(bandwidth for bandwidth, _ in pairs.values())
+    return {
+        "name": path.stem,
+        "levels": [
+            {"name": "dc", "size": len(sites), "bandwidth": rate(fastest), "latency": "0 s"},
+            {"name": "gpu", "size": gpus_per_site, "bandwidth": "400 Gbps", "latency": "10 us"},
+        ],
+        "gpu": {"throughput": "300 TFLOPS", "memory": "80 GiB", "memory_bandwidth": "2 TB/s"},
+        "sites": [
+            {
+                "name": site,
+                "up": rate(max(pairs[pair][0] for pair in pairs if pair[0] == site)),
+                "down": rate(max(pairs[pair][0] for pair in pairs if pair[1] == site)),
+            }
+            for site in sites
+        ],
+        "links": [
+            {"src": src, "dst": dst, "bandwidth": rate(bandwidth), "latency": exact(latency, Dimension.TIME)}
+            for (src, dst), (bandwidth, latency) in pairs.items()
+        ],
+    }

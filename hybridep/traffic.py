@@ -1,0 +1,239 @@
+"""The one traffic function: (plan, routing) -> bytes per operation, source and destination.
+
+The planner and the simulator put times on these bytes, each in its own way; the runtime counts what it sends and must
+find the same numbers. An array for level l has the shape [G, SF_l]: entry [g, c] goes from rank g to the rank that
+differs from it only in having coordinate c at level l. An entry with g's own coordinate stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import lru_cache
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridep.placement import IntArray, Placement
+from hybridep.plan import Plan, Residency
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+
+FloatArray = NDArray[np.float64]
+
+COUNT_BYTES = 8
+"""Before each dispatch hop a rank tells each possible destination how many rows follow (one int64)."""
+
+
+class Op(Enum):
+    """Kinds of transfer in a training step."""
+
+    EXPERT_GATHER = "expert_gather"
+    TOKEN_COUNTS = "token_counts"
+    TOKEN_DISPATCH = "token_dispatch"
+    TOKEN_COMBINE = "token_combine"
+    COMBINE_BACKWARD = "combine_backward"
+    DISPATCH_BACKWARD = "dispatch_backward"
+    GRADIENT_RETURN = "gradient_return"
+    DENSE_REDUCE_SCATTER = "dense_reduce_scatter"
+    DENSE_ALL_GATHER = "dense_all_gather"
+
+
+class OpLevel(NamedTuple):
+    """One kind of transfer at one level of the hierarchy."""
+
+    op: Op
+    level: int
+
+
+Traffic = dict[OpLevel, FloatArray]
+
+
+def reverse(placement: Placement, level: int, sent: FloatArray) -> FloatArray:
+    """The same bytes in the other direction: out[peer(g, c), x_l(g)] = sent[g, c]."""
+    shape = (*placement.sizes, placement.sizes[level])
+    return np.ascontiguousarray(np.swapaxes(sent.reshape(shape), level, len(placement.sizes))).reshape(sent.shape)
+
+
+def routed_rows(placement: Placement, routing: IntArray) -> list[FloatArray]:
+    """Token rows of one dispatch, exactly. ``routing`` is [G, T, K], expert ids (-1 for none); returns per level
+    [G, SF_l] rows sent. A token crosses to a coordinate once, however many of its experts are served there."""
+    num_gpus, num_tokens, _ = routing.shape
+    chosen = routing >= 0
+    experts = np.where(chosen, routing, 0)
+    origin = np.arange(num_gpus * num_tokens, dtype=np.int64).reshape(num_gpus, num_tokens, 1)
+    prefix = np.zeros_like(experts)
+    rows = []
+    for level, size in enumerate(placement.sizes):
+        own = placement.coordinates[:, level]
+        prefix = prefix * size + placement.serve[level][own[:, None, None], experts]
+        num_prefixes = int(np.prod(placement.sizes[: level + 1]))
+        keys = np.unique((origin * num_prefixes + prefix)[chosen])
+        ranks, codes = keys // num_prefixes // num_tokens, keys % num_prefixes
+        rows.append(_rows_at(placement, level, ranks, codes, np.ones(len(keys))))
+    return rows
+
+
+def expected_rows(placement: Placement, num_tokens: int, top_k: int) -> list[FloatArray]:
+    """Token rows of one dispatch when each token picks ``top_k`` distinct experts uniformly: a place that serves n of
+    the E experts is visited with probability 1 - C(E - n, K) / C(E, K) (the count of destination groups in DeepEP)."""
+    prefix = np.zeros((placement.num_gpus, placement.num_experts), dtype=np.int64)
+    rows = []
+    for level, size in enumerate(placement.sizes):
+        prefix = prefix * size + placement.serve[level][placement.coordinates[:, level]]
+        num_prefixes = int(np.prod(placement.sizes[: level + 1]))
+        keys = np.arange(placement.num_gpus)[:, None] * num_prefixes + prefix
+        served = np.bincount(keys.ravel(), minlength=placement.num_gpus * num_prefixes)
+        found = np.flatnonzero(served)
+        weight = num_tokens * hit_probabilities(placement.num_experts, top_k)[served[found]]
+        rows.append(_rows_at(placement, level, found // num_prefixes, found % num_prefixes, weight))
+    return rows
+
+
+@lru_cache(maxsize=64)
+def hit_probabilities(num_experts: int, top_k: int) -> FloatArray:
+    """[E + 1]: the probability that at least one of a token's experts is among n given ones."""
+    misses = [comb(num_experts - n, top_k) / comb(num_experts, top_k) for n in range(num_experts + 1)]
+    return 1.0 - np.asarray(misses)
+
+
+def _rows_at(placement: Placement, level: int, origin: IntArray, code: IntArray, weight: FloatArray) -> FloatArray:
+    """Sum ``weight`` at [sending rank, coordinate]; ``code`` is the mixed-radix prefix reached after this hop."""
+    size = placement.sizes[level]
+    inner = int(np.prod(placement.sizes[level + 1 :]))
+    coordinate, own = code % size, placement.coordinates[origin, level]
+    sender = (code // size * size + own) * inner + origin % inner
+    rows = np.zeros((placement.num_gpus, size))
+    moving = coordinate != own
+    np.add.at(rows, (sender[moving], coordinate[moving]), weight[moving])
+    return rows
+
+
+def served_copies(placement: Placement, routing: IntArray | None, num_tokens: int, top_k: int) -> FloatArray:
+    """[G, E]: token copies that each rank computes for each expert; expected under uniform routing without ``routing``."""
+    copies = np.zeros((placement.num_gpus, placement.num_experts))
+    experts = np.broadcast_to(np.arange(placement.num_experts), placement.serving_rank.shape)
+    if routing is None:
+        np.add.at(copies, (placement.serving_rank, experts), num_tokens * top_k / placement.num_experts)
+        return copies
+    flat = routing.reshape(placement.num_gpus, -1)
+    source, slot = np.nonzero(flat >= 0)
+    chosen = flat[source, slot]
+    np.add.at(copies, (placement.serving_rank[source, chosen], chosen), 1.0)
+    return copies
+
+
+def token_traffic(placement: Placement, workload: Workload, rows: Sequence[FloatArray]) -> Traffic:
+    """Bytes of the four token exchanges of one layer and micro-batch, given the rows of its dispatch."""
+    traffic: Traffic = {}
+    for level, sent in enumerate(rows):
+        if placement.sizes[level] == 1:
+            continue
+        counts = np.zeros_like(sent)
+        for rank in range(placement.num_gpus):
+            counts[rank, list(placement.token_peers(rank, level))] = COUNT_BYTES
+        traffic[OpLevel(Op.TOKEN_COUNTS, level)] = counts
+        traffic[OpLevel(Op.TOKEN_DISPATCH, level)] = sent * workload.dispatch_row_bytes
+        traffic[OpLevel(Op.TOKEN_COMBINE, level)] = reverse(placement, level, sent * workload.combine_row_bytes)
+        traffic[OpLevel(Op.COMBINE_BACKWARD, level)] = sent * workload.combine_row_bytes
+        gradient = sent * workload.dispatch_gradient_row_bytes
+        traffic[OpLevel(Op.DISPATCH_BACKWARD, level)] = reverse(placement, level, gradient)
+    return traffic
+
+
+def copy_traffic(placement: Placement, workload: Workload) -> Traffic:
+    """Bytes of one gather of copies and of one return of their gradients, one layer."""
+    traffic: Traffic = {}
+    for level, size in enumerate(placement.sizes):
+        if size == 1:
+            continue
+        sent = np.zeros((placement.num_gpus, size))
+        for move in placement.moves:
+            if move.level == level:
+                sent[move.src, placement.coordinates[move.dst, level]] += len(move.experts) * workload.expert_bytes
+        traffic[OpLevel(Op.EXPERT_GATHER, level)] = sent
+        traffic[OpLevel(Op.GRADIENT_RETURN, level)] = reverse(placement, level, sent)
+    return traffic
+
+
+def split_sizes(length: int, parts: int) -> list[int]:
+    """``length`` elements over ``parts`` workers: the first ``length % parts`` get one more."""
+    return [length // parts + (part < length % parts) for part in range(parts)]
+
+
+def dense_traffic(placement: Placement, workload: Workload) -> Traffic:
+    """Bytes of the hierarchical all-reduce of the dense gradients, once per step: reduce-scatter innermost level first,
+    each rank sending every peer that peer's part; then all-gather outermost first, the same bytes reversed."""
+    traffic: Traffic = {}
+    shard = np.full(placement.num_gpus, workload.model.dense_params, dtype=np.int64)
+    for level in reversed(range(len(placement.sizes))):
+        size, own = placement.sizes[level], placement.coordinates[:, level]
+        if size == 1:
+            continue
+        parts = np.array([split_sizes(int(length), size) for length in shard])
+        sent = parts.astype(np.float64) * workload.training.dtype.num_bytes
+        sent[np.arange(len(own)), own] = 0.0
+        traffic[OpLevel(Op.DENSE_REDUCE_SCATTER, level)] = sent
+        traffic[OpLevel(Op.DENSE_ALL_GATHER, level)] = reverse(placement, level, sent)
+        shard = parts[np.arange(len(own)), own]
+    return traffic
+
+
+def gathers_and_returns(residency: Residency, micro_batches: int) -> tuple[int, int]:
+    """How often per step a layer's copies are gathered and their gradients returned."""
+    return (1, 1) if residency is Residency.STEP else (2 * micro_batches, micro_batches)
+
+
+def step_traffic(plan: Plan, routing: Mapping[tuple[int, int], IntArray] | None = None) -> Traffic:
+    """Bytes of one whole training step. ``routing`` maps (MoE layer, micro-batch) to [G, T, K] expert ids; without it
+    the expectation under uniform routing."""
+    workload = plan.workload
+    total: Traffic = {}
+
+    def add(traffic: Traffic, times: float) -> None:
+        for key, sent in traffic.items():
+            total[key] = total.get(key, 0.0) + sent * times
+
+    micro_batches = workload.training.micro_batches
+    if routing is None:
+        for group, placement in zip(plan.layers, plan.placements, strict=True):
+            rows = expected_rows(placement, workload.training.tokens, workload.model.top_k)
+            add(token_traffic(placement, workload, rows), group.num_layers * micro_batches)
+    for layer, group, placement in plan.each_layer():
+        gathers, returns = gathers_and_returns(group.residency, micro_batches)
+        for key, sent in copy_traffic(placement, workload).items():
+            add({key: sent}, gathers if key.op is Op.EXPERT_GATHER else returns)
+        for micro_batch in range(micro_batches if routing is not None else 0):
+            assert routing is not None
+            rows = routed_rows(placement, routing[layer, micro_batch])
+            add(token_traffic(placement, workload, rows), 1)
+    add(dense_traffic(plan.placements[0], workload), 1)
+    return total
+
+
+def link_bytes(cluster: Cluster, traffic: Mapping[OpLevel, FloatArray]) -> FloatArray:
+    """[number of links]: bytes over each entry of ``cluster.link_table``."""
+    loads = np.zeros(len(cluster.link_table))
+    last = len(cluster.levels)
+    shape = cluster.sizes
+    for (_, level), sent in traffic.items():
+        if shape[level] == 1:
+            continue
+        received = np.swapaxes(sent.reshape((*shape, shape[level])), level, last).reshape(sent.shape)
+        for depth in range(level, last):
+            inner = int(np.prod(shape[depth + 1 :]))
+            workers = int(np.prod(shape[: depth + 1]))
+            first = cluster.up_link(depth, 0)
+            loads[first : first + 2 * workers : 2] += sent.sum(axis=1).reshape(workers, inner).sum(axis=1)
+            loads[first + 1 : first + 2 * workers : 2] += received.sum(axis=1).reshape(workers, inner).sum(axis=1)
+        if level == 0 and cluster.links:
+            between = sent.reshape(shape[0], -1, shape[0]).sum(axis=1)
+            loads[cluster.up_link(last - 1, cluster.num_gpus - 1) + 2 :] += between[~np.eye(shape[0], dtype=bool)]
+    return loads
+
+
+def wan_bytes(traffic: Mapping[OpLevel, FloatArray]) -> float:
+    """Bytes that cross the outermost level, all ranks together."""
+    return float(sum(sent.sum() for (_, level), sent in traffic.items() if level == 0))

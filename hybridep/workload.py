@@ -1,0 +1,195 @@
+"""What is trained: a Mixture-of-Experts transformer and its batch, with the bytes, FLOPs and parameters that follow.
+
+Counts are per rank unless a name says otherwise. A multiply-add is two FLOPs. Backward costs twice the forward.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pydantic import Field, model_validator
+
+from hybridep.config import Strict
+
+
+class Ffn(Enum):
+    """Form of an expert: two matrices with GELU between, or three with SwiGLU."""
+
+    GELU = "gelu"
+    SWIGLU = "swiglu"
+
+    @property
+    def num_matrices(self) -> int:
+        """Weight matrices of size hidden x ffn."""
+        return 2 if self is Ffn.GELU else 3
+
+
+class Dtype(Enum):
+    """Element type of tokens, experts and gradients, in memory and on the links."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one element."""
+        return {Dtype.FP64: 8, Dtype.FP32: 4, Dtype.BF16: 2}[self]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that AdamW keeps at the home for one parameter beside weight and gradient: two moments, and a fp32
+        master copy where the weight itself is bf16."""
+        return {Dtype.FP64: 16, Dtype.FP32: 8, Dtype.BF16: 12}[self]
+
+
+class Model(Strict):
+    """A decoder-only transformer whose feed-forward parts are MoE blocks (all but the first ``num_dense_layers``)."""
+
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    """Grouped-query attention; as many as ``num_heads`` when absent."""
+    head_dim: int | None = Field(default=None, ge=1)
+    vocab_size: int = Field(ge=2)
+    tie_embeddings: bool = False
+    num_experts: int = Field(ge=1)
+    top_k: int = Field(ge=1)
+    expert_ffn_size: int = Field(ge=1)
+    ffn: Ffn = Ffn.SWIGLU
+    shared_ffn_size: int = Field(default=0, ge=0)
+    """Intermediate size of the shared expert that every token passes; 0 for none."""
+    num_dense_layers: int = Field(default=0, ge=0)
+    dense_ffn_size: int = Field(default=0, ge=0)
+    attention_params: int | None = Field(default=None, ge=1)
+    """Parameters of one attention block where it is no plain (grouped-query) attention."""
+    balance_loss_weight: float = Field(default=0.01, ge=0)
+    """Weight of the load-balancing loss, taken per sequence (DeepSeek-V3, Eq. 17-20; Switch Transformer, Eq. 4)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Model:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k: {self.top_k} exceeds num_experts {self.num_experts}")
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(f"num_heads: {self.num_heads} must divide hidden_size {self.hidden_size}, or give head_dim")
+        if self.num_heads % (self.num_kv_heads or self.num_heads):
+            raise ValueError(f"num_kv_heads: {self.num_kv_heads} must divide num_heads {self.num_heads}")
+        if self.num_dense_layers >= self.num_layers:
+            raise ValueError(f"num_dense_layers: {self.num_dense_layers} leaves no MoE block in {self.num_layers} layers")
+        if self.num_dense_layers and not self.dense_ffn_size:
+            raise ValueError("dense_ffn_size: is missing though num_dense_layers is set")
+        return self
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers that hold experts."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
+
+    @property
+    def attention_block_params(self) -> int:
+        """Parameters of one attention block (query, key, value and output projections)."""
+        if self.attention_params is not None:
+            return self.attention_params
+        kv_width = self.attention_width // self.num_heads * (self.num_kv_heads or self.num_heads)
+        return self.hidden_size * (2 * self.attention_width + 2 * kv_width)
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one expert: 2 or 3 matrices, no bias."""
+        return self.ffn.num_matrices * self.hidden_size * self.expert_ffn_size
+
+    @property
+    def shared_params(self) -> int:
+        """Parameters of one block's shared expert."""
+        return self.ffn.num_matrices * self.hidden_size * self.shared_ffn_size
+
+    @property
+    def dense_params(self) -> int:
+        """Parameters outside the experts, replicated on every rank: embeddings, attention, gates, shared experts, norms."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        per_layer = self.attention_block_params + 2 * self.hidden_size
+        moe = self.num_moe_layers * (self.num_experts * self.hidden_size + self.shared_params)
+        dense = self.num_dense_layers * self.ffn.num_matrices * self.hidden_size * self.dense_ffn_size
+        return embeddings + self.num_layers * per_layer + moe + dense + self.hidden_size
+
+    @property
+    def total_params(self) -> int:
+        """All parameters of the model."""
+        return self.dense_params + self.num_moe_layers * self.num_experts * self.expert_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token passes."""
+        return self.dense_params + self.num_moe_layers * self.top_k * self.expert_params
+
+
+class Training(Strict):
+    """The batch of one rank and the element type."""
+
+    sequence_length: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1)
+    """Sequences per rank and micro-batch."""
+    micro_batches: int = Field(default=1, ge=1)
+    """Micro-batches per optimizer step (gradient accumulation)."""
+    dtype: Dtype = Dtype.FP32
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one rank in one micro-batch."""
+        return self.sequence_length * self.micro_batch_size
+
+
+class Workload(Strict):
+    """A model and how it is trained; one YAML file."""
+
+    name: str
+    model: Model
+    training: Training
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights (and of its gradient) on a link."""
+        return self.model.expert_params * self.training.dtype.num_bytes
+
+    @property
+    def dispatch_row_bytes(self) -> int:
+        """Bytes of one token row on its way to the experts: hidden vector, top-k weights, top-k expert ids (int32)."""
+        width = self.training.dtype.num_bytes
+        return self.model.hidden_size * width + self.model.top_k * (width + 4)
+
+    @property
+    def combine_row_bytes(self) -> int:
+        """Bytes of one row of partial outputs, or of their gradient."""
+        return self.model.hidden_size * self.training.dtype.num_bytes
+
+    @property
+    def dispatch_gradient_row_bytes(self) -> int:
+        """Bytes of the gradient of one dispatched row: hidden vector and top-k weights."""
+        return (self.model.hidden_size + self.model.top_k) * self.training.dtype.num_bytes
+
+    @property
+    def pre_expert_flops(self) -> float:
+        """Forward of one MoE layer before its routed experts, one micro-batch: attention, gate and shared expert."""
+        model, length = self.model, self.training.sequence_length
+        scores = 2 * length * model.attention_width  # query-key and probability-value products, causal half
+        weights = model.attention_block_params + model.num_experts * model.hidden_size + model.shared_params
+        return float(self.training.tokens * (2 * weights + scores))
+
+    @property
+    def expert_flops_per_row(self) -> float:
+        """Forward of one expert on one row."""
+        return 2.0 * self.model.expert_params
+
+    @property
+    def head_flops(self) -> float:
+        """Forward of what lies outside the MoE layers, one micro-batch: dense layers and the output projection."""
+        model, length = self.model, self.training.sequence_length
+        dense = model.attention_block_params + model.ffn.num_matrices * model.hidden_size * model.dense_ffn_size
+        per_token = model.num_dense_layers * (2 * dense + 2 * length * model.attention_width)
+        return float(self.training.tokens * (per_token + 2 * model.vocab_size * model.hidden_size))
