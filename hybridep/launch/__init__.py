@@ -1,0 +1,1 @@
+"""Starts processes: the emulated datacenters and the launcher."""
