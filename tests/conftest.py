@@ -1,0 +1,53 @@
+"""Settings that every test shares: few threads, fixed seeds, and honest skips for what this machine cannot do."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+# Before numpy or torch is imported: tests run several processes on few cores, and one thread each is also reproducible.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+# Ray reports usage over the network unless told not to.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis
+import numpy as np
+import pytest
+
+SEED = 20260101
+
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """The same random numbers in every run and in any order of tests."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(SEED)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A seeded generator of the test's own."""
+    return np.random.default_rng(SEED)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, with the reason, what needs a CUDA device or network namespaces where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+    if item.get_closest_marker("lab") is not None:
+        from hybridep.launch.lab import probe_lab
+
+        reason = probe_lab()
+        if reason is not None:
+            pytest.skip(f"no lab here: {reason}")
