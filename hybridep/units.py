@@ -89,11 +89,10 @@ def exact(value: float, dimension: Dimension) -> str:
         "TIME": ("s", "ms", "us", "ns"),
         "THROUGHPUT": ("PFLOPS", "TFLOPS", "GFLOPS", "MFLOPS", "kFLOPS", "FLOPS"),
     }
-    units = table[dimension.name]
-    for unit in (*(unit for unit in units if abs(value) >= dimension.value[unit]), *units):
-        short = f"{value / dimension.value[unit]:.12g} {unit}"
-        if parse(short, dimension) == value:
-            return short
+    short = [f"{value / dimension.value[unit]:.12g} {unit}" for unit in table[dimension.name]]
+    faithful = [text for text in short if parse(text, dimension) == value]
+    if faithful:
+        return min(faithful, key=len)
     base = {"SIZE": "B", "BANDWIDTH": "B/s", "TIME": "s", "THROUGHPUT": "FLOPS"}[dimension.name]
     return f"{value!r} {base}"
 

@@ -1,0 +1,89 @@
+"""A training run: what ``hybridep train RUN`` reads, and what each rank reports after a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import Field
+
+from hybridep.config import Duration, Strict
+
+
+class Data(Strict):
+    """Training text, read as bytes (vocabulary of 256)."""
+
+    path: Path | None = None
+    """A text file or a folder; the Python standard library's own sources when absent."""
+    suffixes: tuple[str, ...] = (".py", ".txt", ".md")
+    """Files of a folder that are read."""
+
+
+class Optimizer(Strict):
+    """AdamW (Loshchilov and Hutter), run at each parameter's home."""
+
+    learning_rate: float = Field(default=1e-3, gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class Checkpoints(Strict):
+    """Where and how often state is saved; ``--resume`` continues from the last complete one."""
+
+    folder: Path | None = None
+    """Inside the run's output folder when absent."""
+    every_steps: int = Field(default=0, ge=0)
+    """0: only at the end."""
+
+
+class Run(Strict):
+    """One training run."""
+
+    name: str
+    cluster: str
+    """Name of a cluster config, or path of a cluster file or CSV matrix."""
+    workload: str
+    """Name of a model config, or path of a workload file."""
+    plan: str = "auto"
+    """``auto`` (the planner's choice), ``ep``, ``full_gather``, or the path of a plan file."""
+    overrides: tuple[str, ...] = ()
+    """``cluster.key=value`` and ``workload.key=value``, applied before planning."""
+    output: Path
+    steps: int = Field(ge=1)
+    seed: int = 0
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    checkpoints: Checkpoints = Checkpoints()
+    exchange_timeout: Duration = 20.0
+    """A transfer that takes longer means that a link or a peer is gone."""
+    trace_step: int | None = None
+    """Step whose timeline every rank records."""
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Folder of this run's checkpoints."""
+        return self.checkpoints.folder or self.output / "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one rank tells the launcher after an optimizer step."""
+
+    rank: int
+    step: int
+    """Counted from 1."""
+    loss_sum: float
+    """Sum of this rank's token losses (cross entropy) over the step; the run's loss is the sum over ranks / tokens."""
+    balance_loss: float
+    """This rank's share of the load-balancing loss, already weighted; the shares of all ranks add up."""
+    tokens: int
+    step_s: float
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    """``operation@level`` -> payload bytes that this rank sent, for example ``token_dispatch@dc``."""
+    wan_bytes: int = 0
+    """Bytes of it over the outermost level."""
+    peak_bytes: int = 0
+    """Largest resident memory so far."""
