@@ -1,0 +1,195 @@
+"""Programs of operations over ranks, each a computation or an exchange, run with per-rank dependencies only.
+
+A rank enters an operation when it has finished all operations that this one comes after; no rank waits for ranks that
+it does not exchange with. A flow starts once both its ends have entered the exchange (a message of any size moves
+only when its receive is posted), and a rank leaves the exchange when all its sends and receives are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from simulator.engine import Engine
+from simulator.errors import SimulationError
+from simulator.flow import FloatArray, IntArray
+from simulator.network import BoolArray, Network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flows:
+    """The transfers of one exchange, one row per transfer, [n] each; transfers of no bytes are left out beforehand."""
+
+    source: IntArray
+    """Global rank."""
+    destination: IntArray
+    """Global rank."""
+    size_bytes: FloatArray
+    path: IntArray
+    """Path ids of the network."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One step of the program for all ranks."""
+
+    label: str
+    """Kind of operation; results are summed over operations with the same label."""
+    after: tuple[int, ...]
+    """Operations, by position, that a rank must have finished before it enters this one."""
+    seconds: FloatArray | None = None
+    """[ranks] of a computation."""
+    flows: Flows | None = None
+    """Of an exchange."""
+    name: str = ""
+    """The single operation ("block 3, micro-batch 0"); only shown."""
+
+
+@dataclass(kw_only=True)
+class Program:
+    """Operations in the order in which they were added; an operation can only come after earlier ones."""
+
+    num_ranks: int
+    operations: list[Operation] = field(default_factory=list)
+
+    def compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "") -> int:
+        """Add a computation of `seconds` [ranks]; return its position."""
+        if seconds.shape != (self.num_ranks,) or not (np.isfinite(seconds).all() and (seconds >= 0).all()):
+            raise SimulationError(f"{label} {name}: needs {self.num_ranks} finite durations that are not negative")
+        return self._add(Operation(label=label, after=tuple(after), seconds=seconds, name=name))
+
+    def exchange(self, label: str, flows: Flows, after: Sequence[int], name: str = "") -> int:
+        """Add an exchange; return its position."""
+        return self._add(Operation(label=label, after=tuple(after), flows=flows, name=name))
+
+    def _add(self, operation: Operation) -> int:
+        position = len(self.operations)
+        for earlier in operation.after:
+            if not 0 <= earlier < position:
+                raise SimulationError(
+                    f"{operation.label} {operation.name}: comes after operation {earlier}, of {position} so far"
+                )
+        self.operations.append(operation)
+        return position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """When each rank was in each operation."""
+
+    start_s: FloatArray
+    """[operations, ranks]: when the rank entered, its dependencies finished."""
+    end_s: FloatArray
+    """[operations, ranks]"""
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last rank finished."""
+        return float(self.end_s.max(initial=0.0))
+
+
+def execute(program: Program, engine: Engine, network: Network) -> Execution:
+    """Run a program from the engine's present to its end."""
+    return _Executor(program, engine, network).run()
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """An exchange in progress."""
+
+    entered: BoolArray
+    launched: BoolArray
+    """[flows]"""
+    unfinished: IntArray
+    """[ranks]: sends and receives that are not complete."""
+    ranks_inside: int
+
+
+class _Executor:
+    def __init__(self, program: Program, engine: Engine, network: Network) -> None:
+        self._operations = program.operations
+        self._num_ranks = program.num_ranks
+        self._engine = engine
+        self._network = network
+        shape = (len(self._operations), self._num_ranks)
+        self._start_s = np.zeros(shape)
+        self._end_s = np.zeros(shape)
+        self._waits_for = np.zeros(shape, dtype=np.int64)
+        self._followers: list[list[int]] = [[] for _ in self._operations]
+        for position, operation in enumerate(self._operations):
+            self._waits_for[position] = len(set(operation.after))
+            for earlier in set(operation.after):
+                self._followers[earlier].append(position)
+        self._exchanges: dict[int, _Exchange] = {}
+        self._unfinished = len(self._operations) * self._num_ranks
+
+    def run(self) -> Execution:
+        everybody = np.arange(self._num_ranks)
+        for position, operation in enumerate(self._operations):
+            if not operation.after:
+                self._enter(position, everybody)
+        self._engine.run()
+        if self._unfinished:
+            raise SimulationError(f"{self._unfinished} rank operations never ran: an exchange waits for itself")
+        return Execution(start_s=self._start_s, end_s=self._end_s)
+
+    def _enter(self, position: int, ranks: IntArray) -> None:
+        self._start_s[position, ranks] = self._engine.now_s
+        operation = self._operations[position]
+        if operation.seconds is not None:
+            seconds = operation.seconds[ranks]
+            for duration_s in np.unique(seconds).tolist():
+                # Through the queue even when it takes no time: a chain of such operations must not recurse.
+                self._engine.after(duration_s, partial(self._leave, position, ranks[seconds == duration_s]))
+        elif operation.flows is not None:
+            self._enter_exchange(position, operation.flows, ranks)
+
+    def _enter_exchange(self, position: int, flows: Flows, ranks: IntArray) -> None:
+        exchange = self._exchanges.get(position)
+        if exchange is None:
+            involved = np.concatenate([flows.source, flows.destination])
+            exchange = self._exchanges[position] = _Exchange(
+                entered=np.zeros(self._num_ranks, dtype=np.bool_),
+                launched=np.zeros(flows.source.size, dtype=np.bool_),
+                unfinished=np.bincount(involved, minlength=self._num_ranks),
+                ranks_inside=self._num_ranks,
+            )
+        exchange.entered[ranks] = True
+        idle = ranks[exchange.unfinished[ranks] == 0]
+        if idle.size:
+            self._engine.after(0.0, partial(self._leave_exchange, position, idle))
+        start = exchange.entered[flows.source] & exchange.entered[flows.destination] & ~exchange.launched
+        rows = np.flatnonzero(start)
+        if rows.size:
+            exchange.launched[rows] = True
+            self._network.start(flows.path[rows], flows.size_bytes[rows], partial(self._arrived, position, flows, rows))
+
+    def _arrived(self, position: int, flows: Flows, started: IntArray, arrived: IntArray) -> None:
+        rows = started[arrived]
+        touched = np.concatenate([flows.source[rows], flows.destination[rows]])
+        exchange = self._exchanges[position]
+        exchange.unfinished -= np.bincount(touched, minlength=self._num_ranks)
+        done = np.unique(touched)
+        done = done[exchange.unfinished[done] == 0]
+        if done.size:
+            self._leave_exchange(position, done)
+
+    def _leave_exchange(self, position: int, ranks: IntArray) -> None:
+        exchange = self._exchanges[position]
+        exchange.ranks_inside -= ranks.size
+        if not exchange.ranks_inside:
+            del self._exchanges[position]
+        self._leave(position, ranks)
+
+    def _leave(self, position: int, ranks: IntArray) -> None:
+        self._end_s[position, ranks] = self._engine.now_s
+        self._unfinished -= ranks.size
+        for follower in self._followers[position]:
+            waits_for = self._waits_for[follower]
+            waits_for[ranks] -= 1
+            ready = ranks[waits_for[ranks] == 0]
+            if ready.size:
+                self._enter(follower, ready)

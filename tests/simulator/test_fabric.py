@@ -1,0 +1,60 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from hybridep.config import build
+from hybridep.topology import Cluster
+from simulator.engine import Engine
+from simulator.fabric import Fabric
+
+
+def cluster(*sizes: int, pairs: bool = False) -> Cluster:
+    names = ["dc", "node", "gpu"][-len(sizes) :] if len(sizes) < 3 else ["dc", "node", "gpu"]
+    levels = [
+        {"name": name, "size": size, "bandwidth": f"{10 * 10**depth} Gbps", "latency": f"{10 ** (3 - depth)} us"}
+        for depth, (name, size) in enumerate(zip(names, sizes, strict=True))
+    ]
+    data = {
+        "name": "test",
+        "levels": levels,
+        "gpu": {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 TB/s"},
+    }
+    if pairs:
+        sites = [f"s{dc}" for dc in range(sizes[0])]
+        data["sites"] = [{"name": site} for site in sites]
+        data["links"] = [
+            {"src": a, "dst": b, "bandwidth": f"{1 + i} Gbps", "latency": f"{10 + i} ms"}
+            for i, (a, b) in enumerate(itertools.permutations(sites, 2))
+        ]
+    return build(Cluster, data, "test")
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (3, 2, 2)])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_shortest_paths_are_the_paths_of_the_hierarchy(sizes: tuple[int, ...], pairs: bool) -> None:
+    topology = cluster(*sizes, pairs=pairs)
+    fabric = Fabric(Engine(), topology)
+    for a, b in itertools.permutations(range(topology.num_gpus), 2):
+        assert fabric.links(a, b) == topology.path(a, b)
+
+
+def test_transfer_takes_the_latency_and_rate_of_the_slowest_link() -> None:
+    topology = cluster(3, 2, pairs=True)
+    engine = Engine()
+    fabric = Fabric(engine, topology)
+    arrivals: list[float] = []
+    # s1 -> s0 is the third pair: 3 Gbps, 12 ms.
+    flows = fabric.flows([2], [0], [3e6])
+    fabric.network.start(flows.path, flows.size_bytes, lambda rows: arrivals.append(engine.now_s))
+    engine.run()
+    assert arrivals == [pytest.approx(3e6 * 8 / 3e9 + 12e-3)]
+    busy = [name for name, bytes_ in zip(fabric.link_names, fabric.network.link_bytes, strict=True) if bytes_]
+    assert busy == ["s0 down", "s1 up", "s0/gpu0 down", "s1/gpu0 up", "s1 -> s0"]
+
+
+def test_nothing_to_send_is_left_out() -> None:
+    fabric = Fabric(Engine(), cluster(4))
+    flows = fabric.flows([0, 1, 2], [1, 1, 3], [0.0, 5.0, 7.0])
+    np.testing.assert_array_equal(flows.source, [2])
+    np.testing.assert_array_equal(flows.destination, [3])
