@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml
 	  "$$found" -m venv --clear $(VENV); \
 	fi
 	@echo 'installing hybridep and its development tools (minutes on the first run)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 test: $(STAMP)

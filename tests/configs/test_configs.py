@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 
 from hybridep.config import load
+from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Ffn, Workload
 
@@ -55,6 +56,13 @@ def test_cluster_loads_under_its_file_name_and_cites_a_source(path: Path) -> Non
 def test_model_loads_under_its_file_name_and_cites_a_source(path: Path) -> None:
     assert load(Workload, path).name == path.stem
     assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "runs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_run_loads_and_names_shipped_configs(path: Path) -> None:
+    run = load(Run, path)
+    assert run.name == path.stem
+    assert run.cluster in CLUSTERS and run.workload in MODELS
 
 
 @pytest.mark.parametrize(("name", "num_dcs"), [("paper-s", 1), ("paper-m", 2), ("paper-l", 4)])
