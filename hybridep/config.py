@@ -155,7 +155,8 @@ def key_lines(path: Path) -> dict[str, int]:
 
 
 def _config_error(model: type[Strict], error: ValidationError, where: str, lines: Mapping[str, int]) -> ConfigError:
-    first = error.errors(include_url=False)[0]
+    # A misspelt key also shows as a missing one: the misspelling is what the user can mend.
+    first = min(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

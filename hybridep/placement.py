@@ -43,7 +43,7 @@ def expert_homes(num_experts: int, num_gpus: int) -> IntArray:
     return np.arange(num_experts, dtype=np.int64) * num_gpus // num_experts
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
     """Serving tables of one group of layers on one cluster."""
 

@@ -1,0 +1,77 @@
+import pytest
+
+from hybridep.config import apply_override, load, write_yaml
+from hybridep.errors import ConfigError, UserError
+from hybridep.topology import Cluster
+
+GOOD = """\
+name: two
+levels:
+  - {name: dc, size: 2, bandwidth: 10 Gbps, latency: 1 ms}
+  - name: gpu
+    size: 4
+    bandwidth: 100 Gbps
+    latency: 10 us
+gpu: {throughput: 100 TFLOPS, memory: 80 GiB, memory_bandwidth: 2 TB/s}
+"""
+
+
+def cluster_file(tmp_path, text):
+    path = tmp_path / "two.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_good_file_loads(tmp_path):
+    cluster = load(Cluster, cluster_file(tmp_path, GOOD))
+    assert cluster.sizes == (2, 4)
+    assert cluster.levels[0].bandwidth == 1.25e9
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "message"),
+    [
+        ("    size: 4", "    sise: 4", "two.yaml:5: levels.1.sise", "did you mean 'size'"),
+        ("throughput: 100 TFLOPS", "troughput: 100 TFLOPS", "two.yaml:8: gpu.troughput", "did you mean 'throughput'"),
+        ("bandwidth: 100 Gbps", "bandwidth: 100", "two.yaml:6: levels.1.bandwidth", "has no unit"),
+        ("bandwidth: 100 Gbps", "bandwidth: -100 Gbps", "two.yaml:6: levels.1.bandwidth", "above zero"),
+        ("bandwidth: 100 Gbps", "bandwidth: 0 Gbps", "two.yaml:6: levels.1.bandwidth", "above zero"),
+        ("    size: 4", "    size: 0", "two.yaml:5: levels.1.size", "greater than or equal to 1"),
+        ("    size: 4\n", "", "two.yaml:4: levels.1.size", "is missing"),
+        ("name: two", "name: [", "two.yaml", "is not YAML"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_file_key_and_value(tmp_path, old, new, where, message):
+    with pytest.raises(ConfigError) as caught:
+        load(Cluster, cluster_file(tmp_path, GOOD.replace(old, new)))
+    text = str(caught.value)
+    assert where in text
+    assert message in text
+    assert "\n" not in text
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        load(Cluster, tmp_path / "absent.yaml")
+
+
+def test_overrides_reach_nested_keys_and_named_list_entries(tmp_path):
+    cluster = load(Cluster, cluster_file(tmp_path, GOOD), ["levels.dc.bandwidth=1 Gbps", "gpu.memory=16 GiB", "levels.1.size=8"])
+    assert cluster.levels[0].bandwidth == 1.25e8
+    assert cluster.gpu.memory == 2.0**34
+    assert cluster.sizes == (2, 8)
+
+
+@pytest.mark.parametrize("override", ["levels.rack.size=2", "name", "name.deep.er=2"])
+def test_an_override_that_fits_nowhere_is_refused(override):
+    with pytest.raises(UserError, match="--set"):
+        apply_override({"name": "x", "levels": [{"name": "dc"}]}, override)
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "out.yaml"
+    with pytest.raises(Exception, match="represent"):
+        write_yaml(path, {"bad": object()})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="cannot be written"):
+        write_yaml(cluster_file(tmp_path, "x") / "below-a-file.yaml", {"a": 1})

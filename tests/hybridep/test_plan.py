@@ -1,0 +1,92 @@
+import pytest
+
+from hybridep.config import build
+from hybridep.errors import ConfigError, PlanMismatchError
+from hybridep.plan import LayerGroup, Plan, Residency, load_plan
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+
+CLUSTER = {
+    "name": "c",
+    "levels": [
+        {"name": "dc", "size": 4, "bandwidth": "200 Mbps", "latency": "0.1 ms"},
+        {"name": "gpu", "size": 2, "bandwidth": "8 Gbps", "latency": "10 us"},
+    ],
+    "gpu": {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"},
+}
+MODEL = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "vocab_size": 256,
+    "num_experts": 16,
+    "top_k": 2,
+    "expert_ffn_size": 64,
+}
+WORKLOAD = {"name": "w", "model": MODEL, "training": {"sequence_length": 64, "micro_batch_size": 2}}
+
+
+def cluster(**changes):
+    return build(Cluster, CLUSTER | changes, "c")
+
+
+def workload(**changes):
+    return build(Workload, WORKLOAD | changes, "w")
+
+
+def plan():
+    groups = (
+        LayerGroup(first_layer=0, num_layers=2, domains={"dc": 2, "gpu": 2}, migration={"dc": 0.5}),
+        LayerGroup(first_layer=2, num_layers=1, domains={"dc": 1}, migration={}, residency=Residency.MICROBATCH),
+    )
+    return Plan(cluster=cluster(), workload=workload(), layers=groups)
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan().save(tmp_path / "plan.yaml")
+    loaded = load_plan(tmp_path / "plan.yaml", cluster=cluster(), workload=workload())
+    assert loaded == plan()
+    assert loaded.digest == plan().digest
+    assert [layer for layer, _, _ in loaded.each_layer()] == [0, 1, 2]
+
+
+def test_another_cluster_or_model_is_named(tmp_path):
+    plan().save(tmp_path / "plan.yaml")
+    levels = [CLUSTER["levels"][0] | {"bandwidth": "100 Mbps"}, CLUSTER["levels"][1]]
+    with pytest.raises(PlanMismatchError, match=r"cluster\.levels\.0\.bandwidth: plan has 0\.2 Gbps, here it is 0\.1 Gbps"):
+        load_plan(tmp_path / "plan.yaml", cluster=cluster(levels=levels))
+    with pytest.raises(PlanMismatchError, match=r"workload\.model\.top_k: plan has 2, here it is 4"):
+        load_plan(tmp_path / "plan.yaml", workload=workload(model=MODEL | {"top_k": 4}))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("schema_version: 1", "schema_version: 9", "schema_version.*found 9"),
+        ("domains: {dc: 2, gpu: 2}", "domains: {dc: 3, gpu: 2}", r"size 3 must divide the level's size 4; use 1, 2, 4"),
+        ("domains: {dc: 2, gpu: 2}", "domains: {rack: 2}", "no level 'rack'"),
+        ("migration: {dc: 0.5}", "migration: {dc: 1.5}", "between 0 and 1"),
+        ("first_layer: 2", "first_layer: 1", "first_layer 1 should be 2"),
+        ("residency: microbatch", "residency: forever", "residency"),
+        ("num_layers: 2\n", "num_layerz: 2\n", "did you mean 'num_layers'"),
+    ],
+)
+def test_a_broken_plan_is_one_line(tmp_path, old, new, message):
+    path = tmp_path / "plan.yaml"
+    plan().save(path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_plan(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_truncated_plan_is_refused_at_any_length(tmp_path):
+    path = tmp_path / "plan.yaml"
+    plan().save(path)
+    text = path.read_text()
+    for length in range(0, text.index("residency: microbatch"), 97):
+        path.write_text(text[:length])
+        with pytest.raises(ConfigError):
+            load_plan(path)

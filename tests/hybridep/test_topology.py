@@ -1,0 +1,120 @@
+from itertools import pairwise, permutations
+
+import networkx as nx
+import pytest
+
+from hybridep.config import build
+from hybridep.errors import ConfigError
+from hybridep.topology import Cluster, matrix_profile
+
+GPU = {"throughput": "100 TFLOPS", "memory": "80 GiB", "memory_bandwidth": "2 TB/s"}
+
+
+def hierarchy(*sizes):
+    levels = [
+        {"name": name, "size": size, "bandwidth": f"{10 * 10**depth} Gbps", "latency": f"{1000 // 10**depth} us"}
+        for depth, (name, size) in enumerate(zip(("dc", "node", "gpu")[-len(sizes) :], sizes, strict=True))
+    ]
+    return build(Cluster, {"name": "h", "levels": levels, "gpu": GPU}, "h")
+
+
+def three_sites():
+    links = [
+        {"src": a, "dst": b, "bandwidth": f"{1 + i} Gbps", "latency": f"{10 * (i + 1)} ms"}
+        for i, (a, b) in enumerate(permutations("xyz", 2))
+    ]
+    data = {
+        "name": "sites",
+        "levels": [
+            {"name": "dc", "size": 3, "bandwidth": "10 Gbps", "latency": "0 s"},
+            {"name": "gpu", "size": 2, "bandwidth": "100 Gbps", "latency": "10 us"},
+        ],
+        "gpu": GPU,
+        "sites": [{"name": "x", "up": "2 Gbps"}, {"name": "y"}, {"name": "z"}],
+        "links": links,
+    }
+    return data
+
+
+def test_ranks_are_mixed_radix_with_the_last_level_fastest():
+    cluster = hierarchy(2, 3, 4)
+    assert cluster.num_gpus == 24
+    assert cluster.location(23) == (1, 2, 3)
+    assert cluster.rank((1, 0, 2)) == 14
+    assert [tuple(x) for x in cluster.coordinates] == [cluster.location(rank) for rank in range(24)]
+    assert cluster.peer(14, 0, 0) == 2
+    assert cluster.peer(14, 1, 2) == 22
+
+
+@pytest.mark.parametrize(
+    "cluster", [hierarchy(4), hierarchy(2, 3, 4), build(Cluster, three_sites(), "s")], ids=["flat", "deep", "wan"]
+)
+def test_the_path_is_the_shortest_path_of_the_graph(cluster):
+    graph = cluster.graph()
+    for src, dst in permutations(range(cluster.num_gpus), 2):
+        nodes = nx.shortest_path(graph, src, dst)
+        links = [graph.edges[a, b]["link"] for a, b in pairwise(nodes)]
+        assert tuple(links) == cluster.path(src, dst)
+
+
+def test_links_and_latencies_of_sites_are_those_of_the_pair():
+    cluster = build(Cluster, three_sites(), "s")
+    path = [cluster.link_table[link] for link in cluster.path(0, 5)]
+    assert [link.name for link in path] == ["x/gpu0 up", "x up", "x -> z", "z down", "z/gpu1 down"]
+    assert path[1].bandwidth_bytes_per_s == 0.25e9
+    assert path[2].bandwidth_bytes_per_s == 0.25e9
+    assert cluster.latency_s(0, 5) == pytest.approx(0.02)
+    assert cluster.latency_s(5, 0) == pytest.approx(0.05)
+    assert cluster.latency_s(0, 1) == pytest.approx(1e-5)
+    assert not cluster.is_symmetric
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["links"].pop(), "no link z -> y"),
+        (lambda d: d["links"].append(d["links"][0]), "given twice"),
+        (lambda d: d["links"].append({**d["links"][0], "dst": "w"}), "x -> w does not join"),
+        (lambda d: d["sites"].pop(), "2 are named but level 'dc' has size 3"),
+        (lambda d: d["sites"].__setitem__(1, {"name": "x"}), "names repeat"),
+    ],
+)
+def test_a_bad_profile_is_refused_by_name(change, message):
+    data = three_sites()
+    change(data)
+    with pytest.raises(ConfigError, match=message):
+        build(Cluster, data, "s")
+
+
+def csv_file(tmp_path, *rows):
+    path = tmp_path / "wan.csv"
+    path.write_text("\n".join(["src,dst,gbps,rtt_ms", *rows]) + "\n")
+    return path
+
+
+def test_a_matrix_becomes_a_cluster(tmp_path):
+    cluster = build(Cluster, matrix_profile(csv_file(tmp_path, "a,b,1,20", "b,a,2,20", "a,c,4,10", "b,c,8,30")), "wan")
+    assert cluster.sizes == (3, 8)
+    assert [site.name for site in cluster.sites] == ["a", "b", "c"]
+    assert cluster.sites[0].up == pytest.approx(0.5e9)
+    assert cluster.sites[0].down == pytest.approx(0.5e9)
+    assert cluster.latency_s(0, 8) == pytest.approx(0.01)
+    assert cluster.link_table[cluster.path(8, 0)[2]].bandwidth_bytes_per_s == pytest.approx(0.25e9)
+    assert cluster.link_table[cluster.path(16, 0)[2]].bandwidth_bytes_per_s == pytest.approx(0.5e9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["a,b,-1,20"], r"wan.csv:2: gbps: must be a number above zero \(found '-1'\)"),
+        (["a,b,1,20", "a,c,x,20"], r"wan.csv:3: gbps"),
+        (["a,b,1,-3"], "rtt_ms"),
+        (["a,b,1,20", "a,b,1,20"], "given before"),
+        (["a,a,1,20"], "loop"),
+        (["a,b,1,20", "a,c,1,20"], "no row for b -> c"),
+        ([], "needs the columns"),
+    ],
+)
+def test_a_bad_matrix_names_the_line(tmp_path, rows, message):
+    with pytest.raises(ConfigError, match=message):
+        matrix_profile(csv_file(tmp_path, *rows))
