@@ -1,6 +1,7 @@
 # make test   every check that a change must pass (what .ci/run runs)
 # make demo   a tour: emulated datacenters, a plan, a simulation, a short training run
-# make lint   format in place and fix what can be fixed
+# make lint   the checks without the tests: style, types, module floors
+# make format fix in place what can be fixed
 # Needs Python 3.11 or 3.12, make and gcc; no root. PYTHON=/path/to/python chooses the interpreter.
 
 SHELL := /bin/bash
@@ -12,10 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := hybridep planner runtime simulator tests experiments
 
-.PHONY: help venv test lint demo clean
+.PHONY: help venv test lint format demo clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -3
+	@sed -n 's/^# //p' Makefile | head -4
 
 venv: $(STAMP)
 
@@ -40,14 +41,16 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-test: $(STAMP)
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
 
-lint: $(STAMP)
+format: $(STAMP)
 	$(BIN)/ruff check --fix $(wildcard $(SOURCES))
 	$(BIN)/ruff format $(wildcard $(SOURCES))
 
