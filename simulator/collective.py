@@ -44,8 +44,10 @@ class Operation:
     """[ranks] of a computation."""
     flows: Flows | None = None
     """Of an exchange."""
+    level: int | None = None
+    """Of the hierarchy, between whose workers an exchange runs; only shown."""
     name: str = ""
-    """The single operation ("block 3, micro-batch 0"); only shown."""
+    """Where in the step ("layer 3, micro-batch 0"); only shown."""
 
 
 @dataclass(kw_only=True)
@@ -61,9 +63,9 @@ class Program:
             raise SimulationError(f"{label} {name}: needs {self.num_ranks} finite durations that are not negative")
         return self._add(Operation(label=label, after=tuple(after), seconds=seconds, name=name))
 
-    def exchange(self, label: str, flows: Flows, after: Sequence[int], name: str = "") -> int:
+    def exchange(self, label: str, flows: Flows, after: Sequence[int], name: str = "", *, level: int | None = None) -> int:
         """Add an exchange; return its position."""
-        return self._add(Operation(label=label, after=tuple(after), flows=flows, name=name))
+        return self._add(Operation(label=label, after=tuple(after), flows=flows, level=level, name=name))
 
     def _add(self, operation: Operation) -> int:
         position = len(self.operations)
@@ -83,7 +85,10 @@ class Execution:
     start_s: FloatArray
     """[operations, ranks]: when the rank entered, its dependencies finished."""
     end_s: FloatArray
-    """[operations, ranks]"""
+    """[operations, ranks]: when the rank left."""
+    gate: IntArray
+    """[operations, ranks]: whom the rank waited for. Of the transfer that completed last for it in an exchange, the end
+    that entered later (the transfer began then); the rank itself in a computation."""
 
     @property
     def makespan_s(self) -> float:
@@ -117,6 +122,7 @@ class _Executor:
         shape = (len(self._operations), self._num_ranks)
         self._start_s = np.zeros(shape)
         self._end_s = np.zeros(shape)
+        self._gate = np.tile(np.arange(self._num_ranks), (shape[0], 1))
         self._waits_for = np.zeros(shape, dtype=np.int64)
         self._followers: list[list[int]] = [[] for _ in self._operations]
         for position, operation in enumerate(self._operations):
@@ -134,7 +140,7 @@ class _Executor:
         self._engine.run()
         if self._unfinished:
             raise SimulationError(f"{self._unfinished} rank operations never ran: an exchange waits for itself")
-        return Execution(start_s=self._start_s, end_s=self._end_s)
+        return Execution(start_s=self._start_s, end_s=self._end_s, gate=self._gate)
 
     def _enter(self, position: int, ranks: IntArray) -> None:
         self._start_s[position, ranks] = self._engine.now_s
@@ -169,7 +175,12 @@ class _Executor:
 
     def _arrived(self, position: int, flows: Flows, started: IntArray, arrived: IntArray) -> None:
         rows = started[arrived]
-        touched = np.concatenate([flows.source[rows], flows.destination[rows]])
+        source, destination = flows.source[rows], flows.destination[rows]
+        entered_s = self._start_s[position]
+        later = np.where(entered_s[source] >= entered_s[destination], source, destination)
+        self._gate[position, source] = later
+        self._gate[position, destination] = later
+        touched = np.concatenate([source, destination])
         exchange = self._exchanges[position]
         exchange.unfinished -= np.bincount(touched, minlength=self._num_ranks)
         done = np.unique(touched)
