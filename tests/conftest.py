@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -38,6 +39,13 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(SEED)
 
 
+@functools.cache
+def _why_no_lab() -> str | None:
+    from hybridep.launch.lab import probe_lab
+
+    return probe_lab()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip, with the reason, what needs a CUDA device or network namespaces where there is none."""
     if item.get_closest_marker("gpu") is not None:
@@ -46,8 +54,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
     if item.get_closest_marker("lab") is not None:
-        from hybridep.launch.lab import probe_lab
-
-        reason = probe_lab()
+        reason = _why_no_lab()
         if reason is not None:
             pytest.skip(f"no lab here: {reason}")
