@@ -1,0 +1,224 @@
+"""The closed-form cost of one training step: what the planner minimises.
+
+A step is a sum over layers, micro-batches and operations, with the overlaps that the runtime has: a block's gather of
+copies runs beside its pre-expert computation, its gradient return beside the backward of its pre-expert part.
+Forward of a block: max(pre-expert, gather), dispatch hops, expert computation, combine hops. Backward: combine-backward
+hops, a second gather when copies live for one micro-batch, expert backward, dispatch-backward hops, max(pre-expert
+backward, gradient return). Then the dense all-reduce and the optimizer. The second gather is started when the block's
+backward starts and waited for before the expert backward; it shares the links with the combine-backward hops, so nothing
+of it is hidden.
+
+With forward only, one level, no latency, top-1 routing and one expert per GPU it is Eq. 10 of the HybridEP paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridep.placement import Placement
+from hybridep.plan import Plan, Residency, Schedule
+from hybridep.traffic import (
+    FloatArray,
+    Op,
+    Traffic,
+    copy_traffic,
+    dense_traffic,
+    expected_rows,
+    gathers_and_returns,
+    served_copies,
+    token_traffic,
+    wan_bytes,
+)
+from hybridep.workload import Workload
+from planner.exchange import Network
+
+PRE_EXPERT = "pre_expert"
+EXPERTS = "experts"
+BLOCK_OVERHEAD = "block_overhead"
+HEAD = "head"
+OPTIMIZER = "optimizer"
+COMPUTATIONS = (PRE_EXPERT, EXPERTS, BLOCK_OVERHEAD, HEAD, OPTIMIZER)
+"""Parts that occupy the compute stream; all other parts are named after ``hybridep.traffic.Op``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one layer per step, of what lies outside the layers, or of a whole step; costs add up."""
+
+    parts_s: dict[str, float]
+    """Seconds by kind. A transfer that runs beside computation counts only as far as it shows, so the parts add up to
+    the time."""
+    hidden_s: dict[str, float]
+    """Seconds of transfers that computation hides, by kind."""
+    link_bytes: FloatArray
+    """Per entry of ``Cluster.link_table``."""
+    wan_bytes: float
+    """Over the outermost level, all ranks together."""
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts_s.values())
+
+    @property
+    def compute_s(self) -> float:
+        """Of the compute stream of the rank with the most work."""
+        return sum(self.parts_s.get(part, 0.0) for part in COMPUTATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTimes:
+    """Seconds of single operations of one MoE layer and micro-batch, on the slowest rank or the busiest link."""
+
+    pre_expert_s: float
+    """Forward; backward takes twice that."""
+    expert_s: float
+    overhead_s: float
+    exchanges_s: dict[Op, float]
+    """Each kind's hops over all levels; the gather and the return of copies once."""
+
+    def forward_s(self) -> float:
+        """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
+        hops = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE)
+        gather = self.exchanges_s[Op.EXPERT_GATHER]
+        exposed = max(self.pre_expert_s, gather)
+        return self.overhead_s + exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What one optimizer step is expected to take."""
+
+    step_s: float
+    parts_s: dict[str, float]
+    """Seconds by kind of operation; they add up to ``step_s``."""
+    hidden_s: dict[str, float]
+    """Seconds of transfers that computation hides, by kind."""
+    bound_s: float
+    """No schedule of this plan is faster: the busiest link's bytes over its bandwidth, or the computation alone."""
+    bound_by: str
+    """Name of the busiest link, or ``computation``."""
+    compute_s: float
+    link_bytes: FloatArray
+    """Per entry of ``Cluster.link_table``."""
+    link_s: FloatArray
+    """Those bytes over each link's bandwidth."""
+    wan_bytes: float
+
+
+def layer_traffic(placement: Placement, workload: Workload) -> Traffic:
+    """Expected bytes of one layer: the token exchanges of one micro-batch, and one gather and return of copies."""
+    rows = expected_rows(placement, workload.training.tokens, workload.model.top_k)
+    return token_traffic(placement, workload, rows) | copy_traffic(placement, workload)
+
+
+def block_times(network: Network, workload: Workload, placement: Placement, traffic: Traffic) -> BlockTimes:
+    """Times of one MoE layer's operations, given ``layer_traffic``."""
+    gpu, training = network.cluster.gpu, workload.training
+    served = served_copies(placement, None, training.tokens, workload.model.top_k)
+    exchanges = dict.fromkeys(Op, 0.0)
+    for key, sent in traffic.items():
+        exchanges[key.op] += network.exchange_s(key, sent)
+    return BlockTimes(
+        pre_expert_s=workload.pre_expert_flops / gpu.throughput,
+        expert_s=float(served.sum(axis=1).max()) * workload.expert_flops_per_row / gpu.throughput,
+        overhead_s=gpu.block_overhead,
+        exchanges_s=exchanges,
+    )
+
+
+def layer_cost(
+    network: Network, workload: Workload, placement: Placement, traffic: Traffic, residency: Residency, schedule: Schedule
+) -> Cost:
+    """One MoE layer's share of an optimizer step: all micro-batches, forward and backward."""
+    times = block_times(network, workload, placement, traffic)
+    batches = workload.training.micro_batches
+    gathers, returns = gathers_and_returns(residency, batches)
+    forward_gathers = min(gathers, batches)
+    gather, gradient_return = times.exchanges_s[Op.EXPERT_GATHER], times.exchanges_s[Op.GRADIENT_RETURN]
+    hidden_gather = min(gather, times.pre_expert_s) if schedule.overlap else 0.0
+    hidden_return = min(gradient_return, 2 * times.pre_expert_s) if schedule.overlap else 0.0
+    parts = {
+        PRE_EXPERT: 3 * batches * times.pre_expert_s,
+        EXPERTS: 3 * batches * times.expert_s,
+        BLOCK_OVERHEAD: 3 * batches * times.overhead_s,
+        Op.EXPERT_GATHER.value: gathers * gather - forward_gathers * hidden_gather,
+        Op.GRADIENT_RETURN.value: returns * (gradient_return - hidden_return),
+    }
+    for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD):
+        parts[op.value] = batches * times.exchanges_s[op]
+    counts = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
+    per_step = {key: sent * counts.get(key.op, batches) for key, sent in traffic.items()}
+    return Cost(
+        parts_s=parts,
+        hidden_s={
+            Op.EXPERT_GATHER.value: forward_gathers * hidden_gather,
+            Op.GRADIENT_RETURN.value: returns * hidden_return,
+        },
+        link_bytes=network.loads_bytes(per_step),
+        wan_bytes=wan_bytes(per_step),
+    )
+
+
+def fixed_cost(network: Network, workload: Workload, placement: Placement) -> Cost:
+    """What does not depend on the placement of copies: head and dense layers, dense all-reduce, optimizer."""
+    gpu, model = network.cluster.gpu, workload.model
+    traffic = dense_traffic(placement, workload)
+    home_experts = int(np.bincount(placement.home, minlength=placement.num_gpus).max())
+    parameters = model.dense_params + model.num_moe_layers * home_experts * model.expert_params
+    parts = {
+        HEAD: 3 * workload.training.micro_batches * workload.head_flops / gpu.throughput,
+        OPTIMIZER: parameters * optimizer_bytes_per_parameter(workload) / gpu.memory_bandwidth,
+        Op.DENSE_REDUCE_SCATTER.value: 0.0,
+        Op.DENSE_ALL_GATHER.value: 0.0,
+    }
+    for key, sent in traffic.items():
+        parts[key.op.value] += network.exchange_s(key, sent)
+    return Cost(parts_s=parts, hidden_s={}, link_bytes=network.loads_bytes(traffic), wan_bytes=wan_bytes(traffic))
+
+
+def optimizer_bytes_per_parameter(workload: Workload) -> int:
+    """Memory traffic of AdamW: weight and states read and written, gradient read."""
+    dtype = workload.training.dtype
+    return 2 * (dtype.num_bytes + dtype.state_bytes) + dtype.num_bytes
+
+
+def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -> StepCost:
+    """The step of ``fixed`` and (number of layers, cost of one) groups."""
+    parts, hidden = dict(fixed.parts_s), dict(fixed.hidden_s)
+    loads, wan = fixed.link_bytes.copy(), fixed.wan_bytes
+    for count, cost in layers:
+        for total, values in ((parts, cost.parts_s), (hidden, cost.hidden_s)):
+            for name, seconds in values.items():
+                total[name] = total.get(name, 0.0) + count * seconds
+        loads += count * cost.link_bytes
+        wan += count * cost.wan_bytes
+    compute = sum(parts.get(part, 0.0) for part in COMPUTATIONS)
+    link_s = loads / network.bandwidths_bytes_per_s
+    busiest = int(link_s.argmax())
+    by_link = float(link_s[busiest]) > compute
+    return StepCost(
+        step_s=sum(parts.values()),
+        parts_s=parts,
+        hidden_s=hidden,
+        bound_s=max(float(link_s[busiest]), compute),
+        bound_by=network.cluster.link_table[busiest].name if by_link else "computation",
+        compute_s=compute,
+        link_bytes=loads,
+        link_s=link_s,
+        wan_bytes=wan,
+    )
+
+
+def step_cost(plan: Plan) -> StepCost:
+    """The predicted cost of any plan, whoever made it."""
+    network = Network(cluster=plan.cluster)
+    groups = []
+    for group, placement in zip(plan.layers, plan.placements, strict=True):
+        traffic = layer_traffic(placement, plan.workload)
+        cost = layer_cost(network, plan.workload, placement, traffic, group.residency, plan.schedule)
+        groups.append((group.num_layers, cost))
+    return combine(network, fixed_cost(network, plan.workload, plan.placements[0]), groups)

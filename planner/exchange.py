@@ -1,0 +1,54 @@
+"""How long one exchange takes: latency plus the busiest link's bytes over its bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray, OpLevel, link_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Times of exchanges on one cluster."""
+
+    cluster: Cluster
+
+    @cached_property
+    def bandwidths_bytes_per_s(self) -> FloatArray:
+        """[number of links], as in ``cluster.link_table``."""
+        return np.array([link.bandwidth_bytes_per_s for link in self.cluster.link_table])
+
+    @cached_property
+    def _site_latencies_s(self) -> FloatArray:
+        """[SF_0, SF_0]: latency between workers of the outermost level."""
+        size = self.cluster.sizes[0]
+        inner = self.cluster.num_gpus // size
+        return np.array([[self.cluster.latency_s(a * inner, b * inner) for b in range(size)] for a in range(size)])
+
+    def loads_bytes(self, traffic: Mapping[OpLevel, FloatArray]) -> FloatArray:
+        """[number of links]: bytes over each link."""
+        return link_bytes(self.cluster, traffic)
+
+    def transfer_s(self, loads_bytes: FloatArray) -> float:
+        """Seconds that the busiest link needs for its bytes."""
+        return float((loads_bytes / self.bandwidths_bytes_per_s).max())
+
+    def latency_s(self, level: int, sent: FloatArray) -> float:
+        """Of one exchange at ``level``: all its messages are under way at once, so it is that of the farthest pair that
+        exchanges anything; zero when nobody does. ``sent`` is [G, SF_l]."""
+        if not sent.any():
+            return 0.0
+        if level > 0 or not self.cluster.links:
+            return self.cluster.levels[level].latency
+        size = self.cluster.sizes[0]
+        talks = sent.reshape(size, -1, size).any(axis=1)
+        return float(self._site_latencies_s[talks].max())
+
+    def exchange_s(self, key: OpLevel, sent: FloatArray) -> float:
+        """Seconds of one exchange whose bytes are ``sent`` ([G, SF_l])."""
+        return self.latency_s(key.level, sent) + self.transfer_s(self.loads_bytes({key: sent}))

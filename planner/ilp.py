@@ -1,0 +1,67 @@
+"""The planning problem as an integer program: a knapsack over layers with several choices each.
+
+    minimise    sum_c layer_s[c] n_c
+    subject to  sum_c n_c = number of layers
+                n_c <= number of layers * u_c                                     candidate c is in use
+                passing[r] >= passing[c, r] u_c                                   largest of the layers in use
+                fixed[r] + sum_c lasting[c, r] n_c + passing[r] <= capacity       on every rank r
+
+with n integer and u binary. Bytes are in units of the capacity and times in units of the fastest candidate's, so that the
+solvers' absolute tolerances mean the same for every problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pulp
+
+from planner.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model ready for a solver."""
+
+    model: Any
+    """pulp.LpProblem."""
+    numbers: dict[int, Any]
+    """Candidate -> its variable n_c; dominated candidates have none."""
+    scale_s: float
+    """Seconds of one unit of the objective, to which ``Problem.fixed_s`` is to be added."""
+
+
+def build_program(problem: Problem) -> Program:
+    """Pure: nothing is solved, and equal problems give equal models."""
+    used = problem.undominated()
+    scale_s = float(problem.layer_s.min()) or 1.0
+    model = pulp.LpProblem("layers", pulp.LpMinimize)
+    numbers = {c: pulp.LpVariable(f"n{c}", 0, problem.num_layers, pulp.LpInteger) for c in used}
+    in_use = {c: pulp.LpVariable(f"u{c}", cat=pulp.LpBinary) for c in used}
+    model += pulp.lpSum(problem.layer_s[c] / scale_s * numbers[c] for c in used)
+    model += pulp.lpSum(numbers.values()) == problem.num_layers, "layers"
+    for c in used:
+        model += numbers[c] <= problem.num_layers * in_use[c], f"use{c}"
+    for r, (fixed, fixed_passing, lasting, passing) in enumerate(_memory_rows(problem, used)):
+        largest = pulp.LpVariable(f"passing{r}", fixed_passing)
+        for c, own in zip(used, passing, strict=True):
+            if own > fixed_passing:
+                model += largest >= own * in_use[c], f"passing{r}_{c}"
+        total = pulp.lpSum(own * numbers[c] for c, own in zip(used, lasting, strict=True))
+        model += total + largest <= 1 - fixed, f"memory{r}"
+    return Program(model=model, numbers=numbers, scale_s=scale_s)
+
+
+def _memory_rows(problem: Problem, used: list[int]) -> list[tuple[float, float, list[float], list[float]]]:
+    """(fixed, fixed passing, lasting per candidate, passing per candidate) of every rank that differs from the others."""
+    columns = [
+        problem.fixed_lasting_bytes,
+        problem.fixed_passing_bytes,
+        *problem.lasting_bytes[used],
+        *problem.passing_bytes[used],
+    ]
+    rows = np.unique(np.round(np.column_stack(columns) / problem.capacity_bytes, 12), axis=0)
+    split = 2 + len(used)
+    return [(float(row[0]), float(row[1]), row[2:split].tolist(), row[split:].tolist()) for row in rows]

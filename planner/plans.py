@@ -1,0 +1,106 @@
+"""Plans from solutions, baselines and predictions: the planner's outer face."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from hybridep.placement import LevelChoice
+from hybridep.plan import LayerGroup, Plan, Prediction, Residency, Schedule, SolverReport
+from hybridep.provenance import provenance
+from hybridep.topology import Cluster
+from hybridep.units import Dimension, exact
+from hybridep.workload import Workload
+from planner.cost import step_cost
+from planner.memory import memory_use
+from planner.problem import Problem, build_problem
+from planner.solve import Solution, solve
+
+Baseline = Literal["ep", "full_gather"]
+BASELINES: tuple[Baseline, ...] = ("ep", "full_gather")
+
+
+def plan(
+    cluster: Cluster, workload: Workload, *, solver: str = "highs", time_limit_s: float = 60.0, schedule: Schedule | None = None
+) -> Plan:
+    """The fastest plan that fits, with its prediction and how it was found.
+
+    Raises InfeasibleError (says how much memory is missing where), NoSolutionError (time limit), UserError (unknown solver).
+    """
+    problem = build_problem(cluster, workload, schedule or Schedule())
+    return plan_of(problem, solve(problem, solver=solver, time_limit_s=time_limit_s))
+
+
+def baseline(cluster: Cluster, workload: Workload, name: Baseline, *, schedule: Schedule | None = None) -> Plan:
+    """A plan that nobody has to search for, with its prediction, whether or not it fits the memory.
+
+    ``ep``: plain expert parallelism, every token travels. ``full_gather``: every rank copies all experts once per
+    optimizer step, no token travels (data parallelism whose optimizer state is sharded).
+    """
+    full = name == "full_gather"
+    choices = {level.name: LevelChoice(domain_size=level.size if full else 1) for level in cluster.levels}
+    group = layer_group(0, workload.model.num_moe_layers, choices, Residency.STEP)
+    made = Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule or Schedule(), provenance=provenance())
+    return made.model_copy(update={"prediction": predict(made)})
+
+
+def plan_of(problem: Problem, solution: Solution) -> Plan:
+    """Layers in the order of the candidates in use."""
+    groups: list[LayerGroup] = []
+    first = 0
+    for candidate, count in zip(problem.candidates, solution.counts, strict=True):
+        if count:
+            groups.append(layer_group(first, count, candidate.choices, candidate.residency))
+            first += count
+    made = Plan(
+        cluster=problem.cluster,
+        workload=problem.workload,
+        layers=tuple(groups),
+        schedule=problem.schedule,
+        provenance=provenance(),
+    )
+    report = SolverReport(
+        status=solution.status,
+        solver=solution.solver,
+        objective=_seconds(solution.objective_s),
+        bound=_seconds(solution.bound_s),
+        gap=solution.gap,
+        solve=_seconds(solution.solve_s),
+    )
+    return made.model_copy(update={"prediction": predict(made), "solver": report})
+
+
+def layer_group(first: int, count: int, choices: dict[str, LevelChoice], residency: Residency) -> LayerGroup:
+    """Of a plan file; ratios only where something is copied."""
+    return LayerGroup(
+        first_layer=first,
+        num_layers=count,
+        domains={name: choice.domain_size for name, choice in choices.items()},
+        migration={name: choice.migration_ratio for name, choice in choices.items() if choice.domain_size > 1},
+        residency=residency,
+    )
+
+
+def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction:
+    """What the cost and memory models expect of a plan and of the baselines with the same schedule."""
+    cost = step_cost(made)
+    others: dict[str, Any] = {}
+    for name in baselines:
+        full = name == "full_gather"
+        choices = {level.name: LevelChoice(domain_size=level.size if full else 1) for level in made.cluster.levels}
+        group = layer_group(0, made.workload.model.num_moe_layers, choices, Residency.STEP)
+        other = Plan(cluster=made.cluster, workload=made.workload, layers=(group,), schedule=made.schedule)
+        others[name] = _seconds(step_cost(other).step_s)
+    return Prediction(
+        step=_seconds(cost.step_s),
+        bound=_seconds(cost.bound_s),
+        parts={name: _seconds(value) for name, value in cost.parts_s.items()},
+        wan_bytes=cost.wan_bytes,
+        memory_bytes=memory_use(made).fullest_bytes,
+        baselines=others,
+    )
+
+
+def _seconds(value_s: float) -> Any:
+    """As plan files write it; configuration models take quantities only with their unit."""
+    return exact(value_s, Dimension.TIME)

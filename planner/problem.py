@@ -1,0 +1,162 @@
+"""The planning problem as plain numbers: how many layers use which configuration, under memory, for the shortest step.
+
+All MoE layers have the same shape, so a plan is a number of layers per candidate configuration. Times add up over layers
+(``planner.cost``); so does memory, but for what only one layer holds at a time, of which the largest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hybridep.placement import LevelChoice, place
+from hybridep.plan import Residency, Schedule
+from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray
+from hybridep.workload import Workload
+from planner.cost import fixed_cost, layer_cost, layer_traffic
+from planner.domains import all_choices
+from planner.exchange import Network
+from planner.memory import TOLERANCE, fixed_memory, layer_memory
+
+MAX_COPY_STEPS = 4
+"""Migration ratios tried per domain size: numbers of experts of the fullest home, evenly spread."""
+
+TIE = 1e-9
+"""Step times that differ by less, relatively, are equal; fewer copies win."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One configuration that any MoE layer may use."""
+
+    choices: dict[str, LevelChoice]
+    """By level name."""
+    residency: Residency
+    num_copies: int
+    """Over all ranks, one layer."""
+    layer_s: float
+    """One layer's share of a step."""
+    lasting_bytes: FloatArray
+    """[G], held for all such layers at the same time."""
+    passing_bytes: FloatArray
+    """[G], held while one such layer is computed."""
+
+    @property
+    def preference(self) -> tuple[object, ...]:
+        """Among equals the smallest is chosen: fewer copies, then smaller domains, then less migration."""
+        sizes = tuple(choice.domain_size for choice in self.choices.values())
+        ratios = tuple(choice.migration_ratio for choice in self.choices.values())
+        return self.num_copies, sizes, ratios, self.residency is Residency.MICROBATCH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Choose the number of layers of each candidate."""
+
+    cluster: Cluster
+    workload: Workload
+    schedule: Schedule
+    num_layers: int
+    candidates: tuple[Candidate, ...]
+    """In order of preference."""
+    fixed_s: float
+    """Step time outside the MoE layers."""
+    fixed_lasting_bytes: FloatArray
+    """[G]."""
+    fixed_passing_bytes: FloatArray
+    """[G]: what another part of the step holds for a moment; counts only where it exceeds that of every layer."""
+    capacity_bytes: float
+    """Of one rank."""
+
+    @cached_property
+    def layer_s(self) -> FloatArray:
+        """[C]."""
+        return np.array([candidate.layer_s for candidate in self.candidates])
+
+    @cached_property
+    def lasting_bytes(self) -> FloatArray:
+        """[C, G]."""
+        return np.array([candidate.lasting_bytes for candidate in self.candidates])
+
+    @cached_property
+    def passing_bytes(self) -> FloatArray:
+        """[C, G]."""
+        return np.array([candidate.passing_bytes for candidate in self.candidates])
+
+    def objective_s(self, counts: Sequence[int]) -> float:
+        """Step time with ``counts[c]`` layers of candidate c."""
+        return self.fixed_s + float(np.dot(np.asarray(counts, dtype=np.float64), self.layer_s))
+
+    def memory_bytes(self, counts: Sequence[int]) -> FloatArray:
+        """[G]: what each rank needs."""
+        number = np.asarray(counts, dtype=np.float64)
+        passing = np.vstack([self.fixed_passing_bytes, self.passing_bytes[number > 0]]).max(axis=0)
+        return np.asarray(self.fixed_lasting_bytes + number @ self.lasting_bytes + passing)
+
+    def fits(self, counts: Sequence[int]) -> bool:
+        """Every rank has room."""
+        return bool((self.memory_bytes(counts) <= self.capacity_bytes * (1 + TOLERANCE)).all())
+
+    def uniform(self, candidate: int) -> tuple[int, ...]:
+        """All layers use one candidate."""
+        return tuple(self.num_layers if c == candidate else 0 for c in range(len(self.candidates)))
+
+    def best_uniform(self) -> int | None:
+        """The fastest candidate that fits when all layers use it; None when none does."""
+        fitting = [c for c in range(len(self.candidates)) if self.fits(self.uniform(c))]
+        return min(fitting, key=lambda c: self.candidates[c].layer_s, default=None)
+
+    def undominated(self) -> list[int]:
+        """Candidates that can be part of a best plan: no other is at least as fast and needs at most as much memory on
+        every rank (of two equal ones the preferred stays)."""
+        needs = np.column_stack([self.layer_s, self.lasting_bytes, self.passing_bytes])
+        scale = np.maximum(needs.max(axis=0), 1e-300)
+        needs = np.unique(np.round(needs / scale, 12), axis=1)
+        kept = []
+        for c, own in enumerate(needs):
+            no_worse = (needs <= own).all(axis=1)
+            better = no_worse & (needs < own).any(axis=1)
+            equal = no_worse & ~better
+            if not better.any() and not equal[:c].any():
+                kept.append(c)
+        return kept
+
+
+def build_problem(cluster: Cluster, workload: Workload, schedule: Schedule) -> Problem:
+    """All candidates of a cluster and workload with their times and memory."""
+    network = Network(cluster=cluster)
+    experts = workload.model.num_experts
+    candidates = []
+    for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
+        placement = place(cluster, experts, choices)
+        traffic = layer_traffic(placement, workload)
+        copies = int(placement.holds.sum()) - experts
+        for residency in Residency if copies else (Residency.STEP,):
+            memory = layer_memory(placement, workload, traffic, residency)
+            candidates.append(
+                Candidate(
+                    choices=choices,
+                    residency=residency,
+                    num_copies=copies,
+                    layer_s=layer_cost(network, workload, placement, traffic, residency, schedule).total_s,
+                    lasting_bytes=memory.lasting_bytes,
+                    passing_bytes=memory.passing_bytes,
+                )
+            )
+    placement = place(cluster, experts, {})
+    fixed = fixed_memory(cluster, workload, placement)
+    return Problem(
+        cluster=cluster,
+        workload=workload,
+        schedule=schedule,
+        num_layers=workload.model.num_moe_layers,
+        candidates=tuple(sorted(candidates, key=lambda candidate: candidate.preference)),
+        fixed_s=fixed_cost(network, workload, placement).total_s,
+        fixed_lasting_bytes=fixed.lasting_bytes,
+        fixed_passing_bytes=fixed.passing_bytes,
+        capacity_bytes=cluster.gpu.memory,
+    )
