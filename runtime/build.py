@@ -1,0 +1,52 @@
+"""The model of one rank: a transformer whose routed experts are spread over the ranks of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from runtime.dispatch import Dispatcher
+from runtime.expert_exchange import CopyStream, ExpertExchange
+from runtime.mesh import Mesh
+from runtime.moe import RoutedExperts
+from runtime.routed import DistributedExperts
+from runtime.transformer import Transformer, initial_expert
+from runtime.wire import Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """A rank's transformer and the exchanges inside it, by MoE layer."""
+
+    transformer: Transformer
+    routed: tuple[DistributedExperts, ...]
+
+    def home_parameters(self) -> dict[str, nn.Parameter]:
+        """[n_home, P] per layer: the experts whose master weights this rank keeps."""
+        return {f"layer{layer}.experts": experts.home for layer, experts in enumerate(self.routed)}
+
+
+def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, *, seed: int) -> RankModel:
+    """Build and initialise; the same values for a parameter whatever the number of ranks."""
+    workload = mesh.plan.workload
+    model = workload.model
+    placed = {layer: (group, placement) for layer, group, placement in mesh.plan.each_layer()}
+    dispatchers = {id(placement): Dispatcher(mesh, placement, transport) for placement in mesh.plan.placements}
+    routed: list[DistributedExperts] = []
+
+    def make(layer: int) -> RoutedExperts:
+        group, placement = placed[layer]
+        experts = [e for e in range(model.num_experts) if placement.home[e] == mesh.rank]
+        home = nn.Parameter(torch.empty(len(experts), model.expert_params, dtype=mesh.dtype))
+        with torch.no_grad():
+            for row, expert in enumerate(experts):
+                home[row] = initial_expert(seed, layer, expert, model.expert_params)
+        exchange = ExpertExchange(mesh, placement, transport, stream, home_nP=home, residency=group.residency)
+        routed.append(DistributedExperts(model, home, exchange, dispatchers[id(placement)]))
+        return routed[-1]
+
+    transformer = Transformer(model, make, dtype=mesh.dtype)
+    transformer.initialise(seed)
+    return RankModel(transformer=transformer, routed=tuple(routed))

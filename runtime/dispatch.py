@@ -1,0 +1,180 @@
+"""Tokens travel to the experts and back, one level of the hierarchy per hop.
+
+At hop l a row goes, once per distinct destination coordinate however many of its experts are served there, to the rank
+that differs from its present one only in its coordinate at level l. Partial sums of the experts' outputs come back over
+the same hops in reverse and are added at each. Backward mirrors both. Contributions are always added in the order of
+coordinates, so a run is reproducible bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridep.placement import Placement
+from hybridep.traffic import Op
+from runtime.mesh import Mesh
+from runtime.wire import Transport
+
+NO_EXPERT = -1
+"""Id of a slot whose expert is served elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """What one hop did, as the ways back need it. Lists are indexed by coordinate at the hop's level."""
+
+    level: int
+    num_rows: int
+    """N before the hop."""
+    sent: tuple[Tensor, ...]
+    """int64 row numbers that went to each coordinate, own coordinate included."""
+    received: tuple[int, ...]
+    """Rows that came from each coordinate, own coordinate included; they lie one after the other: N' after the hop."""
+
+
+class Dispatcher:
+    """Dispatch and combine of one rank under one placement. Stateless between calls."""
+
+    def __init__(self, mesh: Mesh, placement: Placement, transport: Transport) -> None:
+        self.mesh, self.transport = mesh, transport
+        self._levels = [level for level, size in enumerate(mesh.sizes) if size > 1]
+        self._served_at = []
+        self._peers: list[tuple[int, ...]] = []
+        self._sources: list[tuple[int, ...]] = []
+        for level, own in enumerate(mesh.location):
+            self._served_at.append(torch.from_numpy(placement.serve[level][own].copy()))
+            self._peers.append(placement.token_peers(mesh.rank, level))
+            self._sources.append(placement.token_sources(mesh.rank, level))
+
+    def dispatch(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Hop]]:
+        """Rows at the ranks that serve them: (hidden [N', H], weights [N', K], ids [N', K], hops to ``combine`` over).
+
+        In what arrives, id -1 marks slots that other ranks serve.
+        """
+        hops: list[Hop] = []
+        ids_NK = ids_NK.to(torch.int32)
+        for level in self._levels:
+            hop, masks = self._route(level, ids_NK)
+            ids = [torch.where(mask, ids_NK[rows], NO_EXPERT) for rows, mask in zip(hop.sent, masks, strict=True)]
+            x_NH, weights_NK, ids_NK = _DispatchHop.apply(x_NH, weights_NK, ids, masks, hop, self)
+            hops.append(hop)
+        return x_NH, weights_NK, ids_NK, hops
+
+    def combine(self, y_NH: Tensor, hops: Sequence[Hop]) -> Tensor:
+        """Partial sums back to where the rows came from: [N of the first hop, H]."""
+        for hop in reversed(hops):
+            y_NH = _CombineHop.apply(y_NH, hop, self)
+        return y_NH
+
+    def _route(self, level: int, ids_NK: Tensor) -> tuple[Hop, list[Tensor]]:
+        """Which rows go where; exchanges the counts. Masks [n_c, K] mark the slots that each coordinate gets."""
+        size, own = self.mesh.sizes[level], self.mesh.location[level]
+        goes_to = torch.where(ids_NK >= 0, self._served_at[level][ids_NK.long().clamp(min=0)], -1)
+        sent, masks = [], []
+        for coordinate in range(size):
+            mask = goes_to == coordinate
+            rows = mask.any(dim=1).nonzero().squeeze(1)
+            sent.append(rows)
+            masks.append(mask[rows])
+        counts = {source: torch.zeros(1, dtype=torch.int64) for source in self._sources[level]}
+        self.transport.exchange(
+            {self.mesh.peer(level, c): torch.tensor([len(sent[c])]) for c in self._peers[level]},
+            {self.mesh.peer(level, c): count for c, count in counts.items()},
+            self.mesh.label(Op.TOKEN_COUNTS, level),
+        )
+        received = tuple(len(sent[own]) if c == own else int(counts[c]) if c in counts else 0 for c in range(size))
+        return Hop(level=level, num_rows=len(ids_NK), sent=tuple(sent), received=received), masks
+
+    def forth(self, hop: Hop, op: Op, pack: Callable[[int], list[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
+        """Send ``pack(c)`` (row blocks of the rows for coordinate c) along the hop; returns the arrived blocks in order.
+
+        ``like`` gives dtype and width of the blocks. One message per peer: its blocks one after the other.
+        """
+        own, peer = self.mesh.location[hop.level], self.mesh.peer
+        sends = {peer(hop.level, c): _bytes(pack(c)) for c in range(len(hop.sent)) if c != own and len(hop.sent[c])}
+        buffers = {c: _buffer(number, like) for c, number in enumerate(hop.received) if c != own and number}
+        receives = {peer(hop.level, c): buffer for c, buffer in buffers.items()}
+        self.transport.exchange(sends, receives, self.mesh.label(op, hop.level))
+        arrived = []
+        for c, number in enumerate(hop.received):
+            if c == own:
+                arrived.append(pack(c))
+            elif number:
+                arrived.append(_unpack(buffers[c], number, like))
+        return [torch.cat(blocks) for blocks in zip(*arrived, strict=True)]
+
+    def back(self, hop: Hop, op: Op, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The reverse of ``forth``: rows [N', *] return to their origin and are added there: [N, *]."""
+        own, peer = self.mesh.location[hop.level], self.mesh.peer
+        parts = list(zip(*(block.split(list(hop.received)) for block in blocks), strict=True))
+        sends = {peer(hop.level, c): _bytes(parts[c]) for c, number in enumerate(hop.received) if c != own and number}
+        buffers = {c: _buffer(len(rows), blocks) for c, rows in enumerate(hop.sent) if c != own and len(rows)}
+        receives = {peer(hop.level, c): buffer for c, buffer in buffers.items()}
+        self.transport.exchange(sends, receives, self.mesh.label(op, hop.level))
+        sums = [block.new_zeros(hop.num_rows, block.shape[1]) for block in blocks]
+        for c, rows in enumerate(hop.sent):
+            if len(rows):
+                arrived = parts[c] if c == own else _unpack(buffers[c], len(rows), blocks)
+                for total, block in zip(sums, arrived, strict=True):
+                    total.index_add_(0, rows, block)
+        return sums
+
+
+class _DispatchHop(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NH: Tensor, weights_NK: Tensor, ids: list[Tensor], masks: list[Tensor], hop: Hop, dispatcher: Dispatcher
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.hop, ctx.dispatcher = hop, dispatcher
+
+        def pack(c: int) -> list[Tensor]:
+            rows = hop.sent[c]
+            return [x_NH[rows], weights_NK[rows] * masks[c], ids[c]]
+
+        x, weights, arrived_ids = dispatcher.forth(hop, Op.TOKEN_DISPATCH, pack, [x_NH, weights_NK, ids[0]])
+        ctx.mark_non_differentiable(arrived_ids)
+        return x, weights, arrived_ids
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Slots that another rank serves have no gradient here, so adding whole rows of weight gradients is right.
+        x, weights = ctx.dispatcher.back(ctx.hop, Op.DISPATCH_BACKWARD, gradients[:2])
+        return x, weights, None, None, None, None
+
+
+class _CombineHop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_NH: Tensor, hop: Hop, dispatcher: Dispatcher) -> Tensor:
+        ctx.hop, ctx.dispatcher = hop, dispatcher
+        return dispatcher.back(hop, Op.TOKEN_COMBINE, [y_NH])[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, hop = gradients[0], ctx.hop
+        [y] = ctx.dispatcher.forth(hop, Op.COMBINE_BACKWARD, lambda c: [gradient[hop.sent[c]]], [gradient])
+        return y, None, None
+
+
+def _bytes(blocks: Sequence[Tensor]) -> Tensor:
+    """Blocks one after the other as uint8."""
+    return torch.cat([block.contiguous().view(-1).view(torch.uint8) for block in blocks])
+
+
+def _buffer(number: int, like: Sequence[Tensor]) -> Tensor:
+    """Room for a message of ``number`` rows of blocks like these."""
+    return torch.empty(number * sum(block.shape[1] * block.element_size() for block in like), dtype=torch.uint8)
+
+
+def _unpack(message: Tensor, number: int, like: Sequence[Tensor]) -> list[Tensor]:
+    """Blocks of [number, *] from a message."""
+    parts = message.split([number * block.shape[1] * block.element_size() for block in like])
+    # A block may start where its dtype must not (ids after bf16 weights): the copy is aligned.
+    return [
+        (part if part.storage_offset() % block.element_size() == 0 else part.clone()).view(block.dtype).view(number, -1)
+        for part, block in zip(parts, like, strict=True)
+    ]

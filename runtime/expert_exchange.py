@@ -1,0 +1,180 @@
+"""Experts travel to the tokens: copies are gathered level by level, their gradients return on the mirrored tree.
+
+A gather runs outermost level first, so an expert crosses the slowest link once per datacenter and fans out inside.
+Gradients go the same way back and are summed at every stage. Transfers run on one background thread, in the order in
+which blocks ask for them, which is the same on all ranks; so they never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from hybridep.placement import Move, Placement
+from hybridep.plan import Residency
+from hybridep.traffic import Op
+from runtime.mesh import Mesh
+from runtime.wire import Transport
+
+
+class CopyStream:
+    """The thread on which copies and their gradients travel; without overlap its work is done at once by the caller."""
+
+    def __init__(self, *, overlap: bool) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies") if overlap else None
+
+    def submit(self, work: Callable[[], Tensor | None]) -> Future[Tensor | None]:
+        """Queue ``work`` behind everything submitted before."""
+        if self._pool is not None:
+            return self._pool.submit(work)
+        done: Future[Tensor | None] = Future()
+        done.set_result(work())
+        return done
+
+    def close(self) -> None:
+        """End the thread; work that has not begun is dropped."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class ExpertExchange:
+    """Copies of one layer's experts on one rank.
+
+    ``home_nP`` are the rank's own experts, ``copies_mP`` those of others, in the order of arrival so that every message
+    lands in its final place. ``held`` gives the expert id of each row of both, home first.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        placement: Placement,
+        transport: Transport,
+        stream: CopyStream,
+        *,
+        home_nP: Tensor,
+        residency: Residency,
+    ) -> None:
+        self._mesh, self._transport, self._stream = mesh, transport, stream
+        self._home, self._residency = home_nP, residency
+        self._sends = [m for m in placement.moves if m.src == mesh.rank]
+        self._receives = [m for m in placement.moves if m.dst == mesh.rank]
+        own = [expert for expert in range(placement.num_experts) if placement.home[expert] == mesh.rank]
+        self.held = tuple(own) + tuple(expert for move in self._receives for expert in move.experts)
+        self._row = {expert: row for row, expert in enumerate(self.held)}
+        self._num_home = len(own)
+        self._num_copies = len(self.held) - len(own)
+        self._copies = home_nP.new_empty(self._num_copies, home_nP.shape[1])
+        self._gradient: Tensor | None = None
+        self._gathering: Future[Tensor | None] | None = None
+        self._returning: Future[Tensor | None] | None = None
+        self._present = False
+        self.last_micro_batch = True
+        """Set by the trainer before each micro-batch: with step residency, gradients return after the last one."""
+        if residency is Residency.MICROBATCH:
+            self._free()
+
+    # --- forward ---------------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Let the copies set out, unless they are here or on their way."""
+        if self._present or self._gathering is not None or not (self._sends or self._receives):
+            return
+        if self._residency is Residency.MICROBATCH:
+            self._copies.untyped_storage().resize_(self._num_copies * self._home.shape[1] * self._home.element_size())
+        self._gathering = self._stream.submit(self._gather)
+
+    def copies(self) -> Tensor:
+        """[m, P]: wait until the copies are here. The tensor is filled anew behind autograd's back at each gather."""
+        self.start_gather()
+        if self._gathering is not None:
+            self._gathering.result()
+            self._gathering = None
+        self._present = True
+        return self._copies
+
+    def release(self) -> None:
+        """A block's forward or backward has used the copies: with microbatch residency their memory is given back."""
+        if self._residency is Residency.MICROBATCH:
+            self._present = False
+            self._free()
+
+    def expire(self) -> None:
+        """The optimizer will change the experts: copies must be gathered again."""
+        self._present = False
+
+    def _free(self) -> None:
+        self._copies.untyped_storage().resize_(0)
+
+    def _rows(self, level: int) -> list[tuple[Move, Tensor]]:
+        """Where the experts that arrive at ``level`` lie in the copies, by move."""
+        found, first = [], 0
+        for move in self._receives:
+            if move.level == level:
+                found.append((move, self._copies.data[first : first + len(move.experts)]))
+            first += len(move.experts)
+        return found
+
+    def _levels(self) -> list[int]:
+        return sorted({move.level for move in (*self._sends, *self._receives)})
+
+    def _take(self, experts: tuple[int, ...], home: Tensor, copies: Tensor) -> Tensor:
+        """[len(experts), P] rows of two stores, as one contiguous message."""
+        rows = [self._row[expert] for expert in experts]
+        return torch.stack([home[row] if row < self._num_home else copies[row - self._num_home] for row in rows])
+
+    def _gather(self) -> None:
+        home = self._home.detach()
+        for level in self._levels():
+            sends = {m.dst: self._take(m.experts, home, self._copies.data) for m in self._sends if m.level == level}
+            receives = {move.src: rows for move, rows in self._rows(level)}
+            self._transport.exchange(sends, receives, self._mesh.label(Op.EXPERT_GATHER, level))
+
+    # --- backward --------------------------------------------------------------------------------------------------
+
+    def return_gradient(self, gradient_mP: Tensor) -> None:
+        """Take the copies' gradient of one micro-batch; send it home when it is complete."""
+        if not (self._sends or self._receives):
+            return
+        if self._residency is Residency.MICROBATCH:
+            self.finish_return()
+            self._gradient = gradient_mP.clone()
+        elif self._gradient is None:
+            self._gradient = gradient_mP.clone()
+        else:
+            self._gradient += gradient_mP
+        if self._residency is Residency.MICROBATCH or self.last_micro_batch:
+            self._returning = self._stream.submit(self._return)
+
+    def finish_return(self) -> None:
+        """Wait for a return under way and add what came to the home experts' gradient."""
+        if self._returning is None:
+            return
+        arrived = self._returning.result()
+        self._returning = None
+        if arrived is not None:
+            assert self._home.grad is not None
+            self._home.grad += arrived
+
+    def _return(self) -> Tensor | None:
+        copies = self._gradient
+        assert copies is not None
+        self._gradient = None
+        home = torch.zeros_like(self._home, memory_format=torch.contiguous_format).detach()
+        for level in reversed(self._levels()):
+            sends, first = {}, 0
+            for move in self._receives:
+                if move.level == level:
+                    sends[move.src] = copies[first : first + len(move.experts)]
+                first += len(move.experts)
+            outgoing = [move for move in self._sends if move.level == level]
+            receives = {move.dst: home.new_empty(len(move.experts), home.shape[1]) for move in outgoing}
+            self._transport.exchange(sends, receives, self._mesh.label(Op.GRADIENT_RETURN, level))
+            for move in outgoing:
+                for expert, gradient in zip(move.experts, receives[move.dst], strict=True):
+                    row = self._row[expert]
+                    target = home[row] if row < self._num_home else copies[row - self._num_home]
+                    target += gradient
+        return home if self._num_home else None

@@ -1,0 +1,42 @@
+"""Feed-forward networks: single ones, and many experts stored as flat rows.
+
+An expert is one row of P = num_matrices * hidden * ffn elements: ``w_in [F, H], w_out [H, F]`` for GELU,
+``w_gate [F, H], w_up [F, H], w_down [H, F]`` for SwiGLU. A flat row travels as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridep.workload import Ffn
+
+
+def split_row(row_P: Tensor, *, ffn: Ffn, hidden_size: int) -> tuple[Tensor, ...]:
+    """The matrices of one expert, as views of its row."""
+    size = row_P.numel() // ffn.num_matrices
+    width = size // hidden_size
+    parts = row_P.split(size)
+    return (*(part.view(width, hidden_size) for part in parts[:-1]), parts[-1].view(hidden_size, width))
+
+
+def feed_forward(x_NH: Tensor, row_P: Tensor, *, ffn: Ffn) -> Tensor:
+    """One feed-forward network on [N, H] rows."""
+    matrices = split_row(row_P, ffn=ffn, hidden_size=x_NH.shape[-1])
+    if ffn is Ffn.GELU:
+        w_in, w_out = matrices
+        return F.linear(F.gelu(F.linear(x_NH, w_in)), w_out)
+    w_gate, w_up, w_down = matrices
+    return F.linear(F.silu(F.linear(x_NH, w_gate)) * F.linear(x_NH, w_up), w_down)
+
+
+def grouped_feed_forward(x_NH: Tensor, counts: Sequence[int], rows: Sequence[Tensor], *, ffn: Ffn) -> Tensor:
+    """Experts on rows sorted by expert: the first ``counts[0]`` rows pass ``rows[0]``, and so on."""
+    if not rows:
+        return x_NH.new_zeros(0, x_NH.shape[-1])
+    parts = x_NH.split(list(counts))
+    # No early exit for an expert without tokens: a product with zero rows keeps its gradient in the graph, as zeros.
+    return torch.cat([feed_forward(part, row, ffn=ffn) for part, row in zip(parts, rows, strict=True)])

@@ -1,0 +1,115 @@
+"""One rank's place in the cluster, every check that can fail before a process group exists, and the process group itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hybridep.errors import TransportError, UserError
+from hybridep.plan import Plan
+from hybridep.traffic import Op
+from hybridep.workload import Dtype
+
+TORCH_DTYPE = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
+
+BYTE_VALUES = 256
+"""Vocabulary that byte-level text needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """A plan seen from one global rank. Raises UserError when the runtime cannot train the plan."""
+
+    plan: Plan
+    rank: int
+
+    def __post_init__(self) -> None:
+        check_trainable(self.plan)
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(f"rank {self.rank}: cluster {self.plan.cluster.name} has ranks 0 to {self.world_size - 1}")
+
+    @property
+    def world_size(self) -> int:
+        """G."""
+        return self.plan.cluster.num_gpus
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """SF_l, outermost level first."""
+        return self.plan.cluster.sizes
+
+    @property
+    def location(self) -> tuple[int, ...]:
+        """Coordinate at each level."""
+        return self.plan.cluster.location(self.rank)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of tokens, experts and gradients."""
+        return TORCH_DTYPE[self.plan.workload.training.dtype]
+
+    def peer(self, level: int, coordinate: int) -> int:
+        """The global rank that differs from this one only in its coordinate at ``level``."""
+        return self.plan.cluster.peer(self.rank, level, coordinate)
+
+    def label(self, op: Op, level: int) -> str:
+        """``token_dispatch@dc``: the name under which a transfer's bytes and times are booked."""
+        return f"{op.value}@{self.plan.cluster.levels[level].name}"
+
+
+def check_trainable(plan: Plan) -> None:
+    """Raises UserError for what a plan may say but this runtime cannot train."""
+    workload = plan.workload
+    model, where = workload.model, f"workload {workload.name}: model"
+    if model.attention_params is not None:
+        raise UserError(
+            f"{where}.attention_params: {model.attention_params} stands for an attention that can be planned and simulated "
+            "but not trained here; remove it to train with (grouped-query) attention"
+        )
+    head_dim = model.attention_width // model.num_heads
+    if head_dim % 2:
+        raise UserError(f"{where}.head_dim: {head_dim} must be even, rotary embeddings turn pairs of elements")
+    if model.vocab_size < BYTE_VALUES:
+        raise UserError(f"{where}.vocab_size: {model.vocab_size} must be at least {BYTE_VALUES}, text is read as bytes")
+
+
+def host_store(address: str, *, timeout_s: float) -> dist.TCPStore:
+    """Rank 0's rendezvous on a port that the operating system picks; others join at ``store.port``."""
+    return _store(address, 0, is_master=True, timeout_s=timeout_s)
+
+
+def join_store(address: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+    """Join the rendezvous of ``host_store``. Raises TransportError when nobody answers within the timeout."""
+    return _store(address, port, is_master=False, timeout_s=timeout_s)
+
+
+def _store(address: str, port: int, *, is_master: bool, timeout_s: float) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(
+            address, port, None, is_master, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=False
+        )
+    except (RuntimeError, ValueError) as error:
+        raise TransportError(f"rendezvous at {address}:{port}", _first_line(error)) from None
+
+
+def open_process_group(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> None:
+    """Join the gloo process group of all ranks. Raises TransportError when some rank does not come within the timeout."""
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise TransportError(
+            f"process group of {world_size} ranks", f"rank {rank} could not join: {_first_line(error)}"
+        ) from None
+
+
+def close_process_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

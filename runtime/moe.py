@@ -1,0 +1,72 @@
+"""The feed-forward half of a transformer layer: a plain network, or gate + routed experts + shared expert."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hybridep.workload import Ffn, Model
+from runtime.experts import feed_forward
+from runtime.gate import Gate
+
+RoutingHook = Callable[[int, Tensor], None]
+"""Called with (MoE layer, ids [T, K]) in every forward."""
+
+
+class RoutedExperts(nn.Module, ABC):
+    """y_t = sum over the chosen experts of weight * expert(x_t), wherever the experts are."""
+
+    def prepare(self) -> None:
+        """The block's forward starts: what the experts need may begin to travel."""
+
+    @abstractmethod
+    def forward(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """[T, H]."""
+
+
+class FeedForward(nn.Module):
+    """A plain feed-forward network; also the shared expert."""
+
+    def __init__(self, *, hidden_size: int, ffn_size: int, ffn: Ffn, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.empty(ffn.num_matrices * hidden_size * ffn_size, dtype=dtype))
+        self.ffn = ffn
+
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+        """(output, load-balancing loss of each sequence: none)."""
+        y_TH = feed_forward(x_BSH.flatten(0, 1), self.row, ffn=self.ffn)
+        return y_TH.view_as(x_BSH), x_BSH.new_zeros(x_BSH.shape[0])
+
+
+class MoeBlock(nn.Module):
+    """Gate, routed experts, and the shared expert that every token passes."""
+
+    def __init__(self, model: Model, routed: RoutedExperts, *, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gate = Gate(hidden_size=model.hidden_size, num_experts=model.num_experts, top_k=model.top_k, dtype=dtype)
+        self.shared: FeedForward | None = None
+        if model.shared_ffn_size:
+            self.shared = FeedForward(hidden_size=model.hidden_size, ffn_size=model.shared_ffn_size, ffn=model.ffn, dtype=dtype)
+        self.routed = routed
+        self.routing_hook: RoutingHook | None = None
+
+    def prepare(self) -> None:
+        """The layer's forward starts."""
+        self.routed.prepare()
+
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+        """(output, load-balancing loss of each sequence)."""
+        weights_TK, ids_TK, balance_B = self.gate(x_BSH)
+        if self.routing_hook is not None:
+            self.routing_hook(self.layer, ids_TK)
+        # The shared expert runs before the exchange: it is part of what hides the arrival of copies.
+        shared_BSH = self.shared(x_BSH)[0] if self.shared is not None else None
+        y_BSH = self.routed(x_BSH.flatten(0, 1), weights_TK, ids_TK).view_as(x_BSH)
+        return (y_BSH if shared_BSH is None else y_BSH + shared_BSH), balance_B

@@ -1,0 +1,69 @@
+"""AdamW at each parameter's home, with warm-up and, for bf16 weights, fp32 master copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hybridep.run import Optimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class HomeOptimizer:
+    """AdamW over named parameters of one rank. Steps count from 1."""
+
+    def __init__(self, config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._config = config
+        self.parameters = dict(parameters)
+        self.masters = {
+            name: nn.Parameter(p.detach().float()) if p.dtype is torch.bfloat16 else p for name, p in self.parameters.items()
+        }
+        self._adam = torch.optim.AdamW(
+            list(self.masters.values()),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+        )
+
+    def step(self, step: int) -> None:
+        """Update from the gradients, then forget them."""
+        warm = min(1.0, step / self._config.warmup_steps) if self._config.warmup_steps else 1.0
+        for group in self._adam.param_groups:
+            group["lr"] = self._config.learning_rate * warm
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if parameter.grad is None:
+                # Weight decay and moments move in every step on every rank alike, gradient or not.
+                parameter.grad = torch.zeros_like(parameter)
+            if master is not parameter:
+                master.grad = parameter.grad.to(master.dtype)
+        self._adam.step()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if self.masters[name] is not parameter:
+                    parameter.copy_(self.masters[name])
+                    self.masters[name].grad = None
+                parameter.grad = None
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """Weight and moments of one parameter, all of its shape; what a checkpoint keeps."""
+        master = self.masters[name]
+        kept = self._adam.state.get(master, {})
+        moments = {moment: kept.get(moment, torch.zeros_like(master)) for moment in MOMENTS}
+        return {"weight": master.detach(), **moments}
+
+    @torch.no_grad()
+    def load(self, name: str, state: Mapping[str, Tensor], step: int) -> None:
+        """Restore one parameter as it was after ``step`` steps."""
+        master, parameter = self.masters[name], self.parameters[name]
+        master.copy_(state["weight"])
+        if master is not parameter:
+            parameter.copy_(master)
+        kept = self._adam.state[master]
+        kept["step"] = torch.tensor(float(step))
+        for moment in MOMENTS:
+            kept[moment] = state[moment].to(master.dtype).clone().view_as(master)

@@ -1,0 +1,84 @@
+"""Routed experts spread over ranks: dispatch, experts at their servers, combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridep.workload import Model
+from runtime.dispatch import Dispatcher
+from runtime.expert_exchange import ExpertExchange
+from runtime.experts import grouped_feed_forward
+from runtime.moe import RoutedExperts
+
+
+class DistributedExperts(RoutedExperts):
+    """One layer's experts on one rank. ``home`` [n_home, P] are the experts whose master weights live here."""
+
+    def __init__(self, model: Model, home: nn.Parameter, exchange: ExpertExchange, dispatcher: Dispatcher) -> None:
+        super().__init__()
+        self.home = home
+        self.exchange, self.dispatcher = exchange, dispatcher
+        self._ffn = model.ffn
+        self._place = torch.full((model.num_experts,), len(exchange.held), dtype=torch.int64)
+        self._place[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held))
+
+    def prepare(self) -> None:
+        """Copies set out while attention and gate compute."""
+        self.exchange.start_gather()
+
+    def forward(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """[T, H]."""
+        x_NH, weights_NK, ids_NK, hops = self.dispatcher.dispatch(x_TH, weights_TK, ids_TK)
+        y_NH = _Experts.apply(x_NH, weights_NK, self.home, ids_NK, self)
+        combined = self.dispatcher.combine(y_NH, hops)
+        if combined.requires_grad:
+            # With microbatch residency the copies are needed again: they travel beside the combine's gradients.
+            combined.register_hook(lambda _: self.exchange.start_gather())
+        return combined
+
+    def compute(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:
+        """[N, H]: for each row the weighted sum over its experts that are served here."""
+        row, slot = (ids_NK >= 0).nonzero(as_tuple=True)
+        place = self._place[ids_NK[row, slot].long()]
+        order = place.argsort(stable=True)
+        row, slot = row[order], slot[order]
+        counts = torch.bincount(place, minlength=len(self.exchange.held)).tolist()
+        weights = [*home.unbind(0), *copies.unbind(0)]
+        y = grouped_feed_forward(x_NH[row], counts, weights, ffn=self._ffn) * weights_NK[row, slot, None]
+        return torch.zeros_like(x_NH).index_add(0, row, y)
+
+
+class _Experts(torch.autograd.Function):
+    """The experts' computation with its own small graph, so that forward can free the copies' memory and backward can
+    fetch them again and hand over their gradient the moment it is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, weights_NK: Tensor, home_nP: Tensor, ids_NK: Tensor, layer: DistributedExperts) -> Tensor:
+        copies = layer.exchange.copies()
+        if not any(ctx.needs_input_grad):
+            y_NH = layer.compute(x_NH, weights_NK, ids_NK, home_nP, copies)
+            layer.exchange.release()
+            return y_NH
+        # Inputs of the inner graph. The copies' storage is emptied and refilled between forward and backward; ``data``
+        # has a version of its own, so autograd does not take the refill for a change of saved values.
+        inputs = [tensor.detach().requires_grad_() for tensor in (x_NH, weights_NK, home_nP, copies.data)]
+        with torch.enable_grad():
+            y_NH = layer.compute(inputs[0], inputs[1], ids_NK, inputs[2], inputs[3])
+        ctx.inputs, ctx.output, ctx.layer = inputs, y_NH, layer
+        layer.exchange.release()
+        return y_NH.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.layer.exchange
+        exchange.copies()
+        x, weights, home, copies = torch.autograd.grad(
+            ctx.output, ctx.inputs, gradients[0], allow_unused=True, materialize_grads=True
+        )
+        ctx.inputs = ctx.output = None
+        exchange.release()
+        exchange.return_gradient(copies)
+        return x, weights, home, None, None

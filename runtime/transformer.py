@@ -1,0 +1,145 @@
+"""A decoder-only language model: RMSNorm, rotary (grouped-query) causal attention, dense and MoE feed-forward parts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridep.workload import Model
+from runtime.moe import FeedForward, MoeBlock, RoutedExperts
+
+ROPE_BASE = 10000.0
+INIT_STD = 0.02
+
+MakeRouted = Callable[[int], RoutedExperts]
+"""MoE layer index -> its routed experts."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary embeddings; query, key, value and output projections without bias."""
+
+    def __init__(self, model: Model, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
+        self.head_dim = model.attention_width // model.num_heads
+        width, kv_width = model.attention_width, self.num_kv_heads * self.head_dim
+        self.query = nn.Linear(model.hidden_size, width, bias=False, dtype=dtype)
+        self.key = nn.Linear(model.hidden_size, kv_width, bias=False, dtype=dtype)
+        self.value = nn.Linear(model.hidden_size, kv_width, bias=False, dtype=dtype)
+        self.output = nn.Linear(width, model.hidden_size, bias=False, dtype=dtype)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H]."""
+        num_sequences, length, _ = x_BSH.shape
+
+        def heads(projected: Tensor, number: int) -> Tensor:
+            return projected.view(num_sequences, length, number, self.head_dim).transpose(1, 2)
+
+        query = rotate(heads(self.query(x_BSH), self.num_heads))
+        key = rotate(heads(self.key(x_BSH), self.num_kv_heads))
+        value = heads(self.value(x_BSH), self.num_kv_heads)
+        if self.num_kv_heads != self.num_heads:
+            repeats = self.num_heads // self.num_kv_heads
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected: Tensor = self.output(y.transpose(1, 2).flatten(2))
+        return projected
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary position embedding of [..., S, D]: element i turns with element i + D/2 (Su et al., arXiv:2104.09864)."""
+    length, width = x.shape[-2:]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=wide, device=x.device) / width)
+    angle = torch.arange(length, dtype=wide, device=x.device)[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward part, each behind a norm and beside a residual path."""
+
+    def __init__(self, model: Model, feed_forward: FeedForward | MoeBlock, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(model.hidden_size, eps=1e-6, dtype=dtype)
+        self.attention = Attention(model, dtype)
+        self.feed_forward_norm = nn.RMSNorm(model.hidden_size, eps=1e-6, dtype=dtype)
+        self.feed_forward = feed_forward
+
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+        """(output, load-balancing loss of each sequence)."""
+        self.feed_forward.prepare()
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
+        y_BSH, balance_B = self.feed_forward(self.feed_forward_norm(x_BSH))
+        return x_BSH + y_BSH, balance_B
+
+
+class Transformer(nn.Module):
+    """The whole model; ``make_routed`` supplies each MoE layer's experts, local or spread over ranks."""
+
+    def __init__(self, model: Model, make_routed: MakeRouted, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(model.vocab_size, model.hidden_size, dtype=dtype)
+        layers: list[Layer] = []
+        for index in range(model.num_layers):
+            layer = index - model.num_dense_layers
+            part: FeedForward | MoeBlock
+            if layer < 0:
+                part = FeedForward(hidden_size=model.hidden_size, ffn_size=model.dense_ffn_size, ffn=model.ffn, dtype=dtype)
+            else:
+                part = MoeBlock(model, make_routed(layer), layer=layer, dtype=dtype)
+            layers.append(Layer(model, part, dtype))
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.RMSNorm(model.hidden_size, eps=1e-6, dtype=dtype)
+        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, dtype=dtype)
+        if model.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the token losses, sum over layers and sequences of the unweighted load-balancing loss)."""
+        x_BSH = self.embedding(tokens_BS)
+        balance = x_BSH.new_zeros((), dtype=torch.promote_types(x_BSH.dtype, torch.float32))
+        for layer in self.layers:
+            x_BSH, balance_B = layer(x_BSH)
+            balance = balance + balance_B.sum()
+        logits = self.head(self.norm(x_BSH)).flatten(0, 1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(wide), targets_BS.flatten(), reduction="sum"), balance
+
+    def moe_blocks(self) -> Iterator[MoeBlock]:
+        """The MoE blocks, in order."""
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            if isinstance(layer.feed_forward, MoeBlock):
+                yield layer.feed_forward
+
+    def dense_parameters(self) -> dict[str, nn.Parameter]:
+        """Everything outside the routed experts, by name: what all ranks hold alike."""
+        routed = {id(parameter) for block in self.moe_blocks() for parameter in block.routed.parameters()}
+        return {name: parameter for name, parameter in self.named_parameters() if id(parameter) not in routed}
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Dense parameters from the seed and their names alone. Norms start at one."""
+        for name, parameter in self.dense_parameters().items():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(seeded_normal(parameter.numel(), seed, name).view_as(parameter))
+
+
+def seeded_normal(number: int, seed: int, name: str) -> Tensor:
+    """[number] normal values that depend on (seed, name) only, so on no count of ranks or order of creation."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randn(number, generator=generator, dtype=torch.float64) * INIT_STD
+
+
+def initial_expert(seed: int, layer: int, expert: int, num_params: int) -> Tensor:
+    """[P]: the first weights of one expert."""
+    return seeded_normal(num_params, seed, f"layer{layer}.expert{expert}")
