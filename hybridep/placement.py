@@ -123,15 +123,40 @@ class Placement:
             reached = sent
         return tuple(moves)
 
+    @cached_property
+    def num_moved(self) -> tuple[IntArray, ...]:
+        """Per level: [G, SF_l], how many experts each rank sends to each coordinate in one gather; the sizes of ``moves``
+        without listing them."""
+        shape = (*self.sizes, self.num_experts)
+        reached = np.zeros((self.num_gpus, self.num_experts), dtype=np.bool_)
+        reached[self.home, np.arange(self.num_experts)] = True
+        counts = []
+        for level, table in enumerate(self.holds_at):
+            sent = (reached.astype(np.float64) @ table.T.astype(np.float64)).astype(np.int64)
+            sent[np.arange(self.num_gpus), self.coordinates[:, level]] = 0
+            counts.append(sent)
+            anywhere = reached.reshape(shape).any(axis=level, keepdims=True)
+            reached = np.broadcast_to(anywhere, shape).reshape(reached.shape) & table[self.coordinates[:, level]]
+        return tuple(counts)
+
+    @cached_property
+    def token_links(self) -> tuple[NDArray[np.bool_], ...]:
+        """Per level: [SF_l, SF_l], true where ranks of the first coordinate may send tokens to the second, another one."""
+        links = []
+        for serve in self.serve:
+            joined = np.zeros((len(serve), len(serve)), dtype=np.bool_)
+            joined[np.arange(len(serve))[:, None], serve] = True
+            np.fill_diagonal(joined, False)
+            links.append(joined)
+        return tuple(links)
+
     def token_peers(self, rank: int, level: int) -> tuple[int, ...]:
         """Coordinates at ``level``, other than its own, that may get tokens from ``rank`` at that hop."""
-        own = int(self.coordinates[rank, level])
-        return tuple(int(c) for c in np.unique(self.serve[level][own]) if c != own)
+        return tuple(int(c) for c in np.flatnonzero(self.token_links[level][self.coordinates[rank, level]]))
 
     def token_sources(self, rank: int, level: int) -> tuple[int, ...]:
         """Coordinates at ``level`` whose ranks may send tokens to ``rank`` at that hop."""
-        own = int(self.coordinates[rank, level])
-        return tuple(int(x) for x in np.flatnonzero((self.serve[level] == own).any(axis=1)) if x != own)
+        return tuple(int(x) for x in np.flatnonzero(self.token_links[level][:, self.coordinates[rank, level]]))
 
 
 def place(

@@ -131,10 +131,8 @@ def token_traffic(placement: Placement, workload: Workload, rows: Sequence[Float
     for level, sent in enumerate(rows):
         if placement.sizes[level] == 1:
             continue
-        counts = np.zeros_like(sent)
-        for rank in range(placement.num_gpus):
-            counts[rank, list(placement.token_peers(rank, level))] = COUNT_BYTES
-        traffic[OpLevel(Op.TOKEN_COUNTS, level)] = counts
+        peers = placement.token_links[level][placement.coordinates[:, level]]
+        traffic[OpLevel(Op.TOKEN_COUNTS, level)] = peers.astype(np.float64) * COUNT_BYTES
         traffic[OpLevel(Op.TOKEN_DISPATCH, level)] = sent * workload.dispatch_row_bytes
         traffic[OpLevel(Op.TOKEN_COMBINE, level)] = reverse(placement, level, sent * workload.combine_row_bytes)
         traffic[OpLevel(Op.COMBINE_BACKWARD, level)] = sent * workload.combine_row_bytes
@@ -149,10 +147,7 @@ def copy_traffic(placement: Placement, workload: Workload) -> Traffic:
     for level, size in enumerate(placement.sizes):
         if size == 1:
             continue
-        sent = np.zeros((placement.num_gpus, size))
-        for move in placement.moves:
-            if move.level == level:
-                sent[move.src, placement.coordinates[move.dst, level]] += len(move.experts) * workload.expert_bytes
+        sent = placement.num_moved[level].astype(np.float64) * workload.expert_bytes
         traffic[OpLevel(Op.EXPERT_GATHER, level)] = sent
         traffic[OpLevel(Op.GRADIENT_RETURN, level)] = reverse(placement, level, sent)
     return traffic
@@ -221,13 +216,14 @@ def link_bytes(cluster: Cluster, traffic: Mapping[OpLevel, FloatArray]) -> Float
     for (_, level), sent in traffic.items():
         if shape[level] == 1:
             continue
-        received = np.swapaxes(sent.reshape((*shape, shape[level])), level, last).reshape(sent.shape)
+        out = sent.sum(axis=1)
+        into = np.moveaxis(sent.reshape((*shape, shape[level])).sum(axis=level), -1, level).ravel()
         for depth in range(level, last):
             inner = int(np.prod(shape[depth + 1 :]))
             workers = int(np.prod(shape[: depth + 1]))
             first = cluster.up_link(depth, 0)
-            loads[first : first + 2 * workers : 2] += sent.sum(axis=1).reshape(workers, inner).sum(axis=1)
-            loads[first + 1 : first + 2 * workers : 2] += received.sum(axis=1).reshape(workers, inner).sum(axis=1)
+            loads[first : first + 2 * workers : 2] += out.reshape(workers, inner).sum(axis=1)
+            loads[first + 1 : first + 2 * workers : 2] += into.reshape(workers, inner).sum(axis=1)
         if level == 0 and cluster.links:
             between = sent.reshape(shape[0], -1, shape[0]).sum(axis=1)
             loads[cluster.up_link(last - 1, cluster.num_gpus - 1) + 2 :] += between[~np.eye(shape[0], dtype=bool)]

@@ -1,7 +1,24 @@
 """The planner: decides which experts travel to the tokens and which tokens travel to the experts."""
 
+from planner.check import CheckError, check
 from planner.cost import StepCost, step_cost
+from planner.explain import Alternative, Explanation, LinkLoad, explain, summary
 from planner.memory import MemoryUse, memory_use
 from planner.plans import baseline, plan, predict
 
-__all__ = ["MemoryUse", "StepCost", "baseline", "memory_use", "plan", "predict", "step_cost"]
+__all__ = [
+    "Alternative",
+    "CheckError",
+    "Explanation",
+    "LinkLoad",
+    "MemoryUse",
+    "StepCost",
+    "baseline",
+    "check",
+    "explain",
+    "memory_use",
+    "plan",
+    "predict",
+    "step_cost",
+    "summary",
+]

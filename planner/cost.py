@@ -1,7 +1,8 @@
 """The closed-form cost of one training step: what the planner minimises.
 
 A step is a sum over layers, micro-batches and operations, with the overlaps that the runtime has: a block's gather of
-copies runs beside its pre-expert computation, its gradient return beside the backward of its pre-expert part.
+copies runs beside its pre-expert computation (and the block's fixed overhead), its gradient return beside the backward
+of its pre-expert part.
 Forward of a block: max(pre-expert, gather), dispatch hops, expert computation, combine hops. Backward: combine-backward
 hops, a second gather when copies live for one micro-batch, expert backward, dispatch-backward hops, max(pre-expert
 backward, gradient return). Then the dense all-reduce and the optimizer. The second gather is started when the block's
@@ -45,28 +46,28 @@ COMPUTATIONS = (PRE_EXPERT, EXPERTS, BLOCK_OVERHEAD, HEAD, OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Of one layer per step, of what lies outside the layers, or of a whole step; costs add up."""
+class LayerTimes:
+    """Seconds that one layer, or what lies outside the layers, takes of a step; they add up."""
 
     parts_s: dict[str, float]
-    """Seconds by kind. A transfer that runs beside computation counts only as far as it shows, so the parts add up to
-    the time."""
+    """By kind. A transfer that runs beside computation counts only as far as it shows, so the parts add up to the time."""
     hidden_s: dict[str, float]
     """Seconds of transfers that computation hides, by kind."""
-    link_bytes: FloatArray
-    """Per entry of ``Cluster.link_table``."""
-    wan_bytes: float
-    """Over the outermost level, all ranks together."""
 
     @property
     def total_s(self) -> float:
         """Sum of the parts."""
         return sum(self.parts_s.values())
 
-    @property
-    def compute_s(self) -> float:
-        """Of the compute stream of the rank with the most work."""
-        return sum(self.parts_s.get(part, 0.0) for part in COMPUTATIONS)
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(LayerTimes):
+    """Seconds, and the bytes behind them; they add up too."""
+
+    link_bytes: FloatArray
+    """Per entry of ``Cluster.link_table``."""
+    wan_bytes: float
+    """Over the outermost level, all ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +85,8 @@ class BlockTimes:
         """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
         hops = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE)
         gather = self.exchanges_s[Op.EXPERT_GATHER]
-        exposed = max(self.pre_expert_s, gather)
-        return self.overhead_s + exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops)
+        exposed = max(self.pre_expert_s + self.overhead_s, gather)
+        return exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,17 +131,14 @@ def block_times(network: Network, workload: Workload, placement: Placement, traf
     )
 
 
-def layer_cost(
-    network: Network, workload: Workload, placement: Placement, traffic: Traffic, residency: Residency, schedule: Schedule
-) -> Cost:
-    """One MoE layer's share of an optimizer step: all micro-batches, forward and backward."""
-    times = block_times(network, workload, placement, traffic)
-    batches = workload.training.micro_batches
+def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule: Schedule) -> LayerTimes:
+    """One MoE layer's share of an optimizer step: ``batches`` micro-batches, forward and backward."""
     gathers, returns = gathers_and_returns(residency, batches)
     forward_gathers = min(gathers, batches)
     gather, gradient_return = times.exchanges_s[Op.EXPERT_GATHER], times.exchanges_s[Op.GRADIENT_RETURN]
-    hidden_gather = min(gather, times.pre_expert_s) if schedule.overlap else 0.0
-    hidden_return = min(gradient_return, 2 * times.pre_expert_s) if schedule.overlap else 0.0
+    beside_s = times.pre_expert_s + times.overhead_s if schedule.overlap else 0.0
+    hidden_gather = min(gather, beside_s)
+    hidden_return = min(gradient_return, 2 * beside_s)
     parts = {
         PRE_EXPERT: 3 * batches * times.pre_expert_s,
         EXPERTS: 3 * batches * times.expert_s,
@@ -150,14 +148,25 @@ def layer_cost(
     }
     for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD):
         parts[op.value] = batches * times.exchanges_s[op]
+    hidden = {
+        Op.EXPERT_GATHER.value: forward_gathers * hidden_gather,
+        Op.GRADIENT_RETURN.value: returns * hidden_return,
+    }
+    return LayerTimes(parts_s=parts, hidden_s=hidden)
+
+
+def layer_cost(
+    network: Network, workload: Workload, placement: Placement, traffic: Traffic, residency: Residency, schedule: Schedule
+) -> Cost:
+    """``layer_times`` with the bytes on every link."""
+    batches = workload.training.micro_batches
+    times = layer_times(block_times(network, workload, placement, traffic), batches, residency, schedule)
+    gathers, returns = gathers_and_returns(residency, batches)
     counts = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
     per_step = {key: sent * counts.get(key.op, batches) for key, sent in traffic.items()}
     return Cost(
-        parts_s=parts,
-        hidden_s={
-            Op.EXPERT_GATHER.value: forward_gathers * hidden_gather,
-            Op.GRADIENT_RETURN.value: returns * hidden_return,
-        },
+        parts_s=times.parts_s,
+        hidden_s=times.hidden_s,
         link_bytes=network.loads_bytes(per_step),
         wan_bytes=wan_bytes(per_step),
     )

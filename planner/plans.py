@@ -37,11 +37,16 @@ def baseline(cluster: Cluster, workload: Workload, name: Baseline, *, schedule: 
     ``ep``: plain expert parallelism, every token travels. ``full_gather``: every rank copies all experts once per
     optimizer step, no token travels (data parallelism whose optimizer state is sharded).
     """
-    full = name == "full_gather"
-    choices = {level.name: LevelChoice(domain_size=level.size if full else 1) for level in cluster.levels}
-    group = layer_group(0, workload.model.num_moe_layers, choices, Residency.STEP)
+    group = baseline_group(cluster, workload, name)
     made = Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule or Schedule(), provenance=provenance())
     return made.model_copy(update={"prediction": predict(made)})
+
+
+def baseline_group(cluster: Cluster, workload: Workload, name: Baseline) -> LayerGroup:
+    """All MoE layers as the baseline has them."""
+    full = name == "full_gather"
+    choices = {level.name: LevelChoice(domain_size=level.size if full else 1) for level in cluster.levels}
+    return layer_group(0, workload.model.num_moe_layers, choices, Residency.STEP)
 
 
 def plan_of(problem: Problem, solution: Solution) -> Plan:
@@ -86,9 +91,7 @@ def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction
     cost = step_cost(made)
     others: dict[str, Any] = {}
     for name in baselines:
-        full = name == "full_gather"
-        choices = {level.name: LevelChoice(domain_size=level.size if full else 1) for level in made.cluster.levels}
-        group = layer_group(0, made.workload.model.num_moe_layers, choices, Residency.STEP)
+        group = baseline_group(made.cluster, made.workload, name)
         other = Plan(cluster=made.cluster, workload=made.workload, layers=(group,), schedule=made.schedule)
         others[name] = _seconds(step_cost(other).step_s)
     return Prediction(

@@ -17,7 +17,7 @@ from hybridep.plan import Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
-from planner.cost import fixed_cost, layer_cost, layer_traffic
+from planner.cost import block_times, fixed_cost, layer_times, layer_traffic
 from planner.domains import all_choices
 from planner.exchange import Network
 from planner.memory import TOLERANCE, fixed_memory, layer_memory
@@ -51,6 +51,16 @@ class Candidate:
         sizes = tuple(choice.domain_size for choice in self.choices.values())
         ratios = tuple(choice.migration_ratio for choice in self.choices.values())
         return self.num_copies, sizes, ratios, self.residency is Residency.MICROBATCH
+
+    @property
+    def label(self) -> str:
+        """``domains dc 2, gpu 8 (dc: 0.5 copied), copies per step``."""
+        sizes = ", ".join(f"{name} {choice.domain_size}" for name, choice in self.choices.items())
+        partial = [
+            f"{name}: {choice.migration_ratio:g} copied" for name, choice in self.choices.items() if choice.migration_ratio < 1
+        ]
+        note = " (" + ", ".join(partial) + ")" if partial else ""
+        return f"domains {sizes}{note}, copies per {self.residency.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +116,12 @@ class Problem:
         return tuple(self.num_layers if c == candidate else 0 for c in range(len(self.candidates)))
 
     def best_uniform(self) -> int | None:
-        """The fastest candidate that fits when all layers use it; None when none does."""
+        """The fastest candidate that fits when all layers use it, of equal ones the preferred; None when none fits."""
         fitting = [c for c in range(len(self.candidates)) if self.fits(self.uniform(c))]
-        return min(fitting, key=lambda c: self.candidates[c].layer_s, default=None)
+        if not fitting:
+            return None
+        fastest = self.layer_s[fitting].min()
+        return next(c for c in fitting if self.layer_s[c] <= fastest * (1 + TIE))
 
     def undominated(self) -> list[int]:
         """Candidates that can be part of a best plan: no other is at least as fast and needs at most as much memory on
@@ -130,11 +143,13 @@ def build_problem(cluster: Cluster, workload: Workload, schedule: Schedule) -> P
     """All candidates of a cluster and workload with their times and memory."""
     network = Network(cluster=cluster)
     experts = workload.model.num_experts
+    batches = workload.training.micro_batches
     candidates = []
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
         placement = place(cluster, experts, choices)
         traffic = layer_traffic(placement, workload)
         copies = int(placement.holds.sum()) - experts
+        times = block_times(network, workload, placement, traffic)
         for residency in Residency if copies else (Residency.STEP,):
             memory = layer_memory(placement, workload, traffic, residency)
             candidates.append(
@@ -142,7 +157,7 @@ def build_problem(cluster: Cluster, workload: Workload, schedule: Schedule) -> P
                     choices=choices,
                     residency=residency,
                     num_copies=copies,
-                    layer_s=layer_cost(network, workload, placement, traffic, residency, schedule).total_s,
+                    layer_s=layer_times(times, batches, residency, schedule).total_s,
                     lasting_bytes=memory.lasting_bytes,
                     passing_bytes=memory.passing_bytes,
                 )

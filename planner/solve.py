@@ -110,10 +110,9 @@ def missing_memory(problem: Problem) -> str:
     rank = int(needs[least].argmax())
     need = float(needs[least][rank])
     cluster, candidate = problem.cluster, problem.candidates[least]
-    domains = ", ".join(f"{name} {choice.domain_size}" for name, choice in candidate.choices.items())
     return (
         f"no plan fits: {cluster.worker_name(cluster.location(rank))} needs {format_bytes(need)} with the configuration that "
-        f"needs least (domains {domains}; {candidate.num_copies} copies a layer) and has {format_bytes(problem.capacity_bytes)}: "
+        f"needs least ({candidate.label}) and has {format_bytes(problem.capacity_bytes)}: "
         f"{format_bytes(need - problem.capacity_bytes)} are missing. "
         f"Raise gpu.memory, add GPUs, or lower training.micro_batch_size (activations) or the model's size"
     )

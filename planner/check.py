@@ -1,0 +1,102 @@
+"""Is a plan what it claims to be? Recomputed without any solver, for plans of any origin."""
+
+from __future__ import annotations
+
+from hybridep.config import build
+from hybridep.errors import UserError
+from hybridep.plan import Plan, Prediction, SolverReport, Status
+from hybridep.units import format_bytes, format_seconds
+from planner.memory import memory_use
+from planner.plans import BASELINES, predict
+from planner.problem import TIE, build_problem
+from planner.solve import PROVEN_GAP, gap
+
+RELATIVE = 1e-9
+"""Numbers that differ by less are equal: files keep them exactly, sums may be taken in another order."""
+
+
+class CheckError(UserError):
+    """A plan breaks a rule or claims a number that is not so; ``what`` is the field."""
+
+    def __init__(self, what: str, problem: str) -> None:
+        super().__init__(what, problem)
+        self.what, self.problem = what, problem
+
+    def __str__(self) -> str:
+        return f"plan.{self.what}: {self.problem}"
+
+
+def check(plan: Plan) -> None:
+    """Raises CheckError (or ConfigError, where a field is not valid at all) naming what is wrong; returns when nothing is.
+
+    Checked: fields, domains and layers; memory of every rank; the prediction and the baselines; the solver's objective,
+    bound, gap and status, where the bound must not exceed what some configuration used for all layers reaches.
+    """
+    # Read anew, as from a file: copies of a plan with changed fields are not validated and keep old cached placements.
+    plan = build(Plan, plan.model_dump(mode="json"), "plan")
+    memory = memory_use(plan)
+    if not memory.fits:
+        missing = memory.fullest_bytes - memory.capacity_bytes
+        raise CheckError(
+            "layers",
+            f"{memory.fullest_name} needs {format_bytes(memory.fullest_bytes)} and has "
+            f"{format_bytes(memory.capacity_bytes)}: {format_bytes(missing)} are missing; raise gpu.memory or plan again",
+        )
+    if plan.prediction is None:
+        raise CheckError("prediction", "is missing; a planner's plan has one")
+    _check_prediction(plan.prediction, predict(plan, tuple(name for name in BASELINES if name in plan.prediction.baselines)))
+    if plan.solver is not None:
+        _check_solver(plan, plan.solver, plan.prediction)
+
+
+def _check_prediction(claimed: Prediction, actual: Prediction) -> None:
+    flat_claimed, flat_actual = _numbers(claimed), _numbers(actual)
+    for name in {**flat_actual, **flat_claimed}:
+        if name not in flat_actual or name not in flat_claimed:
+            raise CheckError(
+                f"prediction.{name}", "is missing" if name in flat_actual else "is nothing that the cost model knows"
+            )
+        if not _equal(flat_claimed[name], flat_actual[name]):
+            raise CheckError(f"prediction.{name}", f"claims {flat_claimed[name]:.9g}, recomputed {flat_actual[name]:.9g}")
+
+
+def _check_solver(plan: Plan, report: SolverReport, prediction: Prediction) -> None:
+    if report.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        raise CheckError("solver.status", f"is {report.status.value}, yet there is a plan")
+    if not _equal(report.objective, prediction.step):
+        raise CheckError(
+            "solver.objective", f"claims {format_seconds(report.objective)}, the plan takes {format_seconds(prediction.step)}"
+        )
+    if report.bound > report.objective * (1 + RELATIVE):
+        raise CheckError("solver.bound", f"{report.bound:.9g} s exceeds the objective {report.objective:.9g} s")
+    if abs(report.gap - gap(report.objective, report.bound)) > RELATIVE:
+        raise CheckError(
+            "solver.gap", f"claims {report.gap:.3g}, bound and objective give {gap(report.objective, report.bound):.3g}"
+        )
+    if report.status is Status.OPTIMAL and report.gap > PROVEN_GAP:
+        raise CheckError("solver.status", f"claims optimal with a gap of {report.gap:.3g}")
+    problem = build_problem(plan.cluster, plan.workload, plan.schedule)
+    best = problem.best_uniform()
+    if best is not None and problem.objective_s(problem.uniform(best)) * (1 + PROVEN_GAP + TIE) < report.bound:
+        faster = problem.objective_s(problem.uniform(best))
+        raise CheckError(
+            "solver.bound",
+            f"claims that no plan is faster than {report.bound:.9g} s, yet {problem.candidates[best].label} in all layers "
+            f"takes {faster:.9g} s",
+        )
+
+
+def _numbers(prediction: Prediction) -> dict[str, float]:
+    """Every number of a prediction by dotted name."""
+    return {
+        "step": prediction.step,
+        "bound": prediction.bound,
+        "wan_bytes": prediction.wan_bytes,
+        "memory_bytes": prediction.memory_bytes,
+        **{f"parts.{name}": value for name, value in prediction.parts.items()},
+        **{f"baselines.{name}": value for name, value in prediction.baselines.items()},
+    }
+
+
+def _equal(a: float, b: float) -> bool:
+    return abs(a - b) <= RELATIVE * max(abs(a), abs(b))

@@ -1,0 +1,182 @@
+"""Why this plan: the choice beside its alternatives, what binds, and the busiest links, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybridep.placement import LevelChoice
+from hybridep.plan import LayerGroup, Plan, Residency
+from planner.cost import StepCost, step_cost
+from planner.domains import divisors
+from planner.memory import MemoryUse, memory_use
+from planner.plans import BASELINES, baseline_group, layer_group
+
+NUM_LINKS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """One plan that could be: its configuration, time and memory."""
+
+    name: str
+    """``plan``, ``ep``, ``full_gather``, or what differs from the plan, as in ``dc 4`` or ``copies per microbatch``."""
+    domains: dict[str, int]
+    """Level name -> domain size, of the group with most layers."""
+    migration: dict[str, float]
+    """Level name -> share of each home's experts that is copied, where anything is."""
+    residency: str
+    step_s: float
+    wan_bytes: float
+    memory_bytes: float
+    """Of the fullest rank."""
+    fits: bool
+    copies_per_rank: float
+    """Experts copied to a rank, one layer, on average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkLoad:
+    """One link in one step."""
+
+    name: str
+    total_bytes: float
+    busy_s: float
+    """Bytes over bandwidth."""
+    share: float
+    """Of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Everything that ``hybridep plan`` shows about a choice."""
+
+    plan: Alternative
+    baselines: tuple[Alternative, ...]
+    neighbours: tuple[Alternative, ...]
+    """The next smaller and larger domain of each level, full migration where it is partial, the other residency."""
+    binds: str
+    """What keeps the step from being shorter: ``memory of <rank>`` when a neighbour or a baseline would be faster but does
+    not fit; else what the lower bound comes from: the name of the busiest link, or ``computation``."""
+    lower_bound_s: float
+    """No schedule of the chosen plan is faster."""
+    lower_bound_by: str
+    """The busiest link's name, or ``computation``."""
+    parts_s: dict[str, float]
+    """Seconds of the step by kind; they add up to it."""
+    hidden_s: dict[str, float]
+    """Seconds of transfers beside computation, by kind."""
+    links: tuple[LinkLoad, ...]
+    """The busiest first."""
+    memory_parts_bytes: dict[str, float]
+    """Of the fullest rank."""
+    fullest_rank: str
+    memory_capacity_bytes: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, texts and numbers."""
+        return asdict(self)
+
+
+def explain(plan: Plan) -> Explanation:
+    """Costs and memory of a plan, the baselines and the plan's neighbours."""
+    cost, memory = step_cost(plan), memory_use(plan)
+    chosen = _alternative("plan", plan, cost, memory)
+    others = [(str(name), baseline_group(plan.cluster, plan.workload, name)) for name in BASELINES]
+    baselines = tuple(_of_group(name, plan, group) for name, group in others)
+    neighbours = tuple(_of_group(name, plan, group) for name, group in _neighbours(plan))
+    blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.step_s < chosen.step_s]
+    order = sorted(range(len(cost.link_s)), key=lambda link: -cost.link_s[link])[:NUM_LINKS]
+    return Explanation(
+        plan=chosen,
+        baselines=baselines,
+        neighbours=neighbours,
+        binds=f"memory of {memory.fullest_name}" if blocked else cost.bound_by,
+        lower_bound_s=cost.bound_s,
+        lower_bound_by=cost.bound_by,
+        parts_s=cost.parts_s,
+        hidden_s=cost.hidden_s,
+        links=tuple(
+            LinkLoad(
+                name=plan.cluster.link_table[link].name,
+                total_bytes=float(cost.link_bytes[link]),
+                busy_s=float(cost.link_s[link]),
+                share=float(cost.link_s[link]) / cost.step_s,
+            )
+            for link in order
+        ),
+        memory_parts_bytes=memory.parts_bytes,
+        fullest_rank=memory.fullest_name,
+        memory_capacity_bytes=memory.capacity_bytes,
+    )
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """What ``hybridep plan --json`` prints. A plan without a solver's report (a baseline) has status ``feasible`` or
+    ``infeasible`` by its memory, and the cost model's lower bound."""
+    cost, memory = step_cost(plan), memory_use(plan)
+    report, prediction = plan.solver, plan.prediction
+    objective_s = report.objective if report else cost.step_s
+    bound_s = report.bound if report else cost.bound_s
+    groups = [group.model_dump(mode="json") for group in plan.layers]
+    baselines = prediction.baselines if prediction else {}
+    return {
+        "status": report.status.value if report else ("feasible" if memory.fits else "infeasible"),
+        "objective_s": objective_s,
+        "bound_s": bound_s,
+        "gap": report.gap if report else (objective_s - bound_s) / objective_s,
+        "solve_s": report.solve if report else 0.0,
+        "domains": dict(plan.layers[0].domains) if len(groups) == 1 else groups,
+        "baselines": dict(baselines),
+        "memory_bytes": memory.fullest_bytes,
+        "step_s": cost.step_s,
+        "lower_bound_s": cost.bound_s,
+        "wan_bytes": cost.wan_bytes,
+        "layers": groups,
+        "fullest_rank": memory.fullest_name,
+        "solver": report.solver if report else None,
+    }
+
+
+def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
+    """All layers in one configuration that is one move away from that of the largest group."""
+    base = max(plan.layers, key=lambda group: group.num_layers)
+    layers = plan.workload.model.num_moe_layers
+    if len(plan.layers) > 1:
+        yield "same in all layers", base.model_copy(update={"first_layer": 0, "num_layers": layers})
+    for level in plan.cluster.levels:
+        sizes = divisors(level.size)
+        here = sizes.index(base.choices.get(level.name, LevelChoice()).domain_size)
+        for place in (here - 1, here + 1):
+            if 0 <= place < len(sizes):
+                choices = base.choices | {level.name: LevelChoice(domain_size=sizes[place])}
+                yield f"{level.name} {sizes[place]}", layer_group(0, layers, choices, base.residency)
+    partial = {name: ratio for name, ratio in base.migration.items() if ratio < 1 and base.domains[name] > 1}
+    for name in partial:
+        choices = base.choices | {name: LevelChoice(domain_size=base.domains[name])}
+        yield f"{name} {base.domains[name]}, all experts", layer_group(0, layers, choices, base.residency)
+    if any(size > 1 for size in base.domains.values()):
+        other = Residency.MICROBATCH if base.residency is Residency.STEP else Residency.STEP
+        yield f"copies per {other.value}", layer_group(0, layers, base.choices, other)
+
+
+def _of_group(name: str, plan: Plan, group: LayerGroup) -> Alternative:
+    other = Plan(cluster=plan.cluster, workload=plan.workload, layers=(group,), schedule=plan.schedule)
+    return _alternative(name, other, step_cost(other), memory_use(other))
+
+
+def _alternative(name: str, plan: Plan, cost: StepCost, memory: MemoryUse) -> Alternative:
+    index = max(range(len(plan.layers)), key=lambda i: plan.layers[i].num_layers)
+    group, placement = plan.layers[index], plan.placements[index]
+    return Alternative(
+        name=name,
+        domains=dict(group.domains),
+        migration=dict(group.migration),
+        residency=group.residency.value,
+        step_s=cost.step_s,
+        wan_bytes=cost.wan_bytes,
+        memory_bytes=memory.fullest_bytes,
+        fits=memory.fits,
+        copies_per_rank=(int(placement.holds.sum()) - placement.num_experts) / placement.num_gpus,
+    )
