@@ -16,11 +16,17 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hybridep.errors import TransportError
 
 _NUMBER_BITS = 15
 _LABEL_BITS = 16
@@ -80,30 +86,62 @@ class Transport:
         return Handle(self._begin(sends, receives, label))
 
     def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> Callable[[], None]:
-        """Post the receives; the result sends, then waits for everything."""
+        """Post the receives; what is returned sends, then waits for everything."""
         start = time.perf_counter()
         outgoing: list[tuple[int, Tensor, int]] = []
-        incoming: list[tuple[int, dist.Work]] = []
+        incoming: list[tuple[int, dist.Work | None]] = []
         with self._lock:
-            for peer in sorted(receives, key=lambda peer: (self._rank - peer) % self._num_ranks):
-                if receives[peer].numel():
-                    tag = self._tag("receive", label, peer)
-                    with _failures(self._rank, peer, label, "receive", start):
-                        incoming.append((peer, dist.irecv(_as_bytes(receives[peer]), peer, tag=tag)))
+            for peer, tensor in receives.items():
+                if tensor.numel():
+                    tag = self._next_tag("receive", label, peer)
+                    with self._naming("receive from", peer, label, start):
+                        incoming.append((peer, dist.irecv(_as_bytes(tensor), peer, tag=tag)))
             for peer in sorted(sends, key=lambda peer: (peer - self._rank) % self._num_ranks):
                 if sends[peer].numel():
                     message = _as_bytes(sends[peer])
-                    outgoing.append((peer, message, self._tag("send", label, peer)))
+                    outgoing.append((peer, message, self._next_tag("send", label, peer)))
                     self.sent_bytes[label, peer] += message.numel()
 
         def finish() -> None:
             for peer, message, tag in outgoing:
-                with _failures(self._rank, peer, label, "send", start):
+                with self._naming("send to", peer, label, start):
                     self._wait(dist.isend(message, peer, tag=tag), start)
             for peer, work in incoming:
-                with _failures(self._rank, peer, label, "receive", start):
+                with self._naming("receive from", peer, label, start):
                     self._wait(work, start)
             if self._on_span is not None:
                 self._on_span(label, start, time.perf_counter())
 
         return finish
+
+    def _wait(self, work: dist.Work | None, start: float) -> None:
+        # Once per message and never again: gloo would wait for a second message that does not come.
+        if work is not None:
+            left_s = start + self.timeout_s - time.perf_counter()
+            work.wait(timedelta(seconds=max(left_s, _SHORTEST_WAIT_S)))
+
+    def _next_tag(self, direction: str, label: str, peer: int) -> int:
+        """The same number at both ends for the n-th message of a label between two ranks; 31 bits is what gloo takes."""
+        label_bits = zlib.crc32(label.encode()) % (1 << _LABEL_BITS)
+        other = self._labels.setdefault(label_bits, label)
+        if other != label:
+            raise ValueError(f"exchange labels {label!r} and {other!r} share a tag: rename one")
+        number = self._messages[direction, label, peer] % (1 << _NUMBER_BITS)
+        self._messages[direction, label, peer] += 1
+        return label_bits << _NUMBER_BITS | number
+
+    @contextmanager
+    def _naming(self, what: str, peer: int, label: str, start: float) -> Iterator[None]:
+        """Turn what gloo raises into an error that says who waited for whom, in which exchange, and how long."""
+        try:
+            yield
+        except RuntimeError as error:
+            waited_s = time.perf_counter() - start
+            reason = (str(error).splitlines() or ["no reason given"])[0].removeprefix("[").split("] ", 1)[-1]
+            raise TransportError(
+                f"rank {peer}", f"rank {self._rank} could not {what} it in {label!r}, {waited_s:.1f} s after start: {reason}"
+            ) from error
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -175,8 +175,9 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, env: Mapping[str, str] | None
         if interrupted_by_terminal(number):
             return
         # unshare itself ignores these signals; its child is the lab's first process.
-        for child in psutil.Process(outer.pid).children() or [outer]:
-            child.send_signal(number)
+        process = psutil.Process(outer.pid)
+        for target in process.children() or [process]:
+            target.send_signal(number)
 
     previous = {}
     if threading.current_thread() is threading.main_thread():

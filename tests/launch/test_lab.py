@@ -15,11 +15,9 @@ import psutil
 import pytest
 
 from hybridep.errors import ConfigError, LabUnavailableError
-from hybridep.launch.lab import Lab, LabSpec, probe_lab, run_in_lab
+from hybridep.launch.lab import Lab, LabSpec, run_in_lab
 
-REASON = probe_lab()
-needs_lab = pytest.mark.skipif(REASON is not None, reason=f"no lab here: {REASON}")
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 PRELUDE = """
 import socket, sys, time
@@ -63,7 +61,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-@needs_lab
+@pytest.mark.lab
 def test_links_are_shaped_and_counted(tmp_path: Path) -> None:
     program = """
         size = 8_000_000
@@ -93,7 +91,7 @@ def test_links_are_shaped_and_counted(tmp_path: Path) -> None:
     assert run_inside(program, tmp_path) == 0
 
 
-@needs_lab
+@pytest.mark.lab
 def test_a_pulled_link_stops_traffic_until_it_is_put_back(tmp_path: Path) -> None:
     program = """
         process, port = sink("b")
@@ -108,7 +106,7 @@ def test_a_pulled_link_stops_traffic_until_it_is_put_back(tmp_path: Path) -> Non
     assert run_inside(program, tmp_path) == 0
 
 
-@needs_lab
+@pytest.mark.lab
 def test_exit_codes_pass_through() -> None:
     spec = LabSpec.uniform(["a"], 1e6)
     assert run_in_lab(["sh", "-c", "exit 7"], spec) == 7
@@ -131,7 +129,7 @@ def _start_outer(*arguments: str) -> subprocess.Popen[str]:
     return outer
 
 
-@needs_lab
+@pytest.mark.lab
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_the_command(number: signal.Signals) -> None:
     outer = _start_outer("trap 'exit 3' TERM INT; echo up; while :; do sleep 0.05; done")
@@ -143,7 +141,7 @@ def test_signals_reach_the_command(number: signal.Signals) -> None:
         outer.communicate()
 
 
-@needs_lab
+@pytest.mark.lab
 def test_nothing_is_left_after_the_outer_process_is_killed() -> None:
     marker = uuid.uuid4().hex
     # Orphans: one of them in a session of its own inside a datacenter: no group, parent or terminal ties it to us.
@@ -178,7 +176,7 @@ def _network_namespace(process: psutil.Process) -> str:
         return ""
 
 
-@needs_lab
+@pytest.mark.lab
 def test_a_refusing_kernel_is_reported_in_one_line() -> None:
     program = (
         "from hybridep.launch.lab import *\n"

@@ -1,0 +1,239 @@
+"""Exchanges between real processes over gloo: contents, byte counts, order, concurrency, failures, and speed in the lab."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridep.launch.lab import LabSpec, run_in_lab
+from runtime.transport import Transport
+
+pytestmark = pytest.mark.timeout(90)
+
+PRELUDE = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from hybridep.errors import TransportError
+from runtime.transport import Transport
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+rank, world = dist.get_rank(), dist.get_world_size()
+peers = [peer for peer in range(world) if peer != rank]
+
+def message(source, to, size):
+    return torch.arange(size, dtype=torch.int64) * 1000 + source * 10 + to
+"""
+
+
+def _environment(rank: int, world: int, address: str, port: str, interface: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": interface,
+    }
+
+
+# Imports torch once and forks the ranks: the import costs more than the tests.
+FORKING = """
+import os, sys, traceback
+import torch, torch.distributed as dist
+program, folder = open(sys.argv[1]).read(), sys.argv[2]
+children = []
+for rank in range(int(os.environ["WORLD_SIZE"])):
+    if not (child := os.fork()):
+        os.environ["RANK"] = str(rank)
+        output = os.open(f"{folder}/out.{rank}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(output, 1), os.dup2(output, 2)
+        code = 1
+        try:
+            exec(compile(program, sys.argv[1], "exec"), {})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    children.append(child)
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+print(*codes)
+"""
+
+
+def run_ranks(program: str, world: int, tmp_path: Path) -> list[tuple[int, str]]:
+    """Run ``program`` on ``world`` ranks; (exit code, output) of each."""
+    script = tmp_path / "rank.py"
+    script.write_text(PRELUDE + textwrap.dedent(program))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    parent = subprocess.Popen(
+        [sys.executable, "-u", "-c", FORKING, str(script), str(tmp_path)],
+        env=_environment(0, world, "127.0.0.1", port, "lo"),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        codes = parent.communicate(timeout=60)[0].split()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+    return [(int(code), (tmp_path / f"out.{rank}").read_text()) for rank, code in enumerate(codes)]
+
+
+def test_messages_arrive_and_are_counted(tmp_path: Path) -> None:
+    program = """
+        transport = Transport(timeout_s=20, on_span=lambda label, start, end: spans.append((label, end >= start)))
+        spans = []
+        # Of each pair only one direction carries bytes, of a size of its own: nothing is sent for the empty side.
+        size = lambda source, to: (source + 1) * (to + 2) if source < to else 0
+        for turn in range(3):
+            sends = {peer: message(rank, peer, size(rank, peer)) + turn for peer in peers}
+            receives = {peer: torch.zeros(size(peer, rank), dtype=torch.int64) for peer in peers}
+            transport.exchange(sends, receives, "uneven")
+            for peer in peers:
+                assert torch.equal(receives[peer], message(peer, rank, size(peer, rank)) + turn)
+        assert {key: value for key, value in transport.sent_bytes.items()} == {
+            ("uneven", peer): 3 * 8 * size(rank, peer) for peer in peers if rank < peer
+        }
+        assert spans == [("uneven", True)] * 3
+
+        # Any element type and shape, and a subset of the ranks.
+        if rank < 2:
+            got = torch.zeros(2, 3, dtype=torch.bfloat16)
+            transport.exchange({1 - rank: torch.full((2, 3), rank + 0.5).bfloat16()}, {1 - rank: got}, "pair")
+            assert torch.equal(got, torch.full((2, 3), 1.5 - rank).bfloat16())
+            assert transport.sent_bytes["pair", 1 - rank] == 12
+    """
+    for code, output in run_ranks(program, 3, tmp_path):
+        assert code == 0, output
+
+
+def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
+    program = """
+        transport = Transport(timeout_s=20)
+        def begin(label, factor):
+            receives = {peer: torch.zeros(50_000, dtype=torch.int64) for peer in peers}
+            sends = {peer: message(rank, peer, 50_000) * factor for peer in peers}
+            return transport.start(sends, receives, label), sends, receives, factor
+        # Two under one label in the same order everywhere; the labels themselves in another order on each rank.
+        labels = ["gather", "tokens", "return"]
+        begun = []
+        for turn in range(2):
+            for label in labels[rank % 3:] + labels[:rank % 3]:
+                begun.append(begin(label, labels.index(label) + 3 * turn + 2))
+        now = torch.zeros(1, dtype=torch.int64)
+        right, left = (rank + 1) % world, (rank - 1) % world
+        transport.exchange({right: torch.tensor([rank])}, {left: now}, "meanwhile")
+        assert now.item() == left
+        for handle, _, receives, factor in reversed(begun):
+            handle.wait()
+            for peer in peers:
+                assert torch.equal(receives[peer], message(peer, rank, 50_000) * factor)
+    """
+    for code, output in run_ranks(program, 4, tmp_path):
+        assert code == 0, output
+
+
+def test_a_silent_and_a_dead_peer_are_named(tmp_path: Path) -> None:
+    program = """
+        transport = Transport(timeout_s=1.0)
+        if rank == 2:
+            time.sleep(1.5)  # takes part in nothing, then dies
+            os._exit(9)
+        try:
+            if rank == 0:
+                transport.exchange({}, {2: torch.zeros(4)}, "tokens")
+            else:
+                transport.start({}, {2: torch.zeros(4)}, "tokens").wait()
+        except TransportError as error:
+            print(f"{error.who} | {error.why}")
+        time.sleep(1)
+        begin = time.monotonic()
+        try:
+            transport.exchange({2: torch.zeros(1000)}, {}, "gather")
+        except TransportError as error:
+            print(error.who, "dead", "'gather'" in error.why, time.monotonic() - begin < 0.9)
+        os._exit(0)
+    """
+    results = run_ranks(program, 3, tmp_path)
+    assert results[2][0] == 9
+    for rank in (0, 1):
+        code, output = results[rank]
+        assert code == 0, output
+        assert f"rank 2 | rank {rank} could not receive from it in 'tokens', 1.0 s after start" in output
+        assert "rank 2 dead True True" in output
+
+
+def test_labels_that_would_share_a_tag_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    transport = Transport(timeout_s=1)
+    transport.exchange({1: torch.zeros(0)}, {}, "a")  # nothing to send: no tag, no process group needed
+    with pytest.raises(ValueError, match="share a tag"):
+        for number in range(10_000):
+            transport._next_tag("send", f"label {number}", 1)
+
+
+LAB_RANK = """
+    transport = Transport(timeout_s=30)
+    size = 2_000_000
+    sends = {peer: torch.full((size,), rank, dtype=torch.uint8) for peer in peers}
+    receives = {peer: torch.zeros(size, dtype=torch.uint8) for peer in peers}
+    for turn in range(4):
+        dist.barrier()
+        begin = time.monotonic()
+        transport.exchange(sends, receives, "all")
+        print("took", begin, time.monotonic())
+"""
+LAB_DRIVER = """
+import json, os, subprocess, sys
+from hybridep.launch.lab import Lab
+lab = Lab.current()
+before = [lab.interface_bytes(site.name).tx for site in lab.sites]
+ranks = [
+    lab.spawn(
+        site.name, [sys.executable, sys.argv[1]], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "RANK": str(rank), "MASTER_ADDR": lab.sites[0].address},
+    )
+    for rank, site in enumerate(lab.sites)
+]
+outputs = [rank.communicate()[0] for rank in ranks]
+assert not any(rank.returncode for rank in ranks)
+times = [[line.split()[1:] for line in output.splitlines() if line.startswith("took")] for output in outputs]
+took = [max(float(t[1]) for t in turn) - min(float(t[0]) for t in turn) for turn in zip(*times)]
+sent = [lab.interface_bytes(site.name).tx - start for site, start in zip(lab.sites, before)]
+json.dump({"took_s": took, "sent_bytes": sent}, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.mark.lab
+def test_shaped_links_are_used_well(tmp_path: Path) -> None:
+    rate_bytes_per_s, payload_bytes = 25e6, 2 * 2_000_000
+    rank_script, driver, result = tmp_path / "rank.py", tmp_path / "driver.py", tmp_path / "result.json"
+    rank_script.write_text(PRELUDE + textwrap.dedent(LAB_RANK))
+    driver.write_text(LAB_DRIVER)
+    command = [sys.executable, str(driver), str(rank_script), str(result)]
+    environment = _environment(0, 3, "", "29500", "uplink")  # the port is free: every datacenter has its own network
+    assert run_in_lab(command, LabSpec.uniform(["a", "b", "c"], rate_bytes_per_s), env=environment) == 0
+    measured = json.loads(result.read_text())
+    ideal_s = payload_bytes / rate_bytes_per_s
+    # The best of four, since other work on the machine only ever adds time.
+    assert ideal_s < min(measured["took_s"]) < 1.25 * ideal_s, measured
+    for sent in measured["sent_bytes"]:
+        assert 4 * payload_bytes <= sent < 1.01 * 4 * payload_bytes
