@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from runtime.checkpoint import expert_name
 from runtime.dispatch import Dispatcher
 from runtime.expert_exchange import CopyStream, ExpertExchange
 from runtime.mesh import Mesh
 from runtime.moe import RoutedExperts
 from runtime.routed import DistributedExperts
+from runtime.spans import SpanRecorder
 from runtime.transformer import Transformer, initial_expert
-from runtime.wire import Transport
+from runtime.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +27,10 @@ class RankModel:
 
     def home_parameters(self) -> dict[str, nn.Parameter]:
         """[n_home, P] per layer: the experts whose master weights this rank keeps."""
-        return {f"layer{layer}.experts": experts.home for layer, experts in enumerate(self.routed)}
+        return {expert_name(layer): experts.home for layer, experts in enumerate(self.routed)}
 
 
-def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, *, seed: int) -> RankModel:
+def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans: SpanRecorder, *, seed: int) -> RankModel:
     """Build and initialise; the same values for a parameter whatever the number of ranks."""
     workload = mesh.plan.workload
     model = workload.model
@@ -44,7 +46,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, *, se
             for row, expert in enumerate(experts):
                 home[row] = initial_expert(seed, layer, expert, model.expert_params)
         exchange = ExpertExchange(mesh, placement, transport, stream, home_nP=home, residency=group.residency)
-        routed.append(DistributedExperts(model, home, exchange, dispatchers[id(placement)]))
+        routed.append(DistributedExperts(model, home, exchange, dispatchers[id(placement)], spans, layer=layer))
         return routed[-1]
 
     transformer = Transformer(model, make, dtype=mesh.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridep.traffic import Op, split_sizes
 from runtime.mesh import Mesh
-from runtime.wire import Transport
+from runtime.transport import Transport
 
 
 def all_reduce(mesh: Mesh, transport: Transport, flat_D: Tensor) -> None:
@@ -30,7 +30,7 @@ def all_reduce(mesh: Mesh, transport: Transport, flat_D: Tensor) -> None:
 
 def _reduce_scatter(mesh: Mesh, transport: Transport, level: int, shard: Tensor) -> Tensor:
     own, size = mesh.location[level], mesh.sizes[level]
-    parts = shard.split(split_sizes(len(shard), size))
+    parts = torch.split(shard, split_sizes(len(shard), size))
     others = [c for c in range(size) if c != own]
     arrived = {c: torch.empty_like(parts[own]) for c in others}
     transport.exchange(
@@ -47,7 +47,7 @@ def _reduce_scatter(mesh: Mesh, transport: Transport, level: int, shard: Tensor)
 
 def _all_gather(mesh: Mesh, transport: Transport, level: int, shard: Tensor) -> None:
     own, size = mesh.location[level], mesh.sizes[level]
-    parts = shard.split(split_sizes(len(shard), size))
+    parts = torch.split(shard, split_sizes(len(shard), size))
     others = [c for c in range(size) if c != own]
     transport.exchange(
         {mesh.peer(level, c): parts[own] for c in others},
@@ -59,6 +59,6 @@ def _all_gather(mesh: Mesh, transport: Transport, level: int, shard: Tensor) -> 
 def flatten_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
     """[D]: the gradients one after the other; each ``grad`` becomes a view of it, so a sum in place needs no copy back."""
     flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+    for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
         parameter.grad = part.view_as(parameter)
     return flat

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridep.placement import Placement
 from hybridep.traffic import Op
 from runtime.mesh import Mesh
-from runtime.wire import Transport
+from runtime.transport import Transport
 
 NO_EXPERT = -1
 """Id of a slot whose expert is served elsewhere."""
@@ -61,14 +61,16 @@ class Dispatcher:
         for level in self._levels:
             hop, masks = self._route(level, ids_NK)
             ids = [torch.where(mask, ids_NK[rows], NO_EXPERT) for rows, mask in zip(hop.sent, masks, strict=True)]
-            x_NH, weights_NK, ids_NK = _DispatchHop.apply(x_NH, weights_NK, ids, masks, hop, self)
+            x_NH, weights_NK, ids_NK = _DispatchHop.apply(  # type: ignore[no-untyped-call]
+                x_NH, weights_NK, ids, masks, hop, self
+            )
             hops.append(hop)
         return x_NH, weights_NK, ids_NK, hops
 
     def combine(self, y_NH: Tensor, hops: Sequence[Hop]) -> Tensor:
         """Partial sums back to where the rows came from: [N of the first hop, H]."""
         for hop in reversed(hops):
-            y_NH = _CombineHop.apply(y_NH, hop, self)
+            y_NH = _CombineHop.apply(y_NH, hop, self)  # type: ignore[no-untyped-call]
         return y_NH
 
     def _route(self, level: int, ids_NK: Tensor) -> tuple[Hop, list[Tensor]]:
@@ -111,7 +113,7 @@ class Dispatcher:
     def back(self, hop: Hop, op: Op, blocks: Sequence[Tensor]) -> list[Tensor]:
         """The reverse of ``forth``: rows [N', *] return to their origin and are added there: [N, *]."""
         own, peer = self.mesh.location[hop.level], self.mesh.peer
-        parts = list(zip(*(block.split(list(hop.received)) for block in blocks), strict=True))
+        parts = list(zip(*(torch.split(block, list(hop.received)) for block in blocks), strict=True))
         sends = {peer(hop.level, c): _bytes(parts[c]) for c, number in enumerate(hop.received) if c != own and number}
         buffers = {c: _buffer(len(rows), blocks) for c, rows in enumerate(hop.sent) if c != own and len(rows)}
         receives = {peer(hop.level, c): buffer for c, buffer in buffers.items()}
@@ -172,7 +174,7 @@ def _buffer(number: int, like: Sequence[Tensor]) -> Tensor:
 
 def _unpack(message: Tensor, number: int, like: Sequence[Tensor]) -> list[Tensor]:
     """Blocks of [number, *] from a message."""
-    parts = message.split([number * block.shape[1] * block.element_size() for block in like])
+    parts = torch.split(message, [number * block.shape[1] * block.element_size() for block in like])
     # A block may start where its dtype must not (ids after bf16 weights): the copy is aligned.
     return [
         (part if part.storage_offset() % block.element_size() == 0 else part.clone()).view(block.dtype).view(number, -1)

@@ -17,7 +17,7 @@ from hybridep.placement import Move, Placement
 from hybridep.plan import Residency
 from hybridep.traffic import Op
 from runtime.mesh import Mesh
-from runtime.wire import Transport
+from runtime.transport import Transport
 
 
 class CopyStream:

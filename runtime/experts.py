@@ -19,7 +19,7 @@ def split_row(row_P: Tensor, *, ffn: Ffn, hidden_size: int) -> tuple[Tensor, ...
     """The matrices of one expert, as views of its row."""
     size = row_P.numel() // ffn.num_matrices
     width = size // hidden_size
-    parts = row_P.split(size)
+    parts = torch.split(row_P, size)
     return (*(part.view(width, hidden_size) for part in parts[:-1]), parts[-1].view(hidden_size, width))
 
 
@@ -37,6 +37,6 @@ def grouped_feed_forward(x_NH: Tensor, counts: Sequence[int], rows: Sequence[Ten
     """Experts on rows sorted by expert: the first ``counts[0]`` rows pass ``rows[0]``, and so on."""
     if not rows:
         return x_NH.new_zeros(0, x_NH.shape[-1])
-    parts = x_NH.split(list(counts))
+    parts = torch.split(x_NH, list(counts))
     # No early exit for an expert without tokens: a product with zero rows keeps its gradient in the graph, as zeros.
     return torch.cat([feed_forward(part, row, ffn=ffn) for part, row in zip(parts, rows, strict=True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,10 @@ from hybridep.traffic import Op
 from hybridep.workload import Dtype
 
 TORCH_DTYPE = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
+
+if TYPE_CHECKING:
+    # torch.distributed offers them without naming them as exported.
+    from torch._C._distributed_c10d import Store, TCPStore
 
 BYTE_VALUES = 256
 """Vocabulary that byte-level text needs."""
@@ -76,26 +81,26 @@ def check_trainable(plan: Plan) -> None:
         raise UserError(f"{where}.vocab_size: {model.vocab_size} must be at least {BYTE_VALUES}, text is read as bytes")
 
 
-def host_store(address: str, *, timeout_s: float) -> dist.TCPStore:
+def host_store(address: str, *, timeout_s: float) -> TCPStore:
     """Rank 0's rendezvous on a port that the operating system picks; others join at ``store.port``."""
     return _store(address, 0, is_master=True, timeout_s=timeout_s)
 
 
-def join_store(address: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+def join_store(address: str, port: int, *, timeout_s: float) -> TCPStore:
     """Join the rendezvous of ``host_store``. Raises TransportError when nobody answers within the timeout."""
     return _store(address, port, is_master=False, timeout_s=timeout_s)
 
 
-def _store(address: str, port: int, *, is_master: bool, timeout_s: float) -> dist.TCPStore:
+def _store(address: str, port: int, *, is_master: bool, timeout_s: float) -> TCPStore:
     try:
-        return dist.TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]
             address, port, None, is_master, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=False
         )
     except (RuntimeError, ValueError) as error:
         raise TransportError(f"rendezvous at {address}:{port}", _first_line(error)) from None
 
 
-def open_process_group(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> None:
+def open_process_group(store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
     """Join the gloo process group of all ranks. Raises TransportError when some rank does not come within the timeout."""
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))

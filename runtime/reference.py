@@ -40,7 +40,8 @@ class LocalExperts(RoutedExperts):
             return F.gelu(x_NH @ row_P[: width * hidden].view(width, hidden).T) @ row_P[width * hidden :].view(hidden, width).T
         gate, up, down = row_P.view(3, width * hidden)
         inner = F.silu(x_NH @ gate.view(width, hidden).T) * (x_NH @ up.view(width, hidden).T)
-        return inner @ down.view(hidden, width).T
+        y_NH: Tensor = inner @ down.view(hidden, width).T
+        return y_NH
 
 
 class ReferenceTrainer:

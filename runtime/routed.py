@@ -12,13 +12,24 @@ from runtime.dispatch import Dispatcher
 from runtime.expert_exchange import ExpertExchange
 from runtime.experts import grouped_feed_forward
 from runtime.moe import RoutedExperts
+from runtime.spans import BACKWARD, EXPERT, PRE_EXPERT, SpanRecorder
 
 
 class DistributedExperts(RoutedExperts):
     """One layer's experts on one rank. ``home`` [n_home, P] are the experts whose master weights live here."""
 
-    def __init__(self, model: Model, home: nn.Parameter, exchange: ExpertExchange, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        model: Model,
+        home: nn.Parameter,
+        exchange: ExpertExchange,
+        dispatcher: Dispatcher,
+        spans: SpanRecorder,
+        *,
+        layer: int,
+    ) -> None:
         super().__init__()
+        self.spans, self.name = spans, f"layer {layer}"
         self.home = home
         self.exchange, self.dispatcher = exchange, dispatcher
         self._ffn = model.ffn
@@ -27,17 +38,28 @@ class DistributedExperts(RoutedExperts):
 
     def prepare(self) -> None:
         """Copies set out while attention and gate compute."""
+        self.spans.begin(PRE_EXPERT, self.name)
         self.exchange.start_gather()
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """[T, H]."""
+        self.spans.end()
+        if x_TH.requires_grad:
+            x_TH.register_hook(self._dispatch_returned)  # type: ignore[no-untyped-call]
         x_NH, weights_NK, ids_NK, hops = self.dispatcher.dispatch(x_TH, weights_TK, ids_TK)
-        y_NH = _Experts.apply(x_NH, weights_NK, self.home, ids_NK, self)
+        y_NH = _Experts.apply(x_NH, weights_NK, self.home, ids_NK, self)  # type: ignore[no-untyped-call]
         combined = self.dispatcher.combine(y_NH, hops)
         if combined.requires_grad:
-            # With microbatch residency the copies are needed again: they travel beside the combine's gradients.
-            combined.register_hook(lambda _: self.exchange.start_gather())
+            combined.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
         return combined
+
+    def _backward_starts(self, _: Tensor) -> None:
+        self.spans.end()
+        # With microbatch residency the copies are needed again: they travel beside the combine's gradients.
+        self.exchange.start_gather()
+
+    def _dispatch_returned(self, _: Tensor) -> None:
+        self.spans.begin(PRE_EXPERT + BACKWARD, self.name)
 
     def compute(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:
         """[N, H]: for each row the weighted sum over its experts that are served here."""
@@ -58,8 +80,10 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, weights_NK: Tensor, home_nP: Tensor, ids_NK: Tensor, layer: DistributedExperts) -> Tensor:
         copies = layer.exchange.copies()
+        layer.spans.begin(EXPERT, layer.name)
         if not any(ctx.needs_input_grad):
             y_NH = layer.compute(x_NH, weights_NK, ids_NK, home_nP, copies)
+            layer.spans.end()
             layer.exchange.release()
             return y_NH
         # Inputs of the inner graph. The copies' storage is emptied and refilled between forward and backward; ``data``
@@ -68,17 +92,20 @@ class _Experts(torch.autograd.Function):
         with torch.enable_grad():
             y_NH = layer.compute(inputs[0], inputs[1], ids_NK, inputs[2], inputs[3])
         ctx.inputs, ctx.output, ctx.layer = inputs, y_NH, layer
+        layer.spans.end()
         layer.exchange.release()
         return y_NH.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        exchange = ctx.layer.exchange
+        exchange, spans = ctx.layer.exchange, ctx.layer.spans
         exchange.copies()
+        spans.begin(EXPERT + BACKWARD, ctx.layer.name)
         x, weights, home, copies = torch.autograd.grad(
             ctx.output, ctx.inputs, gradients[0], allow_unused=True, materialize_grads=True
         )
         ctx.inputs = ctx.output = None
+        spans.end()
         exchange.release()
         exchange.return_gradient(copies)
         return x, weights, home, None, None

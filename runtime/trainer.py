@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,81 +14,157 @@ from hybridep.plan import Plan
 from hybridep.run import Run, StepReport
 from hybridep.traffic import Op
 from runtime.build import build_rank_model
+from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.data import Batches, read_text
 from runtime.dense_reduce import all_reduce, flatten_gradients
 from runtime.expert_exchange import CopyStream
-from runtime.mesh import Mesh
+from runtime.mesh import Mesh, close_process_group, open_process_group
 from runtime.optimizer import HomeOptimizer
-from runtime.wire import Transport
+from runtime.spans import BACKWARD, HEAD, OPTIMIZER, SpanRecorder, merge
+from runtime.testing import Fault, fault_from_environment
+from runtime.transport import Transport
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+TRACE_FILE = "trace.json"
+JOIN_TIMEOUT_S = 120.0
+"""For all ranks to start: on a busy machine importing torch alone takes many seconds."""
+_BARRIER = "barrier"
+_BARRIER_TIMEOUT_S = 600.0
+"""Ranks write checkpoints at different speeds; a rank that dies meanwhile is noticed at once all the same."""
 
 
 class RankTrainer:
-    """Model, data and optimizer of one rank; the process group must exist."""
+    """Model, data and optimizer of one rank. Needs the process group; state changes only in ``step`` and ``restore``."""
 
-    def __init__(self, run: Run, mesh: Mesh, transport: Transport) -> None:
-        self.run, self.mesh, self.transport = run, mesh, transport
-        self._workload = mesh.plan.workload
+    def __init__(self, run: Run, mesh: Mesh) -> None:
+        self.run, self.mesh = run, mesh
+        self._training, self._model_config = mesh.plan.workload.training, mesh.plan.workload.model
         text = read_text(run.data)
-        self._batches = Batches(text, length=self._workload.training.sequence_length, seed=run.seed)
+        self._batches = Batches(text, length=self._training.sequence_length, seed=run.seed)
+        self.spans = SpanRecorder(mesh)
+        self.transport = Transport(timeout_s=run.exchange_timeout, on_span=self.spans.transfer)
+        self._control = Transport(timeout_s=_BARRIER_TIMEOUT_S)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap)
-        self.model = build_rank_model(mesh, transport, self.stream, seed=run.seed)
+        self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)
+        self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
         self.dense = self.model.transformer.dense_parameters()
         self.optimizer = HomeOptimizer(run.optimizer, {**self.dense, **self.model.home_parameters()})
 
     def step(self, step: int) -> StepReport:
         """One optimizer step. Raises TransportError when a peer is gone."""
-        started = time.perf_counter()
-        before = Counter(self.transport.sent_bytes)
-        training, exchanges = self._workload.training, [experts.exchange for experts in self.model.routed]
-        num_sequences = training.micro_batch_size * training.micro_batches * self.mesh.world_size
-        num_tokens = num_sequences * training.sequence_length
-        weight = self._workload.model.balance_loss_weight / num_sequences
-        loss_sum = balance_sum = 0.0
-        for micro_batch in range(training.micro_batches):
-            for exchange in exchanges:
-                exchange.last_micro_batch = micro_batch == training.micro_batches - 1
-            first = (micro_batch * self.mesh.world_size + self.mesh.rank) * training.micro_batch_size
-            loss, balance = self.model.transformer(*self._batches(step, first, training.micro_batch_size))
-            (loss / num_tokens + weight * balance).backward()
-            loss_sum += loss.item()
-            balance_sum += weight * balance.item()
+        started_s, before = time.perf_counter(), Counter(self.transport.sent_bytes)
+        loss_sum, balance = self._gradients(step)
         all_reduce(self.mesh, self.transport, flatten_gradients(list(self.dense.values())))
-        for exchange in exchanges:
-            exchange.finish_return()
-            exchange.expire()
+        for experts in self.model.routed:
+            experts.exchange.finish_return()
+            experts.exchange.expire()
+        self.spans.begin(OPTIMIZER)
         self.optimizer.step(step)
-        return self._report(step, loss_sum, balance_sum, time.perf_counter() - started, before)
-
-    def _report(self, step: int, loss_sum: float, balance: float, step_s: float, before: Counter[tuple[str, int]]) -> StepReport:
+        self.spans.end()
+        step_s = time.perf_counter() - started_s
         sent: Counter[str] = Counter()
         for (label, _), number in (self.transport.sent_bytes - before).items():
             sent[label] += number
         outermost = {self.mesh.label(op, 0) for op in Op}
-        training = self._workload.training
         return StepReport(
             rank=self.mesh.rank,
             step=step,
             loss_sum=loss_sum,
             balance_loss=balance,
-            tokens=training.tokens * training.micro_batches,
+            tokens=self._training.tokens * self._training.micro_batches,
             step_s=step_s,
             sent_bytes=dict(sent),
             wan_bytes=sum(number for label, number in sent.items() if label in outermost),
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 
+    def _gradients(self, step: int) -> tuple[float, float]:
+        """Forward and backward of all micro-batches: (sum of token losses, weighted load-balancing loss) of this rank."""
+        num_micro_batches, num_sequences = self._training.micro_batches, self._training.micro_batch_size
+        global_sequences = num_sequences * num_micro_batches * self.mesh.world_size
+        global_tokens = global_sequences * self._training.sequence_length
+        weight = self._model_config.balance_loss_weight / global_sequences
+        loss_sum = balance_sum = 0.0
+        for micro_batch in range(num_micro_batches):
+            for experts in self.model.routed:
+                experts.exchange.last_micro_batch = micro_batch == num_micro_batches - 1
+            first = (micro_batch * self.mesh.world_size + self.mesh.rank) * num_sequences
+            loss, balance = self.model.transformer(*self._batches(step, first, num_sequences))
+            self.spans.begin(HEAD + BACKWARD)
+            (loss / global_tokens + weight * balance).backward()
+            self.spans.end()
+            loss_sum += loss.item()
+            balance_sum += weight * balance.item()
+        return loss_sum, balance_sum
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        others = [rank for rank in range(self.mesh.world_size) if rank != self.mesh.rank]
+        peers: Sequence[int] = others if self.mesh.rank == 0 else [0]
+        token = {peer: torch.zeros(1, dtype=torch.uint8) for peer in peers}
+        if self.mesh.rank == 0:
+            self._control.exchange({}, token, _BARRIER)
+            self._control.exchange(token, {}, _BARRIER)
+        else:
+            self._control.exchange(token, {}, _BARRIER)
+            self._control.exchange({}, token, _BARRIER)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint; all ranks call it."""
+        folder = self.run.checkpoint_folder
+        save_checkpoint(folder, step, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer, barrier=self.barrier)
+
+    def restore(self) -> int:
+        """Continue from the last complete checkpoint; returns the number of steps it has."""
+        path = latest_checkpoint(self.run.checkpoint_folder)
+        return load_checkpoint(path, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer)
+
+    def save_trace(self) -> None:
+        """Write what was recorded of ``run.trace_step`` as one trace of all ranks; all ranks call it."""
+        self.spans.save(self.run.output)
+        self.barrier()
+        if self.mesh.rank == 0:
+            merge(self.run.output, self.mesh.world_size, self.run.output / TRACE_FILE)
+
     def close(self) -> None:
         """End the background thread."""
         self.stream.close()
 
 
-def train(run: Run, plan: Plan, *, rank: int, on_step: Callable[[StepReport], None]) -> None:
-    """Train ``run`` as rank ``rank`` of ``plan`` in an existing process group; ``on_step`` gets a report after each step."""
+def train(run: Run, plan: Plan, *, rank: int, store: Store, on_step: Callable[[StepReport], None], resume: bool = False) -> None:
+    """Train ``run`` as global rank ``rank`` of ``plan``; returns when all its steps are made and saved.
+
+    ``store`` is the rendezvous (``mesh.host_store`` at rank 0, ``mesh.join_store`` elsewhere); ``on_step`` gets a report
+    after each step. The process group is opened and closed here. Raises UserError for input that cannot be trained
+    and TransportError when a peer is gone.
+    """
+    # One thread per rank: ranks on one machine share its cores, and results do not depend on how many there are.
     torch.set_num_threads(1)
     mesh = Mesh(plan=plan, rank=rank)
-    trainer = RankTrainer(run, mesh, Transport(timeout_s=run.exchange_timeout))
+    fault = fault_from_environment()
+    open_process_group(store, rank=rank, world_size=mesh.world_size, timeout_s=JOIN_TIMEOUT_S)
     try:
-        for step in range(1, run.steps + 1):
-            on_step(trainer.step(step))
+        trainer = RankTrainer(run, mesh)
+        try:
+            _steps(trainer, trainer.restore() if resume else 0, fault, on_step)
+        finally:
+            trainer.close()
     finally:
-        trainer.close()
+        close_process_group()
+
+
+def _steps(trainer: RankTrainer, done: int, fault: Fault | None, on_step: Callable[[StepReport], None]) -> None:
+    run = trainer.run
+    every = run.checkpoints.every_steps
+    for step in range(done + 1, run.steps + 1):
+        if fault is not None:
+            fault.strike(trainer.mesh.rank, step)
+        trainer.spans.active = step == run.trace_step
+        on_step(trainer.step(step))
+        trainer.spans.active = False
+        if step == run.steps or (every and step % every == 0):
+            trainer.save(step)
+    if run.trace_step is not None and done < run.trace_step <= run.steps:
+        trainer.save_trace()

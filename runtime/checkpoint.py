@@ -1,0 +1,138 @@
+"""Checkpoints that outlive their plan: one file per rank with its home experts, one with the dense parameters, one manifest.
+
+A checkpoint is written into a hidden folder that gets its name only when every rank has finished, so what is found under
+a checkpoint's name is complete. Experts are stored by number: another plan, or another number of ranks, reads them back.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridep.config import write_text
+from hybridep.errors import UserError
+from hybridep.plan import Plan
+from runtime.mesh import Mesh
+from runtime.optimizer import HomeOptimizer
+
+MANIFEST = "manifest.json"
+DENSE = "dense.pt"
+
+
+def save_checkpoint(
+    folder: Path, step: int, *, mesh: Mesh, dense: list[str], optimizer: HomeOptimizer, barrier: Callable[[], None]
+) -> Path:
+    """Write the state after ``step`` steps; all ranks call it. ``dense`` names the parameters that all ranks hold alike,
+    ``barrier`` returns once all ranks have called it. Raises UserError when the folder cannot be written."""
+    final = folder / f"step-{step:08d}"
+    partial = folder / f".{final.name}.partial"
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        torch.save(
+            {name: optimizer.state(name) for name in optimizer.parameters if name not in dense}, partial / _shard(mesh.rank)
+        )
+        if mesh.rank == 0:
+            torch.save({name: optimizer.state(name) for name in dense}, partial / DENSE)
+        barrier()
+        if mesh.rank == 0:
+            _complete(partial, final, step, mesh.plan)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"checkpoints.folder: {folder} cannot be written ({_one_line(error)})") from None
+    barrier()
+    return final
+
+
+def _complete(partial: Path, final: Path, step: int, plan: Plan) -> None:
+    missing = [_shard(rank) for rank in range(plan.cluster.num_gpus) if not (partial / _shard(rank)).exists()]
+    if missing:
+        raise UserError(
+            f"checkpoints.folder: {partial.parent} lacks {missing[0]}; it must be on a file system that all ranks share"
+        )
+    manifest = {
+        "schema_version": 1,
+        "step": step,
+        "num_ranks": plan.cluster.num_gpus,
+        "homes": plan.placements[0].home.tolist(),
+        "workload": plan.workload.model_dump(mode="json"),
+        "plan": plan.digest,
+    }
+    write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+
+
+def latest_checkpoint(folder: Path) -> Path:
+    """The complete checkpoint with the most steps. Raises UserError when there is none."""
+    found = sorted(path for path in folder.glob("step-*") if (path / MANIFEST).is_file())
+    if not found:
+        raise UserError(f"checkpoints.folder: {folder} holds no complete checkpoint; start without --resume")
+    return found[-1]
+
+
+def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: HomeOptimizer) -> int:
+    """Restore weights and moments; returns the number of steps made. Only files with this rank's experts are read.
+
+    Raises UserError when the checkpoint was made for another model or element type, or cannot be read.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        _require_same_model(path, manifest["workload"], mesh.plan)
+        step = int(manifest["step"])
+        state = _read(path / DENSE)
+        for name in dense:
+            optimizer.load(name, state[name], step)
+        _load_experts(path, manifest["homes"], mesh, optimizer, step)
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        raise UserError(f"checkpoint {path}: cannot be read ({_one_line(error)})") from None
+    return step
+
+
+def _load_experts(path: Path, homes: list[int], mesh: Mesh, optimizer: HomeOptimizer, step: int) -> None:
+    mine = [expert for expert, rank in enumerate(mesh.plan.placements[0].home) if rank == mesh.rank]
+    rows = {expert: homes[:expert].count(rank) for expert, rank in enumerate(homes)}
+    shards = {rank: _read(path / _shard(rank)) for rank in sorted({homes[expert] for expert in mine})}
+    for layer in range(mesh.plan.workload.model.num_moe_layers):
+        name = expert_name(layer)
+        template = optimizer.state(name)
+        state = {key: torch.empty_like(value) for key, value in template.items()}
+        for row, expert in enumerate(mine):
+            saved = shards[homes[expert]][name]
+            for key, value in state.items():
+                value[row] = saved[key][rows[expert]]
+        optimizer.load(name, state, step)
+
+
+def expert_name(layer: int) -> str:
+    """Name of a layer's home experts [n_home, P] among the parameters of a rank."""
+    return f"layer{layer}.experts"
+
+
+def _require_same_model(path: Path, saved: dict[str, Any], plan: Plan) -> None:
+    now = plan.workload.model_dump(mode="json")
+    pairs = [("model", key) for key in now["model"]] + [("training", "dtype")]
+    for section, key in pairs:
+        if saved[section].get(key) != now[section][key]:
+            raise UserError(
+                f"checkpoint {path}: {section}.{key} was {saved[section].get(key)!r} when it was written, now it is "
+                f"{now[section][key]!r}; continue with the old value or start without --resume"
+            )
+
+
+def _shard(rank: int) -> str:
+    return f"experts-{rank:05d}.pt"
+
+
+def _read(path: Path) -> Any:
+    # Only tensors are ever loaded: a checkpoint from elsewhere cannot run code. mmap reads just the rows that are used.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

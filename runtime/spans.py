@@ -1,0 +1,82 @@
+"""What one rank measures of a step, in the timeline format that simulated steps have too."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from hybridep.config import write_text
+from hybridep.timeline import Span, write_chrome_trace
+from runtime.mesh import Mesh
+
+COMPUTE = "compute"
+PRE_EXPERT = "pre_expert"
+EXPERT = "expert"
+HEAD = "head"
+OPTIMIZER = "optimizer"
+BACKWARD = "_backward"
+
+
+class SpanRecorder:
+    """Collects spans while ``active``; costs next to nothing otherwise. Several threads may record."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.active = False
+        self.spans: list[Span] = []
+        self._open: tuple[str, str, float] | None = None
+        cluster = mesh.plan.cluster
+        self._rank, self._process = mesh.rank, cluster.site_name(mesh.location[0])
+        self._rows = {level.name: f"between {level.name}s" for level in cluster.levels}
+        # Ranks on several machines share no monotonic clock; the wall clock is what they agree on, as well as NTP does.
+        self._epoch_s = time.time() - time.perf_counter()
+
+    def begin(self, name: str, detail: str = "") -> None:
+        """A piece of computation starts, and what was open ends: a rank computes one thing at a time."""
+        self.end()
+        self._open = (name, detail, time.perf_counter())
+
+    def end(self) -> None:
+        """The computation under way ends, if there is any."""
+        if self._open is not None:
+            name, detail, start_s = self._open
+            self._open = None
+            self.add(name, COMPUTE, start_s, time.perf_counter(), detail)
+
+    def transfer(self, label: str, start_s: float, end_s: float) -> None:
+        """Book an exchange ``operation@level``, as the transport reports it."""
+        op, _, level = label.partition("@")
+        self.add(op, self._rows.get(level, "other"), start_s, end_s)
+
+    def add(self, name: str, row: str, start_s: float, end_s: float, detail: str = "") -> None:
+        """Book a span; times are of ``time.perf_counter``."""
+        if self.active:
+            span = Span(
+                name=f"{name} ({detail})" if detail else name,
+                category=name,
+                process=self._process,
+                thread=f"rank {self._rank} {row}",
+                start_s=self._epoch_s + start_s,
+                duration_s=end_s - start_s,
+            )
+            self.spans.append(span)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's spans for ``merge``."""
+        write_text(_file(folder, self._rank), json.dumps([asdict(span) for span in self.spans]))
+
+
+def merge(folder: Path, num_ranks: int, path: Path) -> None:
+    """One trace of all ranks' spans; time starts with the first. Removes the ranks' files."""
+    files = [file for rank in range(num_ranks) if (file := _file(folder, rank)).exists()]
+    spans = [Span(**entry) for file in files for entry in json.loads(file.read_text())]
+    first_s = min((span.start_s for span in spans), default=0.0)
+    shifted = [Span(**{**asdict(span), "start_s": span.start_s - first_s}) for span in spans]
+    write_chrome_trace(path, sorted(shifted, key=lambda span: (span.process, span.thread, span.start_s)))
+    for file in files:
+        file.unlink()
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f".spans-{rank:05d}.json"
