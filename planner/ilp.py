@@ -38,14 +38,14 @@ def build_program(problem: Problem) -> Program:
     used = problem.undominated()
     scale_s = float(problem.layer_s.min()) or 1.0
     model = pulp.LpProblem("layers", pulp.LpMinimize)
-    numbers = {c: pulp.LpVariable(f"n{c}", 0, problem.num_layers, pulp.LpInteger) for c in used}
-    in_use = {c: pulp.LpVariable(f"u{c}", cat=pulp.LpBinary) for c in used}
+    numbers = {c: model.add_variable(f"n{c}", 0, problem.num_layers, pulp.LpInteger) for c in used}
+    in_use = {c: model.add_variable(f"u{c}", cat=pulp.LpBinary) for c in used}
     model += pulp.lpSum(problem.layer_s[c] / scale_s * numbers[c] for c in used)
     model += pulp.lpSum(numbers.values()) == problem.num_layers, "layers"
     for c in used:
         model += numbers[c] <= problem.num_layers * in_use[c], f"use{c}"
     for r, (fixed, fixed_passing, lasting, passing) in enumerate(_memory_rows(problem, used)):
-        largest = pulp.LpVariable(f"passing{r}", fixed_passing)
+        largest = model.add_variable(f"passing{r}", fixed_passing)
         for c, own in zip(used, passing, strict=True):
             if own > fixed_passing:
                 model += largest >= own * in_use[c], f"passing{r}_{c}"

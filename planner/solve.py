@@ -134,13 +134,24 @@ def _cbc(program: Program, time_limit_s: float) -> tuple[int, float | None]:
     model = program.model
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "cbc.log"
-        solver: Any = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=0.0, gapAbs=0.0, threads=1, logPath=str(log))
+        solver: Any = pulp.COIN_CMD(
+            path=pulp.PULP_CBC_CMD.pulp_cbc_path,  # the program that PuLP brings along
+            msg=False,
+            timeLimit=time_limit_s,
+            gapRel=0.0,
+            gapAbs=0.0,
+            threads=1,
+            logPath=str(log),
+        )
         solver.tmpDir = folder
         model.solve(solver)
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     status = int(model.sol_status)
     if status == pulp.LpSolutionOptimal:
         return status, float(pulp.value(model.objective))
+    if status == pulp.LpSolutionNoSolutionFound and model.status == pulp.LpStatusInfeasible:
+        # PuLP knows CBC's "infeasible" but files its "integer infeasible" under no solution found.
+        return pulp.LpSolutionInfeasible, None
     found = re.search(r"^Lower bound:\s+([-+.\deE]+)", text, flags=re.MULTILINE)
     return status, float(found[1]) if found else None
 
