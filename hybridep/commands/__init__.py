@@ -1,0 +1,1 @@
+"""One module per verb of the command line, loaded only when the verb is used."""

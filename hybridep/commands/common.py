@@ -1,0 +1,60 @@
+"""What the verbs share: ``--json``, ``--set``, and errors as one line with an exit code."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from hybridep.errors import HybridEPError
+
+Command = Callable[..., int | None]
+
+set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a config key, for example levels.dc.bandwidth='1 Gbps' or training.micro_batches=4. Repeatable.",
+)
+
+
+def verb(*, name: str, **settings: Any) -> Callable[[Command], click.Command]:
+    """A click command with ``--json`` (argument ``as_json``). The function returns its exit code (None: 0); an error on
+    purpose becomes one line on stderr, with ``--json`` also an object with the key ``error`` on stdout."""
+
+    def decorate(function: Command) -> click.Command:
+        @functools.wraps(function)
+        def run(*args: Any, as_json: bool, **kwargs: Any) -> int:
+            try:
+                return function(*args, as_json=as_json, **kwargs) or 0
+            except HybridEPError as error:
+                fail(name, error, as_json)
+                return error.exit_code
+
+        option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; progress on stderr.")
+        return click.command(name=name, **settings)(option(run))
+
+    return decorate
+
+
+def fail(name: str, error: HybridEPError, as_json: bool) -> None:
+    """Report an error on purpose."""
+    line = " ".join(str(error).split())
+    print(f"hybridep {name}: {line}", file=sys.stderr)
+    if as_json:
+        emit({"error": line, "kind": type(error).__name__, "exit": error.exit_code})
+
+
+def emit(result: Mapping[str, Any]) -> None:
+    """Print the one JSON object of ``--json``."""
+    print(json.dumps(result), flush=True)
+
+
+def note(text: str) -> None:
+    """One line for people, on stderr."""
+    print(text, file=sys.stderr, flush=True)

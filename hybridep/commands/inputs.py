@@ -1,0 +1,136 @@
+"""Clusters, models, runs and plans as the command line names them: a shipped config's name or a path, plus ``--set``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+
+import hybridep
+from hybridep.config import Strict, apply_override, build, load
+from hybridep.errors import UserError
+from hybridep.plan import Plan, load_plan
+from hybridep.run import Run
+from hybridep.topology import Cluster, matrix_profile
+from hybridep.workload import Workload
+
+CONFIGS = Path(hybridep.__file__).resolve().parent / "configs"
+
+
+class Kind(Enum):
+    """What a config holds; the value is its folder below ``configs``."""
+
+    CLUSTER = "clusters"
+    WORKLOAD = "models"
+    RUN = "runs"
+
+    @property
+    def prefix(self) -> str:
+        """How ``--set`` names it."""
+        return self.name.lower()
+
+    @property
+    def model(self) -> type[Strict]:
+        """The type that the file holds."""
+        return {Kind.CLUSTER: Cluster, Kind.WORKLOAD: Workload, Kind.RUN: Run}[self]
+
+
+def config_names(kind: Kind) -> list[str]:
+    """Names of the shipped configs of this kind."""
+    return sorted(path.stem for path in (CONFIGS / kind.value).glob("*.yaml"))
+
+
+def find(kind: Kind, text: str) -> Path:
+    """The file that ``text`` names: a path, or a shipped config's name. Raises UserError with the nearest name."""
+    if Path(text).is_file():
+        return Path(text)
+    names = config_names(kind)
+    if text in names:
+        return CONFIGS / kind.value / f"{text}.yaml"
+    if Path(text).suffix or len(Path(text).parts) > 1:
+        raise UserError(f"{kind.prefix} {text}: no such file")
+    raise UserError(f"{kind.prefix} {text!r}: no such config; {_nearest(text, names)}, or give the path of a file")
+
+
+def load_cluster(text: str, overrides: Iterable[str] = ()) -> Cluster:
+    """A cluster from a YAML file or a CSV matrix (see ``topology.matrix_profile``)."""
+    path = find(Kind.CLUSTER, text)
+    if path.suffix != ".csv":
+        return load(Cluster, path, overrides)
+    data = matrix_profile(path)
+    for override in overrides:
+        apply_override(data, override)
+    return build(Cluster, data, str(path))
+
+
+def load_workload(text: str, overrides: Iterable[str] = ()) -> Workload:
+    """A workload from a YAML file."""
+    return load(Workload, find(Kind.WORKLOAD, text), overrides)
+
+
+def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
+    """A run with ``--set`` applied: its own keys changed, those of cluster and workload added to ``overrides``. Paths
+    become absolute, because workers start in other folders."""
+    sorted_out = sort_overrides(overrides, Kind)
+    run = load(Run, find(Kind.RUN, text), sorted_out[Kind.RUN])
+    more = [f"{kind.prefix}.{entry}" for kind in (Kind.CLUSTER, Kind.WORKLOAD) for entry in sorted_out[kind]]
+    data = run.data.model_copy(update={"path": run.data.path and run.data.path.expanduser().absolute()})
+    folder = run.checkpoints.folder
+    checkpoints = run.checkpoints.model_copy(update={"folder": folder and folder.expanduser().absolute()})
+    return run.model_copy(
+        update={
+            "overrides": (*run.overrides, *more),
+            "output": run.output.expanduser().absolute(),
+            "data": data,
+            "checkpoints": checkpoints,
+        }
+    )
+
+
+def cluster_and_workload(cluster: str, workload: str, overrides: Iterable[str]) -> tuple[Cluster, Workload]:
+    """Both, each with its share of ``overrides``."""
+    sorted_out = sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD))
+    return load_cluster(cluster, sorted_out[Kind.CLUSTER]), load_workload(workload, sorted_out[Kind.WORKLOAD])
+
+
+def resolve_plan(run: Run) -> Plan:
+    """The plan of a run: made now (``auto``, ``ep``, ``full_gather``), or read from its file and compared with the run's
+    cluster and workload. Raises what the planner raises, ConfigError and PlanMismatchError."""
+    cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
+    if run.plan in ("auto", "ep", "full_gather"):
+        import planner  # slow to import, and not needed for a plan that exists
+
+        return planner.plan(cluster, workload) if run.plan == "auto" else planner.baseline(cluster, workload, run.plan)
+    path = Path(run.plan)
+    if not path.suffix and len(path.parts) == 1 and not path.is_file():
+        raise UserError(f"plan {run.plan!r}: use auto, ep, full_gather or the path of a plan file")
+    return load_plan(path, cluster=cluster, workload=workload)
+
+
+def sort_overrides(overrides: Iterable[str], kinds: Iterable[Kind]) -> dict[Kind, list[str]]:
+    """Which config each ``key=value`` belongs to, by its prefix (``cluster.``, ``workload.``, ``run.``) or by its first
+    key where only one of ``kinds`` has it; prefixes are taken off. Raises UserError with the nearest valid key."""
+    wanted = tuple(kinds)
+    sorted_out: dict[Kind, list[str]] = {kind: [] for kind in wanted}
+    for override in overrides:
+        key = override.partition("=")[0]
+        first, dot, rest = key.partition(".")
+        prefixed = [kind for kind in wanted if kind.prefix == first and dot and rest]
+        if prefixed:
+            sorted_out[prefixed[0]].append(override.removeprefix(f"{first}."))
+            continue
+        owners = [kind for kind in wanted if first in kind.model.model_fields]
+        if len(owners) > 1:
+            choices = " or ".join(f"{kind.prefix}.{key}" for kind in owners)
+            raise UserError(f"--set {override}: {first!r} is ambiguous; write {choices}")
+        if not owners:
+            roots = [kind.prefix for kind in wanted] + [field for kind in wanted for field in kind.model.model_fields]
+            raise UserError(f"--set {override}: unknown key {first!r}; {_nearest(first, roots)}")
+        sorted_out[owners[0]].append(override)
+    return sorted_out
+
+
+def _nearest(text: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(dict.fromkeys(names))}"

@@ -1,0 +1,77 @@
+"""``hybridep train``: a run config -> plan -> ranks, over Ray, in emulated datacenters, or as local processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from hybridep.commands.common import emit, note, set_option, verb
+
+
+@verb(name="train")
+@click.argument("run")
+@click.option("--local", is_flag=True, help="Plain processes instead of Ray actors; unshaped outside `hybridep lab`.")
+@click.option("--resume", is_flag=True, help="Continue from the last complete checkpoint of this run.")
+@set_option
+def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Train RUN: a shipped run config's name, or the path of one.
+
+    With RAY_ADDRESS set: on that Ray cluster, whose nodes carry the label dc=<site>. Without: a cluster of up to 16 ranks is
+    emulated on this machine, its links shaped where the kernel allows it.
+    """
+    from hybridep.commands.inputs import load_run, resolve_plan
+    from hybridep.launch.backends import backend_for, in_lab
+    from hybridep.launch.host import child_environment
+    from hybridep.launch.lab import run_in_lab
+    from hybridep.launch.session import PLAN_FILE, train
+    from hybridep.launch.shaping import lab_spec, why_not_in_lab
+    from hybridep.launch.worker import Job
+
+    config = load_run(run, overrides)
+    plan = resolve_plan(config)
+    if not local and not in_lab() and not os.environ.get("RAY_ADDRESS"):
+        reason = why_not_in_lab(plan.cluster)
+        if reason is None:
+            # The plan goes along, so that it is searched for once.
+            plan.save(config.output / PLAN_FILE)
+            options = ["--resume"] * resume + ["--json"] * as_json
+            for override in (*overrides, f"run.plan={config.output / PLAN_FILE}"):
+                options += ["--set", override]
+            again = [sys.executable, "-m", "hybridep.cli", "train", run, *options]
+            return run_in_lab(again, lab_spec(plan.cluster), child_environment())
+        note(f"hybridep train: unshaped, links are not emulated: {reason}")
+    job = Job(run=config, plan=plan, resume=resume)
+    with backend_for(job, local=local) as backend:
+        from hybridep.commands.progress import TrainingProgress
+
+        note(f"hybridep train: {plan.cluster.num_gpus} ranks, {backend.name}, {'shaped' if backend.shaped else 'unshaped'}")
+        with TrainingProgress(config.steps) as progress:
+            summary = train(job, backend, progress)
+    if as_json:
+        emit(summary)
+    else:
+        _print(summary)
+    return 0
+
+
+def _print(summary: dict[str, object]) -> None:
+    from rich.console import Console
+
+    from hybridep.units import format_bytes, format_seconds
+
+    console = Console(soft_wrap=True, highlight=False)
+    losses, step_s = summary["losses"], summary["step_s"]
+    if not isinstance(losses, list) or not isinstance(step_s, dict):
+        console.print("nothing to do: the checkpoint holds all steps")
+        return
+    predicted = summary["predicted_step_s"]
+    beside = f", predicted {format_seconds(float(str(predicted)))}" if predicted is not None else ""
+    planned = summary["planned_wan_bytes_per_step"]
+    expected = f", planned {format_bytes(float(str(planned)))}" if planned is not None else ""
+    links = "links shaped" if summary["shaped"] else "links not shaped"
+    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps ({summary['backend']}, {links})")
+    console.print(f"step {format_seconds(step_s['median'])} (median; {format_seconds(step_s['stdev'])} spread){beside}")
+    console.print(f"WAN {format_bytes(float(str(summary['wan_bytes_per_step'])))} per step{expected}")
+    console.print(f"output {summary['output']}")

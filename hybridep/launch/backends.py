@@ -1,0 +1,47 @@
+"""Chooses where the ranks of a run start, and brings up what they need there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hybridep.launch.lab import DC_VARIABLE, LAB_VARIABLE
+from hybridep.launch.local_backend import LocalGroup
+from hybridep.launch.policies import Patience
+from hybridep.launch.ray_group import RayGroup
+from hybridep.launch.ray_nodes import RayNodes, places_in_lab, places_on_loopback
+from hybridep.launch.session import Backend
+from hybridep.launch.shaping import lab_for, site_names
+from hybridep.launch.worker import Job
+
+# Ray tells of a dead actor seconds before it tells that the whole node is gone, which says more.
+RAY_PATIENCE = Patience(cause_s=4.0, complaint_s=4.0)
+
+
+def in_lab() -> bool:
+    """Whether this process runs inside a lab."""
+    return LAB_VARIABLE in os.environ
+
+
+@contextmanager
+def backend_for(job: Job, *, local: bool) -> Iterator[Backend]:
+    """Local processes when ``local``; actors on the Ray cluster at RAY_ADDRESS; else actors on Ray nodes that live as long
+    as the context. Inside a lab every rank starts in its datacenter. Raises LabUnavailableError when the lab lacks a site
+    of the cluster, and RayStartError."""
+    cluster = job.plan.cluster
+    lab = lab_for(cluster) if in_lab() else None
+    address = os.environ.get("RAY_ADDRESS")
+    if local:
+        yield Backend(name="local", group=LocalGroup(job, lab), shaped=lab is not None)
+    elif address:
+        own_dc = os.environ.get(DC_VARIABLE, "the driver's datacenter")
+        yield Backend(name="ray", group=RayGroup(job, address, own_dc), shaped=lab is not None, patience=RAY_PATIENCE)
+    else:
+        places = places_in_lab(lab) if lab else places_on_loopback(site_names(cluster))
+        wanted = set(site_names(cluster))
+        places = [place for place in places if place.dc in wanted]
+        with RayNodes(places, cluster.num_gpus // cluster.sizes[0]) as nodes:
+            head = places[0]
+            group = RayGroup(job, nodes.address, head.dc, prefix=head.prefix)
+            yield Backend(name="ray", group=group, shaped=lab is not None, patience=RAY_PATIENCE)

@@ -1,0 +1,227 @@
+"""Everything that imports Ray: the driver process of a run, and the process that holds a node.
+
+    python -m hybridep.launch.ray_backend drive PARENT_PID JOB_FILE ADDRESS REPORT_FILE_DESCRIPTOR
+    python -m hybridep.launch.ray_backend node PARENT_PID OPTIONS_OF_RAY_START...
+
+The driver is a process of its own because Ray prints to its stdout and ends it when the head node is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridep.errors import HybridEPError, UserError
+from hybridep.launch.host import die_with_parent
+from hybridep.launch.reports import Rendezvous, Report, ReportWriter
+from hybridep.launch.worker import RENDEZVOUS_TIMEOUT_S, Job, failure_of, run_rank
+from hybridep.launch.worker_group import DcLost, Failed, FailureKind, Finished
+
+LABEL = "dc"
+"""Node label that names a datacenter."""
+_CONNECT_TIMEOUT_S = 30.0
+_PLACE_TIMEOUT_S = 60.0
+_LONG_POLL_S = 5.0
+_NODE_CHECK_S = 1.0
+
+
+class RankActor:
+    """One rank as a Ray actor: trains in one thread while another hands its reports out."""
+
+    def __init__(self) -> None:
+        self._reports: queue.Queue[Report] = queue.Queue()
+        self._places: queue.Queue[Rendezvous] = queue.Queue()
+
+    def run(self, job_text: str, rank: int) -> None:
+        """Train; the failure of a rank is a report, not an exception."""
+        dc = str(ray.get_runtime_context().get_node_labels().get(LABEL, ""))
+        run_rank(
+            Job.from_json(job_text),
+            rank,
+            dc=dc,
+            address=ray.util.get_node_ip_address(),
+            report=self._reports.put,
+            meet=lambda: self._places.get(timeout=RENDEZVOUS_TIMEOUT_S),
+        )
+
+    def meet(self, place: Rendezvous) -> None:
+        """Learn where rank 0 listens."""
+        self._places.put(place)
+
+    def next_reports(self) -> list[Report]:
+        """What has happened since the last call; waits a few seconds for something."""
+        found: list[Report] = []
+        try:
+            found.append(self._reports.get(timeout=_LONG_POLL_S))
+            while True:
+                found.append(self._reports.get_nowait())
+        except queue.Empty:
+            return found
+
+
+class Driver:
+    """Places the actors of one job, and passes on what they report and what happens to their nodes."""
+
+    def __init__(self, job: Job, report: Callable[[Report], None]) -> None:
+        self._job, self._report, self._dcs = job, report, job.dcs
+        self._actors: list[Any] = []
+        self._refs: dict[Any, tuple[int, bool]] = {}
+        """Pending call -> (rank, whether it is ``run``)."""
+        self._left = set(range(len(self._dcs)))
+        self._lost: set[str] = set()
+
+    def drive(self) -> None:
+        """Run until all ranks have finished or failed."""
+        group = self._reserve()
+        actor: Any = ray.remote(RankActor)
+        for rank in range(len(self._dcs)):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+            self._actors.append(actor.options(num_cpus=1, max_concurrency=4, scheduling_strategy=place).remote())
+        text = self._job.to_json()
+        for rank, handle in enumerate(self._actors):
+            self._refs[handle.run.remote(text, rank)] = rank, True
+            self._refs[handle.next_reports.remote()] = rank, False
+        checked_s = time.monotonic()
+        while self._left:
+            for ref in ray.wait(list(self._refs), timeout=0.2)[0]:
+                self._take(ref, *self._refs.pop(ref))
+            if time.monotonic() - checked_s > _NODE_CHECK_S:
+                self._check_nodes()
+                checked_s = time.monotonic()
+
+    def _reserve(self) -> PlacementGroup:
+        """One CPU per rank on a node of its datacenter. Raises UserError when the cluster has no such place."""
+        wanted = Counter(self._dcs)
+        deadline = time.monotonic() + _PLACE_TIMEOUT_S
+        while missing := sorted(set(wanted) - set(self._nodes())):
+            if time.monotonic() > deadline:
+                found = ", ".join(sorted(self._nodes())) or "none"
+                raise UserError(
+                    f"no Ray node is labelled {LABEL}={missing[0]} (labels found: {found}); start one there with "
+                    f"`ray start --address=... --labels={LABEL}={missing[0]}`"
+                )
+            time.sleep(0.5)
+        group: PlacementGroup = placement_group(
+            [{"CPU": 1.0}] * len(self._dcs), strategy="PACK", bundle_label_selector=[{LABEL: dc} for dc in self._dcs]
+        )
+        try:
+            ray.get(group.ready(), timeout=_PLACE_TIMEOUT_S)
+        except GetTimeoutError:
+            needs = ", ".join(f"{count} in {dc}" for dc, count in wanted.items())
+            raise UserError(f"Ray has no free CPU for every rank after {_PLACE_TIMEOUT_S:g} s (needed: {needs})") from None
+        return group
+
+    def _nodes(self) -> dict[str, bool]:
+        """Datacenter -> whether a node of it is alive."""
+        alive: dict[str, bool] = {}
+        for node in ray.nodes():  # type: ignore[no-untyped-call]
+            dc = node["Labels"].get(LABEL)
+            if dc is not None:
+                alive[dc] = alive.get(dc, False) or bool(node["Alive"])
+        return alive
+
+    def _check_nodes(self) -> None:
+        for dc, alive in self._nodes().items():
+            if not alive and dc in self._dcs and dc not in self._lost:
+                self._lost.add(dc)
+                self._report(DcLost(dc=dc, why="its Ray node is gone or does not answer"))
+
+    def _take(self, ref: Any, rank: int, is_run: bool) -> None:
+        try:
+            result = ray.get(ref)
+        except RayActorError as error:
+            self._fail(rank, FailureKind.DIED, f"its Ray actor is gone: {_first_line(error)}")
+            return
+        except RayError as error:
+            self._fail(rank, FailureKind.ERROR, f"its Ray actor failed: {_first_line(error)}")
+            return
+        if is_run:
+            return
+        for report in result:
+            if isinstance(report, Rendezvous):
+                for handle in self._actors[1:]:
+                    handle.meet.remote(report)
+                continue
+            if isinstance(report, Finished | Failed):
+                self._left.discard(rank)
+            self._report(report)
+        if rank in self._left:
+            self._refs[self._actors[rank].next_reports.remote()] = rank, False
+
+    def _fail(self, rank: int, kind: FailureKind, why: str) -> None:
+        if rank in self._left:
+            self._left.discard(rank)
+            self._report(Failed(rank=rank, kind=kind, why=why))
+
+    def stop(self) -> None:
+        """End all actors at once."""
+        for handle in self._actors:
+            ray.kill(handle)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _connect(address: str) -> None:
+    """Join the cluster as a driver; its nodes may still be coming up."""
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    while True:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if time.monotonic() > deadline:
+                raise UserError(f"RAY_ADDRESS={address}: cannot be reached ({_first_line(error)})") from None
+            time.sleep(0.5)
+
+
+def drive(job_file: str, address: str, report_file: str) -> None:
+    """The driver process: a run from start to end."""
+    report = ReportWriter(int(report_file))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
+    driver = Driver(job, report)
+    try:
+        _connect(address)
+        driver.drive()
+        # The launcher ends this process when it has decided what the reports mean.
+        while True:
+            time.sleep(1.0)
+    except HybridEPError as error:
+        report(failure_of(0, error, job.run.output / "logs" / "ray-driver.log"))
+    finally:
+        driver.stop()
+        ray.shutdown()
+
+
+def main() -> None:
+    """Entry point of both processes."""
+    what, parent, *arguments = sys.argv[1:]
+    die_with_parent(int(parent))
+    if what == "drive":
+        drive(*arguments)
+    else:
+        from ray.scripts.scripts import main as ray_main
+
+        sys.argv = ["ray", "start", *arguments]
+        sys.exit(ray_main())  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    main()

@@ -1,0 +1,73 @@
+"""Ranks as Ray actors, seen from the launcher: a driver process does what needs Ray and reports for all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from hybridep.config import write_text
+from hybridep.launch.host import child_environment
+from hybridep.launch.reports import Rendezvous, ReportReader
+from hybridep.launch.worker import Job
+from hybridep.launch.worker_group import DcLost, Event, Failed
+
+_STOP_S = 8.0
+"""For the driver to end its actors; afterwards Ray does it, once it notices that the driver is gone."""
+
+
+class RayGroup:
+    """A worker group on the Ray cluster at ``address``; ``own_dc`` names the datacenter whose node the driver uses, ``prefix``
+    are the words that start a process there."""
+
+    def __init__(self, job: Job, address: str, own_dc: str, prefix: Sequence[str] = ()) -> None:
+        self._job, self._address, self._own_dc, self._prefix = job, address, own_dc, tuple(prefix)
+        self._reader = ReportReader()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failed = False
+
+    def start(self) -> None:
+        output = self._job.run.output
+        job_file = output / "job.json"
+        write_text(job_file, self._job.to_json())
+        (output / "logs").mkdir(exist_ok=True)
+        read_end, write_end = os.pipe()
+        words = ["drive", str(os.getpid()), str(job_file), self._address, str(write_end)]
+        try:
+            with (output / "logs" / "ray-driver.log").open("wb") as log:
+                self._process = subprocess.Popen(
+                    [*self._prefix, sys.executable, "-m", "hybridep.launch.ray_backend", *words],
+                    env=child_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(write_end,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(write_end)
+        self._reader.add(0, read_end)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        events: list[Event] = []
+        for _, report in self._reader.read(timeout_s):
+            if report is None:
+                if not self._failed:
+                    log = self._job.run.output / "logs" / "ray-driver.log"
+                    events.append(DcLost(dc=self._own_dc, why=f"Ray's driver there lost its node (its output: {log})"))
+            elif not isinstance(report, Rendezvous):
+                self._failed |= isinstance(report, Failed | DcLost)
+                events.append(report)
+        return events
+
+    def abort(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(timeout=_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            self._reader.close()

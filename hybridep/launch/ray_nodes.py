@@ -1,0 +1,180 @@
+"""Ray nodes of our own, one per datacenter, for clusters that are emulated on this machine.
+
+    python -m hybridep.launch.ray_nodes RANKS_PER_DC COMMAND...     (inside a lab)
+
+starts a node in each datacenter of the lab, the head in the first, and runs the command there with RAY_ADDRESS set: a Ray
+driver must sit on one of the cluster's nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from hybridep.errors import HybridEPError
+from hybridep.launch.host import child_environment, free_port
+from hybridep.launch.lab import Lab, interrupted_by_terminal
+from hybridep.launch.lab_links import in_namespace
+
+START_TIMEOUT_S = 120.0
+_OBJECT_STORE_BYTES = 80_000_000
+"""About the least that Ray accepts; nothing large passes through it."""
+
+# Ray's defaults take over a minute to notice a node that is frozen or cut off. Several seconds per check, because eight
+# ranks that start on two cores keep a healthy node from answering sooner.
+HEALTH_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class RayStartError(HybridEPError):
+    """A Ray node did not come up on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """Where one node runs: its label, its address and, in a lab, the words that enter its namespace."""
+
+    dc: str
+    address: str
+    prefix: tuple[str, ...] = ()
+    namespace: str | None = None
+
+
+def places_in_lab(lab: Lab) -> list[NodePlace]:
+    """One place per datacenter of the lab."""
+    return [
+        NodePlace(dc=site.name, address=site.address, prefix=tuple(lab.process_prefix(site.name)), namespace=site.namespace)
+        for site in lab.sites
+    ]
+
+
+def places_on_loopback(dcs: Sequence[str]) -> list[NodePlace]:
+    """One loopback address per datacenter: 127.0.0.2, 127.0.0.3 and so on (Linux owns the whole of 127/8)."""
+    return [NodePlace(dc=dc, address=f"127.0.{(i + 2) // 256}.{(i + 2) % 256}") for i, dc in enumerate(dcs)]
+
+
+class RayNodes:
+    """A context in which the nodes run; ``address`` is what Ray drivers connect to. The first place holds the head."""
+
+    def __init__(self, places: Sequence[NodePlace], cpus_per_node: int) -> None:
+        self._places, self._cpus = list(places), cpus_per_node
+        self._folder = Path()
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self.address = ""
+
+    def __enter__(self) -> RayNodes:
+        # A short path: Ray keeps Unix sockets deep below it, and the kernel allows them 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="hybridep-"))
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        head = self._places[0]
+        port = in_namespace(head.namespace, lambda: free_port(head.address)) if head.namespace else free_port(head.address)
+        self.address = f"{head.address}:{port}"
+        self._nodes.append(self._start_node(0, ["--head", f"--port={port}", "--include-dashboard=false"]))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        self._wait([0], deadline)
+        for index in range(1, len(self._places)):
+            self._nodes.append(self._start_node(index, [f"--address={self.address}"]))
+        self._wait(range(1, len(self._places)), deadline)
+
+    def _start_node(self, index: int, options: list[str]) -> subprocess.Popen[bytes]:
+        place, folder = self._places[index], self._folder / str(index)
+        folder.mkdir()
+        words = [
+            "--block",
+            "--disable-usage-stats",
+            f"--node-ip-address={place.address}",
+            f"--labels=dc={place.dc}",
+            f"--num-cpus={self._cpus}",
+            f"--object-store-memory={_OBJECT_STORE_BYTES}",
+            # Of its own: nodes that start together in one session folder take each other's sockets.
+            f"--temp-dir={folder}",
+            *options,
+        ]
+        command = [*place.prefix, sys.executable, "-m", "hybridep.launch.ray_backend", "node", str(os.getpid()), *words]
+        with (folder / "start.log").open("wb") as log:
+            return subprocess.Popen(
+                command,
+                env=child_environment(HEALTH_CHECKS),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _wait(self, indices: Sequence[int], deadline: float) -> None:
+        """``ray start`` leaves the cluster's address in its folder once the node is up."""
+        for index in indices:
+            while not (self._folder / str(index) / "ray_current_cluster").exists():
+                place, code = self._places[index], self._nodes[index].poll()
+                if code is not None or time.monotonic() > deadline:
+                    what = f"ended with {code}" if code is not None else f"was not up after {START_TIMEOUT_S:g} s"
+                    log = (self._folder / str(index) / "start.log").read_text(encoding="utf-8", errors="replace")
+                    lines = [line for line in log.splitlines() if line.strip()] or ["no output"]
+                    raise RayStartError(f"the Ray node of {place.dc} at {place.address} {what}: {lines[-1]}; try --local")
+                time.sleep(0.05)
+
+    def __exit__(self, *_: object) -> None:
+        # Children are listed before their parent ends; afterwards nothing says that they are ours.
+        ours = []
+        for node in self._nodes:
+            if node.poll() is None:
+                ours += [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+        for process in ours:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        for node in self._nodes:
+            node.wait()
+        psutil.wait_procs(ours, timeout=10)
+        self._nodes = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def main() -> int:
+    """Entry point inside a lab; see the module's docstring."""
+    ranks_per_dc, argv = int(sys.argv[1]), sys.argv[2:]
+    lab = Lab.current()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with RayNodes(places_in_lab(lab), ranks_per_dc) as nodes:
+            command = [*lab.process_prefix(lab.sites[0].name), *argv]
+            process = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": nodes.address})
+
+            def forward(number: int, _frame: FrameType | None) -> None:
+                if not interrupted_by_terminal(number):
+                    process.send_signal(number)
+
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, forward)
+            code = process.wait()
+    except HybridEPError as error:
+        print(f"hybridep lab: {error}", file=sys.stderr)
+        return error.exit_code
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The lab that emulates a cluster: one emulated datacenter per site, at the rates of its access link."""
+
+from __future__ import annotations
+
+from hybridep.errors import ConfigError, LabUnavailableError
+from hybridep.launch.lab import Lab, LabDatacenter, LabSpec, probe_lab
+from hybridep.topology import Cluster
+
+MAX_EMULATED_RANKS = 16
+"""More processes than this train too slowly on one machine to start them unasked."""
+
+
+def site_names(cluster: Cluster) -> list[str]:
+    """Names of the workers of the outermost level, in order."""
+    return [cluster.site_name(dc) for dc in range(cluster.sizes[0])]
+
+
+def lab_spec(cluster: Cluster) -> LabSpec:
+    """Access rates of the cluster's sites. Links per pair and latencies cannot be emulated and are left out. Raises
+    ConfigError for rates or numbers that the lab cannot carry."""
+    links = cluster.link_table
+    return LabSpec(
+        dcs=tuple(
+            LabDatacenter(
+                name=name,
+                up_bytes_per_s=links[cluster.up_link(0, dc)].bandwidth_bytes_per_s,
+                down_bytes_per_s=links[cluster.down_link(0, dc)].bandwidth_bytes_per_s,
+            )
+            for dc, name in enumerate(site_names(cluster))
+        )
+    )
+
+
+def why_not_in_lab(cluster: Cluster) -> str | None:
+    """None when a lab for this cluster can be entered here, else the reason in one line."""
+    if cluster.num_gpus > MAX_EMULATED_RANKS:
+        return f"{cluster.num_gpus} ranks are more than the {MAX_EMULATED_RANKS} that are emulated unasked"
+    try:
+        lab_spec(cluster)
+    except ConfigError as error:
+        return str(error)
+    return probe_lab()
+
+
+def lab_for(cluster: Cluster) -> Lab:
+    """The lab that this process runs in. Raises LabUnavailableError when it lacks a site of the cluster."""
+    lab = Lab.current()
+    missing = sorted(set(site_names(cluster)) - {site.name for site in lab.sites})
+    if missing:
+        there = ", ".join(site.name for site in lab.sites)
+        raise LabUnavailableError(f"cluster {cluster.name}: the lab has no datacenter {missing[0]} (it has {there})")
+    return lab

@@ -1,0 +1,123 @@
+"""One rank: joins the others, trains, and reports. Runs as a process of its own or inside a Ray actor.
+
+python -m hybridep.launch.worker JOB_FILE RANK DC ADDRESS REPORT_FILE_DESCRIPTOR PARENT_PID
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridep.config import build
+from hybridep.errors import HybridEPError, TransportError, WorkerLostError
+from hybridep.launch.host import die_with_parent, interface_of
+from hybridep.launch.reports import Rendezvous, Report, ReportWriter
+from hybridep.launch.worker_group import Failed, FailureKind, Finished, Started, Stepped
+from hybridep.plan import Plan
+from hybridep.run import Run
+
+RENDEZVOUS_TIMEOUT_S = 180.0
+"""All ranks must have imported torch by then, several of them on one core in an emulation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all ranks of a run share."""
+
+    run: Run
+    plan: Plan
+    resume: bool
+
+    @property
+    def dcs(self) -> tuple[str, ...]:
+        """Name of the datacenter of each rank."""
+        cluster = self.plan.cluster
+        return tuple(cluster.site_name(int(location[0])) for location in cluster.coordinates)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        plan = self.plan.model_dump(mode="json", exclude={"provenance"}, exclude_none=True)
+        return json.dumps({"run": self.run.model_dump(mode="json"), "plan": plan, "resume": self.resume})
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Inverse of :meth:`to_json`."""
+        fields = json.loads(text)
+        return cls(run=build(Run, fields["run"], "run"), plan=build(Plan, fields["plan"], "plan"), resume=fields["resume"])
+
+    def log(self, rank: int) -> Path:
+        """File with what a rank printed, and its traceback."""
+        return self.run.output / "logs" / f"rank-{rank}.log"
+
+
+def run_rank(
+    job: Job, rank: int, *, dc: str, address: str, report: Callable[[Report], None], meet: Callable[[], Rendezvous]
+) -> None:
+    """Train as one rank and report everything, also the failure. ``dc`` is where this process found itself, ``meet``
+    waits for the place where rank 0 listens."""
+    try:
+        from runtime.mesh import host_store, join_store
+        from runtime.trainer import train
+
+        # Gloo would take the interface of the host's name, which often is loopback.
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+        report(Started(rank=rank, dc=dc, address=address, pid=os.getpid()))
+        if rank == 0:
+            store = host_store(address, timeout_s=RENDEZVOUS_TIMEOUT_S)
+            report(Rendezvous(address=address, port=store.port))
+        else:
+            place = meet()
+            store = join_store(place.address, place.port, timeout_s=RENDEZVOUS_TIMEOUT_S)
+        train(job.run, job.plan, rank=rank, store=store, on_step=lambda step: report(Stepped(report=step)), resume=job.resume)
+        report(Finished(rank=rank))
+    except Exception as error:
+        _keep_traceback(job, rank)
+        report(failure_of(rank, error, job.log(rank)))
+
+
+def failure_of(rank: int, error: Exception, log: Path) -> Failed:
+    """What the launcher needs to know of an exception that ended a rank."""
+    line = " ".join(str(error).split())
+    if isinstance(error, TransportError):
+        accused = re.fullmatch(r"rank (\d+)", error.who)
+        return Failed(rank=rank, kind=FailureKind.PEER, why=error.why, peer=int(accused[1]) if accused else None)
+    if isinstance(error, WorkerLostError):
+        return Failed(rank=rank, kind=FailureKind.ERROR, why=line)
+    if isinstance(error, HybridEPError):
+        return Failed(rank=rank, kind=FailureKind.ERROR, why=line, exit_code=error.exit_code)
+    why = f"{type(error).__name__}: {line} (traceback in {log})"
+    return Failed(rank=rank, kind=FailureKind.ERROR, why=why, exit_code=HybridEPError.exit_code)
+
+
+def _keep_traceback(job: Job, rank: int) -> None:
+    try:
+        job.log(rank).parent.mkdir(parents=True, exist_ok=True)
+        with job.log(rank).open("a", encoding="utf-8") as stream:
+            traceback.print_exc(file=stream)
+    except OSError:
+        traceback.print_exc()
+
+
+def main() -> None:
+    """Entry point of a rank that is a process of its own."""
+    job_file, rank_text, dc, address, file, parent = sys.argv[1:]
+    die_with_parent(int(parent))
+    job, rank = Job.from_json(Path(job_file).read_text(encoding="utf-8")), int(rank_text)
+
+    def meet() -> Rendezvous:
+        return Rendezvous(**json.loads(sys.stdin.readline()))
+
+    run_rank(job, rank, dc=dc, address=address, report=ReportWriter(int(file)), meet=meet)
+    sys.stdout.flush()
+    # A failed exchange leaves threads of gloo behind that nothing can join.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
