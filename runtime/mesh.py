@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,12 +42,12 @@ class Mesh:
         """G."""
         return self.plan.cluster.num_gpus
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """SF_l, outermost level first."""
         return self.plan.cluster.sizes
 
-    @property
+    @cached_property
     def location(self) -> tuple[int, ...]:
         """Coordinate at each level."""
         return self.plan.cluster.location(self.rank)

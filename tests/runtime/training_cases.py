@@ -1,0 +1,221 @@
+"""Tiny training runs over every kind of plan, how to run one on a rank, and how to compare it with the reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridep.config import build
+from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.run import Data, Optimizer, Run
+from hybridep.topology import Cluster
+from hybridep.traffic import step_traffic
+from hybridep.workload import Workload
+
+STEPS = 20
+TOLERANCE = 1e-10
+LEVELS = {2: ("dc", "gpu"), 3: ("dc", "node", "gpu")}
+
+PLAIN = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "vocab_size": 256,
+    "num_experts": 8,
+    "top_k": 2,
+    "expert_ffn_size": 8,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "top1-gelu-shared": PLAIN | {"top_k": 1, "ffn": "gelu", "shared_ffn_size": 8},
+    "top4-tied-gqa": PLAIN | {"top_k": 4, "tie_embeddings": True, "num_kv_heads": 1, "num_experts": 16},
+    "dense-first-uneven": PLAIN
+    | {"num_layers": 3, "num_dense_layers": 1, "dense_ffn_size": 12, "num_experts": 11, "head_dim": 6},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plan for one model."""
+
+    sizes: tuple[int, ...]
+    domains: tuple[int, ...]
+    model: str = "plain"
+    migration: tuple[float, ...] = ()
+    residency: Residency = Residency.STEP
+    micro_batches: int = 1
+    overlap: bool = True
+    dtype: str = "fp64"
+
+    def __str__(self) -> str:
+        text = f"{'x'.join(map(str, self.sizes))}-domains{'x'.join(map(str, self.domains))}-{self.model}"
+        text += f"-r{self.migration}" if self.migration else ""
+        return f"{text}-{self.residency.value}-m{self.micro_batches}{'' if self.overlap else '-serial'}"
+
+    @property
+    def num_ranks(self) -> int:
+        return int(np.prod(self.sizes))
+
+    def plan(self) -> Plan:
+        names = LEVELS[len(self.sizes)]
+        levels = [
+            {"name": name, "size": size, "bandwidth": "1 Gbps", "latency": "1 ms"}
+            for name, size in zip(names, self.sizes, strict=True)
+        ]
+        gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
+        cluster = build(Cluster, {"name": "test", "levels": levels, "gpu": gpu}, "cluster")
+        training = {"sequence_length": 6, "micro_batch_size": 2, "micro_batches": self.micro_batches, "dtype": self.dtype}
+        workload = build(Workload, {"name": "test", "model": MODELS[self.model], "training": training}, "workload")
+        group = LayerGroup(
+            first_layer=0,
+            num_layers=workload.model.num_moe_layers,
+            domains=dict(zip(names, self.domains, strict=True)),
+            migration=dict(zip(names, self.migration, strict=False)),
+            residency=self.residency,
+        )
+        return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=Schedule(overlap=self.overlap))
+
+
+def training_run(output: Path = Path("unused"), **changes: Any) -> Run:
+    """A run over this very file as text."""
+    values: dict[str, Any] = {
+        "name": "test",
+        "cluster": "test",
+        "workload": "test",
+        "output": output,
+        "steps": STEPS,
+        "seed": 7,
+        "data": Data(path=Path(__file__)),
+        "optimizer": Optimizer(learning_rate=3e-3, warmup_steps=3),
+    }
+    return Run(**(values | changes))
+
+
+def divisors(size: int) -> list[int]:
+    return [part for part in range(1, size + 1) if size % part == 0]
+
+
+def cases(sizes: tuple[int, ...], repeats: int) -> list[Case]:
+    """Every domain choice ``repeats`` times; residency, accumulation, model, partial migration and overlap take turns in
+    cycles of different length, so that they meet in many combinations."""
+    models, ratios = list(MODELS), cycle([(), (0.5,), (1.0, 0.5), (0.5, 0.5), ()])
+    turns = cycle(product((1, 2), (Residency.STEP, Residency.MICROBATCH)))
+    overlaps = cycle([True] * 6 + [False])
+    found = []
+    for domains in product(*(divisors(size) for size in sizes)):
+        for _ in range(repeats):
+            micro_batches, residency = next(turns)
+            found.append(
+                Case(
+                    sizes=sizes,
+                    domains=domains,
+                    # One step ahead after every round, so that a model meets other turns each time.
+                    model=models[(len(found) + len(found) // len(models)) % len(models)],
+                    migration=next(ratios),
+                    residency=residency,
+                    micro_batches=micro_batches,
+                    overlap=next(overlaps),
+                )
+            )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one rank ends with."""
+
+    losses: list[float]
+    parameters: dict[str, NDArray[np.float64]]
+    sent_bytes: dict[tuple[str, int], int]
+    """(operation@level, peer) -> bytes of the last step."""
+    routing: dict[tuple[int, int], NDArray[np.int64]]
+    """(layer, micro-batch) -> [T, K] of the last step."""
+
+
+def train_case(rank: int, case: Case, prepare: Callable[[Any], None] | None = None) -> Outcome:
+    """Run a case as one rank; ``prepare`` may tamper with the trainer."""
+    import torch
+
+    from runtime.mesh import Mesh
+    from runtime.trainer import RankTrainer
+
+    trainer = RankTrainer(training_run(), Mesh(plan=case.plan(), rank=rank))
+    if prepare is not None:
+        prepare(trainer)
+    routing: dict[tuple[int, int], NDArray[np.int64]] = {}
+    seen: Counter[int] = Counter()
+
+    def record(layer: int, ids_TK: torch.Tensor) -> None:
+        routing[layer, seen[layer]] = ids_TK.numpy().copy()
+        seen[layer] += 1
+
+    for block in trainer.model.transformer.moe_blocks():
+        block.routing_hook = record
+    try:
+        losses = []
+        for step in range(1, STEPS + 1):
+            seen.clear()
+            before = Counter(trainer.transport.sent_bytes)
+            losses.append(trainer.step(step).loss_sum)
+        sent = dict(trainer.transport.sent_bytes - before)
+    finally:
+        trainer.close()
+    parameters = {**trainer.dense, **trainer.model.home_parameters()}
+    arrays = {name: p.detach().double().numpy().copy() for name, p in parameters.items()}
+    return Outcome(losses=losses, parameters=arrays, sent_bytes=sent, routing=routing)
+
+
+@cache
+def reference(
+    num_ranks: int, model: str, micro_batches: int, dtype: str = "fp64"
+) -> tuple[list[float], dict[str, NDArray[np.float64]]]:
+    """(losses, parameters) of the single process; domains and residency make no difference to it."""
+    import torch
+
+    from runtime.reference import ReferenceTrainer
+
+    torch.set_num_threads(1)
+    case = Case(sizes=(num_ranks, 1), domains=(1, 1), model=model, micro_batches=micro_batches, dtype=dtype)
+    trainer = ReferenceTrainer(training_run(), case.plan())
+    losses = [trainer.step(step) for step in range(1, STEPS + 1)]
+    return losses, {name: p.double().numpy() for name, p in trainer.parameters().items()}
+
+
+def check_fidelity(case: Case, outcomes: Sequence[Outcome], tolerance: float = TOLERANCE) -> None:
+    """Every loss and every parameter of every rank equals the reference."""
+    expected_losses, expected = reference(case.num_ranks, case.model, case.micro_batches, case.dtype)
+    training = case.plan().workload.training
+    num_tokens = training.tokens * training.micro_batches * case.num_ranks
+    losses = np.sum([outcome.losses for outcome in outcomes], axis=0) / num_tokens
+    np.testing.assert_allclose(losses, expected_losses, rtol=tolerance, atol=0)
+    for name, values in expected.items():
+        scale = np.abs(values).max()
+        if name.endswith(".experts"):
+            found = [np.concatenate([outcome.parameters[name] for outcome in outcomes])]
+        else:
+            found = [outcome.parameters[name] for outcome in outcomes]
+        for mine in found:
+            np.testing.assert_allclose(mine, values, rtol=0, atol=tolerance * scale, err_msg=name)
+
+
+def check_bytes(case: Case, outcomes: Sequence[Outcome]) -> None:
+    """Every rank sent to every peer, in every operation, exactly the bytes that the traffic function says."""
+    plan = case.plan()
+    keys = outcomes[0].routing.keys()
+    routing = {key: np.stack([outcome.routing[key] for outcome in outcomes]) for key in keys}
+    expected: dict[tuple[int, str, int], int] = {}
+    for (op, level), sent in step_traffic(plan, routing).items():
+        for rank, coordinate in zip(*np.nonzero(sent), strict=True):
+            label = f"{op.value}@{plan.cluster.levels[level].name}"
+            peer = plan.cluster.peer(int(rank), level, int(coordinate))
+            expected[int(rank), label, peer] = int(sent[rank, coordinate])
+    found = {(rank, *key): number for rank, outcome in enumerate(outcomes) for key, number in outcome.sent_bytes.items()}
+    assert found == expected
