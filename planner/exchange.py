@@ -39,8 +39,9 @@ class Network:
         return float((loads_bytes / self.bandwidths_bytes_per_s).max())
 
     def latency_s(self, level: int, sent: FloatArray) -> float:
-        """Of one exchange at ``level``: all its messages are under way at once, so it is that of the farthest pair that
-        exchanges anything; zero when nobody does. ``sent`` is [G, SF_l]."""
+        """Of one exchange at ``level``: a rank sends its messages one after the other without waiting for answers, so
+        latencies overlap and that of the farthest pair that exchanges anything counts, once; zero when nobody does.
+        ``sent`` is [G, SF_l]."""
         if not sent.any():
             return 0.0
         if level > 0 or not self.cluster.links:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pulp
 
+from planner.memory import TOLERANCE
 from planner.problem import Problem
 
 
@@ -50,7 +51,8 @@ def build_program(problem: Problem) -> Program:
             if own > fixed_passing:
                 model += largest >= own * in_use[c], f"passing{r}_{c}"
         total = pulp.lpSum(own * numbers[c] for c, own in zip(used, lasting, strict=True))
-        model += total + largest <= 1 - fixed, f"memory{r}"
+        # In the middle of the tolerance: solvers overstep by less than the other half.
+        model += total + largest <= 1 + TOLERANCE / 2 - fixed, f"memory{r}"
     return Program(model=model, numbers=numbers, scale_s=scale_s)
 
 

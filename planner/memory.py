@@ -25,8 +25,9 @@ COPIES = "copies"
 ACTIVATIONS = "activations"
 BUFFERS = "buffers"
 
-TOLERANCE = 1e-6
-"""Relative; a plan fits when it needs at most this much more than there is. Solvers work with tolerances of this size."""
+TOLERANCE = 1e-5
+"""Relative; a plan fits when it needs at most this much more than there is. Above the solvers' tolerances, so that what
+they find feasible is."""
 
 
 @dataclass(frozen=True, kw_only=True)

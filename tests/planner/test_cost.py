@@ -20,6 +20,7 @@ from planner.cost import EXPERTS, BlockTimes, block_times, layer_traffic, step_c
 from planner.domains import all_choices, divisors
 from planner.exchange import Network
 from planner.plans import layer_group
+from planner.problem import build_problem
 
 
 def times_of(cluster: Cluster, workload: Workload, choices: dict[str, LevelChoice]) -> BlockTimes:
@@ -60,9 +61,13 @@ def test_the_paper_is_a_special_case(gpus: int, throughput: str) -> None:
         forwards[size] = times.forward_s() - times.expert_s - times.exchanges_s[Op.TOKEN_COUNTS]
         expected = paper.latency_s(paper.share_of_domain(gpus, size), **case)
         assert forwards[size] == pytest.approx(expected, rel=1e-9)
-    # No feasible domain beats the continuous optimum of Eq. 12, and rounding it down costs at most one step.
+    # No feasible domain beats the continuous optimum of Eq. 12, and the best one is next to it.
     best = paper.best_share(**case)
     assert min(forwards.values()) >= paper.latency_s(best, **case) * (1 - 1e-9)
+    sizes = divisors(gpus)
+    larger = sizes.index(paper.domain_of_share(gpus, best))
+    beside = {sizes[larger], sizes[max(0, larger - 1)]}
+    assert min(forwards[size] for size in beside) == pytest.approx(min(forwards.values()))
 
 
 def test_a_step_computed_by_hand() -> None:
@@ -236,9 +241,7 @@ def test_all_experts_on_few_gpus_slow_the_step() -> None:
 
 
 def test_costs_of_all_candidates_are_quick() -> None:
-    from planner.problem import build_problem
-
     started = time.perf_counter()
     problem = build_problem(shipped_cluster("paper-l"), shipped_workload("gpt-large"), Schedule())
-    assert time.perf_counter() - started < 2.0  # 0.05 s on an idle machine
+    assert time.perf_counter() - started < 5.0  # 0.05 s on an idle machine
     assert len(problem.candidates) == 1 + 2 * (3 * 4 - 1)

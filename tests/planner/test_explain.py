@@ -1,0 +1,72 @@
+"""What a plan is explained with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from planner_cases import make_cluster, make_workload, shipped_cluster, shipped_workload
+
+import planner
+from hybridep.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planner.plan(shipped_cluster("lab-4dc"), shipped_workload("tiny"))
+
+
+def test_neighbours_are_one_move_away_and_slower(plan: Plan) -> None:
+    explained = planner.explain(plan)
+    assert {other.name for other in explained.neighbours} == {"dc 1", "dc 4", "gpu 1", "copies per microbatch"}
+    assert [other.name for other in explained.baselines] == ["ep", "full_gather"]
+    for other in (*explained.neighbours, *explained.baselines):
+        assert other.step_s >= explained.plan.step_s
+    assert explained.plan.domains == plan.layers[0].domains
+    assert explained.plan.copies_per_rank == 6  # a domain of 2 x 2 ranks with 2 experts each, less its own
+
+
+def test_links_and_bound(plan: Plan) -> None:
+    explained = planner.explain(plan)
+    assert plan.prediction is not None
+    assert explained.lower_bound_s == pytest.approx(plan.prediction.bound)
+    assert explained.lower_bound_by == explained.binds == explained.links[0].name == "dc0 up"
+    busy = [link.busy_s for link in explained.links]
+    assert busy == sorted(busy, reverse=True)
+    assert busy[0] == pytest.approx(explained.lower_bound_s)
+    assert sum(explained.parts_s.values()) == pytest.approx(explained.plan.step_s)
+    assert sum(explained.memory_parts_bytes.values()) == pytest.approx(explained.plan.memory_bytes)
+
+
+def test_computation_binds_where_links_are_fast() -> None:
+    cluster = make_cluster(2, 2, bandwidths=["100 Gbps", "100 Gbps"], throughput="1 GFLOPS")
+    explained = planner.explain(planner.plan(cluster, make_workload()))
+    assert explained.binds == explained.lower_bound_by == "computation"
+
+
+def test_json_is_plain(plan: Plan) -> None:
+    data = planner.explain(plan).to_json()
+    assert json.loads(json.dumps(data)) == data | {key: list(data[key]) for key in ("baselines", "neighbours", "links")}
+
+
+def test_summary_is_the_contract(plan: Plan) -> None:
+    summary = planner.summary(plan)
+    assert set(summary) >= {
+        "status", "objective_s", "bound_s", "gap", "solve_s", "domains", "baselines", "memory_bytes"
+    }  # fmt: skip
+    assert summary["status"] == "optimal"
+    assert summary["domains"] == {"dc": 2, "gpu": 2}
+    assert set(summary["baselines"]) == {"ep", "full_gather"}
+    assert summary["objective_s"] == pytest.approx(summary["step_s"])
+    assert json.loads(json.dumps(summary)) == summary
+
+
+def test_summary_of_layers_that_differ_lists_groups() -> None:
+    cluster, workload = make_cluster(4, 2), make_workload(layers=3)
+    data = planner.baseline(cluster, workload, "ep").model_dump(mode="json")
+    group = data["layers"][0]
+    data["layers"] = [group | {"num_layers": 1}, group | {"first_layer": 1, "num_layers": 2, "domains": {"l0": 2, "l1": 1}}]
+    data["prediction"] = None
+    mixed = Plan.model_validate(data)
+    assert [entry["num_layers"] for entry in planner.summary(mixed)["domains"]] == [1, 2]
+    assert "same in all layers" in {other.name for other in planner.explain(mixed).neighbours}
