@@ -54,7 +54,7 @@ __device__ __forceinline__ void combine(const T* __restrict__ y, const u64* __re
 }
 
 #define KERNEL(name, T, N)                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                                    \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)                                                                 \
       name(const T* __restrict__ y, const u64* __restrict__ buffers, u32 buffer_rows, const i32* __restrict__ slot,           \
            const T* __restrict__ weights, T* __restrict__ out, u32 rows, u32 top_k, u32 packs, u32 chunks) {                  \
     combine<T, N>(y, buffers, buffer_rows, slot, weights, out, rows, top_k, packs, chunks);                                   \

@@ -61,7 +61,7 @@ route_count(const i32* __restrict__ ids, const i32* __restrict__ group_of, const
 constexpr u32 SCAN_THREADS = 512;
 
 // Sum of the values of the threads before this one; ``total`` gets the sum of all. Two barriers.
-__device__ __forceinline__ i64 block_scan(i64 value, i64* __restrict__ warp_totals, i64& total) {
+__device__ __forceinline__ i64 block_scan(i64 value, i64* warp_totals, i64& total) {
   u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   i64 sum = value;
 #pragma unroll

@@ -1,0 +1,190 @@
+"""The codec kernels on a device; the same functions as ``reference_codecs``. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from runtime.kernels import launch as lay
+from runtime.kernels.driver import Argument, Driver, Launch
+from runtime.kernels.errors import KernelInputError
+from runtime.kernels.launch import Peers, checked, pointer, require, u32
+from runtime.kernels.reference import Route
+from runtime.kernels.reference_codecs import SPAN, TILE, ChangeCode, Code, Residual
+
+_INT = (torch.int32,)
+_NARROW = (torch.bfloat16, torch.float16, torch.float32)
+"""Element types that are worth coding."""
+_SPANS_PER_UNIT = 4
+"""Stretches of 128 elements that one warp handles at a time."""
+
+
+class CodecKernels:
+    """Launches through ``driver``. All tensors of a call lie on one device and are contiguous."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def quantize(
+        self,
+        x: Tensor,
+        route: Route,
+        num_rows: int,
+        code: Code,
+        *,
+        multiple: int = 1,
+        peers: tuple[Peers, Peers] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See ``reference_codecs.quantize``; rows that are neither in a group nor its padding are not written.
+        ``peers``: buffers of codes and of scales."""
+        require("quantize", "x", x, _NARROW, (None, None), x.device)
+        rows, hidden = x.shape
+        width, spans = 4 * lay.ceil_div(hidden, 4), lay.ceil_div(hidden, SPAN)
+        local = 0 if peers else num_rows
+        codes = x.new_empty(local, width, dtype=code.dtype)
+        scales = x.new_empty(local, spans, dtype=torch.float32)
+        code_buffers, buffer_rows = lay.peers_arguments(peers[0] if peers else None)
+        scale_buffers, _ = lay.peers_arguments(peers[1] if peers else None)
+        whole = hidden % 4 == 0 and lay.alignment([x]) >= 4 * x.element_size()
+        arguments = (
+            *(pointer(x), pointer(route.slot), pointer(codes), pointer(scales), code_buffers, scale_buffers, buffer_rows),
+            *_rows_arguments("quantize", route, rows, hidden, whole, multiple, x.device),
+        )
+        self._run_rows(f"quantize_{lay.ELEMENTS[x.dtype]}_{code.name.lower()}", rows, hidden, route, multiple, arguments, x)
+        return codes, scales
+
+    def dequantize(
+        self, codes: Tensor, scales: Tensor, route: Route, num_rows: int, hidden: int, dtype: torch.dtype, *, multiple: int = 1
+    ) -> Tensor:
+        """See ``reference_codecs.dequantize``; rows that are neither in a group nor its padding are not written."""
+        code = Code.INT8 if codes.dtype is torch.int8 else Code.FP8
+        rows = codes.shape[0]
+        require("dequantize", "codes", codes, (code.dtype,), (None, 4 * lay.ceil_div(hidden, 4)), codes.device)
+        require("dequantize", "scales", scales, (torch.float32,), (rows, lay.ceil_div(hidden, SPAN)), codes.device)
+        out = codes.new_empty(num_rows, hidden, dtype=dtype)
+        require("dequantize", "dtype", out, _NARROW, (None, None), codes.device)
+        whole = hidden % 4 == 0 and lay.alignment([out]) >= 4 * out.element_size()
+        arguments = (
+            *(pointer(codes), pointer(scales), pointer(route.slot), pointer(out)),
+            *_rows_arguments("dequantize", route, rows, hidden, whole, multiple, codes.device),
+        )
+        self._run_rows(f"dequantize_{lay.ELEMENTS[dtype]}_{code.name.lower()}", rows, hidden, route, multiple, arguments, codes)
+        return out
+
+    def change_encode(self, now: Tensor, copy: Tensor, code: ChangeCode) -> tuple[Tensor, Tensor]:
+        """See ``reference_codecs.change_encode``; ``copy`` is updated in place."""
+        length = _require_flat("change_encode", now, copy)
+        _, span = code.value
+        quads = lay.ceil_div(length, 4)
+        codes = now.new_empty(quads * (2 if code is ChangeCode.INT4 else 4), dtype=torch.uint8)
+        scales = now.new_empty(lay.ceil_div(length, span), dtype=torch.float32)
+        tensors = (now, copy, codes, scales)
+        self._run_change("change_encode", code, now, tensors, length, lay.alignment([now, copy]))
+        return codes, scales
+
+    def change_decode(self, codes: Tensor, scales: Tensor, copy: Tensor, code: ChangeCode) -> None:
+        """See ``reference_codecs.change_decode``; ``copy`` is updated in place."""
+        length = _require_flat("change_decode", copy)
+        _, span = code.value
+        quad_bytes = 2 if code is ChangeCode.INT4 else 4
+        require("change_decode", "codes", codes, (torch.uint8,), (lay.ceil_div(length, 4) * quad_bytes,), copy.device)
+        require("change_decode", "scales", scales, (torch.float32,), (lay.ceil_div(length, span),), copy.device)
+        self._run_change("change_decode", code, copy, (codes, scales, copy), length, lay.alignment([copy]))
+
+    def residual_encode(self, value: Tensor, shared: Tensor, threshold: Tensor, capacity: int) -> Residual:
+        """See ``reference_codecs.residual_encode``; entries past the last are not written."""
+        length = _require_flat("residual_encode", value, shared)
+        require("residual_encode", "threshold", threshold, (torch.float32,), (1,), value.device)
+        checked("residual_encode", "capacity", capacity)
+        tiles = checked("residual_encode", "tiles", lay.ceil_div(length, TILE))
+        new = value.new_empty
+        values, places = new(capacity), new(capacity, dtype=torch.uint16)
+        # No tile, no block that would write these.
+        make = new if tiles else value.new_zeros
+        starts, status = make(tiles + 1, dtype=torch.int32), make(2, dtype=torch.int32)
+        chain = value.new_zeros(tiles + 1, dtype=torch.int64)
+        arguments = (
+            *(pointer(value), pointer(shared), pointer(threshold), pointer(chain), pointer(values), pointer(places)),
+            *(pointer(starts), pointer(status), ctypes.c_int64(length), u32(tiles), u32(capacity)),
+            u32(lay.alignment([value, shared]) == 16),
+        )
+        self._run_tiles("residual_encode", value, tiles, arguments)
+        return Residual(values, places, starts, status)
+
+    def residual_decode(self, shared: Tensor, residual: Residual) -> Tensor:
+        """See ``reference_codecs.residual_decode``."""
+        length = _require_flat("residual_decode", shared)
+        tiles = checked("residual_decode", "tiles", lay.ceil_div(length, TILE))
+        require("residual_decode", "values", residual.values, (shared.dtype,), (None,), shared.device)
+        require("residual_decode", "places", residual.places, (torch.uint16,), (len(residual.values),), shared.device)
+        require("residual_decode", "starts", residual.starts, _INT, (tiles + 1,), shared.device)
+        out = torch.empty_like(shared)
+        arguments = (
+            *(pointer(shared), pointer(residual.values), pointer(residual.places), pointer(residual.starts), pointer(out)),
+            *(ctypes.c_int64(length), u32(lay.alignment([shared, out]) == 16)),
+        )
+        self._run_tiles("residual_decode", shared, tiles, arguments)
+        return out
+
+    def _run_rows(
+        self,
+        kernel: str,
+        rows: int,
+        hidden: int,
+        route: Route,
+        multiple: int,
+        arguments: tuple[Argument, ...],
+        like: Tensor,
+    ) -> None:
+        units = (rows + len(route.counts) * (multiple - 1)) * _chunks(hidden)
+        grid = lay.warp_grid("quantize", units)
+        launch = Launch(stem="quantize", kernel=kernel, grid=grid, block=lay.BLOCK, arguments=arguments)
+        self._driver.launch(launch, like.device)
+
+    def _run_change(
+        self, name: str, code: ChangeCode, like: Tensor, tensors: tuple[Tensor, ...], length: int, aligned_to: int
+    ) -> None:
+        whole = length % 4 == 0 and aligned_to >= 4 * like.element_size()
+        units = lay.ceil_div(length, SPAN * _SPANS_PER_UNIT)
+        grid = max(1, min(lay.ceil_div(units, lay.WARPS_PER_BLOCK), lay.MAX_BLOCKS))
+        kernel = f"{name}_{lay.ELEMENTS[like.dtype]}_{code.name.lower()}"
+        arguments: tuple[Argument, ...] = (*map(pointer, tensors), ctypes.c_int64(length), u32(whole))
+        launch = Launch(stem="change", kernel=kernel, grid=grid, block=lay.BLOCK, arguments=arguments)
+        self._driver.launch(launch, like.device)
+
+    def _run_tiles(self, name: str, like: Tensor, tiles: int, arguments: tuple[Argument, ...]) -> None:
+        if tiles:
+            kernel = f"{name}_{lay.ELEMENTS[like.dtype]}"
+            launch = Launch(stem="residual", kernel=kernel, grid=tiles, block=lay.BLOCK, arguments=arguments)
+            self._driver.launch(launch, like.device)
+
+
+def _chunks(hidden: int) -> int:
+    return max(1, lay.ceil_div(hidden, SPAN * _SPANS_PER_UNIT))
+
+
+def _rows_arguments(
+    where: str, route: Route, rows: int, hidden: int, whole: bool, multiple: int, device: torch.device
+) -> tuple[Argument, ...]:
+    """The common tail of quantize and dequantize, after the checks."""
+    require(where, "slot", route.slot, _INT, (rows, None), device)
+    require(where, "counts", route.counts, _INT, (None,), device)
+    require(where, "offsets", route.offsets, _INT, (len(route.counts) + 1,), device)
+    top_k = route.slot.shape[1]
+    lay.require_top_k(where, top_k)
+    return (
+        *(pointer(route.counts), pointer(route.offsets), u32(rows), u32(top_k), u32(hidden), u32(whole)),
+        *(u32(_chunks(hidden)), u32(len(route.counts)), u32(multiple)),
+    )
+
+
+def _require_flat(where: str, *tensors: Tensor) -> int:
+    """Length of flat tensors of one type and size."""
+    if tensors[0].dim() != 1:
+        raise KernelInputError(where, "argument 0", f"has shape {list(tensors[0].shape)}, must be flat")
+    for position, tensor in enumerate(tensors):
+        dtypes = _NARROW if position == 0 else (tensors[0].dtype,)
+        require(where, f"argument {position}", tensor, dtypes, (tensors[0].numel(),), tensors[0].device)
+    return tensors[0].numel()

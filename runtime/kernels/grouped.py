@@ -1,0 +1,23 @@
+"""Products of many experts at once, on rows as the route packs them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ALIGNED_ROWS = 8
+"""Multiple that a route must pad groups to: the weight gradient's ragged dimension must be whole 16-byte accesses of bf16."""
+
+
+def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """[R, M]: rows ``offsets[e]:offsets[e + 1]`` of ``x`` [R, H] times ``weights[e]`` [H, M]; ``offsets`` [E + 1] int32.
+
+    bf16: one call of torch's grouped product, without waiting for the counts. Other types: a loop, which waits. Rows past
+    ``offsets[-1]`` are undefined; padding rows of ``x`` must be zero (as ``dispatch`` leaves them).
+    """
+    if x.dtype is torch.bfloat16 and len(x):
+        return F.grouped_mm(x, weights, offs=offsets[1:])
+    bounds = offsets.tolist()
+    parts = [x[begin:end] @ weight for begin, end, weight in zip(bounds[:-1], bounds[1:], weights.unbind(0), strict=True)]
+    return torch.cat([*parts, x.new_zeros(len(x) - bounds[-1], weights.shape[2])])
