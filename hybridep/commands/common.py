@@ -37,7 +37,8 @@ def verb(*, name: str, **settings: Any) -> Callable[[Command], click.Command]:
                 return error.exit_code
 
         option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; progress on stderr.")
-        return click.command(name=name, **settings)(option(run))
+        make: Callable[[Command], click.Command] = click.command(name=name, **settings)
+        return make(option(run))
 
     return decorate
 

@@ -33,7 +33,8 @@ class Kind(Enum):
     @property
     def model(self) -> type[Strict]:
         """The type that the file holds."""
-        return {Kind.CLUSTER: Cluster, Kind.WORKLOAD: Workload, Kind.RUN: Run}[self]
+        models: dict[Kind, type[Strict]] = {Kind.CLUSTER: Cluster, Kind.WORKLOAD: Workload, Kind.RUN: Run}
+        return models[self]
 
 
 def config_names(kind: Kind) -> list[str]:
@@ -98,10 +99,14 @@ def resolve_plan(run: Run) -> Plan:
     """The plan of a run: made now (``auto``, ``ep``, ``full_gather``), or read from its file and compared with the run's
     cluster and workload. Raises what the planner raises, ConfigError and PlanMismatchError."""
     cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
-    if run.plan in ("auto", "ep", "full_gather"):
-        import planner  # slow to import, and not needed for a plan that exists
+    if run.plan == "auto":
+        from planner import plan  # slow to import, and not needed for a plan that exists
 
-        return planner.plan(cluster, workload) if run.plan == "auto" else planner.baseline(cluster, workload, run.plan)
+        return plan(cluster, workload)
+    if run.plan in ("ep", "full_gather"):
+        from planner import baseline
+
+        return baseline(cluster, workload, "ep" if run.plan == "ep" else "full_gather")
     path = Path(run.plan)
     if not path.suffix and len(path.parts) == 1 and not path.is_file():
         raise UserError(f"plan {run.plan!r}: use auto, ep, full_gather or the path of a plan file")

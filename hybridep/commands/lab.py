@@ -1,0 +1,36 @@
+"""``hybridep lab``: a command inside emulated datacenters."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from hybridep.commands.common import note, set_option, verb
+
+
+@verb(name="lab", context_settings={"ignore_unknown_options": True})
+@click.option("--cluster", default="lab-4dc", show_default=True, help="Name or path of the cluster to emulate.")
+@click.option("--ray", is_flag=True, help="Start a Ray node in each datacenter and run CMD, with RAY_ADDRESS, beside the head.")
+@set_option
+@click.argument("cmd", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(cluster: str, ray: bool, overrides: tuple[str, ...], cmd: tuple[str, ...], as_json: bool) -> int:
+    """Run CMD where each site of a cluster is a network namespace, with its access link shaped to the site's rates.
+
+    Ends with CMD's exit code. Inside, HYBRIDEP_LAB describes the lab, `hybridep train` starts each rank in its datacenter, and
+    CMD reaches every datacenter. Rootless; whatever CMD leaves behind ends with it. Latency and links per pair are not emulated.
+    """
+    from hybridep.commands.inputs import Kind, load_cluster, sort_overrides
+    from hybridep.launch.host import child_environment
+    from hybridep.launch.lab import run_in_lab
+    from hybridep.launch.shaping import lab_spec
+
+    spec_of = load_cluster(cluster, sort_overrides(overrides, (Kind.CLUSTER,))[Kind.CLUSTER])
+    argv = list(cmd)
+    if ray:
+        ranks_per_dc = spec_of.num_gpus // spec_of.sizes[0]
+        argv = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(ranks_per_dc), *argv]
+    spec = lab_spec(spec_of)
+    if not as_json:
+        note(f"hybridep lab: {', '.join(dc.name for dc in spec.dcs)}" + (", a Ray node in each" if ray else ""))
+    return run_in_lab(argv, spec, child_environment())
