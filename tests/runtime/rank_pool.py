@@ -21,9 +21,10 @@ class RankFailed(Exception):
 
 
 class RankPool:
-    """``run(job, ...)`` calls ``job(rank, ...)`` on every rank of a gloo world and returns the results in order."""
+    """``run(job, ...)`` calls ``job(rank, ...)`` on every rank and returns the results in order. The ranks form a gloo
+    world unless ``join`` is false."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, join: bool = True) -> None:
         from runtime.mesh import host_store
 
         self.world_size = world_size
@@ -31,11 +32,12 @@ class RankPool:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         self._store = host_store(ADDRESS, timeout_s=START_TIMEOUT_S)
+        port = self._store.port if join else None
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, self._store.port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -81,14 +83,15 @@ class RankPool:
         self.close()
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int | None, pipe: Connection) -> None:
     import torch
 
     from runtime.mesh import join_store, open_process_group
 
     torch.set_num_threads(1)
-    store = join_store(ADDRESS, port, timeout_s=START_TIMEOUT_S)
-    open_process_group(store, rank=rank, world_size=world_size, timeout_s=START_TIMEOUT_S)
+    if port is not None:
+        store = join_store(ADDRESS, port, timeout_s=START_TIMEOUT_S)
+        open_process_group(store, rank=rank, world_size=world_size, timeout_s=START_TIMEOUT_S)
     pipe.send((False, None))
     while True:
         try:
