@@ -14,6 +14,7 @@ import numpy.typing as npt
 from simulator.engine import LATE, Engine, Event
 from simulator.errors import SimulationError
 from simulator.flow import FloatArray, IntArray, max_min_rates
+from simulator.flow_compiled import Fill, Solver, compiled_fill
 
 BoolArray = npt.NDArray[np.bool_]
 OnComplete = Callable[[IntArray], None]
@@ -26,36 +27,37 @@ flows that are equal by symmetry into as many events."""
 
 _CACHED_SOLUTIONS = 1024
 
+_COMPILE_AFTER = 100
+"""Solutions that were not found again before the compiled solver is loaded, which takes about a second."""
+
 
 @dataclass(slots=True)
 class _Flows:
-    """Columns of the flows now in the network."""
+    """Columns of the flows in the network. A flow that is done keeps its row, with no count and bytes that never end,
+    until rows are dropped together."""
 
     path: IntArray
     left_bytes: FloatArray
     count: FloatArray
     start_s: FloatArray
-    rate_bytes_per_s: FloatArray
     batch: IntArray
     index: IntArray
     """Position in the batch it was started with."""
 
-    def select(self, which: BoolArray) -> _Flows:
-        return _Flows(*(getattr(self, column.name)[which] for column in fields(self)))
+    def select(self, which: IntArray | BoolArray) -> _Flows:
+        return _Flows(*(getattr(self, name)[which] for name in _COLUMNS))
 
     @staticmethod
     def join(parts: Sequence[_Flows]) -> _Flows:
-        return _Flows(*(np.concatenate([getattr(part, column.name) for part in parts]) for column in fields(_Flows)))
+        return _Flows(*(np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS))
 
 
-def _no_flows() -> _Flows:
-    def integers() -> IntArray:
-        return np.zeros(0, dtype=np.int64)
+_COLUMNS = tuple(column.name for column in fields(_Flows))
 
-    def floats() -> FloatArray:
-        return np.zeros(0)
 
-    return _Flows(integers(), floats(), floats(), floats(), floats(), integers(), integers())
+def _new_flows(path: IntArray, size_bytes: FloatArray, count: FloatArray, start_s: float, batch: int) -> _Flows:
+    rows = np.arange(path.size, dtype=np.int64)
+    return _Flows(path, size_bytes.copy(), count.copy(), np.full(path.size, start_s), np.full_like(rows, batch), rows)
 
 
 class Network:
@@ -63,8 +65,9 @@ class Network:
 
     A flow occupies its links from its start until its bytes have left, and is delivered one latency later: the sender's
     link is busy at once, as with a real socket, and distance delays the arrival only. Rates are solved anew once per
-    instant in which flows start or end. A solution depends on nothing but how many flows are on each path, so
-    solutions are kept and found again when a later layer puts the same flows on the network.
+    instant in which flows start or end. A solution depends on nothing but how many flows are on each path, so solutions
+    are kept and found again when a later layer puts the same flows on the network; where that fails too often, the
+    compiled solver takes over.
     """
 
     def __init__(self, engine: Engine, link_capacity_bytes_per_s: Sequence[float] | FloatArray) -> None:
@@ -79,7 +82,12 @@ class Network:
         self._path_links = np.full((0, 0), -1, dtype=np.int64)
         self._path_latency_s = np.zeros(0)
         self._path_ids: dict[tuple[tuple[int, ...], float], int] = {}
-        self._flows = _no_flows()
+        none = np.zeros(0)
+        self._flows = _new_flows(none.astype(np.int64), none, none, 0.0, 0)
+        self._num_moving = 0
+        self._rate_bytes_per_s = none
+        self._end_s = none
+        self._solver: Solver | None = None
         self._arrivals: list[_Flows] = []
         self._callbacks: dict[int, OnComplete] = {}
         self._undelivered: dict[int, int] = {}
@@ -91,6 +99,8 @@ class Network:
         self._solve_event: Event | None = None
         self._finish_event: Event | None = None
         self._solutions: OrderedDict[bytes, _Solution] = OrderedDict()
+        self._num_solved = 0
+        self._fill: Fill | None = None
 
     @property
     def link_capacity_bytes_per_s(self) -> FloatArray:
@@ -163,15 +173,7 @@ class Network:
         on_link = links >= 0
         passed = np.broadcast_to((size * count)[:, None], links.shape)
         self._link_bytes += np.bincount(links[on_link], weights=passed[on_link], minlength=self._capacity.size)
-        new = _Flows(
-            path,
-            size.copy(),
-            count,
-            np.full(path.size, self._engine.now_s),
-            np.zeros(path.size),
-            np.full(path.size, batch, dtype=np.int64),
-            np.arange(path.size, dtype=np.int64),
-        )
+        new = _new_flows(path, size, count, self._engine.now_s, batch)
         moving = (size > 0) & on_link.any(axis=1)
         if not moving.all():
             self._deliver(new.select(~moving))
@@ -189,64 +191,96 @@ class Network:
         """Bring the flows' remaining bytes up to the clock."""
         elapsed_s = self._engine.now_s - self._settled_s
         self._settled_s = self._engine.now_s
-        if elapsed_s > 0 and self._flows.path.size:
-            self._flows.left_bytes -= self._flows.rate_bytes_per_s * elapsed_s
+        if elapsed_s > 0 and self._num_moving:
+            self._flows.left_bytes -= self._rate_bytes_per_s * elapsed_s
             self._link_busy_s[self._link_used] += elapsed_s
+
+    def _update_rows(self) -> None:
+        """Take in new flows, and drop the rows of those that are done once they are the majority."""
+        flows = self._flows
+        keep_all = self._num_moving * 2 >= flows.path.size
+        if keep_all and not self._arrivals:
+            return
+        if not keep_all:
+            flows = flows.select(flows.count > 0)
+        self._num_moving += sum(part.path.size for part in self._arrivals)
+        self._flows = _Flows.join([flows, *self._arrivals])
+        self._arrivals = []
+        self._rate_bytes_per_s = np.ones(self._flows.path.size)
+        self._solver = None
 
     def _solve(self) -> None:
         """Give every flow its rate and wait for the first to finish."""
         self._solve_event = None
         self._settle()
-        if self._arrivals:
-            self._flows = _Flows.join([self._flows, *self._arrivals])
-            self._arrivals = []
+        self._update_rows()
         if self._finish_event is not None:
             self._engine.cancel(self._finish_event)
             self._finish_event = None
-        flows = self._flows
-        if not flows.path.size:
+        if not self._num_moving:
             return
+        if self._fill is None:
+            self._solve_by_path()
+        else:
+            if self._solver is None:
+                links = self._path_links[self._flows.path]
+                self._solver = Solver(self._fill, self._capacity, links, self._flows.count)
+            self._rate_bytes_per_s = self._solver.solve()
+            self._link_used = self._solver.used
+        # Rounding can leave a little less than nothing.
+        self._end_s = np.maximum(self._flows.left_bytes, 0.0) / self._rate_bytes_per_s
+        self._end_s += self._engine.now_s
+        self._finish_event = self._engine.at(float(self._end_s.min()), self._finish)
+
+    def _solve_by_path(self) -> None:
+        """Solve for the number of flows on each path, or find the solution of an earlier time."""
+        flows = self._flows
         per_path = np.bincount(flows.path, weights=flows.count).astype(np.float64, copy=False)
         active = np.flatnonzero(per_path)
         counts = per_path[active]
         key = active.tobytes() + counts.tobytes()
         solution = self._solutions.get(key)
         if solution is None:
-            solution = self._solve_paths(active, counts)
+            links = self._path_links[active]
+            used = np.zeros(self._capacity.size, dtype=np.bool_)
+            used[links[links >= 0]] = True
+            solution = max_min_rates(self._capacity, links, counts), used
             self._solutions[key] = solution
             if len(self._solutions) > _CACHED_SOLUTIONS:
                 self._solutions.popitem(last=False)
-        else:
-            self._solutions.move_to_end(key)
-        rates, self._link_used = solution
+            self._num_solved += 1
+            if self._num_solved == _COMPILE_AFTER:
+                self._fill = compiled_fill()
+        rates, used = solution
+        per_path[:] = 1.0
         per_path[active] = rates
-        flows.rate_bytes_per_s = per_path[flows.path]
-        first_s = float(np.maximum(flows.left_bytes / flows.rate_bytes_per_s, 0.0).min())
-        self._finish_event = self._engine.after(first_s, self._finish)
-
-    def _solve_paths(self, active: IntArray, counts: FloatArray) -> _Solution:
-        links = self._path_links[active]
-        used = np.zeros(self._capacity.size, dtype=np.bool_)
-        used[links[links >= 0]] = True
-        return max_min_rates(self._capacity, links, counts), used
+        self._rate_bytes_per_s = per_path[flows.path]
+        self._link_used = used
 
     def _finish(self) -> None:
         """Take out the flows that are done: at least the one this event was set for, so that rounding cannot stall."""
         self._finish_event = None
         self._settle()
-        flows = self._flows
-        time_left_s = flows.left_bytes / flows.rate_bytes_per_s
-        clock_step_s = math.ulp(self._engine.now_s)
-        done = time_left_s <= np.maximum(_EARLY * (self._engine.now_s - flows.start_s), clock_step_s)
-        done[int(time_left_s.argmin())] = True
+        flows, now_s = self._flows, self._engine.now_s
+        clock_step_s = math.ulp(now_s)
+        near = np.flatnonzero(self._end_s <= now_s * (1.0 + _EARLY) + clock_step_s)
+        slack_s = np.maximum(_EARLY * (now_s - flows.start_s[near]), clock_step_s)
+        done = near[self._end_s[near] <= now_s + slack_s]
         gone = flows.select(done)
-        self._flows = flows.select(~done)
+        flows.count[done] = 0.0
+        flows.left_bytes[done] = np.inf
+        self._num_moving -= done.size
+        if self._solver is not None:
+            self._solver.remove(done)
         self._deliver(gone)
         self._solve_later()
 
     def _deliver(self, flows: _Flows) -> None:
         """Report flows whose bytes have left, one latency from now; one event for those of equal latency and batch."""
         latency_s = self._path_latency_s[flows.path]
+        if flows.path.size == 1:
+            self._engine.after(float(latency_s[0]), partial(self._report, int(flows.batch[0]), flows.index))
+            return
         for batch in np.unique(flows.batch).tolist():
             of_batch = flows.batch == batch
             for delay_s in np.unique(latency_s[of_batch]).tolist():
