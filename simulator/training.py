@@ -61,7 +61,8 @@ def step_program(plan: Plan, fabric: Fabric, routing: Routing | None = None) -> 
 
     Per micro-batch: the MoE blocks forward, the rest of the model, the blocks backward in reverse order; then the dense
     gradients are all-reduced and the optimizer steps. A block's gather runs beside its pre-expert forward, its gradient
-    return beside its pre-expert backward (HybridEP, Eq. 12), or before them where the plan's schedule does not overlap.
+    return beside its pre-expert backward (HybridEP, Eq. 12), and a second gather beside the combine's gradients, with
+    which it shares the links; or before them where the plan's schedule does not overlap.
     Without `routing`, tokens choose experts uniformly and rows are their expected number.
     """
     return _Builder(plan, fabric, routing).build()
@@ -159,8 +160,9 @@ class _Builder:
 
     def _backward(self, step: _Step, after: list[int]) -> list[int]:
         flows, name = step.block.flows, step.name
-        last = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name) if step.regather else after
-        last = self._hops(flows, Op.COMBINE_BACKWARD, self._levels, last, name)
+        gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name) if step.regather else after
+        begin = after if self._plan.schedule.overlap else gathered
+        last = [*self._hops(flows, Op.COMBINE_BACKWARD, self._levels, begin, name), *gathered]
         expert_s = step.block.expert_s * _BACKWARD_COST
         last = [self._program.compute(EXPERT + BACKWARD, expert_s, last, name)]
         last = self._hops(flows, Op.DISPATCH_BACKWARD, self._levels[::-1], last, name)
