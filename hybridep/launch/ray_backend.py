@@ -52,7 +52,7 @@ class RankActor:
             Job.from_json(job_text),
             rank,
             dc=dc,
-            address=ray.util.get_node_ip_address(),
+            address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             report=self._reports.put,
             meet=lambda: self._places.get(timeout=RENDEZVOUS_TIMEOUT_S),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -73,6 +74,7 @@ class ReportReader:
     def read(self, timeout_s: float) -> Iterator[tuple[int, Report | None]]:
         """(sender, report) in order of arrival; None once when a sender has closed its end. Waits for the first."""
         if not self._selector.get_map():
+            time.sleep(timeout_s)  # nobody is left to wait for, and callers poll in a loop
             return
         for key, _ in self._selector.select(timeout_s):
             sender = key.data
@@ -89,8 +91,8 @@ class ReportReader:
                 yield sender, None
 
     def close(self) -> None:
-        """Close what is still open."""
-        for key in list(self._selector.get_map().values()):
+        """Close what is still open; harmless when called again."""
+        for key in list((self._selector.get_map() or {}).values()):
             self._selector.unregister(key.fd)
             os.close(key.fd)
         self._selector.close()

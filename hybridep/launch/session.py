@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ def train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) -> 
     ``steps.jsonl``. Raises UserError when the output cannot be written, and what :meth:`Controller.run` raises; the
     summary is written then, too."""
     output = job.run.output
-    _prepare(output)
+    _prepare(job)
     job.plan.save(output / PLAN_FILE)
     log = StepLog(output / STEPS_FILE, keep=job.resume)
     records: list[StepRecord] = []
@@ -108,11 +109,17 @@ def _spread(times_s: list[float]) -> dict[str, float] | None:
     }
 
 
-def _prepare(output: Path) -> None:
+def _prepare(job: Job) -> None:
+    output, folder = job.run.output, job.run.checkpoint_folder
     try:
         output.mkdir(parents=True, exist_ok=True)
+        if folder.exists() and not job.resume:
+            # A run from the start must never be resumed from what another one left; one generation is kept all the same.
+            previous = folder.with_name(f"{folder.name}.previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            folder.rename(previous)
     except OSError as error:
-        raise UserError(f"output: {output} cannot be made ({error.strerror})") from None
+        raise UserError(f"output: {output} cannot be made ready ({error.strerror})") from None
 
 
 class StepLog:
