@@ -18,7 +18,8 @@ from simulator.network import Network
 class Fabric:
     """The network of a cluster, with transfers routed over the shortest path between their ranks.
 
-    Paths are found in the cluster's graph, once per source rank, and kept.
+    Paths are found in the cluster's graph. A rank hangs on one switch, so all pairs of ranks below the same two switches
+    share the way between these, which is looked for once.
     """
 
     def __init__(self, engine: Engine, cluster: Cluster) -> None:
@@ -26,7 +27,7 @@ class Fabric:
         self._graph = cluster.graph()
         self.network = Network(engine, [link.bandwidth_bytes_per_s for link in cluster.link_table])
         self._path_ids = np.full((cluster.num_gpus, cluster.num_gpus), -1, dtype=np.int64)
-        self._routes: dict[int, dict[int | str, list[int | str]]] = {}
+        self._between: dict[tuple[int | str, int | str], tuple[int, ...]] = {}
 
     @property
     def link_names(self) -> tuple[str, ...]:
@@ -35,10 +36,14 @@ class Fabric:
 
     def links(self, source: int, destination: int) -> tuple[int, ...]:
         """Link ids, in order, from one rank to another."""
-        if source not in self._routes:
-            self._routes[source] = nx.single_source_shortest_path(self._graph, source)
-        nodes = self._routes[source][destination]
-        return tuple(self._graph.edges[edge]["link"] for edge in pairwise(nodes))
+        if source == destination:
+            return ()
+        (start,), (end,) = self._graph.successors(source), self._graph.predecessors(destination)
+        if (start, end) not in self._between:
+            nodes = nx.shortest_path(self._graph, start, end)
+            self._between[start, end] = tuple(self._graph.edges[edge]["link"] for edge in pairwise(nodes))
+        edges = self._graph.edges
+        return (edges[source, start]["link"], *self._between[start, end], edges[end, destination]["link"])
 
     def path(self, source: int, destination: int) -> int:
         """Id of the path in the network, between two ranks."""

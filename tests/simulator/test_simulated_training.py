@@ -1,14 +1,19 @@
 """Steps whose length a person can add up, and properties that hold for every plan."""
 
 import itertools
+import time
 from math import comb, floor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from simulated_plans import PLANS, RATES_GBPS, THROUGHPUT, make_plan
 
-from hybridep.plan import Plan
+from hybridep.config import load
+from hybridep.plan import LayerGroup, Plan
+from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
+from hybridep.workload import Workload
 from simulator.baselines import Baseline, baseline_plan
 from simulator.step import StepResult, simulate_step
 
@@ -208,3 +213,18 @@ def test_timeline_covers_the_step_in_rows_per_datacenter() -> None:
     assert max(span.start_s + span.duration_s for span in spans) == pytest.approx(result.step_s)
     assert all(span.duration_s >= 0 for span in spans)
     assert floor(sum(link.load <= 1 + 1e-9 for link in result.links)) == len(result.links)
+
+
+@pytest.mark.parametrize("cluster", ["paper-l", "aws-9"])
+def test_a_large_model_takes_seconds(cluster: str) -> None:
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    workload = load(Workload, configs / "models" / "mixtral-8x7b.yaml", ["training.micro_batches=1"])
+    plan = Plan(
+        cluster=load(Cluster, configs / "clusters" / f"{cluster}.yaml"),
+        workload=workload,
+        layers=(LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={}),),
+    )
+    began_s = time.process_time()
+    result = simulate_step(plan)
+    assert time.process_time() - began_s < 20
+    check(plan, result, None)
