@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     # torch.distributed offers them without naming them as exported.
     from torch._C._distributed_c10d import Store, TCPStore
 
+JOIN_TIMEOUT_S = 120.0
+"""For all ranks to start: on a busy machine importing torch alone takes many seconds."""
 BYTE_VALUES = 256
 """Vocabulary that byte-level text needs."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +13,13 @@ import torch
 from hybridep.plan import Plan
 from hybridep.run import Run, StepReport
 from hybridep.traffic import Op
+from runtime.barrier import Barrier
 from runtime.build import build_rank_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.data import Batches, read_text
 from runtime.dense_reduce import all_reduce, flatten_gradients
 from runtime.expert_exchange import CopyStream
-from runtime.mesh import Mesh, close_process_group, open_process_group
+from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
 from runtime.optimizer import HomeOptimizer
 from runtime.spans import BACKWARD, HEAD, OPTIMIZER, SpanRecorder, merge
 from runtime.testing import Fault, fault_from_environment
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TRACE_FILE = "trace.json"
-JOIN_TIMEOUT_S = 120.0
-"""For all ranks to start: on a busy machine importing torch alone takes many seconds."""
-_BARRIER = "barrier"
 _BARRIER_TIMEOUT_S = 600.0
 """Ranks write checkpoints at different speeds; a rank that dies meanwhile is noticed at once all the same."""
 
@@ -45,7 +43,7 @@ class RankTrainer:
         self._batches = Batches(text, length=self._training.sequence_length, seed=run.seed)
         self.spans = SpanRecorder(mesh)
         self.transport = Transport(timeout_s=run.exchange_timeout, on_span=self.spans.transfer)
-        self._control = Transport(timeout_s=_BARRIER_TIMEOUT_S)
+        self._barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap)
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)
         self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
@@ -99,22 +97,12 @@ class RankTrainer:
             balance_sum += weight * balance.item()
         return loss_sum, balance_sum
 
-    def barrier(self) -> None:
-        """Return when all ranks have come here."""
-        others = [rank for rank in range(self.mesh.world_size) if rank != self.mesh.rank]
-        peers: Sequence[int] = others if self.mesh.rank == 0 else [0]
-        token = {peer: torch.zeros(1, dtype=torch.uint8) for peer in peers}
-        if self.mesh.rank == 0:
-            self._control.exchange({}, token, _BARRIER)
-            self._control.exchange(token, {}, _BARRIER)
-        else:
-            self._control.exchange(token, {}, _BARRIER)
-            self._control.exchange({}, token, _BARRIER)
-
     def save(self, step: int) -> None:
         """Write a checkpoint; all ranks call it."""
         folder = self.run.checkpoint_folder
-        save_checkpoint(folder, step, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer, barrier=self.barrier)
+        save_checkpoint(
+            folder, step, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer, barrier=self._barrier.wait
+        )
 
     def restore(self) -> int:
         """Continue from the last complete checkpoint; returns the number of steps it has."""
@@ -124,7 +112,7 @@ class RankTrainer:
     def save_trace(self) -> None:
         """Write what was recorded of ``run.trace_step`` as one trace of all ranks; all ranks call it."""
         self.spans.save(self.run.output)
-        self.barrier()
+        self._barrier.wait()
         if self.mesh.rank == 0:
             merge(self.run.output, self.mesh.world_size, self.run.output / TRACE_FILE)
 

@@ -1,0 +1,34 @@
+"""Waiting for all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runtime.transport import Transport
+
+_LABEL = "barrier"
+
+
+class Barrier:
+    """A meeting point of all ranks at rank 0. It has a transport of its own, because ranks may wait here for long."""
+
+    def __init__(self, *, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank, self._others = rank, [other for other in range(world_size) if other != rank]
+        self._transport = Transport(timeout_s=timeout_s)
+
+    def wait(self) -> None:
+        """Return when all ranks have called it."""
+        self.agree(0.0)
+
+    def agree(self, value: float) -> float:
+        """Rank 0's value, on all ranks, once all have called it."""
+        mine = torch.tensor([value], dtype=torch.float64)
+        if self._rank == 0:
+            self._transport.exchange({}, {other: torch.zeros(1, dtype=torch.float64) for other in self._others}, _LABEL)
+            self._transport.exchange(dict.fromkeys(self._others, mine), {}, _LABEL)
+            return value
+        answer: Tensor = torch.zeros(1, dtype=torch.float64)
+        self._transport.exchange({0: mine}, {}, _LABEL)
+        self._transport.exchange({}, {0: answer}, _LABEL)
+        return float(answer)

@@ -1,0 +1,46 @@
+"""The probe on a few ranks of this machine: plausible numbers, and the same formula as the cost model's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rank_pool import ADDRESS, RankPool
+from training_cases import Case
+
+from runtime.probe import LevelProbe, Probe, summarise
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def probe_job(rank: int, port: int, case: Case) -> Probe:
+    from runtime.mesh import join_store
+    from runtime.probe import probe
+
+    plan = case.plan()
+    store = join_store(ADDRESS, port, timeout_s=30)
+    return probe(plan.cluster, plan.workload, rank=rank, store=store, seconds=0.02)
+
+
+def test_all_ranks_measure_plausible_numbers() -> None:
+    from runtime.mesh import host_store
+
+    case = Case(sizes=(2, 2), domains=(1, 1), dtype="fp32")
+    store = host_store(ADDRESS, timeout_s=30)
+    with RankPool(4, join=False) as pool:
+        probes = pool.run(probe_job, store.port, case)
+    found = summarise(probes)
+    assert [level.name for level in found.levels] == ["dc", "gpu"]
+    for level in found.levels:
+        assert 1e-6 < level.latency_s < 0.5
+        assert 1e6 < level.bandwidth_bytes_per_s < 1e12
+    assert 1e6 < found.throughput_flops_per_s < 1e13
+    assert 0 <= found.block_overhead_s < 1
+    assert 1e5 < found.memory_bandwidth_bytes_per_s < 1e12
+
+
+def test_one_slow_rank_does_not_decide() -> None:
+    level = LevelProbe(name="dc", latency_s=1.0, bandwidth_bytes_per_s=10.0)
+    usual = Probe(levels=(level,), throughput_flops_per_s=5.0, block_overhead_s=0.1, memory_bandwidth_bytes_per_s=7.0)
+    slow = replace(usual, throughput_flops_per_s=0.01, levels=(replace(level, latency_s=99.0),))
+    assert summarise([usual, slow, usual]) == usual
