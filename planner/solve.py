@@ -1,8 +1,7 @@
 """Solve the integer program and say honestly how it ended.
 
-PuLP's ``LpStatus`` calls a search that ran into its time limit optimal, and reads variables without a value back as 0.0 or
-as leftovers of the search; so outcomes come from ``sol_status`` and from the solver itself, and values are read only when
-there is a solution.
+PuLP's ``LpStatus`` calls a search that ran into its time limit optimal, and variables without a value read back as 0.0; so
+outcomes come from ``sol_status``, bounds from the solver itself, and values are read only when there is a solution.
 """
 
 from __future__ import annotations
@@ -53,8 +52,11 @@ def gap(objective_s: float, bound_s: float) -> float:
 
 
 def solve(problem: Problem, *, solver: str = "highs", time_limit_s: float = 60.0) -> Solution:
-    """The best numbers of layers. Raises InfeasibleError when no choice fits the memory, NoSolutionError when the time was
-    over before the solver had one, UserError for an unknown solver."""
+    """The best numbers of layers. When the time is over first, the best found, or one configuration for all layers.
+
+    Raises InfeasibleError when no choice fits the memory, NoSolutionError when the time was over and none was known to,
+    UserError for an unknown solver.
+    """
     if solver not in _SOLVERS:
         raise UserError(f"solver {solver!r} is unknown; use {' or '.join(_SOLVERS)}")
     program = build_program(problem)
@@ -64,30 +66,37 @@ def solve(problem: Problem, *, solver: str = "highs", time_limit_s: float = 60.0
     status = outcome(sol_status)
     if status is Status.INFEASIBLE:
         raise InfeasibleError(missing_memory(problem))
-    if status is Status.NO_SOLUTION:
+    found = None if status is Status.NO_SOLUTION else _counts(problem, program, solver)
+    best = problem.best_uniform()
+    uniform = None if best is None else problem.uniform(best)
+    if found is None and uniform is None:
         raise NoSolutionError(f"{solver} found no plan within {time_limit_s:g} s; give it more time (--time-limit)")
-    counts = [0] * len(problem.candidates)
-    for candidate, variable in program.numbers.items():
-        counts[candidate] = round(variable.value())
-    if sum(counts) != problem.num_layers or not problem.fits(counts):
-        raise HybridEPError(f"{solver} returned a plan that breaks its constraints: {counts}")
-    objective_s = problem.objective_s(counts)
-    uniform = problem.best_uniform()
-    if uniform is not None and problem.objective_s(problem.uniform(uniform)) <= objective_s * (1 + TIE):
-        # One group of layers where a mixture gains nothing.
-        counts = list(problem.uniform(uniform))
-        objective_s = problem.objective_s(counts)
+    if found is None or (uniform is not None and problem.objective_s(uniform) <= problem.objective_s(found) * (1 + TIE)):
+        # One configuration for all layers: where a mixture gains nothing, or the search ended before it had one.
+        assert uniform is not None
+        found, status = uniform, Status.FEASIBLE if found is None else status
+    objective_s = problem.objective_s(found)
     # Without a bound of its own: every layer in its fastest configuration, whatever the memory.
     weakest = problem.num_layers * float(problem.layer_s.min())
     bound_s = problem.fixed_s + (weakest if dual_bound is None else max(weakest, dual_bound * program.scale_s))
     return Solution(
-        counts=tuple(counts),
+        counts=found,
         status=status,
         objective_s=objective_s,
         bound_s=min(bound_s, objective_s),
         solve_s=solve_s,
         solver=solver,
     )
+
+
+def _counts(problem: Problem, program: Program, solver: str) -> tuple[int, ...]:
+    """The solver's numbers of layers, which must be what was asked for."""
+    counts = [0] * len(problem.candidates)
+    for candidate, variable in program.numbers.items():
+        counts[candidate] = round(variable.value())
+    if sum(counts) != problem.num_layers or not problem.fits(counts):
+        raise HybridEPError(f"{solver} returned a plan that breaks its constraints: {counts}")
+    return tuple(counts)
 
 
 def outcome(sol_status: int) -> Status:
@@ -122,12 +131,8 @@ def _highs(program: Program, time_limit_s: float) -> tuple[int, float | None]:
     model = program.model
     model.solve(pulp.HiGHS(msg=False, timeLimit=time_limit_s, gapRel=0.0, gapAbs=0.0, threads=1, random_seed=0))
     info = model.solverModel.getInfo()
-    status = int(model.sol_status)
-    if status == pulp.LpSolutionIntegerFeasible and info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        # PuLP reports a solution whenever the time limit ends the search, also without any.
-        status = pulp.LpSolutionNoSolutionFound
     bound = float(info.mip_dual_bound)
-    return status, bound if abs(bound) < highspy.kHighsInf else None
+    return int(model.sol_status), bound if abs(bound) < highspy.kHighsInf else None
 
 
 def _cbc(program: Program, time_limit_s: float) -> tuple[int, float | None]:

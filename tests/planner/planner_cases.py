@@ -75,6 +75,14 @@ def make_workload(
     return build(Workload, {"name": "test", "model": model, "training": training}, "test")
 
 
+def mixing_case(memory: str = "1 GiB") -> tuple[Cluster, Workload]:
+    """Slow links and many small experts per token: the best plan is a middle domain, and links bind."""
+    cluster = make_cluster(
+        4, 2, bandwidths=["200 Mbps", "8 Gbps"], latencies=["0.5 ms", "0.2 ms"], throughput="20 GFLOPS", memory=memory
+    )
+    return cluster, make_workload(layers=4, hidden=128, experts=16, top_k=4, ffn=128, tokens=512)
+
+
 @cache
 def _base() -> Problem:
     return build_problem(make_cluster(2, 2), make_workload(layers=1, experts=4), Schedule())

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planner_cases import make_cluster, make_workload, random_cluster, random_workload, shipped_cluster, shipped_workload
+from planner_cases import make_cluster, make_workload, mixing_case, random_cluster, random_workload
 
 import planner
 from hybridep.config import build
@@ -17,7 +17,7 @@ from planner.check import CheckError, check
 
 @pytest.fixture(scope="module")
 def good() -> Plan:
-    return planner.plan(shipped_cluster("lab-4dc"), shipped_workload("tiny"))
+    return planner.plan(*mixing_case())
 
 
 def mutated(plan: Plan, path: str, value: Any) -> Plan:
@@ -54,9 +54,9 @@ def test_every_plan_of_the_planner_is_accepted() -> None:
         ("prediction.parts.experts", "0 s", "prediction.parts.experts: claims 0"),
         ("prediction.parts.magic", "1 s", "prediction.parts.magic: is nothing that the cost model knows"),
         ("prediction.baselines.ep", "9 s", "prediction.baselines.ep: claims 9"),
-        ("layers.0.domains.dc", 4, "prediction.step: claims"),
+        ("layers.0.domains.l0", 4, "prediction.step: claims"),
         ("layers.0.residency", "microbatch", "prediction.step: claims"),
-        ("cluster.gpu.memory", "40 MB", r"layers: dc0/gpu0 needs 54.44 MB and has 40 MB: 14.44 MB are missing"),
+        ("cluster.gpu.memory", "40 MB", r"layers: l00/l10 needs 54.44 MB and has 40 MB: 14.44 MB are missing"),
         ("cluster.levels.0.bandwidth", "100 Mbps", "prediction.step: claims"),
     ],
 )
@@ -69,8 +69,8 @@ def test_one_wrong_value_is_named(good: Plan, path: str, value: Any, words: str)
 
 def test_a_domain_that_does_not_divide_is_named_even_in_a_copy(good: Plan) -> None:
     """``model_copy`` validates nothing and takes cached placements along."""
-    group = good.layers[0].model_copy(update={"domains": {"dc": 3, "gpu": 1}})
-    with pytest.raises(ConfigError, match=r"domains\.dc: size 3 must divide the level's size 4; use 1, 2, 4"):
+    group = good.layers[0].model_copy(update={"domains": {"l0": 3, "l1": 1}})
+    with pytest.raises(ConfigError, match=r"domains\.l0: size 3 must divide the level's size 4; use 1, 2, 4"):
         check(good.model_copy(update={"layers": (group,)}))
 
 
@@ -87,11 +87,11 @@ def test_a_missing_prediction_is_named(good: Plan) -> None:
 
 def test_a_lying_bound_is_noticed() -> None:
     """A slow plan that claims, consistently in all its own numbers, that nothing is faster."""
-    cluster, workload = shipped_cluster("lab-4dc"), shipped_workload("tiny")
+    cluster, workload = mixing_case()
     honest, slow = planner.plan(cluster, workload), planner.baseline(cluster, workload, "ep")
     assert honest.solver is not None and slow.prediction is not None
     report = honest.solver.model_copy(update={"objective": slow.prediction.step, "bound": slow.prediction.step})
-    with pytest.raises(CheckError, match=r"solver\.bound: claims that no plan is faster .* domains dc 2, gpu 2"):
+    with pytest.raises(CheckError, match=r"solver\.bound: claims that no plan is faster .* domains l0 2, l1 2"):
         check(slow.model_copy(update={"solver": report}))
     assert planner.summary(slow)["status"] == "feasible"
 

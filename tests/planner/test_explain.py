@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from planner_cases import make_cluster, make_workload, shipped_cluster, shipped_workload
+from planner_cases import make_cluster, make_workload, mixing_case
 
 import planner
 from hybridep.plan import Plan
@@ -13,12 +13,12 @@ from hybridep.plan import Plan
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return planner.plan(shipped_cluster("lab-4dc"), shipped_workload("tiny"))
+    return planner.plan(*mixing_case())
 
 
 def test_neighbours_are_one_move_away_and_slower(plan: Plan) -> None:
     explained = planner.explain(plan)
-    assert {other.name for other in explained.neighbours} == {"dc 1", "dc 4", "gpu 1", "copies per microbatch"}
+    assert {other.name for other in explained.neighbours} == {"l0 1", "l0 4", "l1 1", "copies per microbatch"}
     assert [other.name for other in explained.baselines] == ["ep", "full_gather"]
     for other in (*explained.neighbours, *explained.baselines):
         assert other.step_s >= explained.plan.step_s
@@ -30,7 +30,7 @@ def test_links_and_bound(plan: Plan) -> None:
     explained = planner.explain(plan)
     assert plan.prediction is not None
     assert explained.lower_bound_s == pytest.approx(plan.prediction.bound)
-    assert explained.lower_bound_by == explained.binds == explained.links[0].name == "dc0 up"
+    assert explained.lower_bound_by == explained.binds == explained.links[0].name == "l00 up"
     busy = [link.busy_s for link in explained.links]
     assert busy == sorted(busy, reverse=True)
     assert busy[0] == pytest.approx(explained.lower_bound_s)
@@ -55,7 +55,7 @@ def test_summary_is_the_contract(plan: Plan) -> None:
         "status", "objective_s", "bound_s", "gap", "solve_s", "domains", "baselines", "memory_bytes"
     }  # fmt: skip
     assert summary["status"] == "optimal"
-    assert summary["domains"] == {"dc": 2, "gpu": 2}
+    assert summary["domains"] == {"l0": 2, "l1": 2}
     assert set(summary["baselines"]) == {"ep", "full_gather"}
     assert summary["objective_s"] == pytest.approx(summary["step_s"])
     assert json.loads(json.dumps(summary)) == summary

