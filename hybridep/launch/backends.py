@@ -15,8 +15,8 @@ from hybridep.launch.session import Backend
 from hybridep.launch.shaping import lab_for, site_names
 from hybridep.launch.worker import Job
 
-# Ray tells of a dead actor seconds before it tells that the whole node is gone, which says more.
-RAY_PATIENCE = Patience(cause_s=4.0, complaint_s=4.0)
+# Ray needs some missed health checks to tell that a node is gone; its neighbours complain at once.
+RAY_PATIENCE = Patience(complaint_s=9.0)
 
 
 def in_lab() -> bool:

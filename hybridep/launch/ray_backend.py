@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -36,6 +36,8 @@ _CONNECT_TIMEOUT_S = 30.0
 _PLACE_TIMEOUT_S = 60.0
 _LONG_POLL_S = 5.0
 _NODE_CHECK_S = 1.0
+_UNREACHABLE_S = 8.0
+"""An actor out of reach is dead, or its node is: Ray knows which after some missed health checks."""
 
 
 class RankActor:
@@ -82,6 +84,8 @@ class Driver:
         """Pending call -> (rank, whether it is ``run``)."""
         self._left = set(range(len(self._dcs)))
         self._lost: set[str] = set()
+        self._unreachable: dict[int, tuple[float, str]] = {}
+        """Rank -> (since when, why)."""
 
     def drive(self) -> None:
         """Run until all ranks have finished or failed."""
@@ -99,8 +103,11 @@ class Driver:
             for ref in ray.wait(list(self._refs), timeout=0.2)[0]:
                 self._take(ref, *self._refs.pop(ref))
             if time.monotonic() - checked_s > _NODE_CHECK_S:
-                self._check_nodes()
                 checked_s = time.monotonic()
+                self._check_nodes()
+                for rank, (since_s, why) in self._unreachable.items():
+                    if checked_s - since_s > _UNREACHABLE_S:
+                        self._fail(rank, FailureKind.DIED, why)
 
     def _reserve(self) -> PlacementGroup:
         """One CPU per rank on a node of its datacenter. Raises UserError when the cluster has no such place."""
@@ -142,6 +149,10 @@ class Driver:
     def _take(self, ref: Any, rank: int, is_run: bool) -> None:
         try:
             result = ray.get(ref)
+        except ActorUnavailableError as error:
+            why = f"its Ray actor is out of reach: {_first_line(error)}"
+            self._unreachable.setdefault(rank, (time.monotonic(), why))
+            return
         except RayActorError as error:
             self._fail(rank, FailureKind.DIED, f"its Ray actor is gone: {_first_line(error)}")
             return

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from hybridep.config import write_text
 from hybridep.launch.host import child_environment
+from hybridep.launch.ray_nodes import DETECTION
 from hybridep.launch.reports import Rendezvous, ReportReader
 from hybridep.launch.worker import Job
 from hybridep.launch.worker_group import DcLost, Event, Failed
@@ -38,7 +39,7 @@ class RayGroup:
             with (output / "logs" / "ray-driver.log").open("wb") as log:
                 self._process = subprocess.Popen(
                     [*self._prefix, sys.executable, "-m", "hybridep.launch.ray_backend", *words],
-                    env=child_environment(),
+                    env=child_environment(DETECTION),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

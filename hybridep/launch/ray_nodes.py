@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,9 +32,10 @@ START_TIMEOUT_S = 120.0
 _OBJECT_STORE_BYTES = 80_000_000
 """About the least that Ray accepts; nothing large passes through it."""
 
-# Ray's defaults take over a minute to notice a node that is frozen or cut off. Several seconds per check, because eight
-# ranks that start on two cores keep a healthy node from answering sooner.
-HEALTH_CHECKS = {
+# Ray's defaults take over a minute to notice a node that is frozen or cut off, or that the head is gone. Several seconds
+# per check, because eight ranks that start on two cores keep a healthy node from answering sooner.
+DETECTION = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
@@ -75,6 +77,7 @@ class RayNodes:
         self._places, self._cpus = list(places), cpus_per_node
         self._folder = Path()
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self._family: set[psutil.Process] = set()
         self.address = ""
 
     def __enter__(self) -> RayNodes:
@@ -116,7 +119,7 @@ class RayNodes:
         with (folder / "start.log").open("wb") as log:
             return subprocess.Popen(
                 command,
-                env=child_environment(HEALTH_CHECKS),
+                env=child_environment(DETECTION),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -134,22 +137,24 @@ class RayNodes:
                     lines = [line for line in log.splitlines() if line.strip()] or ["no output"]
                     raise RayStartError(f"the Ray node of {place.dc} at {place.address} {what}: {lines[-1]}; try --local")
                 time.sleep(0.05)
+            self._remember(self._nodes[index])
+
+    def _remember(self, node: subprocess.Popen[bytes]) -> None:
+        # Children are listed while their parent lives; afterwards nothing says that they are ours.
+        with suppress(psutil.NoSuchProcess):
+            if node.poll() is None:
+                self._family |= {psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)}
 
     def __exit__(self, *_: object) -> None:
-        # Children are listed before their parent ends; afterwards nothing says that they are ours.
-        ours = []
         for node in self._nodes:
-            if node.poll() is None:
-                ours += [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
-        for process in ours:
-            try:
+            self._remember(node)
+        for process in self._family:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         for node in self._nodes:
             node.wait()
-        psutil.wait_procs(ours, timeout=10)
-        self._nodes = []
+        psutil.wait_procs(self._family, timeout=10)
+        self._nodes, self._family = [], set()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
