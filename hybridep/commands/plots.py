@@ -1,0 +1,79 @@
+"""Figures of a comparison: losses, step times, and one step's timeline, as PNG."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display is needed, and none may be opened
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+MAX_ROWS = 40
+"""A timeline with more rows than this shows the first ones only."""
+
+
+def plot_losses(path: Path, losses: Mapping[str, Sequence[float]]) -> None:
+    """One curve per plan over the steps. Equal curves lie on each other, so later ones are drawn thinner."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for index, (name, values) in enumerate(losses.items()):
+        axes.plot(range(1, len(values) + 1), values, label=name, linewidth=7.0 / (1 + 1.5 * index))
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)")
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_step_times(path: Path, times_s: Mapping[str, Mapping[str, float]]) -> None:
+    """Grouped bars: ``times_s[plan][measured | predicted | simulated]`` in seconds."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    kinds = list(dict.fromkeys(kind for times in times_s.values() for kind in times))
+    width = 0.8 / max(len(kinds), 1)
+    for index, kind in enumerate(kinds):
+        places = [position + (index - (len(kinds) - 1) / 2) * width for position in range(len(times_s))]
+        bars = axes.bar(places, [times.get(kind, 0.0) for times in times_s.values()], width=width, label=kind)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7)
+    axes.set_xticks(range(len(times_s)), list(times_s))
+    axes.set_ylabel("step time (s)")
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_timeline(path: Path, trace: Path, title: str) -> None:
+    """A Chrome trace as one row per thread, coloured by kind of operation; a kind's backward has the same colour."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    threads = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    rows = list(dict.fromkeys((event["pid"], event["tid"]) for event in spans))[:MAX_ROWS]
+    kinds = list(dict.fromkeys(_kind(event["cat"]) for event in spans))
+    colours = dict(zip(kinds, plt.get_cmap("tab20").colors, strict=False))  # type: ignore[attr-defined]
+    figure, axes = plt.subplots(figsize=(11, 1.2 + 0.22 * len(rows)), layout="constrained")
+    for height, row in enumerate(rows):
+        for kind in kinds:
+            bars = [
+                (event["ts"] / 1e3, event["dur"] / 1e3)
+                for event in spans
+                if (event["pid"], event["tid"]) == row and _kind(event["cat"]) == kind
+            ]
+            axes.broken_barh(bars, (height - 0.4, 0.8), color=colours.get(kind, "black"), label="_" if height else kind)
+    handles = [Patch(color=colours.get(kind, "black")) for kind in kinds]
+    axes.legend(handles, kinds, loc="upper left", bbox_to_anchor=(1, 1), fontsize=7, frameon=False)
+    axes.set_yticks(range(len(rows)), [f"{processes[pid]} {threads[tid]}" for pid, tid in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms", title=title)
+    _save(figure, path)
+
+
+def _kind(category: str) -> str:
+    return category.removesuffix("_backward") if category not in ("combine_backward", "dispatch_backward") else category
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
