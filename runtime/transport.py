@@ -3,13 +3,15 @@
 All receives are posted first, then the messages leave one after the other, to the next higher rank first, wrapping
 around. Ranks that differ at one level thereby form a shift: in the first turn everyone sends to its right neighbour, in
 the next to the one after, so that no two of them send to the same site at once. The next message starts when the last
-one is handed to the kernel, not when everybody is done: uneven messages do not wait for each other.
+one is handed to the kernel, not when everybody is done: uneven messages do not wait for each other. Of a long message
+one piece leaves per turn, or a site could be left with one large message to a busy peer at the end.
 
-Measured with 4 sites x 1 or 2 ranks and TCP at 100 and 200 Mbit/s (time over bytes / rate of the busiest link, where
-1.046 is the TCP/IP and Ethernet headers): this order 1.03 to 1.12, for even and uneven messages from 0.3 MB; everything
-posted at once 1.04 to 1.31; a barrier between turns 1.03 to 1.10 for even but 1.21 to 1.51 for uneven messages; messages
-cut in chunks gained nothing. Sending before the receives are posted halves the speed, because gloo keeps a message back
-until the other side has announced its receive.
+Measured with 4 sites x 1 or 2 ranks and TCP (Reno) at 100 and 200 Mbit/s, as time over bytes / rate of the busiest link,
+where 1.046 is the TCP/IP and Ethernet headers: this order 1.05 to 1.12 for even and uneven messages of 0.3 to 10 MB;
+whole messages instead of pieces up to 1.28 for large uneven ones; everything posted at once 1.04 to 1.31, the worst for
+small even ones; a barrier between turns 1.03 to 1.10 for even but 1.21 to 1.51 for uneven messages; pieces of 1 MiB 1.32
+for small even ones. Sending before the receives are posted halves the speed, because gloo keeps a message back until
+the other side has announced its receive.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from hybridep.errors import TransportError
 _NUMBER_BITS = 15
 _LABEL_BITS = 16
 _SHORTEST_WAIT_S = 1e-3
+_PIECE_BYTES = 2 << 20
 
 
 class Handle:
@@ -92,15 +95,16 @@ class Transport:
         incoming: list[tuple[int, dist.Work | None]] = []
         with self._lock:
             for peer, tensor in receives.items():
-                if tensor.numel():
+                for piece in _pieces(tensor):
                     tag = self._next_tag("receive", label, peer)
                     with self._naming("receive from", peer, label, start):
-                        incoming.append((peer, dist.irecv(_as_bytes(tensor), peer, tag=tag)))
-            for peer in sorted(sends, key=lambda peer: (peer - self._rank) % self._num_ranks):
-                if sends[peer].numel():
-                    message = _as_bytes(sends[peer])
-                    outgoing.append((peer, message, self._next_tag("send", label, peer)))
-                    self.sent_bytes[label, peer] += message.numel()
+                        incoming.append((peer, dist.irecv(piece, peer, tag=tag)))
+            queues = [(peer, _pieces(sends[peer])) for peer in sorted(sends, key=self._distance)]
+            for turn in range(max((len(pieces) for _, pieces in queues), default=0)):
+                for peer, pieces in queues:
+                    if turn < len(pieces):
+                        outgoing.append((peer, pieces[turn], self._next_tag("send", label, peer)))
+                        self.sent_bytes[label, peer] += pieces[turn].numel()
 
         def finish() -> None:
             for peer, message, tag in outgoing:
@@ -114,6 +118,9 @@ class Transport:
 
         return finish
 
+    def _distance(self, peer: int) -> int:
+        return (peer - self._rank) % self._num_ranks
+
     def _wait(self, work: dist.Work | None, start: float) -> None:
         # Once per message and never again: gloo would wait for a second message that does not come.
         if work is not None:
@@ -121,7 +128,7 @@ class Transport:
             work.wait(timedelta(seconds=max(left_s, _SHORTEST_WAIT_S)))
 
     def _next_tag(self, direction: str, label: str, peer: int) -> int:
-        """The same number at both ends for the n-th message of a label between two ranks; 31 bits is what gloo takes."""
+        """The same number at both ends for the n-th piece of a label between two ranks; 31 bits is what gloo takes."""
         label_bits = zlib.crc32(label.encode()) % (1 << _LABEL_BITS)
         other = self._labels.setdefault(label_bits, label)
         if other != label:
@@ -143,5 +150,9 @@ class Transport:
             ) from error
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+def _pieces(tensor: Tensor) -> list[Tensor]:
+    """The tensor's bytes in views of at most ``_PIECE_BYTES``; none for a tensor of no bytes."""
+    if not tensor.numel():
+        return []
+    message = tensor.detach().view(-1).view(torch.uint8)
+    return [message[begin : begin + _PIECE_BYTES] for begin in range(0, message.numel(), _PIECE_BYTES)]

@@ -113,6 +113,13 @@ def test_messages_arrive_and_are_counted(tmp_path: Path) -> None:
         }
         assert spans == [("uneven", True)] * 3
 
+        # Longer than one piece, and of uneven lengths.
+        long = lambda source: 300_000 * (source + 1)
+        receives = {peer: torch.zeros(long(peer), dtype=torch.int64) for peer in peers}
+        transport.exchange({peer: message(rank, peer, long(rank)) for peer in peers}, receives, "long")
+        assert all(torch.equal(receives[peer], message(peer, rank, long(peer))) for peer in peers)
+        assert all(transport.sent_bytes["long", peer] == 8 * long(rank) for peer in peers)
+
         # Any element type and shape, and a subset of the ranks.
         if rank < 2:
             got = torch.zeros(2, 3, dtype=torch.bfloat16)
