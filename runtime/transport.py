@@ -6,11 +6,12 @@ the next to the one after, so that no two of them send to the same site at once.
 one is handed to the kernel, not when everybody is done: uneven messages do not wait for each other. Of a long message
 one piece leaves per turn, or a site could be left with one large message to a busy peer at the end.
 
-Measured with 4 sites x 1 or 2 ranks and TCP (Reno) at 100 and 200 Mbit/s, as time over bytes / rate of the busiest link,
-where 1.046 is the TCP/IP and Ethernet headers: this order 1.05 to 1.12 for even and uneven messages of 0.3 to 10 MB;
-whole messages instead of pieces up to 1.28 for large uneven ones; everything posted at once 1.04 to 1.31, the worst for
-small even ones; a barrier between turns 1.03 to 1.10 for even but 1.21 to 1.51 for uneven messages; pieces of 1 MiB 1.32
-for small even ones. Sending before the receives are posted halves the speed, because gloo keeps a message back until
+Measured with 4 sites x 1 or 2 ranks and TCP (Reno) at 100 and 200 Mbit/s, all ranks on 2 busy cores, as time over bytes /
+rate of the busiest link, where 1.046 is the TCP/IP and Ethernet headers. From 1 MB per rank on, whole messages in this
+order took 1.03 to 1.19, but up to 1.28 where they are large and uneven; in pieces (2 ranks, 200 Mbit/s) 1.05 to 1.12,
+with pieces of 1 MiB 1.05 to 1.32; everything posted at once 1.04 to 1.31; a barrier between turns 1.03 to 1.10 for even
+but 1.21 to 1.51 for uneven messages. Smaller exchanges are ruled by the few milliseconds that a wake-up takes there.
+Sending before the receives are posted halves the speed, because gloo keeps a message back until
 the other side has announced its receive.
 """
 
