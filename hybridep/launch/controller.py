@@ -96,6 +96,8 @@ class Controller:
         self._lost: list[DcLost] = []
         self._reports: dict[int, list[StepReport]] = {}
         self._cause: Cause | None = None
+        self.results: dict[int, dict[str, Any]] = {}
+        """Rank -> what it measured, where that was its task."""
 
     @property
     def phase(self) -> Phase:
@@ -124,8 +126,9 @@ class Controller:
                     self._take_started(event)
                 case Stepped(report=report):
                     self._take_report(report)
-                case Finished(rank=rank):
+                case Finished(rank=rank, result=result):
                     self._finished.add(rank)
+                    self.results[rank] = result or {}
                     self._first_finish_s = now if self._first_finish_s is None else self._first_finish_s
                 case Failed():
                     self._failures.append(event)

@@ -1,4 +1,4 @@
-"""One rank: joins the others, trains, and reports. Runs as a process of its own or inside a Ray actor.
+"""One rank: joins the others, trains (or measures), and reports. Runs as a process of its own or inside a Ray actor.
 
 python -m hybridep.launch.worker JOB_FILE RANK DC ADDRESS REPORT_FILE_DESCRIPTOR PARENT_PID
 """
@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridep.config import build
@@ -20,7 +20,7 @@ from hybridep.launch.host import die_with_parent, interface_of
 from hybridep.launch.reports import Rendezvous, Report, ReportWriter
 from hybridep.launch.worker_group import Failed, FailureKind, Finished, Started, Stepped
 from hybridep.plan import Plan
-from hybridep.run import Run
+from hybridep.run import Run, StepReport
 
 RENDEZVOUS_TIMEOUT_S = 180.0
 """All ranks must have imported torch by then, several of them on one core in an emulation."""
@@ -32,7 +32,9 @@ class Job:
 
     run: Run
     plan: Plan
-    resume: bool
+    resume: bool = False
+    probe_s: float | None = None
+    """Instead of training, measure links and computation, each for about this long."""
 
     @property
     def dcs(self) -> tuple[str, ...]:
@@ -43,13 +45,15 @@ class Job:
     def to_json(self) -> str:
         """One line of JSON."""
         plan = self.plan.model_dump(mode="json", exclude={"provenance"}, exclude_none=True)
-        return json.dumps({"run": self.run.model_dump(mode="json"), "plan": plan, "resume": self.resume})
+        more = {"resume": self.resume, "probe_s": self.probe_s}
+        return json.dumps({"run": self.run.model_dump(mode="json"), "plan": plan, **more})
 
     @classmethod
     def from_json(cls, text: str) -> Job:
         """Inverse of :meth:`to_json`."""
         fields = json.loads(text)
-        return cls(run=build(Run, fields["run"], "run"), plan=build(Plan, fields["plan"], "plan"), resume=fields["resume"])
+        run, plan = build(Run, fields.pop("run"), "run"), build(Plan, fields.pop("plan"), "plan")
+        return cls(run=run, plan=plan, **fields)
 
     def log(self, rank: int) -> Path:
         """File with what a rank printed, and its traceback."""
@@ -74,7 +78,17 @@ def run_rank(
         else:
             place = meet()
             store = join_store(place.address, place.port, timeout_s=RENDEZVOUS_TIMEOUT_S)
-        train(job.run, job.plan, rank=rank, store=store, on_step=lambda step: report(Stepped(report=step)), resume=job.resume)
+        if job.probe_s is not None:
+            from runtime.probe import probe
+
+            found = probe(job.plan.cluster, job.plan.workload, rank=rank, store=store, seconds=job.probe_s)
+            report(Finished(rank=rank, result=asdict(found)))
+            return
+
+        def on_step(step: StepReport) -> None:
+            report(Stepped(report=step))
+
+        train(job.run, job.plan, rank=rank, store=store, on_step=on_step, resume=job.resume)
         report(Finished(rank=rank))
     except Exception as error:
         _keep_traceback(job, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from hybridep.run import StepReport
 
@@ -39,9 +39,10 @@ class Stepped:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A rank has done all steps and saved its share."""
+    """A rank has done all steps and saved its share, or measured what it was asked to: ``result`` as plain data."""
 
     rank: int
+    result: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,126 @@
+"""``hybridep probe``: measured links and computation -> cluster file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hybridep.commands.common import emit, note, set_option, verb
+
+if TYPE_CHECKING:
+    from hybridep.topology import Cluster
+    from hybridep.workload import Workload
+    from runtime.probe import Probe
+
+
+@verb(name="probe")
+@click.argument("cluster", default="lab-4dc")
+@click.argument("model", default="tiny")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Cluster file to write.  [default: CLUSTER-measured.yaml]")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, show_default=True, help="Per measurement.")
+@set_option
+def command(cluster: str, model: str, output: Path | None, seconds: float, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Measure each level's latency and bandwidth, and the computation of MODEL, with as many ranks as CLUSTER has.
+
+    With RAY_ADDRESS set: on that Ray cluster. Without: with processes on this machine, in emulated datacenters where the kernel
+    allows it (then the outermost level comes out as it is shaped). Sites and links per pair are copied, not measured.
+    """
+    from hybridep.commands.inputs import cluster_and_workload
+    from hybridep.config import write_yaml
+    from hybridep.launch.backends import in_lab
+    from hybridep.launch.host import child_environment
+    from hybridep.launch.lab import run_in_lab
+    from hybridep.launch.shaping import lab_spec, why_not_in_lab
+
+    given, workload = cluster_and_workload(cluster, model, overrides)
+    if not in_lab() and not os.environ.get("RAY_ADDRESS"):
+        reason = why_not_in_lab(given)
+        if reason is None:
+            options = [cluster, model, "--seconds", str(seconds), *["--json"] * as_json]
+            options += ["--output", str(output)] if output else []
+            options += [word for override in overrides for word in ("--set", override)]
+            again = [sys.executable, "-m", "hybridep.cli", "probe", *options]
+            return run_in_lab(again, lab_spec(given), child_environment())
+        note(f"hybridep probe: unshaped, links are not emulated: {reason}")
+    measured = measured_cluster(given, workload, seconds)
+    path = output or Path(f"{given.name}-measured.yaml")
+    write_yaml(path, measured.model_dump(mode="json", exclude_none=True))
+    if as_json:
+        emit({"output": str(path), "shaped": in_lab(), "cluster": measured.model_dump(mode="json")})
+    else:
+        _show(given, measured)
+        click.echo(f"cluster written to {path}")
+    return 0
+
+
+def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3) -> Cluster:
+    """Measure with all ranks of ``cluster``: on the Ray cluster at RAY_ADDRESS, else local processes, in the lab where inside
+    one. Returns the cluster with measured levels and computation; what was not measured stays."""
+    from hybridep.launch.backends import backend_for
+    from hybridep.launch.controller import Controller
+    from hybridep.launch.worker import Job
+    from hybridep.run import Run
+    from planner import baseline
+    from runtime.probe import LevelProbe, Probe, summarise
+
+    with tempfile.TemporaryDirectory(prefix="hybridep-") as folder:
+        run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=Path(folder), steps=1)
+        job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds)
+        with backend_for(job, local=not os.environ.get("RAY_ADDRESS")) as backend:
+            controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
+            controller.run()
+    probes = []
+    for fields in controller.results.values():
+        levels = tuple(LevelProbe(**level) for level in fields["levels"])
+        probes.append(Probe(**{**fields, "levels": levels}))
+    return _with_measurements(cluster, summarise(probes))
+
+
+def _with_measurements(cluster: Cluster, found: Probe) -> Cluster:
+    by_name = {level.name: level for level in found.levels}
+    levels = tuple(
+        level.model_copy(
+            update={
+                "latency": _rounded(by_name[level.name].latency_s),
+                "bandwidth": _rounded(by_name[level.name].bandwidth_bytes_per_s),
+            }
+            if level.name in by_name
+            else {}
+        )
+        for level in cluster.levels
+    )
+    gpu = cluster.gpu.model_copy(
+        update={
+            "throughput": _rounded(found.throughput_flops_per_s),
+            "memory_bandwidth": _rounded(found.memory_bandwidth_bytes_per_s),
+            "block_overhead": _rounded(found.block_overhead_s),
+        }
+    )
+    return cluster.model_copy(update={"levels": levels, "gpu": gpu})
+
+
+def _rounded(value: float) -> float:
+    # Further digits would only be noise in a file for people.
+    return float(f"{value:.4g}")
+
+
+def _show(given: Cluster, measured: Cluster) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybridep.units import format_bandwidth, format_seconds
+
+    table = Table("", "in the file", "measured", box=None, pad_edge=False)
+    for before, after in zip(given.levels, measured.levels, strict=True):
+        table.add_row(f"{before.name} bandwidth", format_bandwidth(before.bandwidth), format_bandwidth(after.bandwidth))
+        table.add_row(f"{before.name} latency", format_seconds(before.latency), format_seconds(after.latency))
+    throughputs = [f"{gpu.throughput / 1e9:.4g} GFLOPS" for gpu in (given.gpu, measured.gpu)]
+    table.add_row("throughput", *throughputs)
+    table.add_row("memory bandwidth", *(format_bandwidth(gpu.memory_bandwidth) for gpu in (given.gpu, measured.gpu)))
+    table.add_row("block overhead", *(format_seconds(gpu.block_overhead) for gpu in (given.gpu, measured.gpu)))
+    Console(highlight=False).print(table)
