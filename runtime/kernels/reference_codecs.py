@@ -60,7 +60,8 @@ def _spans(x: Tensor, span: int) -> Tensor:
 def _scales(spans: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """(scale, reciprocal), each [..., spans, 1]. A NaN shows in the scale."""
     size = spans.abs().amax(dim=-1, keepdim=True).clamp(min=LEAST)
-    return size / largest, largest / size
+    # A scalar over a tensor would be rounded twice: torch multiplies by the reciprocal.
+    return size / largest, torch.full_like(size, largest) / size
 
 
 def quantize(x: Tensor, route: Route, num_rows: int, code: Code) -> tuple[Tensor, Tensor]:

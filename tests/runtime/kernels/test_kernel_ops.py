@@ -1,0 +1,137 @@
+"""The torch operators: gradients, shapes for tracing, and what a program that captures graphs sees."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernel_cases import Case, make_ids, make_rows
+from torch import Tensor
+
+from runtime.kernels import ops
+from runtime.kernels.errors import CapacityError
+from runtime.kernels.grouped import ALIGNED_ROWS, grouped_mm
+
+CASE = Case(name="", rows=7, top_k=3, experts=5, hidden=6)
+
+
+def make_problem(case: Case = CASE) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids, groups = make_ids(case), torch.arange(case.experts, dtype=torch.int32)
+    x = make_rows(case.rows, case.hidden, torch.float64).requires_grad_()
+    weights = make_rows(case.rows, case.top_k, torch.float64, seed=5).requires_grad_()
+    return x, weights, ids, groups
+
+
+def test_gradients_of_each_operator() -> None:
+    x, weights, ids, groups = make_problem()
+    route = ops.route(ids, groups, 5, multiple=4)
+    rows = int(route.offsets[-1])
+    y = make_rows(rows, 6, torch.float64, seed=6).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: ops.dispatch(x, route, rows, multiple=4), (x,))
+    assert torch.autograd.gradcheck(lambda y: ops.combine(y, route), (y,))
+    assert torch.autograd.gradcheck(lambda y, w: ops.combine(y, route, w), (y, weights))
+    hop = ops.route(ids, groups // 2, 3, deduplicate=True)
+    assert torch.autograd.gradcheck(lambda w: ops.carry(ids, w, groups // 2, hop, int(hop.offsets[-1]))[1], (weights,))
+
+
+def test_layer_equals_a_loop_over_tokens() -> None:
+    x, weights, ids, groups = make_problem()
+    experts = make_rows(5 * 6, 6, torch.float64, seed=7).view(5, 6, 6).requires_grad_()
+
+    def through_kernels(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        route = ops.route(ids, groups, 5, multiple=4)
+        rows = ops.dispatch(x, route, int(route.offsets[-1]), multiple=4)
+        return ops.combine(grouped_mm(rows, experts, route.offsets).tanh(), route, weights, multiple=4)
+
+    def by_token(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return torch.stack(
+            [sum(weights[n, k] * (x[n] @ experts[ids[n, k]]).tanh() for k in range(3)) for n in range(7)]  # type: ignore[misc]
+        )
+
+    inputs = (x, weights, experts)
+    torch.testing.assert_close(through_kernels(*inputs), by_token(*inputs))
+    found = torch.autograd.grad(through_kernels(*inputs).square().sum(), inputs)
+    wanted = torch.autograd.grad(by_token(*inputs).square().sum(), inputs)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("rows", [0, 40])
+def test_grouped_product_in_bf16_equals_the_loop(rows: int) -> None:
+    ids, groups = make_ids(Case(name="", rows=rows, routing="few")), torch.arange(8, dtype=torch.int32)
+    route = ops.route(ids, groups, 8, multiple=ALIGNED_ROWS)
+    used = int(route.offsets[-1])
+    x = ops.dispatch(make_rows(rows, 32, torch.bfloat16), route, used, multiple=ALIGNED_ROWS).requires_grad_()
+    weights = make_rows(8 * 32, 16, torch.bfloat16).view(8, 32, 16).requires_grad_()
+    y = grouped_mm(x, weights, route.offsets)
+    wanted = grouped_mm(x.float(), weights.float(), route.offsets)
+    torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
+    grads = torch.autograd.grad(y.float().square().sum(), (x, weights))
+    exact = torch.autograd.grad(wanted.square().sum(), (x, weights))
+    for a, b in zip(grads, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-2, atol=0.5)
+
+
+def test_operators_keep_their_contract() -> None:
+    """torch's own checker: schema, shapes under tracing, registration of gradients."""
+    x, weights, ids, groups = make_problem()
+    route = ops.route(ids, groups, 5, multiple=4)
+    slot, counts, offsets, _ = route
+    rows = int(route.offsets[-1])
+    y = make_rows(rows, 6, torch.float64, seed=6).requires_grad_()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    names = torch.ops.hybridep
+    hop = ops.route(ids, groups, 5, deduplicate=True).slot
+    calls = (
+        (names.route.default, (ids, groups, 5, 4, 64, 0, 0, False, None, 1)),
+        (names.dispatch.default, (x, slot, counts, offsets, rows, 4)),
+        (names.combine.default, (y, slot, counts, offsets, weights, 4)),
+        (names.combine.default, (y, slot, counts, offsets, None, 4)),
+        (names.combine_backward.default, (x.detach(), y.detach(), slot, counts, offsets, weights.detach(), 4)),
+        (names.carry.default, (ids, weights, groups, hop, 21)),
+        (names.carry_back.default, (make_rows(21, 3, torch.float64), ids, groups, hop)),
+    )
+    for op, arguments in calls:
+        torch.library.opcheck(op, arguments, test_utils=tests)
+
+
+def test_a_captured_graph_holds_the_operators() -> None:
+    _, _, ids, groups = make_problem()
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            route = ops.route(ids, groups, 5, multiple=8)
+            rows = ops.dispatch(x, route, 64, multiple=8)
+            return ops.combine(torch.relu(rows), route, weights, multiple=8)
+
+    x, weights = make_rows(7, 6, torch.float32), make_rows(7, 3, torch.float32)
+    exported = torch.export.export(Layer(), (x, weights))
+    called = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    assert {f"hybridep.{name}.default" for name in ("route", "dispatch", "combine")} <= called
+    torch.testing.assert_close(exported.module()(x, weights), Layer()(x, weights))
+    compiled = torch.compile(Layer(), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weights), Layer()(x, weights))
+
+
+def test_overflow_is_reported_with_the_knob() -> None:
+    _, _, ids, groups = make_problem()
+    ops.require_room("layer 3", ops.route(ids, groups, 5))
+    with pytest.raises(CapacityError, match=r"layer 3: 11 of 21 did not fit: raise its capacity"):
+        ops.require_room("layer 3", ops.route(ids, groups, 5, capacity=10))
+
+
+def test_importing_touches_nothing() -> None:
+    """No device, no compiler and no driver library when the package is imported and used on CPU."""
+    code = (
+        "import ctypes; loaded = []; real = ctypes.CDLL\n"
+        "ctypes.CDLL = lambda name, *a, **k: (loaded.append(str(name)), real(name, *a, **k))[1]\n"
+        "import subprocess; subprocess.Popen = None\n"
+        "import torch; from runtime.kernels import ops\n"
+        "x = torch.ones(2, 4); r = ops.route(torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 1)\n"
+        "ops.combine(ops.dispatch(x, r, 2), r)\n"
+        "assert not any('cuda' in n or 'nvrtc' in n for n in loaded), loaded\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
