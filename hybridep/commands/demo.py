@@ -1,0 +1,230 @@
+"""``hybridep demo``: one tour over everything, ending with a table that sets three answers side by side."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hybridep.commands.common import emit, note, set_option, verb
+from hybridep.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hybridep.plan import Plan
+    from hybridep.run import Run
+    from hybridep.topology import Cluster
+
+LOSS_TOLERANCE = 1e-3
+"""Plans add numbers in different orders; in fp32 the losses of a short run drift apart by less than this, relatively."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One plan's row of the table."""
+
+    name: str
+    domains: str
+    measured_s: float
+    """Median over the steps but the first."""
+    spread_s: float
+    """Standard deviation of the same steps."""
+    predicted_s: float
+    simulated_s: float
+    wan_bytes: float
+    """Counted by the ranks, per step."""
+    planned_wan_bytes: float
+    """Expected by the plan under uniform routing, per step."""
+    losses: tuple[float, ...]
+
+    @property
+    def final_loss(self) -> float:
+        """After the last step."""
+        return self.losses[-1]
+
+
+@verb(name="demo")
+@click.option("--run", "run_name", default="demo", show_default=True, help="Run config: its cluster, model, data and steps.")
+@set_option
+def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Emulate datacenters behind slow links, measure them, plan, and train the same model three ways: expert parallelism,
+    full gather, and the plan. Ends with one table: measured, predicted and simulated step times, WAN bytes, losses."""
+    from hybridep.commands.inputs import load_cluster, load_run
+    from hybridep.launch.backends import in_lab
+    from hybridep.launch.host import child_environment
+    from hybridep.launch.lab import run_in_lab
+    from hybridep.launch.shaping import lab_spec, why_not_in_lab
+
+    run = load_run(run_name, overrides)
+    cluster = load_cluster(run.cluster)
+    if not in_lab():
+        reason = why_not_in_lab(cluster)
+        if reason is None:
+            note(f"hybridep demo: {cluster.sizes[0]} emulated datacenters, {cluster.num_gpus} ranks, over Ray")
+            again = [sys.executable, "-m", "hybridep.cli", "demo", "--run", run_name, *(["--json"] if as_json else [])]
+            again += [word for override in overrides for word in ("--set", override)]
+            ray = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(cluster.num_gpus // cluster.sizes[0])]
+            return run_in_lab([*ray, *again], lab_spec(cluster), child_environment())
+        note(f"hybridep demo: unshaped, links are not emulated: {reason}")
+    with _ray_nodes(cluster):
+        outcomes, measured = _tour(run, cluster)
+    result = _result(run, measured, outcomes, shaped=in_lab())
+    if as_json:
+        emit(result)
+    else:
+        _show(result, outcomes)
+    if not result["losses_equal"]:
+        note("hybridep demo: the losses differ: this is a bug")
+        return 1
+    return 0
+
+
+@contextmanager
+def _ray_nodes(cluster: Cluster) -> Iterator[None]:
+    """Ray nodes for all trainings of the tour, unless there are some already."""
+    from hybridep.launch.ray_nodes import RayNodes, places_on_loopback
+    from hybridep.launch.shaping import site_names
+
+    if os.environ.get("RAY_ADDRESS"):
+        yield
+        return
+    with RayNodes(places_on_loopback(site_names(cluster)), cluster.num_gpus // cluster.sizes[0]) as nodes:
+        os.environ["RAY_ADDRESS"] = nodes.address
+        try:
+            yield
+        finally:
+            del os.environ["RAY_ADDRESS"]
+
+
+def _tour(run: Run, cluster: Cluster) -> tuple[list[Outcome], Cluster]:
+    from hybridep.commands.inputs import load_workload
+    from hybridep.commands.probe import measured_cluster
+    from planner import baseline, plan
+
+    workload = load_workload(run.workload)
+    note("1/3 measuring links and computation with all ranks at once")
+    cluster = measured_cluster(cluster, workload)
+    for level in cluster.levels:
+        note(
+            f"    {level.name}: {format_seconds(level.latency)}, {format_bytes(level.bandwidth)}/s per {level.name} and direction"
+        )
+    note("2/3 planning")
+    plans = {
+        "ep": baseline(cluster, workload, "ep"),
+        "full_gather": baseline(cluster, workload, "full_gather"),
+        "plan": plan(cluster, workload),
+    }
+    note(f"3/3 training {run.steps} steps under each of {', '.join(plans)}")
+    return [_train(run, name, made) for name, made in plans.items()], cluster
+
+
+def _train(run: Run, name: str, made: Plan) -> Outcome:
+    """Train one plan; its folder gets plan, log, summary, traces and the timelines as pictures."""
+    from hybridep.commands.plots import plot_timeline
+    from hybridep.commands.progress import TrainingProgress
+    from hybridep.launch.backends import backend_for
+    from hybridep.launch.session import train
+    from hybridep.launch.worker import Job
+    from hybridep.timeline import write_chrome_trace
+    from simulator.report import simulate
+
+    folder = run.output / name
+    mine = run.model_copy(update={"name": f"{run.name}-{name}", "output": folder})
+    note(f"    {name}: {_domains(made)}")
+    report = simulate(made)
+    write_chrome_trace(folder / "trace-simulated.json", report.step.spans())
+    plot_timeline(folder / "timeline-simulated.png", folder / "trace-simulated.json", f"{name}: simulated step")
+    job = Job(run=mine, plan=made, resume=False)
+    with backend_for(job, local=False) as backend, TrainingProgress(run.steps) as progress:
+        summary = train(job, backend, progress)
+    if (folder / "trace.json").exists():
+        plot_timeline(folder / "timeline.png", folder / "trace.json", f"{name}: measured step {run.trace_step}")
+    assert made.prediction is not None
+    return Outcome(
+        name=name,
+        domains=_domains(made),
+        measured_s=summary["step_s"]["median"],
+        spread_s=summary["step_s"]["stdev"],
+        predicted_s=made.prediction.step,
+        simulated_s=report.step.step_s,
+        wan_bytes=summary["wan_bytes_per_step"],
+        planned_wan_bytes=made.prediction.wan_bytes,
+        losses=tuple(summary["losses"]),
+    )
+
+
+def _domains(made: Plan) -> str:
+    groups = dict.fromkeys(" ".join(f"{name} {size}" for name, size in group.domains.items()) for group in made.layers)
+    return "domains " + " / ".join(groups)
+
+
+def _result(run: Run, cluster: Cluster, outcomes: list[Outcome], *, shaped: bool) -> dict[str, Any]:
+    """Write figures and ``comparison.json``; returns what ``--json`` prints."""
+    import json
+
+    from hybridep.commands.plots import plot_losses, plot_step_times
+    from hybridep.config import write_text, write_yaml
+    from hybridep.provenance import provenance
+
+    plot_losses(run.output / "losses.png", {outcome.name: outcome.losses for outcome in outcomes})
+    plot_step_times(
+        run.output / "step-times.png",
+        {
+            outcome.name: {
+                "measured": outcome.measured_s,
+                "predicted": outcome.predicted_s,
+                "simulated": outcome.simulated_s,
+            }
+            for outcome in outcomes
+        },
+    )
+    write_yaml(run.output / "cluster.yaml", cluster.model_dump(mode="json", exclude_none=True))
+    first = outcomes[0].losses
+    equal = all(abs(a - b) <= LOSS_TOLERANCE * abs(b) for outcome in outcomes for a, b in zip(outcome.losses, first, strict=True))
+    result = {
+        "shaped": shaped,
+        "losses_equal": equal,
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+        "output": str(run.output),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    write_text(run.output / "comparison.json", json.dumps({**result, "provenance": provenance()}, indent=1))
+    return result
+
+
+def _show(result: dict[str, Any], outcomes: list[Outcome]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    best_s = min(outcome.measured_s for outcome in outcomes)
+    table = Table("", "placement", "measured step", "", "predicted", "simulated", "WAN counted", "WAN planned", "final loss")
+    for outcome in outcomes:
+        table.add_row(
+            outcome.name,
+            outcome.domains,
+            f"{format_seconds(outcome.measured_s)} ± {format_seconds(outcome.spread_s)}",
+            f"x {outcome.measured_s / best_s:.2f}",
+            format_seconds(outcome.predicted_s),
+            format_seconds(outcome.simulated_s),
+            format_bytes(outcome.wan_bytes),
+            format_bytes(outcome.planned_wan_bytes),
+            f"{outcome.final_loss:.5f}",
+        )
+    console.print(table)
+    steps = len(outcomes[0].losses)
+    console.print(
+        f"links {'shaped' if result['shaped'] else 'NOT shaped'}; medians of {steps - 1} steps ± standard deviation; per step"
+    )
+    equal = "equal" if result["losses_equal"] else "NOT equal"
+    console.print(f"losses of all steps are {equal} (within {LOSS_TOLERANCE:g}, fp32)")
+    output = result["output"]
+    console.print(
+        f"figures: {output}/losses.png, {output}/step-times.png, {output}/*/timeline.png (measured), timeline-simulated.png"
+    )
+    console.print(f"Chrome traces (ui.perfetto.dev): {output}/*/trace.json, trace-simulated.json")
