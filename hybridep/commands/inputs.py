@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 
 import hybridep
 from hybridep.config import Strict, apply_override, build, load
-from hybridep.errors import UserError
+from hybridep.errors import DataError, UserError
 from hybridep.plan import Plan, load_plan
 from hybridep.run import Run
 from hybridep.topology import Cluster, matrix_profile
@@ -77,6 +78,8 @@ def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
     run = load(Run, find(Kind.RUN, text), sorted_out[Kind.RUN])
     more = [f"{kind.prefix}.{entry}" for kind in (Kind.CLUSTER, Kind.WORKLOAD) for entry in sorted_out[kind]]
     data = run.data.model_copy(update={"path": run.data.path and run.data.path.expanduser().absolute()})
+    if data.path is not None:
+        _check_readable(data.path)
     folder = run.checkpoints.folder
     checkpoints = run.checkpoints.model_copy(update={"folder": folder and folder.expanduser().absolute()})
     return run.model_copy(
@@ -87,6 +90,15 @@ def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
             "checkpoints": checkpoints,
         }
     )
+
+
+def _check_readable(path: Path) -> None:
+    """Ranks would find out, too, but only once all of them have started."""
+    try:
+        with os.scandir(path) if path.is_dir() else path.open("rb"):
+            pass
+    except OSError as error:
+        raise DataError(f"data.path: {path} cannot be read ({error.strerror})") from None
 
 
 def cluster_and_workload(cluster: str, workload: str, overrides: Iterable[str]) -> tuple[Cluster, Workload]:

@@ -25,11 +25,12 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
     from hybridep.launch.backends import backend_for, in_lab
     from hybridep.launch.host import child_environment
     from hybridep.launch.lab import run_in_lab
-    from hybridep.launch.session import PLAN_FILE, train
+    from hybridep.launch.session import PLAN_FILE, make_output, train
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
     from hybridep.launch.worker import Job
 
     config = load_run(run, overrides)
+    make_output(config.output)
     plan = resolve_plan(config)
     if not local and not in_lab() and not os.environ.get("RAY_ADDRESS"):
         reason = why_not_in_lab(plan.cluster)

@@ -40,7 +40,9 @@ def train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) -> 
     ``steps.jsonl``. Raises UserError when the output cannot be written, and what :meth:`Controller.run` raises; the
     summary is written then, too."""
     output = job.run.output
-    _prepare(job)
+    make_output(output)
+    if not job.resume:
+        _put_aside(job.run.checkpoint_folder)
     job.plan.save(output / PLAN_FILE)
     log = StepLog(output / STEPS_FILE, keep=job.resume)
     records: list[StepRecord] = []
@@ -109,17 +111,23 @@ def _spread(times_s: list[float]) -> dict[str, float] | None:
     }
 
 
-def _prepare(job: Job) -> None:
-    output, folder = job.run.output, job.run.checkpoint_folder
+def make_output(folder: Path) -> None:
+    """Make a run's output folder. Raises UserError where that is not possible."""
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        if folder.exists() and not job.resume:
-            # A run from the start must never be resumed from what another one left; one generation is kept all the same.
-            previous = folder.with_name(f"{folder.name}.previous")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be made ({error.strerror})") from None
+
+
+def _put_aside(folder: Path) -> None:
+    """A run from the start must never be resumed from checkpoints that another one left; one generation is kept."""
+    previous = folder.with_name(f"{folder.name}.previous")
+    try:
+        if folder.exists():
             shutil.rmtree(previous, ignore_errors=True)
             folder.rename(previous)
     except OSError as error:
-        raise UserError(f"output: {output} cannot be made ready ({error.strerror})") from None
+        raise UserError(f"checkpoints.folder: {folder} cannot be renamed ({error.strerror})") from None
 
 
 class StepLog:

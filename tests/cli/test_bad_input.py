@@ -1,0 +1,126 @@
+"""Everything a user can get wrong: exit code 2 and one line that names the file, the key and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_cases import Inputs, Result
+
+Call = Callable[..., Result]
+
+
+def one_line(result: Result) -> str:
+    assert result.code == 2, result.err
+    assert result.err.count("\n") == 1, result.err
+    assert "Traceback" not in result.err
+    return result.err
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "named"),
+    [
+        ("bandwidth: 100 Mbps", "bandwith: 100 Mbps", ["cluster.yaml:3: levels.0.bandwith", "did you mean 'bandwidth'"]),
+        ("bandwidth: 100 Mbps", "bandwidth: 100", ["cluster.yaml:3: levels.0.bandwidth", "no unit", "10 Gbps"]),
+        ("bandwidth: 100 Mbps", "bandwidth: -100 Mbps", ["cluster.yaml:3: levels.0.bandwidth", "above zero"]),
+        ("bandwidth: 100 Mbps", "bandwidth: 100 MiB", ["levels.0.bandwidth", "'MiB' is not a unit of bandwidth"]),
+        ("size: 2", "size: two", ["cluster.yaml:3: levels.0.size", "'two'"]),
+        ("memory: 1 GiB, ", "", ["cluster.yaml:5: gpu.memory", "missing"]),
+        ("levels:", "levels: [", ["cluster.yaml", "is not YAML"]),
+    ],
+)
+def test_wrong_cluster_files(inputs: Inputs, call: Call, good: str, bad: str, named: list[str]) -> None:
+    text = inputs.cluster.read_text(encoding="utf-8")
+    assert good in text
+    inputs.cluster.write_text(text.replace(good, bad, 1), encoding="utf-8")
+    line = one_line(call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml"))
+    assert all(name in line for name in named), line
+    assert not (inputs.folder / "plan.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("levels.dc.bandwith=1 Gbps", ["levels.0.bandwith", "did you mean 'bandwidth'"]),
+        ("levels.dc.bandwidth=fast", ["levels.0.bandwidth", "10 Gbps"]),
+        ("levels.rack.bandwidth=1 Gbps", ["no entry 'rack'", "dc, gpu"]),
+        ("modle.top_k=1", ["unknown key 'modle'", "did you mean 'model'"]),
+        ("name=x", ["ambiguous", "cluster.name or workload.name"]),
+        ("levels", ["write it as key.path=value"]),
+        ("training.micro_batches=0", ["training.micro_batches", "greater than or equal to 1"]),
+    ],
+)
+def test_wrong_overrides(inputs: Inputs, call: Call, override: str, named: list[str]) -> None:
+    line = one_line(call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", "--set", override))
+    assert all(name in line for name in named), line
+
+
+def test_names_of_configs(inputs: Inputs, call: Call) -> None:
+    assert "did you mean 'lab-4dc'" in one_line(call("plan", "lab-4cd", "tiny"))
+    assert "did you mean 'mixtral-8x7b'" in one_line(call("plan", "lab-4dc", "mixtral"))
+    assert "no such file" in one_line(call("plan", inputs.folder / "missing.yaml", "tiny"))
+
+
+def test_matrix_errors_name_the_line(inputs: Inputs, call: Call) -> None:
+    matrix = inputs.write("pairs.csv", "src,dst,gbps,rtt_ms\na,b,5,20\nb,c,fast,20\n")
+    line = one_line(call("plan", matrix, inputs.workload, "-o", inputs.folder / "plan.yaml"))
+    assert "pairs.csv:3: gbps" in line and "'fast'" in line
+
+
+def written_plan(inputs: Inputs, call: Call) -> Path:
+    path = inputs.folder / "plan.yaml"
+    assert call("plan", inputs.cluster, inputs.workload, "-o", path).code == 0
+    return path
+
+
+def test_wrong_plan_files(inputs: Inputs, call: Call) -> None:
+    path = written_plan(inputs, call)
+    text = path.read_text(encoding="utf-8")
+
+    path.write_text(text.replace("domains: {dc: ", "domains: {dc: 7"), encoding="utf-8")
+    line = one_line(call("simulate", path))
+    assert "plan.yaml" in line and "domains.dc" in line and "must divide the level's size 2" in line
+
+    path.write_text(text[: len(text) // 2], encoding="utf-8")
+    assert "plan.yaml" in one_line(call("simulate", path))
+
+    path.write_text(text.replace("schema_version: 1", "schema_version: 99"), encoding="utf-8")
+    assert "schema_version" in one_line(call("simulate", path))
+
+    assert "cannot be read" in one_line(call("simulate", inputs.folder / "missing.yaml"))
+    path.write_text(text, encoding="utf-8")
+    assert "no such baseline" in one_line(call("simulate", path, "--against", "ep,magic"))
+
+
+def test_wrong_runs(inputs: Inputs, call: Call) -> None:
+    path = written_plan(inputs, call)
+    other = ("--set", f"run.plan={path}", "--set", "levels.dc.bandwidth=1 Gbps")
+    line = one_line(call("train", inputs.run, "--local", *other))
+    assert "was made for another cluster" in line and "bandwidth" in line and "0.1 Gbps" in line and "1 Gbps" in line
+
+    assert "steps" in one_line(call("train", inputs.run, "--local", "--set", "steps=0"))
+    assert "did you mean 'steps'" in one_line(call("train", inputs.run, "--local", "--set", "step=3"))
+    assert "auto, ep, full_gather" in one_line(call("train", inputs.run, "--local", "--set", "plan=best"))
+    line = one_line(call("train", inputs.run, "--local", "--set", f"data.path={inputs.folder / 'nothing'}"))
+    assert "data.path" in line and "nothing" in line and "No such file" in line
+    inputs.write("file", "")
+    assert "output" in one_line(call("train", inputs.run, "--local", "--set", f"output={inputs.folder / 'file' / 'below'}"))
+
+
+def test_errors_as_json(call: Call) -> None:
+    result = call("plan", "lab-4cd", "tiny", "--json")
+    assert result.code == 2 and result.json["exit"] == 2 and "lab-4cd" in result.json["error"]
+    assert result.json["error"] in result.err
+
+
+def test_memory_that_does_not_suffice_is_infeasible(inputs: Inputs, call: Call) -> None:
+    small = ("--set", "gpu.memory=1 kB")
+    result = call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", *small)
+    assert result.code == 3 and result.err.count("\n") == 1 and "memory" in result.err
+
+
+def test_wrong_usage(call: Call) -> None:
+    assert call("plan", "lab-4dc").code == 2
+    assert call("fly").code == 2
+    assert call("reproduce", "no-such-claim").code == 2

@@ -1,0 +1,104 @@
+"""``hybridep train --local`` as users run it: results, resuming, lost ranks, interrupts; and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from cli_cases import Inputs, shell
+
+from hybridep.launch.host import child_environment
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def left_running(inputs: Inputs) -> list[psutil.Process]:
+    """Processes whose command line names the test's folder."""
+    return [p for p in psutil.process_iter(["cmdline"]) if any(str(inputs.folder) in word for word in p.info["cmdline"] or [])]
+
+
+def lines(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
+    whole = shell("train", inputs.run, "--local", "--json", "--set", "trace_step=2")
+    assert whole.code == 0, whole.err
+    summary = whole.json
+    assert len(summary["losses"]) == 4 and summary["status"] == "finished" and summary["shaped"] is False
+    assert summary["step_s"]["median"] > 0 and summary["tokens_per_s"] > 0 and summary["predicted_step_s"] > 0
+    assert summary["wan_bytes_per_step"] == pytest.approx(summary["planned_wan_bytes_per_step"], rel=0.2)
+    for name in ("plan.yaml", "steps.jsonl", "summary.json", "trace.json", "checkpoints"):
+        assert (inputs.output / name).exists(), name
+    steps = lines(inputs.output / "steps.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["loss"] for step in steps] == summary["losses"]
+    assert "step 4/4" in whole.err
+
+    # The same steps in two parts, the second one under another plan.
+    parts = ("--set", f"output={inputs.folder / 'parts'}")
+    first = shell("train", inputs.run, "--local", "--json", *parts, "--set", "steps=2")
+    assert first.code == 0 and first.json["losses"] == summary["losses"][:2]
+    second = shell("train", inputs.run, "--local", "--json", *parts, "--set", "plan=full_gather", "--resume")
+    assert second.code == 0, second.err
+    assert second.json["first_step"] == 3 and second.json["losses"] == pytest.approx(summary["losses"][2:], rel=1e-4)
+    assert [step["step"] for step in lines(inputs.folder / "parts" / "steps.jsonl")] == [1, 2, 3, 4]
+    assert left_running(inputs) == []
+
+
+def test_a_killed_rank_is_named(inputs: Inputs) -> None:
+    began_s = time.monotonic()
+    result = shell("train", inputs.run, "--local", environment={"HYBRIDEP_FAULT": "kill:rank=1,step=2"})
+    assert result.code == 5 and time.monotonic() - began_s < 60
+    last = result.err.splitlines()[-1]
+    assert last.startswith("hybridep train: rank 1 in dc1 lost: ") and "SIGKILL" in last
+    summary = json.loads((inputs.output / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "failed" and summary["exit"] == 5 and "rank 1" in summary["error"]
+    assert left_running(inputs) == []
+
+
+def test_a_rank_that_hangs_is_named(inputs: Inputs) -> None:
+    result = shell("train", inputs.run, "--local", environment={"HYBRIDEP_FAULT": "hang:rank=0,step=2"})
+    assert result.code == 5
+    assert result.err.splitlines()[-1].startswith("hybridep train: rank 0 in dc0 lost: it stopped answering")
+    assert left_running(inputs) == []
+
+
+def test_an_error_in_a_rank_is_a_bug_with_its_traceback_kept(inputs: Inputs) -> None:
+    result = shell("train", inputs.run, "--local", "--json", environment={"HYBRIDEP_FAULT": "raise:rank=1,step=1"})
+    assert result.code == 1 and "rank 1 in dc1: RuntimeError: fault injected" in result.json["error"]
+    assert "Traceback" in (inputs.output / "logs" / "rank-1.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_whatever_ends_the_launcher_ends_the_ranks(inputs: Inputs, number: signal.Signals, code: int) -> None:
+    words = ["train", str(inputs.run), "--local", "--set", "steps=100000"]
+    command = [sys.executable, "-m", "hybridep.cli", *words]
+    process = subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            # One of them while the ranks still start.
+            if line.startswith("step " if number != signal.SIGTERM else "hybridep train: 2 ranks"):
+                break
+        deadline = time.monotonic() + 30
+        while len(left_running(inputs)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(left_running(inputs)) == 3
+        process.send_signal(number)
+        rest = process.stderr.read()
+        assert process.wait(timeout=20) == code
+        assert "Traceback" not in rest
+        deadline = time.monotonic() + 10
+        while left_running(inputs) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left_running(inputs) == []
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,97 @@
+"""What each verb prints and writes; the ones that start ranks are in test_train.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from cli_cases import Inputs, Result
+
+from hybridep.cli import VERBS
+from hybridep.launch.host import child_environment
+from hybridep.plan import load_plan
+
+Call = Callable[..., Result]
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom hybridep import cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "print([name for name in ('torch', 'ray', 'pulp', 'numpy', 'rich', 'matplotlib') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.endswith("[]\n")
+    assert all(verb in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_json(call: Call, verb: str) -> None:
+    result = call(verb, "--help")
+    assert result.code == 0 and "--json" in result.out
+
+
+def test_plan_keys_of_the_contract(inputs: Inputs, call: Call) -> None:
+    path = inputs.folder / "plan.yaml"
+    result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--json", "--set", "training.micro_batches=4")
+    assert result.code == 0 and result.err == ""
+    wanted = {"status", "objective_s", "bound_s", "gap", "solve_s", "domains", "baselines", "memory_bytes"}
+    assert wanted <= set(result.json)
+    assert set(result.json["baselines"]) == {"ep", "full_gather"} and result.json["status"] == "optimal"
+    plan = load_plan(path)
+    assert plan.workload.training.micro_batches == 4 and plan.digest == result.json["digest"]
+
+
+def test_plan_explains_itself(inputs: Inputs, call: Call) -> None:
+    result = call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml")
+    assert result.code == 0
+    for word in ("optimal", "ep", "full_gather", "busiest links", "memory of the fullest rank", "no schedule of this plan"):
+        assert word in result.out, result.out
+
+
+def test_plan_reads_a_matrix(inputs: Inputs, call: Call) -> None:
+    matrix = inputs.write("pairs.csv", "src,dst,gbps,rtt_ms\nparis,oslo,5,20\noslo,rome,2,30\nrome,paris,3,25\n")
+    options = ("--set", "levels.gpu.size=2", "--json")
+    result = call("plan", matrix, inputs.workload, "-o", inputs.folder / "plan.yaml", *options)
+    assert result.code == 0, result.err
+    plan = load_plan(inputs.folder / "plan.yaml")
+    assert [site.name for site in plan.cluster.sites] == ["paris", "oslo", "rome"] and plan.cluster.num_gpus == 6
+
+
+def test_simulate_keys_of_the_contract(inputs: Inputs, call: Call) -> None:
+    path, trace = inputs.folder / "plan.yaml", inputs.folder / "trace.json"
+    assert call("plan", inputs.cluster, inputs.workload, "-o", path).code == 0
+    result = call("simulate", path, "--against", "ep,full_gather", "--trace", trace, "--json")
+    assert result.code == 0
+    assert {"step_s", "wall_s", "baselines", "busiest_link"} <= set(result.json)
+    assert set(result.json["baselines"]) == {"ep", "full_gather"}
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert "busiest links" in call("simulate", path).out
+
+
+def test_doctor_finds_what_this_suite_needs(call: Call) -> None:
+    result = call("doctor", "--json")
+    assert result.code == 0 and result.json["ok"]
+    verdicts = {check["name"]: check["verdict"] for check in result.json["checks"]}
+    assert verdicts["python"] == verdicts["torch"] == verdicts["solvers"] == "good"
+    assert all(check["fix"] for check in result.json["checks"] if check["verdict"] != "good")
+
+
+def test_reproduce_lists_claims(call: Call) -> None:
+    result = call("reproduce", "--json")
+    assert result.code == 0 and result.json["claims"]
+
+
+def test_a_bug_shows_its_traceback_and_ends_with_1() -> None:
+    program = (
+        "from hybridep import cli\nfrom hybridep.commands import doctor\n"
+        "def fail():\n    raise ValueError('a bug')\n"
+        "doctor.run_checks = fail\ncli.main(['doctor'])"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "ValueError: a bug" in done.stderr
