@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 LOSS_TOLERANCE = 1e-3
 """Plans add numbers in different orders; in fp32 the losses of a short run drift apart by less than this, relatively."""
 
+TABLE_WIDTH = 130
+"""Columns that the table needs; a narrower terminal wraps its lines."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -201,9 +204,11 @@ def _show(result: dict[str, Any], outcomes: list[Outcome]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    wide = Console(highlight=False).width
+    console = Console(highlight=False, soft_wrap=True, width=max(wide, TABLE_WIDTH))
     best_s = min(outcome.measured_s for outcome in outcomes)
-    table = Table("", "placement", "measured step", "", "predicted", "simulated", "WAN counted", "WAN planned", "final loss")
+    headings = ("", "placement", "measured step", "", "predicted", "simulated", "WAN counted", "planned", "final loss")
+    table = Table(*headings, box=None, pad_edge=False)
     for outcome in outcomes:
         table.add_row(
             outcome.name,
