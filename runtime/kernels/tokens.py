@@ -100,15 +100,26 @@ class TokenKernels:
         self._run(Launch(stem="dispatch", kernel=f"dispatch_{word}", grid=grid, block=lay.BLOCK, arguments=arguments), x)
         return out
 
-    def combine(self, y: Tensor, slot: Tensor, weights: Tensor | None = None, *, peers: Peers | None = None) -> Tensor:
-        """See ``reference.combine``. With ``peers`` rows are read from their buffers, and ``y`` only says type and width."""
+    def combine(
+        self,
+        y: Tensor,
+        slot: Tensor,
+        weights: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        peers: Peers | None = None,
+    ) -> Tensor:
+        """See ``reference.combine``. With ``peers`` rows are read from their buffers, and ``y`` only says type and width.
+        ``out``: where the sums go (another rank may read them there)."""
         require("combine", "y", y, tuple(lay.ELEMENTS), (None, None), y.device)
         require("combine", "slot", slot, _INT, (None, None), y.device)
         rows, top_k = slot.shape
         lay.require_top_k("combine", top_k)
         if weights is not None:
             require("combine", "weights", weights, (y.dtype,), (rows, top_k), y.device)
-        out = y.new_empty(rows, y.shape[1])
+        if out is None:
+            out = y.new_empty(rows, y.shape[1])
+        require("combine", "out", out, (y.dtype,), (rows, y.shape[1]), y.device)
         kernel, packs = _element_kernel("combine", y, lay.alignment([peers if peers else y, out]))
         chunks = max(1, lay.ceil_div(packs, 2 * lay.WARP))
         arguments = (

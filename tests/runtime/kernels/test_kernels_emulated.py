@@ -186,3 +186,10 @@ def test_addresses_beyond_two_to_the_31_elements(compiled_kernels: Path) -> None
     grad_y, grad_weights = kernels.combine_backward(x, big, route, weights)
     assert torch.equal(grad_y[num_rows - 1], x[0])
     assert grad_weights[1, 1] == 0
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_block_scan_over_many_groups(order: int, compiled_kernels: Path) -> None:
+    """More groups than one block has threads: the scan's shared memory is used again and again."""
+    kernels = TokenKernels(EmulatingDriver(folder=compiled_kernels, order=order))
+    route_both(kernels, Case(name="", rows=40, top_k=8, experts=1700, multiple=4))

@@ -117,7 +117,53 @@ inline void resume(unsigned thread) {
   swapcontext(&origin, &fiber.context);
 }
 
-// order 0: threads in rising order; 1: falling; else a seed for a new order in every round.
+inline unsigned draw(uint64_t& random, unsigned below) {
+  random = random * 6364136223846793005ull + 1442695040888963407ull;
+  return unsigned(random >> 33) % below;
+}
+
+// Runs the unfinished threads in the given order once each; returns how many finished or passed a meeting.
+inline unsigned long round_of(const std::vector<unsigned>& turn) {
+  unsigned long before = steps;
+  for (unsigned t : turn) {
+    if (!fibers[t].done) resume(t);
+  }
+  return steps - before;
+}
+
+// Until all threads of the block are done. Order 0: all in rising order, round by round; 1: falling; else the seed of random
+// orders, in which one warp at a time runs as far ahead of the others as barriers allow.
+inline void run_block(unsigned threads, unsigned order, uint64_t& random) {
+  auto unfinished = [&] {
+    for (unsigned t = 0; t < threads; ++t) {
+      if (!fibers[t].done) return true;
+    }
+    return false;
+  };
+  unsigned width = order > 1 ? WARP : threads;
+  std::vector<unsigned> turn(width);
+  std::vector<bool> stuck(threads / width, false);
+  while (failure.empty() && unfinished()) {
+    std::vector<unsigned> open;
+    for (unsigned group = 0; group < stuck.size(); ++group) {
+      if (!stuck[group]) open.push_back(group);
+    }
+    if (open.empty()) {
+      failure = "threads wait for ever: not all of them reach the same barrier or warp operation";
+      return;
+    }
+    unsigned group = order > 1 ? open[draw(random, unsigned(open.size()))] : 0;
+    for (unsigned i = 0; i < width; ++i) turn[i] = group * width + (order == 1 ? width - 1 - i : i);
+    unsigned long passed = 0;
+    do {
+      for (unsigned i = width - 1; order > 1 && i > 0; --i) std::swap(turn[i], turn[draw(random, i + 1)]);
+      passed = round_of(turn);
+      if (passed) stuck.assign(stuck.size(), false);
+    } while (passed && failure.empty());
+    stuck[group] = true;
+  }
+}
+
 inline const char* run(unsigned grid, unsigned threads, size_t shared, unsigned order, const std::function<void()>& kernel) {
   failure.clear();
   gridDim.x = grid;
@@ -125,8 +171,6 @@ inline const char* run(unsigned grid, unsigned threads, size_t shared, unsigned 
   if (fibers.size() < threads) fibers = std::vector<Fiber>(threads);
   body = kernel;
   uint64_t random = order;
-  std::vector<unsigned> turn(threads);
-  for (unsigned t = 0; t < threads; ++t) turn[t] = order == 1 ? threads - 1 - t : t;
   for (unsigned b = 0; b < grid && failure.empty(); ++b) {
     blockIdx.x = b;
     dynamic_shared.assign(shared, char(0xcd));
@@ -142,22 +186,7 @@ inline const char* run(unsigned grid, unsigned threads, size_t shared, unsigned 
       fiber.context.uc_link = nullptr;
       makecontext(&fiber.context, entry, 0);
     }
-    for (unsigned left = threads; left > 0 && failure.empty();) {
-      if (order > 1) {
-        for (unsigned t = threads - 1; t > 0; --t) {
-          random = random * 6364136223846793005ull + 1442695040888963407ull;
-          std::swap(turn[t], turn[(random >> 33) % (t + 1)]);
-        }
-      }
-      unsigned long before = steps;
-      left = 0;
-      for (unsigned t : turn) {
-        if (fibers[t].done) continue;
-        resume(t);
-        left += !fibers[t].done;
-      }
-      if (left && steps == before) failure = "threads wait for ever: not all of them reach the same barrier or warp operation";
-    }
+    run_block(threads, order, random);
   }
   return failure.empty() ? nullptr : failure.c_str();
 }
