@@ -3,6 +3,7 @@ of ranks trains on the same data."""
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -20,24 +21,21 @@ ByteArray = NDArray[np.uint8]
 def read_text(data: Data) -> ByteArray:
     """All bytes of a file, of a folder's files in the order of their paths, or of the Python standard library's top-level
     sources. Raises DataError when there is nothing to read."""
-    if data.path is None:
-        # Not recursive: installed packages live below the standard library on some systems.
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        where = "the standard library's sources"
-    elif data.path.is_dir():
-        files = sorted(path for path in data.path.rglob("*") if path.suffix in data.suffixes and path.is_file())
-        where = str(data.path)
-        if not files:
-            raise DataError(f"data.path: {where} holds no file that ends in {', '.join(data.suffixes)}; set data.suffixes")
-    else:
-        files, where = [data.path], str(data.path)
+    # Not recursive below the standard library: installed packages live there on some systems.
+    folder = data.path or Path(sysconfig.get_paths()["stdlib"])
+    pattern, suffixes = ("*", (".py",)) if data.path is None else ("**/*", data.suffixes)
     try:
-        parts = [np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in files]
+        if folder.is_dir():
+            # Listing a folder that may not be read finds nothing; asking for its entries says why.
+            next(os.scandir(folder), None)
+            files = sorted(path for path in folder.glob(pattern) if path.suffix in suffixes and path.is_file())
+            if not files:
+                raise DataError(f"data.path: {folder} holds no file that ends in {', '.join(suffixes)}; set data.suffixes")
+        else:
+            files = [folder]
+        return np.concatenate([np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in files])
     except OSError as error:
-        raise DataError(f"data.path: {error.filename or where} cannot be read ({error.strerror})") from None
-    if not parts:
-        raise DataError(f"data.path: {where} cannot be found; give a text file or folder")
-    return np.concatenate(parts)
+        raise DataError(f"data.path: {error.filename or folder} cannot be read ({error.strerror})") from None
 
 
 class Batches:

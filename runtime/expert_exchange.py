@@ -105,6 +105,11 @@ class ExpertExchange:
         """The optimizer will change the experts: copies must be gathered again."""
         self._present = False
 
+    @property
+    def copies_bytes(self) -> int:
+        """Memory that the copies take at present."""
+        return self._copies.untyped_storage().size()
+
     def _free(self) -> None:
         self._copies.untyped_storage().resize_(0)
 
@@ -135,14 +140,13 @@ class ExpertExchange:
     # --- backward --------------------------------------------------------------------------------------------------
 
     def return_gradient(self, gradient_mP: Tensor) -> None:
-        """Take the copies' gradient of one micro-batch; send it home when it is complete."""
+        """Take over the copies' gradient of one micro-batch; send it home when it is complete."""
         if not (self._sends or self._receives):
             return
         if self._residency is Residency.MICROBATCH:
             self.finish_return()
-            self._gradient = gradient_mP.clone()
-        elif self._gradient is None:
-            self._gradient = gradient_mP.clone()
+        if self._gradient is None:
+            self._gradient = gradient_mP
         else:
             self._gradient += gradient_mP
         if self._residency is Residency.MICROBATCH or self.last_micro_batch:

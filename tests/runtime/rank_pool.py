@@ -44,7 +44,7 @@ class RankPool:
             self._processes.append(process)
         self._collect(START_TIMEOUT_S)
 
-    def run(self, job: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, job: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
         """Results by rank. The first error in time ends the pool, since its process group is of no use afterwards."""
         for pipe in self._pipes:
             pipe.send((job, arguments))

@@ -1,0 +1,121 @@
+"""The model: parameter counts of the workload's formulas, initial values, attention and rotation properties."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training_cases import MODELS, Case
+
+from hybridep.config import build
+from hybridep.errors import UserError
+from hybridep.plan import Plan
+from hybridep.workload import Ffn, Model
+from runtime.experts import feed_forward, grouped_feed_forward, split_row
+from runtime.mesh import Mesh
+from runtime.reference import LocalExperts
+from runtime.transformer import Attention, Transformer, initial_expert, rotate
+
+
+def build_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Model, Transformer]:
+    model = build(Model, MODELS[name], name)
+    transformer = Transformer(model, lambda layer: LocalExperts(model, layer, seed=seed, dtype=dtype), dtype=dtype)
+    transformer.initialise(seed)
+    return model, transformer
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_that_plans_count(name: str) -> None:
+    model, transformer = build_model(name)
+    dense = sum(parameter.numel() for parameter in transformer.dense_parameters().values())
+    assert dense == model.dense_params
+    assert sum(parameter.numel() for parameter in transformer.parameters()) == model.total_params
+    assert len(list(transformer.moe_blocks())) == model.num_moe_layers
+
+
+def test_initial_values_depend_on_seed_and_name_only() -> None:
+    first = build_model("plain", seed=3)[1].state_dict()
+    torch.manual_seed(999)
+    again, other = build_model("plain", seed=3)[1].state_dict(), build_model("plain", seed=4)[1].state_dict()
+    for name, value in first.items():
+        assert torch.equal(value, again[name])
+        assert "norm" in name or not torch.equal(value, other[name])
+    assert not torch.equal(initial_expert(0, 0, 1, 8), initial_expert(0, 1, 0, 8))
+
+
+def test_a_token_sees_no_later_one() -> None:
+    _, transformer = build_model("top4-tied-gqa")
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5:] = (changed[0, 5:] + 1) % 256
+    hidden: list[torch.Tensor] = []
+    transformer.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    for text in (tokens, changed):
+        transformer(text, text)
+    torch.testing.assert_close(hidden[0][:, :5], hidden[1][:, :5])
+    assert not torch.allclose(hidden[0][:, 5:], hidden[1][:, 5:])
+
+
+def test_grouped_queries_are_repeated_keys() -> None:
+    """Grouped-query attention equals full attention whose key and value projections repeat each group's."""
+    grouped_model = build(Model, MODELS["top4-tied-gqa"], "model")
+    grouped = Attention(grouped_model, torch.float64)
+    full = Attention(grouped_model.model_copy(update={"num_kv_heads": 2}), torch.float64)
+    with torch.no_grad():
+        for name in ("query", "output"):
+            getattr(full, name).weight.copy_(getattr(grouped, name).weight)
+        for name in ("key", "value"):
+            getattr(full, name).weight.copy_(getattr(grouped, name).weight.repeat(2, 1))
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    torch.testing.assert_close(full(x), grouped(x))
+
+
+def test_rotation_depends_on_distance_only() -> None:
+    query, key = torch.randn(2, 8, dtype=torch.float64)
+    turned_query, turned_key = rotate(query.expand(6, 8)), rotate(key.expand(6, 8))
+    torch.testing.assert_close(turned_query[3] @ turned_key[1], turned_query[5] @ turned_key[3])
+    torch.testing.assert_close(turned_query.norm(dim=1), query.norm().expand(6))
+    torch.testing.assert_close(turned_query[0], query)
+
+
+@pytest.mark.parametrize("ffn", Ffn)
+def test_grouped_experts_equal_single_ones(ffn: Ffn) -> None:
+    rows = torch.randn(3, ffn.num_matrices * 4 * 6, dtype=torch.float64)
+    x = torch.randn(7, 4, dtype=torch.float64)
+    y = grouped_feed_forward(x, [2, 0, 5], list(rows), ffn=ffn)
+    torch.testing.assert_close(y[:2], feed_forward(x[:2], rows[0], ffn=ffn))
+    torch.testing.assert_close(y[2:], feed_forward(x[2:], rows[2], ffn=ffn))
+    assert [tuple(part.shape) for part in split_row(rows[0], ffn=ffn, hidden_size=4)] == [(6, 4)] * (ffn.num_matrices - 1) + [
+        (4, 6)
+    ]
+
+
+def test_an_expert_without_tokens_gets_zero_gradient() -> None:
+    rows = torch.randn(2, 48, dtype=torch.float64, requires_grad=True)
+    grouped_feed_forward(torch.randn(3, 4, dtype=torch.float64), [3, 0], list(rows.unbind(0)), ffn=Ffn.GELU).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad[0].abs().sum() > 0
+    assert rows.grad[1].abs().sum() == 0
+
+
+def changed(**values: object) -> Plan:
+    plan = Case(sizes=(2, 2), domains=(1, 1)).plan()
+    model = plan.workload.model.model_copy(update=values)
+    return plan.model_copy(update={"workload": plan.workload.model_copy(update={"model": model})})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attention_params": 1000}, "attention_params: 1000 .* not trained here"),
+        ({"head_dim": 5}, "head_dim: 5 must be even"),
+        ({"vocab_size": 100}, "vocab_size: 100 must be at least 256"),
+    ],
+)
+def test_what_cannot_be_trained_is_an_error_before_any_process_group(values: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Mesh(plan=changed(**values), rank=0)
+
+
+def test_a_rank_must_exist() -> None:
+    with pytest.raises(UserError, match="rank 4: cluster test has ranks 0 to 3"):
+        Mesh(plan=Case(sizes=(2, 2), domains=(1, 1)).plan(), rank=4)
