@@ -160,18 +160,26 @@ class Placement:
 
 
 def place(
-    cluster: Cluster, num_experts: int, choices: Mapping[str, LevelChoice], *, hotness: Sequence[float] | None = None
+    cluster: Cluster,
+    num_experts: int,
+    choices: Mapping[str, LevelChoice],
+    *,
+    hotness: Sequence[float] | None = None,
+    outer: IntArray | None = None,
 ) -> Placement:
     """Expert domains per level as serving tables (HybridEP, Algorithm 1, generalised to partial migration).
 
     ``choices`` maps level names to choices; a level that is absent has domains of one worker (plain expert parallelism).
     ``hotness`` orders each home's experts for partial migration (highest first; by index when absent).
-    Raises PlacementError for an unknown level, a size that does not divide, or a ratio outside [0, 1].
+    ``outer`` ([SF_0, E], see ``hybridep.serving``) takes the place of the outermost level's domains.
+    Raises PlacementError for an unknown level, a size that does not divide, a ratio outside [0, 1], or a level given twice.
     """
     names = [level.name for level in cluster.levels]
     for name in choices:
         if name not in names:
             raise PlacementError(f"domains: no level {name!r} in cluster {cluster.name}; it has {', '.join(names)}")
+    if outer is not None and names[0] in choices:
+        raise PlacementError(f"domains.{names[0]}: the plan gives a serving table for this level; leave its domain size out")
     home = expert_homes(num_experts, cluster.num_gpus)
     home_coordinates = np.stack(np.unravel_index(home, cluster.sizes))
     order = np.argsort(-np.asarray(hotness if hotness is not None else np.zeros(num_experts)), kind="stable")
@@ -183,6 +191,9 @@ def place(
         seen[home[expert]] += 1
     serve = []
     for level, name in enumerate(names):
+        if level == 0 and outer is not None:
+            serve.append(outer)
+            continue
         choice, size = choices.get(name, LevelChoice()), cluster.sizes[level]
         if choice.domain_size < 1 or size % choice.domain_size:
             divisors = [str(d) for d in range(1, size + 1) if size % d == 0]

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from hybridep.config import Duration, Strict, build, key_lines, read_yaml, write_yaml
 from hybridep.errors import ConfigError, PlacementError, PlanMismatchError
 from hybridep.placement import LevelChoice, Placement, place
+from hybridep.serving import ServingGroup, serving_table
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
@@ -53,6 +54,13 @@ class LayerGroup(Strict):
     migration: dict[str, float]
     """Level name -> share of each home's experts that the domain's members copy."""
     residency: Residency = Residency.STEP
+    serving: tuple[ServingGroup, ...] = ()
+    """In place of a domain size for the outermost level: which site computes which experts for tokens of which sites."""
+
+    def placement(self, cluster: Cluster, num_experts: int) -> Placement:
+        """Its serving tables on a cluster. Raises PlacementError."""
+        outer = serving_table(cluster, num_experts, self.serving) if self.serving else None
+        return place(cluster, num_experts, self.choices, outer=outer)
 
     @property
     def choices(self) -> dict[str, LevelChoice]:
@@ -147,7 +155,7 @@ class Plan(Strict):
     def placements(self) -> tuple[Placement, ...]:
         """One placement per layer group."""
         experts = self.workload.model.num_experts
-        return tuple(place(self.cluster, experts, group.choices) for group in self.layers)
+        return tuple(group.placement(self.cluster, experts) for group in self.layers)
 
     def each_layer(self) -> Iterator[tuple[int, LayerGroup, Placement]]:
         """(MoE layer index, its group, its placement), in order."""

@@ -94,14 +94,15 @@ class Cluster(Strict):
             raise ValueError(f"sites: names repeat: {sites}")
         if self.links:
             pairs = [(link.src, link.dst) for link in self.links]
+            known, given = set(sites), set(pairs)
             for pair in pairs:
-                if pair[0] == pair[1] or not set(pair) <= set(sites):
+                if pair[0] == pair[1] or not known.issuperset(pair):
                     raise ValueError(f"links: {pair[0]} -> {pair[1]} does not join two of the sites {sites}")
-            if len(set(pairs)) != len(pairs):
+            if len(given) != len(pairs):
                 repeated = next(pair for pair in pairs if pairs.count(pair) > 1)
                 raise ValueError(f"links: {repeated[0]} -> {repeated[1]} is given twice")
             for pair in permutations(sites, 2):
-                if pair not in set(pairs):
+                if pair not in given:
                     raise ValueError(f"links: no link {pair[0]} -> {pair[1]}; give every ordered pair or none")
         return self
 

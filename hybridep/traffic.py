@@ -167,7 +167,7 @@ def dense_traffic(placement: Placement, workload: Workload) -> Traffic:
         size, own = placement.sizes[level], placement.coordinates[:, level]
         if size == 1:
             continue
-        parts = np.array([split_sizes(int(length), size) for length in shard])
+        parts = shard[:, None] // size + (np.arange(size) < shard[:, None] % size)
         sent = parts.astype(np.float64) * workload.training.dtype.num_bytes
         sent[np.arange(len(own)), own] = 0.0
         traffic[OpLevel(Op.DENSE_REDUCE_SCATTER, level)] = sent

@@ -79,11 +79,27 @@ def fits(used_bytes: float, capacity_bytes: float) -> bool:
     return used_bytes <= capacity_bytes * (1 + TOLERANCE)
 
 
-def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement) -> LayerMemory:
-    """What does not depend on the placement of copies, for all layers together."""
+def fixed_rank_bytes(workload: Workload) -> tuple[float, float]:
+    """What every rank keeps whatever the placement, and what each expert at home adds, for all layers together."""
+    return workload.model.dense_params * _state_bytes(workload) + _dense_activations(workload), (
+        workload.model.num_moe_layers * workload.model.expert_params * _state_bytes(workload)
+    )
+
+
+def served_row_bytes(workload: Workload) -> float:
+    """Kept for backward of each row that an expert computes: its input, its inner widths and its output."""
+    model = workload.model
+    return float((2 * model.hidden_size + _inner_width(workload, model.expert_ffn_size)) * workload.training.dtype.num_bytes)
+
+
+def _state_bytes(workload: Workload) -> int:
+    """Weight, gradient and optimizer state of one parameter."""
+    return 2 * workload.training.dtype.num_bytes + workload.training.dtype.state_bytes
+
+
+def _dense_activations(workload: Workload) -> float:
+    """Of one rank and micro-batch, without the routed experts."""
     model, training = workload.model, workload.training
-    per_parameter = 2 * training.dtype.num_bytes + training.dtype.state_bytes
-    at_home = np.bincount(placement.home, minlength=cluster.num_gpus).astype(np.float64)
     # Block input and its norm, the attention's projections and output, the second norm's output.
     kv_width = model.attention_width // model.num_heads * (model.num_kv_heads or model.num_heads)
     attention = 4 * model.hidden_size + 2 * model.attention_width + 2 * kv_width
@@ -92,13 +108,18 @@ def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement) -> 
     # Logits and their gradient, in fp32 at least.
     logits = 2 * model.vocab_size * max(training.dtype.num_bytes, 4)
     widths = model.num_dense_layers * dense_layer + model.num_moe_layers * moe_layer
-    activations = training.tokens * (widths * training.dtype.num_bytes + logits)
+    return float(training.tokens * (widths * training.dtype.num_bytes + logits))
+
+
+def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement) -> LayerMemory:
+    """What does not depend on the placement of copies, for all layers together."""
+    at_home = np.bincount(placement.home, minlength=cluster.num_gpus).astype(np.float64)
     every_rank = np.ones(cluster.num_gpus)
     return LayerMemory(
         lasting={
-            DENSE: every_rank * model.dense_params * per_parameter,
-            HOME_EXPERTS: at_home * (model.num_moe_layers * model.expert_params * per_parameter),
-            ACTIVATIONS: every_rank * activations,
+            DENSE: every_rank * workload.model.dense_params * _state_bytes(workload),
+            HOME_EXPERTS: at_home * fixed_rank_bytes(workload)[1],
+            ACTIVATIONS: every_rank * _dense_activations(workload),
         },
         passing={BUFFERS: exchange_bytes(placement, dense_traffic(placement, workload))},
     )
@@ -107,12 +128,11 @@ def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement) -> 
 def layer_memory(placement: Placement, workload: Workload, traffic: Traffic, residency: Residency) -> LayerMemory:
     """What one MoE layer's copies, routed tokens and exchanges take, given ``planner.cost.layer_traffic``."""
     model, training = workload.model, workload.training
-    width = training.dtype.num_bytes
     at_home = np.bincount(placement.home, minlength=placement.num_gpus)
     copies = (placement.holds.sum(axis=1) - at_home) * float(2 * workload.expert_bytes)
     served = served_copies(placement, None, training.tokens, model.top_k).sum(axis=1)
-    # Each arrived row is kept for backward; each expert keeps its input, its inner widths and its output.
-    activations = served * (2 * model.hidden_size + _inner_width(workload, model.expert_ffn_size)) * width
+    # Each arrived row is kept for backward too.
+    activations = served * served_row_bytes(workload)
     for key, sent in traffic.items():
         if key.op is Op.TOKEN_DISPATCH:
             activations = activations + reverse(placement, key.level, sent).sum(axis=1)

@@ -1,0 +1,92 @@
+"""The outermost level's serving table as people read it: for tokens of these sites, that site computes those experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from hybridep.config import Strict
+from hybridep.errors import PlacementError
+from hybridep.topology import Cluster
+
+_RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
+
+
+class ServingGroup(Strict):
+    """Sites whose tokens find every expert at the same places."""
+
+    sites: tuple[str, ...] = Field(min_length=1)
+    holders: dict[str, str]
+    """Site -> the experts it computes for those tokens, as in ``0-3,8``; every expert once."""
+
+
+def serving_table(cluster: Cluster, num_experts: int, groups: Iterable[ServingGroup]) -> NDArray[np.int64]:
+    """[SF_0, E]: the site that computes expert e for tokens of each site.
+
+    Raises PlacementError for an unknown site, one that is in no group or in two, and an expert without or with two holders.
+    """
+    size = cluster.sizes[0]
+    index = {cluster.site_name(dc): dc for dc in range(size)}
+    table = np.full((size, num_experts), -1, dtype=np.int64)
+
+    def site(name: str) -> int:
+        if name not in index:
+            raise PlacementError(f"serving: no site {name!r} in cluster {cluster.name}")
+        return index[name]
+
+    for group in groups:
+        row = np.full(num_experts, -1, dtype=np.int64)
+        for holder, text in group.holders.items():
+            experts = parse_experts(text, num_experts)
+            if len(taken := experts[row[experts] >= 0]):
+                raise PlacementError(f"serving of {group.sites[0]}: expert {taken[0]} has two holders, the second is {holder}")
+            row[experts] = site(holder)
+        if (row < 0).any():
+            raise PlacementError(f"serving of {group.sites[0]}: expert {int(np.argmax(row < 0))} has no holder")
+        for name in group.sites:
+            if table[site(name), 0] >= 0:
+                raise PlacementError(f"serving: site {name} is in two groups")
+            table[site(name)] = row
+    if (table[:, 0] < 0).any():
+        raise PlacementError(f"serving: site {cluster.site_name(int(np.argmax(table[:, 0] < 0)))} is in no group")
+    return table
+
+
+def serving_groups(cluster: Cluster, table: NDArray[np.int64]) -> tuple[ServingGroup, ...]:
+    """The groups that ``serving_table`` turns into ``table`` ([SF_0, E]), in the order of their first sites."""
+    members: dict[bytes, list[int]] = {}
+    for dc, row in enumerate(table):
+        members.setdefault(row.tobytes(), []).append(dc)
+    groups = []
+    for sites in members.values():
+        row = table[sites[0]]
+        holders = {cluster.site_name(int(h)): format_experts(np.flatnonzero(row == h)) for h in np.unique(row)}
+        groups.append(ServingGroup(sites=tuple(cluster.site_name(dc) for dc in sites), holders=holders))
+    return tuple(groups)
+
+
+def parse_experts(text: str, num_experts: int) -> NDArray[np.int64]:
+    """``"0-3,8"`` -> [0, 1, 2, 3, 8]. Raises PlacementError."""
+    experts: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise PlacementError(f"serving: {text!r} are no experts; write them like 0-3,8")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < num_experts:
+            raise PlacementError(f"serving: {part.strip()!r} in {text!r} must rise and stay below {num_experts}")
+        experts.extend(range(first, last + 1))
+    if len(set(experts)) != len(experts):
+        raise PlacementError(f"serving: {text!r} names an expert twice")
+    return np.array(experts, dtype=np.int64)
+
+
+def format_experts(experts: Sequence[int] | NDArray[np.int64]) -> str:
+    """[0, 1, 2, 3, 8] -> ``"0-3,8"``; ascending input."""
+    values = np.asarray(experts, dtype=np.int64)
+    runs = np.split(values, np.flatnonzero(np.diff(values) != 1) + 1)
+    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

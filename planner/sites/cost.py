@@ -1,0 +1,146 @@
+"""Cost and memory of a serving table in closed form: what ``planner.cost`` and ``planner.memory`` find for the same plan,
+without arrays over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from hybridep.plan import Residency
+from hybridep.traffic import FloatArray, Op, gathers_and_returns
+from planner.cost import HEAD, OPTIMIZER, BlockTimes, layer_times, optimizer_bytes_per_parameter
+from planner.memory import TOLERANCE, fixed_rank_bytes, served_row_bytes
+from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges
+from planner.sites.problem import Configuration, SiteProblem
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SiteCost:
+    """Of a plan with one configuration in all layers."""
+
+    step_s: float
+    parts_s: dict[str, float]
+    memory_bytes: float
+    """Of the fullest rank."""
+    wan_bytes: float
+
+    def fits(self, problem: SiteProblem) -> bool:
+        """Every rank has room."""
+        return self.memory_bytes <= problem.cluster.gpu.memory * (1 + TOLERANCE)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FixedCost:
+    """What no serving table changes."""
+
+    parts_s: dict[str, float]
+    lasting_bytes: FloatArray
+    """[D, n]."""
+    passing_bytes: FloatArray
+    """[D, n]."""
+    wan_bytes: float
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts_s.values())
+
+
+def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
+    """Of one layer and micro-batch."""
+    work, gpu = problem.workload, problem.cluster.gpu
+    times = dict.fromkeys(Op, 0.0)
+    for exchange in layer.copies:
+        times[Op.EXPERT_GATHER] += exchange.seconds(problem, work.expert_bytes)
+        times[Op.GRADIENT_RETURN] += exchange.reverse.seconds(problem, work.expert_bytes)
+    for exchange in layer.rows:
+        back = exchange.reverse
+        times[Op.TOKEN_DISPATCH] += exchange.seconds(problem, work.dispatch_row_bytes)
+        times[Op.COMBINE_BACKWARD] += exchange.seconds(problem, work.combine_row_bytes)
+        times[Op.TOKEN_COMBINE] += back.seconds(problem, work.combine_row_bytes)
+        times[Op.DISPATCH_BACKWARD] += back.seconds(problem, work.dispatch_gradient_row_bytes)
+    times[Op.TOKEN_COUNTS] = sum(exchange.seconds(problem, 1.0) for exchange in layer.counts)
+    return BlockTimes(
+        pre_expert_s=work.pre_expert_flops / gpu.throughput,
+        expert_s=float(layer.served.max()) * work.expert_flops_per_row / gpu.throughput,
+        overhead_s=gpu.block_overhead,
+        exchanges_s=times,
+    )
+
+
+@lru_cache(maxsize=8)
+def fixed_cost(problem: SiteProblem) -> FixedCost:
+    """Head, dense all-reduce and optimizer; weights, states and the activations of the dense parts."""
+    work, gpu = problem.workload, problem.cluster.gpu
+    model, width = work.model, work.training.dtype.num_bytes
+    at_home = np.bincount(problem.home, minlength=problem.cluster.num_gpus).reshape(problem.num_sites, -1)
+    parameters = model.dense_params + model.num_moe_layers * int(at_home.max()) * model.expert_params
+    exchanges = dense_exchanges(problem)
+    per_rank, per_home = fixed_rank_bytes(work)
+    buffers = _largest([exchange.both * width for exchange in exchanges], at_home.shape)
+    return FixedCost(
+        parts_s={
+            HEAD: 3 * work.training.micro_batches * work.head_flops / gpu.throughput,
+            OPTIMIZER: parameters * optimizer_bytes_per_parameter(work) / gpu.memory_bandwidth,
+            Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, width) for exchange in exchanges),
+            Op.DENSE_ALL_GATHER.value: sum(exchange.reverse.seconds(problem, width) for exchange in exchanges),
+        },
+        lasting_bytes=np.asarray(per_rank + at_home * per_home, dtype=np.float64),
+        passing_bytes=buffers,
+        wan_bytes=sum(2.0 * width * float(e.pairs.sum()) for e in exchanges if e.pairs is not None),
+    )
+
+
+def site_cost(problem: SiteProblem, table: IntArray, configuration: Configuration) -> SiteCost:
+    """Of ``table`` ([D, E]) in all MoE layers."""
+    layer = layer_exchanges(problem, table, configuration.inside)
+    return cost_of(problem, layer, configuration.residency)
+
+
+def cost_of(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> SiteCost:
+    """Of exchanges that are known."""
+    work, fixed = problem.workload, fixed_cost(problem)
+    layers, batches = work.model.num_moe_layers, work.training.micro_batches
+    times = layer_times(block_times(problem, layer), batches, residency, problem.schedule)
+    parts = dict(fixed.parts_s)
+    for name, seconds in times.parts_s.items():
+        parts[name] = parts.get(name, 0.0) + layers * seconds
+    gathers, returns = gathers_and_returns(residency, batches)
+    row_bytes = 2 * work.combine_row_bytes + work.dispatch_row_bytes + work.dispatch_gradient_row_bytes
+    wan = batches * (row_bytes * _total(layer.rows) + _total(layer.counts))
+    wan += (gathers + returns) * work.expert_bytes * _total(layer.copies)
+    return SiteCost(
+        step_s=sum(parts.values()),
+        parts_s=parts,
+        memory_bytes=float(_memory(problem, fixed, layer, residency).max()),
+        wan_bytes=fixed.wan_bytes + layers * wan,
+    )
+
+
+def _memory(problem: SiteProblem, fixed: FixedCost, layer: LayerExchanges, residency: Residency) -> FloatArray:
+    """[D, n]: what each rank needs."""
+    work = problem.workload
+    copies = layer.copies_held * float(2 * work.expert_bytes)
+    activations = layer.served * served_row_bytes(work)
+    for exchange in layer.rows:
+        activations = activations + exchange.into * work.dispatch_row_bytes
+    largest = [exchange.both * work.dispatch_row_bytes for exchange in layer.rows]
+    largest += [exchange.both * work.expert_bytes for exchange in layer.copies]
+    passing = _largest(largest, activations.shape)
+    if residency is Residency.STEP:
+        activations = activations + copies
+    else:
+        passing = passing + copies
+    lasting = fixed.lasting_bytes + work.model.num_moe_layers * activations
+    return np.asarray(lasting + np.maximum(passing, fixed.passing_bytes))
+
+
+def _largest(arrays: list[FloatArray], shape: tuple[int, ...]) -> FloatArray:
+    return np.asarray(np.max(np.stack([np.zeros(shape), *arrays]), axis=0))
+
+
+def _total(exchanges: tuple[Exchange, ...]) -> float:
+    return sum(float(exchange.pairs.sum()) for exchange in exchanges if exchange.pairs is not None)

@@ -1,0 +1,173 @@
+"""Transfers between and inside sites in closed form, and how long each takes.
+
+The same bytes as ``hybridep.traffic`` gives for the placement, summed over what the links cannot tell apart. A token of a
+site with n_h of the E experts served at site h goes there with probability 1 - C(E - n_h, K) / C(E, K).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from hybridep.traffic import COUNT_BYTES, FloatArray
+from planner.sites.problem import Inside, SiteProblem
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exchange:
+    """Sums over one exchange, in rows, experts or bytes."""
+
+    outer: bool
+    """Between sites, or inside them."""
+    out: FloatArray
+    """[D, n] sent by each rank."""
+    into: FloatArray
+    """[D, n] received."""
+    pairs: FloatArray | None = None
+    """[D, D] from site to site, all ranks together, zero on the diagonal; None inside sites."""
+
+    @property
+    def reverse(self) -> Exchange:
+        """The same in the other direction."""
+        pairs = None if self.pairs is None else self.pairs.T
+        return Exchange(outer=self.outer, out=self.into, into=self.out, pairs=pairs)
+
+    @property
+    def both(self) -> FloatArray:
+        """[D, n]: out and in."""
+        return self.out + self.into
+
+    def seconds(self, problem: SiteProblem, unit_bytes: float) -> float:
+        """With ``unit_bytes`` per row or expert: latency of the farthest pair that talks plus the busiest link's time."""
+        if not self.out.any():
+            return 0.0
+        busiest = max(float(self.out.max()), float(self.into.max())) / problem.gpu_bytes_per_s
+        if self.pairs is None:
+            return problem.gpu_latency_s + busiest * unit_bytes
+        up, down = self.pairs.sum(axis=1) / problem.up_bytes_per_s, self.pairs.sum(axis=0) / problem.down_bytes_per_s
+        busiest = max(busiest, float(up.max()), float(down.max()))
+        if problem.pair_bytes_per_s is not None:
+            busiest = max(busiest, float((self.pairs / problem.pair_bytes_per_s).max()))
+        return float(problem.latency_s[self.pairs > 0].max()) + busiest * unit_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerExchanges:
+    """Of one layer: rows of one dispatch and experts of one gather, between sites and inside."""
+
+    rows: tuple[Exchange, ...]
+    copies: tuple[Exchange, ...]
+    counts: tuple[Exchange, ...]
+    """Bytes."""
+    served: FloatArray
+    """[D, n]: token copies that each rank computes."""
+    copies_held: FloatArray
+    """[D, n]: experts of others."""
+
+
+def held_by_site(problem: SiteProblem, table: IntArray) -> IntArray:
+    """[D, E]: 1 where a site holds an expert: the home's, and those that serve somebody."""
+    experts = np.arange(problem.num_experts)
+    held = np.zeros((problem.num_sites, problem.num_experts), dtype=np.int64)
+    held[problem.home_site, experts] = 1
+    held[table, experts[None, :]] = 1
+    return held
+
+
+def served_counts(problem: SiteProblem, table: IntArray) -> IntArray:
+    """[D, D]: number of experts that site h serves for tokens of site d."""
+    size = problem.num_sites
+    keys = np.arange(size)[:, None] * size + table
+    return np.bincount(keys.ravel(), minlength=size * size).reshape(size, size)
+
+
+def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> LayerExchanges:
+    """``table`` is [D, E]: the site that computes expert e for tokens of site d."""
+    size, n = problem.num_sites, problem.num_inside
+    tokens, work = problem.workload.training.tokens, problem.workload
+    served = served_counts(problem, table)
+    rows = tokens * problem.hit[served]
+    np.fill_diagonal(rows, 0.0)
+    talks = served > 0
+    np.fill_diagonal(talks, False)
+    held = held_by_site(problem, table)
+    per_copy = tokens * work.model.top_k / work.model.num_experts
+    inner_rows: tuple[Exchange, ...] = ()
+    inner_counts: tuple[Exchange, ...] = ()
+    outer_rows, outer_counts = _alike(n, rows), _alike(n, COUNT_BYTES * talks.astype(np.float64))
+    if inside is Inside.ALL or n == 1:
+        loads = np.broadcast_to(served.sum(axis=0)[:, None] * per_copy, (size, n))
+    else:
+        by_rank = _served_by_rank(problem, table)
+        loads = by_rank.sum(axis=0) * (n * per_copy)
+        needed = tokens * problem.hit[by_rank].sum(axis=0)
+        away = needed.sum(axis=1, keepdims=True) - needed
+        inner_rows = (Exchange(outer=False, out=away, into=(n - 1) * needed),)
+        present = np.zeros(n)
+        present[problem.home_inside] = 1.0
+        peers = np.broadcast_to(present.sum() - present, (size, n))
+        into = np.broadcast_to((n - 1) * present, (size, n))
+        inner_counts = (Exchange(outer=False, out=COUNT_BYTES * peers, into=COUNT_BYTES * into),)
+    copies, held_at = _copies(problem, held, inside)
+    return LayerExchanges(
+        rows=(outer_rows, *inner_rows),
+        copies=copies,
+        counts=(outer_counts, *inner_counts),
+        served=np.asarray(loads, dtype=np.float64),
+        copies_held=held_at,
+    )
+
+
+def dense_exchanges(problem: SiteProblem) -> tuple[Exchange, ...]:
+    """Elements of the reduce-scatter of dense gradients, innermost level first; the all-gather is the reverse."""
+    size, n, total = problem.num_sites, problem.num_inside, problem.workload.model.dense_params
+    exchanges = []
+    shards = np.array([total])
+    if n > 1:
+        shards = total // n + (np.arange(n) < total % n)
+        every = np.ones((size, 1))
+        exchanges.append(Exchange(outer=False, out=every * (total - shards), into=every * ((n - 1) * shards)))
+    if size > 1:
+        parts = shards[:, None] // size + (np.arange(size) < shards[:, None] % size)
+        pairs = np.tile(parts.sum(axis=0).astype(np.float64), (size, 1))
+        np.fill_diagonal(pairs, 0.0)
+        out = (shards[:, None] - parts).T.astype(np.float64)
+        exchanges.append(Exchange(outer=True, out=out, into=parts.T * float(size - 1), pairs=pairs))
+    return tuple(exchanges)
+
+
+def _alike(n: int, per_rank: FloatArray) -> Exchange:
+    """Every rank of a site sends the same [D, D]."""
+    out, into = per_rank.sum(axis=1), per_rank.sum(axis=0)
+    every = np.ones(n)
+    return Exchange(outer=True, out=out[:, None] * every, into=into[:, None] * every, pairs=n * per_rank)
+
+
+def _served_by_rank(problem: SiteProblem, table: IntArray) -> IntArray:
+    """[D, D, n]: experts that rank c of site h serves for one rank of site d."""
+    size, n = problem.num_sites, problem.num_inside
+    keys = (np.arange(size)[:, None] * size + table) * n + problem.home_inside
+    return np.bincount(keys.ravel(), minlength=size * size * n).reshape(size, size, n)
+
+
+def _copies(problem: SiteProblem, held: IntArray, inside: Inside) -> tuple[tuple[Exchange, ...], FloatArray]:
+    """The gather's exchanges in experts, and copies per rank ([D, n])."""
+    size, n = problem.num_sites, problem.num_inside
+    at_home = np.bincount(problem.home, minlength=size * n).reshape(size, n).astype(np.float64)
+    place = np.zeros((problem.num_experts, n))
+    place[np.arange(problem.num_experts), problem.home_inside] = 1.0
+    held_at = held @ place
+    copies = held.astype(np.float64)
+    copies[problem.home_site, np.arange(problem.num_experts)] = 0.0
+    out = np.zeros(size * n)
+    np.add.at(out, problem.home, copies.sum(axis=0))
+    home = np.zeros((problem.num_experts, size))
+    home[np.arange(problem.num_experts), problem.home_site] = 1.0
+    outer = Exchange(outer=True, out=out.reshape(size, n), into=held_at - at_home, pairs=(copies @ home).T)
+    if inside is Inside.ONE or n == 1:
+        return (outer,), held_at - at_home
+    all_held = held_at.sum(axis=1, keepdims=True)
+    fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at)
+    return (outer, fan_out), np.asarray(all_held - at_home)

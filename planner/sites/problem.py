@@ -1,0 +1,156 @@
+"""The planning problem between sites, as arrays over sites instead of ranks.
+
+All ranks of a site are alike in what they send to other sites, so one serving table ``serve[d, e]`` and one choice for the
+levels inside decide a layer. Inside a site either every rank holds what the site holds (``Inside.ALL``), or each expert
+sits on one rank (``Inside.ONE``, at its home's place).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+
+from hybridep.errors import UserError
+from hybridep.placement import IntArray, LevelChoice, expert_homes
+from hybridep.plan import Residency, Schedule
+from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray, hit_probabilities
+from hybridep.workload import Workload
+
+
+class Inside(Enum):
+    """Who holds a site's experts inside it."""
+
+    ALL = "all"
+    """Every rank: no token travels inside the site, computation is even."""
+    ONE = "one"
+    """One rank each: least memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What is chosen beside the serving table."""
+
+    inside: Inside
+    residency: Residency
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SiteProblem:
+    """Sites, their links and the work, as numbers."""
+
+    cluster: Cluster
+    workload: Workload
+    schedule: Schedule
+    up_bytes_per_s: FloatArray
+    """[D]."""
+    down_bytes_per_s: FloatArray
+    """[D]."""
+    pair_bytes_per_s: FloatArray | None
+    """[D, D] from row to column, infinite on the diagonal; None where only access links limit."""
+    latency_s: FloatArray
+    """[D, D] one way, zero on the diagonal."""
+    home: IntArray
+    """[E] global ranks."""
+
+    @property
+    def num_sites(self) -> int:
+        """D."""
+        return self.cluster.sizes[0]
+
+    @property
+    def num_inside(self) -> int:
+        """n, ranks of one site."""
+        return self.cluster.num_gpus // self.num_sites
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.workload.model.num_experts
+
+    @cached_property
+    def home_site(self) -> IntArray:
+        """[E]."""
+        return self.home // self.num_inside
+
+    @cached_property
+    def home_inside(self) -> IntArray:
+        """[E]: the home's place inside its site."""
+        return self.home % self.num_inside
+
+    @cached_property
+    def homes(self) -> IntArray:
+        """[D]: how many experts live at each site."""
+        return np.bincount(self.home_site, minlength=self.num_sites).astype(np.int64)
+
+    @property
+    def gpu_bytes_per_s(self) -> float:
+        """Of a rank's own link inside its site; infinite where the site is one rank (its link is the site's)."""
+        return self.cluster.levels[1].bandwidth if len(self.cluster.sizes) == 2 else float("inf")
+
+    @property
+    def gpu_latency_s(self) -> float:
+        """Inside a site."""
+        return self.cluster.levels[1].latency if len(self.cluster.sizes) == 2 else 0.0
+
+    @cached_property
+    def hit(self) -> FloatArray:
+        """[E + 1]: probability that a token needs at least one of n experts."""
+        return hit_probabilities(self.num_experts, self.workload.model.top_k)
+
+    @cached_property
+    def beside_s(self) -> float:
+        """What a gather can hide under in forward; twice that in backward."""
+        if not self.schedule.overlap:
+            return 0.0
+        gpu = self.cluster.gpu
+        return self.workload.pre_expert_flops / gpu.throughput + gpu.block_overhead
+
+    @cached_property
+    def expert_s_per_choice(self) -> float:
+        """Seconds one rank computes for each of n experts that it serves for one rank's tokens: T K / E rows, forward."""
+        work = self.workload
+        rows = work.training.tokens * work.model.top_k / work.model.num_experts
+        return rows * work.expert_flops_per_row / self.cluster.gpu.throughput
+
+    def choices(self, inside: Inside) -> dict[str, LevelChoice]:
+        """Of the levels below the sites, as plans give them."""
+        size = {Inside.ALL: lambda level: level.size, Inside.ONE: lambda level: 1}[inside]
+        return {level.name: LevelChoice(domain_size=size(level)) for level in self.cluster.levels[1:]}
+
+    def configurations(self) -> tuple[Configuration, ...]:
+        """All of them; ``Inside`` matters only where a site has more than one rank."""
+        inside = tuple(Inside) if self.num_inside > 1 else (Inside.ALL,)
+        return tuple(Configuration(inside=one, residency=residency) for residency in Residency for one in inside)
+
+
+def site_problem(cluster: Cluster, workload: Workload, schedule: Schedule | None = None) -> SiteProblem:
+    """Raises UserError for a cluster with more than one level below the sites."""
+    if len(cluster.sizes) > 2:
+        names = ", ".join(level.name for level in cluster.levels)
+        raise UserError(f"cluster {cluster.name}: plans per site need at most one level below the sites (found {names})")
+    size, level = cluster.sizes[0], cluster.levels[0]
+    up = np.array([(cluster.sites[d].up if cluster.sites else None) or level.bandwidth for d in range(size)])
+    down = np.array([(cluster.sites[d].down if cluster.sites else None) or level.bandwidth for d in range(size)])
+    latency = np.full((size, size), level.latency)
+    pairs = None
+    if cluster.links:
+        index = {site.name: dc for dc, site in enumerate(cluster.sites)}
+        pairs = np.full((size, size), np.inf)
+        for link in cluster.links:
+            pairs[index[link.src], index[link.dst]] = link.bandwidth
+            latency[index[link.src], index[link.dst]] = link.latency
+    np.fill_diagonal(latency, 0.0)
+    return SiteProblem(
+        cluster=cluster,
+        workload=workload,
+        schedule=schedule or Schedule(),
+        up_bytes_per_s=up,
+        down_bytes_per_s=down,
+        pair_bytes_per_s=pairs,
+        latency_s=latency,
+        home=expert_homes(workload.model.num_experts, cluster.num_gpus),
+    )

@@ -1,0 +1,88 @@
+"""Uneven clusters, workloads and serving tables for the tests of the site planner."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+from hybridep.config import build
+from hybridep.placement import IntArray
+from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.serving import serving_groups
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.sites.problem import Configuration, SiteProblem, site_problem
+
+
+def uneven_cluster(
+    rng: np.random.Generator, sites: int, inside: int = 2, *, pairs: bool = True, memory: str = "64 GiB"
+) -> Cluster:
+    names = [f"s{i}" for i in range(sites)]
+
+    def mbps(low: float, high: float) -> str:
+        return f"{rng.uniform(low, high):.3f} Mbps"
+
+    data: dict[str, Any] = {
+        "name": "uneven",
+        "levels": [
+            {"name": "dc", "size": sites, "bandwidth": "200 Mbps", "latency": f"{rng.choice([0, 2, 30])} ms"},
+            {"name": "gpu", "size": inside, "bandwidth": "10 Gbps", "latency": "0.02 ms"},
+        ],
+        "gpu": {
+            "throughput": f"{rng.choice([50, 1000, 20000])} GFLOPS",
+            "memory": memory,
+            "memory_bandwidth": "1 TB/s",
+        },
+        "sites": [{"name": name, "up": mbps(50, 800), "down": mbps(50, 800)} for name in names],
+    }
+    if inside == 0:
+        del data["levels"][1]
+    if pairs:
+        data["links"] = [
+            {"src": a, "dst": b, "bandwidth": mbps(20, 800), "latency": f"{rng.uniform(0, 80):.3f} ms"}
+            for a, b in permutations(names, 2)
+        ]
+    return build(Cluster, data, "test")
+
+
+def small_workload(rng: np.random.Generator, experts: int) -> Workload:
+    model = {
+        "num_layers": int(rng.integers(1, 4)),
+        "hidden_size": int(rng.choice([16, 64])),
+        "num_heads": 2,
+        "vocab_size": 64,
+        "num_experts": experts,
+        "top_k": int(rng.integers(1, min(experts, 4) + 1)),
+        "expert_ffn_size": int(rng.choice([16, 64, 256, 1024])),
+    }
+    training = {
+        "sequence_length": int(rng.choice([64, 256, 1024])),
+        "micro_batch_size": 1,
+        "micro_batches": int(rng.choice([1, 1, 4])),
+    }
+    return build(Workload, {"name": "test", "model": model, "training": training}, "test")
+
+
+def random_problem(seed: int, sites: int, experts: int, inside: int | None = None) -> SiteProblem:
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.choice([0, 1, 2, 3])) if inside is None else inside
+    return site_problem(uneven_cluster(rng, sites, ranks, pairs=rng.random() < 0.7), small_workload(rng, experts))
+
+
+def random_table(rng: np.random.Generator, problem: SiteProblem) -> IntArray:
+    return rng.integers(0, problem.num_sites, (problem.num_sites, problem.num_experts))
+
+
+def as_plan(problem: SiteProblem, table: IntArray, configuration: Configuration) -> Plan:
+    choices = problem.choices(configuration.inside)
+    group = LayerGroup(
+        first_layer=0,
+        num_layers=problem.workload.model.num_moe_layers,
+        domains={name: choice.domain_size for name, choice in choices.items()},
+        migration={},
+        residency=Residency(configuration.residency),
+        serving=serving_groups(problem.cluster, table),
+    )
+    return Plan(cluster=problem.cluster, workload=problem.workload, layers=(group,), schedule=problem.schedule)

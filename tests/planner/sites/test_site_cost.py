@@ -1,0 +1,28 @@
+"""The closed form over sites equals the general cost and memory models on ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from site_cases import as_plan, random_problem, random_table
+
+from planner.cost import step_cost
+from planner.memory import memory_use
+from planner.sites.cost import site_cost
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_equals_the_models_on_ranks(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, sites=int(rng.integers(1, 6)), experts=int(rng.integers(1, 12)))
+    if not problem.cluster.links and problem.num_sites == 1:
+        assert problem.latency_s.sum() == 0
+    for table in (random_table(rng, problem), np.tile(problem.home_site, (problem.num_sites, 1))):
+        for configuration in problem.configurations():
+            plan = as_plan(problem, table, configuration)
+            expected, found = step_cost(plan), site_cost(problem, table, configuration)
+            assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
+            for name, seconds in expected.parts_s.items():
+                assert found.parts_s[name] == pytest.approx(seconds, rel=1e-9, abs=1e-15), name
+            assert found.wan_bytes == pytest.approx(expected.wan_bytes, rel=1e-12)
+            assert found.memory_bytes == pytest.approx(memory_use(plan).fullest_bytes, rel=1e-12)
