@@ -37,6 +37,8 @@ DC_VARIABLE = "HYBRIDEP_LAB_DC"
 BUILT = "built"
 """What the lab's first process reports once all links are up."""
 _MAX_DCS = 200
+_BRIDGE_NAMESPACE = "/proc/1/ns/net"
+"""Of the lab's first process: the bridge's ports are seen there, wherever in the lab one asks from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ class InterfaceBytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """The running lab, seen by a process inside it."""
+    """The running lab, seen by a process inside it, on the bridge or in a datacenter."""
 
     sites: tuple[LabSite, ...]
     driver_address: str
@@ -141,18 +143,20 @@ class Lab:
         Linux hands TCP over in pieces of up to 64 KiB with one header each, so this is the payload plus about 0.1 %,
         while the token buckets charge every 1500-byte packet its own header.
         """
-        sent, received = lab_links.sent_and_received_bytes(self.site(dc).port)
+        port = self.site(dc).port
+        sent, received = lab_links.in_namespace(_BRIDGE_NAMESPACE, lambda: lab_links.sent_and_received_bytes(port))
         return InterfaceBytes(tx=received, rx=sent)  # the bridge receives what the datacenter sends
 
     def set_bandwidth(self, dc: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         """Change the rates of the access link of ``dc`` at once."""
         site = self.site(dc)
         lab_links.in_namespace(site.namespace, lambda: lab_links.shape(lab_links.UPLINK, up_bytes_per_s))
-        lab_links.shape(site.port, down_bytes_per_s)
+        lab_links.in_namespace(_BRIDGE_NAMESPACE, lambda: lab_links.shape(site.port, down_bytes_per_s))
 
     def set_link(self, dc: str, *, up: bool) -> None:
         """Pull the access link of ``dc`` (``up=False``) or put it back: packets vanish, no connection is reset."""
-        lab_links.set_carrier(self.site(dc).port, up)
+        port = self.site(dc).port
+        lab_links.in_namespace(_BRIDGE_NAMESPACE, lambda: lab_links.set_carrier(port, up))
 
 
 def run_in_lab(argv: Sequence[str], spec: LabSpec, env: Mapping[str, str] | None = None) -> int:

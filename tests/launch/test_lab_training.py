@@ -1,0 +1,170 @@
+"""Training over Ray in emulated datacenters: shaped, one node per datacenter, and what happens when one of them is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridep.launch.host import child_environment
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]
+
+CLUSTER = """\
+name: two
+levels:
+- {name: dc, size: 2, bandwidth: 40 Mbps, latency: 0.2 ms}
+- {name: gpu, size: 1, bandwidth: 8 Gbps, latency: 0.1 ms}
+gpu: {throughput: 10 GFLOPS, memory: 1 GiB, memory_bandwidth: 5 GB/s}
+sites: [{name: oslo}, {name: rome}]
+"""
+WORKLOAD = """\
+name: small
+model: {num_layers: 2, hidden_size: 16, num_heads: 2, vocab_size: 256, num_experts: 4, top_k: 2, expert_ffn_size: 16}
+training: {sequence_length: 16, micro_batch_size: 1}
+"""
+RUN = """\
+name: trial
+cluster: {folder}/cluster.yaml
+workload: {folder}/workload.yaml
+plan: ep
+output: {folder}/output
+steps: 6
+exchange_timeout: 15 s
+"""
+
+PRELUDE = """
+import json, os, subprocess, sys, time
+import psutil
+from hybridep.launch.lab import Lab
+lab = Lab.current()
+RUN = sys.argv[1]
+
+def start(*options):
+    words = [sys.executable, "-m", "hybridep.cli", "train", RUN, *options]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+def until_it_trains(process):
+    for line in process.stderr:
+        print(line, end="", file=sys.stderr)
+        if line.startswith("step "):
+            return
+    raise AssertionError("it never trained")
+
+def must_end(process, code, *words):
+    begin = time.monotonic()
+    lines = process.stderr.read().splitlines()
+    assert process.wait() == code, (process.returncode, lines)
+    last = [line for line in lines if line.strip()][-1]
+    print(round(time.monotonic() - begin, 1), last, file=sys.stderr)
+    assert time.monotonic() - begin < 30, "too late"
+    assert all(word in last for word in words), last
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    (tmp_path / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
+    (tmp_path / "workload.yaml").write_text(WORKLOAD, encoding="utf-8")
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN.format(folder=tmp_path), encoding="utf-8")
+    return path
+
+
+def run_in_lab(run_file: Path, program: str, *options: str) -> None:
+    """Run a program on the bridge of a lab of the two sites; nothing of it may be left afterwards."""
+    script = run_file.with_name("inside.py")
+    script.write_text(PRELUDE + textwrap.dedent(program), encoding="utf-8")
+    words = [
+        "lab",
+        "--cluster",
+        str(run_file.with_name("cluster.yaml")),
+        *options,
+        "--",
+        sys.executable,
+        str(script),
+        str(run_file),
+    ]
+    command = [sys.executable, "-m", "hybridep.cli", *words]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=230)
+    assert done.returncode == 0, done.stderr
+    deadline = time.monotonic() + 10
+    while left_running(run_file) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_running(run_file) == []
+
+
+def left_running(run_file: Path) -> list[psutil.Process]:
+    folder = str(run_file.parent)
+    return [p for p in psutil.process_iter(["cmdline"]) if any(folder in word for word in p.info["cmdline"] or [])]
+
+
+def test_ray_trains_in_shaped_datacenters_and_a_dead_node_ends_the_run(run_file: Path) -> None:
+    program = """
+        assert os.environ["RAY_ADDRESS"].startswith(lab.site("oslo").address)
+        before = {site.name: lab.interface_bytes(site.name) for site in lab.sites}
+        process = start("--json")
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        summary = json.loads(out)
+        assert summary["shaped"] is True and summary["backend"] == "ray" and len(summary["losses"]) == 6
+        # The ranks were in different datacenters: their bytes crossed the access link.
+        sent = lab.interface_bytes("rome").tx - before["rome"].tx
+        assert sent > 6 * summary["wan_bytes_per_step"] / 2, (sent, summary)
+
+        process = start("--set", "steps=100000")
+        until_it_trains(process)
+        node = [p for p in psutil.process_iter(["cmdline"]) if "--labels=dc=rome" in (p.info["cmdline"] or [])]
+        assert len(node) == 1
+        node[0].kill()
+        must_end(process, 5, "rome")
+    """
+    run_in_lab(run_file, program, "--ray")
+
+
+def test_a_pulled_link_ends_the_run_and_names_the_datacenter(run_file: Path) -> None:
+    program = """
+        process = start("--set", "steps=100000")
+        until_it_trains(process)
+        lab.set_link("rome", up=False)
+        must_end(process, 5, "rome")
+    """
+    run_in_lab(run_file, program)
+
+
+def test_local_ranks_in_the_lab_and_a_pulled_link(run_file: Path) -> None:
+    program = """
+        process = start("--local", "--set", "steps=100000", "--set", "exchange_timeout=5 s")
+        until_it_trains(process)
+        lab.set_link("rome", up=False)
+        must_end(process, 5, "rome")
+    """
+    run_in_lab(run_file, program)
+
+
+def test_train_enters_the_lab_by_itself(run_file: Path) -> None:
+    command = [sys.executable, "-m", "hybridep.cli", "train", str(run_file), "--json", "--set", "steps=2"]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["shaped"] is True and summary["backend"] == "ray" and summary["steps"] == 2
+    assert left_running(run_file) == []
+
+
+def test_without_namespaces_training_goes_on_unshaped_and_says_so(run_file: Path) -> None:
+    # In a user namespace whose own limit of further user namespaces is zero, the kernel refuses for real.
+    refuse = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+    train = [sys.executable, "-m", "hybridep.cli", "train", str(run_file), "--local", "--json", "--set", "steps=2"]
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", refuse, "sh", *train]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["shaped"] is False and "unshaped" in done.stderr
+    lab = [*command[:-6], "lab", "--", "true"]
+    done = subprocess.run(lab, env=child_environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "does not allow user and network namespaces" in done.stderr
