@@ -1,0 +1,135 @@
+"""``python -m runtime.kernels.bench``: every kernel's speed against a device copy of the same run; a table and a JSON file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from hybridep.errors import UserError
+from hybridep.provenance import provenance
+from hybridep.units import format_bytes, format_seconds, ms_to_s
+from runtime.kernels import bench_layer
+from runtime.kernels.bench_cases import SHAPES, Case, codec_cases, copy_case, quantised_cases, token_cases
+from runtime.kernels.bench_layer import LAYERS, LayerData
+from runtime.kernels.codecs import CodecKernels
+from runtime.kernels.driver import cuda_driver
+from runtime.kernels.tokens import TokenKernels
+
+ELEMENTS = 2**27
+"""Of the codecs' weights: 256 MiB in bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One line of the table."""
+
+    name: str
+    what: str
+    time_s: float
+    """Median of one run."""
+    moved_bytes: int
+    bytes_per_s: float
+    share_of_copy: float | None
+    """Of the device copy's rate in the same run; None for a whole layer, which does more than move bytes."""
+
+
+def time_runs_s(runs: list[Callable[[], object]], repeats: int) -> float:
+    """Median seconds of one run. All runs are captured into a CUDA graph, so the host's launch time is left out; the first
+    call of each compiles and warms up outside it."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    times_s: list[float] = []
+    for _ in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times_s.append(ms_to_s(start.elapsed_time(end)) / len(runs))
+    return statistics.median(times_s[3:])
+
+
+def measure(cases: Iterable[Case], copy_bytes_per_s: float, repeats: int) -> Iterator[Result]:
+    """Time each case as it comes, so that its data can go before the next is made."""
+    for case in cases:
+        time_s = time_runs_s(case.runs, repeats)
+        rate = case.moved_bytes / time_s
+        yield Result(
+            name=case.name,
+            what=case.what,
+            time_s=time_s,
+            moved_bytes=case.moved_bytes,
+            bytes_per_s=rate,
+            share_of_copy=rate / copy_bytes_per_s if copy_bytes_per_s else 1.0,
+        )
+
+
+def measure_layers(device: torch.device, repeats: int) -> Iterator[Result]:
+    """One MoE layer, forward and backward, in each form."""
+    for layer in LAYERS:
+        data = LayerData(layer, device)
+        for name, form in bench_layer.FORMS.items():
+            for part, run in (
+                ("forward", lambda form=form, data=data: form(data)),
+                ("forward and backward", lambda form=form, data=data: bench_layer.forward_backward(data, form)),
+            ):
+                time_s = time_runs_s([run], repeats)
+                yield Result(
+                    name=f"layer, {name}, {part}",
+                    what=layer.label,
+                    time_s=time_s,
+                    moved_bytes=0,
+                    bytes_per_s=0.0,
+                    share_of_copy=None,
+                )
+
+
+def measure_all(device: torch.device, repeats: int) -> Iterator[Result]:
+    """The copy first, then everything held against it."""
+    [copy] = measure([copy_case(device)], 0.0, repeats)
+    yield copy
+    tokens, codecs = TokenKernels(cuda_driver()), CodecKernels(cuda_driver())
+    for shape in SHAPES:
+        yield from measure(token_cases(tokens, shape, device), copy.bytes_per_s, repeats)
+    yield from measure(quantised_cases(tokens, codecs, SHAPES[0], device), copy.bytes_per_s, repeats)
+    yield from measure(codec_cases(codecs, ELEMENTS, device), copy.bytes_per_s, repeats)
+    yield from measure_layers(device, repeats)
+
+
+def line(result: Result) -> str:
+    """For people."""
+    speed = "" if result.share_of_copy is None else f"{format_bytes(result.bytes_per_s):>9}/s {result.share_of_copy:7.1%} of copy"
+    return f"{result.name:32} {result.what:52} {format_seconds(result.time_s):>10} {speed}"
+
+
+@click.command()
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("kernel-bench.json"), show_default=True)
+@click.option("--repeats", default=20, show_default=True, help="Timed replays of each case.")
+def main(out: Path, repeats: int) -> None:
+    """Time the kernels on the first CUDA device."""
+    if not torch.cuda.is_available():
+        raise click.ClickException(str(UserError("the bench needs a CUDA device, and torch sees none")))
+    device = torch.device("cuda", 0)
+    results = []
+    for result in measure_all(device, repeats):
+        click.echo(line(result))
+        results.append(result)
+    facts = provenance() | {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda or ""}
+    document = {"provenance": facts, "results": [asdict(result) for result in results]}
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    click.echo(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()
