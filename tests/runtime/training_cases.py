@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hybridep.config import build
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.run import Data, Optimizer, Run
+from hybridep.serving import ServingGroup, serving_groups
 from hybridep.topology import Cluster
 from hybridep.traffic import step_traffic
 from hybridep.workload import Workload
@@ -54,10 +55,13 @@ class Case:
     micro_batches: int = 1
     overlap: bool = True
     dtype: str = "fp64"
+    random_serving: int | None = None
+    """Seed of a serving table that sends each outermost worker's tokens anywhere, in place of its domain size."""
 
     def __str__(self) -> str:
         text = f"{'x'.join(map(str, self.sizes))}-domains{'x'.join(map(str, self.domains))}-{self.model}"
         text += f"-r{self.migration}" if self.migration else ""
+        text += f"-random{self.random_serving}" if self.random_serving is not None else ""
         return f"{text}-{self.residency.value}-m{self.micro_batches}{'' if self.overlap else '-serial'}"
 
     @property
@@ -74,12 +78,19 @@ class Case:
         cluster = build(Cluster, {"name": "test", "levels": levels, "gpu": gpu}, "cluster")
         training = {"sequence_length": 6, "micro_batch_size": 2, "micro_batches": self.micro_batches, "dtype": self.dtype}
         workload = build(Workload, {"name": "test", "model": MODELS[self.model], "training": training}, "workload")
+        domains = dict(zip(names, self.domains, strict=True))
+        serving: tuple[ServingGroup, ...] = ()
+        if self.random_serving is not None:
+            del domains[names[0]]
+            rng = np.random.default_rng(self.random_serving)
+            serving = serving_groups(cluster, rng.integers(self.sizes[0], size=(self.sizes[0], workload.model.num_experts)))
         group = LayerGroup(
             first_layer=0,
             num_layers=workload.model.num_moe_layers,
-            domains=dict(zip(names, self.domains, strict=True)),
+            domains=domains,
             migration=dict(zip(names, self.migration, strict=False)),
             residency=self.residency,
+            serving=serving,
         )
         return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=Schedule(overlap=self.overlap))
 
