@@ -7,7 +7,11 @@ import ipaddress
 import os
 import signal
 import socket
-from collections.abc import Mapping
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,6 +20,8 @@ import hybridep
 from hybridep.errors import UserError
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_END_S = 10.0
 
 
 def interface_of(address: str) -> str:
@@ -52,8 +58,37 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**environment, **(extra or {})}
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to end this process when its parent ends, however that ends; ends it now if the parent is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when its parent ends, however that ends; ends it now if the parent is
+    gone already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def supervise(argv: Sequence[str], parent_pid: int) -> int:
+    """Run a command and return its exit code (128 + n for signal n); whatever it has started ends with it, and with the
+    parent of this process: also what has put itself in the background."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Orphans become this process's children instead of escaping to process 1.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent(parent_pid, signal.SIGTERM)
+    command = subprocess.Popen(argv)
+    try:
+        code = command.wait()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end_descendants()
+    return code if code >= 0 else 128 - code
+
+
+def _end_descendants() -> None:
+    deadline = time.monotonic() + _END_S
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)

@@ -154,7 +154,7 @@ class Driver:
             self._unreachable.setdefault(rank, (time.monotonic(), why))
             return
         except RayActorError as error:
-            self._fail(rank, FailureKind.DIED, f"its Ray actor is gone: {_first_line(error)}")
+            self._fail(rank, FailureKind.DIED, f"its Ray actor is gone: {_death(error)}")
             return
         except RayError as error:
             self._fail(rank, FailureKind.ERROR, f"its Ray actor failed: {_first_line(error)}")
@@ -186,6 +186,16 @@ class Driver:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def _death(error: RayActorError) -> str:
+    """What Ray knows of an actor's end, without its list of common causes."""
+    told = [line.strip() for line in str(error).splitlines() if "is dead because" in line]
+    return (
+        told[0].partition(" There are some potential root causes")[0].partition(" Some common causes")[0]
+        if told
+        else _first_line(error)
+    )
 
 
 def _connect(address: str) -> None:

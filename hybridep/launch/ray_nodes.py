@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from hybridep.errors import HybridEPError
-from hybridep.launch.host import child_environment, free_port
+from hybridep.launch.host import child_environment, free_port, supervise
 from hybridep.launch.lab import Lab, interrupted_by_terminal
 from hybridep.launch.lab_links import in_namespace
 
 START_TIMEOUT_S = 120.0
+_STOP_S = 15.0
+_HOLD = "hold"
 _OBJECT_STORE_BYTES = 80_000_000
 """About the least that Ray accepts; nothing large passes through it."""
 
@@ -77,7 +77,6 @@ class RayNodes:
         self._places, self._cpus = list(places), cpus_per_node
         self._folder = Path()
         self._nodes: list[subprocess.Popen[bytes]] = []
-        self._family: set[psutil.Process] = set()
         self.address = ""
 
     def __enter__(self) -> RayNodes:
@@ -115,7 +114,8 @@ class RayNodes:
             f"--temp-dir={folder}",
             *options,
         ]
-        command = [*place.prefix, sys.executable, "-m", "hybridep.launch.ray_backend", "node", str(os.getpid()), *words]
+        holder = [sys.executable, "-m", "hybridep.launch.ray_nodes", _HOLD, str(os.getpid()), str(folder)]
+        command = [*place.prefix, *holder, *words]
         with (folder / "start.log").open("wb") as log:
             return subprocess.Popen(
                 command,
@@ -137,29 +137,35 @@ class RayNodes:
                     lines = [line for line in log.splitlines() if line.strip()] or ["no output"]
                     raise RayStartError(f"the Ray node of {place.dc} at {place.address} {what}: {lines[-1]}; try --local")
                 time.sleep(0.05)
-            self._remember(self._nodes[index])
-
-    def _remember(self, node: subprocess.Popen[bytes]) -> None:
-        # Children are listed while their parent lives; afterwards nothing says that they are ours.
-        with suppress(psutil.NoSuchProcess):
-            if node.poll() is None:
-                self._family |= {psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)}
 
     def __exit__(self, *_: object) -> None:
         for node in self._nodes:
-            self._remember(node)
-        for process in self._family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+            node.terminate()
         for node in self._nodes:
-            node.wait()
-        psutil.wait_procs(self._family, timeout=10)
-        self._nodes, self._family = [], set()
+            try:
+                node.wait(timeout=_STOP_S)
+            except subprocess.TimeoutExpired:
+                node.kill()
+                node.wait()
+        self._nodes = []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def hold_node(parent: str, folder: str, options: Sequence[str]) -> int:
+    """The process above one node: ends everything that the node started, and removes its folder."""
+    try:
+        command = [sys.executable, "-m", "hybridep.launch.ray_backend", "node", str(os.getpid()), *options]
+        return supervise(command, int(parent))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # the last node takes the common folder along, should its owner have been killed
+            Path(folder).parent.rmdir()
 
 
 def main() -> int:
     """Entry point inside a lab; see the module's docstring."""
+    if sys.argv[1] == _HOLD:
+        return hold_node(sys.argv[2], sys.argv[3], sys.argv[4:])
     ranks_per_dc, argv = int(sys.argv[1]), sys.argv[2:]
     lab = Lab.current()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -120,7 +120,8 @@ def test_ray_trains_in_shaped_datacenters_and_a_dead_node_ends_the_run(run_file:
 
         process = start("--set", "steps=100000")
         until_it_trains(process)
-        node = [p for p in psutil.process_iter(["cmdline"]) if "--labels=dc=rome" in (p.info["cmdline"] or [])]
+        words = {"hybridep.launch.ray_backend", "--labels=dc=rome"}
+        node = [p for p in psutil.process_iter(["cmdline"]) if words <= set(p.info["cmdline"] or [])]
         assert len(node) == 1
         node[0].kill()
         must_end(process, 5, "rome")
@@ -160,11 +161,12 @@ def test_train_enters_the_lab_by_itself(run_file: Path) -> None:
 def test_without_namespaces_training_goes_on_unshaped_and_says_so(run_file: Path) -> None:
     # In a user namespace whose own limit of further user namespaces is zero, the kernel refuses for real.
     refuse = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
-    train = [sys.executable, "-m", "hybridep.cli", "train", str(run_file), "--local", "--json", "--set", "steps=2"]
-    command = ["unshare", "--user", "--map-root-user", "sh", "-c", refuse, "sh", *train]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=120)
+    outside = ["unshare", "--user", "--map-root-user", "sh", "-c", refuse, "sh", sys.executable, "-m", "hybridep.cli"]
+    train = [*outside, "train", str(run_file), "--json", "--set", "steps=2"]
+    done = subprocess.run(train, env=child_environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["shaped"] is False and "unshaped" in done.stderr
-    lab = [*command[:-6], "lab", "--", "true"]
+    summary = json.loads(done.stdout)
+    assert summary["shaped"] is False and summary["backend"] == "ray" and "unshaped" in done.stderr
+    lab = [*outside, "lab", "--", "true"]
     done = subprocess.run(lab, env=child_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "does not allow user and network namespaces" in done.stderr

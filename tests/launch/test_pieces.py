@@ -1,0 +1,137 @@
+"""The launcher's small parts: reports over pipes, the host, shaping, the step log, jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hybridep.config import build, load
+from hybridep.errors import ConfigError, DataError, LabUnavailableError, TransportError, UserError, WorkerLostError
+from hybridep.launch.controller import StepRecord
+from hybridep.launch.host import child_environment, free_port, interface_of
+from hybridep.launch.lab import Lab, LabSite
+from hybridep.launch.reports import Rendezvous, Report, ReportReader, ReportWriter, decode, encode
+from hybridep.launch.session import StepLog
+from hybridep.launch.shaping import lab_for, lab_spec, site_names, why_not_in_lab
+from hybridep.launch.worker import Job, failure_of
+from hybridep.launch.worker_group import DcLost, Failed, FailureKind, Finished, Started, Stepped
+from hybridep.plan import LayerGroup, Plan
+from hybridep.run import Run, StepReport
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+REPORTS: list[Report] = [
+    Started(rank=1, dc="a", address="10.0.0.1", pid=7),
+    Stepped(report=StepReport(rank=0, step=3, loss_sum=1.5, balance_loss=0.1, tokens=9, step_s=0.2, sent_bytes={"x@dc": 4})),
+    Finished(rank=2),
+    Finished(rank=2, result={"levels": [1.0]}),
+    Failed(rank=0, kind=FailureKind.PEER, why='said "no"\nand left', peer=3),
+    DcLost(dc="b", why="gone"),
+    Rendezvous(address="10.0.0.1", port=4242),
+]
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
+def test_reports_survive_a_pipe(report: Report) -> None:
+    assert "\n" not in encode(report) and decode(encode(report)) == report
+
+
+def test_a_reader_tells_senders_apart_and_when_they_end() -> None:
+    reader = ReportReader()
+    writers = []
+    for sender in range(2):
+        read_end, write_end = os.pipe()
+        reader.add(sender, read_end)
+        writers.append(ReportWriter(write_end))
+    writers[1](REPORTS[0])
+    writers[1](REPORTS[2])
+    assert list(reader.read(1.0)) == [(1, REPORTS[0]), (1, REPORTS[2])]
+    del writers[1]
+    assert list(reader.read(1.0)) == [(1, None)]
+    assert list(reader.read(0.0)) == []
+    reader.close()
+    reader.close()
+
+
+def test_interfaces_and_ports() -> None:
+    assert interface_of("127.0.0.1") == interface_of("127.0.0.9")
+    with pytest.raises(UserError, match="no network interface here has the address 192"):
+        interface_of("192.0.2.1")
+    assert 0 < free_port("127.0.0.1") < 65536
+    assert child_environment({"X": "1"})["X"] == "1"
+    assert (Path(child_environment()["PYTHONPATH"].split(os.pathsep)[0]) / "hybridep").is_dir()
+
+
+def test_what_the_lab_emulates() -> None:
+    cluster = load(Cluster, CONFIGS / "clusters" / "aws-9.yaml")
+    spec = lab_spec(cluster)
+    assert [dc.name for dc in spec.dcs] == site_names(cluster) == [site.name for site in cluster.sites]
+    assert [dc.up_bytes_per_s for dc in spec.dcs] == [site.up for site in cluster.sites]
+    reason = why_not_in_lab(cluster)
+    assert reason is not None and "72 ranks are more than the 16" in reason
+    fast = load(Cluster, CONFIGS / "clusters" / "lab-4dc.yaml", ["levels.dc.bandwidth=100 Gbps"])
+    assert "must be 1 to" in str(why_not_in_lab(fast))
+
+
+def test_a_lab_must_hold_the_clusters_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = load(Cluster, CONFIGS / "clusters" / "lab-4dc.yaml")
+    sites = tuple(LabSite(name=name, namespace="/x", address="10.0.0.1", port="p") for name in ("dc0", "dc1", "other"))
+    monkeypatch.setenv("HYBRIDEP_LAB", Lab(sites=sites, driver_address="10.0.0.9").to_json())
+    with pytest.raises(LabUnavailableError, match=r"no datacenter dc2 \(it has dc0, dc1, other\)"):
+        lab_for(cluster)
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(
+        step=step, loss=1.0, balance_loss=0.0, tokens=1, step_s=1.0, tokens_per_s=1.0, wan_bytes=0, sent_bytes={}, peak_bytes=0
+    )
+
+
+def test_a_resumed_log_keeps_only_earlier_steps(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    for keep, steps in ((False, (1, 2, 3, 4)), (True, (3, 4, 5)), (True, ())):
+        log = StepLog(path, keep=keep)
+        for step in steps:
+            log.add(record(step))
+        log.close()
+    assert [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()] == [1, 2, 3, 4, 5]
+    StepLog(path, keep=False).close()
+    assert path.read_text(encoding="utf-8") == ""
+
+
+def make_job(folder: Path) -> Job:
+    cluster, workload = load(Cluster, CONFIGS / "clusters" / "lab-4dc.yaml"), load(Workload, CONFIGS / "models" / "tiny.yaml")
+    group = LayerGroup(
+        first_layer=0, num_layers=workload.model.num_moe_layers, domains={"dc": 2, "gpu": 1}, migration={"dc": 0.5}
+    )
+    run = build(Run, {"name": "r", "cluster": "c", "workload": "w", "output": str(folder), "steps": 3}, "run")
+    return Job(run=run, plan=Plan(cluster=cluster, workload=workload, layers=(group,)), resume=True)
+
+
+def test_jobs_survive_the_way_to_their_ranks(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    again = Job.from_json(job.to_json())
+    assert again == job and again.plan.digest == job.plan.digest
+    assert job.dcs == ("dc0", "dc0", "dc1", "dc1", "dc2", "dc2", "dc3", "dc3")
+
+
+def test_what_a_rank_says_of_its_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    peer = failure_of(1, TransportError("rank 3", "rank 1 waited"), log)
+    assert (peer.kind, peer.peer, peer.why) == (FailureKind.PEER, 3, "rank 1 waited")
+    assert failure_of(1, TransportError("rendezvous at x", "refused"), log).peer is None
+    assert failure_of(1, DataError("data.path: x"), log).exit_code == 2
+    assert failure_of(1, WorkerLostError("x", "y"), log).exit_code == 5
+    bug = failure_of(1, ZeroDivisionError("by zero"), log)
+    assert (bug.kind, bug.exit_code) == (FailureKind.ERROR, 1) and "ZeroDivisionError: by zero" in bug.why
+
+
+def test_an_unknown_key_in_a_run_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: r\ncluster: c\nworkload: w\noutput: o\nsteps: 3\nsedd: 1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run.yaml:6: sedd: unknown key; did you mean 'seed'"):
+        load(Run, path)
