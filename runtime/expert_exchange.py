@@ -25,14 +25,21 @@ class CopyStream:
 
     def __init__(self, *, overlap: bool) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies") if overlap else None
+        self._last: Future[Tensor | None] | None = None
 
     def submit(self, work: Callable[[], Tensor | None]) -> Future[Tensor | None]:
         """Queue ``work`` behind everything submitted before."""
         if self._pool is not None:
-            return self._pool.submit(work)
+            self._last = self._pool.submit(work)
+            return self._last
         done: Future[Tensor | None] = Future()
         done.set_result(work())
         return done
+
+    def drain(self) -> None:
+        """Wait for everything submitted: the next exchange of tokens then has the links to itself."""
+        if self._last is not None:
+            self._last.result()
 
     def close(self) -> None:
         """End the thread; work that has not begun is dropped."""
@@ -71,6 +78,7 @@ class ExpertExchange:
         self._gathering: Future[Tensor | None] | None = None
         self._returning: Future[Tensor | None] | None = None
         self._present = False
+        self._is_due = False
         self.last_micro_batch = True
         """Set by the trainer before each micro-batch: with step residency, gradients return after the last one."""
         if residency is Residency.MICROBATCH:
@@ -149,11 +157,21 @@ class ExpertExchange:
             self._gradient = gradient_mP
         else:
             self._gradient += gradient_mP
-        if self._residency is Residency.MICROBATCH or self.last_micro_batch:
+        self._is_due = self._residency is Residency.MICROBATCH or self.last_micro_batch
+
+    def start_return(self) -> None:
+        """Let a complete gradient set out for the homes."""
+        if self._is_due:
+            self._is_due = False
             self._returning = self._stream.submit(self._return)
 
+    def wait_for_returns(self) -> None:
+        """Wait for the gradients of the blocks above: they travel beside attention only, never beside tokens."""
+        self._stream.drain()
+
     def finish_return(self) -> None:
-        """Wait for a return under way and add what came to the home experts' gradient."""
+        """Wait for a return under way, or due, and add what came to the home experts' gradient."""
+        self.start_return()
         if self._returning is None:
             return
         arrived = self._returning.result()

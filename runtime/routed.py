@@ -44,6 +44,7 @@ class DistributedExperts(RoutedExperts):
     def forward(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """[T, H]."""
         self.spans.end()
+        self.exchange.copies()
         if x_TH.requires_grad:
             x_TH.register_hook(self._dispatch_returned)  # type: ignore[no-untyped-call]
         x_NH, weights_NK, ids_NK, hops = self.dispatcher.dispatch(x_TH, weights_TK, ids_TK)
@@ -55,10 +56,12 @@ class DistributedExperts(RoutedExperts):
 
     def _backward_starts(self, _: Tensor) -> None:
         self.spans.end()
+        self.exchange.wait_for_returns()
         # With microbatch residency the copies are needed again: they travel beside the combine's gradients.
         self.exchange.start_gather()
 
     def _dispatch_returned(self, _: Tensor) -> None:
+        self.exchange.start_return()
         self.spans.begin(PRE_EXPERT + BACKWARD, self.name)
 
     def compute(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:

@@ -54,10 +54,10 @@ class RankTrainer:
         """One optimizer step. Raises TransportError when a peer is gone."""
         started_s, before = time.perf_counter(), Counter(self.transport.sent_bytes)
         loss_sum, balance = self._gradients(step)
-        all_reduce(self.mesh, self.transport, flatten_gradients(list(self.dense.values())))
         for experts in self.model.routed:
             experts.exchange.finish_return()
             experts.exchange.expire()
+        all_reduce(self.mesh, self.transport, flatten_gradients(list(self.dense.values())))
         self.spans.begin(OPTIMIZER)
         self.optimizer.step(step)
         self.spans.end()
