@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import asdict
 
 import click
 
-from hybridep.commands.common import note, set_option, verb
+from hybridep.commands.common import emit, note, set_option, verb
 
 
 @verb(name="lab", context_settings={"ignore_unknown_options": True})
@@ -33,4 +35,15 @@ def command(cluster: str, ray: bool, overrides: tuple[str, ...], cmd: tuple[str,
     spec = lab_spec(spec_of)
     if not as_json:
         note(f"hybridep lab: {', '.join(dc.name for dc in spec.dcs)}" + (", a Ray node in each" if ray else ""))
-    return run_in_lab(argv, spec, child_environment())
+    if not as_json:
+        return run_in_lab(argv, spec, child_environment())
+    # CMD may print what it likes; stdout is for the one object.
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        code = run_in_lab(argv, spec, child_environment())
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    emit({"exit": code, "datacenters": [asdict(dc) for dc in spec.dcs], "ray": ray})
+    return code
