@@ -68,24 +68,25 @@ def _python(name: str) -> Check:
 
 
 def _torch(name: str) -> Check:
-    import torch.distributed
+    from hybridep.launch.machine import torch_facts
 
-    if not torch.distributed.is_gloo_available():
+    facts = torch_facts()
+    if not facts.has_gloo:
         fix = "install a torch build for Linux (pip install torch)"
-        return Check(name=name, verdict=Verdict.BROKEN, found=f"{torch.__version__} without gloo", fix=fix)
-    return Check(name=name, verdict=Verdict.GOOD, found=f"{torch.__version__} with gloo")
+        return Check(name=name, verdict=Verdict.BROKEN, found=f"{facts.version} without gloo", fix=fix)
+    return Check(name=name, verdict=Verdict.GOOD, found=f"{facts.version} with gloo")
 
 
 def _processors(name: str) -> Check:
     import psutil
-    import torch
 
+    from hybridep.launch.machine import torch_facts
     from hybridep.units import format_bytes
 
     found = f"{os.cpu_count()} cores, {format_bytes(psutil.virtual_memory().total)} of memory"
-    if torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return Check(name=name, verdict=Verdict.GOOD, found=f"{found}, {len(gpus)} x {gpus[0]}")
+    devices = torch_facts().cuda_devices
+    if devices:
+        return Check(name=name, verdict=Verdict.GOOD, found=f"{found}, {len(devices)} x {devices[0]}")
     fix = "none needed to plan, simulate or emulate; for CUDA kernels a GPU and a CUDA build of torch"
     return Check(name=name, verdict=Verdict.LIMITED, found=f"{found}, no CUDA device", fix=fix)
 
@@ -120,13 +121,21 @@ def _lab(name: str) -> Check:
 
 
 def _solvers(name: str) -> Check:
-    import pulp
+    from hybridep.commands.inputs import load_cluster, load_workload
+    from planner import plan
 
-    found = pulp.listSolvers(onlyAvailable=True)
-    usable = [solver for solver in ("HiGHS", "PULP_CBC_CMD") if solver in found]
-    if usable:
-        return Check(name=name, verdict=Verdict.GOOD, found=", ".join(usable))
-    return Check(name=name, verdict=Verdict.BROKEN, found="no solver", fix="pip install highspy")
+    cluster, workload = load_cluster("lab-4dc"), load_workload("tiny")
+    failed: dict[str, str] = {}
+    for solver in ("highs", "cbc"):
+        try:
+            plan(cluster, workload, solver=solver)
+        except Exception as error:  # a broken solver raises whatever it likes
+            failed[solver] = " ".join(str(error).split())
+    if not failed:
+        return Check(name=name, verdict=Verdict.GOOD, found="highs and cbc solve a small plan")
+    verdict = Verdict.BROKEN if len(failed) == 2 else Verdict.LIMITED
+    found = "; ".join(f"{solver} fails: {why}" for solver, why in failed.items())
+    return Check(name=name, verdict=verdict, found=found, fix="pip install --force-reinstall highspy pulp")
 
 
 _CHECKS: dict[str, Callable[[str], Check]] = {
