@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -90,6 +91,11 @@ def token_cases(kernels: TokenKernels, shape: Shape, device: torch.device) -> It
         lambda d: kernels.combine_backward(d.x, d.y, d.route, d.weights, multiple=multiple),
     )
     yield case("torch index_select", once + copies, lambda d: d.x.index_select(0, d.sorted_rows))
+    if device.type == "cuda" and find_spec("triton") is not None:
+        # Where Triton is installed only, hence not at the top.
+        from runtime.kernels.bench_triton import gather
+
+        yield case("triton gather", once + copies, lambda d: gather(d.x, d.sorted_rows))
     yield case(
         "torch index_add",
         once + copies,

@@ -6,6 +6,7 @@ Sums run in float (double for double) in the order of a row's pairs, so a result
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -81,9 +82,11 @@ def route(
 
 def dispatch(x: Tensor, route: Route, num_rows: int) -> Tensor:
     """[R, H]: row i of ``x`` [N, H] at each of its slots, zeros elsewhere."""
-    out = x.new_zeros(num_rows, x.shape[1])
-    pair = (route.slot >= 0).nonzero()
-    out[route.slot[pair[:, 0], pair[:, 1]].long()] = x[pair[:, 0]]
+    pair, unused = _pair_of(route.slot, num_rows)
+    if not route.slot.numel():
+        return x.new_zeros(num_rows, x.shape[1])
+    out = x.index_select(0, pair // route.slot.shape[1])
+    out[unused] = 0
     return out
 
 
@@ -91,23 +94,42 @@ def combine(y: Tensor, slot: Tensor, weights: Tensor | None = None) -> Tensor:
     """[N, H]: the sum over each row's slots of ``y`` [R, H], times ``weights`` [N, K] where given."""
     wide = torch.promote_types(y.dtype, torch.float32)
     total = torch.zeros(slot.shape[0], y.shape[1], dtype=wide)
-    for k in range(slot.shape[1]):
-        [row] = (slot[:, k] >= 0).nonzero(as_tuple=True)
-        part = y[slot[row, k].long()].to(wide)
-        total[row] += part if weights is None else weights[row, k, None].to(wide) * part
+    for k, (row, at) in enumerate(_pairs_by_place(slot)):
+        part = y.index_select(0, at).to(wide)
+        if weights is not None:
+            part.mul_(weights[row, k, None])  # a copy: index_select made it
+        total.index_add_(0, row, part)
     return total.to(y.dtype)
 
 
 def combine_backward(grad: Tensor, y: Tensor, route: Route, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the weighted combine: of ``y`` [R, H] (zeros in rows without a pair) and of ``weights`` [N, K]."""
+    pair, unused = _pair_of(route.slot, len(y))
+    grad_weights = torch.zeros_like(weights)
+    if not route.slot.numel():
+        return torch.zeros_like(y), grad_weights
     wide = torch.promote_types(y.dtype, torch.float32)
-    grad_y, grad_weights = torch.zeros_like(y), torch.zeros_like(weights)
-    for k in range(weights.shape[1]):
-        [row] = (route.slot[:, k] >= 0).nonzero(as_tuple=True)
-        at = route.slot[row, k].long()
-        grad_y[at] = (weights[row, k, None].to(wide) * grad[row].to(wide)).to(y.dtype)
-        grad_weights[row, k] = (grad[row].to(wide) * y[at].to(wide)).sum(dim=1).to(weights.dtype)
-    return grad_y, grad_weights
+    rows = grad.index_select(0, pair // weights.shape[1]).to(wide)
+    products = (rows * y).sum(dim=1)
+    rows.mul_(weights.flatten()[pair, None])[unused] = 0
+    used = torch.ones(len(y), dtype=torch.bool).index_fill_(0, unused, False)
+    grad_weights.view(-1)[pair[used]] = products[used].to(weights.dtype)
+    return rows.to(y.dtype), grad_weights
+
+
+def _pair_of(slot: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """([R] the pair, numbered row by row, that has each row, 0 for none; the rows without one)."""
+    [pair] = (slot.flatten() >= 0).nonzero(as_tuple=True)
+    pair_of = torch.full((num_rows,), -1)
+    pair_of[slot.flatten()[pair].long()] = pair
+    return pair_of.clamp(min=0), (pair_of < 0).nonzero().squeeze(1)
+
+
+def _pairs_by_place(slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each k: the rows whose k-th pair has a row of its own, and that row."""
+    for k in range(slot.shape[1]):
+        [row] = (slot[:, k] >= 0).nonzero(as_tuple=True)
+        yield row, slot[row, k].long()
 
 
 def _groups(ids: Tensor, group_of: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def test_grouped_form_agrees_in_bf16(ffn: Ffn) -> None:
     wanted = by_token(exact[0], exact[1], ids, place, exact[2], ffn)
     results = [(y, *torch.autograd.grad(y.double().sum(), given)) for y, given in ((found, leaves), (wanted, exact))]
     for a, b in zip(*results, strict=True):
-        assert float((a.detach().double() - b).norm() / b.norm()) < 2e-2
+        assert float((a.double() - b).detach().norm() / b.detach().norm()) < 2e-2
 
 
 def test_no_experts_and_no_rows() -> None:
