@@ -113,9 +113,9 @@ class Driver:
         """One CPU per rank on a node of its datacenter. Raises UserError when the cluster has no such place."""
         wanted = Counter(self._dcs)
         deadline = time.monotonic() + _PLACE_TIMEOUT_S
-        while missing := sorted(set(wanted) - set(self._nodes())):
+        while missing := sorted(set(wanted) - (alive := {dc for dc, is_alive in self._nodes().items() if is_alive})):
             if time.monotonic() > deadline:
-                found = ", ".join(sorted(self._nodes())) or "none"
+                found = ", ".join(sorted(alive)) or "none"
                 raise UserError(
                     f"no Ray node is labelled {LABEL}={missing[0]} (labels found: {found}); start one there with "
                     f"`ray start --address=... --labels={LABEL}={missing[0]}`"
