@@ -102,8 +102,7 @@ class CudaDriver:
 
 def parameters(launch: Launch) -> ctypes.Array[ctypes.c_void_p]:
     """The argument array of cuLaunchKernel: a pointer to each value. ``launch`` must outlive it."""
-    pointers = (ctypes.cast(ctypes.byref(argument), ctypes.c_void_p) for argument in launch.arguments)
-    return (ctypes.c_void_p * len(launch.arguments))(*pointers)
+    return (ctypes.c_void_p * len(launch.arguments))(*map(ctypes.addressof, launch.arguments))
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Run by test_kernel_memory.py under the address sanitizer: every kernel on the shape table, then one planted mistake."""
+"""Run by test_kernel_memory.py under the address sanitizer: token kernels on the named shapes, or all kernels on all of them;
+then one planted mistake."""
 
 from __future__ import annotations
 
@@ -27,6 +28,15 @@ def main(folder: Path, names: list[str]) -> None:
             tokens.test_combine_backward(case, driver)
             tokens.test_deduplicated_hop(case, driver)
     tokens.test_other_placements_of_rows(driver)
+    if not names:
+        check_codecs(driver)
+    print(CLEAN, flush=True)
+    one = torch.zeros(1, dtype=torch.int32)
+    slot = torch.full((4, 1), 4, dtype=torch.int32)  # the first row past the end
+    TokenKernels(driver).dispatch(torch.ones(4, 64), Route(slot, one, torch.zeros(2, dtype=torch.int32), one), 4)
+
+
+def check_codecs(driver: EmulatingDriver) -> None:
     tokens.test_four_ranks_exchange_through_each_others_memory(driver)
     kernels = CodecKernels(driver)
     for hidden in (3, 130, 1160):
@@ -38,10 +48,6 @@ def main(folder: Path, names: list[str]) -> None:
     for length in (7, TILE + 1):
         value, shared = make_rows(1, length, torch.bfloat16)[0], torch.zeros(length, dtype=torch.bfloat16)
         kernels.residual_decode(shared, kernels.residual_encode(value, shared, torch.tensor([0.5]), length // 2))
-    print(CLEAN, flush=True)
-    one = torch.zeros(1, dtype=torch.int32)
-    slot = torch.full((4, 1), 4, dtype=torch.int32)  # the first row past the end
-    TokenKernels(driver).dispatch(torch.ones(4, 64), Route(slot, one, torch.zeros(2, dtype=torch.int32), one), 4)
 
 
 if __name__ == "__main__":
