@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from kernel_cases import Case, make_ids, make_rows
+from kernel_emulator import EmulatingDriver
 from torch import Tensor
 
 from runtime.kernels import ops
 from runtime.kernels.errors import CapacityError
 from runtime.kernels.grouped import ALIGNED_ROWS, grouped_mm
+from runtime.kernels.tokens import TokenKernels
 
 CASE = Case(name="", rows=7, top_k=3, experts=5, hidden=6)
 
@@ -135,3 +138,27 @@ def test_importing_touches_nothing() -> None:
         "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_cuda_forms_equal_the_cpu_forms(compiled_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered for CUDA, called with CPU tensors and the emulator in the driver's place."""
+    monkeypatch.setattr(ops, "_kernels", lambda: TokenKernels(EmulatingDriver(folder=compiled_kernels)))
+    x, weights, ids, groups = (tensor.detach() for tensor in make_problem())
+    sources = torch.tensor([7], dtype=torch.int32)
+    for arguments in ((ids, groups, 5, 4, 64, 0, 0, False, None, 1), (ids, groups, 5, 1, 7, 9, 2, True, sources, 7)):
+        for a, b in zip(ops._route_cuda(*arguments), ops._route(*arguments), strict=True):
+            assert torch.equal(a, b)
+    way = ops.route(ids, groups, 5, multiple=4)
+    parts, rows = way[:3], int(way.offsets[-1])
+    y = ops._dispatch(x, *parts, rows, 4)
+    assert torch.equal(ops._dispatch_cuda(x, *parts, rows, 4), y)
+    for given in (weights, None):
+        torch.testing.assert_close(ops._combine_cuda(y, *parts, given, 4), ops._combine(y, *parts, given, 4))
+    found, wanted = (form(x, y, *parts, weights, 4) for form in (ops._combine_backward_cuda, ops._combine_backward_op))
+    torch.testing.assert_close(tuple(found), tuple(wanted))
+    hop = ops.route(ids, groups // 2, 3, deduplicate=True)
+    size = int(hop.offsets[-1])
+    found, wanted = (form(ids, weights, groups // 2, hop.slot, size) for form in (ops._carry_cuda, ops._carry))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    back, truth = (form(wanted[1], ids, groups // 2, hop.slot) for form in (ops._carry_back_cuda, ops._carry_back))
+    assert torch.equal(back, truth)
