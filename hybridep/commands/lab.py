@@ -9,6 +9,7 @@ from dataclasses import asdict
 import click
 
 from hybridep.commands.common import emit, note, set_option, verb
+from hybridep.errors import LabUnavailableError
 
 
 @verb(name="lab", context_settings={"ignore_unknown_options": True})
@@ -24,15 +25,18 @@ def command(cluster: str, ray: bool, overrides: tuple[str, ...], cmd: tuple[str,
     """
     from hybridep.commands.inputs import Kind, load_cluster, sort_overrides
     from hybridep.launch.host import child_environment
-    from hybridep.launch.lab import run_in_lab
+    from hybridep.launch.lab import probe_lab, run_in_lab
     from hybridep.launch.shaping import lab_spec
 
-    spec_of = load_cluster(cluster, sort_overrides(overrides, (Kind.CLUSTER,))[Kind.CLUSTER])
+    emulated = load_cluster(cluster, sort_overrides(overrides, (Kind.CLUSTER,))[Kind.CLUSTER])
     argv = list(cmd)
     if ray:
-        ranks_per_dc = spec_of.num_gpus // spec_of.sizes[0]
+        ranks_per_dc = emulated.num_gpus // emulated.sizes[0]
         argv = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(ranks_per_dc), *argv]
-    spec = lab_spec(spec_of)
+    spec = lab_spec(emulated)
+    reason = probe_lab()
+    if reason is not None:
+        raise LabUnavailableError(reason)
     if not as_json:
         note(f"hybridep lab: {', '.join(dc.name for dc in spec.dcs)}" + (", a Ray node in each" if ray else ""))
     if not as_json:

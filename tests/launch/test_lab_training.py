@@ -9,35 +9,12 @@ import textwrap
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from launch_cases import left_running
 
 from hybridep.launch.host import child_environment
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]
-
-CLUSTER = """\
-name: two
-levels:
-- {name: dc, size: 2, bandwidth: 40 Mbps, latency: 0.2 ms}
-- {name: gpu, size: 1, bandwidth: 8 Gbps, latency: 0.1 ms}
-gpu: {throughput: 10 GFLOPS, memory: 1 GiB, memory_bandwidth: 5 GB/s}
-sites: [{name: oslo}, {name: rome}]
-"""
-WORKLOAD = """\
-name: small
-model: {num_layers: 2, hidden_size: 16, num_heads: 2, vocab_size: 256, num_experts: 4, top_k: 2, expert_ffn_size: 16}
-training: {sequence_length: 16, micro_batch_size: 1}
-"""
-RUN = """\
-name: trial
-cluster: {folder}/cluster.yaml
-workload: {folder}/workload.yaml
-plan: ep
-output: {folder}/output
-steps: 6
-exchange_timeout: 15 s
-"""
 
 PRELUDE = """
 import json, os, subprocess, sys, time
@@ -68,15 +45,6 @@ def must_end(process, code, *words):
 """
 
 
-@pytest.fixture
-def run_file(tmp_path: Path) -> Path:
-    (tmp_path / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
-    (tmp_path / "workload.yaml").write_text(WORKLOAD, encoding="utf-8")
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN.format(folder=tmp_path), encoding="utf-8")
-    return path
-
-
 def run_in_lab(run_file: Path, program: str, *options: str) -> None:
     """Run a program on the bridge of a lab of the two sites; nothing of it may be left afterwards."""
     script = run_file.with_name("inside.py")
@@ -98,11 +66,6 @@ def run_in_lab(run_file: Path, program: str, *options: str) -> None:
     while left_running(run_file) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left_running(run_file) == []
-
-
-def left_running(run_file: Path) -> list[psutil.Process]:
-    folder = str(run_file.parent)
-    return [p for p in psutil.process_iter(["cmdline"]) if any(folder in word for word in p.info["cmdline"] or [])]
 
 
 def test_ray_trains_in_shaped_datacenters_and_a_dead_node_ends_the_run(run_file: Path) -> None:
@@ -156,17 +119,3 @@ def test_train_enters_the_lab_by_itself(run_file: Path) -> None:
     summary = json.loads(done.stdout)
     assert summary["shaped"] is True and summary["backend"] == "ray" and summary["steps"] == 2
     assert left_running(run_file) == []
-
-
-def test_without_namespaces_training_goes_on_unshaped_and_says_so(run_file: Path) -> None:
-    # In a user namespace whose own limit of further user namespaces is zero, the kernel refuses for real.
-    refuse = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
-    outside = ["unshare", "--user", "--map-root-user", "sh", "-c", refuse, "sh", sys.executable, "-m", "hybridep.cli"]
-    train = [*outside, "train", str(run_file), "--json", "--set", "steps=2"]
-    done = subprocess.run(train, env=child_environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    assert summary["shaped"] is False and summary["backend"] == "ray" and "unshaped" in done.stderr
-    lab = [*outside, "lab", "--", "true"]
-    done = subprocess.run(lab, env=child_environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "does not allow user and network namespaces" in done.stderr

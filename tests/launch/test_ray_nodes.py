@@ -1,16 +1,20 @@
-"""Ray nodes of our own: labelled, one per datacenter, and gone with whoever started them, however that ended."""
+"""Ray nodes of our own on loopback, where no lab is possible; gone with whoever started them, however that ended."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+from launch_cases import left_running
 
 from hybridep.launch.host import child_environment
+from hybridep.launch.lab import probe_lab
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -47,3 +51,20 @@ def test_nothing_outlives_the_owner(by_kill: bool) -> None:
     finally:
         owner.kill()
         owner.wait()
+
+
+def test_without_namespaces_training_goes_on_unshaped_and_says_so(run_file: Path) -> None:
+    outside = [sys.executable, "-m", "hybridep.cli"]
+    if probe_lab() is None:
+        # In a user namespace whose own limit of further user namespaces is zero, the kernel refuses for real.
+        refuse = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+        outside = ["unshare", "--user", "--map-root-user", "sh", "-c", refuse, "sh", *outside]
+    train = [*outside, "train", str(run_file), "--json", "--set", "steps=2"]
+    done = subprocess.run(train, env=child_environment(), capture_output=True, text=True, timeout=140)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["shaped"] is False and summary["backend"] == "ray" and "unshaped" in done.stderr
+    assert left_running(run_file) == []
+    done = subprocess.run([*outside, "lab", "--", "true"], env=child_environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "does not allow user and network namespaces" in done.stderr

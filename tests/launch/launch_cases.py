@@ -1,0 +1,45 @@
+"""A run of two sites with one rank each, and what is left of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+CLUSTER = """\
+name: two
+levels:
+- {name: dc, size: 2, bandwidth: 40 Mbps, latency: 0.2 ms}
+- {name: gpu, size: 1, bandwidth: 8 Gbps, latency: 0.1 ms}
+gpu: {throughput: 10 GFLOPS, memory: 1 GiB, memory_bandwidth: 5 GB/s}
+sites: [{name: oslo}, {name: rome}]
+"""
+WORKLOAD = """\
+name: small
+model: {num_layers: 2, hidden_size: 16, num_heads: 2, vocab_size: 256, num_experts: 4, top_k: 2, expert_ffn_size: 16}
+training: {sequence_length: 16, micro_batch_size: 1}
+"""
+RUN = """\
+name: trial
+cluster: {folder}/cluster.yaml
+workload: {folder}/workload.yaml
+plan: ep
+output: {folder}/output
+steps: 6
+exchange_timeout: 15 s
+"""
+
+
+def write_run(folder: Path) -> Path:
+    """Cluster, model and run files; returns the run's."""
+    (folder / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
+    (folder / "workload.yaml").write_text(WORKLOAD, encoding="utf-8")
+    path = folder / "run.yaml"
+    path.write_text(RUN.format(folder=folder), encoding="utf-8")
+    return path
+
+
+def left_running(run_file: Path) -> list[psutil.Process]:
+    """Processes whose command line names the run's folder."""
+    folder = str(run_file.parent)
+    return [p for p in psutil.process_iter(["cmdline"]) if any(folder in word for word in p.info["cmdline"] or [])]
