@@ -127,7 +127,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "bound_s": bound_s,
         "gap": report.gap if report else (objective_s - bound_s) / objective_s,
         "solve_s": report.solve if report else 0.0,
-        "domains": dict(plan.layers[0].domains) if len(groups) == 1 else groups,
+        "domains": _domains(plan) if len(groups) == 1 else groups,
         "baselines": dict(baselines),
         "memory_bytes": memory.fullest_bytes,
         "step_s": cost.step_s,
@@ -139,13 +139,25 @@ def summary(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _domains(plan: Plan) -> dict[str, Any]:
+    """Level name -> size; for the outermost level of a plan with a serving table, its groups of sites."""
+    group = plan.layers[0]
+    serving = [{"sites": list(one.sites), "holders": dict(one.holders)} for one in group.serving]
+    return ({plan.cluster.levels[0].name: serving} if serving else {}) | dict(group.domains)
+
+
 def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
     """All layers in one configuration that is one move away from that of the largest group."""
     base = max(plan.layers, key=lambda group: group.num_layers)
     layers = plan.workload.model.num_moe_layers
     if len(plan.layers) > 1:
         yield "same in all layers", base.model_copy(update={"first_layer": 0, "num_layers": layers})
-    for level in plan.cluster.levels:
+    if base.serving:
+        inside = {name: choice for name, choice in base.choices.items() if name != plan.cluster.levels[0].name}
+        for size in divisors(plan.cluster.levels[0].size):
+            choices = {plan.cluster.levels[0].name: LevelChoice(domain_size=size)} | inside
+            yield f"{plan.cluster.levels[0].name} {size} in rank order", layer_group(0, layers, choices, base.residency)
+    for level in plan.cluster.levels if not base.serving else ():
         sizes = divisors(level.size)
         here = sizes.index(base.choices.get(level.name, LevelChoice()).domain_size)
         for place in (here - 1, here + 1):
@@ -156,9 +168,9 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
     for name in partial:
         choices = base.choices | {name: LevelChoice(domain_size=base.domains[name])}
         yield f"{name} {base.domains[name]}, all experts", layer_group(0, layers, choices, base.residency)
-    if any(size > 1 for size in base.domains.values()):
+    if base.serving or any(size > 1 for size in base.domains.values()):
         other = Residency.MICROBATCH if base.residency is Residency.STEP else Residency.STEP
-        yield f"copies per {other.value}", layer_group(0, layers, base.choices, other)
+        yield f"copies per {other.value}", base.model_copy(update={"first_layer": 0, "num_layers": layers, "residency": other})
 
 
 def _of_group(name: str, plan: Plan, group: LayerGroup) -> Alternative:

@@ -20,10 +20,10 @@ Baseline = Literal["ep", "full_gather"]
 BASELINES: tuple[Baseline, ...] = ("ep", "full_gather")
 
 
-def plan(
+def plan_domains(
     cluster: Cluster, workload: Workload, *, solver: str = "highs", time_limit_s: float = 60.0, schedule: Schedule | None = None
 ) -> Plan:
-    """The fastest plan that fits, with its prediction and how it was found.
+    """The fastest plan of equal domains per level that fits, with its prediction and how it was found.
 
     Raises InfeasibleError (says how much memory is missing where), NoSolutionError (time limit), UserError (unknown solver).
     """

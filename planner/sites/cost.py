@@ -11,7 +11,7 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, Op, gathers_and_returns
-from planner.cost import HEAD, OPTIMIZER, BlockTimes, layer_times, optimizer_bytes_per_parameter
+from planner.cost import COMPUTATIONS, HEAD, OPTIMIZER, BlockTimes, layer_times, optimizer_bytes_per_parameter
 from planner.memory import TOLERANCE, fixed_rank_bytes, served_row_bytes
 from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem
@@ -26,6 +26,11 @@ class SiteCost:
     memory_bytes: float
     """Of the fullest rank."""
     wan_bytes: float
+
+    @property
+    def compute_s(self) -> float:
+        """The computation alone."""
+        return sum(self.parts_s.get(part, 0.0) for part in COMPUTATIONS)
 
     def fits(self, problem: SiteProblem) -> bool:
         """Every rank has room."""
@@ -53,15 +58,19 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     """Of one layer and micro-batch."""
     work, gpu = problem.workload, problem.cluster.gpu
     times = dict.fromkeys(Op, 0.0)
+
+    def add(op: Op, line: tuple[float, float], unit_bytes: float) -> None:
+        times[op] += line[0] + line[1] * unit_bytes
+
     for exchange in layer.copies:
-        times[Op.EXPERT_GATHER] += exchange.seconds(problem, work.expert_bytes)
-        times[Op.GRADIENT_RETURN] += exchange.reverse.seconds(problem, work.expert_bytes)
+        add(Op.EXPERT_GATHER, exchange.line(problem), work.expert_bytes)
+        add(Op.GRADIENT_RETURN, exchange.reverse.line(problem), work.expert_bytes)
     for exchange in layer.rows:
-        back = exchange.reverse
-        times[Op.TOKEN_DISPATCH] += exchange.seconds(problem, work.dispatch_row_bytes)
-        times[Op.COMBINE_BACKWARD] += exchange.seconds(problem, work.combine_row_bytes)
-        times[Op.TOKEN_COMBINE] += back.seconds(problem, work.combine_row_bytes)
-        times[Op.DISPATCH_BACKWARD] += back.seconds(problem, work.dispatch_gradient_row_bytes)
+        there, back = exchange.line(problem), exchange.reverse.line(problem)
+        add(Op.TOKEN_DISPATCH, there, work.dispatch_row_bytes)
+        add(Op.COMBINE_BACKWARD, there, work.combine_row_bytes)
+        add(Op.TOKEN_COMBINE, back, work.combine_row_bytes)
+        add(Op.DISPATCH_BACKWARD, back, work.dispatch_gradient_row_bytes)
     times[Op.TOKEN_COUNTS] = sum(exchange.seconds(problem, 1.0) for exchange in layer.counts)
     return BlockTimes(
         pre_expert_s=work.pre_expert_flops / gpu.throughput,
@@ -100,11 +109,11 @@ def site_cost(problem: SiteProblem, table: IntArray, configuration: Configuratio
     return cost_of(problem, layer, configuration.residency)
 
 
-def cost_of(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> SiteCost:
-    """Of exchanges that are known."""
+def cost_of(problem: SiteProblem, layer: LayerExchanges, residency: Residency, known: BlockTimes | None = None) -> SiteCost:
+    """Of exchanges that are known, and their ``block_times`` where those are too."""
     work, fixed = problem.workload, fixed_cost(problem)
     layers, batches = work.model.num_moe_layers, work.training.micro_batches
-    times = layer_times(block_times(problem, layer), batches, residency, problem.schedule)
+    times = layer_times(known or block_times(problem, layer), batches, residency, problem.schedule)
     parts = dict(fixed.parts_s)
     for name, seconds in times.parts_s.items():
         parts[name] = parts.get(name, 0.0) + layers * seconds

@@ -39,18 +39,23 @@ class Exchange:
         """[D, n]: out and in."""
         return self.out + self.into
 
-    def seconds(self, problem: SiteProblem, unit_bytes: float) -> float:
-        """With ``unit_bytes`` per row or expert: latency of the farthest pair that talks plus the busiest link's time."""
+    def line(self, problem: SiteProblem) -> tuple[float, float]:
+        """(latency of the farthest pair that talks, seconds per unit's byte on the busiest link)."""
         if not self.out.any():
-            return 0.0
+            return 0.0, 0.0
         busiest = max(float(self.out.max()), float(self.into.max())) / problem.gpu_bytes_per_s
         if self.pairs is None:
-            return problem.gpu_latency_s + busiest * unit_bytes
+            return problem.gpu_latency_s, busiest
         up, down = self.pairs.sum(axis=1) / problem.up_bytes_per_s, self.pairs.sum(axis=0) / problem.down_bytes_per_s
         busiest = max(busiest, float(up.max()), float(down.max()))
         if problem.pair_bytes_per_s is not None:
             busiest = max(busiest, float((self.pairs / problem.pair_bytes_per_s).max()))
-        return float(problem.latency_s[self.pairs > 0].max()) + busiest * unit_bytes
+        return float((problem.latency_s * (self.pairs > 0)).max()), busiest
+
+    def seconds(self, problem: SiteProblem, unit_bytes: float) -> float:
+        """With ``unit_bytes`` per row or expert: latency plus the busiest link's time."""
+        latency, per_byte = self.line(problem)
+        return latency + per_byte * unit_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

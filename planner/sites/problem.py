@@ -56,17 +56,17 @@ class SiteProblem:
     home: IntArray
     """[E] global ranks."""
 
-    @property
+    @cached_property
     def num_sites(self) -> int:
         """D."""
         return self.cluster.sizes[0]
 
-    @property
+    @cached_property
     def num_inside(self) -> int:
         """n, ranks of one site."""
         return self.cluster.num_gpus // self.num_sites
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         """E."""
         return self.workload.model.num_experts
@@ -86,12 +86,12 @@ class SiteProblem:
         """[D]: how many experts live at each site."""
         return np.bincount(self.home_site, minlength=self.num_sites).astype(np.int64)
 
-    @property
+    @cached_property
     def gpu_bytes_per_s(self) -> float:
         """Of a rank's own link inside its site; infinite where the site is one rank (its link is the site's)."""
         return self.cluster.levels[1].bandwidth if len(self.cluster.sizes) == 2 else float("inf")
 
-    @property
+    @cached_property
     def gpu_latency_s(self) -> float:
         """Inside a site."""
         return self.cluster.levels[1].latency if len(self.cluster.sizes) == 2 else 0.0
@@ -118,8 +118,9 @@ class SiteProblem:
 
     def choices(self, inside: Inside) -> dict[str, LevelChoice]:
         """Of the levels below the sites, as plans give them."""
-        size = {Inside.ALL: lambda level: level.size, Inside.ONE: lambda level: 1}[inside]
-        return {level.name: LevelChoice(domain_size=size(level)) for level in self.cluster.levels[1:]}
+        return {
+            level.name: LevelChoice(domain_size=level.size if inside is Inside.ALL else 1) for level in self.cluster.levels[1:]
+        }
 
     def configurations(self) -> tuple[Configuration, ...]:
         """All of them; ``Inside`` matters only where a site has more than one rank."""

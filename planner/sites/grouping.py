@@ -1,0 +1,123 @@
+"""Token groups: sites whose tokens stay among them, with every expert held somewhere in the group.
+
+One group of all sites with experts at home is expert parallelism; every site a group of its own is full gather. In
+between, k groups of D / k sites are the paper's domains seen from the other side: sites of the same offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from hybridep.traffic import FloatArray
+from planner.sites.problem import SiteProblem
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def distance(problem: SiteProblem) -> FloatArray:
+    """[D, D], symmetric: seconds that one micro-batch's rows to a site take, both ways, latency included."""
+    work = problem.workload
+    row_bytes = 2 * work.combine_row_bytes + work.dispatch_row_bytes + work.dispatch_gradient_row_bytes
+    rate = np.minimum(problem.up_bytes_per_s[:, None], problem.down_bytes_per_s[None, :])
+    if problem.pair_bytes_per_s is not None:
+        rate = np.minimum(rate, problem.pair_bytes_per_s)
+    rows = problem.num_inside * work.training.tokens * row_bytes / 2
+    one_way = rows / rate + 2.5 * problem.latency_s
+    both = one_way + one_way.T
+    np.fill_diagonal(both, 0.0)
+    return np.asarray(both)
+
+
+def nearest_groups(apart: FloatArray, num_groups: int) -> Groups:
+    """Groups of nearly equal size: the site farthest from all that are left takes its nearest ones, and so on; then
+    pairs of sites change places while that brings members nearer together."""
+    size = len(apart)
+    left = list(range(size))
+    groups: list[list[int]] = []
+    for number in range(num_groups):
+        take = len(left) // (num_groups - number)
+        among = np.array(left)
+        first = int(among[np.argmax(apart[np.ix_(among, among)].sum(axis=1))])
+        order = among[np.argsort(apart[first, among], kind="stable")]
+        chosen = [first, *(int(d) for d in order if d != first)][:take]
+        groups.append(sorted(chosen))
+        left = [d for d in left if d not in set(chosen)]
+    label = np.empty(size, dtype=np.int64)
+    for number, members in enumerate(groups):
+        label[members] = number
+    if size <= 128:
+        _exchange_members(apart, label, num_groups)
+    return groups_of(label)
+
+
+def _exchange_members(apart: FloatArray, label: IntArray, num_groups: int) -> None:
+    """Swap two sites of different groups while the sum of distances inside groups falls."""
+    size = len(apart)
+    for _ in range(4 * size):
+        member = np.zeros((size, num_groups))
+        member[np.arange(size), label] = 1.0
+        to_group = apart @ member
+        own = to_group[np.arange(size), label]
+        gain = own[:, None] + own[None, :] - to_group[:, label] - to_group[:, label].T + 2 * apart
+        gain[label[:, None] == label[None, :]] = 0.0
+        a, b = np.unravel_index(int(np.argmax(gain)), gain.shape)
+        if gain[a, b] <= 1e-12 * (own.sum() + 1e-300):
+            return
+        label[a], label[b] = label[b], label[a]
+
+
+def groups_of(label: Sequence[int] | IntArray) -> Groups:
+    """From a group number per site."""
+    members: dict[int, list[int]] = {}
+    for d, number in enumerate(label):
+        members.setdefault(int(number), []).append(d)
+    return tuple(tuple(group) for group in members.values())
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the members of a group share the experts."""
+
+    power: float = 0.0
+    """In proportion to a member's access rate to this power."""
+    holders: int = 0
+    """Only so many members, the fastest, hold any; 0 for all."""
+
+
+def shares(problem: SiteProblem, members: Sequence[int], share: Share) -> IntArray:
+    """How many experts each member shall hold; its rate is the slower one of its access links."""
+    sites = np.asarray(members)
+    rate = np.minimum(problem.up_bytes_per_s[sites], problem.down_bytes_per_s[sites])
+    weight = (rate / rate.max()) ** share.power
+    if 0 < share.holders < len(sites):
+        slow = np.lexsort((np.arange(len(sites)), -problem.homes[sites], -rate))[share.holders :]
+        weight[slow] = 0.0
+    exact = problem.num_experts * weight / weight.sum()
+    whole = np.floor(exact + 1e-9).astype(np.int64)
+    rest = problem.num_experts - int(whole.sum())
+    # Ties go to members that own experts, which need no copy of those.
+    order = np.lexsort((np.arange(len(sites)), -problem.homes[sites], -np.round(exact - whole, 9)))
+    whole[order[:rest]] += 1
+    return np.asarray(whole)
+
+
+def assign(problem: SiteProblem, members: Sequence[int], targets: IntArray) -> IntArray:
+    """[E]: each expert's holder among ``members``, ``targets`` experts each: own ones first, the others dealt out so
+    that every member gets them evenly from all places inside the homes' sites."""
+    row = np.full(problem.num_experts, -1, dtype=np.int64)
+    room = np.array(targets, dtype=np.int64)
+    for position, site in enumerate(members):
+        own = np.flatnonzero(problem.home_site == site)[: room[position]]
+        row[own] = site
+        room[position] -= len(own)
+    left = np.flatnonzero(row < 0)
+    left = left[np.lexsort((left, problem.home_inside[left]))]
+    owner = np.repeat(np.arange(len(room)), room)
+    turn = np.concatenate([(np.arange(count) + 0.5) / count for count in room if count] or [np.zeros(0)])
+    order = np.lexsort((owner, turn))
+    row[left] = np.asarray(members, dtype=np.int64)[owner[order]]
+    return row

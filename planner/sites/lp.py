@@ -1,0 +1,218 @@
+"""The bound of one box as a linear program, and what any dual vector proves about it.
+
+Beside ``planner.sites.relaxation``'s row costs, the program knows the homes: x[d, a, h] experts of home site a are served
+at h for tokens of d, at most the y[a, h] that h holds of them; copies y leave a, and arrive at h, within the gather's time,
+which costs what it exceeds the computation it runs beside. Where that is too large a program, homes are not told apart.
+
+``value_s`` evaluates weak duality: for minimise c x with A x <= b, F x = g, l <= x <= u, any lambda >= 0 and any nu give the
+bound  nu g - lambda b + sum_j min(r_j l_j, r_j u_j)  with r = c + lambda A - nu F. The solver only proposes lambda and nu.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from hybridep.placement import IntArray
+from hybridep.traffic import FloatArray, gathers_and_returns
+from planner.sites.relaxation import Box, Relaxation
+
+MOST_VARIABLES = 600
+"""With homes told apart; larger programs take a solver longer than halving boxes is worth."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Duals:
+    """What proves a bound: multipliers of the inequalities (at least zero) and of the equalities."""
+
+    inequality: FloatArray
+    equality: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BoxProgram:
+    """minimise ``costs`` x; times in seconds of one layer."""
+
+    costs: FloatArray
+    inequality: Any
+    """Sparse [rows, variables]; at most ``right``."""
+    right: FloatArray
+    equality: Any
+    """Sparse; equal to ``total``."""
+    total: FloatArray
+    bounds: FloatArray
+    """[variables, 2], finite."""
+
+    def value_s(self, duals: Duals) -> float:
+        """A lower bound on the program, whatever the multipliers. Raises ValueError for a negative one."""
+        if (duals.inequality < 0).any():
+            raise ValueError("multipliers of inequalities must be at least zero")
+        reduced = self.costs + self.inequality.T @ duals.inequality - self.equality.T @ duals.equality
+        ends = np.minimum(reduced * self.bounds[:, 0], reduced * self.bounds[:, 1])
+        return float(duals.equality @ self.total - duals.inequality @ self.right + ends.sum())
+
+    def solve(self) -> Duals | None:
+        """The best multipliers; None when the program is infeasible or the solver fails."""
+        solver: Any = linprog  # its stubs know dense matrices only
+        unit = max(float(np.abs(self.costs).max()), 1e-300)
+        found = solver(self.costs / unit, self.inequality, self.right, self.equality, self.total, self.bounds, method="highs")
+        if found.status != 0:
+            return None
+        return Duals(
+            inequality=np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) * unit,
+            equality=np.asarray(found.eqlin.marginals) * unit,
+        )
+
+
+class _Rows:
+    """Inequalities, collected block by block."""
+
+    def __init__(self) -> None:
+        self.row: list[IntArray] = []
+        self.column: list[IntArray] = []
+        self.value: list[FloatArray] = []
+        self.right: list[FloatArray] = []
+        self.count = 0
+
+    def add(self, row: IntArray, column: IntArray, value: FloatArray | float, right: FloatArray) -> None:
+        self.row.append(np.asarray(row) + self.count)
+        self.column.append(np.asarray(column))
+        self.value.append(np.broadcast_to(np.asarray(value, dtype=np.float64), np.shape(row)))
+        self.right.append(right)
+        self.count += len(right)
+
+    def matrix(self, variables: int) -> Any:
+        entries = np.concatenate(self.value), (np.concatenate(self.row), np.concatenate(self.column))
+        return coo_array(entries, shape=(self.count, variables)).tocsr()
+
+
+def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
+    """None when a site cannot even hold its own experts."""
+    problem, limits = relaxation.problem, relaxation.limits(box)
+    size, weight = problem.num_sites, float(problem.workload.expert_bytes)
+    if (limits.most_held < problem.homes).any():
+        return None
+    sites = np.flatnonzero(problem.homes)
+    told_apart = len(sites) * size * size <= MOST_VARIABLES
+    # Home classes a: their experts, where copies of them can be, and how many.
+    if told_apart:
+        owned = problem.homes[sites].astype(np.float64)
+        at_home = np.zeros((len(sites), size))
+        at_home[np.arange(len(sites)), sites] = owned
+        copies = limits.copies[sites]
+    else:
+        owned = np.array([float(problem.num_experts)])
+        at_home = problem.homes[None, :].astype(np.float64)
+        copies = (limits.most_held - problem.homes)[None, :]
+    classes = len(owned)
+    holdable = at_home + copies
+    d, a, h = np.nonzero((holdable[None] > 0) & (limits.allowed[:, None, :] > 0))
+    num = len(d)
+    ca, ch = np.nonzero(copies)
+    copy_of = np.full((classes, size), -1)
+    copy_of[ca, ch] = num + np.arange(len(ca))
+    first = num + len(ca)
+    forward, back, compute, gather, give_back, gather_cost, return_cost = range(first, first + 7)
+    unserved = first + 7
+    variables = unserved + size * classes
+    rows = _Rows()
+
+    # Served only what is held.
+    x = np.arange(num)
+    coupled = np.flatnonzero(copies[a, h] > 0)
+    order = np.arange(len(coupled))
+    rows.add(
+        np.concatenate([order, order]),
+        np.concatenate([coupled, copy_of[a[coupled], h[coupled]]]),
+        np.repeat([1.0, -1.0], len(coupled)),
+        at_home[a[coupled], h[coupled]],
+    )
+    rows.add(ch, num + np.arange(len(ca)), 1.0, limits.most_held - problem.homes)
+
+    # Token exchanges and computation: each link's time is at most that of the busiest.
+    held = np.maximum(limits.most_held, 1.0)
+    q = relaxation.rows * problem.hit[held.astype(np.int64)] / held
+    up, down, pair_rate = problem.up_bytes_per_s, problem.down_bytes_per_s, problem.pair_bytes_per_s
+    away = np.flatnonzero(d != h)
+    da, ha = d[away], h[away]
+    cost_forward, cost_back, cost_compute = relaxation.budgets_s
+
+    def busiest(group: IntArray, variable: IntArray, seconds: FloatArray, maximum: int, count: int) -> None:
+        row = np.concatenate([group, np.arange(count)])
+        column = np.concatenate([variable, np.full(count, maximum)])
+        rows.add(row, column, np.concatenate([seconds, -np.ones(count)]), np.zeros(count))
+
+    busiest(da, away, cost_forward * q[ha] / up[da], forward, size)
+    busiest(ha, away, cost_forward * q[ha] / down[ha], forward, size)
+    busiest(ha, away, cost_back * q[ha] / up[ha], back, size)
+    busiest(da, away, cost_back * q[ha] / down[da], back, size)
+    busiest(h, x, np.full(num, cost_compute * problem.expert_s_per_choice), compute, size)
+    if pair_rate is not None and len(away):
+        joined, group = np.unique(da * size + ha, return_inverse=True)
+        busiest(group, away, cost_forward * q[ha] / pair_rate[da, ha], forward, len(joined))
+        busiest(group, away, cost_back * q[ha] / pair_rate[ha, da], back, len(joined))
+
+    # Copies leave and arrive within the gather's time, their gradients within the return's.
+    y = num + np.arange(len(ca))
+    if len(ca):
+        busiest(ch, y, weight / down[ch], gather, size)
+        busiest(ch, y, weight / up[ch], give_back, size)
+        if told_apart:
+            home = sites[ca]
+            busiest(home, y, weight / up[home], gather, size)
+            busiest(home, y, weight / down[home], give_back, size)
+            if pair_rate is not None:
+                order = np.arange(len(ca))
+                busiest(order, y, weight / pair_rate[home, ch], gather, len(ca))
+                busiest(order, y, weight / pair_rate[ch, home], give_back, len(ca))
+        else:
+            none = np.zeros(len(ca), dtype=np.int64)
+            rows.add(none, y, 1.0, np.array([limits.most_copies]))
+            busiest(none, y, np.full(len(ca), weight / up[sites].sum()), gather, 1)
+            busiest(none, y, np.full(len(ca), weight / down[sites].sum()), give_back, 1)
+
+    # What copies cost beyond the computation beside them.
+    batches = problem.workload.training.micro_batches
+    gathers, returns = gathers_and_returns(box.residency, batches)
+    hidden = min(gathers, batches)
+    zero = np.zeros(2, dtype=np.int64)
+    beside = problem.beside_s
+    rows.add(zero, np.array([gather, gather_cost]), np.array([gathers - hidden, -1.0]), np.zeros(1))
+    rows.add(zero, np.array([gather, gather_cost]), np.array([gathers, -1.0]), np.array([hidden * beside]))
+    rows.add(zero, np.array([give_back, return_cost]), np.array([returns, -1.0]), np.array([2 * returns * beside]))
+
+    bounds = np.zeros((variables, 2))
+    bounds[:num, 1] = holdable[a, h]
+    bounds[num:first, 1] = copies[ca, ch]
+    slowest = min(float(up.min()), float(down.min()), np.inf if pair_rate is None else float(pair_rate.min()))
+    most_rows = relaxation.rows * size
+    bounds[forward, 1], bounds[back, 1] = cost_forward * most_rows / slowest, cost_back * most_rows / slowest
+    bounds[compute, 1] = cost_compute * problem.expert_s_per_choice * size * problem.num_experts
+    bounds[gather], bounds[give_back] = box.gather_s, box.return_s
+    bounds[gather_cost, 1], bounds[return_cost, 1] = gathers * box.gather_s[1], returns * box.return_s[1]
+    costs = np.zeros(variables)
+    costs[[forward, back, compute, gather_cost, return_cost]] = 1.0
+    # Empty boxes shall have a bound too: experts may stay unserved, at a price no plan would pay.
+    bounds[unserved:, 1] = np.tile(owned, size)
+    costs[unserved:] = 20 * relaxation.full_gather_cost_s
+    return BoxProgram(
+        costs=costs,
+        inequality=rows.matrix(variables),
+        right=np.concatenate(rows.right),
+        equality=coo_array(
+            (
+                np.ones(num + size * classes),
+                (
+                    np.concatenate([d * classes + a, np.arange(size * classes)]),
+                    np.concatenate([x, unserved + np.arange(size * classes)]),
+                ),
+            ),
+            shape=(size * classes, variables),
+        ).tocsr(),
+        total=np.tile(owned, size),
+        bounds=bounds,
+    )

@@ -1,0 +1,291 @@
+"""A lower bound on the step time of every serving table, and what proves it.
+
+Plans are sorted into boxes: how long one gather takes (between sites), how long one return of gradients takes, and how far
+tokens travel. Inside a box the gather's time limits how many experts M_h a site can hold: what comes in through its links
+in that time, beside its own, within its memory. A token's chance of needing one of n experts is concave in n, so n <= M_h
+experts of a site cost at least n P(M_h) / M_h rows. With that, rows are linear in n[d, h], the number of experts that site
+h serves for tokens of site d, and for any weights on the links, which add up to what a second on the busiest link costs,
+
+    sum_links weight * (rows over the link / its bandwidth)
+
+is at most the time of the token exchanges. Minimised over n with sum_h n[d, h] = E and n[d, h] <= M_h this splits by d into
+fractional knapsacks, solved by sorting. So a box, its weights and the lower corner of its times are a proof that anyone
+can evaluate with a sort; where the weights come from (``planner.sites.lp``) does not matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hybridep.plan import Residency
+from hybridep.traffic import FloatArray, gathers_and_returns
+from planner.memory import TOLERANCE
+from planner.sites.cost import fixed_cost
+from planner.sites.problem import SiteProblem
+
+SLACK = 1e-9
+"""Caps are rounded down to whole experts after adding this share, so that rounding never cuts off a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """Plans with this residency whose times lie in these closed intervals, in seconds."""
+
+    residency: Residency
+    gather_s: tuple[float, float]
+    """Of one gather between sites, latency included."""
+    return_s: tuple[float, float]
+    reach: tuple[int, int]
+    """Positions in ``Relaxation.reaches_s``: latency of one micro-batch's token exchanges between the farthest sites that
+    exchange tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights:
+    """What a second on each link costs, all of them at least zero (dual variables)."""
+
+    out: FloatArray
+    """[D]: up links, tokens on their way to experts (dispatch, combine backward)."""
+    into: FloatArray
+    """[D]: down links, likewise."""
+    back_out: FloatArray
+    """[D]: up links, results on their way back (combine, dispatch backward)."""
+    back_into: FloatArray
+    """[D]: down links, likewise."""
+    compute: FloatArray
+    """[D]: expert computation of the site's ranks."""
+    pair: FloatArray | None = None
+    """[D, D]: pair links, on the way to experts."""
+    back_pair: FloatArray | None = None
+    """[D, D] indexed by (tokens' site, serving site): pair links, on the way back."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Limits:
+    """What a box leaves possible."""
+
+    most_held: FloatArray
+    """[D]: M_h, experts that site h can hold."""
+    copies: FloatArray
+    """[D, D]: copies of the row's home site's experts at the column's site."""
+    most_copies: float
+    """Of all sites together."""
+    allowed: FloatArray
+    """[D, D]: 1 where tokens of the row's site may be served at the column's."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Relaxation:
+    """The bound's ingredients for one problem."""
+
+    problem: SiteProblem
+
+    @cached_property
+    def budgets_s(self) -> tuple[float, float, float]:
+        """Cost of one layer's step per second and row byte: (forward, back) exchanges in bytes per row over all
+        micro-batches, and forward expert computation in seconds per second."""
+        work = self.problem.workload
+        batches = work.training.micro_batches
+        forward = batches * (work.dispatch_row_bytes + work.combine_row_bytes)
+        back = batches * (work.combine_row_bytes + work.dispatch_gradient_row_bytes)
+        return float(forward), float(back), 3.0 * batches
+
+    @cached_property
+    def base_s(self) -> float:
+        """Step time that no plan changes."""
+        work, gpu = self.problem.workload, self.problem.cluster.gpu
+        block = work.pre_expert_flops / gpu.throughput + gpu.block_overhead
+        return fixed_cost(self.problem).total_s + self.num_layers * 3 * work.training.micro_batches * block
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return self.problem.workload.model.num_moe_layers
+
+    @cached_property
+    def rows(self) -> float:
+        """Tokens of one site and micro-batch."""
+        return float(self.problem.num_inside * self.problem.workload.training.tokens)
+
+    @cached_property
+    def token_latency_s(self) -> FloatArray:
+        """[D, D]: latency that one micro-batch costs when these two sites exchange tokens: counts, dispatch and combine
+        backward one way, combine and dispatch backward the other."""
+        latency = self.problem.latency_s
+        return np.asarray(3 * latency + 2 * latency.T)
+
+    @cached_property
+    def reaches_s(self) -> FloatArray:
+        """Ascending: zero for nobody, then every latency at which a further pair of sites may exchange tokens."""
+        off = ~np.eye(self.problem.num_sites, dtype=np.bool_)
+        return np.concatenate([[0.0], np.unique(self.token_latency_s[off])])
+
+    @cached_property
+    def full_gather_s(self) -> tuple[float, float]:
+        """Between sites, when every site gets every expert; no gather or return takes longer."""
+        problem, size = self.problem, self.problem.num_sites
+        weight = problem.workload.expert_bytes
+        pairs = np.tile(problem.homes[:, None].astype(np.float64), (1, size)) * weight
+        np.fill_diagonal(pairs, 0.0)
+        if not pairs.any():
+            return 0.0, 0.0
+
+        def seconds(sent: FloatArray) -> float:
+            up, down = sent.sum(axis=1) / problem.up_bytes_per_s, sent.sum(axis=0) / problem.down_bytes_per_s
+            limit = max(float(up.max()), float(down.max()))
+            if problem.pair_bytes_per_s is not None:
+                limit = max(limit, float((sent / problem.pair_bytes_per_s).max()))
+            # A rank's own link may be the narrower one.
+            ranks = problem.cluster.num_gpus // size
+            most = float(np.bincount(problem.home, minlength=size * ranks).max()) * (size - 1) + problem.num_experts
+            limit = max(limit, most * weight / problem.gpu_bytes_per_s)
+            return limit * (1 + SLACK) + float(problem.latency_s.max())
+
+        return seconds(pairs), seconds(pairs.T)
+
+    @cached_property
+    def full_gather_cost_s(self) -> float:
+        """What one layer takes at most when every site gets every expert, beside what no plan changes."""
+        _, _, compute = self.budgets_s
+        copies_s = self.copies_s(Residency.MICROBATCH, *self.full_gather_s)
+        return copies_s + compute * self.problem.expert_s_per_choice * self.problem.num_experts * self.problem.num_sites
+
+    def roots(self) -> list[Box]:
+        """Boxes that hold every plan."""
+        gather, back = self.full_gather_s
+        return [
+            Box(residency=residency, gather_s=(0.0, gather), return_s=(0.0, back), reach=(0, len(self.reaches_s) - 1))
+            for residency in Residency
+        ]
+
+    def copies_s(self, residency: Residency, gather_s: float, return_s: float) -> float:
+        """What gathers and returns of these lengths add to one layer's step; rises with both (``planner.cost``)."""
+        batches = self.problem.workload.training.micro_batches
+        gathers, returns = gathers_and_returns(residency, batches)
+        beside = self.problem.beside_s
+        hidden = min(gathers, batches) * min(gather_s, beside) + returns * min(return_s, 2 * beside)
+        return gathers * gather_s + returns * return_s - hidden
+
+    def corner_s(self, box: Box) -> float:
+        """What every plan of the box spends in one layer on copies and on the latency of token exchanges."""
+        batches = self.problem.workload.training.micro_batches
+        latency = batches * float(self.reaches_s[box.reach[0]])
+        return self.copies_s(box.residency, box.gather_s[0], box.return_s[0]) + latency
+
+    def limits(self, box: Box) -> Limits:
+        """What the upper ends of the box's intervals leave possible."""
+        problem, homes = self.problem, self.problem.homes.astype(np.float64)
+        weight = float(problem.workload.expert_bytes)
+        up, down, latency = problem.up_bytes_per_s, problem.down_bytes_per_s, problem.latency_s
+        gather, back = box.gather_s[1] * (1 + SLACK), box.return_s[1] * (1 + SLACK)
+        there, again = np.maximum(gather - latency, 0.0), np.maximum(back - latency.T, 0.0)
+        np.fill_diagonal(there, 0.0)
+        np.fill_diagonal(again, 0.0)
+        there_rate, again_rate = np.minimum(up[:, None], down[None, :]), np.minimum(down[:, None], up[None, :])
+        if problem.pair_bytes_per_s is not None:
+            there_rate = np.minimum(there_rate, problem.pair_bytes_per_s)
+            again_rate = np.minimum(again_rate, problem.pair_bytes_per_s.T)
+        # [home site, holder]: whole experts that fit through in time.
+        copies = np.minimum(_whole(there * there_rate / weight), _whole(again * again_rate / weight))
+        copies = np.minimum(copies, homes[:, None])
+        np.fill_diagonal(copies, 0.0)
+        most = np.minimum(copies.sum(axis=0), self._copies_in_memory(box.residency))
+        most = np.minimum(most, _whole(there.max(axis=0) * down / weight))
+        most = np.minimum(most, _whole(again.max(axis=0) * up / weight))
+        uploads = np.minimum(copies.sum(axis=1), _whole(there.max(axis=1) * up / weight))
+        uploads = np.minimum(uploads, _whole(again.max(axis=1) * down / weight))
+        allowed = (self.token_latency_s <= self.reaches_s[box.reach[1]]) & (box.reach[1] > 0)
+        np.fill_diagonal(allowed, True)
+        return Limits(
+            most_held=homes + most,
+            copies=np.minimum(copies, np.maximum(most, 0.0)),
+            most_copies=float(uploads.sum()),
+            allowed=allowed.astype(np.float64),
+        )
+
+    def _copies_in_memory(self, residency: Residency) -> FloatArray:
+        """[D]: no site keeps more copies: its ranks' memory beside what is there in any case. Activations of routed
+        tokens and buffers are left out, and copies spread evenly inside, so this is never too few."""
+        problem, fixed = self.problem, fixed_cost(self.problem)
+        layers = self.num_layers if residency is Residency.STEP else 1
+        room = problem.cluster.gpu.memory * (1 + TOLERANCE) - fixed.lasting_bytes
+        weight = 2.0 * problem.workload.expert_bytes * layers
+        return np.asarray(np.where((room < 0).any(axis=1), -1.0, _whole(room.sum(axis=1) / weight)))
+
+    def unit_costs(self, limits: Limits, weights: Weights) -> FloatArray:
+        """[D, D]: what each expert that site h serves for site d costs at least, in seconds per layer."""
+        problem = self.problem
+        up, down = problem.up_bytes_per_s, problem.down_bytes_per_s
+        held = np.maximum(limits.most_held, 1.0)
+        row = self.rows * problem.hit[held.astype(np.int64)] / held
+        site = weights.out / up + weights.back_into / down
+        holder = weights.into / down + weights.back_out / up
+        rate = site[:, None] + holder[None, :]
+        if problem.pair_bytes_per_s is not None:
+            if weights.pair is not None:
+                rate = rate + weights.pair / problem.pair_bytes_per_s
+            if weights.back_pair is not None:
+                rate = rate + weights.back_pair / problem.pair_bytes_per_s.T
+        costs = rate * row[None, :]
+        np.fill_diagonal(costs, 0.0)
+        costs += weights.compute[None, :] * problem.expert_s_per_choice
+        return np.asarray(costs)
+
+    def within_budget(self, weights: Weights) -> Weights:
+        """Scaled down where weights add up to more than a second on the busiest link costs; then they prove something."""
+        forward, back, compute = self.budgets_s
+        pair = 0.0 if weights.pair is None else float(weights.pair.sum())
+        back_pair = 0.0 if weights.back_pair is None else float(weights.back_pair.sum())
+        a = _scale(float(weights.out.sum() + weights.into.sum()) + pair, forward)
+        b = _scale(float(weights.back_out.sum() + weights.back_into.sum()) + back_pair, back)
+        c = _scale(float(weights.compute.sum()), compute)
+        return Weights(
+            out=weights.out * a,
+            into=weights.into * a,
+            back_out=weights.back_out * b,
+            back_into=weights.back_into * b,
+            compute=weights.compute * c,
+            pair=None if weights.pair is None else weights.pair * a,
+            back_pair=None if weights.back_pair is None else weights.back_pair * b,
+        )
+
+    def value_s(self, box: Box, weights: Weights) -> float:
+        """No plan of the box has a shorter step; infinite when the box is empty. Raises ValueError for negative weights
+        (which prove nothing); too large ones are scaled down first."""
+        arrays = (weights.out, weights.into, weights.back_out, weights.back_into, weights.compute)
+        optional = tuple(a for a in (weights.pair, weights.back_pair) if a is not None)
+        if any((a < 0).any() for a in (*arrays, *optional)):
+            raise ValueError("weights of a bound must be at least zero")
+        weights, limits = self.within_budget(weights), self.limits(box)
+        if (limits.most_held < self.problem.homes).any():
+            return float("inf")
+        tokens_s = _knapsacks(self.unit_costs(limits, weights), limits, self.problem.num_experts)
+        return self.base_s + self.num_layers * (self.corner_s(box) + tokens_s)
+
+
+def latency_s(relaxation: Relaxation, box: Box) -> float:
+    """Of the token exchanges of one layer's step, in every plan of the box."""
+    return relaxation.problem.workload.training.micro_batches * float(relaxation.reaches_s[box.reach[0]])
+
+
+def _knapsacks(costs: FloatArray, limits: Limits, num_experts: int) -> float:
+    """Sum over rows d of the cheapest way to serve all experts, at most M_h of them at site h."""
+    caps = limits.most_held[None, :] * limits.allowed
+    order = np.argsort(costs, axis=1, kind="stable")
+    sorted_caps = np.take_along_axis(caps, order, axis=1)
+    before = np.cumsum(sorted_caps, axis=1) - sorted_caps
+    taken = np.clip(num_experts - before, 0.0, sorted_caps)
+    if (taken.sum(axis=1) < num_experts - 1e-6).any():
+        return float("inf")
+    return float((taken * np.take_along_axis(costs, order, axis=1)).sum())
+
+
+def _scale(total: float, budget: float) -> float:
+    return budget / total if total > budget else 1.0
+
+
+def _whole(value: FloatArray) -> FloatArray:
+    return np.asarray(np.floor(value * (1 + SLACK) + SLACK))

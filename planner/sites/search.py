@@ -1,0 +1,202 @@
+"""The plan: serving tables from token groups, improved by local search under the exact cost.
+
+Deterministic: a fixed seed, and limits that count evaluations; a deadline only ever cuts the search short.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from planner.domains import divisors
+from planner.sites.cost import SiteCost, block_times, cost_of
+from planner.sites.exchange import layer_exchanges
+from planner.sites.grouping import Groups, Share, assign, distance, groups_of, nearest_groups, shares
+from planner.sites.problem import Configuration, SiteProblem
+
+SHARES = (Share(), Share(power=0.5), Share(power=1.0), Share(holders=1), Share(holders=2))
+"""Ways for the members of a group to share the experts."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """A serving table with its best configuration that fits, or None where none does."""
+
+    table: IntArray
+    configuration: Configuration | None
+    cost: SiteCost | None
+    rank: tuple[int, float]
+    """What the search compares: bytes missing first, then seconds."""
+
+
+@dataclass(kw_only=True)
+class Search:
+    """State of one search."""
+
+    problem: SiteProblem
+    deadline_s: float = float("inf")
+    """Of ``time.perf_counter``."""
+    max_evaluations: int = 6000
+    best: Found | None = None
+    evaluations: int = 0
+    report: Callable[[float], None] | None = None
+    configurations: tuple[Configuration, ...] = ()
+    _seen: dict[bytes, Found] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.configurations = self.configurations or self.problem.configurations()
+
+    @property
+    def over(self) -> bool:
+        """Time or evaluations are used up."""
+        return self.evaluations >= self.max_evaluations or time.perf_counter() >= self.deadline_s
+
+    def evaluate(self, table: IntArray) -> Found:
+        """Cost of a table in its best configuration; remembers the best table."""
+        key = table.tobytes()
+        if key in self._seen:
+            return self._seen[key]
+        self.evaluations += 1
+        found: Found | None = None
+        layers = {}
+        for configuration in self.configurations:
+            if configuration.inside not in layers:
+                layer = layer_exchanges(self.problem, table, configuration.inside)
+                layers[configuration.inside] = layer, block_times(self.problem, layer)
+            layer, times = layers[configuration.inside]
+            cost = cost_of(self.problem, layer, configuration.residency, times)
+            missing = 0 if cost.fits(self.problem) else int(cost.memory_bytes - self.problem.cluster.gpu.memory)
+            rank = missing, cost.step_s
+            if found is None or rank < found.rank:
+                found = Found(table=table, configuration=configuration, cost=cost, rank=rank)
+        assert found is not None
+        if len(self._seen) < 20000 and table.size < 100000:
+            self._seen[key] = found
+        if self.best is None or found.rank < (self.best.rank[0], self.best.rank[1] * (1 - 1e-12)):
+            self.best = found
+            if self.report is not None:
+                self.report(found.rank[1])
+        return found
+
+
+def starts(problem: SiteProblem) -> Iterator[tuple[str, IntArray]]:
+    """Named tables that need no search: expert parallelism, full gather, and the paper's domains in rank order."""
+    size = problem.num_sites
+    sites = np.arange(size)[:, None]
+    for domain in divisors(size):
+        home = problem.home_site[None, :]
+        yield f"domains of {domain} in rank order", home // domain * domain + sites % domain
+
+
+def group_starts(problem: SiteProblem, counts: Iterable[int]) -> Iterator[tuple[Groups, Share]]:
+    """Groups of near sites, of every number of groups in ``counts``, and how members share the experts."""
+    near, latency = distance(problem), problem.latency_s + problem.latency_s.T
+    for count in counts:
+        for apart in (near, latency) if problem.pair_bytes_per_s is not None else (near,):
+            groups = nearest_groups(apart, count)
+            for share in SHARES:
+                yield groups, share
+
+
+def group_counts(size: int) -> list[int]:
+    """Numbers of groups worth a try: all up to 16, then ever sparser."""
+    return sorted({*range(1, min(size, 16) + 1), *(round(16 * 1.25**i) for i in range(1, 40))} & set(range(1, size + 1)))
+
+
+def run(search: Search, *, seed: int = 0) -> None:
+    """All starts, then local search from the best ones."""
+    problem = search.problem
+    for _, table in starts(problem):
+        search.evaluate(np.ascontiguousarray(table))
+    tried: list[tuple[tuple[int, float], Groups, Share]] = []
+    seen: set[tuple[Groups, Share]] = set()
+    for groups, share in group_starts(problem, group_counts(problem.num_sites)):
+        if search.over:
+            return
+        if (groups, share) not in seen:
+            seen.add((groups, share))
+            table = table_of(problem, groups, {members: shares(problem, members, share) for members in groups})
+            tried.append((search.evaluate(table).rank, groups, share))
+    tried.sort(key=lambda entry: entry[0])
+    rng = np.random.default_rng(seed)
+    budget = search.max_evaluations
+    for rank, (_, groups, share) in enumerate(tried[:3]):
+        search.max_evaluations = search.evaluations + (budget - search.evaluations) // (8 - 2 * rank)
+        improve_groups(search, groups, share, rng)
+    search.max_evaluations = budget
+    if search.best is not None:
+        improve_table(search, search.best.table, rng)
+
+
+def table_of(problem: SiteProblem, groups: Groups, targets: dict[tuple[int, ...], IntArray]) -> IntArray:
+    """[D, E] for groups and the number of experts that each member holds."""
+    table = np.empty((problem.num_sites, problem.num_experts), dtype=np.int64)
+    for members in groups:
+        table[list(members)] = assign(problem, members, targets[members])
+    return table
+
+
+def improve_groups(search: Search, groups: Groups, share: Share, rng: np.random.Generator) -> None:
+    """Move a site to another group, or swap two, while it helps."""
+    problem = search.problem
+    size = problem.num_sites
+    label = np.empty(size, dtype=np.int64)
+    for number, members in enumerate(groups):
+        label[list(members)] = number
+
+    def value(labels: IntArray) -> tuple[int, float]:
+        made = groups_of(labels)
+        return search.evaluate(table_of(problem, made, {m: shares(problem, m, share) for m in made})).rank
+
+    here = value(label)
+    patience = 0
+    while patience < 8 * size and not search.over:
+        trial = label.copy()
+        if rng.random() < 0.5:
+            trial[rng.integers(size)] = rng.integers(label.max() + 2)
+        else:
+            a, b = rng.integers(size, size=2)
+            trial[a], trial[b] = label[b], label[a]
+        there = value(trial)
+        patience = 0 if there < here else patience + 1
+        if there <= here:
+            label, here = trial, there
+
+
+def improve_table(search: Search, table: IntArray, rng: np.random.Generator) -> None:
+    """Moves on the table itself: some experts of a group get another holder, a site joins another group's row, a site
+    serves some experts itself, or a holder is relieved; kept while none makes it worse."""
+    size, experts = search.problem.num_sites, search.problem.num_experts
+    here = search.evaluate(table).rank
+    patience = 0
+    while patience < 150 * size and not search.over:
+        trial = _moved(table, rng, size, experts)
+        there = search.evaluate(trial).rank
+        patience = 0 if there < (here[0], here[1] * (1 - 1e-6)) else patience + 1
+        if there <= here:
+            table, here = trial, there
+
+
+def _moved(table: IntArray, rng: np.random.Generator, size: int, experts: int) -> IntArray:
+    trial = table.copy()
+    d = int(rng.integers(size))
+    alike = np.flatnonzero((table == table[d]).all(axis=1)) if rng.random() < 0.7 else np.array([d])
+    kind = rng.random()
+    if kind < 0.15:
+        trial[alike] = table[rng.integers(size)]
+        return trial
+    holder = table[d, rng.integers(experts)]
+    own = np.flatnonzero(table[d] == holder)
+    count = len(own) if kind < 0.35 else int(rng.integers(1, max(2, len(own) // 2 + 1)))
+    some = rng.choice(own, size=count, replace=False)
+    if kind < 0.5:
+        trial[np.ix_(alike, some)] = d
+    elif kind < 0.6:
+        trial[np.ix_(alike, some)] = rng.choice(table[d], size=count)
+    else:
+        trial[np.ix_(alike, some)] = rng.integers(size)
+    return trial

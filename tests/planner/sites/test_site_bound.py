@@ -1,0 +1,155 @@
+"""The bound against every serving table, its proof, and that false proofs are found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from site_cases import random_problem, random_table, small_workload, uneven_cluster
+
+from planner.sites.bound import Proof, even_weights, prove, proven_s, verify
+from planner.sites.cost import site_cost
+from planner.sites.lp import Duals, box_program
+from planner.sites.oracle import best_table
+from planner.sites.plans import solve_sites
+from planner.sites.problem import SiteProblem, site_problem
+from planner.sites.relaxation import Limits, Relaxation, Weights
+from planner.sites.search import Search, run
+
+SMALL = [(2, 2), (3, 1), (2, 3)]
+SHAPES = [(2, 2), (2, 4), (3, 1), (3, 2), (4, 1), (2, 5), (5, 1), (6, 1)]
+
+
+def check_instance(seed: int) -> None:
+    """bound <= best of all tables <= what the search finds, which lies within the gap that it reports."""
+    sites, experts = SHAPES[seed % len(SHAPES)]
+    problem = random_problem(seed, sites, experts, inside=None if sites < 6 else 0)
+    found = best_table(problem) if sites < 6 else None
+    search = Search(problem=problem, max_evaluations=400)
+    run(search)
+    assert search.best is not None
+    proof = prove(Relaxation(problem=problem), search.best.rank[1], max_boxes=40)
+    optimum_s = found[2] if found is not None else search.best.rank[1]
+    assert proof.bound_s <= optimum_s * (1 + 1e-9)
+    assert optimum_s <= search.best.rank[1] * (1 + 1e-9)
+    assert search.best.rank[1] * (1 - (1 - proof.bound_s / search.best.rank[1])) <= optimum_s * (1 + 1e-9)
+    assert verify(Relaxation(problem=problem), proof) == pytest.approx(proof.bound_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_bound_and_plan_against_every_table(seed: int) -> None:
+    check_instance(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_three_hundred_instances() -> None:
+    for seed in range(1000, 1300):
+        check_instance(seed)
+
+
+@pytest.fixture
+def problem() -> SiteProblem:
+    rng = np.random.default_rng(5)
+    return site_problem(uneven_cluster(rng, 6, 2), small_workload(rng, 12))
+
+
+def proof_of(problem: SiteProblem) -> Proof:
+    search = Search(problem=problem, max_evaluations=300)
+    run(search)
+    assert search.best is not None
+    return prove(Relaxation(problem=problem), search.best.rank[1], max_boxes=40)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_random_table_beats_the_bound(seed: int) -> None:
+    """Larger than the oracle can do: any evidence on any box must stay below every plan in that box."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, 7, 10)
+    relaxation = Relaxation(problem=problem)
+    bound_s = proof_of(problem).bound_s
+    for _ in range(30):
+        table = random_table(rng, problem)
+        if rng.random() < 0.5:
+            table = np.where(rng.random(table.shape) < 0.2, table, problem.home_site)
+        for configuration in problem.configurations():
+            assert site_cost(problem, table, configuration).step_s >= bound_s * (1 - 1e-9)
+    for root in relaxation.roots():
+        size = problem.num_sites
+        wild = Weights(
+            out=rng.random(size) * 1e12,
+            into=rng.random(size) * 1e12,
+            back_out=rng.random(size),
+            back_into=rng.random(size),
+            compute=rng.random(size),
+        )
+        program = box_program(relaxation, root)
+        assert program is not None
+        rows, columns = program.inequality.shape[0], program.equality.shape[0]
+        worse = Duals(inequality=rng.random(rows) * 10, equality=rng.normal(size=columns))
+        best_s = solve_sites(problem, time_limit_s=1.0).found.rank[1]
+        assert proven_s(relaxation, root, wild) <= best_s * (1 + 1e-9)
+        assert proven_s(relaxation, root, worse) <= best_s * (1 + 1e-9)
+
+
+def test_evidence_that_proves_nothing_is_refused(problem: SiteProblem) -> None:
+    relaxation = Relaxation(problem=problem)
+    root = relaxation.roots()[0]
+    even = even_weights(relaxation)
+    with pytest.raises(ValueError, match="at least zero"):
+        proven_s(relaxation, root, replace(even, out=-even.out))
+    program = box_program(relaxation, root)
+    assert program is not None
+    rows, columns = program.inequality.shape[0], program.equality.shape[0]
+    with pytest.raises(ValueError, match="at least zero"):
+        proven_s(relaxation, root, Duals(inequality=-np.ones(rows), equality=np.zeros(columns)))
+
+
+def test_proofs_that_leave_plans_out_are_refused(problem: SiteProblem) -> None:
+    relaxation = Relaxation(problem=problem)
+    proof = proof_of(problem)
+    assert len(proof.parts) > 2
+    for left_out in range(len(proof.parts)):
+        parts = tuple(part for index, part in enumerate(proof.parts) if index != left_out)
+        with pytest.raises(ValueError, match="leaves out"):
+            verify(relaxation, replace(proof, parts=parts))
+
+
+def test_a_claimed_bound_is_not_believed(problem: SiteProblem) -> None:
+    proof = proof_of(problem)
+    lie = replace(proof, bound_s=proof.bound_s * 1.5)
+    assert verify(Relaxation(problem=problem), lie) < lie.bound_s
+
+
+def too_few_held(limits: Limits) -> Limits:
+    return replace(limits, most_held=np.maximum(limits.most_held - 1, 1), copies=np.maximum(limits.copies - 1, 0))
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "rows counted twice": ("rows", lambda rows: 2 * rows),
+    "half too large budgets": ("budgets_s", lambda budgets: tuple(1.5 * value for value in budgets)),
+    "latency of every exchange one way": ("token_latency_s", lambda latency: 2 * latency),
+    "copies cost what they hide": ("copies_s", lambda copies_s: lambda *args: copies_s(*args) * 1.5),
+    "sites hold one expert too few": ("limits", lambda limits: lambda box: too_few_held(limits(box))),
+    "more is fixed than is": ("base_s", lambda base_s: base_s * 1.3),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_relaxation_is_caught_by_the_oracle(name: str) -> None:
+    """Each mistake makes the bound exceed the optimum of one of a few small instances: the oracle's tests would fail."""
+    attribute, change = MUTATIONS[name]
+
+    def exceeds(seed: int) -> bool:
+        problem = random_problem(seed, *SMALL[seed % len(SMALL)])
+        optimum = best_table(problem)
+        assert optimum is not None
+        relaxation = Relaxation(problem=problem)
+        wrong = change(getattr(relaxation, attribute))
+        relaxation.__dict__[attribute] = wrong  # a cached value, or a method of this one object
+        return prove(relaxation, 2 * optimum[2], max_boxes=40).bound_s > optimum[2] * (1 + 1e-6)
+
+    assert any(exceeds(seed) for seed in range(24))

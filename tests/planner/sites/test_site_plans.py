@@ -1,0 +1,92 @@
+"""Whole plans between sites: checked, repeatable, honest under time limits and bad profiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from site_cases import small_workload, uneven_cluster
+
+import planner
+from hybridep.config import build
+from hybridep.errors import ConfigError, InfeasibleError, UserError
+from hybridep.topology import Cluster
+from planner.sites.problem import site_problem
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_check_and_beat_equal_domains(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cluster, workload = uneven_cluster(rng, 6, 2), small_workload(rng, 12)
+    made = planner.plan(cluster, workload, time_limit_s=20)
+    assert made.solver is not None and made.prediction is not None
+    planner.check(made)
+    assert made.solver.bound <= made.solver.objective
+    domains = planner.plan_domains(cluster, workload)
+    assert domains.prediction is not None
+    assert made.prediction.step <= domains.prediction.step * (1 + 1e-9)
+    assert made.prediction.step <= min(made.prediction.baselines.values()) * (1 + 1e-9)
+
+
+def test_two_runs_make_the_same_plan() -> None:
+    def once() -> tuple[str, float, float]:
+        rng = np.random.default_rng(7)
+        made = planner.plan(uneven_cluster(rng, 7, 2), small_workload(rng, 16), time_limit_s=120)
+        assert made.solver is not None
+        return made.digest, made.solver.objective, made.solver.bound
+
+    assert once() == once()
+
+
+def test_a_short_time_limit_still_gives_an_honest_plan() -> None:
+    rng = np.random.default_rng(3)
+    made = planner.plan(uneven_cluster(rng, 24, 2), small_workload(rng, 32), time_limit_s=1)
+    assert made.solver is not None and made.solver.solve < 4
+    assert 0 <= made.solver.gap <= 1
+    planner.check(made)
+
+
+def test_memory_that_fits_nothing_says_what_is_missing() -> None:
+    rng = np.random.default_rng(3)
+    with pytest.raises(InfeasibleError, match="missing"):
+        planner.plan(uneven_cluster(rng, 4, 2, memory="10 kB"), small_workload(rng, 8), time_limit_s=5)
+
+
+def test_memory_that_forbids_copies_is_respected() -> None:
+    rng = np.random.default_rng(11)
+    workload = small_workload(rng, 12)
+    ample = planner.plan(uneven_cluster(np.random.default_rng(4), 5, 2), workload, time_limit_s=10)
+    assert ample.prediction is not None
+    tight_bytes = ample.prediction.memory_bytes * 0.9
+    tight = planner.plan(uneven_cluster(np.random.default_rng(4), 5, 2, memory=f"{tight_bytes:.0f} B"), workload, time_limit_s=10)
+    assert tight.prediction is not None
+    assert tight.prediction.memory_bytes <= tight_bytes * (1 + 1e-4)
+    assert tight.prediction.step >= ample.prediction.step
+    planner.check(tight)
+
+
+def test_three_levels_are_refused_by_name() -> None:
+    level = {"size": 2, "bandwidth": "1 Gbps", "latency": "1 ms"}
+    data = {
+        "name": "deep",
+        "levels": [{"name": name, **level} for name in ("dc", "node", "gpu")],
+        "gpu": {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 TB/s"},
+    }
+    with pytest.raises(UserError, match="at most one level"):
+        site_problem(build(Cluster, data, "test"), small_workload(np.random.default_rng(0), 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda links: links[1:], "no link s0 -> s1"),
+        (lambda links: [*links, links[0]], "given twice"),
+        (lambda links: [{**links[0], "bandwidth": "0 Gbps"}, *links[1:]], "above zero"),
+        (lambda links: [{**links[0], "dst": "s0"}, *links[1:]], "does not join two"),
+    ],
+)
+def test_bad_profiles(change: object, message: str) -> None:
+    assert callable(change)
+    data = uneven_cluster(np.random.default_rng(0), 3, 2).model_dump(mode="json", exclude_none=True)
+    data["links"] = change(data["links"])
+    with pytest.raises(ConfigError, match=message):
+        build(Cluster, data, "test")
