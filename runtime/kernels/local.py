@@ -28,7 +28,10 @@ def weighted_experts(
     if not len(home_nP) + len(copies_mP):
         return torch.zeros_like(x_NH) * x_NH
     if x_NH.is_cuda and x_NH.dtype is torch.bfloat16:
-        return grouped(x_NH, weights_NK, ids_NK, place_E, torch.cat([home_nP, copies_mP]), ffn=ffn)
+        parts = [part for part in (home_nP, copies_mP) if len(part)]
+        # The grouped product wants its experts in one piece.
+        experts_nP = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return grouped(x_NH, weights_NK, ids_NK, place_E, experts_nP, ffn=ffn)
     rows_P = [*home_nP.unbind(0), *copies_mP.unbind(0)]
     route = ops.route(ids_NK, place_E, len(rows_P))
     counts = route.counts.tolist()
