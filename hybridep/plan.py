@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hybridep.config import Duration, Strict, build, key_lines, read_yaml, write_yaml
+from hybridep.config import Duration, Strict, apply_override, build, key_lines, read_yaml, write_yaml
 from hybridep.errors import ConfigError, PlacementError, PlanMismatchError
 from hybridep.placement import LevelChoice, Placement, place
 from hybridep.serving import ServingGroup, serving_table
@@ -183,10 +183,17 @@ class Plan(Strict):
         write_yaml(path, self.model_dump(mode="json", exclude_none=True))
 
 
-def load_plan(path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None) -> Plan:
+def load_plan(
+    path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None, overrides: Sequence[str] = ()
+) -> Plan:
     """Read a plan file. Raises ConfigError for a broken or truncated file and PlanMismatchError when ``cluster`` or
-    ``workload`` is given and the plan was made for another one."""
+    ``workload`` is given and the plan was made for another one. With ``overrides`` (``cluster.gpu.memory=...``) it is the
+    same placement under other conditions; what was predicted for the old ones is left out."""
     data = read_yaml(path)
+    for override in overrides:
+        apply_override(data, override)
+    if overrides:
+        data = {key: value for key, value in data.items() if key not in ("prediction", "solver")}
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ConfigError(str(path), "schema_version", f"this version reads plans of schema {SCHEMA_VERSION} (found {version!r})")

@@ -81,6 +81,11 @@ def format_bandwidth(value_bytes_per_s: float) -> str:
     return _format(bits, [(1e9, "Gbps"), (1e6, "Mbps"), (1e3, "kbps")])
 
 
+def format_throughput(value_flops_per_s: float) -> str:
+    """1.5e14 -> ``"150 TFLOPS"``."""
+    return _format(value_flops_per_s, [(1e15, "PFLOPS"), (1e12, "TFLOPS"), (1e9, "GFLOPS"), (1e6, "MFLOPS")])
+
+
 def exact(value: float, dimension: Dimension) -> str:
     """A text that ``parse`` reads back to the same float: the form in which files store a quantity."""
     table = {

@@ -14,7 +14,12 @@ from hybridep.errors import LabUnavailableError
 
 @verb(name="lab", context_settings={"ignore_unknown_options": True})
 @click.option("--cluster", default="lab-4dc", show_default=True, help="Name or path of the cluster to emulate.")
-@click.option("--ray", is_flag=True, help="Start a Ray node in each datacenter and run CMD, with RAY_ADDRESS, beside the head.")
+@click.option(
+    "--ray/--no-ray",
+    default=True,
+    show_default=True,
+    help="A Ray node in each datacenter; CMD runs in the first one, with RAY_ADDRESS. Without: on the bridge between them.",
+)
 @set_option
 @click.argument("cmd", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(cluster: str, ray: bool, overrides: tuple[str, ...], cmd: tuple[str, ...], as_json: bool) -> int:

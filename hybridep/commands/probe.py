@@ -113,13 +113,13 @@ def _show(given: Cluster, measured: Cluster) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from hybridep.units import format_bandwidth, format_seconds
+    from hybridep.units import format_bandwidth, format_seconds, format_throughput
 
     table = Table("", "in the file", "measured", box=None, pad_edge=False)
     for before, after in zip(given.levels, measured.levels, strict=True):
         table.add_row(f"{before.name} bandwidth", format_bandwidth(before.bandwidth), format_bandwidth(after.bandwidth))
         table.add_row(f"{before.name} latency", format_seconds(before.latency), format_seconds(after.latency))
-    throughputs = [f"{gpu.throughput / 1e9:.4g} GFLOPS" for gpu in (given.gpu, measured.gpu)]
+    throughputs = [format_throughput(gpu.throughput) for gpu in (given.gpu, measured.gpu)]
     table.add_row("throughput", *throughputs)
     table.add_row("memory bandwidth", *(format_bandwidth(gpu.memory_bandwidth) for gpu in (given.gpu, measured.gpu)))
     table.add_row("block overhead", *(format_seconds(gpu.block_overhead) for gpu in (given.gpu, measured.gpu)))

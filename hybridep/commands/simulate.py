@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hybridep.commands.common import emit, verb
+from hybridep.commands.common import emit, set_option, verb
 from hybridep.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,8 +20,11 @@ _SHOWN_LINKS = 5
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--against", default="", metavar="NAMES", help="Baselines to simulate too, comma separated: ep, full_gather.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the step's timeline (open in ui.perfetto.dev).")
-def command(plan: Path, against: str, trace: Path | None, as_json: bool) -> None:
-    """Simulate one training step of PLAN, a file that `hybridep plan` wrote."""
+@set_option
+def command(plan: Path, against: str, trace: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Simulate one training step of PLAN, a file that `hybridep plan` wrote. With --set, for example
+    cluster.levels.dc.bandwidth='1 Gbps' or workload.training.micro_batches=4, the same placement under other conditions.
+    """
     from hybridep.plan import load_plan
     from hybridep.timeline import write_chrome_trace
     from simulator.baselines import Baseline
@@ -32,7 +35,7 @@ def command(plan: Path, against: str, trace: Path | None, as_json: bool) -> None
     for name in names:
         if name not in known:
             raise UserError(f"--against {name}: no such baseline; there are {', '.join(known)}")
-    report = simulate(load_plan(plan), [known[name] for name in names])
+    report = simulate(load_plan(plan, overrides=overrides), [known[name] for name in names])
     if trace is not None:
         write_chrome_trace(trace, report.step.spans())
     if as_json:

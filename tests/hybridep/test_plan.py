@@ -90,3 +90,13 @@ def test_a_truncated_plan_is_refused_at_any_length(tmp_path):
         path.write_text(text[:length])
         with pytest.raises(ConfigError):
             load_plan(path)
+
+
+def test_overrides_ask_what_the_same_placement_would_do_elsewhere(tmp_path):
+    path = tmp_path / "plan.yaml"
+    plan().save(path)
+    faster = load_plan(path, overrides=["cluster.levels.dc.bandwidth=1 Gbps"])
+    assert faster.cluster.levels[0].bandwidth == 1.25e8
+    assert faster.layers == plan().layers
+    with pytest.raises(ConfigError, match=r"cluster\.levels\.0\.bandwith.*did you mean 'bandwidth'"):
+        load_plan(path, overrides=["cluster.levels.dc.bandwith=1 Gbps"])

@@ -89,7 +89,7 @@ def test_ray_trains_in_shaped_datacenters_and_a_dead_node_ends_the_run(run_file:
         node[0].kill()
         must_end(process, 5, "rome")
     """
-    run_in_lab(run_file, program, "--ray")
+    run_in_lab(run_file, program)
 
 
 def test_a_pulled_link_ends_the_run_and_names_the_datacenter(run_file: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_pulled_link_ends_the_run_and_names_the_datacenter(run_file: Path) -> 
         lab.set_link("rome", up=False)
         must_end(process, 5, "rome")
     """
-    run_in_lab(run_file, program)
+    run_in_lab(run_file, program, "--no-ray")
 
 
 def test_local_ranks_in_the_lab_and_a_pulled_link(run_file: Path) -> None:
@@ -109,7 +109,7 @@ def test_local_ranks_in_the_lab_and_a_pulled_link(run_file: Path) -> None:
         lab.set_link("rome", up=False)
         must_end(process, 5, "rome")
     """
-    run_in_lab(run_file, program)
+    run_in_lab(run_file, program, "--no-ray")
 
 
 def test_train_enters_the_lab_by_itself(run_file: Path) -> None:
