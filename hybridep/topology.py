@@ -177,6 +177,14 @@ class Cluster(Strict):
         return {(index[link.src], index[link.dst]): link for link in self.links}
 
     @cached_property
+    def pair_latency_s(self) -> NDArray[np.float64]:
+        """[DCs, DCs]: one way, where pairs are given."""
+        latency = np.zeros((self.sizes[0], self.sizes[0]))
+        for pair, link in self._pairs.items():
+            latency[pair] = link.latency
+        return latency
+
+    @cached_property
     def _first_link(self) -> tuple[int, ...]:
         """Index in ``link_table`` of each level's first link, and of the first pair link."""
         counts = [2 * int(np.prod(self.sizes[: depth + 1])) for depth in range(len(self.levels))]

@@ -85,9 +85,9 @@ def expected_rows(placement: Placement, num_tokens: int, top_k: int) -> list[Flo
         prefix = prefix * size + placement.serve[level][placement.coordinates[:, level]]
         num_prefixes = int(np.prod(placement.sizes[: level + 1]))
         keys = np.arange(placement.num_gpus)[:, None] * num_prefixes + prefix
-        served = np.bincount(keys.ravel(), minlength=placement.num_gpus * num_prefixes)
-        found = np.flatnonzero(served)
-        weight = num_tokens * hit_probabilities(placement.num_experts, top_k)[served[found]]
+        # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
+        found, served = np.unique(keys, return_counts=True)
+        weight = num_tokens * hit_probabilities(placement.num_experts, top_k)[served]
         rows.append(_rows_at(placement, level, found // num_prefixes, found % num_prefixes, weight))
     return rows
 

@@ -8,15 +8,15 @@ only when its receive is posted), and a rank leaves the exchange when all its se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import numpy as np
 
+from simulator.arrays import BoolArray, FloatArray, IntArray
 from simulator.engine import Engine
 from simulator.errors import SimulationError
-from simulator.flow import FloatArray, IntArray
-from simulator.network import BoolArray, Network
+from simulator.network import Batch, Network, Transfers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,16 @@ class Flows:
     """The transfers of one exchange, one row per transfer, [n] each; transfers of no bytes are left out beforehand."""
 
     source: IntArray
-    """Global rank."""
     destination: IntArray
-    """Global rank."""
-    size_bytes: FloatArray
-    path: IntArray
-    """Path ids of the network."""
+    transfers: Transfers
+    """Over which links, and how much."""
+
+    @cached_property
+    def by_rank(self) -> tuple[Transfers, IntArray]:
+        """The same, each transfer in the groups of its two ends; and the rank of each group."""
+        ends = np.stack([self.source, self.destination], axis=1)
+        ranks, groups = np.unique(ends, return_inverse=True)
+        return replace(self.transfers, groups=groups.reshape(ends.shape).astype(np.int64)), ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +109,13 @@ def execute(program: Program, engine: Engine, network: Network) -> Execution:
 class _Exchange:
     """An exchange in progress."""
 
+    batch: Batch
     entered: BoolArray
-    launched: BoolArray
-    """[flows]"""
-    unfinished: IntArray
-    """[ranks]: sends and receives that are not complete."""
+    """[ranks]"""
+    idle: BoolArray
+    """[ranks]: neither sends nor receives."""
+    waiting: IntArray
+    """Flows, by position, that have not started."""
     ranks_inside: int
 
 
@@ -156,37 +162,32 @@ class _Executor:
     def _enter_exchange(self, position: int, flows: Flows, ranks: IntArray) -> None:
         exchange = self._exchanges.get(position)
         if exchange is None:
-            involved = np.concatenate([flows.source, flows.destination])
+            transfers, members = flows.by_rank
             exchange = self._exchanges[position] = _Exchange(
+                batch=self._network.prepare(transfers, partial(self._arrived, position, flows, members)),
                 entered=np.zeros(self._num_ranks, dtype=np.bool_),
-                launched=np.zeros(flows.source.size, dtype=np.bool_),
-                unfinished=np.bincount(involved, minlength=self._num_ranks),
+                idle=np.ones(self._num_ranks, dtype=np.bool_),
+                waiting=np.arange(flows.source.size),
                 ranks_inside=self._num_ranks,
             )
+            exchange.idle[members] = False
         exchange.entered[ranks] = True
-        idle = ranks[exchange.unfinished[ranks] == 0]
+        idle = ranks[exchange.idle[ranks]]
         if idle.size:
             self._engine.after(0.0, partial(self._leave_exchange, position, idle))
-        start = exchange.entered[flows.source] & exchange.entered[flows.destination] & ~exchange.launched
-        rows = np.flatnonzero(start)
-        if rows.size:
-            exchange.launched[rows] = True
-            self._network.start(flows.path[rows], flows.size_bytes[rows], partial(self._arrived, position, flows, rows))
+        waiting = exchange.waiting
+        ready = exchange.entered[flows.source[waiting]] & exchange.entered[flows.destination[waiting]]
+        if ready.any():
+            self._network.start(exchange.batch, waiting[ready])
+            exchange.waiting = waiting[~ready]
 
-    def _arrived(self, position: int, flows: Flows, started: IntArray, arrived: IntArray) -> None:
-        rows = started[arrived]
-        source, destination = flows.source[rows], flows.destination[rows]
+    def _arrived(self, position: int, flows: Flows, members: IntArray, groups: IntArray, last: IntArray) -> None:
+        """Some ranks have sent and received all."""
+        ranks = members[groups]
+        source, destination = flows.source[last], flows.destination[last]
         entered_s = self._start_s[position]
-        later = np.where(entered_s[source] >= entered_s[destination], source, destination)
-        self._gate[position, source] = later
-        self._gate[position, destination] = later
-        touched = np.concatenate([source, destination])
-        exchange = self._exchanges[position]
-        exchange.unfinished -= np.bincount(touched, minlength=self._num_ranks)
-        done = np.unique(touched)
-        done = done[exchange.unfinished[done] == 0]
-        if done.size:
-            self._leave_exchange(position, done)
+        self._gate[position, ranks] = np.where(entered_s[source] >= entered_s[destination], source, destination)
+        self._leave_exchange(position, ranks)
 
     def _leave_exchange(self, position: int, ranks: IntArray) -> None:
         exchange = self._exchanges[position]

@@ -40,6 +40,13 @@ class Engine:
         """Simulated seconds since the start."""
         return self._now_s
 
+    @property
+    def next_s(self) -> float:
+        """When the next event is due; infinite without one."""
+        while self._queue and self._queue[0].action is None:
+            heapq.heappop(self._queue)
+        return self._queue[0].time_s if self._queue else math.inf
+
     def at(self, time_s: float, action: Action, priority: int = NORMAL) -> Event:
         """Queue an action for an absolute time.
 

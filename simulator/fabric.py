@@ -1,77 +1,98 @@
-"""A cluster as links and paths of a network."""
+"""A cluster as links and paths of a network, one of each kind."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-
-import networkx as nx
 import numpy as np
 
 from hybridep.topology import Cluster
+from simulator.arrays import FloatArray, IntArray
 from simulator.collective import Flows
 from simulator.engine import Engine
-from simulator.flow import FloatArray, IntArray
-from simulator.network import Network
+from simulator.network import EXACT, Network, Transfers
+from simulator.symmetry import Symmetry
+
+
+def paths(cluster: Cluster, source: IntArray, destination: IntArray) -> tuple[IntArray, FloatArray]:
+    """Links of `cluster.link_table` between pairs of ranks, [n, longest], -1 behind the end; and latencies in seconds, [n].
+
+    The same as `cluster.path` and `cluster.latency_s` for each pair, which must be of two different ranks.
+    """
+    last = len(cluster.levels)
+    a, b = cluster.coordinates[source], cluster.coordinates[destination]
+    first = (a != b).argmax(axis=1)
+    links = np.full((source.size, 2 * last + (1 if cluster.links else 0)), -1, dtype=np.int64)
+    used = np.zeros(source.size, dtype=np.int64)
+    rows = np.arange(source.size)
+
+    def use(which: IntArray, link: IntArray) -> None:
+        links[which, used[which]] = link
+        used[which] += 1
+
+    for level in range(last):
+        which = rows[first <= level]
+        inner = int(np.prod(cluster.sizes[level + 1 :]))
+        use(which, cluster.up_link(level, 0) + 2 * (source[which] // inner))
+        use(which, cluster.down_link(level, 0) + 2 * (destination[which] // inner))
+    latency_s = np.array([level.latency for level in cluster.levels])[first]
+    if cluster.links:
+        which = rows[first == 0]
+        table = len(cluster.link_table) - cluster.sizes[0] * (cluster.sizes[0] - 1)
+        skip = a[which, 0] * (cluster.sizes[0] - 1) + b[which, 0] - (b[which, 0] > a[which, 0])
+        use(which, table + skip)
+        latency_s[which] = cluster.pair_latency_s[a[which, 0], b[which, 0]]
+    return links[:, : int(used.max(initial=0))], latency_s
 
 
 class Fabric:
-    """The network of a cluster, with transfers routed over the shortest path between their ranks.
+    """The network of a cluster. Ranks and links that are alike are in it once, and transfers between them are weighted."""
 
-    Paths are found in the cluster's graph. A rank hangs on one switch, so all pairs of ranks below the same two switches
-    share the way between these, which is looked for once.
-    """
+    def __init__(self, engine: Engine, symmetry: Symmetry, tolerance: float = EXACT) -> None:
+        self.symmetry = symmetry
+        self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 
-    def __init__(self, engine: Engine, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._graph = cluster.graph()
-        self.network = Network(engine, [link.bandwidth_bytes_per_s for link in cluster.link_table])
-        self._path_ids = np.full((cluster.num_gpus, cluster.num_gpus), -1, dtype=np.int64)
-        self._between: dict[tuple[int | str, int | str], tuple[int, ...]] = {}
-
-    @property
-    def link_names(self) -> tuple[str, ...]:
-        """[links]"""
-        return tuple(link.name for link in self._cluster.link_table)
-
-    def links(self, source: int, destination: int) -> tuple[int, ...]:
-        """Link ids, in order, from one rank to another."""
-        if source == destination:
-            return ()
-        (start,), (end,) = self._graph.successors(source), self._graph.predecessors(destination)
-        if (start, end) not in self._between:
-            nodes = nx.shortest_path(self._graph, start, end)
-            self._between[start, end] = tuple(self._graph.edges[edge]["link"] for edge in pairwise(nodes))
-        edges = self._graph.edges
-        return (edges[source, start]["link"], *self._between[start, end], edges[end, destination]["link"])
-
-    def path(self, source: int, destination: int) -> int:
-        """Id of the path in the network, between two ranks."""
-        known = int(self._path_ids[source, destination])
-        if known < 0:
-            latency_s = self._cluster.latency_s(source, destination)
-            known = self.network.path(self.links(source, destination), latency_s)
-            self._path_ids[source, destination] = known
-        return known
-
-    def flows(
-        self,
-        source: Sequence[int] | IntArray,
-        destination: Sequence[int] | IntArray,
-        size_bytes: Sequence[float] | FloatArray,
-    ) -> Flows:
-        """The transfers of an exchange, one per position; those without bytes, or to oneself, are left out."""
-        sources = np.asarray(source, dtype=np.int64)
-        destinations = np.asarray(destination, dtype=np.int64)
-        sizes = np.asarray(size_bytes, dtype=np.float64)
-        moves = (sizes > 0) & (sources != destinations)
-        sources, destinations, sizes = sources[moves], destinations[moves], sizes[moves]
-        unknown = np.flatnonzero(self._path_ids[sources, destinations] < 0)
-        for row in unknown.tolist():
-            self.path(int(sources[row]), int(destinations[row]))
+    def flows(self, level: int, sent: FloatArray) -> Flows:
+        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate."""
+        symmetry = self.symmetry
+        cluster = symmetry.cluster
+        stride, size = int(np.prod(cluster.sizes[level + 1 :])), cluster.sizes[level]
+        kind, coordinate = np.nonzero(sent[symmetry.first])
+        source = symmetry.first[kind]
+        own = source // stride % size
+        moves = coordinate != own
+        kind, coordinate, source, own = kind[moves], coordinate[moves], source[moves], own[moves]
+        destination = source + (coordinate - own) * stride
+        size_bytes = sent[source, coordinate]
+        peer = symmetry.kind[destination]
+        if symmetry.num_kinds == cluster.num_gpus:
+            links, latency_s = paths(cluster, source, destination)
+            return Flows(
+                source=source,
+                destination=destination,
+                transfers=Transfers(links=links, latency_s=latency_s, size_bytes=size_bytes),
+            )
+        alike, counts = _alike(kind * symmetry.num_kinds + peer, size_bytes)
+        links, latency_s = paths(cluster, source[alike], destination[alike])
+        on_link = links >= 0
+        link_kinds = np.where(on_link, symmetry.link_kind[links], -1)
+        total = (counts * symmetry.size[kind[alike]])[:, None]
         return Flows(
-            source=sources,
-            destination=destinations,
-            size_bytes=sizes,
-            path=self._path_ids[sources, destinations],
+            source=kind[alike],
+            destination=peer[alike],
+            transfers=Transfers(
+                links=link_kinds,
+                latency_s=latency_s,
+                size_bytes=size_bytes[alike],
+                weights=np.where(on_link, total / symmetry.link_size[link_kinds], 1.0),
+            ),
         )
+
+
+def _alike(ends: IntArray, size_bytes: FloatArray) -> tuple[IntArray, IntArray]:
+    """First row of each group of transfers with the same ends and (but for rounding) size, and the groups' sizes."""
+    if not ends.size:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    order = np.lexsort((size_bytes, ends))
+    near = np.isclose(size_bytes[order[1:]], size_bytes[order[:-1]], rtol=1e-11, atol=0)
+    new = np.concatenate([[True], (np.diff(ends[order]) != 0) | ~near])
+    starts = np.flatnonzero(new)
+    return order[starts], np.diff(np.append(starts, ends.size))

@@ -3,61 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from simulator.arrays import FloatArray, IntArray
+from simulator.draining import COMPACT, Cargo, Clock, Tickets, Usage, activate, drain, put_on_links
 from simulator.engine import LATE, Engine, Event
 from simulator.errors import SimulationError
-from simulator.flow import FloatArray, IntArray, max_min_rates
-from simulator.flow_compiled import Fill, Solver, compiled_fill
+from simulator.filling import DONE, NUM_SAVED, RATE, WAITING, FlowColumns, LinkColumns
+from simulator.indexing import compress, links_that_can_fill, longest, members_by_link
 
-BoolArray = npt.NDArray[np.bool_]
-OnComplete = Callable[[IntArray], None]
-_Solution = tuple[FloatArray, BoolArray]
-"""Rates of the active paths, and which links they use."""
+OnComplete = Callable[[IntArray, IntArray], None]
+"""Takes groups that are complete, and for each the position of the flow that arrived last."""
 
-_EARLY = 1e-9
-"""A flow may end early by this share of its own duration, together with one that ends: rounding would otherwise split
-flows that are equal by symmetry into as many events."""
-
-_CACHED_SOLUTIONS = 1024
-
-_COMPILE_AFTER = 100
-"""Solutions that were not found again before the compiled solver is loaded, which takes about a second."""
+EXACT = 1e-9
+"""Flows that are equal by symmetry differ by rounding; with this share of their bytes left they end together."""
 
 
-@dataclass(slots=True)
-class _Flows:
-    """Columns of the flows in the network. A flow that is done keeps its row, with no count and bytes that never end,
-    until rows are dropped together."""
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """Flows to send, one row each; a row may stand for many alike, over links that stand for many alike."""
 
-    path: IntArray
-    left_bytes: FloatArray
-    count: FloatArray
-    start_s: FloatArray
-    batch: IntArray
-    index: IntArray
-    """Position in the batch it was started with."""
-
-    def select(self, which: IntArray | BoolArray) -> _Flows:
-        return _Flows(*(getattr(self, name)[which] for name in _COLUMNS))
-
-    @staticmethod
-    def join(parts: Sequence[_Flows]) -> _Flows:
-        return _Flows(*(np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS))
+    links: IntArray
+    """[n, longest path] link ids, -1 behind the end of a shorter path. Their order does not matter."""
+    latency_s: FloatArray
+    """[n]"""
+    size_bytes: FloatArray
+    """[n], of one of the flows."""
+    weights: FloatArray | None = None
+    """[n, longest path]: how many of a row's flows cross one of the links that each id stands for; 1 where omitted. A flow
+    with k times the share of others is a row with the weight k and 1/k of the bytes."""
+    groups: IntArray | None = None
+    """[n, per flow] numbers from 0: completion is told by group; each flow is its own group where omitted."""
 
 
-_COLUMNS = tuple(column.name for column in fields(_Flows))
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Flows that were handed to the network together."""
 
-
-def _new_flows(path: IntArray, size_bytes: FloatArray, count: FloatArray, start_s: float, batch: int) -> _Flows:
-    rows = np.arange(path.size, dtype=np.int64)
-    return _Flows(path, size_bytes.copy(), count.copy(), np.full(path.size, start_s), np.full_like(rows, batch), rows)
+    serial: int
+    rows: IntArray
+    """[n] of the network's table; meaningless for a flow that is done."""
+    first_ticket: int
+    on_complete: OnComplete
+    untold: int
+    """Groups that are not complete."""
 
 
 class Network:
@@ -65,42 +58,39 @@ class Network:
 
     A flow occupies its links from its start until its bytes have left, and is delivered one latency later: the sender's
     link is busy at once, as with a real socket, and distance delays the arrival only. Rates are solved anew once per
-    instant in which flows start or end. A solution depends on nothing but how many flows are on each path, so solutions
-    are kept and found again when a later layer puts the same flows on the network; where that fails too often, the
-    compiled solver takes over.
+    instant in which flows start or end.
+
+    tolerance: share of its bytes that a flow may leave out to end together with another. Every time is then exact for
+    sizes that are smaller by at most `largest_cut` of each, which never exceeds the tolerance. EXACT is the least.
     """
 
-    def __init__(self, engine: Engine, link_capacity_bytes_per_s: Sequence[float] | FloatArray) -> None:
+    def __init__(self, engine: Engine, link_capacity_bytes_per_s: Sequence[float] | FloatArray, tolerance: float = EXACT) -> None:
         capacity = np.asarray(link_capacity_bytes_per_s, dtype=np.float64)
         bad = np.flatnonzero(~((capacity > 0) & np.isfinite(capacity)))
         if bad.size:
             raise SimulationError(
                 f"link {bad[0]} has capacity {float(capacity[bad[0]])!r} bytes/s; every link needs a positive, finite one"
             )
+        if not EXACT <= tolerance < 0.1:
+            raise SimulationError(f"tolerance {tolerance!r} must lie between {EXACT} (exact) and 0.1")
         self._engine = engine
+        self._tolerance = tolerance
         self._capacity = capacity
-        self._path_links = np.full((0, 0), -1, dtype=np.int64)
-        self._path_latency_s = np.zeros(0)
-        self._path_ids: dict[tuple[tuple[int, ...], float], int] = {}
-        none = np.zeros(0)
-        self._flows = _new_flows(none.astype(np.int64), none, none, 0.0, 0)
-        self._num_moving = 0
-        self._rate_bytes_per_s = none
-        self._end_s = none
-        self._solver: Solver | None = None
-        self._arrivals: list[_Flows] = []
-        self._callbacks: dict[int, OnComplete] = {}
-        self._undelivered: dict[int, int] = {}
+        num_links = capacity.size
+        self._usage = Usage(*(np.zeros(num_links) for _ in Usage._fields))
+        none = np.zeros(0, dtype=np.int64)
+        self._tickets = Tickets(none, np.zeros(0), none, none)
+        self._num_tickets = 0
+        self._outstanding = 0
+        self._clock = Clock(np.zeros(1), np.zeros(1), np.zeros(4, dtype=np.int64))
+        self._batches: dict[int, Batch] = {}
         self._num_batches = 0
-        self._settled_s = 0.0
-        self._link_bytes = np.zeros(capacity.size)
-        self._link_busy_s = np.zeros(capacity.size)
-        self._link_used = np.zeros(capacity.size, dtype=np.bool_)
-        self._solve_event: Event | None = None
-        self._finish_event: Event | None = None
-        self._solutions: OrderedDict[bytes, _Solution] = OrderedDict()
-        self._num_solved = 0
-        self._fill: Fill | None = None
+        nothing = Transfers(links=np.zeros((0, 0), np.int64), latency_s=np.zeros(0), size_bytes=np.zeros(0))
+        self._cargo = _cargo_of(nothing, 0)
+        self._flows, self._links = _index(self._cargo, capacity)
+        self._arrivals: list[Cargo] = []
+        self._largest_bytes = 0.0
+        self._event: Event | None = None
 
     @property
     def link_capacity_bytes_per_s(self) -> FloatArray:
@@ -110,186 +100,251 @@ class Network:
     @property
     def link_bytes(self) -> FloatArray:
         """[links] Bytes of all flows started so far whose path crosses the link: exact, counted at the start."""
-        return self._link_bytes.copy()
+        return self._usage.size_bytes.copy()
 
     @property
     def link_busy_s(self) -> FloatArray:
-        """[links] Seconds with at least one flow on the link, up to the last start or end of a flow."""
-        return self._link_busy_s.copy()
+        """[links] Seconds with at least one flow on the link, up to when it was last without."""
+        return self._usage.busy_s.copy()
 
-    def path(self, links: Sequence[int], latency_s: float) -> int:
-        """The id of a path over these links, in order; the same links and latency give the same id.
+    @property
+    def largest_cut(self) -> float:
+        """Largest share of its bytes that any flow left out so far."""
+        return float(self._clock.cut[0])
 
-        Raises SimulationError for an unknown link or a latency that is negative or not finite.
+    def rates_bytes_per_s(self, batch: Batch) -> FloatArray:
+        """[n] of a batch's flows as of the last start or end; meaningless for those that are done or have not started."""
+        return np.asarray(self._flows.motion[batch.rows, RATE], dtype=np.float64)
+
+    def prepare(self, transfers: Transfers, on_complete: OnComplete) -> Batch:
+        """Take in flows that will be started later, all or some at a time, with `start`.
+
+        on_complete: called with the groups that are complete at one instant, until all are.
+        Raises SimulationError for unknown links, or a latency or size that is negative or not finite.
         """
-        key = (tuple(links), latency_s)
-        known = self._path_ids.get(key)
-        if known is not None:
-            return known
-        for link in links:
-            if not 0 <= link < self._capacity.size:
-                raise SimulationError(f"path {key[0]} names link {link}, but there are {self._capacity.size} links")
-        if not (math.isfinite(latency_s) and latency_s >= 0):
-            raise SimulationError(f"path {key[0]} has latency {latency_s!r} s; it must be finite and not negative")
-        path = len(self._path_ids)
-        self._path_ids[key] = path
-        rows, width = self._path_links.shape
-        if path >= rows or len(key[0]) > width:
-            grown = np.full((max(16, 2 * rows, path + 1), max(width, len(key[0]))), -1, dtype=np.int64)
-            grown[:rows, :width] = self._path_links
-            self._path_links = grown
-            self._path_latency_s = np.append(self._path_latency_s, np.zeros(grown.shape[0] - rows))
-        self._path_links[path, : len(key[0])] = key[0]
-        self._path_latency_s[path] = latency_s
-        return path
+        serial = self._num_batches
+        cargo = _cargo_of(transfers, serial)
+        num_flows = cargo.size_bytes.size
+        unknown = cargo.path[(cargo.path < -1) | (cargo.path >= self._capacity.size)]
+        if unknown.size:
+            raise SimulationError(f"a path names link {unknown[0]}, but there are {self._capacity.size} links")
+        for name, values in (("latency", cargo.latency_s), ("size", cargo.size_bytes)):
+            wrong = values[~(np.isfinite(values) & (values >= 0))]
+            if wrong.size:
+                raise SimulationError(f"{name} {float(wrong[0])!r} of a flow; it must be finite and not negative")
+        num_groups = int(cargo.tickets.max(initial=-1)) + 1
+        first = self._new_tickets(cargo.tickets, num_groups, serial)
+        batch = Batch(serial, np.zeros(num_flows, np.int64), first, on_complete, num_groups)
+        if num_flows:
+            self._num_batches += 1
+            self._batches[serial] = batch
+            self._arrivals.append(cargo._replace(tickets=cargo.tickets + first))
+        return batch
 
-    def start(
-        self,
-        paths: Sequence[int] | IntArray,
-        sizes_bytes: Sequence[float] | FloatArray,
-        on_complete: OnComplete,
-        counts: Sequence[float] | FloatArray | None = None,
-    ) -> None:
-        """Start a batch of flows now.
+    def start(self, batch: Batch, which: IntArray | None = None) -> None:
+        """Start flows of a batch now: those at the positions `which`, or all. A flow starts once.
 
-        paths: [n] ids from `path`. sizes_bytes: [n]. counts: [n], how many identical flows each row stands for (1).
-        on_complete: called with the rows (positions in this batch) that arrive at one instant, until all have.
         A flow of no bytes, or over no links, arrives after its latency.
         """
-        path = np.asarray(paths, dtype=np.int64)
-        size = np.asarray(sizes_bytes, dtype=np.float64)
-        count = np.ones(path.size) if counts is None else np.asarray(counts, dtype=np.float64)
-        if not (path.shape == size.shape == count.shape and path.ndim == 1):
-            raise SimulationError(f"a batch with {path.shape} paths, {size.shape} sizes and {count.shape} counts")
-        if path.size == 0:
+        if not batch.rows.size:
             return
-        if not (np.isfinite(size).all() and (size >= 0).all() and (count >= 1).all()):
-            raise SimulationError("flow sizes must be finite and not negative, counts at least 1")
-        batch = self._num_batches
-        self._num_batches += 1
-        self._callbacks[batch] = on_complete
-        self._undelivered[batch] = path.size
-        links = self._path_links[path]
-        on_link = links >= 0
-        passed = np.broadcast_to((size * count)[:, None], links.shape)
-        self._link_bytes += np.bincount(links[on_link], weights=passed[on_link], minlength=self._capacity.size)
-        new = _new_flows(path, size, count, self._engine.now_s, batch)
-        moving = (size > 0) & on_link.any(axis=1)
-        if not moving.all():
-            self._deliver(new.select(~moving))
-            new = new.select(moving)
-        if new.path.size:
-            self._arrivals.append(new)
-            self._solve_later()
+        self._settle()
+        rows = batch.rows if which is None else batch.rows[which]
+        told = np.empty(self._outstanding, dtype=np.int64)
+        flows, links, cargo = self._flows, self._links, self._cargo
+        num_told = activate(flows, links, cargo, self._usage, self._tickets, self._clock, rows, told)
+        self._tell(told[:num_told])
+        self._wake(self._engine.now_s)
 
-    def _solve_later(self) -> None:
-        # LATE: whatever else starts or ends at this instant shares the one solution.
-        if self._solve_event is None:
-            self._solve_event = self._engine.after(0.0, self._solve, LATE)
+    def send(self, transfers: Transfers, on_complete: OnComplete) -> None:
+        """Start all flows now; as `prepare` and `start`."""
+        self.start(self.prepare(transfers, on_complete))
+
+    def _new_tickets(self, groups: IntArray, num_groups: int, serial: int) -> int:
+        first = self._num_tickets
+        self._num_tickets += num_groups
+        self._outstanding += num_groups
+        if self._num_tickets > self._tickets.unfinished.size:
+            size = max(1024, 2 * self._num_tickets)
+            self._tickets = Tickets(*(np.concatenate([old, np.zeros(size - old.size, old.dtype)]) for old in self._tickets))
+        self._tickets.unfinished[first : first + num_groups] = np.bincount(groups.ravel(), minlength=num_groups)
+        self._tickets.batch[first : first + num_groups] = serial
+        return first
 
     def _settle(self) -> None:
-        """Bring the flows' remaining bytes up to the clock."""
-        elapsed_s = self._engine.now_s - self._settled_s
-        self._settled_s = self._engine.now_s
-        if elapsed_s > 0 and self._num_moving:
-            self._flows.left_bytes -= self._rate_bytes_per_s * elapsed_s
-            self._link_busy_s[self._link_used] += elapsed_s
+        """Bring the clock up to the engine's, and take in the batches that came since."""
+        self._clock.now_s[0] = max(self._engine.now_s, float(self._clock.now_s[0]))
+        if self._arrivals:
+            self._renew_table()
 
-    def _update_rows(self) -> None:
-        """Take in new flows, and drop the rows of those that are done once they are the majority."""
-        flows = self._flows
-        keep_all = self._num_moving * 2 >= flows.path.size
-        if keep_all and not self._arrivals:
-            return
-        if not keep_all:
-            flows = flows.select(flows.count > 0)
-        self._num_moving += sum(part.path.size for part in self._arrivals)
-        self._flows = _Flows.join([flows, *self._arrivals])
+    def _renew_table(self) -> None:
+        """Drop rows that are done, add those of new batches, and see anew which links matter."""
+        old = self._flows
+        alive = np.flatnonzero(old.status != DONE)
+        self._cargo = _join([_select(self._cargo, alive), *self._arrivals])
         self._arrivals = []
-        self._rate_bytes_per_s = np.ones(self._flows.path.size)
-        self._solver = None
-
-    def _solve(self) -> None:
-        """Give every flow its rate and wait for the first to finish."""
-        self._solve_event = None
-        self._settle()
-        self._update_rows()
-        if self._finish_event is not None:
-            self._engine.cancel(self._finish_event)
-            self._finish_event = None
-        if not self._num_moving:
-            return
-        if self._fill is None:
-            self._solve_by_path()
-        else:
-            if self._solver is None:
-                links = self._path_links[self._flows.path]
-                self._solver = Solver(self._fill, self._capacity, links, self._flows.count)
-            self._rate_bytes_per_s = self._solver.solve()
-            self._link_used = self._solver.used
-        # Rounding can leave a little less than nothing.
-        self._end_s = np.maximum(self._flows.left_bytes, 0.0) / self._rate_bytes_per_s
-        self._end_s += self._engine.now_s
-        self._finish_event = self._engine.at(float(self._end_s.min()), self._finish)
-
-    def _solve_by_path(self) -> None:
-        """Solve for the number of flows on each path, or find the solution of an earlier time."""
+        self._flows, self._links = _index(self._cargo, self._capacity)
         flows = self._flows
-        per_path = np.bincount(flows.path, weights=flows.count).astype(np.float64, copy=False)
-        active = np.flatnonzero(per_path)
-        counts = per_path[active]
-        key = active.tobytes() + counts.tobytes()
-        solution = self._solutions.get(key)
-        if solution is None:
-            links = self._path_links[active]
-            used = np.zeros(self._capacity.size, dtype=np.bool_)
-            used[links[links >= 0]] = True
-            solution = max_min_rates(self._capacity, links, counts), used
-            self._solutions[key] = solution
-            if len(self._solutions) > _CACHED_SOLUTIONS:
-                self._solutions.popitem(last=False)
-            self._num_solved += 1
-            if self._num_solved == _COMPILE_AFTER:
-                self._fill = compiled_fill()
-        rates, used = solution
-        per_path[:] = 1.0
-        per_path[active] = rates
-        self._rate_bytes_per_s = per_path[flows.path]
-        self._link_used = used
+        flows.status[: alive.size] = old.status[alive]
+        flows.motion[: alive.size] = old.motion[alive]
+        self._largest_bytes = float(self._cargo.size_bytes.max(initial=0.0))
+        self._clock.counts[:] = (flows.status.size, 0, 1, 1)
+        put_on_links(flows, self._links)
+        for serial in np.unique(self._cargo.batch).tolist():
+            mine = np.flatnonzero(self._cargo.batch == serial)
+            self._batches[serial].rows[self._cargo.position[mine]] = mine
 
-    def _finish(self) -> None:
-        """Take out the flows that are done: at least the one this event was set for, so that rounding cannot stall."""
-        self._finish_event = None
+    def _wake(self, time_s: float) -> None:
+        """See to the flows at this time, after everything else that happens then."""
+        if self._event is not None:
+            self._engine.cancel(self._event)
+        self._event = self._engine.at(time_s, self._advance, LATE)
+
+    def _advance(self) -> None:
+        self._event = None
         self._settle()
-        flows, now_s = self._flows, self._engine.now_s
-        clock_step_s = math.ulp(now_s)
-        near = np.flatnonzero(self._end_s <= now_s * (1.0 + _EARLY) + clock_step_s)
-        slack_s = np.maximum(_EARLY * (now_s - flows.start_s[near]), clock_step_s)
-        done = near[self._end_s[near] <= now_s + slack_s]
-        gone = flows.select(done)
-        flows.count[done] = 0.0
-        flows.left_bytes[done] = np.inf
-        self._num_moving -= done.size
-        if self._solver is not None:
-            self._solver.remove(done)
-        self._deliver(gone)
-        self._solve_later()
+        why = COMPACT
+        while why == COMPACT:
+            told = np.empty(self._outstanding, dtype=np.int64)
+            why, num_told, next_s = drain(
+                self._flows,
+                self._links,
+                self._cargo,
+                self._usage,
+                self._tickets,
+                self._clock,
+                self._limit_s(),
+                self._tolerance,
+                self._largest_bytes,
+                told,
+            )
+            self._tell(told[:num_told])
+            if why == COMPACT:
+                self._renew_table()
+        if math.isfinite(next_s):
+            self._wake(next_s)
 
-    def _deliver(self, flows: _Flows) -> None:
-        """Report flows whose bytes have left, one latency from now; one event for those of equal latency and batch."""
-        latency_s = self._path_latency_s[flows.path]
-        if flows.path.size == 1:
-            self._engine.after(float(latency_s[0]), partial(self._report, int(flows.batch[0]), flows.index))
+    def _limit_s(self) -> float:
+        """Nothing outside the network happens before."""
+        return self._engine.next_s
+
+    def _tell(self, told: IntArray) -> None:
+        """Report tickets when they are due: one event for those of one batch and instant."""
+        self._outstanding -= told.size
+        if not told.size:
             return
-        for batch in np.unique(flows.batch).tolist():
-            of_batch = flows.batch == batch
-            for delay_s in np.unique(latency_s[of_batch]).tolist():
-                rows = flows.index[of_batch & (latency_s == delay_s)]
-                self._engine.after(delay_s, partial(self._report, batch, rows))
+        serials = self._tickets.batch[told]
+        due_s = self._tickets.due_s[told]
+        order = np.lexsort((due_s, serials))
+        told, serials, due_s = told[order], serials[order], due_s[order]
+        cuts = np.flatnonzero((np.diff(serials) != 0) | (np.diff(due_s) != 0)) + 1
+        for part, at in zip(np.split(told, cuts), [0, *cuts.tolist()], strict=True):
+            batch = self._batches[int(serials[at])]
+            self._engine.at(float(due_s[at]), partial(self._report, batch, part))
 
-    def _report(self, batch: int, rows: IntArray) -> None:
-        on_complete = self._callbacks[batch]
-        self._undelivered[batch] -= rows.size
-        if not self._undelivered[batch]:
-            del self._callbacks[batch], self._undelivered[batch]
-        on_complete(rows)
+    def _report(self, batch: Batch, told: IntArray) -> None:
+        batch.untold -= told.size
+        if not batch.untold:
+            del self._batches[batch.serial]
+        batch.on_complete(told - batch.first_ticket, self._tickets.last[told])
+
+
+def _cargo_of(transfers: Transfers, serial: int) -> Cargo:
+    size = np.ascontiguousarray(transfers.size_bytes, dtype=np.float64)
+    rows = np.arange(size.size, dtype=np.int64)
+    groups = rows[:, None] if transfers.groups is None else transfers.groups
+    shape = transfers.links.shape
+    weights = np.zeros((0, 0)) if transfers.weights is None else np.ascontiguousarray(transfers.weights, dtype=np.float64)
+    if not (len(shape) == 2 and shape[0] == len(groups) == transfers.latency_s.size == rows.size) or (
+        len(weights) and weights.shape != shape
+    ):
+        raise SimulationError(
+            f"a batch with links {shape}, weights {weights.shape}, {transfers.latency_s.size} latencies, {rows.size} sizes "
+            f"and {len(groups)} groups"
+        )
+    return Cargo(
+        path=np.ascontiguousarray(transfers.links, dtype=np.int32),
+        weights=weights,
+        size_bytes=size,
+        latency_s=np.ascontiguousarray(transfers.latency_s, dtype=np.float64),
+        tickets=np.ascontiguousarray(groups, dtype=np.int64),
+        position=rows,
+        batch=np.full(rows.size, serial, dtype=np.int64),
+    )
+
+
+def _select(cargo: Cargo, rows: IntArray) -> Cargo:
+    weights = cargo.weights[rows] if len(cargo.weights) else cargo.weights
+    return Cargo(
+        path=cargo.path[rows],
+        weights=weights,
+        size_bytes=cargo.size_bytes[rows],
+        latency_s=cargo.latency_s[rows],
+        tickets=cargo.tickets[rows],
+        position=cargo.position[rows],
+        batch=cargo.batch[rows],
+    )
+
+
+def _join(parts: list[Cargo]) -> Cargo:
+    """One table of several, as wide as the widest."""
+    parts = [part for part in parts if part.size_bytes.size] or parts[:1]
+    width = max(part.path.shape[1] for part in parts)
+    per_flow = max(part.tickets.shape[1] for part in parts)
+    if len({part.tickets.shape[1] for part in parts}) > 1:
+        raise SimulationError(f"batches in flight with different numbers of groups per flow, up to {per_flow}")
+    weighted = any(len(part.weights) for part in parts)
+    paths, weights = [], []
+    for part in parts:
+        wider = ((0, 0), (0, width - part.path.shape[1]))
+        paths.append(np.pad(part.path, wider, constant_values=-1))
+        if weighted:
+            mine = part.weights if len(part.weights) else np.ones(part.path.shape)
+            weights.append(np.pad(mine, wider, constant_values=1.0))
+    rest = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in Cargo._fields if name not in ("path", "weights")
+    }
+    return Cargo(path=np.concatenate(paths), weights=np.concatenate(weights) if weighted else np.zeros((0, 0)), **rest)
+
+
+def _index(cargo: Cargo, capacity: FloatArray) -> tuple[FlowColumns, LinkColumns]:
+    """Tables for the filling: paths over the links that can be full, and the flows on each of these."""
+    first, members = members_by_link(cargo.path, capacity.size)
+    kept = np.flatnonzero(links_that_can_fill(cargo.path, cargo.weights, first, members, capacity))
+    num_flows, num_links = cargo.size_bytes.size, kept.size
+    if num_links == capacity.size:
+        paths, weights = cargo.path, cargo.weights
+    else:
+        local = np.full(capacity.size, -1, dtype=np.int32)
+        local[kept] = np.arange(num_links)
+        paths = np.full((num_flows, longest(cargo.path, local)), -1, dtype=np.int32)
+        weights = np.ones(paths.shape) if len(cargo.weights) else np.zeros((0, 0))
+        compress(cargo.path, cargo.weights, local, paths, weights)
+        first, members = members_by_link(paths, num_links)
+    flows = FlowColumns(
+        links=paths,
+        weights=weights,
+        places=np.zeros(paths.shape, dtype=np.int32),
+        status=np.full(num_flows, WAITING, dtype=np.int8),
+        motion=np.zeros((num_flows, 2)),
+        full_link=np.full(num_flows, -1, dtype=np.int32),
+    )
+    stride = max(1, math.ceil(num_links / (NUM_SAVED - 1)))
+    links = LinkColumns(
+        capacity=capacity[kept],
+        first=first,
+        num_members=np.zeros(num_links, dtype=np.int64),
+        num_fixed=np.zeros(num_links, dtype=np.int64),
+        members=members,
+        load=np.zeros(num_links),
+        level=np.full(num_links, np.inf),
+        soonest_s=np.full(num_links, np.inf),
+        order=np.arange(num_links, dtype=np.int32),
+        saved=np.zeros((NUM_SAVED, num_links, 2)),
+        open=np.zeros((num_links, 2)),
+        filled=np.zeros(num_links, dtype=np.int8),
+        block=np.zeros(num_links, dtype=np.int32),
+        touched=np.zeros(num_links + 1, dtype=np.int8),
+        stride=stride,
+    )
+    return flows, links

@@ -9,13 +9,16 @@ import numpy as np
 
 from hybridep.plan import Plan
 from hybridep.timeline import Span
+from simulator.arrays import BoolArray, FloatArray
 from simulator.collective import Execution, Operation, Program, execute
 from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
-from simulator.fabric import Fabric
-from simulator.flow import FloatArray
-from simulator.network import BoolArray
+from simulator.network import EXACT
+from simulator.symmetry import Symmetry
 from simulator.training import Routing, step_program
+
+_SHOWN_SITES = 32
+"""Datacenters in a timeline; browsers open no more at ease."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +40,15 @@ class StepResult:
     plan: Plan
     program: Program
     execution: Execution
+    """Of one rank of each kind, as the program."""
+    symmetry: Symmetry
+    """Which ranks are of which kind."""
     link_bytes: FloatArray
     """[links], in the order of the cluster's link table."""
     link_busy_s: FloatArray
     """[links]"""
+    largest_cut: float
+    """Every time is exact for transfers smaller by at most this share each; a rounding error unless a tolerance was given."""
 
     @property
     def step_s(self) -> float:
@@ -77,29 +85,41 @@ class StepResult:
         A span reaches from when the datacenter's first rank entered an operation to when its last rank left it.
         """
         cluster = self.plan.cluster
-        dc = cluster.coordinates[:, 0]
+        shown = _shown_sites(self.symmetry)
+        kinds = self.symmetry.kind.reshape(cluster.sizes[0], -1)
         for position, operation in enumerate(self.program.operations):
-            rows = _rows(self.plan, operation)
-            for place in range(cluster.sizes[0]):
-                here = dc == place
+            rows = _rows(self.plan, operation, self.program.num_ranks)
+            for place, name in shown:
+                here = np.unique(kinds[place])
                 for row, ranks in rows:
-                    inside = here & ranks
-                    if not inside.any():
+                    inside = here[ranks[here]]
+                    if not inside.size:
                         continue
                     start_s = float(self.execution.start_s[position, inside].min())
                     yield Span(
                         name=f"{operation.label} ({operation.name})" if operation.name else operation.label,
                         category=operation.label,
-                        process=cluster.site_name(place),
+                        process=name,
                         thread=row,
                         start_s=start_s,
                         duration_s=float(self.execution.end_s[position, inside].max()) - start_s,
                     )
 
 
-def _rows(plan: Plan, operation: Operation) -> list[tuple[str, BoolArray]]:
-    """Rows of the timeline that an operation is drawn in, and the ranks [G] that take part in each."""
-    num_ranks = plan.cluster.num_gpus
+def _shown_sites(symmetry: Symmetry) -> list[tuple[int, str]]:
+    """Datacenters, with their names, in a timeline: all where they are few, else one of each kind."""
+    cluster = symmetry.cluster
+    num_sites = cluster.sizes[0]
+    if num_sites <= _SHOWN_SITES:
+        return [(site, cluster.site_name(site)) for site in range(num_sites)]
+    kinds = np.sort(symmetry.kind.reshape(num_sites, -1), axis=1)
+    _, first, alike = np.unique(kinds, axis=0, return_index=True, return_counts=True)
+    order = np.argsort(first)[:_SHOWN_SITES]
+    return [(int(first[i]), f"{cluster.site_name(int(first[i]))}, 1 of {alike[i]} alike") for i in order]
+
+
+def _rows(plan: Plan, operation: Operation, num_ranks: int) -> list[tuple[str, BoolArray]]:
+    """Rows of the timeline that an operation is drawn in, and the program's ranks that take part in each."""
     if operation.flows is None:
         return [("compute", np.ones(num_ranks, dtype=np.bool_))]
     sends = np.bincount(operation.flows.source, minlength=num_ranks) > 0
@@ -110,16 +130,22 @@ def _rows(plan: Plan, operation: Operation) -> list[tuple[str, BoolArray]]:
     return [(inside, sends | receives)]
 
 
-def simulate_step(plan: Plan, routing: Routing | None = None) -> StepResult:
-    """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly."""
+def simulate_step(plan: Plan, routing: Routing | None = None, tolerance: float = EXACT) -> StepResult:
+    """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly.
+
+    tolerance: share of its bytes that a transfer may leave out to end together with another, for speed at thousands of
+    different datacenters; `largest_cut` says how much any did.
+    """
     engine = Engine()
-    fabric = Fabric(engine, plan.cluster)
-    program = step_program(plan, fabric, routing)
+    program, fabric = step_program(plan, engine, routing, tolerance)
     execution = execute(program, engine, fabric.network)
+    kind = fabric.symmetry.link_kind
     return StepResult(
         plan=plan,
         program=program,
         execution=execution,
-        link_bytes=fabric.network.link_bytes,
-        link_busy_s=fabric.network.link_busy_s,
+        symmetry=fabric.symmetry,
+        link_bytes=fabric.network.link_bytes[kind],
+        link_busy_s=fabric.network.link_busy_s[kind],
+        largest_cut=fabric.network.largest_cut,
     )

@@ -21,9 +21,12 @@ from hybridep.traffic import (
     served_copies,
     token_traffic,
 )
+from simulator.arrays import IntArray
 from simulator.collective import Flows, Program
+from simulator.engine import Engine
 from simulator.fabric import Fabric
-from simulator.flow import IntArray
+from simulator.network import EXACT
+from simulator.symmetry import Exchange, no_symmetry, symmetry
 
 Routing = Mapping[tuple[int, int], IntArray]
 """(MoE layer, micro-batch) -> [G, T, K] expert ids, -1 for none."""
@@ -34,6 +37,9 @@ HEAD = "head"
 BACKWARD = "_backward"
 OPTIMIZER = "optimizer"
 
+_OUT = (Op.EXPERT_GATHER, Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH)
+"""Transfers of a layer; its others are these, or their reverse, in other units."""
+
 _BACKWARD_COST = 2.0
 """Backward computes the gradients of inputs and of weights, each as costly as the forward."""
 
@@ -43,7 +49,7 @@ class _Block(NamedTuple):
 
     flows: Mapping[OpLevel, Flows]
     expert_s: FloatArray
-    """[ranks] forward of the routed experts."""
+    """[ranks of the cluster] forward of the routed experts."""
 
 
 class _Step(NamedTuple):
@@ -56,31 +62,48 @@ class _Step(NamedTuple):
     give_back: bool
 
 
-def step_program(plan: Plan, fabric: Fabric, routing: Routing | None = None) -> Program:
-    """The operations of one training step, each rank waiting only for what it needs.
+def step_program(plan: Plan, engine: Engine, routing: Routing | None = None, tolerance: float = EXACT) -> tuple[Program, Fabric]:
+    """The operations of one training step, each rank waiting only for what it needs; and the network they run on.
 
     Per micro-batch: the MoE blocks forward, the rest of the model, the blocks backward in reverse order; then the dense
     gradients are all-reduced and the optimizer steps. A block's gather runs beside its pre-expert forward, its gradient
     return beside its pre-expert backward (HybridEP, Eq. 12), and a second gather beside the combine's gradients, with
     which it shares the links; or before them where the plan's schedule does not overlap.
-    Without `routing`, tokens choose experts uniformly and rows are their expected number.
+    Without `routing`, tokens choose experts uniformly and rows are their expected number. The program's ranks are then
+    the kinds of ranks that differ; with routing all do.
     """
-    return _Builder(plan, fabric, routing).build()
+    builder = _Builder(plan, engine, routing, tolerance)
+    return builder.build(), builder.fabric
 
 
 class _Builder:
-    def __init__(self, plan: Plan, fabric: Fabric, routing: Routing | None) -> None:
+    def __init__(self, plan: Plan, engine: Engine, routing: Routing | None, tolerance: float) -> None:
         self._plan = plan
-        self._fabric = fabric
         self._routing = routing
         self._levels = range(len(plan.cluster.levels))
-        self._num_ranks = plan.cluster.num_gpus
-        self._program = Program(num_ranks=self._num_ranks)
         workload, gpu = plan.workload, plan.cluster.gpu
-        everybody = np.ones(self._num_ranks)
+        everybody = np.ones(plan.cluster.num_gpus)
         self._pre_expert_s = everybody * (workload.pre_expert_flops / gpu.throughput + gpu.block_overhead)
         self._head_s = everybody * (workload.head_flops / gpu.throughput)
-        self._expected: dict[int, _Block] = {}
+        self._optimizer_s = self._optimizer()
+        dense = dense_traffic(plan.placements[0], workload)
+        expected = {}
+        if routing is None:
+            for group, placement in zip(plan.layers, plan.placements, strict=True):
+                expected[group.first_layer] = self._traffic(placement, None)
+            alike = symmetry(
+                plan.cluster,
+                [Exchange(key.level, sent) for traffic, _ in expected.values() for key, sent in traffic.items() if key.op in _OUT]
+                + [Exchange(key.level, sent) for key, sent in dense.items() if key.op is Op.DENSE_REDUCE_SCATTER],
+                [self._optimizer_s, *(expert_s for _, expert_s in expected.values())],
+            )
+        else:
+            alike = no_symmetry(plan.cluster)
+        self.fabric = Fabric(engine, alike, tolerance)
+        self._one_of_each = alike.first
+        self._program = Program(num_ranks=alike.num_kinds)
+        self._expected = {first: self._block_of(*traffic) for first, traffic in expected.items()}
+        self._dense = self._flows(dense)
 
     def build(self) -> Program:
         last: list[int] = []
@@ -89,15 +112,18 @@ class _Builder:
             steps = [self._step(layer, group, placement, micro_batch) for layer, group, placement in layers]
             for step in steps:
                 last = self._forward(step, last)
-            last = [self._program.compute(HEAD, self._head_s, last)]
-            last = [self._program.compute(HEAD + BACKWARD, self._head_s * _BACKWARD_COST, last)]
+            last = [self._compute(HEAD, self._head_s, last)]
+            last = [self._compute(HEAD + BACKWARD, self._head_s * _BACKWARD_COST, last)]
             for step in reversed(steps):
                 last = self._backward(step, last)
-        dense = self._flows(dense_traffic(self._plan.placements[0], self._plan.workload))
-        last = self._hops(dense, Op.DENSE_REDUCE_SCATTER, self._levels[::-1], last, "")
-        last = self._hops(dense, Op.DENSE_ALL_GATHER, self._levels, last, "")
-        self._program.compute(OPTIMIZER, self._optimizer_s(), last)
+        last = self._hops(self._dense, Op.DENSE_REDUCE_SCATTER, self._levels[::-1], last, "")
+        last = self._hops(self._dense, Op.DENSE_ALL_GATHER, self._levels, last, "")
+        self._compute(OPTIMIZER, self._optimizer_s, last)
         return self._program
+
+    def _compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "") -> int:
+        """seconds: [ranks of the cluster]."""
+        return self._program.compute(label, seconds[self._one_of_each], after, name)
 
     def _step(self, layer: int, group: LayerGroup, placement: Placement, micro_batch: int) -> _Step:
         each_time = group.residency is Residency.MICROBATCH
@@ -111,32 +137,24 @@ class _Builder:
         )
 
     def _block(self, layer: int, group: LayerGroup, placement: Placement, micro_batch: int) -> _Block:
-        if self._routing is None and group.first_layer in self._expected:
+        if self._routing is None:
             return self._expected[group.first_layer]
+        return self._block_of(*self._traffic(placement, self._routing[layer, micro_batch]))
+
+    def _traffic(self, placement: Placement, choices: IntArray | None) -> tuple[Traffic, FloatArray]:
+        """Bytes of one layer's exchanges, and seconds [ranks of the cluster] of its experts' forward."""
         workload, gpu = self._plan.workload, self._plan.cluster.gpu
         tokens, top_k = workload.training.tokens, workload.model.top_k
-        if self._routing is None:
-            choices, rows = None, expected_rows(placement, tokens, top_k)
-        else:
-            choices = self._routing[layer, micro_batch]
-            rows = routed_rows(placement, choices)
+        rows = expected_rows(placement, tokens, top_k) if choices is None else routed_rows(placement, choices)
         traffic = token_traffic(placement, workload, rows) | copy_traffic(placement, workload)
         copies = served_copies(placement, choices, tokens, top_k).sum(axis=1)
-        block = _Block(flows=self._flows(traffic), expert_s=copies * (workload.expert_flops_per_row / gpu.throughput))
-        if self._routing is None:
-            self._expected[group.first_layer] = block
-        return block
+        return traffic, copies * (workload.expert_flops_per_row / gpu.throughput)
+
+    def _block_of(self, traffic: Traffic, expert_s: FloatArray) -> _Block:
+        return _Block(flows=self._flows(traffic), expert_s=expert_s)
 
     def _flows(self, traffic: Traffic) -> dict[OpLevel, Flows]:
-        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate."""
-        flows = {}
-        for key, sent in traffic.items():
-            source, coordinate = np.nonzero(sent)
-            sizes = self._plan.cluster.sizes
-            stride = int(np.prod(sizes[key.level + 1 :]))
-            destination = source + (coordinate - source // stride % sizes[key.level]) * stride
-            flows[key] = self._fabric.flows(source, destination, sent[source, coordinate])
-        return flows
+        return {key: self.fabric.flows(key.level, sent) for key, sent in traffic.items()}
 
     def _hops(self, flows: Mapping[OpLevel, Flows], op: Op, levels: Sequence[int], after: list[int], name: str) -> list[int]:
         """One exchange per level, in the order given; a rank begins a hop when its part of the one before is done."""
@@ -150,12 +168,12 @@ class _Builder:
         flows, name = step.block.flows, step.name
         gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name) if step.gather else after
         begin = after if self._plan.schedule.overlap else gathered
-        ready = self._program.compute(PRE_EXPERT, self._pre_expert_s, begin, name)
+        ready = self._compute(PRE_EXPERT, self._pre_expert_s, begin, name)
         last = [ready, *gathered]
         for level in self._levels:
             last = self._hops(flows, Op.TOKEN_COUNTS, [level], last, name)
             last = self._hops(flows, Op.TOKEN_DISPATCH, [level], last, name)
-        last = [self._program.compute(EXPERT, step.block.expert_s, last, name)]
+        last = [self._compute(EXPERT, step.block.expert_s, last, name)]
         return self._hops(flows, Op.TOKEN_COMBINE, self._levels[::-1], last, name)
 
     def _backward(self, step: _Step, after: list[int]) -> list[int]:
@@ -164,19 +182,19 @@ class _Builder:
         begin = after if self._plan.schedule.overlap else gathered
         last = [*self._hops(flows, Op.COMBINE_BACKWARD, self._levels, begin, name), *gathered]
         expert_s = step.block.expert_s * _BACKWARD_COST
-        last = [self._program.compute(EXPERT + BACKWARD, expert_s, last, name)]
+        last = [self._compute(EXPERT + BACKWARD, expert_s, last, name)]
         last = self._hops(flows, Op.DISPATCH_BACKWARD, self._levels[::-1], last, name)
         returned = self._hops(flows, Op.GRADIENT_RETURN, self._levels[::-1], last, name) if step.give_back else last
         begin = last if self._plan.schedule.overlap else returned
-        ready = self._program.compute(PRE_EXPERT + BACKWARD, self._pre_expert_s * _BACKWARD_COST, begin, name)
+        ready = self._compute(PRE_EXPERT + BACKWARD, self._pre_expert_s * _BACKWARD_COST, begin, name)
         return [ready, *returned]
 
-    def _optimizer_s(self) -> FloatArray:
+    def _optimizer(self) -> FloatArray:
         """[ranks] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts and of
         all dense parameters; memory bandwidth bounds it."""
         model, dtype, gpu = self._plan.workload.model, self._plan.workload.training.dtype, self._plan.cluster.gpu
         homes = self._plan.placements[0].home
-        experts = np.bincount(homes, minlength=self._num_ranks) * model.num_moe_layers
+        experts = np.bincount(homes, minlength=self._plan.cluster.num_gpus) * model.num_moe_layers
         params = experts * float(model.expert_params) + model.dense_params
         size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
         return np.asarray(size_bytes / gpu.memory_bandwidth, dtype=np.float64)

@@ -6,7 +6,7 @@ import pytest
 from simulator.collective import Flows, Program, execute
 from simulator.engine import Engine
 from simulator.errors import SimulationError
-from simulator.network import Network
+from simulator.network import Network, Transfers
 
 
 class Switch:
@@ -18,11 +18,16 @@ class Switch:
         self.latency_s = latency_s
 
     def flows(self, *transfers: tuple[int, int, float]) -> Flows:
+        source = np.array([a for a, _, _ in transfers], dtype=np.int64)
+        destination = np.array([b for _, b, _ in transfers], dtype=np.int64)
         return Flows(
-            source=np.array([a for a, _, _ in transfers], dtype=np.int64),
-            destination=np.array([b for _, b, _ in transfers], dtype=np.int64),
-            size_bytes=np.array([size for _, _, size in transfers]),
-            path=np.array([self.network.path([2 * a, 2 * b + 1], self.latency_s) for a, b, _ in transfers], dtype=int),
+            source=source,
+            destination=destination,
+            transfers=Transfers(
+                links=np.stack([2 * source, 2 * destination + 1], axis=1),
+                latency_s=np.full(len(transfers), self.latency_s),
+                size_bytes=np.array([size for _, _, size in transfers]),
+            ),
         )
 
 

@@ -4,14 +4,17 @@ import pytest
 from simulator.collective import Flows, Program, execute
 from simulator.critical_path import Segment, critical_path, seconds_by_label
 from simulator.engine import Engine
-from simulator.network import Network
+from simulator.network import Network, Transfers
 
 
 def test_the_path_crosses_to_the_rank_that_was_waited_for() -> None:
     engine = Engine()
     network = Network(engine, [10.0] * 6)
-    paths = np.array([network.path([0, 3], 0.5), network.path([4, 1], 0.0)])
-    flows = Flows(source=np.array([0, 2]), destination=np.array([1, 0]), size_bytes=np.array([20.0, 10.0]), path=paths)
+    flows = Flows(
+        source=np.array([0, 2]),
+        destination=np.array([1, 0]),
+        transfers=Transfers(links=np.array([[0, 3], [4, 1]]), latency_s=np.array([0.5, 0.0]), size_bytes=np.array([20.0, 10.0])),
+    )
     program = Program(num_ranks=3)
     work = program.compute("work", np.array([1.0, 4.0, 2.0]), ())
     hidden = program.compute("hidden", np.array([0.5, 0.5, 0.5]), [work])

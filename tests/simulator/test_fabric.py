@@ -1,12 +1,14 @@
 import itertools
 
+import networkx as nx
 import numpy as np
 import pytest
 
 from hybridep.config import build
 from hybridep.topology import Cluster
 from simulator.engine import Engine
-from simulator.fabric import Fabric
+from simulator.fabric import Fabric, paths
+from simulator.symmetry import no_symmetry
 
 
 def cluster(*sizes: int, pairs: bool = False) -> Cluster:
@@ -32,29 +34,37 @@ def cluster(*sizes: int, pairs: bool = False) -> Cluster:
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 3), (3, 2, 2)])
 @pytest.mark.parametrize("pairs", [False, True])
-def test_shortest_paths_are_the_paths_of_the_hierarchy(sizes: tuple[int, ...], pairs: bool) -> None:
+def test_paths_are_the_shortest_of_the_clusters_graph(sizes: tuple[int, ...], pairs: bool) -> None:
     topology = cluster(*sizes, pairs=pairs)
-    fabric = Fabric(Engine(), topology)
-    for a, b in itertools.permutations(range(topology.num_gpus), 2):
-        assert fabric.links(a, b) == topology.path(a, b)
+    graph = topology.graph()
+    source, destination = np.array(list(itertools.permutations(range(topology.num_gpus), 2))).T
+    links, latency_s = paths(topology, source, destination)
+    for a, b, found, latency in zip(source.tolist(), destination.tolist(), links, latency_s.tolist(), strict=True):
+        expected = {graph.edges[edge]["link"] for edge in itertools.pairwise(nx.shortest_path(graph, a, b))}
+        assert sorted(found[found >= 0].tolist()) == sorted(expected)
+        assert latency == topology.latency_s(a, b)
 
 
 def test_transfer_takes_the_latency_and_rate_of_the_slowest_link() -> None:
     topology = cluster(3, 2, pairs=True)
     engine = Engine()
-    fabric = Fabric(engine, topology)
+    fabric = Fabric(engine, no_symmetry(topology))
     arrivals: list[float] = []
     # s1 -> s0 is the third pair: 3 Gbps, 12 ms.
-    flows = fabric.flows([2], [0], [3e6])
-    fabric.network.start(flows.path, flows.size_bytes, lambda rows: arrivals.append(engine.now_s))
+    sent = np.zeros((6, 3))
+    sent[2, 0] = 3e6
+    flows = fabric.flows(0, sent)
+    assert (flows.source.tolist(), flows.destination.tolist()) == ([2], [0])
+    fabric.network.send(flows.transfers, lambda groups, last: arrivals.append(engine.now_s))
     engine.run()
     assert arrivals == [pytest.approx(3e6 * 8 / 3e9 + 12e-3)]
-    busy = [name for name, bytes_ in zip(fabric.link_names, fabric.network.link_bytes, strict=True) if bytes_]
+    busy = [link.name for link, bytes_ in zip(topology.link_table, fabric.network.link_bytes, strict=True) if bytes_]
     assert busy == ["s0 down", "s1 up", "s0/gpu0 down", "s1/gpu0 up", "s1 -> s0"]
 
 
 def test_nothing_to_send_is_left_out() -> None:
-    fabric = Fabric(Engine(), cluster(4))
-    flows = fabric.flows([0, 1, 2], [1, 1, 3], [0.0, 5.0, 7.0])
-    np.testing.assert_array_equal(flows.source, [2])
-    np.testing.assert_array_equal(flows.destination, [3])
+    fabric = Fabric(Engine(), no_symmetry(cluster(4)))
+    sent = np.zeros((4, 4))
+    sent[1, 1], sent[2, 3] = 5.0, 7.0
+    flows = fabric.flows(0, sent)
+    assert (flows.source.tolist(), flows.destination.tolist()) == ([2], [3])

@@ -1,10 +1,28 @@
 import numpy as np
 import pytest
 
+from simulator.arrays import IntArray
 from simulator.engine import Engine
 from simulator.errors import SimulationError
-from simulator.flow import IntArray
-from simulator.network import Network
+from simulator.network import Network, OnComplete, Transfers
+
+
+def send(
+    network: Network,
+    rows: list[tuple[list[int], float, float]],
+    on_complete: OnComplete,
+    counts: list[int] | None = None,
+) -> None:
+    """rows: (links, latency, bytes). counts: how many flows each stands for, on every one of its links."""
+    width = max(len(links) for links, _, _ in rows)
+    links = np.array([path + [-1] * (width - len(path)) for path, _, _ in rows], dtype=np.int64)
+    transfers = Transfers(
+        links=links.reshape(len(rows), width),
+        latency_s=np.array([latency_s for _, latency_s, _ in rows]),
+        size_bytes=np.array([size for _, _, size in rows]),
+        weights=None if counts is None else np.repeat(np.array(counts, dtype=np.float64)[:, None], width, axis=1),
+    )
+    network.send(transfers, on_complete)
 
 
 class Log:
@@ -15,7 +33,7 @@ class Log:
         self.arrivals: dict[tuple[str, int], float] = {}
 
     def on(self, name: str):  # type: ignore[no-untyped-def]
-        def note(rows: IntArray) -> None:
+        def note(rows: IntArray, last: IntArray) -> None:
             for row in rows.tolist():
                 assert (name, row) not in self.arrivals
                 self.arrivals[name, row] = self.engine.now_s
@@ -26,7 +44,7 @@ class Log:
 def test_single_link_takes_bytes_over_rate_plus_latency() -> None:
     engine = Engine()
     network, log = Network(engine, [100.0]), Log(engine)
-    network.start([network.path([0], 0.25)], [200.0], log.on("a"))
+    send(network, [([0], 0.25, 200.0)], log.on("a"))
     assert engine.run() == pytest.approx(2.25)
     assert log.arrivals == {("a", 0): pytest.approx(2.25)}
     assert network.link_bytes.tolist() == [200.0]
@@ -36,9 +54,8 @@ def test_single_link_takes_bytes_over_rate_plus_latency() -> None:
 def test_shared_link_gives_the_rest_to_who_remains() -> None:
     engine = Engine()
     network, log = Network(engine, [100.0]), Log(engine)
-    path = network.path([0], 0.0)
-    network.start([path, path], [100.0, 300.0], log.on("a"))
-    engine.at(1.0, lambda: network.start([path], [50.0], log.on("b")))
+    send(network, [([0], 0.0, 100.0), ([0], 0.0, 300.0)], log.on("a"))
+    engine.at(1.0, lambda: send(network, [([0], 0.0, 50.0)], log.on("b")))
     engine.run()
     # 50 each until 1 s; thirds until the first 50 left are gone (1.5 s later, with b's), then one alone.
     assert log.arrivals == {
@@ -53,8 +70,7 @@ def test_shared_link_gives_the_rest_to_who_remains() -> None:
 def test_incast_is_bound_by_the_receiver(num_senders: int) -> None:
     engine = Engine()
     network, log = Network(engine, [10.0] * (num_senders + 1)), Log(engine)
-    paths = [network.path([sender, num_senders], 0.5) for sender in range(num_senders)]
-    network.start(paths, [30.0] * num_senders, log.on("a"))
+    send(network, [([sender, num_senders], 0.5, 30.0) for sender in range(num_senders)], log.on("a"))
     engine.run()
     (arrival_s,) = set(log.arrivals.values())
     assert arrival_s == pytest.approx(3.0 * num_senders + 0.5)
@@ -66,8 +82,7 @@ def test_all_to_all_through_a_switch(num_hosts: int) -> None:
     engine = Engine()
     network, log = Network(engine, [12.5e9] * (2 * num_hosts)), Log(engine)
     pairs = [(a, b) for a in range(num_hosts) for b in range(num_hosts) if a != b]
-    paths = [network.path([2 * a, 2 * b + 1], 1e-6) for a, b in pairs]
-    network.start(paths, [1e6] * len(pairs), log.on("a"))
+    send(network, [([2 * a, 2 * b + 1], 1e-6, 1e6) for a, b in pairs], log.on("a"))
     assert engine.run() == pytest.approx((num_hosts - 1) * 1e6 / 12.5e9 + 1e-6, rel=1e-9)
     assert len(log.arrivals) == len(pairs)
     np.testing.assert_allclose(network.link_bytes, (num_hosts - 1) * 1e6)
@@ -77,8 +92,7 @@ def test_all_to_all_through_a_switch(num_hosts: int) -> None:
 def test_ring_moves_all_at_once(num_hosts: int) -> None:
     engine = Engine()
     network, log = Network(engine, [4.0] * (2 * num_hosts)), Log(engine)
-    paths = [network.path([2 * a, 2 * ((a + 1) % num_hosts) + 1], 0.0) for a in range(num_hosts)]
-    network.start(paths, [8.0] * num_hosts, log.on("a"))
+    send(network, [([2 * a, 2 * ((a + 1) % num_hosts) + 1], 0.0, 8.0) for a in range(num_hosts)], log.on("a"))
     assert engine.run() == pytest.approx(2.0)
 
 
@@ -90,10 +104,8 @@ def test_two_levels_share_the_outer_uplink() -> None:
     def up(rank: int) -> int:
         return 2 + 2 * rank
 
-    remote = [network.path([up(r), r // 4, up((r + 4) % 8) + 1], 0.1) for r in range(8)]
-    near = [network.path([up(r), up(r // 4 * 4 + (r + 1) % 4) + 1], 0.0) for r in range(8)]
-    network.start(remote, [6.0] * 8, log.on("remote"))
-    network.start(near, [28.0] * 8, log.on("near"))
+    send(network, [([up(r), r // 4, up((r + 4) % 8) + 1], 0.1, 6.0) for r in range(8)], log.on("remote"))
+    send(network, [([up(r), up(r // 4 * 4 + (r + 1) % 4) + 1], 0.0, 28.0) for r in range(8)], log.on("near"))
     engine.run()
     # The uplink gives 2/s to each of four; the rank's own link has 14/s left for the neighbour.
     assert log.arrivals["remote", 3] == pytest.approx(6 / 2 + 0.1)
@@ -105,8 +117,7 @@ def test_counted_flow_equals_written_out_flows() -> None:
     def run(rows: list[tuple[list[int], float, int]]) -> tuple[float, list[float]]:
         engine = Engine()
         network, log = Network(engine, [3.0, 5.0]), Log(engine)
-        paths = [network.path(links, 0.0) for links, _, _ in rows]
-        network.start(paths, [size for _, size, _ in rows], log.on("a"), [float(count) for _, _, count in rows])
+        send(network, [(links, 0.0, size) for links, size, _ in rows], log.on("a"), [count for _, _, count in rows])
         return engine.run(), network.link_bytes.tolist()
 
     counted = run([([0], 4.0, 3), ([0, 1], 2.0, 2), ([1], 9.0, 1)])
@@ -118,7 +129,7 @@ def test_counted_flow_equals_written_out_flows() -> None:
 def test_no_bytes_or_no_links_take_the_latency_only() -> None:
     engine = Engine()
     network, log = Network(engine, [1.0]), Log(engine)
-    network.start([network.path([0], 0.5), network.path([], 0.25)], [0.0, 1e9], log.on("a"))
+    send(network, [([0], 0.5, 0.0), ([], 0.25, 1e9)], log.on("a"))
     assert engine.run() == 0.5
     assert log.arrivals == {("a", 0): 0.5, ("a", 1): 0.25}
 
@@ -126,22 +137,26 @@ def test_no_bytes_or_no_links_take_the_latency_only() -> None:
 def test_distance_delays_arrival_but_not_the_link() -> None:
     engine = Engine()
     network, log = Network(engine, [10.0]), Log(engine)
-    network.start([network.path([0], 0.0), network.path([0], 5.0)], [10.0, 10.0], log.on("a"))
+    send(network, [([0], 0.0, 10.0), ([0], 5.0, 10.0)], log.on("a"))
     engine.run()
     assert log.arrivals == {("a", 0): pytest.approx(2.0), ("a", 1): pytest.approx(7.0)}
 
 
-def test_solutions_found_again_are_the_same() -> None:
+def test_groups_are_told_when_their_last_flow_arrives() -> None:
     engine = Engine()
-    network, log = Network(engine, [3.0, 7.0]), Log(engine)
-    paths = [network.path([0], 0.0), network.path([0, 1], 0.0), network.path([1], 0.0)]
-    for turn in range(3):
-        network_start = lambda turn=turn: network.start(paths, [2.0, 4.0, 8.0], log.on(f"turn {turn}"))  # noqa: E731
-        engine.at(100.0 * turn, network_start)
+    network = Network(engine, [10.0, 10.0])
+    seen: list[tuple[float, list[int], list[int]]] = []
+    transfers = Transfers(
+        links=np.array([[0], [0], [1]]),
+        latency_s=np.array([0.0, 0.0, 9.0]),
+        size_bytes=np.array([10.0, 20.0, 10.0]),
+        groups=np.array([[0, 1], [0, 2], [2, 2]]),
+    )
+    batch = network.prepare(transfers, lambda groups, last: seen.append((engine.now_s, groups.tolist(), last.tolist())))
+    network.start(batch, np.array([0, 2]))
+    engine.at(5.0, lambda: network.start(batch, np.array([1])))
     engine.run()
-    for row in range(3):
-        took_s = [log.arrivals[f"turn {turn}", row] - 100.0 * turn for turn in range(3)]
-        assert took_s == [pytest.approx(took_s[0], rel=1e-9)] * 3
+    assert seen == [(1.0, [1], [0]), (7.0, [0], [1]), (10.0, [2], [2])]
 
 
 def test_rounding_never_stalls() -> None:
@@ -149,10 +164,9 @@ def test_rounding_never_stalls() -> None:
     engine = Engine()
     network, log = Network(engine, [1e11, 3.0, 7e10]), Log(engine)
     rng = np.random.default_rng(7)
-    choices = [network.path(links, 0.0) for links in ([0], [1], [0, 2], [2])]
-    sizes = rng.lognormal(2, 6, 300)
-    rows = rng.choice(choices, 300)
-    engine.at(1e9, lambda: network.start(rows, sizes, log.on("a")))
+    choices = [[0], [1], [0, 2], [2]]
+    rows = [(choices[rng.integers(4)], 0.0, float(size)) for size in rng.lognormal(2, 6, 300)]
+    engine.at(1e9, lambda: send(network, rows, log.on("a")))
     engine.run()
     assert len(log.arrivals) == 300
 
@@ -166,13 +180,12 @@ def test_random_traffic_conserves_bytes_and_time(seed: int) -> None:
     expected = np.zeros(6)
     num_batches = 20
     for batch in range(num_batches):
-        links = [rng.choice(6, int(rng.integers(1, 4)), replace=False) for _ in range(8)]
-        paths = [network.path(path.tolist(), 0.0) for path in links]
-        sizes = rng.uniform(0.1, 5, 8)
-        for path, size in zip(links, sizes, strict=True):
+        links = [rng.choice(6, int(rng.integers(1, 4)), replace=False).tolist() for _ in range(8)]
+        rows = [(path, 0.0, float(size)) for path, size in zip(links, rng.uniform(0.1, 5, 8), strict=True)]
+        for path, _, size in rows:
             expected[path] += size
         note = log.on(f"{batch}")
-        engine.at(float(rng.uniform(0, 30)), lambda p=paths, s=sizes, n=note: network.start(p, s, n))
+        engine.at(float(rng.uniform(0, 30)), lambda rows=rows, note=note: send(network, rows, note))
     end_s = engine.run()
     assert len(log.arrivals) == 8 * num_batches
     np.testing.assert_allclose(network.link_bytes, expected, rtol=1e-12)
@@ -187,8 +200,10 @@ def test_misuse_names_the_value() -> None:
         Network(engine, [1.0, 0.0])
     network = Network(engine, [1.0])
     with pytest.raises(SimulationError, match="link 3"):
-        network.path([3], 0.0)
+        send(network, [([3], 0.0, 1.0)], lambda groups, last: None)
     with pytest.raises(SimulationError, match="latency -1"):
-        network.path([0], -1.0)
-    with pytest.raises(SimulationError, match="not negative"):
-        network.start([network.path([0], 0.0)], [-1.0], lambda rows: None)
+        send(network, [([0], -1.0, 1.0)], lambda groups, last: None)
+    with pytest.raises(SimulationError, match="size -1"):
+        send(network, [([0], 0.0, -1.0)], lambda groups, last: None)
+    with pytest.raises(SimulationError, match=r"tolerance 0\.5"):
+        Network(engine, [1.0], tolerance=0.5)

@@ -150,7 +150,7 @@ def check(plan: Plan, result: StepResult, routing: dict[tuple[int, int], np.ndar
     assert (result.link_busy_s >= expected / capacity * (1 - 1e-8)).all()
     execution = result.execution
     computes = [i for i, operation in enumerate(result.program.operations) if operation.seconds is not None]
-    for rank in range(cluster.num_gpus):
+    for rank in range(result.program.num_ranks):
         intervals = sorted((execution.start_s[i, rank], execution.end_s[i, rank]) for i in computes)
         assert result.step_s >= sum(end - start for start, end in intervals) * (1 - 1e-9)
         for (_, end), (start, _) in itertools.pairwise(intervals):

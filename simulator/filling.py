@@ -1,0 +1,274 @@
+"""Max-min fair rates by progressive filling over flows that come and go: the compiled heart of the network.
+
+Rates of all flows rise together; the link with the least left for each of its flows fills first and fixes theirs
+(Bertsekas and Gallager, Data Networks, section 6.5.2). Links are thus met in the order of their levels, the rate at which
+each filled. Three things make this fast where every flow ends alone:
+
+- A flow that ends changes nothing below the level at which it was fixed, so filling resumes from a saved state there.
+- The order of the links hardly changes between two endings. The next link is looked for among the few that came next
+  last time. That the levels met rise all along proves the order right; where they do not, the search covers all links.
+- Flows fixed by one link speed up or slow down by one factor, so what is kept for a flow is when it would end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.arrays import FloatArray, IntArray
+from simulator.compiled import compiled
+
+Int32Array = npt.NDArray[np.int32]
+ByteArray = npt.NDArray[np.int8]
+
+WAITING, ACTIVE, DONE = 0, 1, 2
+
+_WINDOW = 10
+"""Links among which the next one to fill is looked for first."""
+
+_BLOCK = 64
+"""Links that share one minimum in a search over all."""
+
+_ROUNDING = 1e-12
+_OVERFULL = 1e-9
+
+NUM_SAVED = 17
+"""States kept for resuming, spread evenly over the order; the first is the start."""
+
+
+class FlowColumns(NamedTuple):
+    """[flows]; a flow may stand for many alike. All of a row's links but those that can never be full."""
+
+    links: Int32Array
+    """[flows, width], -1 where fewer."""
+    weights: FloatArray
+    """[flows, width]: how many of the flows cross one link; [0, 0] where all are one."""
+    places: Int32Array
+    """[flows, width]: where the flow stands among the members of each of its links."""
+    status: ByteArray
+    motion: FloatArray
+    """[flows, 2]: bytes per second, 0 before the first filling; and when the flow ends at this rate, its bytes before."""
+    full_link: Int32Array
+    """The link that fixed the rate."""
+
+
+RATE, END_S = 0, 1
+LEFT, LOAD = 0, 1
+
+
+class LinkColumns(NamedTuple):
+    """[links] that can be full."""
+
+    capacity: FloatArray
+    first: IntArray
+    """[links + 1]: room for the flows on each link."""
+    num_members: IntArray
+    num_fixed: IntArray
+    """Flows that the link fixed."""
+    members: Int32Array
+    """Active flows on a link: members[first[link] : first[link] + num_members[link]]; those that it fixed come first."""
+    load: FloatArray
+    """Active flows that cross the link."""
+    level: FloatArray
+    """Rate at which the link filled; infinite where it does not."""
+    soonest_s: FloatArray
+    """When the first of the flows that the link fixed ends."""
+    order: Int32Array
+    """Links by level."""
+    saved: FloatArray
+    """[NUM_SAVED, links, 2]: `open` before every `stride`-th link was filled."""
+    open: FloatArray
+    """[links, 2]: capacity that is left, and flows that are not fixed."""
+    filled: ByteArray
+    block: Int32Array
+    """Of each link, in a search."""
+    touched: ByteArray
+    """Blocks with a link whose share changed."""
+    stride: int
+
+
+@compiled
+def _restore(links: LinkColumns, position: int) -> int:
+    """Go back to the last saved state at or before a position of the order; return its position."""
+    saved = position // links.stride
+    if saved == 0:
+        links.open[:, LEFT] = links.capacity
+        links.open[:, LOAD] = links.load
+    else:
+        links.open[:] = links.saved[saved]
+    links.filled[:] = 0
+    for index in range(saved * links.stride):
+        links.filled[links.order[index]] = 1
+    return saved * links.stride
+
+
+@compiled
+def _share(left: FloatArray, link: int) -> float:
+    return max(left[link, LEFT], 0.0) / left[link, LOAD] if left[link, LOAD] > 0.0 else np.inf
+
+
+@compiled
+def _begin_search(links: LinkColumns, begin: int, size: Int32Array) -> int:
+    """Divide the links from a position of the order on into blocks; return how many."""
+    rest = links.order.size - begin
+    num_blocks = (rest + _BLOCK - 1) // _BLOCK
+    for index in range(rest):
+        links.block[links.order[begin + index]] = index // _BLOCK
+    for index in range(num_blocks):
+        size[index] = min(_BLOCK, rest - index * _BLOCK)
+    links.touched[:] = 1
+    return num_blocks
+
+
+@compiled
+def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, now_s: float) -> None:
+    """Bring all rates up to date.
+
+    unchanged: links at the head of the order that are as they were. search: the order is no guide (flows were added).
+    """
+    # Named once, and all in one function: to take an array out of a tuple, or to hand it on, costs as much as to use it.
+    paths, weights, places, motion, full_link = flows.links, flows.weights, flows.places, flows.motion, flows.full_link
+    first, num_members, num_fixed, members = links.first, links.num_members, links.num_fixed, links.members
+    capacity, level, soonest_s, order = links.capacity, links.level, links.soonest_s, links.order
+    left, filled, saved, block, touched = links.open, links.filled, links.saved, links.block, links.touched
+    stride, width, weighted = links.stride, paths.shape[1], weights.shape[0] > 0
+    num_links = order.size
+    # Of a search: the least share in each block of the links that are open, which has it, and how many are left there.
+    open_links = order.copy()
+    size = np.empty(touched.size, np.int32)
+    least = np.empty(touched.size)
+    who = np.zeros(touched.size, np.int32)
+    num_blocks = 0
+
+    at = _restore(links, unchanged)
+    if search:
+        num_blocks = _begin_search(links, at, size)
+        open_links[: num_links - at] = order[at:]
+    previous = level[order[at - 1]] if at else 0.0
+    tail = num_links
+    while at < num_links:
+        best, chosen = np.inf, -1
+        if search:
+            for index in range(num_blocks):
+                if touched[index]:
+                    touched[index] = 0
+                    least[index] = np.inf
+                    for place in range(index * _BLOCK, index * _BLOCK + size[index]):
+                        share = _share(left, open_links[place])
+                        # Links without open flows, of infinite share, come last.
+                        if share <= least[index]:
+                            least[index], who[index] = share, place
+                if size[index] and (chosen < 0 or least[index] < best):
+                    best, chosen = least[index], index
+            link = open_links[who[chosen]]
+            size[chosen] -= 1
+            open_links[who[chosen]] = open_links[chosen * _BLOCK + size[chosen]]
+            touched[chosen] = 1
+        else:
+            back = num_links
+            place = at
+            while place < min(at + _WINDOW, tail):
+                link = order[place]
+                share = _share(left, link)
+                if share < best:
+                    best, chosen = share, place
+                elif share == np.inf:
+                    if left[link, LEFT] < -_OVERFULL * capacity[link]:
+                        # All its flows are fixed, and too fast: it should have come earlier.
+                        back = unchanged
+                    tail -= 1
+                    order[place], order[tail] = order[tail], link
+                    continue
+                place += 1
+            if best < previous * (1.0 - _ROUNDING):
+                # Some link before should have waited for this one.
+                back = 0
+                while level[order[back]] <= best:
+                    back += 1
+            if back < num_links:
+                at = _restore(links, back)
+                search = True
+                num_blocks = _begin_search(links, at, size)
+                open_links[: num_links - at] = order[at:]
+                previous = level[order[at - 1]] if at else 0.0
+                continue
+            if chosen < 0:
+                chosen = at
+            link = order[chosen]
+            for place in range(chosen, at, -1):
+                order[place] = order[place - 1]
+        order[at] = link
+        if at % stride == 0:
+            for other in range(num_links):
+                saved[at // stride, other, LEFT] = left[other, LEFT]
+                saved[at // stride, other, LOAD] = left[other, LOAD]
+        at += 1
+        if best == np.inf:
+            level[link] = np.inf
+            soonest_s[link] = np.inf
+            num_fixed[link] = 0
+            continue
+
+        # Never below the level reached: what is missing then is rounding.
+        rate = previous = max(best, previous)
+        before = level[link]
+        factor = before / rate
+        link_soonest_s = np.inf
+        filled[link] = 1
+        still_open = left[link, LOAD]
+        left[link, LOAD] = 0.0
+        begin = first[link]
+        for index in range(begin, begin + num_members[link]):
+            flow = members[index]
+            fixed = False
+            for hop in range(width):
+                other = paths[flow, hop]
+                if other < 0:
+                    break
+                if other != link and filled[other]:
+                    fixed = True
+                    break
+            if fixed:
+                continue
+            old = motion[flow, RATE]
+            end_s = motion[flow, END_S]
+            if old == before:
+                end_s = now_s + (end_s - now_s) * factor
+            elif old == 0.0:
+                end_s = now_s + end_s / rate
+            else:
+                end_s = now_s + (end_s - now_s) * (old / rate)
+            end_s = max(end_s, now_s)
+            motion[flow, RATE] = rate
+            motion[flow, END_S] = end_s
+            link_soonest_s = min(link_soonest_s, end_s)
+            full_link[flow] = link
+            for hop in range(width):
+                other = paths[flow, hop]
+                if other < 0:
+                    break
+                weight = weights[flow, hop] if weighted else 1.0
+                if other == link:
+                    still_open -= weight
+                    continue
+                left[other, LEFT] -= weight * rate
+                left[other, LOAD] -= weight
+                if search:
+                    touched[block[other]] = 1
+            if index != begin:
+                # To the front, where the next filling finds the same flows.
+                swapped = members[begin]
+                members[begin], members[index] = flow, swapped
+                for hop in range(width):
+                    if paths[flow, hop] == link:
+                        places[flow, hop] = begin
+                    if paths[swapped, hop] == link:
+                        places[swapped, hop] = index
+            begin += 1
+            if still_open <= 0.0:
+                break
+        level[link] = rate
+        soonest_s[link] = link_soonest_s
+        num_fixed[link] = begin - first[link]

@@ -1,0 +1,118 @@
+"""Which flows are on which link, and which links need not be looked at."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator.arrays import FloatArray, IntArray
+from simulator.compiled import compiled
+from simulator.filling import ByteArray, Int32Array
+
+
+@compiled
+def members_by_link(paths: Int32Array, num_links: int) -> tuple[IntArray, Int32Array]:
+    """paths: [flows, width] link ids, -1 where fewer. Returns first [links + 1] and members: the flows on a link are
+    members[first[link] : first[link + 1]], in order."""
+    first = np.zeros(num_links + 1, np.int64)
+    num_flows, width = paths.shape
+    for flow in range(num_flows):
+        for hop in range(width):
+            if paths[flow, hop] < 0:
+                break
+            first[paths[flow, hop] + 1] += 1
+    for link in range(num_links):
+        first[link + 1] += first[link]
+    at = first[:-1].copy()
+    members = np.empty(first[num_links], np.int32)
+    for flow in range(num_flows):
+        for hop in range(width):
+            link = paths[flow, hop]
+            if link < 0:
+                break
+            members[at[link]] = flow
+            at[link] += 1
+    return first, members
+
+
+@compiled
+def links_that_can_fill(
+    paths: Int32Array, weights: FloatArray, first: IntArray, members: Int32Array, capacity: FloatArray
+) -> ByteArray:
+    """[links]: 0 for a link without flows, and for one that can never be full before another.
+
+    That is so where some other link is on the path of all its flows, and carries so much of them that the link could
+    take the other's whole capacity: a GPU's port, say, for flows that all leave over their datacenter's slower uplink.
+    weights: [flows, width] flows of a row on one link, or [0, 0] where all are one.
+    """
+    num_links = capacity.size
+    width = paths.shape[1]
+    weighted = weights.shape[0] > 0
+    keep = np.zeros(num_links, np.int8)
+    for link in range(num_links):
+        if first[link + 1] > first[link]:
+            keep[link] = 1
+    for link in range(num_links):
+        if not keep[link]:
+            continue
+        sample = members[first[link]]
+        for candidate in range(width):
+            other = paths[sample, candidate]
+            if other < 0:
+                break
+            if other == link or not keep[other]:
+                continue
+            most = 0.0
+            for index in range(first[link], first[link + 1]):
+                flow = members[index]
+                mine, theirs = 0.0, 0.0
+                for hop in range(width):
+                    if paths[flow, hop] < 0:
+                        break
+                    weight = weights[flow, hop] if weighted else 1.0
+                    if paths[flow, hop] == link:
+                        mine += weight
+                    elif paths[flow, hop] == other:
+                        theirs += weight
+                if theirs == 0.0:
+                    most = np.inf
+                    break
+                most = max(most, mine / theirs)
+            if most * capacity[other] <= capacity[link]:
+                keep[link] = 0
+                break
+    return keep
+
+
+@compiled
+def compress(paths: Int32Array, weights: FloatArray, local: Int32Array, links: Int32Array, link_weights: FloatArray) -> None:
+    """Write the kept links of each path, in their own numbering (`local`, -1 for a link left out), into `links`."""
+    num_flows, width = paths.shape
+    weighted = weights.shape[0] > 0
+    for flow in range(num_flows):
+        kept = 0
+        for hop in range(width):
+            link = paths[flow, hop]
+            if link < 0:
+                break
+            if local[link] >= 0:
+                links[flow, kept] = local[link]
+                if weighted:
+                    link_weights[flow, kept] = weights[flow, hop]
+                kept += 1
+        for hop in range(kept, links.shape[1]):
+            links[flow, hop] = -1
+
+
+@compiled
+def longest(paths: Int32Array, local: Int32Array) -> int:
+    """Most kept links of a path."""
+    most = 0
+    for flow in range(paths.shape[0]):
+        kept = 0
+        for hop in range(paths.shape[1]):
+            if paths[flow, hop] < 0:
+                break
+            if local[paths[flow, hop]] >= 0:
+                kept += 1
+        most = max(most, kept)
+    return most
