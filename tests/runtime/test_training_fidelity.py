@@ -8,12 +8,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from rank_pool import RankPool
-from training_cases import MODELS, Case, cases, check_bytes, check_fidelity, check_losses, divisors, train_case, training_run
+from training_cases import (
+    CROSS,
+    MODELS,
+    Case,
+    cases,
+    check_bytes,
+    check_fidelity,
+    check_losses,
+    divisors,
+    train_case,
+    training_run,
+)
 
 from hybridep.plan import Residency
 
@@ -61,6 +73,23 @@ def pools() -> Iterator[Pools]:
 
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_every_plan_on_four_ranks_equals_the_reference(pools: Pools, case: Case) -> None:
+    outcomes = pools.train(case)
+    check_fidelity(case, outcomes)
+    check_bytes(case, outcomes)
+
+
+ALL = [
+    Case(sizes=sizes, domains=domains, model=model, micro_batches=micro_batches)
+    for sizes in ((2, 2), (4, 2))
+    for domains in product(divisors(sizes[0]), divisors(sizes[1]))
+    for model in CROSS
+    for micro_batches in (1, 2)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_the_complete_cross_of_factors_equals_the_reference(pools: Pools, case: Case) -> None:
     outcomes = pools.train(case)
     check_fidelity(case, outcomes)
     check_bytes(case, outcomes)

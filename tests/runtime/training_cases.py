@@ -41,6 +41,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense-first-uneven": PLAIN
     | {"num_layers": 3, "num_dense_layers": 1, "dense_ffn_size": 12, "num_experts": 11, "head_dim": 6},
 }
+CROSS = {
+    f"top{top_k}{'-shared' if shared else ''}": PLAIN | {"top_k": top_k, "shared_ffn_size": shared}
+    for top_k in (1, 2, 4)
+    for shared in (0, 8)
+}
+"""For the complete cross of factors, which takes too long for every run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +83,7 @@ class Case:
         gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
         cluster = build(Cluster, {"name": "test", "levels": levels, "gpu": gpu}, "cluster")
         training = {"sequence_length": 6, "micro_batch_size": 2, "micro_batches": self.micro_batches, "dtype": self.dtype}
-        workload = build(Workload, {"name": "test", "model": MODELS[self.model], "training": training}, "workload")
+        workload = build(Workload, {"name": "test", "model": (MODELS | CROSS)[self.model], "training": training}, "workload")
         domains = dict(zip(names, self.domains, strict=True))
         serving: tuple[ServingGroup, ...] = ()
         if self.random_serving is not None:
