@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOSS_TOLERANCE = 1e-3
 """Plans add numbers in different orders; in fp32 the losses of a short run drift apart by less than this, relatively."""
 
-TABLE_WIDTH = 130
+TABLE_WIDTH = 140
 """Columns that the table needs; a narrower terminal wraps its lines."""
 
 
@@ -41,6 +41,8 @@ class Outcome:
     simulated_s: float
     wan_bytes: float
     """Counted by the ranks, per step."""
+    wire_bytes: float | None
+    """Counted by the kernel on the sites' access links over the whole run, start and Ray's own traffic included, per step."""
     planned_wan_bytes: float
     """Expected by the plan under uniform routing, per step."""
     losses: tuple[float, ...]
@@ -143,8 +145,10 @@ def _train(run: Run, name: str, made: Plan) -> Outcome:
     write_chrome_trace(folder / "trace-simulated.json", report.step.spans())
     plot_timeline(folder / "timeline-simulated.png", folder / "trace-simulated.json", f"{name}: simulated step")
     job = Job(run=mine, plan=made, resume=False)
+    before_bytes = _wire_bytes()
     with backend_for(job, local=False) as backend, TrainingProgress(run.steps) as progress:
         summary = train(job, backend, progress)
+        wire_bytes = _wire_bytes() or 0
     if (folder / "trace.json").exists():
         plot_timeline(folder / "timeline.png", folder / "trace.json", f"{name}: measured step {run.trace_step}")
     assert made.prediction is not None
@@ -156,9 +160,21 @@ def _train(run: Run, name: str, made: Plan) -> Outcome:
         predicted_s=made.prediction.step,
         simulated_s=report.step.step_s,
         wan_bytes=summary["wan_bytes_per_step"],
+        wire_bytes=None if before_bytes is None else (wire_bytes - before_bytes) / run.steps,
         planned_wan_bytes=made.prediction.wan_bytes,
         losses=tuple(summary["losses"]),
     )
+
+
+def _wire_bytes() -> int | None:
+    """Bytes that have left the emulated sites so far; None outside the lab."""
+    from hybridep.launch.backends import in_lab
+    from hybridep.launch.lab import Lab
+
+    if not in_lab():
+        return None
+    lab = Lab.current()
+    return sum(lab.interface_bytes(site.name).tx for site in lab.sites)
 
 
 def _domains(made: Plan) -> str:
@@ -207,7 +223,18 @@ def _show(result: dict[str, Any], outcomes: list[Outcome]) -> None:
     wide = Console(highlight=False).width
     console = Console(highlight=False, soft_wrap=True, width=max(wide, TABLE_WIDTH))
     best_s = min(outcome.measured_s for outcome in outcomes)
-    headings = ("", "placement", "measured step", "", "predicted", "simulated", "WAN counted", "planned", "final loss")
+    headings = (
+        "",
+        "placement",
+        "measured step",
+        "",
+        "predicted",
+        "simulated",
+        "WAN counted",
+        "planned",
+        "on the wire",
+        "final loss",
+    )
     table = Table(*headings, box=None, pad_edge=False)
     for outcome in outcomes:
         table.add_row(
@@ -219,6 +246,7 @@ def _show(result: dict[str, Any], outcomes: list[Outcome]) -> None:
             format_seconds(outcome.simulated_s),
             format_bytes(outcome.wan_bytes),
             format_bytes(outcome.planned_wan_bytes),
+            "-" if outcome.wire_bytes is None else f"{outcome.wire_bytes / outcome.wan_bytes - 1:+.1%}",
             f"{outcome.final_loss:.5f}",
         )
     console.print(table)
