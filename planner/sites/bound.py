@@ -44,9 +44,9 @@ class _Part:
 
 def even_weights(relaxation: Relaxation) -> Weights:
     """Every up and every down link alike: a first guess."""
-    size = relaxation.problem.num_sites
+    size, num = relaxation.problem.num_sites, len(relaxation.classes.count)
     forward, back, compute = relaxation.budgets_s
-    one = np.ones(size)
+    one = np.ones(num)
     return Weights(
         out=one * forward / (2 * size),
         into=one * forward / (2 * size),

@@ -17,6 +17,9 @@ from planner.sites.problem import SiteProblem
 
 Groups = tuple[tuple[int, ...], ...]
 
+MANY = 128
+"""With more sites groups are made in one pass."""
+
 
 def distance(problem: SiteProblem) -> FloatArray:
     """[D, D], symmetric: seconds that one micro-batch's rows to a site take, both ways, latency included."""
@@ -36,6 +39,8 @@ def nearest_groups(apart: FloatArray, num_groups: int) -> Groups:
     """Groups of nearly equal size: the site farthest from all that are left takes its nearest ones, and so on; then
     pairs of sites change places while that brings members nearer together."""
     size = len(apart)
+    if size > MANY:
+        return _nearest_of_many(apart, num_groups)
     left = list(range(size))
     groups: list[list[int]] = []
     for number in range(num_groups):
@@ -49,9 +54,56 @@ def nearest_groups(apart: FloatArray, num_groups: int) -> Groups:
     label = np.empty(size, dtype=np.int64)
     for number, members in enumerate(groups):
         label[members] = number
-    if size <= 128:
-        _exchange_members(apart, label, num_groups)
+    _exchange_members(apart, label, num_groups)
     return groups_of(label)
+
+
+def _nearest_of_many(apart: FloatArray, num_groups: int) -> Groups:
+    """As above, with the sites taken once in the order of their distance from all, and no exchanges."""
+    size = len(apart)
+    free = np.ones(size, dtype=np.bool_)
+    groups: list[tuple[int, ...]] = []
+    left = size
+    for first in np.argsort(-apart.sum(axis=1), kind="stable"):
+        if not free[first]:
+            continue
+        take = left // (num_groups - len(groups))
+        others = np.flatnonzero(free)
+        distances = apart[first, others]
+        distances[others == first] = -1.0
+        chosen = others[np.argsort(distances, kind="stable")[:take]]
+        free[chosen] = False
+        left -= take
+        groups.append(tuple(int(d) for d in np.sort(chosen)))
+    return tuple(groups)
+
+
+def even_groups(problem: SiteProblem, num_groups: int) -> Groups:
+    """Groups of nearly equal size and nearly equal access rates together: the sites by rate, dealt out there and back."""
+    rate = np.minimum(problem.up_bytes_per_s, problem.down_bytes_per_s)
+    order = np.argsort(-rate, kind="stable")
+    turn = np.arange(len(order))
+    lap, place = turn // num_groups, turn % num_groups
+    label = np.empty(len(order), dtype=np.int64)
+    label[order] = np.where(lap % 2 == 0, place, num_groups - 1 - place)
+    return groups_of(label)
+
+
+def estimate_s(problem: SiteProblem, num_groups: int) -> float:
+    """One layer's share of a step with so many groups, if all sites were the slowest and latencies the median."""
+    work, size = problem.workload, problem.num_sites
+    members = size / num_groups
+    held = problem.num_experts / members
+    hit = float(np.interp(min(held, problem.num_experts), np.arange(problem.num_experts + 1), problem.hit))
+    batches = work.training.micro_batches
+    rate = float(min(problem.up_bytes_per_s.min(), problem.down_bytes_per_s.min()))
+    row_bytes = 2 * work.combine_row_bytes + work.dispatch_row_bytes + work.dispatch_gradient_row_bytes
+    rows = problem.num_inside * work.training.tokens * max(members - 1, 0.0) * hit
+    copies = max(held, (num_groups - 1) * float(problem.homes.max())) if num_groups > 1 else 0.0
+    gather_s = copies * work.expert_bytes / rate
+    latency = float(np.median(problem.latency_s)) * 5 * batches * (members > 1)
+    hidden = min(gather_s, problem.beside_s) + min(gather_s, 2 * problem.beside_s)
+    return batches * rows * row_bytes / rate + 2 * gather_s - hidden + latency
 
 
 def _exchange_members(apart: FloatArray, label: IntArray, num_groups: int) -> None:

@@ -92,72 +92,79 @@ class _Rows:
 
 def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     """None when a site cannot even hold its own experts."""
-    problem, limits = relaxation.problem, relaxation.limits(box)
-    size, weight = problem.num_sites, float(problem.workload.expert_bytes)
-    if (limits.most_held < problem.homes).any():
+    problem, kinds, limits = relaxation.problem, relaxation.classes, relaxation.limits(box)
+    size, weight = len(kinds.count), float(problem.workload.expert_bytes)
+    if (limits.most_held < kinds.homes).any():
         return None
-    sites = np.flatnonzero(problem.homes)
-    told_apart = len(sites) * size * size <= MOST_VARIABLES
-    # Home classes a: their experts, where copies of them can be, and how many.
+    sites = np.flatnonzero(kinds.homes)
+    told_apart = not kinds.merged and len(sites) * size * size <= MOST_VARIABLES
+    # Groups a of experts: how many they are, where they live, and where how many copies of them can be.
     if told_apart:
-        owned = problem.homes[sites].astype(np.float64)
+        owned = kinds.homes[sites]
         at_home = np.zeros((len(sites), size))
         at_home[np.arange(len(sites)), sites] = owned
-        copies = limits.copies[sites]
+        copies = limits.copies[sites] * (1 - np.eye(size)[sites])
     else:
         owned = np.array([float(problem.num_experts)])
-        at_home = problem.homes[None, :].astype(np.float64)
-        copies = (limits.most_held - problem.homes)[None, :]
-    classes = len(owned)
+        at_home = kinds.homes[None, :]
+        copies = (limits.most_held - kinds.homes)[None, :]
+    groups = len(owned)
     holdable = at_home + copies
-    d, a, h = np.nonzero((holdable[None] > 0) & (limits.allowed[:, None, :] > 0))
-    num = len(d)
+    # x[d, a, h]: what a site of class d finds at all other sites of class h; then what it serves itself.
+    near = limits.allowed * kinds.others
+    d, a, h = np.nonzero((holdable[None] > 0) & (near[:, None, :] > 0))
+    own_a, own_d = np.nonzero(holdable)
+    away = np.arange(len(d))
+    num = len(d) + len(own_d)
+    many = np.concatenate([near[d, h], np.ones(len(own_d))])
+    all_d, all_a, all_h = np.concatenate([d, own_d]), np.concatenate([a, own_a]), np.concatenate([h, own_d])
     ca, ch = np.nonzero(copies)
-    copy_of = np.full((classes, size), -1)
-    copy_of[ca, ch] = num + np.arange(len(ca))
+    y = num + np.arange(len(ca))
+    copy_of = np.full((groups, size), -1)
+    copy_of[ca, ch] = y
     first = num + len(ca)
     forward, back, compute, gather, give_back, gather_cost, return_cost = range(first, first + 7)
     unserved = first + 7
-    variables = unserved + size * classes
+    variables = unserved + size * groups
     rows = _Rows()
 
     # Served only what is held.
-    x = np.arange(num)
-    coupled = np.flatnonzero(copies[a, h] > 0)
+    coupled = np.flatnonzero(copies[all_a, all_h] > 0)
     order = np.arange(len(coupled))
     rows.add(
         np.concatenate([order, order]),
-        np.concatenate([coupled, copy_of[a[coupled], h[coupled]]]),
-        np.repeat([1.0, -1.0], len(coupled)),
-        at_home[a[coupled], h[coupled]],
+        np.concatenate([coupled, copy_of[all_a[coupled], all_h[coupled]]]),
+        np.concatenate([np.ones(len(coupled)), -many[coupled]]),
+        many[coupled] * at_home[all_a[coupled], all_h[coupled]],
     )
-    rows.add(ch, num + np.arange(len(ca)), 1.0, limits.most_held - problem.homes)
+    rows.add(ch, y, 1.0, limits.most_held - kinds.homes)
 
     # Token exchanges and computation: each link's time is at most that of the busiest.
-    held = np.maximum(limits.most_held, 1.0)
-    q = relaxation.rows * problem.hit[held.astype(np.int64)] / held
-    up, down, pair_rate = problem.up_bytes_per_s, problem.down_bytes_per_s, problem.pair_bytes_per_s
-    away = np.flatnonzero(d != h)
-    da, ha = d[away], h[away]
+    q = relaxation.unit_seconds(limits)
+    up, down, pair_rate = kinds.up_bytes_per_s, kinds.down_bytes_per_s, kinds.pair_bytes_per_s
+    crowd = kinds.count[d] / kinds.count[h]
     cost_forward, cost_back, cost_compute = relaxation.budgets_s
 
-    def busiest(group: IntArray, variable: IntArray, seconds: FloatArray, maximum: int, count: int) -> None:
-        row = np.concatenate([group, np.arange(count)])
-        column = np.concatenate([variable, np.full(count, maximum)])
-        rows.add(row, column, np.concatenate([seconds, -np.ones(count)]), np.zeros(count))
+    def busiest(row: IntArray, variable: IntArray, seconds: FloatArray, maximum: int, count: int) -> None:
+        rows.add(
+            np.concatenate([row, np.arange(count)]),
+            np.concatenate([variable, np.full(count, maximum)]),
+            np.concatenate([seconds, -np.ones(count)]),
+            np.zeros(count),
+        )
 
-    busiest(da, away, cost_forward * q[ha] / up[da], forward, size)
-    busiest(ha, away, cost_forward * q[ha] / down[ha], forward, size)
-    busiest(ha, away, cost_back * q[ha] / up[ha], back, size)
-    busiest(da, away, cost_back * q[ha] / down[da], back, size)
-    busiest(h, x, np.full(num, cost_compute * problem.expert_s_per_choice), compute, size)
+    busiest(d, away, cost_forward * q[h] / up[d], forward, size)
+    busiest(h, away, cost_forward * q[h] * crowd / down[h], forward, size)
+    busiest(h, away, cost_back * q[h] * crowd / up[h], back, size)
+    busiest(d, away, cost_back * q[h] / down[d], back, size)
+    work_s = cost_compute * problem.expert_s_per_choice
+    busiest(all_h, np.arange(num), work_s * np.concatenate([crowd, np.ones(len(own_d))]), compute, size)
     if pair_rate is not None and len(away):
-        joined, group = np.unique(da * size + ha, return_inverse=True)
-        busiest(group, away, cost_forward * q[ha] / pair_rate[da, ha], forward, len(joined))
-        busiest(group, away, cost_back * q[ha] / pair_rate[ha, da], back, len(joined))
+        joined, row = np.unique(d * size + h, return_inverse=True)
+        busiest(row, away, cost_forward * q[h] / pair_rate[d, h], forward, len(joined))
+        busiest(row, away, cost_back * q[h] / pair_rate[h, d], back, len(joined))
 
     # Copies leave and arrive within the gather's time, their gradients within the return's.
-    y = num + np.arange(len(ca))
     if len(ca):
         busiest(ch, y, weight / down[ch], gather, size)
         busiest(ch, y, weight / up[ch], give_back, size)
@@ -171,27 +178,27 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
                 busiest(order, y, weight / pair_rate[ch, home], give_back, len(ca))
         else:
             none = np.zeros(len(ca), dtype=np.int64)
-            rows.add(none, y, 1.0, np.array([limits.most_copies]))
-            busiest(none, y, np.full(len(ca), weight / up[sites].sum()), gather, 1)
-            busiest(none, y, np.full(len(ca), weight / down[sites].sum()), give_back, 1)
+            owners = kinds.count[sites]
+            rows.add(none, y, kinds.count[ch], np.array([limits.most_copies]))
+            busiest(none, y, kinds.count[ch] * weight / float(up[sites] @ owners), gather, 1)
+            busiest(none, y, kinds.count[ch] * weight / float(down[sites] @ owners), give_back, 1)
 
     # What copies cost beyond the computation beside them.
     batches = problem.workload.training.micro_batches
     gathers, returns = gathers_and_returns(box.residency, batches)
     hidden = min(gathers, batches)
-    zero = np.zeros(2, dtype=np.int64)
-    beside = problem.beside_s
+    zero, beside = np.zeros(2, dtype=np.int64), problem.beside_s
     rows.add(zero, np.array([gather, gather_cost]), np.array([gathers - hidden, -1.0]), np.zeros(1))
     rows.add(zero, np.array([gather, gather_cost]), np.array([gathers, -1.0]), np.array([hidden * beside]))
     rows.add(zero, np.array([give_back, return_cost]), np.array([returns, -1.0]), np.array([2 * returns * beside]))
 
     bounds = np.zeros((variables, 2))
-    bounds[:num, 1] = holdable[a, h]
+    bounds[:num, 1] = many * holdable[all_a, all_h]
     bounds[num:first, 1] = copies[ca, ch]
     slowest = min(float(up.min()), float(down.min()), np.inf if pair_rate is None else float(pair_rate.min()))
-    most_rows = relaxation.rows * size
+    most_rows = relaxation.rows * problem.num_sites * problem.num_experts
     bounds[forward, 1], bounds[back, 1] = cost_forward * most_rows / slowest, cost_back * most_rows / slowest
-    bounds[compute, 1] = cost_compute * problem.expert_s_per_choice * size * problem.num_experts
+    bounds[compute, 1] = work_s * problem.num_sites * problem.num_experts
     bounds[gather], bounds[give_back] = box.gather_s, box.return_s
     bounds[gather_cost, 1], bounds[return_cost, 1] = gathers * box.gather_s[1], returns * box.return_s[1]
     costs = np.zeros(variables)
@@ -199,20 +206,14 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     # Empty boxes shall have a bound too: experts may stay unserved, at a price no plan would pay.
     bounds[unserved:, 1] = np.tile(owned, size)
     costs[unserved:] = 20 * relaxation.full_gather_cost_s
+    each = np.arange(size * groups)
+    row = np.concatenate([all_d * groups + all_a, each])
+    column = np.concatenate([np.arange(num), unserved + each])
     return BoxProgram(
         costs=costs,
         inequality=rows.matrix(variables),
         right=np.concatenate(rows.right),
-        equality=coo_array(
-            (
-                np.ones(num + size * classes),
-                (
-                    np.concatenate([d * classes + a, np.arange(size * classes)]),
-                    np.concatenate([x, unserved + np.arange(size * classes)]),
-                ),
-            ),
-            shape=(size * classes, variables),
-        ).tocsr(),
+        equality=coo_array((np.ones(len(row)), (row, column)), shape=(size * groups, variables)).tocsr(),
         total=np.tile(owned, size),
         bounds=bounds,
     )

@@ -61,11 +61,12 @@ def solve_sites(
     run(search)
     if search.best is None:
         raise NoSolutionError(f"no plan was looked at within {time_limit_s:g} s; give it more time (--time-limit)")
+    relaxation = Relaxation(problem=problem)
     proof = prove(
-        Relaxation(problem=problem),
+        relaxation,
         search.best.rank[1],
         enough_gap=ENOUGH_GAP,
-        max_boxes=_boxes(problem),
+        max_boxes=int(np.clip(300 * (16 / len(relaxation.classes.count)) ** 2, 8, 300)),
         deadline_s=started + 0.95 * time_limit_s,
         report=None if report is None else lambda seconds: report("bound", seconds),
     )
@@ -76,10 +77,6 @@ def solve_sites(
 def _evaluations(problem: SiteProblem) -> int:
     """Tables to try: fewer where one takes longer, which is so from about 16 sites on."""
     return int(np.clip(6000 * (16 / problem.num_sites) ** 1.5, 100, 6000))
-
-
-def _boxes(problem: SiteProblem) -> int:
-    return int(np.clip(300 * (16 / problem.num_sites) ** 2, 8, 300))
 
 
 def plan_sites(

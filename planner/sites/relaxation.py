@@ -15,16 +15,20 @@ can evaluate with a sort; where the weights come from (``planner.sites.lp``) doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.memory import TOLERANCE
 from planner.sites.cost import fixed_cost
 from planner.sites.problem import SiteProblem
+
+MOST_SITES = 64
+"""So many sites with links or latencies of their own are each a class of their own."""
 
 SLACK = 1e-9
 """Caps are rounded down to whole experts after adding this share, so that rounding never cuts off a plan."""
@@ -45,18 +49,18 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """What a second on each link costs, all of them at least zero (dual variables)."""
+    """What a second on each link costs, all of them at least zero (dual variables); equal in each class of sites."""
 
     out: FloatArray
-    """[D]: up links, tokens on their way to experts (dispatch, combine backward)."""
+    """[C]: up links, tokens on their way to experts (dispatch, combine backward)."""
     into: FloatArray
-    """[D]: down links, likewise."""
+    """[C]: down links, likewise."""
     back_out: FloatArray
-    """[D]: up links, results on their way back (combine, dispatch backward)."""
+    """[C]: up links, results on their way back (combine, dispatch backward)."""
     back_into: FloatArray
-    """[D]: down links, likewise."""
+    """[C]: down links, likewise."""
     compute: FloatArray
-    """[D]: expert computation of the site's ranks."""
+    """[C]: expert computation of the site's ranks."""
     pair: FloatArray | None = None
     """[D, D]: pair links, on the way to experts."""
     back_pair: FloatArray | None = None
@@ -68,13 +72,101 @@ class Limits:
     """What a box leaves possible."""
 
     most_held: FloatArray
-    """[D]: M_h, experts that site h can hold."""
+    """[C]: M_h, experts that a site of class h can hold."""
     copies: FloatArray
-    """[D, D]: copies of the row's home site's experts at the column's site."""
+    """[C, C]: copies of the row's home site's experts at the column's site, another one."""
     most_copies: float
     """Of all sites together."""
     allowed: FloatArray
-    """[D, D]: 1 where tokens of the row's site may be served at the column's."""
+    """[C, C]: 1 where tokens of the row's site may be served at the column's, another one."""
+
+
+MOST_CLASSES = 49
+"""More different sites than this are merged, at the price of a weaker bound."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SiteClasses:
+    """C classes of sites. Each has the best its members have of everything, so that a bound for sites like these holds
+    for the true ones; where members are equal nothing is lost."""
+
+    label: IntArray
+    """[D]: the class of each site."""
+    count: FloatArray
+    """[C]."""
+    up_bytes_per_s: FloatArray
+    """[C]."""
+    down_bytes_per_s: FloatArray
+    """[C]."""
+    homes: FloatArray
+    """[C]: experts at home."""
+    latency_s: FloatArray
+    """[C, C] between different sites of two classes (or of one)."""
+    pair_bytes_per_s: FloatArray | None
+    """[C, C]; only where every site is a class."""
+
+    @property
+    def others(self) -> FloatArray:
+        """[C, C]: how many sites of the column's class are others to a site of the row's."""
+        return np.asarray(self.count[None, :] - np.eye(len(self.count)))
+
+    @property
+    def merged(self) -> bool:
+        """Some class has several sites."""
+        return bool((self.count > 1).any())
+
+    def best(self, values: FloatArray) -> FloatArray:
+        """[C]: the largest of each class."""
+        largest = np.full(len(self.count), -np.inf)
+        np.maximum.at(largest, self.label, values)
+        return largest
+
+
+def site_classes(problem: SiteProblem) -> SiteClasses:
+    """Equal sites together; where more than ``MOST_CLASSES`` differ, those with similar access links."""
+    size = problem.num_sites
+    away = ~np.eye(size, dtype=np.bool_)
+    latency = problem.latency_s[away]
+    alike = problem.pair_bytes_per_s is None and size > 1 and np.ptp(latency) == 0
+    label = np.arange(size)
+    if alike:
+        at_home = np.bincount(problem.home, minlength=problem.cluster.num_gpus).reshape(size, -1)
+        keys = np.column_stack([problem.up_bytes_per_s, problem.down_bytes_per_s, at_home])
+        label = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    if label.max(initial=0) >= (MOST_CLASSES if alike else MOST_SITES):
+        side = int(np.sqrt(MOST_CLASSES / 2))
+        band = _bands(problem.up_bytes_per_s, side)
+        label = band * side
+        for one in range(side):
+            label[band == one] += _bands(problem.down_bytes_per_s[band == one], side)
+        label = 2 * label + (problem.homes > problem.homes.min())
+    _, label, count = np.unique(label, return_inverse=True, return_counts=True)
+    num = len(count)
+    shortest = np.full((num, num), np.inf)
+    row, column = np.nonzero(away)
+    np.minimum.at(shortest, (label[row], label[column]), latency)
+    made = SiteClasses(
+        label=label,
+        count=count.astype(np.float64),
+        up_bytes_per_s=problem.up_bytes_per_s,
+        down_bytes_per_s=problem.down_bytes_per_s,
+        homes=problem.homes.astype(np.float64),
+        latency_s=np.where(np.isfinite(shortest), shortest, 0.0),
+        pair_bytes_per_s=None if num < size else problem.pair_bytes_per_s,
+    )
+    return replace(
+        made,
+        up_bytes_per_s=made.best(problem.up_bytes_per_s),
+        down_bytes_per_s=made.best(problem.down_bytes_per_s),
+        homes=made.best(problem.homes.astype(np.float64)),
+    )
+
+
+def _bands(values: FloatArray, number: int) -> IntArray:
+    """Which of ``number`` bands of equally many values each belongs to."""
+    place = np.empty(len(values), dtype=np.int64)
+    place[np.argsort(values, kind="stable")] = np.arange(len(values))
+    return np.asarray(place * number // max(len(values), 1))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,6 +174,11 @@ class Relaxation:
     """The bound's ingredients for one problem."""
 
     problem: SiteProblem
+
+    @cached_property
+    def classes(self) -> SiteClasses:
+        """Sites that nothing tells apart are treated together."""
+        return site_classes(self.problem)
 
     @cached_property
     def budgets_s(self) -> tuple[float, float, float]:
@@ -112,16 +209,15 @@ class Relaxation:
 
     @cached_property
     def token_latency_s(self) -> FloatArray:
-        """[D, D]: latency that one micro-batch costs when these two sites exchange tokens: counts, dispatch and combine
+        """[C, C]: latency that one micro-batch costs when these two sites exchange tokens: counts, dispatch and combine
         backward one way, combine and dispatch backward the other."""
-        latency = self.problem.latency_s
+        latency = self.classes.latency_s
         return np.asarray(3 * latency + 2 * latency.T)
 
     @cached_property
     def reaches_s(self) -> FloatArray:
         """Ascending: zero for nobody, then every latency at which a further pair of sites may exchange tokens."""
-        off = ~np.eye(self.problem.num_sites, dtype=np.bool_)
-        return np.concatenate([[0.0], np.unique(self.token_latency_s[off])])
+        return np.concatenate([[0.0], np.unique(self.token_latency_s[self.classes.others > 0])])
 
     @cached_property
     def full_gather_s(self) -> tuple[float, float]:
@@ -177,33 +273,31 @@ class Relaxation:
 
     def limits(self, box: Box) -> Limits:
         """What the upper ends of the box's intervals leave possible."""
-        problem, homes = self.problem, self.problem.homes.astype(np.float64)
+        problem, kinds = self.problem, self.classes
+        homes = kinds.homes
         weight = float(problem.workload.expert_bytes)
-        up, down, latency = problem.up_bytes_per_s, problem.down_bytes_per_s, problem.latency_s
+        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
         gather, back = box.gather_s[1] * (1 + SLACK), box.return_s[1] * (1 + SLACK)
-        there, again = np.maximum(gather - latency, 0.0), np.maximum(back - latency.T, 0.0)
-        np.fill_diagonal(there, 0.0)
-        np.fill_diagonal(again, 0.0)
+        there = np.where(kinds.others > 0, np.maximum(gather - kinds.latency_s, 0.0), 0.0)
+        again = np.where(kinds.others > 0, np.maximum(back - kinds.latency_s.T, 0.0), 0.0)
         there_rate, again_rate = np.minimum(up[:, None], down[None, :]), np.minimum(down[:, None], up[None, :])
-        if problem.pair_bytes_per_s is not None:
-            there_rate = np.minimum(there_rate, problem.pair_bytes_per_s)
-            again_rate = np.minimum(again_rate, problem.pair_bytes_per_s.T)
+        if kinds.pair_bytes_per_s is not None:
+            there_rate = np.minimum(there_rate, kinds.pair_bytes_per_s)
+            again_rate = np.minimum(again_rate, kinds.pair_bytes_per_s.T)
         # [home site, holder]: whole experts that fit through in time.
         copies = np.minimum(_whole(there * there_rate / weight), _whole(again * again_rate / weight))
         copies = np.minimum(copies, homes[:, None])
-        np.fill_diagonal(copies, 0.0)
-        most = np.minimum(copies.sum(axis=0), self._copies_in_memory(box.residency))
+        most = np.minimum((copies * kinds.others.T).sum(axis=0), self._copies_in_memory(box.residency))
         most = np.minimum(most, _whole(there.max(axis=0) * down / weight))
         most = np.minimum(most, _whole(again.max(axis=0) * up / weight))
-        uploads = np.minimum(copies.sum(axis=1), _whole(there.max(axis=1) * up / weight))
+        uploads = np.minimum((copies * kinds.others).sum(axis=1), _whole(there.max(axis=1) * up / weight))
         uploads = np.minimum(uploads, _whole(again.max(axis=1) * down / weight))
         allowed = (self.token_latency_s <= self.reaches_s[box.reach[1]]) & (box.reach[1] > 0)
-        np.fill_diagonal(allowed, True)
         return Limits(
-            most_held=homes + most,
+            most_held=np.minimum(homes + most, float(problem.num_experts)),
             copies=np.minimum(copies, np.maximum(most, 0.0)),
-            most_copies=float(uploads.sum()),
-            allowed=allowed.astype(np.float64),
+            most_copies=float(uploads @ kinds.count),
+            allowed=(allowed * (kinds.others > 0)).astype(np.float64),
         )
 
     def _copies_in_memory(self, residency: Residency) -> FloatArray:
@@ -213,35 +307,39 @@ class Relaxation:
         layers = self.num_layers if residency is Residency.STEP else 1
         room = problem.cluster.gpu.memory * (1 + TOLERANCE) - fixed.lasting_bytes
         weight = 2.0 * problem.workload.expert_bytes * layers
-        return np.asarray(np.where((room < 0).any(axis=1), -1.0, _whole(room.sum(axis=1) / weight)))
+        most = np.where((room < 0).any(axis=1), -1.0, _whole(room.sum(axis=1) / weight))
+        return self.classes.best(most)
+
+    def unit_seconds(self, limits: Limits) -> FloatArray:
+        """[C]: rows of one of n <= M_h experts that a site of the class serves for another site's tokens, at least."""
+        held = np.maximum(limits.most_held, 1.0)
+        return np.asarray(self.rows * self.problem.hit[held.astype(np.int64)] / held)
 
     def unit_costs(self, limits: Limits, weights: Weights) -> FloatArray:
-        """[D, D]: what each expert that site h serves for site d costs at least, in seconds per layer."""
-        problem = self.problem
-        up, down = problem.up_bytes_per_s, problem.down_bytes_per_s
-        held = np.maximum(limits.most_held, 1.0)
-        row = self.rows * problem.hit[held.astype(np.int64)] / held
+        """[C, C]: what each expert that a site of class h serves for another one of class d costs at least, in seconds
+        per layer."""
+        problem, kinds = self.problem, self.classes
+        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
         site = weights.out / up + weights.back_into / down
         holder = weights.into / down + weights.back_out / up
         rate = site[:, None] + holder[None, :]
-        if problem.pair_bytes_per_s is not None:
+        if kinds.pair_bytes_per_s is not None:
             if weights.pair is not None:
-                rate = rate + weights.pair / problem.pair_bytes_per_s
+                rate = rate + weights.pair / kinds.pair_bytes_per_s
             if weights.back_pair is not None:
-                rate = rate + weights.back_pair / problem.pair_bytes_per_s.T
-        costs = rate * row[None, :]
-        np.fill_diagonal(costs, 0.0)
-        costs += weights.compute[None, :] * problem.expert_s_per_choice
-        return np.asarray(costs)
+                rate = rate + weights.back_pair / kinds.pair_bytes_per_s.T
+        costs = rate * self.unit_seconds(limits)[None, :]
+        return np.asarray(costs + weights.compute[None, :] * problem.expert_s_per_choice)
 
     def within_budget(self, weights: Weights) -> Weights:
         """Scaled down where weights add up to more than a second on the busiest link costs; then they prove something."""
         forward, back, compute = self.budgets_s
         pair = 0.0 if weights.pair is None else float(weights.pair.sum())
         back_pair = 0.0 if weights.back_pair is None else float(weights.back_pair.sum())
-        a = _scale(float(weights.out.sum() + weights.into.sum()) + pair, forward)
-        b = _scale(float(weights.back_out.sum() + weights.back_into.sum()) + back_pair, back)
-        c = _scale(float(weights.compute.sum()), compute)
+        count = self.classes.count
+        a = _scale(float((weights.out + weights.into) @ count) + pair, forward)
+        b = _scale(float((weights.back_out + weights.back_into) @ count) + back_pair, back)
+        c = _scale(float(weights.compute @ count), compute)
         return Weights(
             out=weights.out * a,
             into=weights.into * a,
@@ -260,27 +358,35 @@ class Relaxation:
         if any((a < 0).any() for a in (*arrays, *optional)):
             raise ValueError("weights of a bound must be at least zero")
         weights, limits = self.within_budget(weights), self.limits(box)
-        if (limits.most_held < self.problem.homes).any():
+        if (limits.most_held < self.classes.homes).any():
             return float("inf")
-        tokens_s = _knapsacks(self.unit_costs(limits, weights), limits, self.problem.num_experts)
+        own, taken, costs = self.cheapest(limits, weights)
+        if (own + taken.sum(axis=1) < self.problem.num_experts - 1e-6).any():
+            return float("inf")
+        each = own * weights.compute * self.problem.expert_s_per_choice + (taken * costs).sum(axis=1)
+        tokens_s = float(each @ self.classes.count)
         return self.base_s + self.num_layers * (self.corner_s(box) + tokens_s)
+
+    def cheapest(self, limits: Limits, weights: Weights) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Fractional knapsacks: (experts that a site of each class serves itself [C], experts that it finds at all sites
+        of each other class [C, C], their unit costs [C, C])."""
+        experts, kinds = float(self.problem.num_experts), self.classes
+        costs = self.unit_costs(limits, weights)
+        size = len(kinds.count)
+        # The last column is the site itself, which needs no link.
+        all_costs = np.column_stack([costs, weights.compute * self.problem.expert_s_per_choice])
+        caps = np.column_stack([limits.most_held[None, :] * kinds.others * limits.allowed, limits.most_held])
+        order = np.argsort(all_costs, axis=1, kind="stable")
+        sorted_caps = np.take_along_axis(caps, order, axis=1)
+        before = np.cumsum(sorted_caps, axis=1) - sorted_caps
+        taken = np.empty_like(caps)
+        np.put_along_axis(taken, order, np.clip(experts - before, 0.0, sorted_caps), axis=1)
+        return taken[:, size], taken[:, :size], costs
 
 
 def latency_s(relaxation: Relaxation, box: Box) -> float:
     """Of the token exchanges of one layer's step, in every plan of the box."""
     return relaxation.problem.workload.training.micro_batches * float(relaxation.reaches_s[box.reach[0]])
-
-
-def _knapsacks(costs: FloatArray, limits: Limits, num_experts: int) -> float:
-    """Sum over rows d of the cheapest way to serve all experts, at most M_h of them at site h."""
-    caps = limits.most_held[None, :] * limits.allowed
-    order = np.argsort(costs, axis=1, kind="stable")
-    sorted_caps = np.take_along_axis(caps, order, axis=1)
-    before = np.cumsum(sorted_caps, axis=1) - sorted_caps
-    taken = np.clip(num_experts - before, 0.0, sorted_caps)
-    if (taken.sum(axis=1) < num_experts - 1e-6).any():
-        return float("inf")
-    return float((taken * np.take_along_axis(costs, order, axis=1)).sum())
 
 
 def _scale(total: float, budget: float) -> float:

@@ -15,11 +15,26 @@ from hybridep.placement import IntArray
 from planner.domains import divisors
 from planner.sites.cost import SiteCost, block_times, cost_of
 from planner.sites.exchange import layer_exchanges
-from planner.sites.grouping import Groups, Share, assign, distance, groups_of, nearest_groups, shares
+from planner.sites.grouping import (
+    MANY,
+    Groups,
+    Share,
+    assign,
+    distance,
+    estimate_s,
+    even_groups,
+    groups_of,
+    nearest_groups,
+    shares,
+)
 from planner.sites.problem import Configuration, SiteProblem
 
 SHARES = (Share(), Share(power=0.5), Share(power=1.0), Share(holders=1), Share(holders=2))
 """Ways for the members of a group to share the experts."""
+
+
+LIKELY = 4
+"""Among many sites, numbers of groups that are tried: those of the best estimates."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,28 +108,37 @@ def starts(problem: SiteProblem) -> Iterator[tuple[str, IntArray]]:
 
 
 def group_starts(problem: SiteProblem, counts: Iterable[int]) -> Iterator[tuple[Groups, Share]]:
-    """Groups of near sites, of every number of groups in ``counts``, and how members share the experts."""
+    """Groups of near sites, or of equal strength, of every number of groups in ``counts``, and how members share."""
     near, latency = distance(problem), problem.latency_s + problem.latency_s.T
+    uneven = problem.pair_bytes_per_s is not None or np.ptp(near[~np.eye(problem.num_sites, dtype=np.bool_)]) > 0
     for count in counts:
-        for apart in (near, latency) if problem.pair_bytes_per_s is not None else (near,):
-            groups = nearest_groups(apart, count)
-            for share in SHARES:
+        made = [even_groups(problem, count)]
+        if problem.pair_bytes_per_s is not None:
+            made += [nearest_groups(near, count), nearest_groups(latency, count)]
+        for groups in dict.fromkeys(made):
+            for share in SHARES if uneven else SHARES[:1]:
                 yield groups, share
 
 
 def group_counts(size: int) -> list[int]:
     """Numbers of groups worth a try: all up to 16, then ever sparser."""
-    return sorted({*range(1, min(size, 16) + 1), *(round(16 * 1.25**i) for i in range(1, 40))} & set(range(1, size + 1)))
+    few = {*range(1, min(size, 16) + 1), *(round(16 * 1.25**i) for i in range(1, 40))}
+    return sorted((few | {count for count in divisors(size) if count >= size // 16}) & set(range(1, size + 1)))
 
 
 def run(search: Search, *, seed: int = 0) -> None:
     """All starts, then local search from the best ones."""
     problem = search.problem
-    for _, table in starts(problem):
-        search.evaluate(np.ascontiguousarray(table))
+    large = problem.num_sites > MANY
+    if not large:
+        for _, table in starts(problem):
+            search.evaluate(np.ascontiguousarray(table))
     tried: list[tuple[tuple[int, float], Groups, Share]] = []
     seen: set[tuple[Groups, Share]] = set()
-    for groups, share in group_starts(problem, group_counts(problem.num_sites)):
+    counts = group_counts(problem.num_sites)
+    if large:
+        counts = sorted(sorted(counts, key=lambda count: estimate_s(problem, count))[:LIKELY])
+    for groups, share in group_starts(problem, counts):
         if search.over:
             return
         if (groups, share) not in seen:
@@ -122,6 +146,8 @@ def run(search: Search, *, seed: int = 0) -> None:
             table = table_of(problem, groups, {members: shares(problem, members, share) for members in groups})
             tried.append((search.evaluate(table).rank, groups, share))
     tried.sort(key=lambda entry: entry[0])
+    if not np.ptp(problem.up_bytes_per_s) and not np.ptp(problem.down_bytes_per_s) and problem.pair_bytes_per_s is None and large:
+        return  # equal sites: nothing tells one move from another
     rng = np.random.default_rng(seed)
     budget = search.max_evaluations
     for rank, (_, groups, share) in enumerate(tried[:3]):
