@@ -8,7 +8,7 @@ import numpy as np
 
 from simulator.arrays import FloatArray, IntArray
 from simulator.compiled import compiled
-from simulator.filling import ACTIVE, DONE, END_S, LOAD, RATE, FlowColumns, Int32Array, LinkColumns, fill
+from simulator.filling import ACTIVE, DONE, LOAD, FlowColumns, Int32Array, LinkColumns, fill
 
 _CLOCK_STEPS = 4.0
 """Flows that end within so many steps of the clock's resolution end together."""
@@ -97,39 +97,6 @@ def _put_on(flows: FlowColumns, links: LinkColumns, flow: int) -> None:
 
 
 @compiled
-def _move(flows: FlowColumns, links: LinkColumns, link: int, place: int, hole: int) -> None:
-    flow = links.members[place]
-    links.members[hole] = flow
-    for hop in range(flows.links.shape[1]):
-        if flows.links[flow, hop] == link:
-            flows.places[flow, hop] = hole
-
-
-@compiled
-def _take_off(flows: FlowColumns, links: LinkColumns, flow: int, saved_before: int) -> None:
-    paths, places = flows.links, flows.places
-    for hop in range(paths.shape[1]):
-        link = paths[flow, hop]
-        if link < 0:
-            break
-        weight = flows.weights[flow, hop] if flows.weights.shape[0] > 0 else 1.0
-        links.load[link] -= weight
-        # The states saved before the flow was fixed had it as open.
-        for saved in range(1, saved_before):
-            links.saved[saved, link, LOAD] -= weight
-        links.num_members[link] -= 1
-        hole = places[flow, hop]
-        fixed = links.first[link] + links.num_fixed[link] - 1
-        if hole <= fixed:
-            links.num_fixed[link] -= 1
-            _move(flows, links, link, fixed, hole)
-            hole = fixed
-        last = links.first[link] + links.num_members[link]
-        if hole < last:
-            _move(flows, links, link, last, hole)
-
-
-@compiled
 def put_on_links(flows: FlowColumns, links: LinkColumns) -> None:
     """Enter all active flows in the lists of empty links."""
     for flow in range(flows.status.size):
@@ -160,8 +127,7 @@ def activate(
             num_told = _hand_in(cargo, tickets, flow, now_s, told, num_told)
             continue
         flows.status[flow] = ACTIVE
-        flows.motion[flow, RATE] = 0.0
-        flows.motion[flow, END_S] = cargo.size_bytes[flow]
+        flows.due[flow] = cargo.size_bytes[flow]
         for hop in range(cargo.path.shape[1]):
             link = cargo.path[flow, hop]
             if link < 0:
@@ -179,6 +145,17 @@ def activate(
 
 
 @compiled
+def left_bytes(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
+    """Make `due` of all active flows the bytes that they have left, as if they had not been fixed yet."""
+    for flow in range(flows.status.size):
+        link = flows.full_link[flow]
+        if flows.status[flow] == ACTIVE and link >= 0:
+            served = links.served[link] + links.level[link] * (now_s - links.since_s[link])
+            flows.due[flow] = max(flows.due[flow] - served, 0.0)
+            flows.full_link[flow] = -1
+
+
+@compiled
 def _finish(
     flows: FlowColumns,
     links: LinkColumns,
@@ -186,23 +163,64 @@ def _finish(
     usage: Usage,
     tickets: Tickets,
     clock: Clock,
-    flow: int,
+    done: IntArray,
     told: IntArray,
     num_told: int,
 ) -> int:
+    """Take flows off their links and hand them in; return the number of tickets told."""
+    paths, weights, places = flows.links, flows.weights, flows.places
+    first, num_members, num_fixed, members = links.first, links.num_members, links.num_fixed, links.members
+    load, saved, use, since_s, busy_s = links.load, links.saved, usage.load, usage.since_s, usage.busy_s
+    all_paths, all_weights, latency_s = cargo.path, cargo.weights, cargo.latency_s
+    unfinished, due_s, last_flow, ticket_of = tickets.unfinished, tickets.due_s, tickets.last, cargo.tickets
     now_s = clock.now_s[0]
-    weighted = cargo.weights.shape[0] > 0
-    flows.status[flow] = DONE
-    clock.counts[NOT_DONE] -= 1
-    _take_off(flows, links, flow, clock.counts[UNCHANGED] // links.stride + 1)
-    for hop in range(cargo.path.shape[1]):
-        link = cargo.path[flow, hop]
-        if link < 0:
-            break
-        usage.load[link] -= cargo.weights[flow, hop] if weighted else 1.0
-        if usage.load[link] == 0.0:
-            usage.busy_s[link] += now_s - usage.since_s[link]
-    return _hand_in(cargo, tickets, flow, now_s, told, num_told)
+    weighted = all_weights.shape[0] > 0
+    # The states saved before a flow was fixed had it as open.
+    num_saved = clock.counts[UNCHANGED] // links.stride + 1
+    clock.counts[NOT_DONE] -= done.size
+    for index in range(done.size):
+        flow = done[index]
+        flows.status[flow] = DONE
+        for hop in range(paths.shape[1]):
+            link = paths[flow, hop]
+            if link < 0:
+                break
+            weight = weights[flow, hop] if weighted else 1.0
+            load[link] -= weight
+            for state in range(1, num_saved):
+                saved[state, link, LOAD] -= weight
+            num_members[link] -= 1
+            hole = places[flow, hop]
+            fixed = first[link] + num_fixed[link] - 1
+            num_fixed[link] -= hole <= fixed
+            for last_of_all in range(2):
+                # Its place goes to the last of those that the link fixed, whose place goes to the last of all.
+                place = first[link] + num_members[link] if last_of_all else fixed
+                if hole < place:
+                    moved = members[place]
+                    members[hole] = moved
+                    for other in range(paths.shape[1]):
+                        if paths[moved, other] == link:
+                            places[moved, other] = hole
+                    hole = place
+        for hop in range(all_paths.shape[1]):
+            link = all_paths[flow, hop]
+            if link < 0:
+                break
+            use[link] -= all_weights[flow, hop] if weighted else 1.0
+            if use[link] == 0.0:
+                busy_s[link] += now_s - since_s[link]
+        arrival_s = now_s + latency_s[flow]
+        for column in range(ticket_of.shape[1]):
+            ticket = ticket_of[flow, column]
+            unfinished[ticket] -= 1
+            if arrival_s >= due_s[ticket]:
+                due_s[ticket] = arrival_s
+                last_flow[ticket] = cargo.position[flow]
+            if unfinished[ticket] == 0:
+                told[num_told] = ticket
+                num_told += 1
+    return num_told
 
 
 @compiled
@@ -225,7 +243,8 @@ def drain(
     """
     order, level, soonest_s = links.order, links.level, links.soonest_s
     first, members = links.first, links.members
-    motion, size_bytes = flows.motion, cargo.size_bytes
+    due, served, since_s, least_due, size_bytes = flows.due, links.served, links.since_s, links.least_due, cargo.size_bytes
+    done = np.empty(clock.counts[NOT_DONE], np.int64)
     num_told = 0
     num_links = order.size
     num_rows = clock.counts[NOT_DONE]
@@ -242,6 +261,7 @@ def drain(
             return WAIT, num_told, next_s
         clock.now_s[0] = next_s
         step_s = _CLOCK_STEPS * (np.nextafter(next_s, np.inf) - next_s)
+        num_done = 0
         for position in range(num_links):
             link = order[position]
             rate = level[link]
@@ -249,18 +269,25 @@ def drain(
                 break
             if (soonest_s[link] - next_s - step_s) * rate > tolerance * largest_bytes:
                 continue
-            # Backwards, so that those which take the place of a flow have been seen.
-            for index in range(first[link] + links.num_fixed[link] - 1, first[link] - 1, -1):
+            given = served[link] + rate * (next_s - since_s[link])
+            least = np.inf
+            found = num_done
+            for index in range(first[link], first[link] + links.num_fixed[link]):
                 flow = members[index]
-                over_s = motion[flow, END_S] - next_s
-                if over_s > step_s and over_s * rate > tolerance * size_bytes[flow]:
+                over_bytes = due[flow] - given
+                if over_bytes > step_s * rate and over_bytes > tolerance * size_bytes[flow]:
+                    least = min(least, due[flow])
                     continue
-                clock.cut[0] = max(clock.cut[0], over_s * rate / size_bytes[flow])
+                clock.cut[0] = max(clock.cut[0], over_bytes / size_bytes[flow])
+                done[num_done] = flow
+                num_done += 1
+            if num_done > found:
+                least_due[link] = least
                 clock.counts[UNCHANGED] = min(clock.counts[UNCHANGED], position)
-                first_told = num_told
-                num_told = _finish(flows, links, cargo, usage, tickets, clock, flow, told, num_told)
-                for new in range(first_told, num_told):
-                    until_s = min(until_s, tickets.due_s[told[new]])
+        first_told = num_told
+        num_told = _finish(flows, links, cargo, usage, tickets, clock, done[:num_done], told, num_told)
+        for new in range(first_told, num_told):
+            until_s = min(until_s, tickets.due_s[told[new]])
         clock.counts[STALE] = 1
         if num_told and until_s <= next_s:
             return TELL, num_told, next_s

@@ -7,7 +7,8 @@ each filled. Three things make this fast where every flow ends alone:
 - A flow that ends changes nothing below the level at which it was fixed, so filling resumes from a saved state there.
 - The order of the links hardly changes between two endings. The next link is looked for among the few that came next
   last time. That the levels met rise all along proves the order right; where they do not, the search covers all links.
-- Flows fixed by one link speed up or slow down by one factor, so what is kept for a flow is when it would end.
+- Flows fixed by one link all go at its level. What is kept is how much the link has given to each since it began, and for
+  a flow at how much it ends: nothing is written for a flow that stays with its link (as in fair queueing's virtual time).
 """
 
 from __future__ import annotations
@@ -48,13 +49,12 @@ class FlowColumns(NamedTuple):
     places: Int32Array
     """[flows, width]: where the flow stands among the members of each of its links."""
     status: ByteArray
-    motion: FloatArray
-    """[flows, 2]: bytes per second, 0 before the first filling; and when the flow ends at this rate, its bytes before."""
+    due: FloatArray
+    """What `served` of the link that fixed the rate will be when the flow ends; its bytes where none has yet."""
     full_link: Int32Array
-    """The link that fixed the rate."""
+    """The link that fixed the rate, -1 before the first filling."""
 
 
-RATE, END_S = 0, 1
 LEFT, LOAD = 0, 1
 
 
@@ -73,8 +73,13 @@ class LinkColumns(NamedTuple):
     """Active flows that cross the link."""
     level: FloatArray
     """Rate at which the link filled; infinite where it does not."""
+    served: FloatArray
+    """Bytes that each of the flows which the link fixes has had of it, as of `since_s`."""
+    since_s: FloatArray
+    least_due: FloatArray
+    """Of the flows that the link fixed."""
     soonest_s: FloatArray
-    """When the first of the flows that the link fixed ends."""
+    """When the first of these ends."""
     order: Int32Array
     """Links by level."""
     saved: FloatArray
@@ -129,10 +134,11 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
     unchanged: links at the head of the order that are as they were. search: the order is no guide (flows were added).
     """
     # Named once, and all in one function: to take an array out of a tuple, or to hand it on, costs as much as to use it.
-    paths, weights, places, motion, full_link = flows.links, flows.weights, flows.places, flows.motion, flows.full_link
+    paths, weights, places, due, full_link = flows.links, flows.weights, flows.places, flows.due, flows.full_link
     first, num_members, num_fixed, members = links.first, links.num_members, links.num_fixed, links.members
     capacity, level, soonest_s, order = links.capacity, links.level, links.soonest_s, links.order
     left, filled, saved, block, touched = links.open, links.filled, links.saved, links.block, links.touched
+    served, since_s, least_due = links.served, links.since_s, links.least_due
     stride, width, weighted = links.stride, paths.shape[1], weights.shape[0] > 0
     num_links = order.size
     # Of a search: the least share in each block of the links that are open, which has it, and how many are left there.
@@ -148,6 +154,7 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
         open_links[: num_links - at] = order[at:]
     previous = level[order[at - 1]] if at else 0.0
     tail = num_links
+    again = False
     while at < num_links:
         best, chosen = np.inf, -1
         if search:
@@ -189,7 +196,7 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                     back += 1
             if back < num_links:
                 at = _restore(links, back)
-                search = True
+                search = again = True
                 num_blocks = _begin_search(links, at, size)
                 open_links[: num_links - at] = order[at:]
                 previous = level[order[at - 1]] if at else 0.0
@@ -205,20 +212,25 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                 saved[at // stride, other, LEFT] = left[other, LEFT]
                 saved[at // stride, other, LOAD] = left[other, LOAD]
         at += 1
+        before = level[link]
+        if before < np.inf:
+            served[link] += before * (now_s - since_s[link])
+        since_s[link] = now_s
         if best == np.inf:
             level[link] = np.inf
+            least_due[link] = np.inf
             soonest_s[link] = np.inf
             num_fixed[link] = 0
             continue
 
         # Never below the level reached: what is missing then is rounding.
         rate = previous = max(best, previous)
-        before = level[link]
-        factor = before / rate
-        link_soonest_s = np.inf
         filled[link] = 1
         still_open = left[link, LOAD]
         left[link, LOAD] = 0.0
+        had = first[link] + num_fixed[link]
+        kept = 0
+        least_new = np.inf
         begin = first[link]
         for index in range(begin, begin + num_members[link]):
             flow = members[index]
@@ -232,19 +244,18 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                     break
             if fixed:
                 continue
-            old = motion[flow, RATE]
-            end_s = motion[flow, END_S]
-            if old == before:
-                end_s = now_s + (end_s - now_s) * factor
-            elif old == 0.0:
-                end_s = now_s + end_s / rate
+            if index < had and (not again or full_link[flow] == link):
+                kept += 1
             else:
-                end_s = now_s + (end_s - now_s) * (old / rate)
-            end_s = max(end_s, now_s)
-            motion[flow, RATE] = rate
-            motion[flow, END_S] = end_s
-            link_soonest_s = min(link_soonest_s, end_s)
-            full_link[flow] = link
+                left_bytes = due[flow]
+                other = full_link[flow]
+                if other >= 0:
+                    left_bytes -= served[other]
+                    if since_s[other] < now_s:
+                        left_bytes -= level[other] * (now_s - since_s[other])
+                due[flow] = served[link] + max(left_bytes, 0.0)
+                full_link[flow] = link
+                least_new = min(least_new, due[flow])
             for hop in range(width):
                 other = paths[flow, hop]
                 if other < 0:
@@ -269,6 +280,12 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
             begin += 1
             if still_open <= 0.0:
                 break
+        if kept < num_fixed[link] or again:
+            least_due[link] = np.inf
+            for index in range(first[link], begin):
+                least_due[link] = min(least_due[link], due[members[index]])
+        else:
+            least_due[link] = min(least_due[link], least_new)
         level[link] = rate
-        soonest_s[link] = link_soonest_s
+        soonest_s[link] = now_s + max(least_due[link] - served[link], 0.0) / rate
         num_fixed[link] = begin - first[link]

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 
 from simulator.arrays import FloatArray, IntArray
-from simulator.draining import COMPACT, Cargo, Clock, Tickets, Usage, activate, drain, put_on_links
+from simulator.draining import COMPACT, Cargo, Clock, Tickets, Usage, activate, drain, left_bytes, put_on_links
 from simulator.engine import LATE, Engine, Event
 from simulator.errors import SimulationError
-from simulator.filling import DONE, NUM_SAVED, RATE, WAITING, FlowColumns, LinkColumns
+from simulator.filling import DONE, NUM_SAVED, WAITING, FlowColumns, LinkColumns
 from simulator.indexing import compress, links_that_can_fill, longest, members_by_link
 
 OnComplete = Callable[[IntArray, IntArray], None]
@@ -114,7 +114,7 @@ class Network:
 
     def rates_bytes_per_s(self, batch: Batch) -> FloatArray:
         """[n] of a batch's flows as of the last start or end; meaningless for those that are done or have not started."""
-        return np.asarray(self._flows.motion[batch.rows, RATE], dtype=np.float64)
+        return np.asarray(self._links.level[self._flows.full_link[batch.rows]], dtype=np.float64)
 
     def prepare(self, transfers: Transfers, on_complete: OnComplete) -> Batch:
         """Take in flows that will be started later, all or some at a time, with `start`.
@@ -180,13 +180,14 @@ class Network:
     def _renew_table(self) -> None:
         """Drop rows that are done, add those of new batches, and see anew which links matter."""
         old = self._flows
+        left_bytes(old, self._links, float(self._clock.now_s[0]))
         alive = np.flatnonzero(old.status != DONE)
         self._cargo = _join([_select(self._cargo, alive), *self._arrivals])
         self._arrivals = []
         self._flows, self._links = _index(self._cargo, self._capacity)
         flows = self._flows
         flows.status[: alive.size] = old.status[alive]
-        flows.motion[: alive.size] = old.motion[alive]
+        flows.due[: alive.size] = old.due[alive]
         self._largest_bytes = float(self._cargo.size_bytes.max(initial=0.0))
         self._clock.counts[:] = (flows.status.size, 0, 1, 1)
         put_on_links(flows, self._links)
@@ -326,7 +327,7 @@ def _index(cargo: Cargo, capacity: FloatArray) -> tuple[FlowColumns, LinkColumns
         weights=weights,
         places=np.zeros(paths.shape, dtype=np.int32),
         status=np.full(num_flows, WAITING, dtype=np.int8),
-        motion=np.zeros((num_flows, 2)),
+        due=np.zeros(num_flows),
         full_link=np.full(num_flows, -1, dtype=np.int32),
     )
     stride = max(1, math.ceil(num_links / (NUM_SAVED - 1)))
@@ -338,6 +339,9 @@ def _index(cargo: Cargo, capacity: FloatArray) -> tuple[FlowColumns, LinkColumns
         members=members,
         load=np.zeros(num_links),
         level=np.full(num_links, np.inf),
+        served=np.zeros(num_links),
+        since_s=np.zeros(num_links),
+        least_due=np.full(num_links, np.inf),
         soonest_s=np.full(num_links, np.inf),
         order=np.arange(num_links, dtype=np.int32),
         saved=np.zeros((NUM_SAVED, num_links, 2)),
