@@ -6,6 +6,7 @@ from planner.cost import StepCost, step_cost
 from planner.explain import Alternative, Explanation, LinkLoad, explain, summary
 from planner.memory import MemoryUse, memory_use
 from planner.plans import baseline, plan_domains, predict
+from planner.sites.compare import OtherPlan, compare_planners
 
 __all__ = [
     "Alternative",
@@ -13,9 +14,11 @@ __all__ = [
     "Explanation",
     "LinkLoad",
     "MemoryUse",
+    "OtherPlan",
     "StepCost",
     "baseline",
     "check",
+    "compare_planners",
     "explain",
     "memory_use",
     "plan",

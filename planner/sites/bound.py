@@ -12,14 +12,22 @@ import numpy as np
 from planner.sites.lp import Duals, box_program
 from planner.sites.relaxation import Box, Relaxation, Weights, latency_s
 
-Evidence = Weights | Duals
-"""Link weights for the knapsacks, or multipliers of the box's program."""
+
+@dataclass(frozen=True)
+class Thresholds:
+    """``Relaxation.thresholds_s``, which needs no numbers."""
+
+
+Evidence = Weights | Duals | Thresholds
+"""Link weights for the knapsacks, multipliers of the box's program, or the argument by thresholds."""
 
 
 def proven_s(relaxation: Relaxation, box: Box, evidence: Evidence) -> float:
     """No plan of the box has a shorter step."""
     if isinstance(evidence, Weights):
         return relaxation.value_s(box, evidence)
+    if isinstance(evidence, Thresholds):
+        return relaxation.thresholds_s(box)
     program = box_program(relaxation, box)
     if program is None:
         return float("inf")
@@ -75,10 +83,12 @@ def prove(
 
     def enter(box: Box, parent: _Part | None) -> None:
         nonlocal serial
-        start = even if parent is None or isinstance(parent.evidence, Duals) else parent.evidence
-        part = _Part(box, start, proven_s(relaxation, box, start))
+        quick: tuple[Evidence, ...] = (even, Thresholds())
+        part = max((_Part(box, one, proven_s(relaxation, box, one)) for one in quick), key=lambda one: one.value_s)
         if part.value_s < target_s and time.perf_counter() < deadline_s:
-            program = box_program(relaxation, box)
+            quick_lp = len(relaxation.classes.count) <= FEW_CLASSES
+            narrow = quick_lp or relaxation.num_layers * sum(spread_s(relaxation, box)) <= NARROW * best_s
+            program = box_program(relaxation, box) if narrow else None
             duals = None if program is None else program.solve()
             if program is not None and duals is not None:
                 layer_s = latency_s(relaxation, box) + program.value_s(duals)
@@ -112,18 +122,33 @@ def prove(
     )
 
 
-def splittable(relaxation: Relaxation, box: Box) -> tuple[Box, Box] | None:
-    """Two halves that hold the box's plans, cut where its corners differ most in cost; None when they hardly differ."""
+FEW_CLASSES = 16
+"""Up to so many, linear programs are quick and are solved for every box."""
+NARROW = 0.04
+"""Linear programs are solved for boxes whose corners differ by less than this share of the best plan's step: in wider ones
+the corners lose more than a program gains."""
+
+
+def spread_s(relaxation: Relaxation, box: Box) -> tuple[float, float, float]:
+    """What the box's corners differ by in the cost of one layer, along each of its three sides."""
     low_gather, high_gather = box.gather_s
     low_back, high_back = box.return_s
     low, high = box.reach
     batches = relaxation.problem.workload.training.micro_batches
     corner = relaxation.copies_s(box.residency, low_gather, low_back)
-    costs = (
+    return (
         relaxation.copies_s(box.residency, high_gather, low_back) - corner,
         relaxation.copies_s(box.residency, low_gather, high_back) - corner,
         batches * float(relaxation.reaches_s[high] - relaxation.reaches_s[low]),
     )
+
+
+def splittable(relaxation: Relaxation, box: Box) -> tuple[Box, Box] | None:
+    """Two halves that hold the box's plans, cut where its corners differ most in cost; None when they hardly differ."""
+    low_gather, high_gather = box.gather_s
+    low_back, high_back = box.return_s
+    low, high = box.reach
+    costs = spread_s(relaxation, box)
     widest = int(np.argmax(costs))
     if costs[widest] <= 1e-9 * relaxation.base_s / relaxation.num_layers:
         return None

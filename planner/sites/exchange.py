@@ -161,16 +161,13 @@ def _copies(problem: SiteProblem, held: IntArray, inside: Inside) -> tuple[tuple
     """The gather's exchanges in experts, and copies per rank ([D, n])."""
     size, n = problem.num_sites, problem.num_inside
     at_home = np.bincount(problem.home, minlength=size * n).reshape(size, n).astype(np.float64)
-    place = np.zeros((problem.num_experts, n))
-    place[np.arange(problem.num_experts), problem.home_inside] = 1.0
-    held_at = held @ place
-    copies = held.astype(np.float64)
-    copies[problem.home_site, np.arange(problem.num_experts)] = 0.0
-    out = np.zeros(size * n)
-    np.add.at(out, problem.home, copies.sum(axis=0))
-    home = np.zeros((problem.num_experts, size))
-    home[np.arange(problem.num_experts), problem.home_site] = 1.0
-    outer = Exchange(outer=True, out=out.reshape(size, n), into=held_at - at_home, pairs=(copies @ home).T)
+    site, expert = np.nonzero(held)
+    held_at = np.bincount(site * n + problem.home_inside[expert], minlength=size * n).reshape(size, n).astype(np.float64)
+    pairs = np.bincount(problem.home_site[expert] * size + site, minlength=size * size).reshape(size, size).astype(np.float64)
+    np.fill_diagonal(pairs, 0.0)
+    copies = np.bincount(expert, minlength=problem.num_experts) - 1.0
+    out = np.bincount(problem.home, weights=copies, minlength=size * n).reshape(size, n)
+    outer = Exchange(outer=True, out=np.asarray(out, dtype=np.float64), into=held_at - at_home, pairs=pairs)
     if inside is Inside.ONE or n == 1:
         return (outer,), held_at - at_home
     all_held = held_at.sum(axis=1, keepdims=True)

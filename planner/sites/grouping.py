@@ -101,7 +101,7 @@ def estimate_s(problem: SiteProblem, num_groups: int) -> float:
     rows = problem.num_inside * work.training.tokens * max(members - 1, 0.0) * hit
     copies = max(held, (num_groups - 1) * float(problem.homes.max())) if num_groups > 1 else 0.0
     gather_s = copies * work.expert_bytes / rate
-    latency = float(np.median(problem.latency_s)) * 5 * batches * (members > 1)
+    latency = problem.median_latency_s * 5 * batches * (members > 1)
     hidden = min(gather_s, problem.beside_s) + min(gather_s, 2 * problem.beside_s)
     return batches * rows * row_bytes / rate + 2 * gather_s - hidden + latency
 

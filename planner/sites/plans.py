@@ -20,7 +20,9 @@ from hybridep.workload import Workload
 from planner.plans import plan_domains, predict
 from planner.sites.bound import Proof, prove
 from planner.sites.cost import SiteCost, site_cost
+from planner.sites.grouping import MANY
 from planner.sites.oracle import best_table
+from planner.sites.others import OTHERS
 from planner.sites.problem import Configuration, Inside, SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
 from planner.sites.search import Found, Search, run
@@ -58,6 +60,12 @@ def solve_sites(
     if few and (best := best_table(problem)) is not None:
         found = search.evaluate(best[0])
         return SiteSolution(found=found, bound_s=best[2], proof=None, solve_s=time.perf_counter() - started)
+    if problem.num_sites <= MANY:
+        # Never worse than what other planners would do.
+        for other in OTHERS.values():
+            for table in other(problem):
+                if not search.over:
+                    search.evaluate(np.ascontiguousarray(table))
     run(search)
     if search.best is None:
         raise NoSolutionError(f"no plan was looked at within {time_limit_s:g} s; give it more time (--time-limit)")
@@ -66,7 +74,7 @@ def solve_sites(
         relaxation,
         search.best.rank[1],
         enough_gap=ENOUGH_GAP,
-        max_boxes=int(np.clip(300 * (16 / len(relaxation.classes.count)) ** 2, 8, 300)),
+        max_boxes=int(np.clip(4000 * (10 / len(relaxation.classes.count)), 400, 4000)),
         deadline_s=started + 0.95 * time_limit_s,
         report=None if report is None else lambda seconds: report("bound", seconds),
     )

@@ -102,6 +102,17 @@ class SiteProblem:
         return hit_probabilities(self.num_experts, self.workload.model.top_k)
 
     @cached_property
+    def equal_sites(self) -> bool:
+        """All have the same links."""
+        access = np.ptp(self.up_bytes_per_s) == 0 and np.ptp(self.down_bytes_per_s) == 0
+        return bool(access and self.pair_bytes_per_s is None)
+
+    @cached_property
+    def median_latency_s(self) -> float:
+        """Between sites."""
+        return float(np.median(self.latency_s))
+
+    @cached_property
     def beside_s(self) -> float:
         """What a gather can hide under in forward; twice that in backward."""
         if not self.schedule.overlap:

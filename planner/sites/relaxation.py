@@ -367,6 +367,37 @@ class Relaxation:
         tokens_s = float(each @ self.classes.count)
         return self.base_s + self.num_layers * (self.corner_s(box) + tokens_s)
 
+    def thresholds_s(self, box: Box) -> float:
+        """No plan of the box has a shorter step, by another argument, which keeps the concave chance of a token needing a
+        site as it is: a site that holds m experts sends each token with one of the other E - m at least once. So if no
+        site's links are busy for longer than t, each holds at least m(t); the smallest t counts for which all of them can,
+        and together do not hold more than what homes can send out."""
+        kinds, limits, experts = self.classes, self.limits(box), self.problem.num_experts
+        total = float(kinds.homes @ kinds.count) + limits.most_copies
+        forward, back, compute = self.budgets_s
+        away = self.rows * self.problem.hit[experts - np.arange(experts + 1)]
+        if (limits.most_held < kinds.homes).any():
+            return float("inf")
+
+        def least_s(rates: FloatArray) -> float:
+            times = away[None, :] / rates[:, None]
+            candidates = np.unique(times)
+            low, high = 0, len(candidates) - 1
+            while low < high:
+                middle = (low + high) // 2
+                # Times fall with m, so the experts needed are those whose time is still too long.
+                needed = (times > candidates[middle] * (1 + SLACK)).sum(axis=1)
+                if (needed <= limits.most_held).all() and float(needed @ kinds.count) <= total * (1 + SLACK):
+                    high = middle
+                else:
+                    low = middle + 1
+            return float(candidates[low]) * (1 - SLACK)
+
+        tokens_s = forward * least_s(kinds.up_bytes_per_s) + back * least_s(kinds.down_bytes_per_s)
+        # Somebody computes at least the mean.
+        tokens_s += compute * self.problem.expert_s_per_choice * experts
+        return self.base_s + self.num_layers * (self.corner_s(box) + tokens_s)
+
     def cheapest(self, limits: Limits, weights: Weights) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Fractional knapsacks: (experts that a site of each class serves itself [C], experts that it finds at all sites
         of each other class [C, C], their unit costs [C, C])."""

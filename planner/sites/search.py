@@ -110,13 +110,12 @@ def starts(problem: SiteProblem) -> Iterator[tuple[str, IntArray]]:
 def group_starts(problem: SiteProblem, counts: Iterable[int]) -> Iterator[tuple[Groups, Share]]:
     """Groups of near sites, or of equal strength, of every number of groups in ``counts``, and how members share."""
     near, latency = distance(problem), problem.latency_s + problem.latency_s.T
-    uneven = problem.pair_bytes_per_s is not None or np.ptp(near[~np.eye(problem.num_sites, dtype=np.bool_)]) > 0
     for count in counts:
         made = [even_groups(problem, count)]
         if problem.pair_bytes_per_s is not None:
             made += [nearest_groups(near, count), nearest_groups(latency, count)]
         for groups in dict.fromkeys(made):
-            for share in SHARES if uneven else SHARES[:1]:
+            for share in SHARES[:1] if problem.equal_sites else SHARES:
                 yield groups, share
 
 
@@ -146,7 +145,7 @@ def run(search: Search, *, seed: int = 0) -> None:
             table = table_of(problem, groups, {members: shares(problem, members, share) for members in groups})
             tried.append((search.evaluate(table).rank, groups, share))
     tried.sort(key=lambda entry: entry[0])
-    if not np.ptp(problem.up_bytes_per_s) and not np.ptp(problem.down_bytes_per_s) and problem.pair_bytes_per_s is None and large:
+    if large and problem.equal_sites:
         return  # equal sites: nothing tells one move from another
     rng = np.random.default_rng(seed)
     budget = search.max_evaluations

@@ -1,0 +1,42 @@
+"""A plan beside what other planners would do with the same cluster and workload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridep.errors import UserError
+from hybridep.plan import Plan
+from planner.cost import step_cost
+from planner.sites.others import OTHERS, other_plan
+from planner.sites.problem import site_problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherPlan:
+    """What one other planner reaches."""
+
+    step_s: float
+    gain: float
+    """Its step over the plan's; above 1 the plan is faster."""
+    memory_bytes: float
+    """Of the fullest rank."""
+    fits: bool
+
+
+def compare_planners(plan: Plan) -> dict[str, OtherPlan]:
+    """By planner, in a fixed order. Raises UserError for clusters with more than one level below the sites, or one site."""
+    if plan.cluster.sizes[0] < 2:
+        raise UserError(f"cluster {plan.cluster.name}: comparing planners between sites needs two sites")
+    problem = site_problem(plan.cluster, plan.workload, plan.schedule)
+    step_s = plan.prediction.step if plan.prediction is not None else step_cost(plan).step_s
+    others = {}
+    for name in OTHERS:
+        found = other_plan(problem, name)
+        assert found.cost is not None
+        others[name] = OtherPlan(
+            step_s=found.cost.step_s,
+            gain=found.cost.step_s / step_s,
+            memory_bytes=found.cost.memory_bytes,
+            fits=found.rank[0] == 0,
+        )
+    return others
