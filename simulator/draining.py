@@ -91,6 +91,8 @@ def _put_on(flows: FlowColumns, links: LinkColumns, flow: int) -> None:
             break
         place = links.first[link] + links.num_members[link]
         links.members[place] = flow
+        if flows.links.shape[1] == 2:
+            links.partners[place] = flows.links[flow, 1 - hop]
         flows.places[flow, hop] = place
         links.num_members[link] += 1
         links.load[link] += flows.weights[flow, hop] if flows.weights.shape[0] > 0 else 1.0
@@ -169,7 +171,8 @@ def _finish(
 ) -> int:
     """Take flows off their links and hand them in; return the number of tickets told."""
     paths, weights, places = flows.links, flows.weights, flows.places
-    first, num_members, num_fixed, members = links.first, links.num_members, links.num_fixed, links.members
+    first, num_members, num_fixed = links.first, links.num_members, links.num_fixed
+    members, partners = links.members, links.partners
     load, saved, use, since_s, busy_s = links.load, links.saved, usage.load, usage.since_s, usage.busy_s
     all_paths, all_weights, latency_s = cargo.path, cargo.weights, cargo.latency_s
     unfinished, due_s, last_flow, ticket_of = tickets.unfinished, tickets.due_s, tickets.last, cargo.tickets
@@ -199,6 +202,7 @@ def _finish(
                 if hole < place:
                     moved = members[place]
                     members[hole] = moved
+                    partners[hole] = partners[place]
                     for other in range(paths.shape[1]):
                         if paths[moved, other] == link:
                             places[moved, other] = hole

@@ -69,6 +69,8 @@ class LinkColumns(NamedTuple):
     """Flows that the link fixed."""
     members: Int32Array
     """Active flows on a link: members[first[link] : first[link] + num_members[link]]; those that it fixed come first."""
+    partners: Int32Array
+    """Beside `members`, where no path is longer than two: the flow's other link, or -1."""
     load: FloatArray
     """Active flows that cross the link."""
     level: FloatArray
@@ -135,11 +137,13 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
     """
     # Named once, and all in one function: to take an array out of a tuple, or to hand it on, costs as much as to use it.
     paths, weights, places, due, full_link = flows.links, flows.weights, flows.places, flows.due, flows.full_link
-    first, num_members, num_fixed, members = links.first, links.num_members, links.num_fixed, links.members
+    first, num_members, num_fixed = links.first, links.num_members, links.num_fixed
+    members, partners = links.members, links.partners
     capacity, level, soonest_s, order = links.capacity, links.level, links.soonest_s, links.order
     left, filled, saved, block, touched = links.open, links.filled, links.saved, links.block, links.touched
     served, since_s, least_due = links.served, links.since_s, links.least_due
     stride, width, weighted = links.stride, paths.shape[1], weights.shape[0] > 0
+    pairs = width == 2 and not weighted
     num_links = order.size
     # Of a search: the least share in each block of the links that are open, which has it, and how many are left there.
     open_links = order.copy()
@@ -235,13 +239,19 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
         for index in range(begin, begin + num_members[link]):
             flow = members[index]
             fixed = False
-            for hop in range(width):
-                other = paths[flow, hop]
-                if other < 0:
-                    break
-                if other != link and filled[other]:
-                    fixed = True
-                    break
+            partner = -1
+            if pairs:
+                # All-to-Alls: read in order, without a look at the flow itself.
+                partner = partners[index]
+                fixed = partner >= 0 and filled[partner] != 0
+            else:
+                for hop in range(width):
+                    other = paths[flow, hop]
+                    if other < 0:
+                        break
+                    if other != link and filled[other]:
+                        fixed = True
+                        break
             if fixed:
                 continue
             if index < had and (not again or full_link[flow] == link):
@@ -256,7 +266,14 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                 due[flow] = served[link] + max(left_bytes, 0.0)
                 full_link[flow] = link
                 least_new = min(least_new, due[flow])
-            for hop in range(width):
+            if pairs:
+                still_open -= 1.0
+                if partner >= 0:
+                    left[partner, LEFT] -= rate
+                    left[partner, LOAD] -= 1.0
+                    if search:
+                        touched[block[partner]] = 1
+            for hop in range(0 if pairs else width):
                 other = paths[flow, hop]
                 if other < 0:
                     break
@@ -272,6 +289,7 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                 # To the front, where the next filling finds the same flows.
                 swapped = members[begin]
                 members[begin], members[index] = flow, swapped
+                partners[begin], partners[index] = partners[index], partners[begin]
                 for hop in range(width):
                     if paths[flow, hop] == link:
                         places[flow, hop] = begin

@@ -337,6 +337,7 @@ def _index(cargo: Cargo, capacity: FloatArray) -> tuple[FlowColumns, LinkColumns
         num_members=np.zeros(num_links, dtype=np.int64),
         num_fixed=np.zeros(num_links, dtype=np.int64),
         members=members,
+        partners=np.full(members.size, -1, dtype=np.int32),
         load=np.zeros(num_links),
         level=np.full(num_links, np.inf),
         served=np.zeros(num_links),
