@@ -32,6 +32,8 @@ MOST_RANKS = 1024
 """Above, equal domains are not tried by the integer program, and predictions come from the closed form over sites."""
 FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""
+MOST_BOXES = 500
+"""Of one proof."""
 ENOUGH_GAP = 0.005
 """The bound is not improved below this gap."""
 
@@ -74,7 +76,7 @@ def solve_sites(
         relaxation,
         search.best.rank[1],
         enough_gap=ENOUGH_GAP,
-        max_boxes=int(np.clip(4000 * (10 / len(relaxation.classes.count)), 400, 4000)),
+        max_boxes=MOST_BOXES,
         deadline_s=started + 0.95 * time_limit_s,
         report=None if report is None else lambda seconds: report("bound", seconds),
     )

@@ -393,10 +393,40 @@ class Relaxation:
                     low = middle + 1
             return float(candidates[low]) * (1 - SLACK)
 
-        tokens_s = forward * least_s(kinds.up_bytes_per_s) + back * least_s(kinds.down_bytes_per_s)
+        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
+        tokens_s = forward * max(least_s(up), self._serving_s(limits, total, down))
+        tokens_s += back * max(least_s(down), self._serving_s(limits, total, up))
         # Somebody computes at least the mean.
         tokens_s += compute * self.problem.expert_s_per_choice * experts
         return self.base_s + self.num_layers * (self.corner_s(box) + tokens_s)
+
+    def _serving_s(self, limits: Limits, total: float, rates: FloatArray) -> float:
+        """Seconds per byte of a row that the busiest site's link is busy for with tokens it serves to others, at least:
+        a row that comes to a site with m experts finds at most m / P(m) of those it needs on average, and sites that hold
+        ``total`` experts together leave D E - total to be found elsewhere. m / P(m) lies below a line from one expert on;
+        the best m under those lines are found greedily."""
+        kinds, experts = self.classes, float(self.problem.num_experts)
+        most = limits.most_held
+        first = np.where(most >= 1, 1 / self.problem.hit[1], 0.0)
+        last = most / np.maximum(self.problem.hit[most.astype(np.int64)], self.problem.hit[1])
+        slope = np.where(most > 1, (last - first) / np.maximum(most - 1, 1.0), 0.0)
+        units = np.concatenate([np.minimum(most, 1.0) * kinds.count, np.maximum(most - 1, 0.0) * kinds.count])
+
+        def enough(time_s: float) -> bool:
+            rows = time_s * rates / self.rows
+            gains = np.concatenate([rows * first, rows * slope]) + 1.0
+            order = np.argsort(-gains, kind="stable")
+            before = np.cumsum(units[order]) - units[order]
+            taken = np.clip(total - before, 0.0, units[order])
+            return float(taken @ gains[order]) >= experts * self.problem.num_sites * (1 - SLACK)
+
+        low, high = 0.0, self.rows * experts * self.problem.num_sites / float(rates.min())
+        if enough(low) or not enough(high):
+            return 0.0 if enough(low) else high
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (low, middle) if enough(middle) else (middle, high)
+        return low
 
     def cheapest(self, limits: Limits, weights: Weights) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Fractional knapsacks: (experts that a site of each class serves itself [C], experts that it finds at all sites
