@@ -61,7 +61,8 @@ class Network:
     instant in which flows start or end.
 
     tolerance: share of its bytes that a flow may leave out to end together with another. Every time is then exact for
-    sizes that are smaller by at most `largest_cut` of each, which never exceeds the tolerance. EXACT is the least.
+    sizes that are smaller by at most `largest_cut` of each: no more than the tolerance, or what the clock can resolve. EXACT
+    is the least.
     """
 
     def __init__(self, engine: Engine, link_capacity_bytes_per_s: Sequence[float] | FloatArray, tolerance: float = EXACT) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridep.plan import Plan
 from simulator.baselines import Baseline, baseline_plan
+from simulator.network import EXACT
 from simulator.step import StepResult, simulate_step
 from simulator.training import Routing
 
@@ -28,6 +29,7 @@ class Report:
         return {
             "step_s": self.step.step_s,
             "wall_s": self.wall_s,
+            "largest_cut": self.step.largest_cut,
             "parts": self.step.parts,
             "baselines": {baseline.value: step_s for baseline, step_s in self.baselines.items()},
             "busiest_link": asdict(self.step.busiest_link),
@@ -35,12 +37,13 @@ class Report:
         }
 
 
-def simulate(plan: Plan, against: Sequence[Baseline] = (), routing: Routing | None = None) -> Report:
+def simulate(plan: Plan, against: Sequence[Baseline] = (), routing: Routing | None = None, tolerance: float = EXACT) -> Report:
     """Simulate one training step of a plan, and of the baselines `against` under the same routing.
 
     routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; uniform expectation without it.
+    tolerance: as `simulate_step`.
     """
     began_s = time.perf_counter()
-    step = simulate_step(plan, routing)
-    baselines = {baseline: simulate_step(baseline_plan(plan, baseline), routing).step_s for baseline in against}
+    step = simulate_step(plan, routing, tolerance)
+    baselines = {baseline: simulate_step(baseline_plan(plan, baseline), routing, tolerance).step_s for baseline in against}
     return Report(step=step, baselines=baselines, wall_s=time.perf_counter() - began_s)

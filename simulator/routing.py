@@ -1,0 +1,42 @@
+"""Uneven choices of experts: popularity by Zipf's law, different in every layer, drifting from step to step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hybridep.plan import Plan
+from simulator.errors import SimulationError
+from simulator.training import Routing
+
+
+def zipf_routing(plan: Plan, *, exponent: float, seed: int, step: int = 0, drift: float = 0.0) -> Routing:
+    """Choices of a training step: the i-th most popular of a layer's experts has a share proportional to i ** -exponent.
+
+    exponent: 0 is uniform. Each token draws its top-k without replacement (Gumbel's trick; Kool et al., ICML 2019).
+    drift: how far the order of popularity moves per step, from 0 (never) to 1 (a new order each step): scores whose order
+    it is follow an autoregressive process. The same seed and step give the same choices, whatever the plan's placement.
+    Returns (MoE layer, micro-batch) -> [G, T, K] expert ids. Raises SimulationError for values out of range.
+    """
+    if not (exponent >= 0 and math.isfinite(exponent) and 0 <= drift <= 1 and step >= 0):
+        raise SimulationError(
+            f"routing: exponent {exponent}, step {step} and drift {drift} must not be negative, drift at most 1"
+        )
+    model, training = plan.workload.model, plan.workload.training
+    num_layers, num_experts = model.num_moe_layers, model.num_experts
+    rng = np.random.default_rng([seed, 0])
+    score = rng.standard_normal((num_layers, num_experts))
+    for _ in range(step):
+        score = math.sqrt(1 - drift**2) * score + drift * rng.standard_normal(score.shape)
+    rank = np.argsort(np.argsort(-score, axis=1), axis=1)
+    log_share = -exponent * np.log1p(rank)
+    tokens = np.random.default_rng([seed, 1, step])
+    shape = (plan.cluster.num_gpus, training.tokens, num_experts)
+    choices = {}
+    for layer in range(num_layers):
+        for micro_batch in range(training.micro_batches):
+            drawn = log_share[layer] + tokens.gumbel(size=shape)
+            top = np.argpartition(-drawn, model.top_k - 1, axis=-1)[..., : model.top_k]
+            choices[layer, micro_batch] = top.astype(np.int64)
+    return choices

@@ -1,0 +1,49 @@
+import numpy as np
+import pytest
+from simulated_plans import make_plan
+
+from simulator.errors import SimulationError
+from simulator.routing import zipf_routing
+from simulator.step import simulate_step
+
+PLAN = make_plan(4, 2, num_experts=16)
+
+
+def shares(exponent: float, **options: float) -> np.ndarray:
+    routing = zipf_routing(PLAN, exponent=exponent, seed=3, **options)  # type: ignore[arg-type]
+    return np.stack([np.bincount(routing[layer, 0].ravel(), minlength=16) for layer in range(2)]) / (8 * 64)
+
+
+def test_tokens_choose_distinct_experts_and_the_same_again() -> None:
+    first, second = (zipf_routing(PLAN, exponent=1.0, seed=3) for _ in range(2))
+    for key, choices in first.items():
+        assert choices.shape == (8, 64, 3)
+        assert all(len(set(row)) == 3 for row in choices.reshape(-1, 3).tolist())
+        np.testing.assert_array_equal(choices, second[key])
+    assert (zipf_routing(PLAN, exponent=1.0, seed=4)[0, 0] != first[0, 0]).any()
+
+
+def test_shares_follow_the_exponent() -> None:
+    assert shares(0.0).max() < 0.3  # 3 of 16 each, 512 tokens
+    steep = np.sort(shares(2.0), axis=1)[:, ::-1]
+    assert (steep[:, 0] > 0.85).all()
+    assert (steep[:, 4:] < 0.3).all()
+    assert np.argmax(shares(2.0)[0]) != np.argmax(shares(2.0)[1])
+
+
+def test_popularity_drifts_as_far_as_asked() -> None:
+    def distance(drift: float) -> float:
+        return float(np.abs(shares(2.0, step=5, drift=drift) - shares(2.0)).sum())
+
+    assert distance(0.0) < distance(0.1) < distance(0.9)
+
+
+def test_uneven_choices_slow_the_step() -> None:
+    even, uneven = (simulate_step(PLAN, zipf_routing(PLAN, exponent=exponent, seed=3)).step_s for exponent in (0.0, 2.0))
+    assert uneven > 1.1 * even
+
+
+@pytest.mark.parametrize("options", [{"exponent": -1.0}, {"exponent": 1.0, "drift": 2.0}, {"exponent": 1.0, "step": -1}])
+def test_misuse_names_the_values(options: dict[str, float]) -> None:
+    with pytest.raises(SimulationError, match="must not be negative"):
+        zipf_routing(PLAN, seed=0, **options)  # type: ignore[arg-type]
