@@ -10,7 +10,9 @@ import click
 from hybridep.commands.common import emit, set_option, verb
 
 if TYPE_CHECKING:
-    from hybridep.plan import Plan
+    from collections.abc import Sequence
+
+    from hybridep.plan import LayerGroup, Plan
     from planner import Alternative, Explanation
 
 
@@ -19,26 +21,42 @@ if TYPE_CHECKING:
 @click.argument("model")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plan.yaml"), show_default=True, help="Plan file.")
 @click.option("--solver", type=click.Choice(["highs", "cbc"]), default="highs", show_default=True)
+@click.option("--compare", is_flag=True, help="Also cost what other planners would do (clusters planned site by site).")
 @click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True)
 @set_option
 def command(
-    cluster: str, model: str, output: Path, solver: str, time_limit_s: float, overrides: tuple[str, ...], as_json: bool
+    cluster: str,
+    model: str,
+    output: Path,
+    solver: str,
+    compare: bool,
+    time_limit_s: float,
+    overrides: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Plan the training of MODEL on CLUSTER: which experts travel to the tokens, and which tokens to the experts.
 
     CLUSTER is a shipped config's name, a YAML file, or a CSV matrix with the columns src,dst,gbps,rtt_ms. MODEL is a shipped
     config's name or a YAML file.
     """
+    from dataclasses import asdict
+
     from hybridep.commands.inputs import cluster_and_workload
-    from planner import explain, plan, summary
+    from hybridep.units import format_seconds
+    from planner import compare_planners, explain, plan, summary
 
     made = plan(*cluster_and_workload(cluster, model, overrides), solver=solver, time_limit_s=time_limit_s)
     made.save(output)
     explanation = explain(made)
+    others = compare_planners(made) if compare else {}
     if as_json:
-        emit({**summary(made), "explanation": explanation.to_json(), "digest": made.digest, "output": str(output)})
+        compared = {"planners": {name: asdict(other) for name, other in others.items()}} if compare else {}
+        emit({**summary(made), **compared, "explanation": explanation.to_json(), "digest": made.digest, "output": str(output)})
     else:
         show(made, explanation)
+        for name, other in others.items():
+            note = "" if other.fits else " (does not fit)"
+            click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")
         click.echo(f"\nplan written to {output}")
 
 
@@ -57,7 +75,8 @@ def show(made: Plan, explanation: Explanation) -> None:
     )
     for group in made.layers:
         last = group.first_layer + group.num_layers - 1
-        parts = [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
+        parts = [_serving(cluster.levels[0].name, group)] if group.serving else []
+        parts += [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
         console.print(f"  layers {group.first_layer}-{last}: {'; '.join(parts)}; copies live for one {group.residency.value}")
     if made.solver is not None:
         report = made.solver
@@ -99,6 +118,18 @@ def _level(name: str, size: int, ratio: float) -> str:
         return f"{name}: tokens travel"
     whole = "all experts" if ratio == 1 else f"{ratio:.0%} of the experts"
     return f"{name}: {whole} copied within domains of {size}"
+
+
+def _serving(name: str, group: LayerGroup) -> str:
+    """The outermost level of a plan with a serving table, its largest groups first."""
+    groups = sorted(group.serving, key=lambda one: -len(one.sites))
+    shown = [f"{_few(one.sites)} find experts at {_few(list(one.holders))}" for one in groups[:4]]
+    more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
+    return f"{name}: {len(groups)} groups of sites: {', '.join(shown)}{more}"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
