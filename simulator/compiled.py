@@ -20,22 +20,27 @@ def compiled(function: _Function) -> _Function:
     Division follows numpy (no exception for zero), sums keep their order.
     """
     config: Any = numba.config
-    before = config.CACHE_DIR
+    before, folder = config.CACHE_DIR, _cache_folder()
     # numba looks at a function's own file only, and would go on using callers of a function that has changed.
-    config.CACHE_DIR = _cache_folder()
+    config.CACHE_DIR = folder or ""
     try:
-        return cast(_Function, numba.njit(cache=True, error_model="numpy")(function))
+        return cast(_Function, numba.njit(cache=folder is not None, error_model="numpy")(function))
     finally:
         config.CACHE_DIR = before
 
 
 @cache
-def _cache_folder() -> str:
-    """A folder of the user's for exactly these sources."""
+def _cache_folder() -> str | None:
+    """A folder of the user's for exactly these sources; None where none can be made, and every process compiles anew."""
     sources = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         text = path.read_bytes()
         if b"compiled import" in text:
             sources.update(text)
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return str(root / "hybridep" / f"compiled-{sources.hexdigest()[:16]}")
+    folder = root / "hybridep" / f"compiled-{sources.hexdigest()[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return str(folder) if os.access(folder, os.W_OK) else None
