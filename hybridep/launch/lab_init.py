@@ -39,18 +39,27 @@ def build(spec: LabSpec) -> Lab:
 
 def run_as_init(argv: list[str], environment: dict[str, str]) -> int:
     """Run ``argv``, forward signals to it, reap every orphan, and return its exit code (128 + n for signal n)."""
+    command: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if interrupted_by_terminal(number):
+            return
+        if command is None:
+            early.append(number)
+        else:
+            os.kill(command.pid, number)
+
+    # Before the command starts: the kernel drops what a namespace's first process has no handler for.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, forward)
     try:
         command = subprocess.Popen(argv, env=environment)
     except OSError as error:
         print(f"hybridep lab: cannot run {argv[0]!r}: {error.strerror}", file=sys.stderr)
         return 127
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        if not interrupted_by_terminal(number):
-            os.kill(command.pid, number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, forward)
+    for early_number in tuple(early):
+        os.kill(command.pid, early_number)
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == command.pid:
