@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 LOSS_TOLERANCE = 1e-3
 """Plans add numbers in different orders; in fp32 the losses of a short run drift apart by less than this, relatively."""
 
+COMPARED_STEPS = 10
+"""Later, rounding tips a token's choice of experts over now and then, and fp32 runs part ways (fp64 ones do not: see the tests)."""
+
 TABLE_WIDTH = 140
 """Columns that the table needs; a narrower terminal wraps its lines."""
 
@@ -255,7 +258,7 @@ def _show(result: dict[str, Any], outcomes: list[Outcome]) -> None:
         f"links {'shaped' if result['shaped'] else 'NOT shaped'}; medians of {steps - 1} steps ± standard deviation; per step"
     )
     equal = "equal" if result["losses_equal"] else "NOT equal"
-    console.print(f"losses of all steps are {equal} (within {LOSS_TOLERANCE:g}, fp32)")
+    console.print(f"losses of the first {min(steps, COMPARED_STEPS)} steps are {equal} (within {LOSS_TOLERANCE:g}, fp32)")
     output = result["output"]
     console.print(
         f"figures: {output}/losses.png, {output}/step-times.png, {output}/*/timeline.png (measured), timeline-simulated.png"
