@@ -44,7 +44,9 @@ def check(plan: Plan) -> None:
         )
     if plan.prediction is None:
         raise CheckError("prediction", "is missing; a planner's plan has one")
-    _check_prediction(plan.prediction, predict(plan, tuple(name for name in BASELINES if name in plan.prediction.baselines)))
+    _check_prediction(
+        plan.prediction, predict(plan, tuple(name for name in BASELINES if name.value in plan.prediction.baselines))
+    )
     if plan.solver is not None:
         _check_solver(plan, plan.solver, plan.prediction)
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hybridep.baselines import baseline_group
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Residency
 from planner.cost import StepCost, step_cost
 from planner.domains import divisors
 from planner.memory import MemoryUse, memory_use
-from planner.plans import BASELINES, baseline_group, layer_group
+from planner.plans import BASELINES, layer_group
 
 NUM_LINKS = 5
 
@@ -83,7 +84,7 @@ def explain(plan: Plan) -> Explanation:
     """Costs and memory of a plan, the baselines and the plan's neighbours."""
     cost, memory = step_cost(plan), memory_use(plan)
     chosen = _alternative("plan", plan, cost, memory)
-    others = [(str(name), baseline_group(plan.cluster, plan.workload, name)) for name in BASELINES]
+    others = [(name.value, baseline_group(plan.cluster, plan.workload, name)) for name in BASELINES]
     baselines = tuple(_of_group(name, plan, group) for name, group in others)
     neighbours = tuple(_of_group(name, plan, group) for name, group in _neighbours(plan))
     blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.step_s < chosen.step_s]

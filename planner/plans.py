@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
+from hybridep.baselines import Baseline, baseline_plan
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Prediction, Residency, Schedule, SolverReport
 from hybridep.provenance import provenance
@@ -16,8 +17,8 @@ from planner.memory import memory_use
 from planner.problem import Problem, build_problem
 from planner.solve import Solution, solve
 
-Baseline = Literal["ep", "full_gather"]
-BASELINES: tuple[Baseline, ...] = ("ep", "full_gather")
+BASELINES = (Baseline.EP, Baseline.FULL_GATHER)
+"""Those that every prediction has."""
 
 
 def plan_domains(
@@ -31,22 +32,10 @@ def plan_domains(
     return plan_of(problem, solve(problem, solver=solver, time_limit_s=time_limit_s))
 
 
-def baseline(cluster: Cluster, workload: Workload, name: Baseline, *, schedule: Schedule | None = None) -> Plan:
-    """A plan that nobody has to search for, with its prediction, whether or not it fits the memory.
-
-    ``ep``: plain expert parallelism, every token travels. ``full_gather``: every rank copies all experts once per
-    optimizer step, no token travels (data parallelism whose optimizer state is sharded).
-    """
-    group = baseline_group(cluster, workload, name)
-    made = Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule or Schedule(), provenance=provenance())
-    return made.model_copy(update={"prediction": predict(made)})
-
-
-def baseline_group(cluster: Cluster, workload: Workload, name: Baseline) -> LayerGroup:
-    """All MoE layers as the baseline has them."""
-    full = name == "full_gather"
-    choices = {level.name: LevelChoice(domain_size=level.size if full else 1) for level in cluster.levels}
-    return layer_group(0, workload.model.num_moe_layers, choices, Residency.STEP)
+def baseline(cluster: Cluster, workload: Workload, name: str, *, schedule: Schedule | None = None) -> Plan:
+    """The ``hybridep.baselines.Baseline`` of that name with its prediction, whether or not it fits the memory."""
+    made = baseline_plan(cluster, workload, Baseline(name), schedule=schedule)
+    return made.model_copy(update={"prediction": predict(made), "provenance": provenance() | made.provenance})
 
 
 def plan_of(problem: Problem, solution: Solution) -> Plan:
@@ -91,9 +80,8 @@ def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction
     cost = step_cost(made)
     others: dict[str, Any] = {}
     for name in baselines:
-        group = baseline_group(made.cluster, made.workload, name)
-        other = Plan(cluster=made.cluster, workload=made.workload, layers=(group,), schedule=made.schedule)
-        others[name] = _seconds(step_cost(other).step_s)
+        other = baseline_plan(made.cluster, made.workload, name, schedule=made.schedule)
+        others[name.value] = _seconds(step_cost(other).step_s)
     return Prediction(
         step=_seconds(cost.step_s),
         bound=_seconds(cost.bound_s),

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hybridep.baselines import Baseline, baseline_plan
 from hybridep.plan import Plan
-from simulator.baselines import Baseline, baseline_plan
 from simulator.network import EXACT
 from simulator.step import StepResult, simulate_step
 from simulator.training import Routing
@@ -45,5 +45,9 @@ def simulate(plan: Plan, against: Sequence[Baseline] = (), routing: Routing | No
     """
     began_s = time.perf_counter()
     step = simulate_step(plan, routing, tolerance)
-    baselines = {baseline: simulate_step(baseline_plan(plan, baseline), routing, tolerance).step_s for baseline in against}
+    baselines = {}
+    for baseline in against:
+        # The alternative keeps the plan's codecs and schedule: it is the placement that differs.
+        other = baseline_plan(plan.cluster, plan.workload, baseline, schedule=plan.schedule, codecs=plan.codecs)
+        baselines[baseline] = simulate_step(other, routing, tolerance).step_s
     return Report(step=step, baselines=baselines, wall_s=time.perf_counter() - began_s)

@@ -18,16 +18,21 @@ _SHOWN_LINKS = 5
 
 @verb(name="simulate")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--against", default="", metavar="NAMES", help="Baselines to simulate too, comma separated: ep, full_gather.")
+@click.option(
+    "--against",
+    default="",
+    metavar="NAMES",
+    help="Baselines to simulate too, comma separated: ep, full_gather, ep_in_dc, ep_in_node.",
+)
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the step's timeline (open in ui.perfetto.dev).")
 @set_option
 def command(plan: Path, against: str, trace: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Simulate one training step of PLAN, a file that `hybridep plan` wrote. With --set, for example
     cluster.levels.dc.bandwidth='1 Gbps' or workload.training.micro_batches=4, the same placement under other conditions.
     """
+    from hybridep.baselines import Baseline
     from hybridep.plan import load_plan
     from hybridep.timeline import write_chrome_trace
-    from simulator.baselines import Baseline
     from simulator.report import simulate
 
     known = {baseline.value: baseline for baseline in Baseline}

@@ -134,7 +134,7 @@ def test_three_levels() -> None:
 @pytest.mark.parametrize("name", ["ep", "full_gather"])
 def test_baselines(name: str) -> None:
     cluster, workload = shipped_cluster("paper-l"), shipped_workload("gpt-large")
-    made = planner.baseline(cluster, workload, name)  # type: ignore[arg-type]
+    made = planner.baseline(cluster, workload, name)
     sizes = {level.name: level.size if name == "full_gather" else 1 for level in cluster.levels}
     assert made.layers[0].domains == sizes
     assert made.prediction is not None

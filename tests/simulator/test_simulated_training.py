@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from simulated_plans import PLANS, RATES_GBPS, THROUGHPUT, make_plan
 
+from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import load
 from hybridep.plan import LayerGroup, Plan
 from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from hybridep.workload import Workload
-from simulator.baselines import Baseline, baseline_plan
 from simulator.step import StepResult, simulate_step
 
 
@@ -191,7 +191,10 @@ def test_one_slow_site_slows_the_step_and_is_named() -> None:
 def test_baselines_keep_everything_but_the_placement() -> None:
     plan = PLANS["part gathered"]
     _ = plan.placements
-    ep, gathered = (simulate_step(baseline_plan(plan, baseline)) for baseline in (Baseline.EP, Baseline.FULL_GATHER))
+    ep, gathered = (
+        simulate_step(baseline_plan(plan.cluster, plan.workload, baseline, schedule=plan.schedule))
+        for baseline in (Baseline.EP, Baseline.FULL_GATHER)
+    )
     assert (ep.plan.cluster, ep.plan.workload) == (plan.cluster, plan.workload)
     assert "expert_gather" not in {operation.label for operation in ep.program.operations}
     assert ep.plan.placements[0].holds.sum() == 16

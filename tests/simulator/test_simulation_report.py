@@ -3,7 +3,7 @@ import json
 import pytest
 from simulated_plans import PLANS
 
-from simulator.baselines import Baseline
+from hybridep.baselines import Baseline
 from simulator.report import simulate
 from simulator.step import simulate_step
 
