@@ -50,6 +50,8 @@ class Operation:
     """Of an exchange."""
     level: int | None = None
     """Of the hierarchy, between whose workers an exchange runs; only shown."""
+    priority: int = 0
+    """An exchange gets what those of lower numbers leave on the links."""
     name: str = ""
     """Where in the step ("layer 3, micro-batch 0"); only shown."""
 
@@ -67,9 +69,12 @@ class Program:
             raise SimulationError(f"{label} {name}: needs {self.num_ranks} finite durations that are not negative")
         return self._add(Operation(label=label, after=tuple(after), seconds=seconds, name=name))
 
-    def exchange(self, label: str, flows: Flows, after: Sequence[int], name: str = "", *, level: int | None = None) -> int:
+    def exchange(
+        self, label: str, flows: Flows, after: Sequence[int], name: str = "", *, level: int | None = None, priority: int = 0
+    ) -> int:
         """Add an exchange; return its position."""
-        return self._add(Operation(label=label, after=tuple(after), flows=flows, level=level, name=name))
+        operation = Operation(label=label, after=tuple(after), flows=flows, level=level, name=name, priority=priority)
+        return self._add(operation)
 
     def _add(self, operation: Operation) -> int:
         position = len(self.operations)
@@ -163,6 +168,7 @@ class _Executor:
         exchange = self._exchanges.get(position)
         if exchange is None:
             transfers, members = flows.by_rank
+            transfers = replace(transfers, priority=self._operations[position].priority)
             exchange = self._exchanges[position] = _Exchange(
                 batch=self._network.prepare(transfers, partial(self._arrived, position, flows, members)),
                 entered=np.zeros(self._num_ranks, dtype=np.bool_),

@@ -8,7 +8,7 @@ import numpy as np
 
 from simulator.arrays import FloatArray, IntArray
 from simulator.compiled import compiled
-from simulator.filling import ACTIVE, DONE, LOAD, FlowColumns, Int32Array, LinkColumns, fill
+from simulator.filling import ACTIVE, DONE, LOAD, ByteArray, FlowColumns, Int32Array, LinkColumns, fill
 
 _CLOCK_STEPS = 4.0
 """Flows that end within so many steps of the clock's resolution end together."""
@@ -26,6 +26,9 @@ class Cargo(NamedTuple):
     """[flows, width] as `FlowColumns.weights`, or [0, 0]."""
     size_bytes: FloatArray
     latency_s: FloatArray
+    limit_bytes_per_s: FloatArray
+    """What a flow gets at most, infinite without a limit."""
+    priority: ByteArray
     tickets: IntArray
     """[flows, per flow]: who waits for the flow."""
     position: IntArray
@@ -271,6 +274,8 @@ def drain(
             rate = level[link]
             if rate == np.inf:
                 break
+            if rate == 0.0:
+                continue
             if (soonest_s[link] - next_s - step_s) * rate > tolerance * largest_bytes:
                 continue
             given = served[link] + rate * (next_s - since_s[link])

@@ -9,6 +9,10 @@ each filled. Three things make this fast where every flow ends alone:
   last time. That the levels met rise all along proves the order right; where they do not, the search covers all links.
 - Flows fixed by one link all go at its level. What is kept is how much the link has given to each since it began, and for
   a flow at how much it ends: nothing is written for a flow that stays with its link (as in fair queueing's virtual time).
+
+Priorities are strict: a link has one row for each priority of its flows, and a row has what the rows above it leave. All
+rows of a priority fill before those of the next, so links are met in the order of (priority, level). A limit of each
+flow's own rate is a row that is full at this rate, whatever its flows.
 """
 
 from __future__ import annotations
@@ -57,11 +61,21 @@ class FlowColumns(NamedTuple):
 
 LEFT, LOAD = 0, 1
 
+LATER = 127
+"""After every priority."""
+
 
 class LinkColumns(NamedTuple):
-    """[links] that can be full."""
+    """[links] that can be full, a row for each priority of their flows; and a row for each limit of single flows."""
 
     capacity: FloatArray
+    """Of a link in all; of a limit, the rate of each flow."""
+    priority: ByteArray
+    """Rows of lower numbers fill first."""
+    below: Int32Array
+    """The same link's row of the next priority, -1 without; [0] where there is one priority only."""
+    is_limit: ByteArray
+    """Of single flows; [0] where there are none."""
     first: IntArray
     """[links + 1]: room for the flows on each link."""
     num_members: IntArray
@@ -112,8 +126,12 @@ def _restore(links: LinkColumns, position: int) -> int:
 
 
 @compiled
-def _share(left: FloatArray, link: int) -> float:
-    return max(left[link, LEFT], 0.0) / left[link, LOAD] if left[link, LOAD] > 0.0 else np.inf
+def _share(left: FloatArray, is_limit: ByteArray, link: int) -> float:
+    if left[link, LOAD] <= 0.0:
+        return np.inf
+    if is_limit.size and is_limit[link]:
+        return float(left[link, LEFT])
+    return float(max(left[link, LEFT], 0.0) / left[link, LOAD])
 
 
 @compiled
@@ -142,13 +160,16 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
     capacity, level, soonest_s, order = links.capacity, links.level, links.soonest_s, links.order
     left, filled, saved, block, touched = links.open, links.filled, links.saved, links.block, links.touched
     served, since_s, least_due = links.served, links.since_s, links.least_due
+    priority, below, is_limit = links.priority, links.below, links.is_limit
     stride, width, weighted = links.stride, paths.shape[1], weights.shape[0] > 0
-    pairs = width == 2 and not weighted
+    layered, limited = below.size > 0, is_limit.size > 0
+    pairs = width == 2 and not (weighted or layered or limited)
     num_links = order.size
     # Of a search: the least share in each block of the links that are open, which has it, and how many are left there.
     open_links = order.copy()
     size = np.empty(touched.size, np.int32)
     least = np.empty(touched.size)
+    least_priority = np.empty(touched.size, np.int8)
     who = np.zeros(touched.size, np.int32)
     num_blocks = 0
 
@@ -157,22 +178,28 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
         num_blocks = _begin_search(links, at, size)
         open_links[: num_links - at] = order[at:]
     previous = level[order[at - 1]] if at else 0.0
+    reached = priority[order[at - 1]] if at else 0
     tail = num_links
     again = False
     while at < num_links:
-        best, chosen = np.inf, -1
+        best, first_priority, chosen = np.inf, LATER, -1
         if search:
             for index in range(num_blocks):
                 if touched[index]:
                     touched[index] = 0
-                    least[index] = np.inf
+                    least[index], least_priority[index] = np.inf, LATER
                     for place in range(index * _BLOCK, index * _BLOCK + size[index]):
-                        share = _share(left, open_links[place])
+                        share = _share(left, is_limit, open_links[place])
                         # Links without open flows, of infinite share, come last.
-                        if share <= least[index]:
-                            least[index], who[index] = share, place
-                if size[index] and (chosen < 0 or least[index] < best):
-                    best, chosen = least[index], index
+                        mine = 0
+                        if layered:
+                            mine = priority[open_links[place]] if share < np.inf else LATER
+                        if mine < least_priority[index] or (mine == least_priority[index] and share <= least[index]):
+                            least[index], least_priority[index], who[index] = share, mine, place
+                if size[index]:
+                    sooner = least_priority[index] < first_priority
+                    if chosen < 0 or sooner or (least_priority[index] == first_priority and least[index] < best):
+                        best, first_priority, chosen = least[index], least_priority[index], index
             link = open_links[who[chosen]]
             size[chosen] -= 1
             open_links[who[chosen]] = open_links[chosen * _BLOCK + size[chosen]]
@@ -182,9 +209,10 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
             place = at
             while place < min(at + _WINDOW, tail):
                 link = order[place]
-                share = _share(left, link)
-                if share < best:
-                    best, chosen = share, place
+                share = _share(left, is_limit, link)
+                mine = priority[link] if layered else 0
+                if share < np.inf and (mine < first_priority or (mine == first_priority and share < best)):
+                    best, first_priority, chosen = share, mine, place
                 elif share == np.inf:
                     if left[link, LEFT] < -_OVERFULL * capacity[link]:
                         # All its flows are fixed, and too fast: it should have come earlier.
@@ -193,10 +221,12 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                     order[place], order[tail] = order[tail], link
                     continue
                 place += 1
-            if best < previous * (1.0 - _ROUNDING):
+            if first_priority < reached or (first_priority == reached and best < previous * (1.0 - _ROUNDING)):
                 # Some link before should have waited for this one.
                 back = 0
-                while level[order[back]] <= best:
+                while priority[order[back]] < first_priority or (
+                    priority[order[back]] == first_priority and level[order[back]] <= best
+                ):
                     back += 1
             if back < num_links:
                 at = _restore(links, back)
@@ -204,6 +234,7 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                 num_blocks = _begin_search(links, at, size)
                 open_links[: num_links - at] = order[at:]
                 previous = level[order[at - 1]] if at else 0.0
+                reached = priority[order[at - 1]] if at else 0
                 continue
             if chosen < 0:
                 chosen = at
@@ -228,7 +259,8 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
             continue
 
         # Never below the level reached: what is missing then is rounding.
-        rate = previous = max(best, previous)
+        rate = previous = max(best, previous) if priority[link] == reached else best
+        reached = priority[link]
         filled[link] = 1
         still_open = left[link, LOAD]
         left[link, LOAD] = 0.0
@@ -278,10 +310,21 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                 if other < 0:
                     break
                 weight = weights[flow, hop] if weighted else 1.0
+                if layered:
+                    lower = below[other]
+                    while lower >= 0:
+                        left[lower, LEFT] -= weight * rate
+                        if search:
+                            touched[block[lower]] = 1
+                        lower = below[lower]
                 if other == link:
                     still_open -= weight
                     continue
-                left[other, LEFT] -= weight * rate
+                if not (limited and is_limit[other]):
+                    left[other, LEFT] -= weight * rate
+                elif rate > capacity[other] * (1.0 + _OVERFULL):
+                    # It should have come earlier, and is found out when it comes.
+                    left[other, LEFT] = -capacity[other]
                 left[other, LOAD] -= weight
                 if search:
                     touched[block[other]] = 1
@@ -305,5 +348,6 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
         else:
             least_due[link] = min(least_due[link], least_new)
         level[link] = rate
-        soonest_s[link] = now_s + max(least_due[link] - served[link], 0.0) / rate
+        # Flows of links that are cut, or taken whole by flows of higher priority, wait.
+        soonest_s[link] = now_s + max(least_due[link] - served[link], 0.0) / rate if rate > 0.0 else np.inf
         num_fixed[link] = begin - first[link]

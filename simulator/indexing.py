@@ -36,12 +36,13 @@ def members_by_link(paths: Int32Array, num_links: int) -> tuple[IntArray, Int32A
 
 @compiled
 def links_that_can_fill(
-    paths: Int32Array, weights: FloatArray, first: IntArray, members: Int32Array, capacity: FloatArray
+    paths: Int32Array, weights: FloatArray, first: IntArray, members: Int32Array, capacity: FloatArray, num_shared: int
 ) -> ByteArray:
     """[links]: 0 for a link without flows, and for one that can never be full before another.
 
     That is so where some other link is on the path of all its flows, and carries so much of them that the link could
     take the other's whole capacity: a GPU's port, say, for flows that all leave over their datacenter's slower uplink.
+    Links from `num_shared` on are limits of single flows; one is idle where each of its flows has a link no faster.
     weights: [flows, width] flows of a row on one link, or [0, 0] where all are one.
     """
     num_links = capacity.size
@@ -51,7 +52,23 @@ def links_that_can_fill(
     for link in range(num_links):
         if first[link + 1] > first[link]:
             keep[link] = 1
-    for link in range(num_links):
+    for link in range(num_shared, num_links):
+        idle = True
+        for index in range(first[link], first[link + 1]):
+            flow = members[index]
+            slower = False
+            for hop in range(width):
+                other = paths[flow, hop]
+                if other < 0:
+                    break
+                weight = weights[flow, hop] if weighted else 1.0
+                slower = slower or (other < num_shared and capacity[other] <= weight * capacity[link])
+            if not slower:
+                idle = False
+                break
+        if idle:
+            keep[link] = 0
+    for link in range(num_shared):
         if not keep[link]:
             continue
         sample = members[first[link]]
@@ -59,7 +76,7 @@ def links_that_can_fill(
             other = paths[sample, candidate]
             if other < 0:
                 break
-            if other == link or not keep[other]:
+            if other == link or other >= num_shared or not keep[other]:
                 continue
             most = 0.0
             for index in range(first[link], first[link + 1]):
@@ -101,6 +118,43 @@ def compress(paths: Int32Array, weights: FloatArray, local: Int32Array, links: I
                 kept += 1
         for hop in range(kept, links.shape[1]):
             links[flow, hop] = -1
+
+
+@compiled
+def by_priority(paths: Int32Array, priority: ByteArray, num_links: int) -> tuple[ByteArray, Int32Array, Int32Array]:
+    """Rows of links where flows have different priorities: one for each that a link's flows have.
+
+    priority: [flows]. Changes `paths` from links to rows; returns priority, link and row below (or -1) of each row."""
+    most = priority.max() + 1
+    row = np.full((num_links, most), -1, np.int32)
+    num_flows, width = paths.shape
+    for flow in range(num_flows):
+        for hop in range(width):
+            if paths[flow, hop] < 0:
+                break
+            row[paths[flow, hop], priority[flow]] = 0
+    num_rows = 0
+    for link in range(num_links):
+        for level in range(most):
+            if row[link, level] == 0:
+                row[link, level] = num_rows
+                num_rows += 1
+    priorities = np.zeros(num_rows, np.int8)
+    link_of = np.zeros(num_rows, np.int32)
+    below = np.full(num_rows, -1, np.int32)
+    for link in range(num_links):
+        lower = -1
+        for level in range(most - 1, -1, -1):
+            at = row[link, level]
+            if at >= 0:
+                priorities[at], link_of[at], below[at] = level, link, lower
+                lower = at
+    for flow in range(num_flows):
+        for hop in range(width):
+            if paths[flow, hop] < 0:
+                break
+            paths[flow, hop] = row[paths[flow, hop], priority[flow]]
+    return priorities, link_of, below
 
 
 @compiled

@@ -13,8 +13,8 @@ from simulator.arrays import FloatArray, IntArray
 from simulator.draining import COMPACT, Cargo, Clock, Tickets, Usage, activate, drain, left_bytes, put_on_links
 from simulator.engine import LATE, Engine, Event
 from simulator.errors import SimulationError
-from simulator.filling import DONE, NUM_SAVED, WAITING, FlowColumns, LinkColumns
-from simulator.indexing import compress, links_that_can_fill, longest, members_by_link
+from simulator.filling import DONE, LATER, NUM_SAVED, WAITING, FlowColumns, Int32Array, LinkColumns
+from simulator.indexing import by_priority, compress, links_that_can_fill, longest, members_by_link
 
 OnComplete = Callable[[IntArray, IntArray], None]
 """Takes groups that are complete, and for each the position of the flow that arrived last."""
@@ -38,6 +38,10 @@ class Transfers:
     with k times the share of others is a row with the weight k and 1/k of the bytes."""
     groups: IntArray | None = None
     """[n, per flow] numbers from 0: completion is told by group; each flow is its own group where omitted."""
+    limit_bytes_per_s: FloatArray | None = None
+    """[n] What one flow gets at most, as a sender's window over the round trip allows; infinite for no limit."""
+    priority: int = 0
+    """A flow gets what flows of lower numbers leave on its links."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +63,8 @@ class Network:
     A flow occupies its links from its start until its bytes have left, and is delivered one latency later: the sender's
     link is busy at once, as with a real socket, and distance delays the arrival only. Rates are solved anew once per
     instant in which flows start or end.
+
+    Flows of one priority share what those before leave. A link that is cut (`set_capacity` to 0) holds its flows up.
 
     tolerance: share of its bytes that a flow may leave out to end together with another. Every time is then exact for
     sizes that are smaller by at most `largest_cut` of each: no more than the tolerance, or what the clock can resolve. EXACT
@@ -129,6 +135,8 @@ class Network:
         unknown = cargo.path[(cargo.path < -1) | (cargo.path >= self._capacity.size)]
         if unknown.size:
             raise SimulationError(f"a path names link {unknown[0]}, but there are {self._capacity.size} links")
+        if not (cargo.limit_bytes_per_s > 0).all():
+            raise SimulationError(f"limit {float(cargo.limit_bytes_per_s.min())!r} bytes/s of a flow; it must be above 0")
         for name, values in (("latency", cargo.latency_s), ("size", cargo.size_bytes)):
             wrong = values[~(np.isfinite(values) & (values >= 0))]
             if wrong.size:
@@ -160,6 +168,16 @@ class Network:
     def send(self, transfers: Transfers, on_complete: OnComplete) -> None:
         """Start all flows now; as `prepare` and `start`."""
         self.start(self.prepare(transfers, on_complete))
+
+    def set_capacity(self, link_capacity_bytes_per_s: FloatArray) -> None:
+        """From now on links carry so much ([links]); 0 for one that is cut. Raises SimulationError for other values."""
+        capacity = np.array(link_capacity_bytes_per_s, dtype=np.float64)
+        if capacity.shape != self._capacity.shape or not ((capacity >= 0) & np.isfinite(capacity)).all():
+            raise SimulationError(f"needs {self._capacity.size} capacities that are finite and not negative")
+        self._settle()
+        self._capacity = capacity
+        self._renew_table()
+        self._wake(self._engine.now_s)
 
     def _new_tickets(self, groups: IntArray, num_groups: int, serial: int) -> int:
         first = self._num_tickets
@@ -264,11 +282,16 @@ def _cargo_of(transfers: Transfers, serial: int) -> Cargo:
             f"a batch with links {shape}, weights {weights.shape}, {transfers.latency_s.size} latencies, {rows.size} sizes "
             f"and {len(groups)} groups"
         )
+    if not 0 <= transfers.priority < LATER:
+        raise SimulationError(f"priority {transfers.priority}; it must be from 0 to {LATER - 1}")
+    unlimited = np.full(size.size, np.inf)
     return Cargo(
         path=np.ascontiguousarray(transfers.links, dtype=np.int32),
         weights=weights,
         size_bytes=size,
         latency_s=np.ascontiguousarray(transfers.latency_s, dtype=np.float64),
+        limit_bytes_per_s=unlimited if transfers.limit_bytes_per_s is None else np.asarray(transfers.limit_bytes_per_s),
+        priority=np.full(size.size, transfers.priority, dtype=np.int8),
         tickets=np.ascontiguousarray(groups, dtype=np.int64),
         position=rows,
         batch=np.full(rows.size, serial, dtype=np.int64),
@@ -282,6 +305,8 @@ def _select(cargo: Cargo, rows: IntArray) -> Cargo:
         weights=weights,
         size_bytes=cargo.size_bytes[rows],
         latency_s=cargo.latency_s[rows],
+        limit_bytes_per_s=cargo.limit_bytes_per_s[rows],
+        priority=cargo.priority[rows],
         tickets=cargo.tickets[rows],
         position=cargo.position[rows],
         batch=cargo.batch[rows],
@@ -309,20 +334,47 @@ def _join(parts: list[Cargo]) -> Cargo:
     return Cargo(path=np.concatenate(paths), weights=np.concatenate(weights) if weighted else np.zeros((0, 0)), **rest)
 
 
+def _with_limits(cargo: Cargo, capacity: FloatArray) -> tuple[Int32Array, FloatArray, FloatArray]:
+    """Paths and weights with each flow's own limit as one more link, and the capacities with these limits behind them."""
+    limited = np.flatnonzero(np.isfinite(cargo.limit_bytes_per_s))
+    if not limited.size:
+        return cargo.path, cargo.weights, capacity
+    limits, which = np.unique(cargo.limit_bytes_per_s[limited], return_inverse=True)
+    num_flows, width = cargo.path.shape
+    paths = np.full((num_flows, width + 1), -1, dtype=np.int32)
+    paths[:, :width] = cargo.path
+    paths[limited, (cargo.path[limited] >= 0).sum(axis=1)] = capacity.size + which
+    weights = cargo.weights
+    if len(weights):
+        weights = np.pad(weights, ((0, 0), (0, 1)), constant_values=1.0)
+        weights[limited, (cargo.path[limited] >= 0).sum(axis=1)] = 1.0
+    return paths, weights, np.concatenate([capacity, limits])
+
+
 def _index(cargo: Cargo, capacity: FloatArray) -> tuple[FlowColumns, LinkColumns]:
     """Tables for the filling: paths over the links that can be full, and the flows on each of these."""
-    first, members = members_by_link(cargo.path, capacity.size)
-    kept = np.flatnonzero(links_that_can_fill(cargo.path, cargo.weights, first, members, capacity))
+    num_shared = capacity.size
+    all_paths, all_weights, capacity = _with_limits(cargo, capacity)
+    first, members = members_by_link(all_paths, capacity.size)
+    kept = np.flatnonzero(links_that_can_fill(all_paths, all_weights, first, members, capacity, num_shared))
     num_flows, num_links = cargo.size_bytes.size, kept.size
-    if num_links == capacity.size:
-        paths, weights = cargo.path, cargo.weights
-    else:
+    # Paths are the cargo's own where nothing is left out; they are not written to.
+    paths, weights = all_paths, all_weights
+    if num_links < capacity.size:
         local = np.full(capacity.size, -1, dtype=np.int32)
         local[kept] = np.arange(num_links)
-        paths = np.full((num_flows, longest(cargo.path, local)), -1, dtype=np.int32)
-        weights = np.ones(paths.shape) if len(cargo.weights) else np.zeros((0, 0))
-        compress(cargo.path, cargo.weights, local, paths, weights)
+        paths = np.full((num_flows, longest(all_paths, local)), -1, dtype=np.int32)
+        weights = np.ones(paths.shape) if len(all_weights) else np.zeros((0, 0))
+        compress(all_paths, all_weights, local, paths, weights)
+    priority, below = np.zeros(num_links, dtype=np.int8), np.zeros(0, dtype=np.int32)
+    if num_flows and cargo.priority.min() < cargo.priority.max():
+        paths = paths.copy()
+        priority, link_of, below = by_priority(paths, cargo.priority, num_links)
+        kept, num_links = kept[link_of], priority.size
+    if paths is not all_paths:
         first, members = members_by_link(paths, num_links)
+    is_limit = (kept >= num_shared).astype(np.int8)
+    below[is_limit[: below.size] == 1] = -1  # a limit is of each flow, there is nothing to leave
     flows = FlowColumns(
         links=paths,
         weights=weights,
@@ -334,6 +386,9 @@ def _index(cargo: Cargo, capacity: FloatArray) -> tuple[FlowColumns, LinkColumns
     stride = max(1, math.ceil(num_links / (NUM_SAVED - 1)))
     links = LinkColumns(
         capacity=capacity[kept],
+        priority=priority,
+        below=below,
+        is_limit=is_limit if is_limit.any() else is_limit[:0],
         first=first,
         num_members=np.zeros(num_links, dtype=np.int64),
         num_fixed=np.zeros(num_links, dtype=np.int64),
