@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hybridep.workload import Model
 from runtime.dispatch import Dispatcher
 from runtime.expert_exchange import ExpertExchange
-from runtime.experts import grouped_feed_forward
+from runtime.kernels.local import weighted_experts
 from runtime.moe import RoutedExperts
 from runtime.spans import BACKWARD, EXPERT, PRE_EXPERT, SpanRecorder
 
@@ -33,8 +33,9 @@ class DistributedExperts(RoutedExperts):
         self.home = home
         self.exchange, self.dispatcher = exchange, dispatcher
         self._ffn = model.ffn
-        self._place = torch.full((model.num_experts,), len(exchange.held), dtype=torch.int64)
-        self._place[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held))
+        place_E = torch.full((model.num_experts,), -1, dtype=torch.int32)
+        place_E[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held), dtype=torch.int32)
+        self._place_E = place_E.to(home.device)
 
     def prepare(self) -> None:
         """Copies set out while attention and gate compute."""
@@ -66,14 +67,7 @@ class DistributedExperts(RoutedExperts):
 
     def compute(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:
         """[N, H]: for each row the weighted sum over its experts that are served here."""
-        row, slot = (ids_NK >= 0).nonzero(as_tuple=True)
-        place = self._place[ids_NK[row, slot].long()]
-        order = place.argsort(stable=True)
-        row, slot = row[order], slot[order]
-        counts = torch.bincount(place, minlength=len(self.exchange.held)).tolist()
-        weights = [*home.unbind(0), *copies.unbind(0)]
-        y = grouped_feed_forward(x_NH[row], counts, weights, ffn=self._ffn) * weights_NK[row, slot, None]
-        return torch.zeros_like(x_NH).index_add(0, row, y)
+        return weighted_experts(x_NH, weights_NK, ids_NK, self._place_E, home, copies, ffn=self._ffn)
 
 
 class _Experts(torch.autograd.Function):

@@ -10,13 +10,18 @@ ALIGNED_ROWS = 8
 """Multiple that a route must pad groups to: the weight gradient's ragged dimension must be whole 16-byte accesses of bf16."""
 
 
+def takes_grouped_mm(x: Tensor, width: int) -> bool:
+    """Whether torch's grouped product takes rows ``x`` [R, H] and experts of ``width``: bf16 in whole 16-byte accesses."""
+    return x.dtype is torch.bfloat16 and x.shape[1] % 8 == 0 and width % 8 == 0
+
+
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """[R, M]: rows ``offsets[e]:offsets[e + 1]`` of ``x`` [R, H] times ``weights[e]`` [H, M]; ``offsets`` [E + 1] int32.
 
-    bf16: one call of torch's grouped product, without waiting for the counts. Other types: a loop, which waits. Rows past
-    ``offsets[-1]`` are undefined; padding rows of ``x`` must be zero (as ``dispatch`` leaves them).
+    bf16: one call of torch's grouped product, without waiting for the counts. Other types and odd sizes: a loop, which waits.
+    Rows past ``offsets[-1]`` are undefined; padding rows of ``x`` must be zero (as ``dispatch`` leaves them).
     """
-    if x.dtype is torch.bfloat16 and len(x):
+    if len(x) and takes_grouped_mm(x, weights.shape[2]):
         return F.grouped_mm(x, weights, offs=offsets[1:])
     bounds = offsets.tolist()
     parts = [x[begin:end] @ weight for begin, end, weight in zip(bounds[:-1], bounds[1:], weights.unbind(0), strict=True)]

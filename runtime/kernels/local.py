@@ -1,10 +1,8 @@
-"""A rank's own experts on the rows that arrived: the one place where the kernels meet the model.
-
-The same operators run on CPU (plain torch) and on a GPU (kernels). bf16 on a GPU goes through the grouped product and never
-waits for the device; everything else takes the loop over experts, with rows for exactly what was routed.
-"""
+"""A rank's own experts on the rows that arrived: the one place where the kernels meet the model."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +11,7 @@ from torch import Tensor
 from hybridep.workload import Ffn
 from runtime.experts import grouped_feed_forward
 from runtime.kernels import ops
-from runtime.kernels.grouped import ALIGNED_ROWS, grouped_mm
-from runtime.kernels.launch import worst_case_rows
+from runtime.kernels.grouped import ALIGNED_ROWS, grouped_mm, takes_grouped_mm
 
 
 def weighted_experts(
@@ -22,32 +19,64 @@ def weighted_experts(
 ) -> Tensor:
     """[N, H]: for each row the weighted sum over its experts that are served here.
 
-    ``ids_NK`` int32, -1 for none; ``place_E`` int32: an expert's place among the rows of ``home_nP`` and then ``copies_mP``
-    (flat, as ``runtime.experts`` lays them out), -1 where it is served elsewhere.
+    ``ids_NK`` int32, -1 for none and for an expert that is served elsewhere; ``place_E`` int32: an expert's place among the
+    rows of ``home_nP`` and then ``copies_mP`` (flat, as ``runtime.experts`` lays them out), -1 for one without.
     """
-    if not len(home_nP) + len(copies_mP):
+    form = with_kernels if x_NH.is_cuda else in_plain_torch
+    return form(x_NH, weights_NK, ids_NK, place_E, home_nP, copies_mP, ffn=ffn)
+
+
+def in_plain_torch(
+    x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, place_E: Tensor, home_nP: Tensor, copies_mP: Tensor, *, ffn: Ffn
+) -> Tensor:
+    """``weighted_experts`` on CPU. Not through the operators, although they run there too: on small batches their calls would
+    cost more than the experts."""
+    row, slot = (ids_NK >= 0).nonzero(as_tuple=True)
+    place = place_E[ids_NK[row, slot].long()]
+    order = place.argsort(stable=True)
+    row, slot = row[order], slot[order]
+    experts = [*home_nP.unbind(0), *copies_mP.unbind(0)]
+    counts = torch.bincount(place, minlength=len(experts)).tolist()
+    y = grouped_feed_forward(x_NH[row], counts, experts, ffn=ffn) * weights_NK[row, slot, None]
+    return torch.zeros_like(x_NH).index_add(0, row, y)
+
+
+def with_kernels(
+    x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, place_E: Tensor, home_nP: Tensor, copies_mP: Tensor, *, ffn: Ffn
+) -> Tensor:
+    """``weighted_experts`` on a GPU: the kernels around grouped products in bf16, around a loop over experts in other types.
+
+    Waits for the device once, for the number of rows: with room for any routing instead, K times the memory would be held
+    until backward, and the exchange between ranks has waited for its counts anyway.
+    """
+    num_home, number = len(home_nP), len(home_nP) + len(copies_mP)
+    if not number:
         return torch.zeros_like(x_NH) * x_NH
-    if x_NH.is_cuda and x_NH.dtype is torch.bfloat16:
-        parts = [part for part in (home_nP, copies_mP) if len(part)]
-        # The grouped product wants its experts in one piece.
-        experts_nP = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return grouped(x_NH, weights_NK, ids_NK, place_E, experts_nP, ffn=ffn)
-    rows_P = [*home_nP.unbind(0), *copies_mP.unbind(0)]
-    route = ops.route(ids_NK, place_E, len(rows_P))
-    counts = route.counts.tolist()
-    x = ops.dispatch(x_NH, route, sum(counts))
-    return ops.combine(grouped_feed_forward(x, counts, rows_P, ffn=ffn), route, weights_NK)
+    in_groups = takes_grouped_mm(x_NH, home_nP.shape[1] // (ffn.num_matrices * x_NH.shape[1]))
+    multiple = ALIGNED_ROWS if in_groups else 1
+    route = ops.route(ids_NK, place_E, number, multiple=multiple)
+    bounds = route.offsets.tolist()
+    x = ops.dispatch(x_NH, route, bounds[-1], multiple=multiple)
+    if in_groups:
+        # Each store by itself: experts in one piece would be one more copy of them, held until backward.
+        first = bounds[num_home]
+        stores = (
+            (x[:first], home_nP, route.offsets[: num_home + 1]),
+            (x[first:], copies_mP, route.offsets[num_home:] - first),
+        )
+        parts = [grouped_experts(*store, ffn=ffn) for store in stores if len(store[1])]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+    else:
+        counts = [end - begin for begin, end in pairwise(bounds)]
+        y = grouped_feed_forward(x, counts, [*home_nP.unbind(0), *copies_mP.unbind(0)], ffn=ffn)
+    return ops.combine(y, route, weights_NK, multiple=multiple)
 
 
-def grouped(x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, place_E: Tensor, experts_nP: Tensor, *, ffn: Ffn) -> Tensor:
-    """``weighted_experts`` in grouped products, on rows padded as they want them and bounded by the worst routing."""
-    number, hidden = len(experts_nP), x_NH.shape[1]
-    route = ops.route(ids_NK, place_E, number, multiple=ALIGNED_ROWS)
-    num_rows = worst_case_rows(ids_NK.numel(), number, ALIGNED_ROWS)
-    x = ops.dispatch(x_NH, route, num_rows, multiple=ALIGNED_ROWS)
+def grouped_experts(x_RH: Tensor, experts_nP: Tensor, offsets: Tensor, *, ffn: Ffn) -> Tensor:
+    """[R, H]: rows ``offsets[e]:offsets[e + 1]`` through expert e, in grouped products; ``offsets`` [n + 1] int32."""
+    number, hidden = len(experts_nP), x_RH.shape[1]
     parts = experts_nP.view(number, ffn.num_matrices, -1).unbind(1)
-    into = [part.reshape(number, -1, hidden).transpose(1, 2) for part in parts[:-1]]
-    inner = grouped_mm(x, into[0], route.offsets)
-    inner = F.gelu(inner) if ffn is Ffn.GELU else F.silu(inner) * grouped_mm(x, into[1], route.offsets)
-    out_of = parts[-1].reshape(number, hidden, -1).transpose(1, 2)
-    return ops.combine(grouped_mm(inner, out_of, route.offsets), route, weights_NK, multiple=ALIGNED_ROWS)
+    into = [part.view(number, -1, hidden).transpose(1, 2) for part in parts[:-1]]
+    inner = grouped_mm(x_RH, into[0], offsets)
+    inner = F.gelu(inner) if ffn is Ffn.GELU else F.silu(inner) * grouped_mm(x_RH, into[1], offsets)
+    return grouped_mm(inner, parts[-1].view(number, hidden, -1).transpose(1, 2), offsets)
