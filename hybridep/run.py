@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from pydantic import Field
 
 from hybridep.config import Duration, Strict
+
+
+class Device(Enum):
+    """Where ranks compute."""
+
+    AUTO = "auto"
+    """On GPUs that the CUDA kernels run on, where torch sees some; else on CPU."""
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class Data(Strict):
@@ -54,6 +64,7 @@ class Run(Strict):
     output: Path
     steps: int = Field(ge=1)
     seed: int = 0
+    device: Device = Device.AUTO
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     checkpoints: Checkpoints = Checkpoints()
@@ -86,4 +97,4 @@ class StepReport:
     wan_bytes: int = 0
     """Bytes of it over the outermost level."""
     peak_bytes: int = 0
-    """Largest resident memory so far."""
+    """Largest memory so far: resident, or of tensors on a GPU."""

@@ -41,7 +41,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     def make(layer: int) -> RoutedExperts:
         group, placement = placed[layer]
         experts = [e for e in range(model.num_experts) if placement.home[e] == mesh.rank]
-        home = nn.Parameter(torch.empty(len(experts), model.expert_params, dtype=mesh.dtype))
+        home = nn.Parameter(torch.empty(len(experts), model.expert_params, dtype=mesh.dtype, device=mesh.device))
         with torch.no_grad():
             for row, expert in enumerate(experts):
                 home[row] = initial_expert(seed, layer, expert, model.expert_params)
@@ -51,4 +51,6 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
 
     transformer = Transformer(model, make, dtype=mesh.dtype)
     transformer.initialise(seed)
+    # In place: the experts are there already, and exchanges hold their parameters.
+    transformer.to(mesh.device)
     return RankModel(transformer=transformer, routed=tuple(routed))

@@ -33,11 +33,9 @@ def save_checkpoint(
     partial = folder / f".{final.name}.partial"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {name: optimizer.state(name) for name in optimizer.parameters if name not in dense}, partial / _shard(mesh.rank)
-        )
+        _save(optimizer, [name for name in optimizer.parameters if name not in dense], partial / _shard(mesh.rank))
         if mesh.rank == 0:
-            torch.save({name: optimizer.state(name) for name in dense}, partial / DENSE)
+            _save(optimizer, dense, partial / DENSE)
         barrier()
         if mesh.rank == 0:
             _complete(partial, final, step, mesh.plan)
@@ -45,6 +43,11 @@ def save_checkpoint(
         raise UserError(f"checkpoints.folder: {folder} cannot be written ({_one_line(error)})") from None
     barrier()
     return final
+
+
+def _save(optimizer: HomeOptimizer, names: list[str], path: Path) -> None:
+    # From host memory, so that a file does not remember which device it came from.
+    torch.save({name: {key: value.cpu() for key, value in optimizer.state(name).items()} for name in names}, path)
 
 
 def _complete(partial: Path, final: Path, step: int, plan: Plan) -> None:

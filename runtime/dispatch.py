@@ -47,7 +47,7 @@ class Dispatcher:
         self._peers: list[tuple[int, ...]] = []
         self._sources: list[tuple[int, ...]] = []
         for level, own in enumerate(mesh.location):
-            self._served_at.append(torch.from_numpy(placement.serve[level][own].copy()))
+            self._served_at.append(torch.from_numpy(placement.serve[level][own].copy()).to(mesh.device))
             self._peers.append(placement.token_peers(mesh.rank, level))
             self._sources.append(placement.token_sources(mesh.rank, level))
 
@@ -169,7 +169,8 @@ def _bytes(blocks: Sequence[Tensor]) -> Tensor:
 
 def _buffer(number: int, like: Sequence[Tensor]) -> Tensor:
     """Room for a message of ``number`` rows of blocks like these."""
-    return torch.empty(number * sum(block.shape[1] * block.element_size() for block in like), dtype=torch.uint8)
+    num_bytes = number * sum(block.shape[1] * block.element_size() for block in like)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=like[0].device)
 
 
 def _unpack(message: Tensor, number: int, like: Sequence[Tensor]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from hybridep.errors import TransportError, UserError
 from hybridep.plan import Plan
 from hybridep.traffic import Op
 from hybridep.workload import Dtype
+from runtime.device import CPU
 
 TORCH_DTYPE = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
 
@@ -33,6 +34,8 @@ class Mesh:
 
     plan: Plan
     rank: int
+    device: torch.device = CPU
+    """Where the rank computes."""
 
     def __post_init__(self) -> None:
         check_trainable(self.plan)

@@ -66,4 +66,4 @@ class HomeOptimizer:
         kept = self._adam.state[master]
         kept["step"] = torch.tensor(float(step))
         for moment in MOMENTS:
-            kept[moment] = state[moment].to(master.dtype).clone().view_as(master)
+            kept[moment] = state[moment].to(master, copy=True).view_as(master)

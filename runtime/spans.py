@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hybridep.config import write_text
 from hybridep.timeline import Span, write_chrome_trace
+from runtime.device import settle
 from runtime.mesh import Mesh
 
 COMPUTE = "compute"
@@ -27,6 +28,7 @@ class SpanRecorder:
         self.spans: list[Span] = []
         self._open: tuple[str, str, float] | None = None
         cluster = mesh.plan.cluster
+        self._device = mesh.device
         self._rank, self._process = mesh.rank, cluster.site_name(mesh.location[0])
         self._rows = {level.name: f"between {level.name}s" for level in cluster.levels}
         # Ranks on several machines share no monotonic clock; the wall clock is what they agree on, as well as NTP does.
@@ -35,14 +37,19 @@ class SpanRecorder:
     def begin(self, name: str, detail: str = "") -> None:
         """A piece of computation starts, and what was open ends: a rank computes one thing at a time."""
         self.end()
-        self._open = (name, detail, time.perf_counter())
+        self._open = (name, detail, self._now_s())
 
     def end(self) -> None:
         """The computation under way ends, if there is any."""
         if self._open is not None:
             name, detail, start_s = self._open
             self._open = None
-            self.add(name, COMPUTE, start_s, time.perf_counter(), detail)
+            self.add(name, COMPUTE, start_s, self._now_s(), detail)
+
+    def _now_s(self) -> float:
+        if self.active:
+            settle(self._device)
+        return time.perf_counter()
 
     def transfer(self, label: str, start_s: float, end_s: float) -> None:
         """Book an exchange ``operation@level``, as the transport reports it."""

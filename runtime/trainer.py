@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from runtime.build import build_rank_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.data import Batches, read_text
 from runtime.dense_reduce import all_reduce, flatten_gradients
+from runtime.device import choose_device, peak_bytes, settle
 from runtime.expert_exchange import CopyStream
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
 from runtime.optimizer import HomeOptimizer
@@ -61,6 +61,7 @@ class RankTrainer:
         self.spans.begin(OPTIMIZER)
         self.optimizer.step(step)
         self.spans.end()
+        settle(self.mesh.device)
         step_s = time.perf_counter() - started_s
         sent: Counter[str] = Counter()
         for (label, _), number in (self.transport.sent_bytes - before).items():
@@ -75,7 +76,7 @@ class RankTrainer:
             step_s=step_s,
             sent_bytes=dict(sent),
             wan_bytes=sum(number for label, number in sent.items() if label in outermost),
-            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_bytes=peak_bytes(self.mesh.device),
         )
 
     def _gradients(self, step: int) -> tuple[float, float]:
@@ -89,7 +90,8 @@ class RankTrainer:
             for experts in self.model.routed:
                 experts.exchange.last_micro_batch = micro_batch == num_micro_batches - 1
             first = (micro_batch * self.mesh.world_size + self.mesh.rank) * num_sequences
-            loss, balance = self.model.transformer(*self._batches(step, first, num_sequences))
+            tokens, targets = (part.to(self.mesh.device) for part in self._batches(step, first, num_sequences))
+            loss, balance = self.model.transformer(tokens, targets)
             self.spans.begin(HEAD + BACKWARD)
             (loss / global_tokens + weight * balance).backward()
             self.spans.end()
@@ -130,7 +132,7 @@ def train(run: Run, plan: Plan, *, rank: int, store: Store, on_step: Callable[[S
     """
     # One thread per rank: ranks on one machine share its cores, and results do not depend on how many there are.
     torch.set_num_threads(1)
-    mesh = Mesh(plan=plan, rank=rank)
+    mesh = Mesh(plan=plan, rank=rank, device=choose_device(run.device, rank))
     fault = fault_from_environment()
     open_process_group(store, rank=rank, world_size=mesh.world_size, timeout_s=JOIN_TIMEOUT_S)
     try:

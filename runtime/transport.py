@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridep.errors import TransportError
+from runtime import staging
 
 _NUMBER_BITS = 15
 _LABEL_BITS = 16
@@ -79,7 +80,8 @@ class Transport:
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
         """Send ``sends[peer]`` to and fill ``receives[peer]`` from each peer (a global rank, never one's own).
 
-        Tensors are contiguous, of any type and shape; both ends know the size, and a message of no bytes is not sent.
+        Tensors are contiguous, of any type and shape, on any device (messages pass through host memory); both ends know the
+        size, and a message of no bytes is not sent.
         Raises :class:`TransportError` naming this rank, the peer, the label and the seconds waited, if the peer is gone
         or the timeout passes. The process group is of no use after that.
         """
@@ -94,9 +96,10 @@ class Transport:
         start = time.perf_counter()
         outgoing: list[tuple[int, Tensor, int]] = []
         incoming: list[tuple[int, dist.Work | None]] = []
+        arrivals = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         with self._lock:
-            for peer, tensor in receives.items():
-                for piece in _pieces(tensor):
+            for peer, room in arrivals.items():
+                for piece in _pieces(room.host):
                     tag = self._next_tag("receive", label, peer)
                     with self._naming("receive from", peer, label, start):
                         incoming.append((peer, dist.irecv(piece, peer, tag=tag)))
@@ -110,10 +113,12 @@ class Transport:
         def finish() -> None:
             for peer, message, tag in outgoing:
                 with self._naming("send to", peer, label, start):
-                    self._wait(dist.isend(message, peer, tag=tag), start)
+                    self._wait(dist.isend(staging.outgoing(message), peer, tag=tag), start)
             for peer, work in incoming:
                 with self._naming("receive from", peer, label, start):
                     self._wait(work, start)
+            for room in arrivals.values():
+                room.deliver()
             if self._on_span is not None:
                 self._on_span(label, start, time.perf_counter())
 
