@@ -17,6 +17,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from runtime.kernels.errors import KernelBuildError
 
 CSRC = Path(__file__).parent / "csrc"
@@ -30,6 +32,11 @@ def stems() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in CSRC.glob("*.cu")))
 
 
+def source_of(stem: str) -> str:
+    """Text of csrc/``stem``.cu."""
+    return (CSRC / f"{stem}.cu").read_text()
+
+
 @cache
 def headers() -> dict[str, str]:
     """Name -> text of csrc/*.cuh."""
@@ -41,13 +48,12 @@ def cubin(stem: str, arch: int) -> bytes:
     Raises KernelBuildError where NVRTC is missing or refuses the source."""
     if arch < LOWEST_ARCH:
         raise KernelBuildError(f"kernel {stem}", f"sm_{arch} is too old; the kernels need sm_{LOWEST_ARCH} or newer")
-    source = (CSRC / f"{stem}.cu").read_text()
-    compiler = nvrtc()
+    source, compiler = source_of(stem), nvrtc()
     recipe = repr((source, headers(), OPTIONS, arch, compiler.version))
     path = cache_folder() / f"{stem}-sm{arch}-{hashlib.sha256(recipe.encode()).hexdigest()[:24]}.cubin"
     with suppress(OSError):
         return path.read_bytes()
-    code = compiler.compile(stem, source, arch)
+    code, _ = compiler.compile(stem, source, arch)
     # Several ranks compile at once: each writes a file of its own and renames it, so none reads half a file. A folder that
     # cannot be written costs a compilation per process and nothing else.
     with suppress(OSError):
@@ -78,8 +84,9 @@ class Nvrtc:
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
             raise KernelBuildError(what, self._library.nvrtcGetErrorString(result).decode(), log)
 
-    def compile(self, stem: str, source: str, arch: int) -> bytes:
-        """Machine code of one source. Raises KernelBuildError with the compiler's messages."""
+    def compile(self, stem: str, source: str, arch: int, *extra: str) -> tuple[bytes, str]:
+        """(machine code of one source, the compiler's messages); ``extra`` options besides OPTIONS. Raises KernelBuildError
+        with the messages."""
         library, texts = self._library, headers()
         program = ctypes.c_void_p()
         names = (ctypes.c_char_p * len(texts))(*(name.encode() for name in texts))
@@ -89,12 +96,12 @@ class Nvrtc:
             f"kernel {stem}",
         )
         try:
-            options = [f"--gpu-architecture=sm_{arch}", *OPTIONS]
+            options = [f"--gpu-architecture=sm_{arch}", *OPTIONS, *extra]
             arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             result = library.nvrtcCompileProgram(program, len(options), arguments)
             log = self._read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
             self._check(result, f"kernel {stem} for sm_{arch}", log)
-            return self._read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+            return self._read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program), log
         finally:
             library.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -111,6 +118,9 @@ def nvrtc() -> Nvrtc:
     """The installed NVRTC. Raises KernelBuildError where there is none."""
     for name in _nvrtc_names():
         with suppress(OSError):
+            # NVRTC opens its builtins by name, and the loader does not look beside it: loaded before, they are found.
+            for builtins in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")) if Path(name).is_absolute() else ():
+                ctypes.CDLL(str(builtins))
             return Nvrtc(ctypes.CDLL(name))
     raise KernelBuildError(
         "kernels",
@@ -119,10 +129,11 @@ def nvrtc() -> Nvrtc:
 
 
 def _nvrtc_names() -> Iterator[str]:
-    """Files in site-packages first: the version that torch was built for; then what the loader finds by name."""
-    for folder in map(Path, sys.path):
-        # nvidia/cu13/lib (CUDA 13 wheels), nvidia/cuda_nvrtc/lib (earlier ones)
-        for path in sorted(folder.glob("nvidia/*/lib/libnvrtc.so.*"), reverse=True):
-            if ".alt." not in path.name:
-                yield str(path)
+    """Files in site-packages first, of the CUDA release that torch was built for before others: the driver takes its code.
+    Then what the loader finds by name."""
+    own = f".so.{(torch.version.cuda or '').partition('.')[0]}"
+    # nvidia/cu13/lib (CUDA 13 wheels), nvidia/cuda_nvrtc/lib (earlier ones)
+    found = [path for folder in map(Path, sys.path) for path in sorted(folder.glob("nvidia/*/lib/libnvrtc.so.*"))]
+    found = [path.absolute() for path in found if ".alt." not in path.name]
+    yield from map(str, sorted(found, key=lambda path: not path.name.endswith(own)))
     yield from ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")

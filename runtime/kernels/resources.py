@@ -1,4 +1,4 @@
-"""Registers, shared memory and spills of every kernel, as nvcc's assembler reports them; no GPU needed.
+"""Registers, shared memory and spills of every kernel, as the compiler that users have reports them; no GPU needed.
 
 ``python -m runtime.kernels.resources > experiments/kernels/resources.csv`` writes the table that a test compares with.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import csv
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TextIO
@@ -28,6 +25,9 @@ _ENTRY = re.compile(
     r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
 )
+_REGISTERS_OF_A_MULTIPROCESSOR = 65536
+_WARP, _GRANULE = 32, 256
+"""Threads of a warp; registers are given to warps in so many at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +43,20 @@ class Resources:
     spill_bytes: int
     """Stores and loads of registers that did not fit."""
 
-
-def nvcc_version() -> str:
-    """Release of the nvcc on PATH, such as ``13.0``. Raises KernelBuildError where there is none."""
-    done = _nvcc(["--version"])
-    found = re.search(r"release (\d+\.\d+)", done.stdout)
-    if found is None:
-        raise KernelBuildError("nvcc", "prints no release", done.stdout)
-    return found[1]
+    @property
+    def warps(self) -> int:
+        """Warps that find registers on a multiprocessor at once: what hides the latency of memory."""
+        per_warp = -(-self.registers * _WARP // _GRANULE) * _GRANULE
+        return min(64, _REGISTERS_OF_A_MULTIPROCESSOR // per_warp)
 
 
 def measure(stem: str, arch: int) -> list[Resources]:
-    """Compile csrc/``stem``.cu ahead of time; one entry per kernel. Raises KernelBuildError with the compiler's messages."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = ["-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v", "-o", str(Path(folder) / "out.cubin")]
-        done = _nvcc(["-std=c++17", *target, str(build.CSRC / f"{stem}.cu")])
+    """Compile csrc/``stem``.cu; one entry per kernel. Raises KernelBuildError with the compiler's messages."""
+    code, log = build.nvrtc().compile(stem, build.source_of(stem), arch, "--ptxas-options=-v")
+    if not code.startswith(b"\x7fELF"):
+        raise KernelBuildError(f"kernel {stem} for sm_{arch}", "the compiler made no machine code", log)
     kernels = []
-    for match in _ENTRY.finditer(done.stderr):
+    for match in _ENTRY.finditer(log):
         shared = re.search(r"(\d+) bytes smem", match["rest"])
         kernels.append(
             Resources(
@@ -71,37 +68,33 @@ def measure(stem: str, arch: int) -> list[Resources]:
             )
         )
     if not kernels:
-        raise KernelBuildError(f"kernel {stem} for sm_{arch}", "the assembler reports no kernel", done.stderr)
+        raise KernelBuildError(f"kernel {stem} for sm_{arch}", "the assembler reports no kernel", log)
     return sorted(kernels, key=lambda kernel: kernel.kernel)
 
 
+def compiler_name() -> str:
+    """Of the NVRTC at hand, such as ``NVRTC 13.0``."""
+    major, minor = build.nvrtc().version
+    return f"NVRTC {major}.{minor}"
+
+
 def write_table(rows: Iterable[Resources], file: TextIO) -> None:
-    """CSV; the first line says which nvcc."""
-    file.write(f"# nvcc {nvcc_version()}\n")
+    """CSV; the first line says which compiler."""
+    file.write(f"# {compiler_name()}\n")
     writer = csv.DictWriter(file, [field.name for field in fields(Resources)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(row) for row in rows)
 
 
 def read_table(path: Path) -> tuple[str, dict[tuple[str, int], Resources]]:
-    """(nvcc release, entries by kernel and architecture)."""
+    """(compiler, entries by kernel and architecture)."""
     with path.open() as file:
-        release = file.readline().removeprefix("# nvcc ").strip()
+        compiler = file.readline().removeprefix("#").strip()
         rows = [
             Resources(kernel=row["kernel"], **{key: int(value) for key, value in row.items() if key != "kernel"})
             for row in csv.DictReader(file)
         ]
-    return release, {(row.kernel, row.arch): row for row in rows}
-
-
-def _nvcc(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        raise KernelBuildError("nvcc", "is not on PATH; kernels are compiled at first use without it")
-    done = subprocess.run([nvcc, *arguments], capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise KernelBuildError(f"nvcc {arguments[-1]}", f"exit {done.returncode}", done.stderr)
-    return done
+    return compiler, {(row.kernel, row.arch): row for row in rows}
 
 
 if __name__ == "__main__":
