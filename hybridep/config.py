@@ -70,14 +70,19 @@ def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically. Raises UserError when the folder cannot be written."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically. Raises UserError when the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
         # mkstemp makes files that only the owner reads; results are meant to be shared like any other file.
         umask = os.umask(0)
         os.umask(umask)

@@ -64,6 +64,11 @@ class Placement:
         return int(np.prod(self.sizes))
 
     @cached_property
+    def num_at_home(self) -> IntArray:
+        """[G]: experts that live on each rank."""
+        return np.bincount(self.home, minlength=self.num_gpus).astype(np.int64)
+
+    @cached_property
     def home_coordinates(self) -> IntArray:
         """[L, E]: the location of each expert's home."""
         return np.stack(np.unravel_index(self.home, self.sizes)).astype(np.int64)
@@ -166,12 +171,14 @@ def place(
     *,
     hotness: Sequence[float] | None = None,
     outer: IntArray | None = None,
+    home: IntArray | None = None,
 ) -> Placement:
     """Expert domains per level as serving tables (HybridEP, Algorithm 1, generalised to partial migration).
 
     ``choices`` maps level names to choices; a level that is absent has domains of one worker (plain expert parallelism).
     ``hotness`` orders each home's experts for partial migration (highest first; by index when absent).
     ``outer`` ([SF_0, E], see ``hybridep.serving``) takes the place of the outermost level's domains.
+    ``home`` ([E] ranks, see ``hybridep.homes``) takes the place of even blocks.
     Raises PlacementError for an unknown level, a size that does not divide, a ratio outside [0, 1], or a level given twice.
     """
     names = [level.name for level in cluster.levels]
@@ -180,7 +187,8 @@ def place(
             raise PlacementError(f"domains: no level {name!r} in cluster {cluster.name}; it has {', '.join(names)}")
     if outer is not None and names[0] in choices:
         raise PlacementError(f"domains.{names[0]}: the plan gives a serving table for this level; leave its domain size out")
-    home = expert_homes(num_experts, cluster.num_gpus)
+    if home is None:
+        home = expert_homes(num_experts, cluster.num_gpus)
     home_coordinates = np.stack(np.unravel_index(home, cluster.sizes))
     order = np.argsort(-np.asarray(hotness if hotness is not None else np.zeros(num_experts)), kind="stable")
     place_at_home = np.empty(num_experts, dtype=np.int64)

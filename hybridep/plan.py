@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from hybridep.config import Duration, Strict, apply_override, build, key_lines, read_yaml, write_yaml
 from hybridep.errors import ConfigError, PlacementError, PlanMismatchError
-from hybridep.placement import LevelChoice, Placement, place
+from hybridep.gating import Gating, gating
+from hybridep.homes import home_table
+from hybridep.placement import IntArray, LevelChoice, Placement, place
 from hybridep.serving import ServingGroup, serving_table
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -56,11 +59,14 @@ class LayerGroup(Strict):
     residency: Residency = Residency.STEP
     serving: tuple[ServingGroup, ...] = ()
     """In place of a domain size for the outermost level: which site computes which experts for tokens of which sites."""
+    homes: dict[str, str] = Field(default_factory=dict)
+    """Site or worker -> experts that live there (see ``hybridep.homes``); even blocks when empty."""
 
-    def placement(self, cluster: Cluster, num_experts: int) -> Placement:
-        """Its serving tables on a cluster. Raises PlacementError."""
+    def placement(self, cluster: Cluster, num_experts: int, popularity: Sequence[float] | None = None) -> Placement:
+        """Its serving tables on a cluster; partial migration copies each home's most popular experts. Raises PlacementError."""
         outer = serving_table(cluster, num_experts, self.serving) if self.serving else None
-        return place(cluster, num_experts, self.choices, outer=outer)
+        home = home_table(cluster, num_experts, self.homes)
+        return place(cluster, num_experts, self.choices, hotness=popularity, outer=outer, home=home)
 
     @property
     def choices(self) -> dict[str, LevelChoice]:
@@ -117,6 +123,17 @@ class SolverReport(Strict):
     seed: int = 0
 
 
+class PlacedLayers(NamedTuple):
+    """Consecutive MoE layers that are alike."""
+
+    first_layer: int
+    num_layers: int
+    group: LayerGroup
+    placement: Placement
+    gating: Gating
+    """What their tokens are expected to choose."""
+
+
 class Plan(Strict):
     """Placement, codecs, schedule and prediction for one cluster and workload."""
 
@@ -125,6 +142,8 @@ class Plan(Strict):
     workload: Workload
     layers: tuple[LayerGroup, ...] = Field(min_length=1)
     """Every MoE layer once, in order."""
+    popularity: tuple[tuple[float, ...], ...] = ()
+    """For each MoE layer the share of each expert in all choices of the gate, as measured; empty: all experts alike."""
     codecs: dict[str, Codecs] = Field(default_factory=dict)
     """Level name -> codecs; exact where absent."""
     schedule: Schedule = Schedule()
@@ -141,6 +160,7 @@ class Plan(Strict):
             covered += group.num_layers
         if covered != self.workload.model.num_moe_layers:
             raise ValueError(f"layers: {covered} layers are placed, the model has {self.workload.model.num_moe_layers}")
+        _check_popularity(self.popularity, self.workload)
         levels = [level.name for level in self.cluster.levels]
         for name in self.codecs:
             if name not in levels:
@@ -152,16 +172,36 @@ class Plan(Strict):
         return self
 
     @cached_property
+    def placed(self) -> tuple[PlacedLayers, ...]:
+        """The layer groups with their placement; with measured popularity every layer by itself, since which experts are hot
+        differs between layers."""
+        experts, found = self.workload.model.num_experts, []
+        for group in self.layers:
+            step = 1 if self.popularity else group.num_layers
+            for first in range(group.first_layer, group.first_layer + group.num_layers, step):
+                popularity = self.popularity[first] if self.popularity else None
+                placement = group.placement(self.cluster, experts, popularity)
+                found.append(PlacedLayers(first, step, group, placement, gating(self.workload, popularity)))
+        return tuple(found)
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement per layer group."""
-        experts = self.workload.model.num_experts
-        return tuple(group.placement(self.cluster, experts) for group in self.layers)
+        """Those of ``placed``."""
+        return tuple(layers.placement for layers in self.placed)
 
     def each_layer(self) -> Iterator[tuple[int, LayerGroup, Placement]]:
         """(MoE layer index, its group, its placement), in order."""
-        for group, placement in zip(self.layers, self.placements, strict=True):
-            for layer in range(group.first_layer, group.first_layer + group.num_layers):
-                yield layer, group, placement
+        for layers in self.placed:
+            for layer in range(layers.first_layer, layers.first_layer + layers.num_layers):
+                yield layer, layers.group, layers.placement
+
+    @cached_property
+    def home_experts(self) -> IntArray:
+        """[G]: experts that live on each rank, all MoE layers together."""
+        return sum(
+            (layers.num_layers * layers.placement.num_at_home for layers in self.placed),
+            start=np.zeros(self.cluster.num_gpus, dtype=np.int64),
+        )
 
     @property
     def digest(self) -> str:
@@ -200,6 +240,20 @@ def load_plan(
     plan = build(Plan, data, str(path), key_lines(path))
     plan.require(cluster, workload, str(path))
     return plan
+
+
+def _check_popularity(popularity: tuple[tuple[float, ...], ...], workload: Workload) -> None:
+    model = workload.model
+    if popularity and len(popularity) != model.num_moe_layers:
+        raise ValueError(f"popularity: {len(popularity)} layers, the model has {model.num_moe_layers} MoE layers")
+    for layer, shares in enumerate(popularity):
+        if len(shares) != model.num_experts:
+            raise ValueError(f"popularity.{layer}: {len(shares)} experts, the model has {model.num_experts}")
+        if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6 or max(shares) * model.top_k > 1 + 1e-6:
+            raise ValueError(
+                f"popularity.{layer}: shares must be at least 0, add up to 1, and be at most 1 / top_k, since a token "
+                "chooses an expert once"
+            )
 
 
 def _differences(prefix: str, mine: Any, other: Any) -> list[str]:

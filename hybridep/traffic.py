@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from functools import lru_cache
-from math import comb
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
@@ -76,9 +75,9 @@ def routed_rows(placement: Placement, routing: IntArray) -> list[FloatArray]:
     return rows
 
 
-def expected_rows(placement: Placement, num_tokens: int, top_k: int) -> list[FloatArray]:
-    """Token rows of one dispatch when each token picks ``top_k`` distinct experts uniformly: a place that serves n of
-    the E experts is visited with probability 1 - C(E - n, K) / C(E, K) (the count of destination groups in DeepEP)."""
+def expected_rows(placement: Placement, gating: Gating) -> list[FloatArray]:
+    """Token rows of one dispatch as expected: a place is visited when one of the experts that it serves is chosen and takes
+    the token."""
     prefix = np.zeros((placement.num_gpus, placement.num_experts), dtype=np.int64)
     rows = []
     for level, size in enumerate(placement.sizes):
@@ -86,17 +85,16 @@ def expected_rows(placement: Placement, num_tokens: int, top_k: int) -> list[Flo
         num_prefixes = int(np.prod(placement.sizes[: level + 1]))
         keys = np.arange(placement.num_gpus)[:, None] * num_prefixes + prefix
         # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
-        found, served = np.unique(keys, return_counts=True)
-        weight = num_tokens * hit_probabilities(placement.num_experts, top_k)[served]
+        found, where, served = np.unique(keys, return_inverse=True, return_counts=True)
+        if gating.popularity is None:
+            hit = gating.hit_by_count[served]
+        else:
+            member = np.zeros((len(found), placement.num_experts), dtype=np.bool_)
+            member[where.reshape(keys.shape), np.arange(placement.num_experts)] = True
+            hit = gating.hit(member)
+        weight = gating.num_tokens * hit
         rows.append(_rows_at(placement, level, found // num_prefixes, found % num_prefixes, weight))
     return rows
-
-
-@lru_cache(maxsize=64)
-def hit_probabilities(num_experts: int, top_k: int) -> FloatArray:
-    """[E + 1]: the probability that at least one of a token's experts is among n given ones."""
-    misses = [comb(num_experts - n, top_k) / comb(num_experts, top_k) for n in range(num_experts + 1)]
-    return 1.0 - np.asarray(misses)
 
 
 def _rows_at(placement: Placement, level: int, origin: IntArray, code: IntArray, weight: FloatArray) -> FloatArray:
@@ -111,12 +109,13 @@ def _rows_at(placement: Placement, level: int, origin: IntArray, code: IntArray,
     return rows
 
 
-def served_copies(placement: Placement, routing: IntArray | None, num_tokens: int, top_k: int) -> FloatArray:
-    """[G, E]: token copies that each rank computes for each expert; expected under uniform routing without ``routing``."""
+def served_copies(placement: Placement, gating: Gating, routing: IntArray | None = None) -> FloatArray:
+    """[G, E]: rows that each rank computes for each expert; as expected where there is no ``routing``. Experts padded to
+    their capacity compute the same whatever the routing."""
     copies = np.zeros((placement.num_gpus, placement.num_experts))
-    experts = np.broadcast_to(np.arange(placement.num_experts), placement.serving_rank.shape)
-    if routing is None:
-        np.add.at(copies, (placement.serving_rank, experts), num_tokens * top_k / placement.num_experts)
+    if routing is None or gating.padded:
+        experts = np.broadcast_to(np.arange(placement.num_experts), placement.serving_rank.shape)
+        np.add.at(copies, (placement.serving_rank, experts), np.broadcast_to(gating.rows, experts.shape))
         return copies
     flat = routing.reshape(placement.num_gpus, -1)
     source, slot = np.nonzero(flat >= 0)
@@ -182,8 +181,8 @@ def gathers_and_returns(residency: Residency, micro_batches: int) -> tuple[int, 
 
 
 def step_traffic(plan: Plan, routing: Mapping[tuple[int, int], IntArray] | None = None) -> Traffic:
-    """Bytes of one whole training step. ``routing`` maps (MoE layer, micro-batch) to [G, T, K] expert ids; without it
-    the expectation under uniform routing."""
+    """Bytes of one whole training step. ``routing`` maps (MoE layer, micro-batch) to [G, T, K] expert ids (-1: dropped);
+    without it what the plan's popularity lets expect."""
     workload = plan.workload
     total: Traffic = {}
 
@@ -193,9 +192,9 @@ def step_traffic(plan: Plan, routing: Mapping[tuple[int, int], IntArray] | None 
 
     micro_batches = workload.training.micro_batches
     if routing is None:
-        for group, placement in zip(plan.layers, plan.placements, strict=True):
-            rows = expected_rows(placement, workload.training.tokens, workload.model.top_k)
-            add(token_traffic(placement, workload, rows), group.num_layers * micro_batches)
+        for layers in plan.placed:
+            rows = expected_rows(layers.placement, layers.gating)
+            add(token_traffic(layers.placement, workload, rows), layers.num_layers * micro_batches)
     for layer, group, placement in plan.each_layer():
         gathers, returns = gathers_and_returns(group.residency, micro_batches)
         for key, sent in copy_traffic(placement, workload).items():

@@ -6,6 +6,7 @@ Counts are per rank unless a name says otherwise. A multiply-add is two FLOPs. B
 from __future__ import annotations
 
 from enum import Enum
+from math import ceil
 
 from pydantic import Field, model_validator
 
@@ -22,6 +23,15 @@ class Ffn(Enum):
     def num_matrices(self) -> int:
         """Weight matrices of size hidden x ffn."""
         return 2 if self is Ffn.GELU else 3
+
+
+class DropPolicy(Enum):
+    """Which tokens an expert turns away when more chose it than it takes."""
+
+    PROBS = "probs"
+    """Those that chose it with the smallest probability."""
+    POSITION = "position"
+    """The last of the sequence."""
 
 
 class Dtype(Enum):
@@ -66,6 +76,14 @@ class Model(Strict):
     """Parameters of one attention block where it is no plain (grouped-query) attention."""
     balance_loss_weight: float = Field(default=0.01, ge=0)
     """Weight of the load-balancing loss, taken per sequence (DeepSeek-V3, Eq. 17-20; Switch Transformer, Eq. 4)."""
+    capacity_factor: float | None = Field(default=None, gt=0)
+    """An expert takes at most ceil(this x sequence length x top_k / num_experts) tokens of each sequence and drops the others;
+    absent: dropless. Megatron-Core applies the same formula to all tokens of a rank; a sequence by itself is the same under any
+    plan, micro-batch size and number of ranks."""
+    token_drop_policy: DropPolicy = DropPolicy.PROBS
+    pad_expert_input_to_capacity: bool = False
+    """Experts compute their full capacity, rows of zeros where no token came, so that shapes and times are fixed. Padding is
+    added where the expert is computed: it costs computation, no bytes on the links."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Model:
@@ -77,6 +95,8 @@ class Model(Strict):
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} must divide num_heads {self.num_heads}")
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(f"num_dense_layers: {self.num_dense_layers} leaves no MoE block in {self.num_layers} layers")
+        if self.pad_expert_input_to_capacity and self.capacity_factor is None:
+            raise ValueError("pad_expert_input_to_capacity: needs a capacity_factor")
         if self.num_dense_layers and not self.dense_ffn_size:
             raise ValueError("dense_ffn_size: is missing though num_dense_layers is set")
         return self
@@ -151,6 +171,14 @@ class Workload(Strict):
     name: str
     model: Model
     training: Training
+
+    @property
+    def expert_capacity(self) -> int | None:
+        """Tokens of one sequence that an expert takes; None without a limit."""
+        model, length = self.model, self.training.sequence_length
+        if model.capacity_factor is None:
+            return None
+        return min(ceil(model.capacity_factor * length * model.top_k / model.num_experts), length)
 
     @property
     def expert_bytes(self) -> int:

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from hybridep.placement import Placement
+from hybridep.gating import Gating
+from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency, Schedule
 from hybridep.traffic import (
     FloatArray,
@@ -110,16 +109,16 @@ class StepCost:
     wan_bytes: float
 
 
-def layer_traffic(placement: Placement, workload: Workload) -> Traffic:
+def layer_traffic(placement: Placement, workload: Workload, gating: Gating) -> Traffic:
     """Expected bytes of one layer: the token exchanges of one micro-batch, and one gather and return of copies."""
-    rows = expected_rows(placement, workload.training.tokens, workload.model.top_k)
+    rows = expected_rows(placement, gating)
     return token_traffic(placement, workload, rows) | copy_traffic(placement, workload)
 
 
-def block_times(network: Network, workload: Workload, placement: Placement, traffic: Traffic) -> BlockTimes:
+def block_times(network: Network, workload: Workload, placement: Placement, gating: Gating, traffic: Traffic) -> BlockTimes:
     """Times of one MoE layer's operations, given ``layer_traffic``."""
-    gpu, training = network.cluster.gpu, workload.training
-    served = served_copies(placement, None, training.tokens, workload.model.top_k)
+    gpu = network.cluster.gpu
+    served = served_copies(placement, gating)
     exchanges = dict.fromkeys(Op, 0.0)
     for key, sent in traffic.items():
         exchanges[key.op] += network.exchange_s(key, sent)
@@ -156,11 +155,17 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
 
 
 def layer_cost(
-    network: Network, workload: Workload, placement: Placement, traffic: Traffic, residency: Residency, schedule: Schedule
+    network: Network,
+    workload: Workload,
+    placement: Placement,
+    gating: Gating,
+    traffic: Traffic,
+    residency: Residency,
+    schedule: Schedule,
 ) -> Cost:
     """``layer_times`` with the bytes on every link."""
     batches = workload.training.micro_batches
-    times = layer_times(block_times(network, workload, placement, traffic), batches, residency, schedule)
+    times = layer_times(block_times(network, workload, placement, gating, traffic), batches, residency, schedule)
     gathers, returns = gathers_and_returns(residency, batches)
     counts = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
     per_step = {key: sent * counts.get(key.op, batches) for key, sent in traffic.items()}
@@ -172,12 +177,12 @@ def layer_cost(
     )
 
 
-def fixed_cost(network: Network, workload: Workload, placement: Placement) -> Cost:
-    """What does not depend on the placement of copies: head and dense layers, dense all-reduce, optimizer."""
+def fixed_cost(network: Network, workload: Workload, placement: Placement, home_experts: IntArray) -> Cost:
+    """What does not depend on the placement of copies: head and dense layers, dense all-reduce, optimizer. ``home_experts``
+    [G]: experts at home on each rank, all layers together."""
     gpu, model = network.cluster.gpu, workload.model
     traffic = dense_traffic(placement, workload)
-    home_experts = int(np.bincount(placement.home, minlength=placement.num_gpus).max())
-    parameters = model.dense_params + model.num_moe_layers * home_experts * model.expert_params
+    parameters = model.dense_params + int(home_experts.max()) * model.expert_params
     parts = {
         HEAD: 3 * workload.training.micro_batches * workload.head_flops / gpu.throughput,
         OPTIMIZER: parameters * optimizer_bytes_per_parameter(workload) / gpu.memory_bandwidth,
@@ -226,8 +231,8 @@ def step_cost(plan: Plan) -> StepCost:
     """The predicted cost of any plan, whoever made it."""
     network = Network(cluster=plan.cluster)
     groups = []
-    for group, placement in zip(plan.layers, plan.placements, strict=True):
-        traffic = layer_traffic(placement, plan.workload)
-        cost = layer_cost(network, plan.workload, placement, traffic, group.residency, plan.schedule)
-        groups.append((group.num_layers, cost))
-    return combine(network, fixed_cost(network, plan.workload, plan.placements[0]), groups)
+    for _, num_layers, group, placement, gating in plan.placed:
+        traffic = layer_traffic(placement, plan.workload, gating)
+        cost = layer_cost(network, plan.workload, placement, gating, traffic, group.residency, plan.schedule)
+        groups.append((num_layers, cost))
+    return combine(network, fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts), groups)

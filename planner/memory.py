@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridep.placement import Placement
+from hybridep.gating import Gating
+from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray, Op, Traffic, dense_traffic, reverse, served_copies
@@ -111,26 +112,24 @@ def _dense_activations(workload: Workload) -> float:
     return float(training.tokens * (widths * training.dtype.num_bytes + logits))
 
 
-def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement) -> LayerMemory:
-    """What does not depend on the placement of copies, for all layers together."""
-    at_home = np.bincount(placement.home, minlength=cluster.num_gpus).astype(np.float64)
+def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement, home_experts: IntArray) -> LayerMemory:
+    """What does not depend on the placement of copies, for all layers together. ``home_experts`` [G]: experts at home on
+    each rank, all layers together."""
     every_rank = np.ones(cluster.num_gpus)
     return LayerMemory(
         lasting={
             DENSE: every_rank * workload.model.dense_params * _state_bytes(workload),
-            HOME_EXPERTS: at_home * fixed_rank_bytes(workload)[1],
+            HOME_EXPERTS: home_experts.astype(np.float64) * (workload.model.expert_params * _state_bytes(workload)),
             ACTIVATIONS: every_rank * _dense_activations(workload),
         },
         passing={BUFFERS: exchange_bytes(placement, dense_traffic(placement, workload))},
     )
 
 
-def layer_memory(placement: Placement, workload: Workload, traffic: Traffic, residency: Residency) -> LayerMemory:
+def layer_memory(placement: Placement, workload: Workload, gating: Gating, traffic: Traffic, residency: Residency) -> LayerMemory:
     """What one MoE layer's copies, routed tokens and exchanges take, given ``planner.cost.layer_traffic``."""
-    model, training = workload.model, workload.training
-    at_home = np.bincount(placement.home, minlength=placement.num_gpus)
-    copies = (placement.holds.sum(axis=1) - at_home) * float(2 * workload.expert_bytes)
-    served = served_copies(placement, None, training.tokens, model.top_k).sum(axis=1)
+    copies = (placement.holds.sum(axis=1) - placement.num_at_home) * float(2 * workload.expert_bytes)
+    served = served_copies(placement, gating).sum(axis=1)
     # Each arrived row is kept for backward too.
     activations = served * served_row_bytes(workload)
     for key, sent in traffic.items():
@@ -155,10 +154,10 @@ def exchange_bytes(placement: Placement, traffic: Traffic) -> FloatArray:
 def memory_use(plan: Plan) -> MemoryUse:
     """Of any plan, whoever made it."""
     groups = []
-    for group, placement in zip(plan.layers, plan.placements, strict=True):
-        traffic = layer_traffic(placement, plan.workload)
-        groups.append((group.num_layers, layer_memory(placement, plan.workload, traffic, group.residency)))
-    fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0])
+    for _, num_layers, group, placement, gating in plan.placed:
+        traffic = layer_traffic(placement, plan.workload, gating)
+        groups.append((num_layers, layer_memory(placement, plan.workload, gating, traffic, group.residency)))
+    fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts)
     return total_memory(plan.cluster, fixed, groups)
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hybridep.gating import gating
 from hybridep.placement import LevelChoice, place
 from hybridep.plan import Residency, Schedule
 from hybridep.topology import Cluster
@@ -144,14 +145,15 @@ def build_problem(cluster: Cluster, workload: Workload, schedule: Schedule) -> P
     network = Network(cluster=cluster)
     experts = workload.model.num_experts
     batches = workload.training.micro_batches
+    expected = gating(workload)
     candidates = []
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
         placement = place(cluster, experts, choices)
-        traffic = layer_traffic(placement, workload)
+        traffic = layer_traffic(placement, workload, expected)
         copies = int(placement.holds.sum()) - experts
-        times = block_times(network, workload, placement, traffic)
+        times = block_times(network, workload, placement, expected, traffic)
         for residency in Residency if copies else (Residency.STEP,):
-            memory = layer_memory(placement, workload, traffic, residency)
+            memory = layer_memory(placement, workload, expected, traffic, residency)
             candidates.append(
                 Candidate(
                     choices=choices,
@@ -163,14 +165,15 @@ def build_problem(cluster: Cluster, workload: Workload, schedule: Schedule) -> P
                 )
             )
     placement = place(cluster, experts, {})
-    fixed = fixed_memory(cluster, workload, placement)
+    home_experts = placement.num_at_home * workload.model.num_moe_layers
+    fixed = fixed_memory(cluster, workload, placement, home_experts)
     return Problem(
         cluster=cluster,
         workload=workload,
         schedule=schedule,
         num_layers=workload.model.num_moe_layers,
         candidates=tuple(sorted(candidates, key=lambda candidate: candidate.preference)),
-        fixed_s=fixed_cost(network, workload, placement).total_s,
+        fixed_s=fixed_cost(network, workload, placement, home_experts).total_s,
         fixed_lasting_bytes=fixed.lasting_bytes,
         fixed_passing_bytes=fixed.passing_bytes,
         capacity_bytes=cluster.gpu.memory,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
+from hybridep.traffic import served_copies
 from runtime.checkpoint import expert_name
 from runtime.dispatch import Dispatcher
 from runtime.expert_exchange import CopyStream, ExpertExchange
@@ -34,22 +36,28 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     """Build and initialise; the same values for a parameter whatever the number of ranks."""
     workload = mesh.plan.workload
     model = workload.model
-    placed = {layer: (group, placement) for layer, group, placement in mesh.plan.each_layer()}
+    placed = {layers.first_layer + offset: layers for layers in mesh.plan.placed for offset in range(layers.num_layers)}
     dispatchers = {id(placement): Dispatcher(mesh, placement, transport) for placement in mesh.plan.placements}
     routed: list[DistributedExperts] = []
 
     def make(layer: int) -> RoutedExperts:
-        group, placement = placed[layer]
-        experts = [e for e in range(model.num_experts) if placement.home[e] == mesh.rank]
+        layers = placed[layer]
+        group, placement = layers.group, layers.placement
+        experts = np.flatnonzero(placement.home == mesh.rank).tolist()
         home = nn.Parameter(torch.empty(len(experts), model.expert_params, dtype=mesh.dtype, device=mesh.device))
         with torch.no_grad():
             for row, expert in enumerate(experts):
                 home[row] = initial_expert(seed, layer, expert, model.expert_params)
         exchange = ExpertExchange(mesh, placement, transport, stream, home_nP=home, residency=group.residency)
-        routed.append(DistributedExperts(model, home, exchange, dispatchers[id(placement)], spans, layer=layer))
+        padded = None
+        if model.pad_expert_input_to_capacity:
+            padded = torch.from_numpy(served_copies(placement, layers.gating)[mesh.rank].astype(np.int64)).to(mesh.device)
+        routed.append(
+            DistributedExperts(model, home, exchange, dispatchers[id(placement)], spans, layer=layer, padded_E=padded)
+        )
         return routed[-1]
 
-    transformer = Transformer(model, make, dtype=mesh.dtype)
+    transformer = Transformer(workload, make, dtype=mesh.dtype)
     transformer.initialise(seed)
     # In place: the experts are there already, and exchanges hold their parameters.
     transformer.to(mesh.device)

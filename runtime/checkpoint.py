@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridep.config import write_text
@@ -21,6 +22,7 @@ from runtime.mesh import Mesh
 from runtime.optimizer import HomeOptimizer
 
 MANIFEST = "manifest.json"
+_SCHEMA_VERSION = 2
 DENSE = "dense.pt"
 
 
@@ -57,10 +59,10 @@ def _complete(partial: Path, final: Path, step: int, plan: Plan) -> None:
             f"checkpoints.folder: {partial.parent} lacks {missing[0]}; it must be on a file system that all ranks share"
         )
     manifest = {
-        "schema_version": 1,
+        "schema_version": _SCHEMA_VERSION,
         "step": step,
         "num_ranks": plan.cluster.num_gpus,
-        "homes": plan.placements[0].home.tolist(),
+        "homes": [placement.home.tolist() for _, _, placement in plan.each_layer()],
         "workload": plan.workload.model_dump(mode="json"),
         "plan": plan.digest,
     }
@@ -85,6 +87,8 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["schema_version"] != _SCHEMA_VERSION:
+            raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {_SCHEMA_VERSION}")
         _require_same_model(path, manifest["workload"], mesh.plan)
         step = int(manifest["step"])
         state = _read(path / DENSE)
@@ -96,18 +100,18 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
     return step
 
 
-def _load_experts(path: Path, homes: list[int], mesh: Mesh, optimizer: HomeOptimizer, step: int) -> None:
-    mine = [expert for expert, rank in enumerate(mesh.plan.placements[0].home) if rank == mesh.rank]
-    rows = {expert: homes[:expert].count(rank) for expert, rank in enumerate(homes)}
-    shards = {rank: _read(path / _shard(rank)) for rank in sorted({homes[expert] for expert in mine})}
-    for layer in range(mesh.plan.workload.model.num_moe_layers):
-        name = expert_name(layer)
-        template = optimizer.state(name)
-        state = {key: torch.empty_like(value) for key, value in template.items()}
-        for row, expert in enumerate(mine):
-            saved = shards[homes[expert]][name]
+def _load_experts(path: Path, homes: list[list[int]], mesh: Mesh, optimizer: HomeOptimizer, step: int) -> None:
+    """``homes``: per MoE layer the rank that had each expert when the checkpoint was written."""
+    shards: dict[int, Any] = {}
+    for layer, _, placement in mesh.plan.each_layer():
+        then, name = homes[layer], expert_name(layer)
+        state = {key: torch.empty_like(value) for key, value in optimizer.state(name).items()}
+        for row, expert in enumerate(np.flatnonzero(placement.home == mesh.rank)):
+            rank = then[expert]
+            if rank not in shards:
+                shards[rank] = _read(path / _shard(rank))
             for key, value in state.items():
-                value[row] = saved[key][rows[expert]]
+                value[row] = shards[rank][name][key][then[:expert].count(rank)]
         optimizer.load(name, state, step)
 
 

@@ -1,4 +1,4 @@
-"""The gate: which experts each token visits, with which weights, and how unevenly."""
+"""The gate: which experts each token visits, with which weights, how unevenly, and what finds no room there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridep.workload import DropPolicy
+
+_SCORE_STEPS = 1 << 20
+"""Scores, from 0 to 1, are compared in this many steps."""
+
 
 class Gated(NamedTuple):
     """Decision of the gate for [T] tokens of [B] sequences."""
@@ -15,18 +20,29 @@ class Gated(NamedTuple):
     weights_TK: Tensor
     """Softmax over all experts, renormalised over the chosen ones (Mixtral, Eq. 2 of arXiv:2401.04088)."""
     ids_TK: Tensor
-    """int64 expert ids, best first."""
+    """int64 expert ids, best first; -1 (and weight 0) where the expert had no room."""
+    chosen_TK: Tensor
+    """The ids before any was dropped."""
     balance_B: Tensor
     """Load-balancing loss of each sequence, unweighted; 1 when a sequence uses all experts alike."""
 
 
 class Gate(nn.Module):
-    """Top-k softmax gate without capacity limit: no token is ever dropped."""
+    """Top-k softmax gate. With a ``capacity`` an expert takes that many tokens of each sequence, else all that choose it."""
 
-    def __init__(self, *, hidden_size: int, num_experts: int, top_k: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        dtype: torch.dtype,
+        capacity: int | None = None,
+        policy: DropPolicy = DropPolicy.PROBS,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype))
-        self.top_k = top_k
+        self.top_k, self.capacity, self.policy = top_k, capacity, policy
 
     def forward(self, x_BSH: Tensor) -> Gated:
         """Scores in at least fp32: bf16 rounding would make ties, and ties would make routing arbitrary."""
@@ -35,7 +51,34 @@ class Gate(nn.Module):
         weights_BSK, ids_BSK = scores_BSE.topk(self.top_k, dim=-1)
         weights_BSK = weights_BSK / weights_BSK.sum(dim=-1, keepdim=True)
         balance_B = balance_loss(scores_BSE, ids_BSK)
-        return Gated(weights_BSK.flatten(0, 1).to(x_BSH.dtype), ids_BSK.flatten(0, 1), balance_B)
+        kept_BSK = ids_BSK
+        if self.capacity is not None:
+            fits_BSK = room(scores_BSE.detach(), ids_BSK, capacity=self.capacity, policy=self.policy)
+            # The weights that remain are not scaled up again, as in Megatron-Core.
+            weights_BSK = weights_BSK * fits_BSK
+            kept_BSK = torch.where(fits_BSK, ids_BSK, -1)
+        weights_TK = weights_BSK.flatten(0, 1).to(x_BSH.dtype)
+        return Gated(weights_TK, kept_BSK.flatten(0, 1), ids_BSK.flatten(0, 1), balance_B)
+
+
+@torch.no_grad()
+def room(scores_BSE: Tensor, ids_BSK: Tensor, *, capacity: int, policy: DropPolicy) -> Tensor:
+    """bool [B, S, K]: false where an expert takes the token no more, because ``capacity`` tokens of the same sequence go first:
+    those of larger score, or those that come earlier in the sequence. Among equal scores the earlier token goes first."""
+    num_sequences, length, top_k = ids_BSK.shape
+    picks_BP = ids_BSK.flatten(1)
+    if policy is DropPolicy.PROBS:
+        # Tokens that see the same text have the same score up to rounding, which differs between ranks and the reference:
+        # coarse scores make them equal, so that their order is that of the sequence everywhere.
+        rank_BP = (scores_BSE.gather(2, ids_BSK).flatten(1) * _SCORE_STEPS).round()
+        order_BP = rank_BP.argsort(dim=1, descending=True, stable=True)
+    else:
+        order_BP = torch.arange(length * top_k, device=ids_BSK.device).expand(num_sequences, -1)
+    order_BP = order_BP.gather(1, picks_BP.gather(1, order_BP).argsort(dim=1, stable=True))
+    # An expert's picks lie one after the other now: how many of its own come before each.
+    expert_BP = picks_BP.gather(1, order_BP)
+    place_BP = torch.arange(length * top_k, device=ids_BSK.device) - torch.searchsorted(expert_BP, expert_BP)
+    return torch.zeros_like(picks_BP, dtype=torch.bool).scatter(1, order_BP, place_BP < capacity).view_as(ids_BSK)
 
 
 def balance_loss(scores_BSE: Tensor, ids_BSK: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hybridep.workload import Ffn, Model
+from hybridep.workload import Ffn, Workload
 from runtime.experts import feed_forward
-from runtime.gate import Gate
+from runtime.gate import Gate, Gated
 
-RoutingHook = Callable[[int, Tensor], None]
-"""Called with (MoE layer, ids [T, K]) in every forward."""
+RoutingHook = Callable[[int, Gated], None]
+"""Called with (MoE layer, the gate's decision) in every forward."""
 
 
 class RoutedExperts(nn.Module, ABC):
@@ -24,7 +24,7 @@ class RoutedExperts(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """[T, H]."""
+        """[T, H]; id -1 marks a choice that was dropped."""
 
 
 class FeedForward(nn.Module):
@@ -47,10 +47,18 @@ class FeedForward(nn.Module):
 class MoeBlock(nn.Module):
     """Gate, routed experts, and the shared expert that every token passes."""
 
-    def __init__(self, model: Model, routed: RoutedExperts, *, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, workload: Workload, routed: RoutedExperts, *, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer = layer
-        self.gate = Gate(hidden_size=model.hidden_size, num_experts=model.num_experts, top_k=model.top_k, dtype=dtype)
+        model = workload.model
+        self.gate = Gate(
+            hidden_size=model.hidden_size,
+            num_experts=model.num_experts,
+            top_k=model.top_k,
+            dtype=dtype,
+            capacity=workload.expert_capacity,
+            policy=model.token_drop_policy,
+        )
         self.shared: FeedForward | None = None
         if model.shared_ffn_size:
             self.shared = FeedForward(hidden_size=model.hidden_size, ffn_size=model.shared_ffn_size, ffn=model.ffn, dtype=dtype)
@@ -63,10 +71,10 @@ class MoeBlock(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
         """(output, load-balancing loss of each sequence)."""
-        weights_TK, ids_TK, balance_B = self.gate(x_BSH)
+        gated: Gated = self.gate(x_BSH)
         if self.routing_hook is not None:
-            self.routing_hook(self.layer, ids_TK)
+            self.routing_hook(self.layer, gated)
         # The shared expert runs before the exchange: it is part of what hides the arrival of copies.
         shared_BSH = self.shared(x_BSH)[0] if self.shared is not None else None
-        y_BSH = self.routed(x_BSH.flatten(0, 1), weights_TK, ids_TK).view_as(x_BSH)
-        return (y_BSH if shared_BSH is None else y_BSH + shared_BSH), balance_B
+        y_BSH = self.routed(x_BSH.flatten(0, 1), gated.weights_TK, gated.ids_TK).view_as(x_BSH)
+        return (y_BSH if shared_BSH is None else y_BSH + shared_BSH), gated.balance_B

@@ -52,7 +52,9 @@ class ReferenceTrainer:
         self._workload, self._num_ranks = plan.workload, plan.cluster.num_gpus
         dtype = TORCH_DTYPE[plan.workload.training.dtype]
         model = plan.workload.model
-        self.transformer = Transformer(model, lambda layer: LocalExperts(model, layer, seed=run.seed, dtype=dtype), dtype=dtype)
+        self.transformer = Transformer(
+            plan.workload, lambda layer: LocalExperts(model, layer, seed=run.seed, dtype=dtype), dtype=dtype
+        )
         self.transformer.initialise(run.seed)
         self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
         length = plan.workload.training.sequence_length

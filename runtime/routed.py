@@ -27,12 +27,14 @@ class DistributedExperts(RoutedExperts):
         spans: SpanRecorder,
         *,
         layer: int,
+        padded_E: Tensor | None = None,
     ) -> None:
+        """``padded_E``: how many rows each expert computes here, whatever arrives; None: those that arrive."""
         super().__init__()
         self.spans, self.name = spans, f"layer {layer}"
         self.home = home
         self.exchange, self.dispatcher = exchange, dispatcher
-        self._ffn = model.ffn
+        self._ffn, self._padded_E = model.ffn, padded_E
         place_E = torch.full((model.num_experts,), -1, dtype=torch.int32)
         place_E[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held), dtype=torch.int32)
         self._place_E = place_E.to(home.device)
@@ -67,7 +69,21 @@ class DistributedExperts(RoutedExperts):
 
     def compute(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:
         """[N, H]: for each row the weighted sum over its experts that are served here."""
-        return weighted_experts(x_NH, weights_NK, ids_NK, self._place_E, home, copies, ffn=self._ffn)
+        if self._padded_E is None:
+            return weighted_experts(x_NH, weights_NK, ids_NK, self._place_E, home, copies, ffn=self._ffn)
+        number = len(x_NH)
+        x_NH, weights_NK, ids_NK = _padded(x_NH, weights_NK, ids_NK, self._padded_E)
+        return weighted_experts(x_NH, weights_NK, ids_NK, self._place_E, home, copies, ffn=self._ffn)[:number]
+
+
+def _padded(x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, rows_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of zeros behind the others, so that each expert is chosen ``rows_E`` times."""
+    chosen_E = torch.bincount(ids_NK[ids_NK >= 0].long(), minlength=len(rows_E))
+    expert_M = torch.arange(len(rows_E), dtype=ids_NK.dtype, device=ids_NK.device).repeat_interleave(rows_E - chosen_E)
+    ids_MK = torch.full((len(expert_M), ids_NK.shape[1]), -1, dtype=ids_NK.dtype, device=ids_NK.device)
+    ids_MK[:, 0] = expert_M
+    x_MH, weights_MK = x_NH.new_zeros(len(expert_M), x_NH.shape[1]), weights_NK.new_zeros(ids_MK.shape)
+    return torch.cat([x_NH, x_MH]), torch.cat([weights_NK, weights_MK]), torch.cat([ids_NK, ids_MK])
 
 
 class _Experts(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridep.workload import Model
+from hybridep.workload import Model, Workload
 from runtime.moe import FeedForward, MoeBlock, RoutedExperts
 
 ROPE_BASE = 10000.0
@@ -82,8 +82,9 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """The whole model; ``make_routed`` supplies each MoE layer's experts, local or spread over ranks."""
 
-    def __init__(self, model: Model, make_routed: MakeRouted, *, dtype: torch.dtype) -> None:
+    def __init__(self, workload: Workload, make_routed: MakeRouted, *, dtype: torch.dtype) -> None:
         super().__init__()
+        model = workload.model
         self.embedding = nn.Embedding(model.vocab_size, model.hidden_size, dtype=dtype)
         layers: list[Layer] = []
         for index in range(model.num_layers):
@@ -92,7 +93,7 @@ class Transformer(nn.Module):
             if layer < 0:
                 part = FeedForward(hidden_size=model.hidden_size, ffn_size=model.dense_ffn_size, ffn=model.ffn, dtype=dtype)
             else:
-                part = MoeBlock(model, make_routed(layer), layer=layer, dtype=dtype)
+                part = MoeBlock(workload, make_routed(layer), layer=layer, dtype=dtype)
             layers.append(Layer(model, part, dtype))
         self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(model.hidden_size, eps=1e-6, dtype=dtype)

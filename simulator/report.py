@@ -9,9 +9,9 @@ from typing import Any
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.plan import Plan
+from hybridep.routing import Routing
 from simulator.network import EXACT
 from simulator.step import StepResult, simulate_step
-from simulator.training import Routing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from hybridep.plan import Plan
+from hybridep.routing import Routing
 from simulator.errors import SimulationError
-from simulator.training import Routing
 
 
 def zipf_routing(plan: Plan, *, exponent: float, seed: int, step: int = 0, drift: float = 0.0) -> Routing:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridep.plan import Plan
+from hybridep.routing import Routing
 from hybridep.timeline import Span
 from simulator.arrays import BoolArray, FloatArray
 from simulator.collective import Execution, Operation, Program, execute
@@ -15,7 +16,7 @@ from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
 from simulator.network import EXACT
 from simulator.symmetry import Symmetry
-from simulator.training import Routing, step_program
+from simulator.training import step_program
 
 _SHOWN_SITES = 32
 """Datacenters in a timeline; browsers open no more at ease."""

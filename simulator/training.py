@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.placement import Placement
-from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.plan import PlacedLayers, Plan, Residency
+from hybridep.routing import Routing
 from hybridep.traffic import (
     FloatArray,
     Op,
@@ -27,9 +27,6 @@ from simulator.engine import Engine
 from simulator.fabric import Fabric
 from simulator.network import EXACT
 from simulator.symmetry import Exchange, no_symmetry, symmetry
-
-Routing = Mapping[tuple[int, int], IntArray]
-"""(MoE layer, micro-batch) -> [G, T, K] expert ids, -1 for none."""
 
 PRE_EXPERT = "pre_expert"
 EXPERT = "expert"
@@ -69,8 +66,8 @@ def step_program(plan: Plan, engine: Engine, routing: Routing | None = None, tol
     gradients are all-reduced and the optimizer steps. A block's gather runs beside its pre-expert forward, its gradient
     return beside its pre-expert backward (HybridEP, Eq. 12), and a second gather beside the combine's gradients, with
     which it shares the links; or before them where the plan's schedule does not overlap.
-    Without `routing`, tokens choose experts uniformly and rows are their expected number. The program's ranks are then
-    the kinds of ranks that differ; with routing all do.
+    Without `routing`, rows are the number that the plan's popularity of experts lets expect (all alike where it has none).
+    The program's ranks are then the kinds of ranks that differ; with routing all do.
     """
     builder = _Builder(plan, engine, routing, tolerance)
     return builder.build(), builder.fabric
@@ -89,8 +86,8 @@ class _Builder:
         dense = dense_traffic(plan.placements[0], workload)
         expected = {}
         if routing is None:
-            for group, placement in zip(plan.layers, plan.placements, strict=True):
-                expected[group.first_layer] = self._traffic(placement, None)
+            for layers in plan.placed:
+                expected[layers.first_layer] = self._traffic(layers, None)
             alike = symmetry(
                 plan.cluster,
                 [Exchange(key.level, sent) for traffic, _ in expected.values() for key, sent in traffic.items() if key.op in _OUT]
@@ -107,9 +104,12 @@ class _Builder:
 
     def build(self) -> Program:
         last: list[int] = []
-        layers = list(self._plan.each_layer())
         for micro_batch in range(self._plan.workload.training.micro_batches):
-            steps = [self._step(layer, group, placement, micro_batch) for layer, group, placement in layers]
+            steps = [
+                self._step(layer, layers, micro_batch)
+                for layers in self._plan.placed
+                for layer in range(layers.first_layer, layers.first_layer + layers.num_layers)
+            ]
             for step in steps:
                 last = self._forward(step, last)
             last = [self._compute(HEAD, self._head_s, last)]
@@ -125,29 +125,28 @@ class _Builder:
         """seconds: [ranks of the cluster]."""
         return self._program.compute(label, seconds[self._one_of_each], after, name)
 
-    def _step(self, layer: int, group: LayerGroup, placement: Placement, micro_batch: int) -> _Step:
-        each_time = group.residency is Residency.MICROBATCH
+    def _step(self, layer: int, layers: PlacedLayers, micro_batch: int) -> _Step:
+        each_time = layers.group.residency is Residency.MICROBATCH
         is_last = micro_batch == self._plan.workload.training.micro_batches - 1
         return _Step(
-            block=self._block(layer, group, placement, micro_batch),
+            block=self._block(layer, layers, micro_batch),
             name=f"layer {layer}, micro-batch {micro_batch}",
             gather=each_time or micro_batch == 0,
             regather=each_time,
             give_back=each_time or is_last,
         )
 
-    def _block(self, layer: int, group: LayerGroup, placement: Placement, micro_batch: int) -> _Block:
+    def _block(self, layer: int, layers: PlacedLayers, micro_batch: int) -> _Block:
         if self._routing is None:
-            return self._expected[group.first_layer]
-        return self._block_of(*self._traffic(placement, self._routing[layer, micro_batch]))
+            return self._expected[layers.first_layer]
+        return self._block_of(*self._traffic(layers, self._routing[layer, micro_batch]))
 
-    def _traffic(self, placement: Placement, choices: IntArray | None) -> tuple[Traffic, FloatArray]:
+    def _traffic(self, layers: PlacedLayers, choices: IntArray | None) -> tuple[Traffic, FloatArray]:
         """Bytes of one layer's exchanges, and seconds [ranks of the cluster] of its experts' forward."""
-        workload, gpu = self._plan.workload, self._plan.cluster.gpu
-        tokens, top_k = workload.training.tokens, workload.model.top_k
-        rows = expected_rows(placement, tokens, top_k) if choices is None else routed_rows(placement, choices)
+        workload, gpu, placement = self._plan.workload, self._plan.cluster.gpu, layers.placement
+        rows = expected_rows(placement, layers.gating) if choices is None else routed_rows(placement, choices)
         traffic = token_traffic(placement, workload, rows) | copy_traffic(placement, workload)
-        copies = served_copies(placement, choices, tokens, top_k).sum(axis=1)
+        copies = served_copies(placement, layers.gating, choices).sum(axis=1)
         return traffic, copies * (workload.expert_flops_per_row / gpu.throughput)
 
     def _block_of(self, traffic: Traffic, expert_s: FloatArray) -> _Block:
@@ -193,8 +192,6 @@ class _Builder:
         """[ranks] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts and of
         all dense parameters; memory bandwidth bounds it."""
         model, dtype, gpu = self._plan.workload.model, self._plan.workload.training.dtype, self._plan.cluster.gpu
-        homes = self._plan.placements[0].home
-        experts = np.bincount(homes, minlength=self._plan.cluster.num_gpus) * model.num_moe_layers
-        params = experts * float(model.expert_params) + model.dense_params
+        params = self._plan.home_experts * float(model.expert_params) + model.dense_params
         size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
         return np.asarray(size_bytes / gpu.memory_bandwidth, dtype=np.float64)

@@ -91,14 +91,14 @@ def served_counts(problem: SiteProblem, table: IntArray) -> IntArray:
 def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> LayerExchanges:
     """``table`` is [D, E]: the site that computes expert e for tokens of site d."""
     size, n = problem.num_sites, problem.num_inside
-    tokens, work = problem.workload.training.tokens, problem.workload
+    tokens = problem.workload.training.tokens
     served = served_counts(problem, table)
     rows = tokens * problem.hit[served]
     np.fill_diagonal(rows, 0.0)
     talks = served > 0
     np.fill_diagonal(talks, False)
     held = held_by_site(problem, table)
-    per_copy = tokens * work.model.top_k / work.model.num_experts
+    per_copy = problem.rows_per_choice
     inner_rows: tuple[Exchange, ...] = ()
     inner_counts: tuple[Exchange, ...] = ()
     outer_rows, outer_counts = _alike(n, rows), _alike(n, COUNT_BYTES * talks.astype(np.float64))

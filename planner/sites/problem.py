@@ -14,10 +14,11 @@ from functools import cached_property
 import numpy as np
 
 from hybridep.errors import UserError
+from hybridep.gating import gating
 from hybridep.placement import IntArray, LevelChoice, expert_homes
 from hybridep.plan import Residency, Schedule
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray, hit_probabilities
+from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 
 
@@ -99,7 +100,12 @@ class SiteProblem:
     @cached_property
     def hit(self) -> FloatArray:
         """[E + 1]: probability that a token needs at least one of n experts."""
-        return hit_probabilities(self.num_experts, self.workload.model.top_k)
+        return gating(self.workload).hit_by_count
+
+    @cached_property
+    def rows_per_choice(self) -> float:
+        """Rows that an expert computes for one rank's tokens: T K / E without a capacity."""
+        return float(gating(self.workload).rows[0])
 
     @cached_property
     def equal_sites(self) -> bool:
@@ -122,10 +128,9 @@ class SiteProblem:
 
     @cached_property
     def expert_s_per_choice(self) -> float:
-        """Seconds one rank computes for each of n experts that it serves for one rank's tokens: T K / E rows, forward."""
+        """Seconds one rank computes for each of n experts that it serves for one rank's tokens, forward."""
         work = self.workload
-        rows = work.training.tokens * work.model.top_k / work.model.num_experts
-        return rows * work.expert_flops_per_row / self.cluster.gpu.throughput
+        return self.rows_per_choice * work.expert_flops_per_row / self.cluster.gpu.throughput
 
     def choices(self, inside: Inside) -> dict[str, LevelChoice]:
         """Of the levels below the sites, as plans give them."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hybridep.config import build
+from hybridep.gating import Gating, gating
 from hybridep.placement import LevelChoice, Placement, place
 from hybridep.plan import LayerGroup, Plan, Residency
 from hybridep.topology import Cluster
@@ -58,6 +59,10 @@ def workload(num_experts: int = 16, top_k: int = 4, micro_batches: int = 1) -> W
     return build(Workload, {"name": "test", "model": model, "training": training}, "test")
 
 
+def even(placed: Placement, tokens: int, top_k: int) -> Gating:
+    return Gating(num_experts=placed.num_experts, top_k=top_k, sequence_length=tokens, num_sequences=1)
+
+
 def choose(rng: np.random.Generator, gpus: int, tokens: int, num_experts: int, top_k: int) -> np.ndarray:
     """[G, T, K]: distinct experts, uniformly."""
     return rng.permuted(np.broadcast_to(np.arange(num_experts), (gpus, tokens, num_experts)), axis=2)[:, :, :top_k]
@@ -78,7 +83,7 @@ CASES = [
 def test_link_bytes_follow_the_paths(sizes: tuple[int, ...], choices: dict[str, LevelChoice], pairs: bool) -> None:
     net = cluster(*sizes, pairs=pairs and sizes[0] > 1)
     placed = place(net, 16, choices)
-    traffic = token_traffic(placed, workload(), expected_rows(placed, 32, 4)) | copy_traffic(placed, workload())
+    traffic = token_traffic(placed, workload(), expected_rows(placed, even(placed, 32, 4))) | copy_traffic(placed, workload())
     expected = np.zeros(len(net.link_table))
     for key, sent in traffic.items():
         for rank, coordinate in np.argwhere(sent):
@@ -94,12 +99,12 @@ def test_expected_rows_are_the_mean_of_sampled_ones(
     tokens, top_k, num_experts = 4000, 3, 12
     placed = place(cluster(*sizes), num_experts, choices)
     routing = choose(rng, placed.num_gpus, tokens, num_experts, top_k)
-    for expected, sampled in zip(expected_rows(placed, tokens, top_k), routed_rows(placed, routing), strict=True):
+    for expected, sampled in zip(expected_rows(placed, even(placed, tokens, top_k)), routed_rows(placed, routing), strict=True):
         # A coordinate gets rows of at most all ranks below it: five standard deviations of that many coin flips.
         assert np.abs(expected - sampled).max() <= 5 * np.sqrt(tokens * placed.num_gpus) / 2
         assert ((expected > 0) == (sampled > 0)).all()
-    copies = served_copies(placed, None, tokens, top_k)
-    sampled_copies = served_copies(placed, routing, tokens, top_k)
+    copies = served_copies(placed, even(placed, tokens, top_k))
+    sampled_copies = served_copies(placed, even(placed, tokens, top_k), routing)
     assert np.abs(copies - sampled_copies).max() <= 5 * np.sqrt(tokens * placed.num_gpus) / 2
 
 
@@ -135,7 +140,7 @@ def test_routed_rows_walk_every_token(sizes: tuple[int, ...], choices: dict[str,
 @pytest.mark.parametrize(("sizes", "choices"), CASES)
 def test_what_goes_comes_back(sizes: tuple[int, ...], choices: dict[str, LevelChoice]) -> None:
     placed, load = place(cluster(*sizes), 16, choices), workload()
-    traffic = token_traffic(placed, load, expected_rows(placed, 32, 4)) | copy_traffic(placed, load)
+    traffic = token_traffic(placed, load, expected_rows(placed, even(placed, 32, 4))) | copy_traffic(placed, load)
     for level in range(len(sizes)):
         if sizes[level] == 1:
             assert not any(key.level == level for key in traffic)
@@ -161,13 +166,13 @@ def test_every_copy_of_a_token_is_served_once(rng: np.random.Generator) -> None:
     placed = place(cluster(4, 2), 16, CASES[1][1])
     routing = choose(rng, 8, 50, 16, 4)
     for given in (None, routing):
-        copies = served_copies(placed, given, 50, 4)
+        copies = served_copies(placed, even(placed, 50, 4), given)
         assert copies.sum() == pytest.approx(8 * 50 * 4)
         assert not copies[~placed.holds].any()
 
 
 def everything(placed: Placement, load: Workload) -> Traffic:
-    return token_traffic(placed, load, expected_rows(placed, load.training.tokens, load.model.top_k))
+    return token_traffic(placed, load, expected_rows(placed, gating(load)))
 
 
 def test_no_token_travels_with_full_domains_and_no_expert_with_single_ones() -> None:
@@ -182,7 +187,7 @@ def test_expected_rows_of_the_formula_for_distinct_groups() -> None:
     from math import comb
 
     placed = place(cluster(8), 16, {"l0": LevelChoice(domain_size=2)})
-    (rows,) = expected_rows(placed, 10, 4)
+    (rows,) = expected_rows(placed, even(placed, 10, 4))
     groups = 4
     hit = 1 - comb(16 - 16 // groups, 4) / comb(16, 4)
     np.testing.assert_allclose(rows.sum(axis=1), 10 * (groups - 1) * hit)

@@ -10,6 +10,7 @@ import pytest
 from planner_cases import make_cluster, make_workload, random_cluster, random_workload, shipped_cluster, shipped_workload
 
 from hybridep.config import build
+from hybridep.gating import gating
 from hybridep.placement import LevelChoice, place
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
@@ -25,7 +26,9 @@ from planner.problem import build_problem
 
 def times_of(cluster: Cluster, workload: Workload, choices: dict[str, LevelChoice]) -> BlockTimes:
     placed = place(cluster, workload.model.num_experts, choices)
-    return block_times(Network(cluster=cluster), workload, placed, layer_traffic(placed, workload))
+    return block_times(
+        Network(cluster=cluster), workload, placed, gating(workload), layer_traffic(placed, workload, gating(workload))
+    )
 
 
 def plan_of(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from planner_cases import make_cluster
 
+from hybridep.gating import Gating
 from hybridep.placement import LevelChoice, place
 from hybridep.traffic import expected_rows
 from planner.domains import Pattern, all_choices, copied_counts, divisors, level_choices, pattern
@@ -48,7 +49,9 @@ def test_algorithm_1_agrees_with_the_serving_tables(sizes: tuple[int, ...]) -> N
         placed = place(cluster, cluster.num_gpus, choices)
         gathers = {(move.src, move.dst) for move in placed.moves}
         tokens = set()
-        for level, rows in enumerate(expected_rows(placed, 8, 2)):
+        for level, rows in enumerate(
+            expected_rows(placed, Gating(num_experts=placed.num_experts, top_k=2, sequence_length=8, num_sequences=1))
+        ):
             tokens |= {(int(rank), cluster.peer(int(rank), level, int(c))) for rank, c in np.argwhere(rows)}
         for src, dst in permutations(range(cluster.num_gpus), 2):
             found = pattern(sizes, domain_sizes, src, dst)

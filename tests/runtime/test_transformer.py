@@ -9,7 +9,7 @@ from training_cases import MODELS, Case
 from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Plan
-from hybridep.workload import Ffn, Model
+from hybridep.workload import Ffn, Model, Training, Workload
 from runtime.experts import feed_forward, grouped_feed_forward, split_row
 from runtime.mesh import Mesh
 from runtime.reference import LocalExperts
@@ -18,7 +18,8 @@ from runtime.transformer import Attention, Transformer, initial_expert, rotate
 
 def build_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Model, Transformer]:
     model = build(Model, MODELS[name], name)
-    transformer = Transformer(model, lambda layer: LocalExperts(model, layer, seed=seed, dtype=dtype), dtype=dtype)
+    workload = Workload(name=name, model=model, training=Training(sequence_length=6, micro_batch_size=2))
+    transformer = Transformer(workload, lambda layer: LocalExperts(model, layer, seed=seed, dtype=dtype), dtype=dtype)
     transformer.initialise(seed)
     return model, transformer
 

@@ -161,8 +161,7 @@ class Outcome:
 
 def train_case(rank: int, case: Case, prepare: Callable[[Any], None] | None = None) -> Outcome:
     """Run a case as one rank; ``prepare`` may tamper with the trainer."""
-    import torch
-
+    from runtime.gate import Gated
     from runtime.mesh import Mesh
     from runtime.trainer import RankTrainer
 
@@ -172,8 +171,8 @@ def train_case(rank: int, case: Case, prepare: Callable[[Any], None] | None = No
     routing: dict[tuple[int, int], NDArray[np.int64]] = {}
     seen: Counter[int] = Counter()
 
-    def record(layer: int, ids_TK: torch.Tensor) -> None:
-        routing[layer, seen[layer]] = ids_TK.numpy().copy()
+    def record(layer: int, gated: Gated) -> None:
+        routing[layer, seen[layer]] = gated.ids_TK.numpy().copy()
         seen[layer] += 1
 
     for block in trainer.model.transformer.moe_blocks():

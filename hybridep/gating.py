@@ -1,0 +1,168 @@
+"""What the tokens of one MoE layer are expected to choose, before any of them has chosen.
+
+Each token picks ``top_k`` distinct experts. Where nothing is known all sets of experts are equally likely; where the
+popularity of the experts has been measured, the sets follow the distribution of largest entropy that has it: each expert
+is drawn by itself, given that ``top_k`` are drawn (conditional Bernoulli; Chen, Dempster and Liu, Biometrika 1994).
+With a capacity, an expert's load in a sequence is binomial and what exceeds the capacity is dropped; that the drops of a
+token's experts do not depend on each other is an approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridep.workload import Workload
+
+FloatArray = NDArray[np.float64]
+
+_CLOSE = 1e-10
+_ROUNDS = 1000
+_RARE = 1e-9
+"""Experts never (or always) seen: so unlikely (likely), since what was not measured is not impossible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gating:
+    """The choices of one rank's tokens in one micro-batch of one layer."""
+
+    num_experts: int
+    top_k: int
+    sequence_length: int
+    num_sequences: int
+    """Of one rank and micro-batch."""
+    popularity: tuple[float, ...] | None = None
+    """[E]: each expert's share of all choices; they add up to 1. None: all alike."""
+    capacity: int | None = None
+    """Tokens of one sequence that an expert takes; None: all."""
+    padded: bool = False
+    """An expert computes its full capacity, whatever came."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.sequence_length * self.num_sequences
+
+    @cached_property
+    def chosen(self) -> FloatArray:
+        """[E]: the probability that a token chooses each expert."""
+        if self.popularity is None:
+            return np.full(self.num_experts, self.top_k / self.num_experts)
+        share = self.top_k * np.asarray(self.popularity)
+        return np.asarray(np.clip(share, _RARE, 1 - _RARE))
+
+    @cached_property
+    def kept(self) -> FloatArray:
+        """[E]: the probability that a choice is not dropped: E[min(N, capacity)] / E[N], N binomial."""
+        if self.capacity is None:
+            return np.ones(self.num_experts)
+        from scipy.special import bdtrc
+
+        more_than = np.arange(self.capacity, dtype=np.float64)[:, None]
+        taken = bdtrc(more_than, float(self.sequence_length), self.chosen[None, :]).sum(axis=0)
+        return np.asarray(np.minimum(taken / (self.sequence_length * self.chosen), 1.0), dtype=np.float64)
+
+    @cached_property
+    def rows(self) -> FloatArray:
+        """[E]: rows that an expert computes for the tokens of one rank."""
+        if self.padded:
+            assert self.capacity is not None
+            return np.full(self.num_experts, float(self.capacity * self.num_sequences))
+        return self.num_tokens * self.chosen * self.kept
+
+    @cached_property
+    def hit_by_count(self) -> FloatArray:
+        """[E + 1]: the probability that at least one of a token's experts is among n given ones (and takes it), where all
+        experts are alike: 1 - C(E - n, K) / C(E, K) without drops (the count of destination groups in DeepEP)."""
+        assert self.popularity is None
+        experts, top_k = self.num_experts, self.top_k
+        dropped = float(1 - self.kept[0])
+        missed = [
+            sum(comb(n, j) * comb(experts - n, top_k - j) * dropped**j for j in range(min(n, top_k) + 1)) / comb(experts, top_k)
+            for n in range(experts + 1)
+        ]
+        return 1.0 - np.asarray(missed)
+
+    def hit(self, member: NDArray[np.bool_]) -> FloatArray:
+        """[N]: the probability that a token has at least one expert that takes it among each of N sets [N, E]."""
+        if self.popularity is None:
+            return np.asarray(self.hit_by_count[member.sum(axis=1)])
+        if not len(member):
+            return np.zeros(0)
+        # Ranks of one domain ask for the same sets.
+        sets, where = np.unique(np.packbits(member, axis=1), axis=0, return_inverse=True)
+        different = np.unpackbits(sets, axis=1, count=self.num_experts).astype(bool)
+        picked = np.where(different, self._drawn * (1 - self.kept), self._drawn)
+        missed = _number_drawn(self._drawn, picked, self.top_k)[:, self.top_k]
+        all_drawn = _number_drawn(self._drawn, self._drawn[None, :], self.top_k)[0, self.top_k]
+        return np.asarray(1.0 - missed / all_drawn)[where.reshape(-1)]
+
+    @cached_property
+    def _drawn(self) -> FloatArray:
+        """[E]: probabilities of drawing each expert by itself so that, given that K are drawn, each is ``chosen``."""
+        wanted = self.chosen * (self.top_k / self.chosen.sum())
+        wanted = np.clip(wanted, _RARE, 1 - _RARE)
+        odds = wanted / (1 - wanted)
+        for _ in range(_ROUNDS):
+            drawn = odds / (1 + odds)
+            found = _included(drawn, self.top_k)
+            if np.abs(found - wanted).max() <= _CLOSE:
+                break
+            odds = odds * (wanted / (1 - wanted)) / (found / (1 - found))
+        return np.asarray(odds / (1 + odds))
+
+
+def _number_drawn(drawn: FloatArray, picked: FloatArray, most: int) -> FloatArray:
+    """[N, most + 1]: probability of n draws, where expert e adds one with weight ``picked`` [N, E] and none with weight
+    1 - ``drawn`` [E]."""
+    count = np.zeros((len(picked), most + 1))
+    count[:, 0] = 1.0
+    for expert, probability in enumerate(drawn):
+        more = count[:, :-1] * picked[:, expert, None]
+        count *= 1 - probability
+        count[:, 1:] += more
+    return count
+
+
+def _included(drawn: FloatArray, top_k: int) -> FloatArray:
+    """[E]: the probability of each expert given that ``top_k`` are drawn."""
+    before = _prefixes(drawn, top_k)
+    after = _prefixes(drawn[::-1], top_k)[::-1]
+    # K - 1 drawn among those before and after the expert.
+    others = np.einsum("ej,ej->e", before[:-1, :top_k], after[1:, :top_k][:, ::-1])
+    everybody = before[-1, top_k]
+    return np.asarray(np.clip(drawn * others / everybody, _RARE / 10, 1 - _RARE / 10))
+
+
+def _prefixes(drawn: FloatArray, most: int) -> FloatArray:
+    """[E + 1, most + 1]: distribution of the number drawn among the first e experts."""
+    count = np.zeros((len(drawn) + 1, most + 1))
+    count[0, 0] = 1.0
+    for expert, probability in enumerate(drawn):
+        count[expert + 1] = count[expert] * (1 - probability)
+        count[expert + 1, 1:] += count[expert, :-1] * probability
+    return count
+
+
+def gating(workload: Workload, popularity: Sequence[float] | None = None) -> Gating:
+    """Of one layer; without ``popularity`` all experts are alike."""
+    return _gating(workload, None if popularity is None else tuple(popularity))
+
+
+@lru_cache(maxsize=256)
+def _gating(workload: Workload, popularity: tuple[float, ...] | None) -> Gating:
+    model, training = workload.model, workload.training
+    return Gating(
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        sequence_length=training.sequence_length,
+        num_sequences=training.micro_batch_size,
+        popularity=popularity,
+        capacity=workload.expert_capacity,
+        padded=model.pad_expert_input_to_capacity,
+    )

@@ -1,0 +1,80 @@
+"""What the gates chose in training: written by the runtime, read by the planner (popularity) and the simulator (choices)."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridep.config import write_bytes
+from hybridep.errors import UserError
+from hybridep.placement import IntArray
+from hybridep.plan import Plan
+
+Routing = Mapping[tuple[int, int], IntArray]
+"""(MoE layer, micro-batch) -> [G, T, K] expert ids of one step, -1 for a dropped choice."""
+
+_CHOSEN = "chosen"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingRecord:
+    """Measured routing of a run."""
+
+    chosen: IntArray
+    """[MoE layers, E]: how often each expert was chosen, before any drops, all ranks and recorded steps together."""
+    choices: Routing = field(default_factory=dict)
+    """Every choice of one step; empty when none was recorded in full."""
+
+    def popularity(self) -> tuple[tuple[float, ...], ...]:
+        """Per MoE layer the share of each expert, as ``Plan.popularity`` takes it."""
+        total = self.chosen.sum(axis=1, keepdims=True)
+        even = np.full(self.chosen.shape, 1 / self.chosen.shape[1])
+        shares = np.where(total > 0, self.chosen / np.maximum(total, 1), even)
+        return tuple(tuple(float(share) for share in row) for row in shares)
+
+    def save(self, path: Path) -> None:
+        """Write as a compressed numpy archive, atomically. Raises UserError."""
+        buffer = io.BytesIO()
+        arrays: dict[str, Any] = {_CHOSEN: self.chosen}
+        for (layer, batch), ids in self.choices.items():
+            arrays[f"layer{layer}.micro_batch{batch}"] = ids.astype(np.int32)
+        np.savez_compressed(buffer, **arrays)
+        write_bytes(path, buffer.getvalue())
+
+    def require(self, plan: Plan, where: Path) -> None:
+        """Raises UserError when the record is of another model, or its choices are of another batch or number of ranks."""
+        model, training = plan.workload.model, plan.workload.training
+        wanted = (model.num_moe_layers, model.num_experts)
+        if self.chosen.shape != wanted:
+            raise UserError(f"{where}: (MoE layers, experts) are {self.chosen.shape}, the plan's model has {wanted}")
+        shape = (plan.cluster.num_gpus, training.tokens, model.top_k)
+        keys = {(layer, batch) for layer in range(model.num_moe_layers) for batch in range(training.micro_batches)}
+        if self.choices and (set(self.choices) != keys or any(ids.shape != shape for ids in self.choices.values())):
+            found = next(iter(self.choices.values())).shape
+            raise UserError(
+                f"{where}: the recorded step has (ranks, tokens, top_k) {found} in {len(self.choices)} exchanges, the plan "
+                f"{shape} in {len(keys)}; record with the same batch and number of ranks"
+            )
+
+
+def load_routing(path: Path) -> RoutingRecord:
+    """Inverse of :meth:`RoutingRecord.save`. Raises UserError when the file is none."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            choices = {}
+            for name in archive.files:
+                if name != _CHOSEN:
+                    layer, _, batch = name.removeprefix("layer").partition(".micro_batch")
+                    choices[int(layer), int(batch)] = archive[name].astype(np.int64)
+            chosen = archive[_CHOSEN].astype(np.int64)
+    except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: is no record of routing ({' '.join(str(error).split())})") from None
+    if chosen.ndim != 2 or (chosen < 0).any():
+        raise UserError(f"{path}: is no record of routing (counts of shape {chosen.shape})")
+    return RoutingRecord(chosen=chosen, choices=choices)

@@ -1,0 +1,93 @@
+"""What tokens are expected to choose, against sampled choices and sums over all sets."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import ceil, comb, prod
+
+import numpy as np
+import pytest
+
+from hybridep.gating import Gating
+
+
+def skewed(num_experts: int, exponent: float, seed: int = 0) -> tuple[float, ...]:
+    share = np.arange(1, num_experts + 1) ** -exponent
+    return tuple(np.random.default_rng(seed).permutation(share / share.sum()))
+
+
+def gate(num_experts: int = 8, top_k: int = 3, tokens: int = 64, **changes: object) -> Gating:
+    return Gating(num_experts=num_experts, top_k=top_k, sequence_length=tokens, num_sequences=2, **changes)  # type: ignore[arg-type]
+
+
+def draw(gating: Gating, number: int, rng: np.random.Generator) -> np.ndarray:
+    """[number, K]: sets drawn with replacement from the list of all, each with the product of its experts' odds."""
+    sets = np.array(list(combinations(range(gating.num_experts), gating.top_k)))
+    drawn = gating._drawn if gating.popularity is not None else np.full(gating.num_experts, 0.5)
+    weight = np.prod((drawn / (1 - drawn))[sets], axis=1)
+    return sets[rng.choice(len(sets), size=number, p=weight / weight.sum())]
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_even_popularity_is_the_closed_form(top_k: int) -> None:
+    even, measured = gate(top_k=top_k), gate(top_k=top_k, popularity=(1 / 8,) * 8)
+    members = np.arange(8)[None, :] < np.arange(9)[:, None]
+    expected = [1 - comb(8 - n, top_k) / comb(8, top_k) for n in range(9)]
+    np.testing.assert_allclose(even.hit_by_count, expected, atol=1e-12)
+    np.testing.assert_allclose(even.hit(members), expected, atol=1e-12)
+    np.testing.assert_allclose(measured.hit(members), expected, atol=1e-6)
+
+
+def test_the_popularity_given_is_the_popularity_drawn(rng: np.random.Generator) -> None:
+    gating = gate(popularity=skewed(8, 0.8))
+    counts = np.bincount(draw(gating, 100_000, rng).ravel(), minlength=8) / 100_000
+    np.testing.assert_allclose(counts, gating.chosen, atol=5 * 0.5 / np.sqrt(100_000))
+    assert gating.chosen.sum() == pytest.approx(3)
+
+
+def test_hits_are_the_sum_over_all_sets(rng: np.random.Generator) -> None:
+    gating = gate(popularity=skewed(8, 0.8))
+    members = rng.random((20, 8)) < 0.4
+    odds = gating._drawn / (1 - gating._drawn)
+    sets = list(combinations(range(8), 3))
+    weights = [prod(odds[e] for e in chosen) for chosen in sets]
+    for member, hit in zip(members, gating.hit(members), strict=True):
+        met = sum(w for w, chosen in zip(weights, sets, strict=True) if member[list(chosen)].any())
+        assert hit == pytest.approx(met / sum(weights), abs=1e-9)
+
+
+def test_large_skewed_gates_are_solved() -> None:
+    """256 experts, top-8, the hottest in nearly every token, some never seen."""
+    share = np.arange(1, 257) ** -1.1
+    share[200:] = 0
+    for _ in range(50):
+        share = np.minimum(share / share.sum(), 1 / 8)
+    gating = gate(256, 8, popularity=tuple(share / share.sum()))
+    single = np.eye(256, dtype=bool)
+    np.testing.assert_allclose(gating.hit(single), gating.chosen, atol=1e-6)
+    assert gating.hit(np.ones((1, 256), dtype=bool))[0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("popularity", [None, skewed(8, 0.6)], ids=["even", "skewed"])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
+def test_drops_are_those_of_sampled_sequences(
+    factor: float, popularity: tuple[float, ...] | None, rng: np.random.Generator
+) -> None:
+    tokens, sequences = 64, 2000
+    gating = gate(tokens=tokens, popularity=popularity, capacity=ceil(factor * tokens * 3 / 8))
+    chosen = draw(gating, tokens * sequences, rng).reshape(sequences, tokens, 3)
+    one_hot = np.zeros((sequences, tokens, 8), dtype=np.int64)
+    np.put_along_axis(one_hot, chosen, 1, axis=2)
+    kept = one_hot.astype(bool) & (one_hot.cumsum(axis=1) <= gating.capacity)
+    spread = 5 * 0.5 / np.sqrt(tokens * sequences)
+    # The marginal is exact; that one token's drops are independent is not quite.
+    assert np.abs(kept.mean(axis=(0, 1)) - gating.chosen * gating.kept).max() <= spread * 3
+    np.testing.assert_allclose(gating.rows, 2 * tokens * gating.chosen * gating.kept)
+    members = rng.random((20, 8)) < 0.4
+    for member, hit in zip(members, gating.hit(members), strict=True):
+        assert kept[:, :, member].any(axis=2).mean() == pytest.approx(hit, abs=0.01)
+
+
+def test_padded_experts_compute_their_capacity() -> None:
+    assert gate(capacity=7, padded=True).rows.tolist() == [14.0] * 8
+    assert gate(tokens=100, capacity=100).kept.tolist() == [1.0] * 8

@@ -1,0 +1,48 @@
+"""Homes as people write them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hybridep.config import build
+from hybridep.errors import PlacementError
+from hybridep.homes import home_table, homes_text
+from hybridep.placement import expert_homes
+from hybridep.topology import Cluster
+
+
+def cluster() -> Cluster:
+    levels = [{"name": name, "size": size, "bandwidth": "1 Gbps", "latency": "1 ms"} for name, size in (("dc", 3), ("gpu", 2))]
+    gpu = {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "100 GB/s"}
+    sites = [{"name": name} for name in ("east", "west", "north")]
+    return build(Cluster, {"name": "test", "levels": levels, "gpu": gpu, "sites": sites}, "test")
+
+
+def test_sites_spread_their_experts_and_ranks_keep_theirs() -> None:
+    homes = {"east": "0-3,9", "west/gpu1": "4-7", "west": "8"}
+    assert home_table(cluster(), 10, homes).tolist() == [0, 0, 0, 1, 3, 3, 3, 3, 2, 1]
+
+
+def test_nothing_said_is_even_blocks() -> None:
+    np.testing.assert_array_equal(home_table(cluster(), 11, {}), expert_homes(11, 6))
+
+
+def test_any_homes_can_be_written(rng: np.random.Generator) -> None:
+    for _ in range(20):
+        home = rng.integers(6, size=13)
+        np.testing.assert_array_equal(home_table(cluster(), 13, homes_text(cluster(), home)), home)
+
+
+@pytest.mark.parametrize(
+    ("homes", "problem"),
+    [
+        ({"south": "0-3"}, "no worker 'south' in cluster test; names are like east, west, north, east/gpu0"),
+        ({"east": "0-2", "west": "2-3"}, "expert 2 has two homes, the second is west"),
+        ({"east": "0-2"}, "expert 3 has no home"),
+        ({"east": "0-4"}, "must rise and stay below 4"),
+    ],
+)
+def test_errors_name_the_expert_or_the_worker(homes: dict[str, str], problem: str) -> None:
+    with pytest.raises(PlacementError, match=problem):
+        home_table(cluster(), 4, homes)
