@@ -3,8 +3,9 @@
 Each token picks ``top_k`` distinct experts. Where nothing is known all sets of experts are equally likely; where the
 popularity of the experts has been measured, the sets follow the distribution of largest entropy that has it: each expert
 is drawn by itself, given that ``top_k`` are drawn (conditional Bernoulli; Chen, Dempster and Liu, Biometrika 1994).
-With a capacity, an expert's load in a sequence is binomial and what exceeds the capacity is dropped; that the drops of a
-token's experts do not depend on each other is an approximation.
+With a capacity, an expert's load in a sequence is binomial and what exceeds the capacity is dropped. Tokens late in a sequence
+lose most where the last are dropped, so that is counted by position; otherwise the drops of one token at different experts are
+taken to be independent, which is an approximation.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridep.workload import Workload
+from hybridep.workload import DropPolicy, Workload
 
 FloatArray = NDArray[np.float64]
 
 _CLOSE = 1e-10
+_PARTS = 32
+"""Of a sequence, where the probability of a drop depends on the position."""
 _ROUNDS = 1000
 _RARE = 1e-9
 """Experts never (or always) seen: so unlikely (likely), since what was not measured is not impossible."""
@@ -40,6 +43,8 @@ class Gating:
     """[E]: each expert's share of all choices; they add up to 1. None: all alike."""
     capacity: int | None = None
     """Tokens of one sequence that an expert takes; None: all."""
+    last_dropped: bool = False
+    """An expert without room drops the last tokens of the sequence, else those with the smallest probability."""
     padded: bool = False
     """An expert computes its full capacity, whatever came."""
 
@@ -59,13 +64,28 @@ class Gating:
     @cached_property
     def kept(self) -> FloatArray:
         """[E]: the probability that a choice is not dropped: E[min(N, capacity)] / E[N], N binomial."""
-        if self.capacity is None:
+        if self.capacity is None or self.capacity >= self.sequence_length:
             return np.ones(self.num_experts)
         from scipy.special import bdtrc
 
+        chosen, where = np.unique(self.chosen, return_inverse=True)
         more_than = np.arange(self.capacity, dtype=np.float64)[:, None]
-        taken = bdtrc(more_than, float(self.sequence_length), self.chosen[None, :]).sum(axis=0)
-        return np.asarray(np.minimum(taken / (self.sequence_length * self.chosen), 1.0), dtype=np.float64)
+        taken = bdtrc(more_than, np.int64(self.sequence_length), chosen[None, :]).sum(axis=0)
+        return np.asarray(np.minimum(taken / (self.sequence_length * chosen), 1.0), dtype=np.float64)[where]
+
+    @cached_property
+    def kept_along(self) -> FloatArray:
+        """[P, E]: the same in each of P parts of a sequence, of about equal length; one part where position does not count."""
+        if self.capacity is None or not self.last_dropped or self.capacity >= self.sequence_length:
+            return self.kept[None, :]
+        from scipy.special import bdtr
+
+        # Room is left while fewer than ``capacity`` of the tokens before chose the expert.
+        chosen, where = np.unique(self.chosen, return_inverse=True)
+        before = np.arange(self.sequence_length, dtype=np.int64)[:, None]
+        is_free = np.where(before < self.capacity, 1.0, bdtr(self.capacity - 1.0, before, chosen[None, :]))
+        parts = np.array_split(is_free, min(_PARTS, self.sequence_length))
+        return np.stack([part.mean(axis=0) for part in parts])[:, where]
 
     @cached_property
     def rows(self) -> FloatArray:
@@ -81,9 +101,11 @@ class Gating:
         experts are alike: 1 - C(E - n, K) / C(E, K) without drops (the count of destination groups in DeepEP)."""
         assert self.popularity is None
         experts, top_k = self.num_experts, self.top_k
-        dropped = float(1 - self.kept[0])
+        dropped = 1 - self.kept_along[:, 0]
+        all_dropped = [float((dropped**j).mean()) for j in range(top_k + 1)]
         missed = [
-            sum(comb(n, j) * comb(experts - n, top_k - j) * dropped**j for j in range(min(n, top_k) + 1)) / comb(experts, top_k)
+            sum(comb(n, j) * comb(experts - n, top_k - j) * all_dropped[j] for j in range(min(n, top_k) + 1))
+            / comb(experts, top_k)
             for n in range(experts + 1)
         ]
         return 1.0 - np.asarray(missed)
@@ -97,8 +119,10 @@ class Gating:
         # Ranks of one domain ask for the same sets.
         sets, where = np.unique(np.packbits(member, axis=1), axis=0, return_inverse=True)
         different = np.unpackbits(sets, axis=1, count=self.num_experts).astype(bool)
-        picked = np.where(different, self._drawn * (1 - self.kept), self._drawn)
-        missed = _number_drawn(self._drawn, picked, self.top_k)[:, self.top_k]
+        missed = np.zeros(len(different))
+        for kept in self.kept_along:
+            picked = np.where(different, self._drawn * (1 - kept), self._drawn)
+            missed += _number_drawn(self._drawn, picked, self.top_k)[:, self.top_k] / len(self.kept_along)
         all_drawn = _number_drawn(self._drawn, self._drawn[None, :], self.top_k)[0, self.top_k]
         return np.asarray(1.0 - missed / all_drawn)[where.reshape(-1)]
 
@@ -136,7 +160,7 @@ def _included(drawn: FloatArray, top_k: int) -> FloatArray:
     # K - 1 drawn among those before and after the expert.
     others = np.einsum("ej,ej->e", before[:-1, :top_k], after[1:, :top_k][:, ::-1])
     everybody = before[-1, top_k]
-    return np.asarray(np.clip(drawn * others / everybody, _RARE / 10, 1 - _RARE / 10))
+    return np.asarray(np.clip(drawn * others / everybody, _RARE, 1 - _RARE))
 
 
 def _prefixes(drawn: FloatArray, most: int) -> FloatArray:
@@ -164,5 +188,6 @@ def _gating(workload: Workload, popularity: tuple[float, ...] | None) -> Gating:
         num_sequences=training.micro_batch_size,
         popularity=popularity,
         capacity=workload.expert_capacity,
+        last_dropped=model.token_drop_policy is DropPolicy.POSITION,
         padded=model.pad_expert_input_to_capacity,
     )

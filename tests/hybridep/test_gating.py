@@ -68,20 +68,23 @@ def test_large_skewed_gates_are_solved() -> None:
     assert gating.hit(np.ones((1, 256), dtype=bool))[0] == pytest.approx(1)
 
 
+@pytest.mark.parametrize("last_dropped", [False, True], ids=["probs", "position"])
 @pytest.mark.parametrize("popularity", [None, skewed(8, 0.6)], ids=["even", "skewed"])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
 def test_drops_are_those_of_sampled_sequences(
-    factor: float, popularity: tuple[float, ...] | None, rng: np.random.Generator
+    factor: float, popularity: tuple[float, ...] | None, last_dropped: bool, rng: np.random.Generator
 ) -> None:
-    tokens, sequences = 64, 2000
-    gating = gate(tokens=tokens, popularity=popularity, capacity=ceil(factor * tokens * 3 / 8))
-    chosen = draw(gating, tokens * sequences, rng).reshape(sequences, tokens, 3)
-    one_hot = np.zeros((sequences, tokens, 8), dtype=np.int64)
-    np.put_along_axis(one_hot, chosen, 1, axis=2)
-    kept = one_hot.astype(bool) & (one_hot.cumsum(axis=1) <= gating.capacity)
-    spread = 5 * 0.5 / np.sqrt(tokens * sequences)
-    # The marginal is exact; that one token's drops are independent is not quite.
-    assert np.abs(kept.mean(axis=(0, 1)) - gating.chosen * gating.kept).max() <= spread * 3
+    tokens, sequences = 64, 1000
+    gating = gate(tokens=tokens, popularity=popularity, capacity=ceil(factor * tokens * 3 / 8), last_dropped=last_dropped)
+    chosen = np.zeros((sequences, tokens, 8), dtype=bool)
+    np.put_along_axis(chosen, draw(gating, tokens * sequences, rng).reshape(sequences, tokens, 3), True, axis=2)
+    score = np.broadcast_to(-np.arange(tokens)[:, None], chosen.shape) if last_dropped else rng.random(chosen.shape)
+    place = np.argsort(np.argsort(np.where(chosen, -score, np.inf), axis=1), axis=1)
+    kept = chosen & (place < gating.capacity)
+    # Tokens of a sequence are not independent: sequences are.
+    spread = 5 * kept.mean(axis=1).std() / np.sqrt(sequences)
+    np.testing.assert_allclose(kept.mean(axis=(0, 1)), gating.chosen * gating.kept, atol=spread)
+    np.testing.assert_allclose(gating.kept_along.mean(axis=0), gating.kept, atol=0.01)
     np.testing.assert_allclose(gating.rows, 2 * tokens * gating.chosen * gating.kept)
     members = rng.random((20, 8)) < 0.4
     for member, hit in zip(members, gating.hit(members), strict=True):

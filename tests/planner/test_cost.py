@@ -26,9 +26,8 @@ from planner.problem import build_problem
 
 def times_of(cluster: Cluster, workload: Workload, choices: dict[str, LevelChoice]) -> BlockTimes:
     placed = place(cluster, workload.model.num_experts, choices)
-    return block_times(
-        Network(cluster=cluster), workload, placed, gating(workload), layer_traffic(placed, workload, gating(workload))
-    )
+    expected = gating(workload)
+    return block_times(Network(cluster=cluster), workload, placed, expected, layer_traffic(placed, workload, expected))
 
 
 def plan_of(

@@ -25,6 +25,7 @@ from training_cases import (
     divisors,
     train_case,
     training_run,
+    wild_cases,
 )
 
 from hybridep.plan import Residency
@@ -90,6 +91,18 @@ ALL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_the_complete_cross_of_factors_equals_the_reference(pools: Pools, case: Case) -> None:
+    outcomes = pools.train(case)
+    check_fidelity(case, outcomes)
+    check_bytes(case, outcomes)
+
+
+WILD_PLANS = wild_cases(20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WILD_PLANS, ids=str)
+def test_random_placements_equal_the_reference(pools: Pools, case: Case) -> None:
+    """Partial migration of the most popular, homes and plans that differ by layer, both residencies, with and without drops."""
     outcomes = pools.train(case)
     check_fidelity(case, outcomes)
     check_bytes(case, outcomes)

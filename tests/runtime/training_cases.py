@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridep.config import build
+from hybridep.homes import homes_text
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.run import Data, Optimizer, Run
 from hybridep.serving import ServingGroup, serving_groups
@@ -47,6 +48,15 @@ CROSS = {
     for shared in (0, 8)
 }
 """For the complete cross of factors, which takes too long for every run."""
+CAPACITY = {
+    "drop-probs": PLAIN | {"capacity_factor": 1.0},
+    "drop-position": PLAIN | {"capacity_factor": 0.7, "token_drop_policy": "position", "top_k": 3},
+    "drop-padded": PLAIN
+    | {"capacity_factor": 1.2, "pad_expert_input_to_capacity": True, "num_experts": 11, "shared_ffn_size": 8},
+}
+"""Models whose experts take only so many tokens."""
+WILD = ("plain", "dense-first-uneven", *CAPACITY)
+"""Models that meet random placements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +73,13 @@ class Case:
     dtype: str = "fp64"
     random_serving: int | None = None
     """Seed of a serving table that sends each outermost worker's tokens anywhere, in place of its domain size."""
+    wild: int | None = None
+    """Seed of homes, domains or serving tables, ratios and residency that differ in every layer, and of the popularity by which
+    partial migration copies; in place of what is said above."""
 
     def __str__(self) -> str:
+        if self.wild is not None:
+            return f"{'x'.join(map(str, self.sizes))}-wild{self.wild}-{self.model}-m{self.micro_batches}"
         text = f"{'x'.join(map(str, self.sizes))}-domains{'x'.join(map(str, self.domains))}-{self.model}"
         text += f"-r{self.migration}" if self.migration else ""
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
@@ -83,7 +98,11 @@ class Case:
         gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
         cluster = build(Cluster, {"name": "test", "levels": levels, "gpu": gpu}, "cluster")
         training = {"sequence_length": 6, "micro_batch_size": 2, "micro_batches": self.micro_batches, "dtype": self.dtype}
-        workload = build(Workload, {"name": "test", "model": (MODELS | CROSS)[self.model], "training": training}, "workload")
+        workload = build(
+            Workload, {"name": "test", "model": (MODELS | CROSS | CAPACITY)[self.model], "training": training}, "workload"
+        )
+        if self.wild is not None:
+            return wild_plan(cluster, workload, self.wild, Schedule(overlap=self.overlap))
         domains = dict(zip(names, self.domains, strict=True))
         serving: tuple[ServingGroup, ...] = ()
         if self.random_serving is not None:
@@ -99,6 +118,50 @@ class Case:
             serving=serving,
         )
         return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=Schedule(overlap=self.overlap))
+
+
+def wild_plan(cluster: Cluster, workload: Workload, seed: int, schedule: Schedule) -> Plan:
+    """A plan that is different in every layer and everywhere uneven."""
+    rng = np.random.default_rng(seed)
+    num_experts, groups = workload.model.num_experts, []
+    for layer in range(workload.model.num_moe_layers):
+        domains = {level.name: int(rng.choice(divisors(level.size))) for level in cluster.levels}
+        serving: tuple[ServingGroup, ...] = ()
+        if rng.random() < 0.4:
+            del domains[cluster.levels[0].name]
+            serving = serving_groups(cluster, rng.integers(cluster.sizes[0], size=(cluster.sizes[0], num_experts)))
+        groups.append(
+            LayerGroup(
+                first_layer=layer,
+                num_layers=1,
+                domains=domains,
+                migration={name: float(rng.choice([0.3, 0.5, 0.7, 1.0])) for name in domains},
+                residency=Residency(rng.choice([residency.value for residency in Residency])),
+                serving=serving,
+                # Some ranks own much, some nothing.
+                homes=homes_text(cluster, rng.integers(cluster.num_gpus, size=num_experts)),
+            )
+        )
+    shares = rng.dirichlet(np.full(num_experts, 3.0), size=len(groups)) / 2 + 0.5 / num_experts
+    shares = np.minimum(shares, 1 / workload.model.top_k)
+    popularity = tuple(tuple(float(share) for share in row / row.sum()) for row in shares)
+    return Plan(cluster=cluster, workload=workload, layers=tuple(groups), popularity=popularity, schedule=schedule)
+
+
+def wild_cases(number: int) -> list[Case]:
+    """Random placements on clusters of four and eight ranks; residency and capacity vary too."""
+    shapes = [(2, 2), (4, 1), (4, 2), (2, 2, 2)]
+    return [
+        Case(
+            sizes=(sizes := shapes[seed * len(shapes) // number]),
+            domains=(1,) * len(sizes),
+            model=WILD[seed % len(WILD)],
+            micro_batches=1 + seed % 2,
+            overlap=seed % 7 != 0,
+            wild=seed,
+        )
+        for seed in range(number)
+    ]
 
 
 def training_run(output: Path = Path("unused"), **changes: Any) -> Run:
@@ -220,10 +283,14 @@ def check_fidelity(case: Case, outcomes: Sequence[Outcome], tolerance: float = T
     """Every loss and every parameter of every rank equals the reference."""
     check_losses(case, outcomes, tolerance)
     _, expected = reference(case.num_ranks, case.model, case.micro_batches, case.dtype)
+    homes = [placement.home for _, _, placement in case.plan().each_layer()]
     for name, values in expected.items():
         scale = np.abs(values).max()
         if name.endswith(".experts"):
-            found = [np.concatenate([outcome.parameters[name] for outcome in outcomes])]
+            home = homes[int(name.removeprefix("layer").removesuffix(".experts"))]
+            stacked = np.concatenate([outcome.parameters[name] for outcome in outcomes])
+            # Each rank has its own in ascending order.
+            found = [stacked[np.argsort(np.argsort(home, kind="stable"))]]
         else:
             found = [outcome.parameters[name] for outcome in outcomes]
         for mine in found:
