@@ -52,9 +52,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
         padded = None
         if model.pad_expert_input_to_capacity:
             padded = torch.from_numpy(served_copies(placement, layers.gating)[mesh.rank].astype(np.int64)).to(mesh.device)
-        routed.append(
-            DistributedExperts(model, home, exchange, dispatchers[id(placement)], spans, layer=layer, padded_E=padded)
-        )
+        routed.append(DistributedExperts(model, home, exchange, dispatchers[id(placement)], spans, layer=layer, padded_E=padded))
         return routed[-1]
 
     transformer = Transformer(workload, make, dtype=mesh.dtype)
