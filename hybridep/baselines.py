@@ -53,12 +53,14 @@ def baseline_plan(
     *,
     schedule: Schedule | None = None,
     codecs: Mapping[str, Codecs] | None = None,
+    popularity: tuple[tuple[float, ...], ...] = (),
 ) -> Plan:
     """The baseline on a cluster, without a prediction, whether or not it fits the memory."""
     return Plan(
         cluster=cluster,
         workload=workload,
         layers=(baseline_group(cluster, workload, baseline),),
+        popularity=popularity,
         codecs=dict(codecs or {}),
         schedule=schedule or Schedule(),
         provenance={"baseline": baseline.value},

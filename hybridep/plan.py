@@ -218,6 +218,12 @@ class Plan(Strict):
         if differences:
             raise PlanMismatchError(where, differences)
 
+    def with_popularity(self, popularity: tuple[tuple[float, ...], ...]) -> Plan:
+        """The same decisions with experts chosen as measured: partial migration then copies the most popular. What was predicted
+        is left out. Raises ConfigError for shares that are none."""
+        changed = {"popularity": popularity, "prediction": None, "solver": None}
+        return build(Plan, self.model_dump(mode="json") | changed, "plan")
+
     def save(self, path: Path) -> None:
         """Write as YAML, atomically."""
         write_yaml(path, self.model_dump(mode="json", exclude_none=True))

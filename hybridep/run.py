@@ -71,7 +71,8 @@ class Run(Strict):
     exchange_timeout: Duration = 20.0
     """A transfer that takes longer means that a link or a peer is gone."""
     trace_step: int | None = None
-    """Step whose timeline every rank records."""
+    """Step whose timeline, and whose every choice of an expert, all ranks record; the popularity of experts over all steps is
+    recorded in any case."""
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -80,7 +80,7 @@ def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction
     cost = step_cost(made)
     others: dict[str, Any] = {}
     for name in baselines:
-        other = baseline_plan(made.cluster, made.workload, name, schedule=made.schedule)
+        other = baseline_plan(made.cluster, made.workload, name, schedule=made.schedule, popularity=made.popularity)
         others[name.value] = _seconds(step_cost(other).step_s)
     return Prediction(
         step=_seconds(cost.step_s),

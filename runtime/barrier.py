@@ -8,6 +8,7 @@ from torch import Tensor
 from runtime.transport import Transport
 
 _LABEL = "barrier"
+_GATHER_LABEL = "gather at rank 0"
 
 
 class Barrier:
@@ -32,3 +33,12 @@ class Barrier:
         self._transport.exchange({0: mine}, {}, _LABEL)
         self._transport.exchange({}, {0: answer}, _LABEL)
         return float(answer)
+
+    def gather(self, value: Tensor) -> list[Tensor] | None:
+        """At rank 0 the tensors of all ranks, which have one shape and type, in the order of ranks; elsewhere None."""
+        if self._rank:
+            self._transport.exchange({0: value.contiguous()}, {}, _GATHER_LABEL)
+            return None
+        arrived = {other: torch.empty_like(value, memory_format=torch.contiguous_format) for other in self._others}
+        self._transport.exchange({}, arrived, _GATHER_LABEL)
+        return [value, *(arrived[other] for other in sorted(arrived))]

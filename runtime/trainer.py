@@ -21,6 +21,7 @@ from runtime.device import choose_device, peak_bytes, settle
 from runtime.expert_exchange import CopyStream
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
 from runtime.optimizer import HomeOptimizer
+from runtime.recorder import RoutingRecorder
 from runtime.spans import BACKWARD, HEAD, OPTIMIZER, SpanRecorder, merge
 from runtime.testing import Fault, fault_from_environment
 from runtime.transport import Transport
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TRACE_FILE = "trace.json"
+ROUTING_FILE = "routing.npz"
 _BARRIER_TIMEOUT_S = 600.0
 """Ranks write checkpoints at different speeds; a rank that dies meanwhile is noticed at once all the same."""
 
@@ -48,6 +50,13 @@ class RankTrainer:
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)
         self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
         self.dense = self.model.transformer.dense_parameters()
+        model = self._model_config
+        self.recorder = RoutingRecorder(
+            self.model.transformer.moe_blocks(),
+            num_layers=model.num_moe_layers,
+            num_experts=model.num_experts,
+            device=mesh.device,
+        )
         self.optimizer = HomeOptimizer(run.optimizer, {**self.dense, **self.model.home_parameters()})
 
     def step(self, step: int) -> StepReport:
@@ -118,6 +127,12 @@ class RankTrainer:
         if self.mesh.rank == 0:
             merge(self.run.output, self.mesh.world_size, self.run.output / TRACE_FILE)
 
+    def save_routing(self) -> None:
+        """Write what the gates chose in all steps made; all ranks call it."""
+        record = self.recorder.collect(self._barrier)
+        if record is not None:
+            record.save(self.run.output / ROUTING_FILE)
+
     def close(self) -> None:
         """End the background thread."""
         self.stream.close()
@@ -151,10 +166,11 @@ def _steps(trainer: RankTrainer, done: int, fault: Fault | None, on_step: Callab
     for step in range(done + 1, run.steps + 1):
         if fault is not None:
             fault.strike(trainer.mesh.rank, step)
-        trainer.spans.active = step == run.trace_step
+        trainer.spans.active = trainer.recorder.whole = step == run.trace_step
         on_step(trainer.step(step))
-        trainer.spans.active = False
+        trainer.spans.active = trainer.recorder.whole = False
         if step == run.steps or (every and step % every == 0):
             trainer.save(step)
     if run.trace_step is not None and done < run.trace_step <= run.steps:
         trainer.save_trace()
+    trainer.save_routing()

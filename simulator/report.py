@@ -40,7 +40,7 @@ class Report:
 def simulate(plan: Plan, against: Sequence[Baseline] = (), routing: Routing | None = None, tolerance: float = EXACT) -> Report:
     """Simulate one training step of a plan, and of the baselines `against` under the same routing.
 
-    routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; uniform expectation without it.
+    routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; the expectation from the plan's popularity without it.
     tolerance: as `simulate_step`.
     """
     began_s = time.perf_counter()
@@ -48,6 +48,13 @@ def simulate(plan: Plan, against: Sequence[Baseline] = (), routing: Routing | No
     baselines = {}
     for baseline in against:
         # The alternative keeps the plan's codecs and schedule: it is the placement that differs.
-        other = baseline_plan(plan.cluster, plan.workload, baseline, schedule=plan.schedule, codecs=plan.codecs)
+        other = baseline_plan(
+            plan.cluster,
+            plan.workload,
+            baseline,
+            schedule=plan.schedule,
+            codecs=plan.codecs,
+            popularity=plan.popularity,
+        )
         baselines[baseline] = simulate_step(other, routing, tolerance).step_s
     return Report(step=step, baselines=baselines, wall_s=time.perf_counter() - began_s)

@@ -24,14 +24,22 @@ _SHOWN_LINKS = 5
     metavar="NAMES",
     help="Baselines to simulate too, comma separated: ep, full_gather, ep_in_dc, ep_in_node.",
 )
+@click.option(
+    "--routing",
+    type=click.Path(path_type=Path),
+    help="What `hybridep train` recorded (routing.npz): the traced step's choices, or else the popularity of experts.",
+)
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the step's timeline (open in ui.perfetto.dev).")
 @set_option
-def command(plan: Path, against: str, trace: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
+def command(
+    plan: Path, against: str, routing: Path | None, trace: Path | None, overrides: tuple[str, ...], as_json: bool
+) -> None:
     """Simulate one training step of PLAN, a file that `hybridep plan` wrote. With --set, for example
     cluster.levels.dc.bandwidth='1 Gbps' or workload.training.micro_batches=4, the same placement under other conditions.
     """
     from hybridep.baselines import Baseline
     from hybridep.plan import load_plan
+    from hybridep.routing import load_routing
     from hybridep.timeline import write_chrome_trace
     from simulator.report import simulate
 
@@ -40,7 +48,12 @@ def command(plan: Path, against: str, trace: Path | None, overrides: tuple[str, 
     for name in names:
         if name not in known:
             raise UserError(f"--against {name}: no such baseline; there are {', '.join(known)}")
-    report = simulate(load_plan(plan, overrides=overrides), [known[name] for name in names])
+    loaded, choices = load_plan(plan, overrides=overrides), None
+    if routing is not None:
+        record = load_routing(routing)
+        record.require(loaded, routing)
+        loaded, choices = loaded.with_popularity(record.popularity()), record.choices or None
+    report = simulate(loaded, [known[name] for name in names], choices)
     if trace is not None:
         write_chrome_trace(trace, report.step.spans())
     if as_json:

@@ -14,6 +14,8 @@ import pytest
 from cli_cases import Inputs, shell
 
 from hybridep.launch.host import child_environment
+from hybridep.plan import load_plan
+from hybridep.routing import load_routing
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,8 +36,15 @@ def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
     assert len(summary["losses"]) == 4 and summary["status"] == "finished" and summary["shaped"] is False
     assert summary["step_s"]["median"] > 0 and summary["tokens_per_s"] > 0 and summary["predicted_step_s"] > 0
     assert summary["wan_bytes_per_step"] == pytest.approx(summary["planned_wan_bytes_per_step"], rel=0.2)
-    for name in ("plan.yaml", "steps.jsonl", "summary.json", "trace.json", "checkpoints"):
+    for name in ("plan.yaml", "steps.jsonl", "summary.json", "trace.json", "routing.npz", "checkpoints"):
         assert (inputs.output / name).exists(), name
+    record, plan = load_routing(inputs.output / "routing.npz"), load_plan(inputs.output / "plan.yaml")
+    record.require(plan, inputs.output)
+    model, training = plan.workload.model, plan.workload.training
+    choices = plan.cluster.num_gpus * training.tokens * training.micro_batches * model.top_k
+    assert (record.chosen.sum(axis=1) == 4 * choices).all() and sum(ids.size for ids in record.choices.values()) == (
+        choices * model.num_moe_layers
+    )
     steps = lines(inputs.output / "steps.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert [step["loss"] for step in steps] == summary["losses"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import date
 from itertools import product
 from typing import Any
 
@@ -97,6 +98,15 @@ def test_the_complete_cross_of_factors_equals_the_reference(pools: Pools, case: 
 
 
 WILD_PLANS = wild_cases(20)
+TODAY = date.today().toordinal()
+
+
+@pytest.mark.parametrize("case", [WILD_PLANS[TODAY % 10], WILD_PLANS[(TODAY + 3) % 10]], ids=str)
+def test_some_random_placements_equal_the_reference(pools: Pools, case: Case) -> None:
+    """Two of those on four ranks below, others every day."""
+    outcomes = pools.train(case)
+    check_fidelity(case, outcomes)
+    check_bytes(case, outcomes)
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""Keeps what the gates choose while a rank trains, and brings all ranks' records together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridep.routing import RoutingRecord
+from runtime.barrier import Barrier
+from runtime.gate import Gated
+from runtime.moe import MoeBlock
+
+
+class RoutingRecorder:
+    """Counts every choice of one rank; while ``whole`` is set, keeps the choices themselves too."""
+
+    def __init__(self, blocks: Iterable[MoeBlock], *, num_layers: int, num_experts: int, device: torch.device) -> None:
+        self.whole = False
+        self._chosen_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+        self._choices: dict[tuple[int, int], Tensor] = {}
+        self._seen: Counter[int] = Counter()
+        for block in blocks:
+            block.routing_hook = self._see
+
+    def _see(self, layer: int, gated: Gated) -> None:
+        # On a GPU nothing waits: bincount would, for its length.
+        chosen = gated.chosen_TK.flatten()
+        self._chosen_LE[layer].index_add_(0, chosen, torch.ones_like(chosen))
+        if self.whole:
+            self._choices[layer, self._seen[layer]] = gated.ids_TK.detach().to(torch.int32, copy=True)
+            self._seen[layer] += 1
+
+    def collect(self, barrier: Barrier) -> RoutingRecord | None:
+        """At rank 0 the record of all ranks; all ranks call it, with the same choices kept."""
+        counts = barrier.gather(self._chosen_LE.cpu())
+        choices = {key: barrier.gather(ids.cpu()) for key, ids in sorted(self._choices.items())}
+        if counts is None:
+            return None
+        return RoutingRecord(
+            chosen=torch.stack(counts).sum(dim=0).numpy(),
+            choices={key: np.stack([ids.numpy() for ids in found]).astype(np.int64) for key, found in choices.items() if found},
+        )
