@@ -7,7 +7,7 @@ only when its receive is posted), and a rank leaves the exchange when all its se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -105,9 +105,15 @@ class Execution:
         return float(self.end_s.max(initial=0.0))
 
 
-def execute(program: Program, engine: Engine, network: Network) -> Execution:
-    """Run a program from the engine's present to its end."""
-    return _Executor(program, engine, network).run()
+Changes = Iterator[tuple[float, FloatArray]]
+"""When, in rising order, links get other capacities, and which ([links], as `Network.set_capacity`). May go on for ever."""
+
+_MOST_CHANGES_IN_VAIN = 100_000
+
+
+def execute(program: Program, engine: Engine, network: Network, changes: Changes = iter(())) -> Execution:
+    """Run a program from the engine's present to its end; links change until then. Raises SimulationError when it cannot end."""
+    return _Executor(program, engine, network, changes).run()
 
 
 @dataclass(slots=True)
@@ -125,7 +131,9 @@ class _Exchange:
 
 
 class _Executor:
-    def __init__(self, program: Program, engine: Engine, network: Network) -> None:
+    def __init__(self, program: Program, engine: Engine, network: Network, changes: Changes) -> None:
+        self._changes = changes
+        self._changes_in_vain = 0
         self._operations = program.operations
         self._num_ranks = program.num_ranks
         self._engine = engine
@@ -148,10 +156,22 @@ class _Executor:
         for position, operation in enumerate(self._operations):
             if not operation.after:
                 self._enter(position, everybody)
+        self._await_change()
         self._engine.run()
         if self._unfinished:
-            raise SimulationError(f"{self._unfinished} rank operations never ran: an exchange waits for itself")
+            raise SimulationError(f"{self._unfinished} rank operations never ran: an exchange waits for itself or for a cut link")
         return Execution(start_s=self._start_s, end_s=self._end_s, gate=self._gate)
+
+    def _await_change(self) -> None:
+        change = next(self._changes, None)
+        if change is not None and self._changes_in_vain < _MOST_CHANGES_IN_VAIN:
+            self._engine.at(change[0], partial(self._change, change[1]))
+
+    def _change(self, capacity: FloatArray) -> None:
+        if self._unfinished:
+            self._changes_in_vain += 1
+            self._network.set_capacity(capacity)
+            self._await_change()
 
     def _enter(self, position: int, ranks: IntArray) -> None:
         self._start_s[position, ranks] = self._engine.now_s
@@ -205,6 +225,7 @@ class _Executor:
     def _leave(self, position: int, ranks: IntArray) -> None:
         self._end_s[position, ranks] = self._engine.now_s
         self._unfinished -= ranks.size
+        self._changes_in_vain = 0
         for follower in self._followers[position]:
             waits_for = self._waits_for[follower]
             waits_for[ranks] -= 1

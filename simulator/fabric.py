@@ -7,6 +7,7 @@ import numpy as np
 from hybridep.topology import Cluster
 from simulator.arrays import FloatArray, IntArray
 from simulator.collective import Flows
+from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.network import EXACT, Network, Transfers
 from simulator.symmetry import Symmetry
@@ -46,8 +47,11 @@ def paths(cluster: Cluster, source: IntArray, destination: IntArray) -> tuple[In
 class Fabric:
     """The network of a cluster. Ranks and links that are alike are in it once, and transfers between them are weighted."""
 
-    def __init__(self, engine: Engine, symmetry: Symmetry, tolerance: float = EXACT) -> None:
+    def __init__(
+        self, engine: Engine, symmetry: Symmetry, tolerance: float = EXACT, conditions: Conditions | None = None
+    ) -> None:
         self.symmetry = symmetry
+        self._conditions = conditions or Conditions()
         self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 
     def flows(self, level: int, sent: FloatArray) -> Flows:
@@ -68,7 +72,12 @@ class Fabric:
             return Flows(
                 source=source,
                 destination=destination,
-                transfers=Transfers(links=links, latency_s=latency_s, size_bytes=size_bytes),
+                transfers=Transfers(
+                    links=links,
+                    latency_s=latency_s,
+                    size_bytes=size_bytes,
+                    limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s),
+                ),
             )
         alike, counts = _alike(kind * symmetry.num_kinds + peer, size_bytes)
         links, latency_s = paths(cluster, source[alike], destination[alike])
@@ -83,6 +92,7 @@ class Fabric:
                 latency_s=latency_s,
                 size_bytes=size_bytes[alike],
                 weights=np.where(on_link, total / symmetry.link_size[link_kinds], 1.0),
+                limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s),
             ),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,9 +12,11 @@ from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
 from simulator.arrays import BoolArray, FloatArray
-from simulator.collective import Execution, Operation, Program, execute
+from simulator.collective import Changes, Execution, Operation, Program, execute
+from simulator.conditions import Conditions, LinkFactors
 from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
+from simulator.fabric import Fabric
 from simulator.network import EXACT
 from simulator.symmetry import Symmetry
 from simulator.training import step_program
@@ -131,15 +134,35 @@ def _rows(plan: Plan, operation: Operation, num_ranks: int) -> list[tuple[str, B
     return [(inside, sends | receives)]
 
 
-def simulate_step(plan: Plan, routing: Routing | None = None, tolerance: float = EXACT) -> StepResult:
+def _changes(plan: Plan, fabric: Fabric, conditions: Conditions | None, start_s: float) -> Changes:
+    """The capacities of kinds of links at the start of a step, and whenever they change."""
+    if conditions is None:
+        return
+    factors = LinkFactors(conditions, [link.name for link in plan.cluster.link_table])
+    full_bytes_per_s = fabric.network.link_capacity_bytes_per_s.copy()
+    one_of_each = np.unique(fabric.symmetry.link_kind, return_index=True)[1]
+    now_s = start_s
+    while math.isfinite(now_s):
+        yield now_s - start_s, full_bytes_per_s * factors.at(now_s)[one_of_each]
+        now_s = factors.next_s(now_s)
+
+
+def simulate_step(
+    plan: Plan,
+    routing: Routing | None = None,
+    tolerance: float = EXACT,
+    conditions: Conditions | None = None,
+    start_s: float = 0.0,
+) -> StepResult:
     """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly.
 
     tolerance: share of its bytes that a transfer may leave out to end together with another, for speed at thousands of
     different datacenters; `largest_cut` says how much any did.
+    conditions: what links and workers meet, in a step that begins `start_s` into the run.
     """
     engine = Engine()
-    program, fabric = step_program(plan, engine, routing, tolerance)
-    execution = execute(program, engine, fabric.network)
+    program, fabric = step_program(plan, engine, routing, tolerance, conditions, start_s)
+    execution = execute(program, engine, fabric.network, _changes(plan, fabric, conditions, start_s))
     kind = fabric.symmetry.link_kind
     return StepResult(
         plan=plan,

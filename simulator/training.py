@@ -23,6 +23,7 @@ from hybridep.traffic import (
 )
 from simulator.arrays import IntArray
 from simulator.collective import Flows, Program
+from simulator.conditions import Conditions, LinkFactors
 from simulator.engine import Engine
 from simulator.fabric import Fabric
 from simulator.network import EXACT
@@ -59,7 +60,14 @@ class _Step(NamedTuple):
     give_back: bool
 
 
-def step_program(plan: Plan, engine: Engine, routing: Routing | None = None, tolerance: float = EXACT) -> tuple[Program, Fabric]:
+def step_program(
+    plan: Plan,
+    engine: Engine,
+    routing: Routing | None = None,
+    tolerance: float = EXACT,
+    conditions: Conditions | None = None,
+    start_s: float = 0.0,
+) -> tuple[Program, Fabric]:
     """The operations of one training step, each rank waiting only for what it needs; and the network they run on.
 
     Per micro-batch: the MoE blocks forward, the rest of the model, the blocks backward in reverse order; then the dense
@@ -69,34 +77,38 @@ def step_program(plan: Plan, engine: Engine, routing: Routing | None = None, tol
     Without `routing`, rows are the number that the plan's popularity of experts lets expect (all alike where it has none).
     The program's ranks are then the kinds of ranks that differ; with routing all do.
     """
-    builder = _Builder(plan, engine, routing, tolerance)
+    builder = _Builder(plan, engine, routing, tolerance, conditions or Conditions(), start_s)
     return builder.build(), builder.fabric
 
 
 class _Builder:
-    def __init__(self, plan: Plan, engine: Engine, routing: Routing | None, tolerance: float) -> None:
+    def __init__(
+        self, plan: Plan, engine: Engine, routing: Routing | None, tolerance: float, conditions: Conditions, start_s: float
+    ) -> None:
         self._plan = plan
+        self._jitter = conditions.compute_jitter
+        self._random = np.random.default_rng([conditions.seed, int(start_s * 1e6)])
         self._routing = routing
         self._levels = range(len(plan.cluster.levels))
         workload, gpu = plan.workload, plan.cluster.gpu
-        everybody = np.ones(plan.cluster.num_gpus)
+        everybody = self._slowdown = conditions.slowdown(plan.cluster, start_s)
         self._pre_expert_s = everybody * (workload.pre_expert_flops / gpu.throughput + gpu.block_overhead)
         self._head_s = everybody * (workload.head_flops / gpu.throughput)
         self._optimizer_s = self._optimizer()
         dense = dense_traffic(plan.placements[0], workload)
         expected = {}
-        if routing is None:
+        if routing is None and not self._jitter:
             for layers in plan.placed:
                 expected[layers.first_layer] = self._traffic(layers, None)
             alike = symmetry(
                 plan.cluster,
                 [Exchange(key.level, sent) for traffic, _ in expected.values() for key, sent in traffic.items() if key.op in _OUT]
                 + [Exchange(key.level, sent) for key, sent in dense.items() if key.op is Op.DENSE_REDUCE_SCATTER],
-                [self._optimizer_s, *(expert_s for _, expert_s in expected.values())],
+                [self._optimizer_s, *(expert_s for _, expert_s in expected.values()), *_link_traits(plan, conditions), everybody],
             )
         else:
             alike = no_symmetry(plan.cluster)
-        self.fabric = Fabric(engine, alike, tolerance)
+        self.fabric = Fabric(engine, alike, tolerance, conditions)
         self._one_of_each = alike.first
         self._program = Program(num_ranks=alike.num_kinds)
         self._expected = {first: self._block_of(*traffic) for first, traffic in expected.items()}
@@ -123,7 +135,10 @@ class _Builder:
 
     def _compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "") -> int:
         """seconds: [ranks of the cluster]."""
-        return self._program.compute(label, seconds[self._one_of_each], after, name)
+        seconds = seconds[self._one_of_each]
+        if self._jitter:
+            seconds = seconds * np.exp(self._random.normal(0.0, self._jitter, seconds.size))
+        return self._program.compute(label, seconds, after, name)
 
     def _step(self, layer: int, layers: PlacedLayers, micro_batch: int) -> _Step:
         each_time = layers.group.residency is Residency.MICROBATCH
@@ -138,6 +153,8 @@ class _Builder:
 
     def _block(self, layer: int, layers: PlacedLayers, micro_batch: int) -> _Block:
         if self._routing is None:
+            if layers.first_layer not in self._expected:
+                self._expected[layers.first_layer] = self._block_of(*self._traffic(layers, None))
             return self._expected[layers.first_layer]
         return self._block_of(*self._traffic(layers, self._routing[layer, micro_batch]))
 
@@ -147,7 +164,7 @@ class _Builder:
         rows = expected_rows(placement, layers.gating) if choices is None else routed_rows(placement, choices)
         traffic = token_traffic(placement, workload, rows) | copy_traffic(placement, workload)
         copies = served_copies(placement, layers.gating, choices).sum(axis=1)
-        return traffic, copies * (workload.expert_flops_per_row / gpu.throughput)
+        return traffic, copies * (workload.expert_flops_per_row / gpu.throughput) * self._slowdown
 
     def _block_of(self, traffic: Traffic, expert_s: FloatArray) -> _Block:
         return _Block(flows=self._flows(traffic), expert_s=expert_s)
@@ -194,4 +211,15 @@ class _Builder:
         model, dtype, gpu = self._plan.workload.model, self._plan.workload.training.dtype, self._plan.cluster.gpu
         params = self._plan.home_experts * float(model.expert_params) + model.dense_params
         size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
-        return np.asarray(size_bytes / gpu.memory_bandwidth, dtype=np.float64)
+        return np.asarray(size_bytes / gpu.memory_bandwidth * self._slowdown, dtype=np.float64)
+
+
+def _link_traits(plan: Plan, conditions: Conditions) -> list[FloatArray]:
+    """[ranks] each: what tells the links of a rank's workers from those of others, in what happens to them."""
+    cluster = plan.cluster
+    traits = LinkFactors(conditions, [link.name for link in cluster.link_table]).traits.astype(np.float64)
+    columns = []
+    for level in range(len(cluster.levels)):
+        worker = np.arange(cluster.num_gpus) // int(np.prod(cluster.sizes[level + 1 :]))
+        columns += [traits[cluster.up_link(level, 0) + 2 * worker + side] for side in (0, 1)]
+    return columns

@@ -1,0 +1,189 @@
+"""What a step meets besides its plan: links that change over time or are cut, slow workers, and what a transport gets of a link."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from hybridep.config import Duration, Size, Strict
+from hybridep.errors import ConfigError
+from hybridep.topology import Cluster
+from simulator.arrays import FloatArray, IntArray
+from simulator.errors import SimulationError
+
+_MOST_FACTOR = 1e6
+
+
+class LinkChange(Strict):
+    """Links that carry a part of their bandwidth for some time. Changes that meet multiply."""
+
+    links: str
+    """Pattern of link names: ``tokyo up``, ``tokyo *``, ``* -> tokyo``, ``*``."""
+    factor: float = Field(ge=0, le=_MOST_FACTOR)
+    """0 for a link that is cut."""
+    start: Duration = 0.0
+    end: Duration | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LinkChange:
+        if self.end is not None and self.end <= self.start:
+            raise ValueError(f"end: {self.end} s is not after start, {self.start} s")
+        return self
+
+    @property
+    def end_s(self) -> float:
+        """Infinite where it lasts."""
+        return math.inf if self.end is None else self.end
+
+
+class LinkJitter(Strict):
+    """Links whose bandwidth is drawn anew every period: exp(-|normal x spread|) of what they have."""
+
+    links: str = "*"
+    spread: float = Field(gt=0, le=3)
+    period: Duration = Field(gt=0)
+
+
+class Straggler(Strict):
+    """A worker whose GPUs compute slower, in the steps that begin meanwhile."""
+
+    worker: str
+    """Name of a rank, or of what holds it: ``tokyo``, ``tokyo/gpu3``."""
+    slowdown: float = Field(ge=1)
+    start: Duration = 0.0
+    end: Duration | None = None
+
+
+class Conditions(Strict):
+    """All of these together; times count from the start of the run. The same seed gives the same draws."""
+
+    goodput: float = Field(default=1.0, gt=0, le=1)
+    """Share of a link's bandwidth that is left for payload; 0.955 for TCP or RDMA headers and pauses."""
+    window: Size | None = None
+    """Bytes that one stream may have under way: a transfer gets at most window x streams per round trip."""
+    streams: int = Field(default=1, ge=1)
+    changes: tuple[LinkChange, ...] = ()
+    trace: Path | None = None
+    """A CSV with the columns seconds,links,factor: from then on these links have this factor."""
+    jitter: tuple[LinkJitter, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    compute_jitter: float = Field(default=0.0, ge=0, le=1)
+    """Spread of each computation's time: exp(normal x this), drawn for every rank and computation alone."""
+    seed: int = 0
+
+    def limit_bytes_per_s(self, latency_s: FloatArray) -> FloatArray | None:
+        """What transfers with these one-way latencies get at most; None without a window."""
+        if self.window is None:
+            return None
+        with np.errstate(divide="ignore"):
+            return np.asarray(self.window * self.streams / (2.0 * latency_s))
+
+    def slowdown(self, cluster: Cluster, now_s: float) -> FloatArray:
+        """[ranks]: factor on the time of computations in a step that begins now. Raises SimulationError for unknown workers."""
+        factor = np.ones(cluster.num_gpus)
+        if not self.stragglers:
+            return factor
+        names = _worker_names(cluster)
+        for straggler in self.stragglers:
+            inside = [any(name == straggler.worker for name in of_rank) for of_rank in names]
+            if not any(inside):
+                raise SimulationError(
+                    f"stragglers: no worker {straggler.worker!r} in cluster {cluster.name}, as {names[0][-1]!r}"
+                )
+            if straggler.start <= now_s < (math.inf if straggler.end is None else straggler.end):
+                factor[inside] *= straggler.slowdown
+        return factor
+
+
+class LinkFactors:
+    """The part of its bandwidth that each link has, over time."""
+
+    def __init__(self, conditions: Conditions, link_names: Sequence[str]) -> None:
+        self._seed = conditions.seed
+        self._goodput = conditions.goodput
+        changes = list(conditions.changes)
+        if conditions.trace is not None:
+            changes += read_trace(conditions.trace)
+        self._changes = [(change, _matching(link_names, change.links)) for change in changes]
+        self._jitter = [(jitter, _matching(link_names, jitter.links)) for jitter in conditions.jitter]
+        self._num_links = len(link_names)
+        ends = {change.end_s for change in changes if math.isfinite(change.end_s)}
+        self._times_s = sorted({change.start for change in changes} | ends)
+
+    @property
+    def traits(self) -> IntArray:
+        """[links]: equal for links that always have the same factor."""
+        traits = np.zeros(self._num_links, dtype=np.int64)
+        for _, links in self._changes:
+            mine = np.zeros(self._num_links, dtype=np.int64)
+            mine[links] = 1
+            traits = np.unique(2 * traits + mine, return_inverse=True)[1].astype(np.int64)
+        for _, links in self._jitter:
+            traits[links] = self._num_links + links
+        return traits
+
+    def at(self, now_s: float) -> FloatArray:
+        """[links]"""
+        factor = np.full(self._num_links, self._goodput)
+        for change, links in self._changes:
+            if change.start <= now_s < change.end_s:
+                factor[links] *= change.factor
+        for number, (jitter, links) in enumerate(self._jitter):
+            # The part of a nanosecond keeps the end of a period, as it comes out of `next_s`, from falling before it.
+            draw = np.random.default_rng([self._seed, number, int(now_s / jitter.period + 1e-9)])
+            factor[links] *= np.exp(-np.abs(draw.normal(0.0, jitter.spread, links.size)))
+        return factor
+
+    def next_s(self, now_s: float) -> float:
+        """When something changes after now; infinite for never."""
+        later = [time_s for time_s in self._times_s if time_s > now_s]
+        periods = [(int(now_s / jitter.period + 1e-9) + 1) * jitter.period for jitter, _ in self._jitter]
+        return min([*later[:1], *periods], default=math.inf)
+
+
+def read_trace(path: Path) -> list[LinkChange]:
+    """The rows of a trace, each up to the next one of the same links. Raises ConfigError with the line."""
+    try:
+        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), "", f"cannot be read ({error})") from None
+    if not rows or not {"seconds", "links", "factor"} <= set(rows[0]):
+        raise ConfigError(f"{path}:1", "header", "needs the columns seconds,links,factor and at least one row")
+    of_links: dict[str, list[tuple[float, float]]] = {}
+    for line, row in enumerate(rows, start=2):
+        try:
+            start_s, factor = float(row["seconds"]), float(row["factor"])
+        except (TypeError, ValueError):
+            raise ConfigError(f"{path}:{line}", "seconds,factor", "must be numbers") from None
+        earlier = of_links.setdefault(row["links"].strip(), [])
+        if not (math.isfinite(start_s) and 0 <= factor <= _MOST_FACTOR) or start_s < (earlier[-1][0] if earlier else 0.0):
+            raise ConfigError(
+                f"{path}:{line}", "seconds,factor", f"{start_s}, {factor}: times must rise, factors be at least zero"
+            )
+        earlier.append((start_s, factor))
+    changes = []
+    for links, points in of_links.items():
+        ends = [*(start_s for start_s, _ in points[1:]), None]
+        for (start_s, factor), end_s in zip(points, ends, strict=True):
+            if end_s is None or end_s > start_s:
+                changes.append(LinkChange(links=links, factor=factor, start=f"{start_s!r} s", end=end_s and f"{end_s!r} s"))
+    return changes
+
+
+def _matching(names: Sequence[str], pattern: str) -> IntArray:
+    found = np.flatnonzero([fnmatchcase(name, pattern) for name in names])
+    if not found.size:
+        raise SimulationError(f"no link is named {pattern!r}; names are like {names[0]!r} and {names[-1]!r}")
+    return found
+
+
+def _worker_names(cluster: Cluster) -> list[list[str]]:
+    """Of each rank: its workers, outermost first, and last itself."""
+    locations = [cluster.location(rank) for rank in range(cluster.num_gpus)]
+    return [[cluster.worker_name(at[: depth + 1]) for depth in range(len(at))] for at in locations]

@@ -1,0 +1,130 @@
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from simulated_plans import PLANS, make_plan
+
+from hybridep.errors import ConfigError
+from simulator.conditions import Conditions, LinkChange, LinkFactors, LinkJitter, Straggler, read_trace
+from simulator.errors import SimulationError
+from simulator.step import simulate_step
+
+EP = make_plan(4, 2, throughput=1e15, sites=[{"name": f"s{dc}"} for dc in range(4)])
+"""Nothing but transfers takes time worth the name."""
+
+
+def conditions(**values: object) -> Conditions:
+    return Conditions.model_validate(values)
+
+
+def test_goodput_stretches_transfers() -> None:
+    plain = simulate_step(EP)
+    slower = simulate_step(EP, conditions=conditions(goodput=0.8))
+    transfers_s = plain.step_s - 2 * (3 * 1e-3 + 2 * 1e-3) / 2
+    assert slower.step_s == pytest.approx(plain.step_s + transfers_s * 0.25, rel=0.02)
+    np.testing.assert_allclose(slower.link_bytes, plain.link_bytes)
+
+
+@pytest.mark.parametrize("name", ["ep", "part gathered", "pairs"])
+def test_nothing_unusual_changes_nothing(name: str) -> None:
+    changed = simulate_step(PLANS[name], conditions=conditions(changes=[{"links": "*", "factor": 1.0, "start": "1 ms"}]))
+    assert changed.step_s == pytest.approx(simulate_step(PLANS[name]).step_s, rel=1e-9)
+
+
+def test_a_window_holds_transfers_to_its_size_per_round_trip() -> None:
+    far = make_plan(2, latency_s=0.05, sites=[{"name": "a"}, {"name": "b"}])
+    plain, held = simulate_step(far), simulate_step(far, conditions=conditions(window="1 KB"))
+    sent = sum(held.link_bytes[:4:2]) / 2  # of one site
+    # 1 KB per 100 ms: its transfers follow one another, all but the small ones are held.
+    assert held.step_s - plain.step_s == pytest.approx(sent / 1e4, rel=0.1)
+    assert simulate_step(far, conditions=conditions(window="1 KB", streams=10)).step_s < held.step_s
+    assert simulate_step(far, conditions=conditions(window="1 GB")).step_s == pytest.approx(plain.step_s)
+
+
+def test_links_that_slow_down_in_the_middle() -> None:
+    plain = simulate_step(EP)
+    half_s = plain.step_s / 2
+    change = {"links": "s2 *", "factor": 0.25, "start": f"{half_s} s"}
+    late = simulate_step(EP, conditions=conditions(changes=[change]))
+    always = simulate_step(EP, conditions=conditions(changes=[{**change, "start": "0 s"}]))
+    assert plain.step_s * 1.2 < late.step_s < always.step_s
+    # A step that begins half a step into the run has it from its start.
+    begun = simulate_step(EP, conditions=conditions(changes=[change]), start_s=half_s)
+    assert begun.step_s == pytest.approx(always.step_s, rel=1e-9)
+
+
+def test_a_cut_holds_the_step_up_for_as_long_as_it_lasts() -> None:
+    plain = simulate_step(EP)
+    cut = {"links": "s1 up", "factor": 0.0, "start": f"{plain.step_s / 2} s", "end": f"{plain.step_s / 2 + 3} s"}
+    assert simulate_step(EP, conditions=conditions(changes=[cut])).step_s == pytest.approx(plain.step_s + 3, rel=0.1)
+    with pytest.raises(SimulationError, match="cut link"):
+        simulate_step(EP, conditions=conditions(changes=[{"links": "s1 up", "factor": 0.0}]))
+
+
+def test_alike_sites_stay_merged_where_nothing_tells_them_apart() -> None:
+    plan = make_plan(8, 2, sites=[{"name": f"s{dc}"} for dc in range(8)])
+    whole = simulate_step(plan)
+    one = simulate_step(plan, conditions=conditions(changes=[{"links": "s3 down", "factor": 0.5}]))
+    assert whole.symmetry.num_kinds < one.symmetry.num_kinds < plan.cluster.num_gpus
+    # The same written as a cluster.
+    written = make_plan(8, 2, sites=[{"name": f"s{dc}"} | ({"down": "0.5 Gbps"} if dc == 3 else {}) for dc in range(8)])
+    assert one.step_s == pytest.approx(simulate_step(written).step_s, rel=1e-9)
+
+
+def test_stragglers_slow_their_steps_down() -> None:
+    plan = make_plan(2, 2, throughput=1e9, sites=[{"name": "a"}, {"name": "b"}])
+    plain = simulate_step(plan)
+    slow = conditions(stragglers=[{"worker": "b/gpu1", "slowdown": 3, "end": "1 min"}])
+    parts = simulate_step(plan, conditions=slow).parts
+    assert parts["expert"] == pytest.approx(3 * plain.parts["expert"], rel=0.05)
+    assert simulate_step(plan, conditions=slow, start_s=60.0).step_s == pytest.approx(plain.step_s)
+    with pytest.raises(SimulationError, match="no worker 'c'"):
+        simulate_step(plan, conditions=conditions(stragglers=[{"worker": "c", "slowdown": 2}]))
+
+
+def test_jitter_is_seeded() -> None:
+    def times(seed: int) -> list[float]:
+        both = conditions(compute_jitter=0.2, jitter=[{"links": "s*", "spread": 0.3, "period": "20 ms"}], seed=seed)
+        return [simulate_step(EP, conditions=both, start_s=start_s).step_s for start_s in (0.0, 1.0)]
+
+    assert times(1) == times(1)
+    assert len({*times(1), *times(2)}) == 4
+    assert min(times(1)) > simulate_step(EP).step_s
+
+
+def test_factors_over_time() -> None:
+    names = ["a up", "a down", "b up", "b down"]
+    both = Conditions(
+        goodput=0.5,
+        changes=(
+            LinkChange(links="a *", factor=0.5, start="10 s", end="20 s"),
+            LinkChange(links="* up", factor=0.1, start="15 s"),
+        ),
+    )
+    factors = LinkFactors(both, names)
+    assert factors.at(0.0).tolist() == [0.5, 0.5, 0.5, 0.5]
+    np.testing.assert_allclose(factors.at(15.0), [0.025, 0.25, 0.05, 0.5])
+    np.testing.assert_allclose(factors.at(20.0), [0.05, 0.5, 0.05, 0.5])
+    assert [factors.next_s(now_s) for now_s in (0.0, 10.0, 15.0, 20.0)] == [10.0, 15.0, 20.0, float("inf")]
+    assert len(set(factors.traits.tolist())) == 4
+    periods = LinkFactors(Conditions(jitter=(LinkJitter(spread=0.5, period="0.1 s"),)), names)
+    now_s, seen = 0.0, []
+    for _ in range(50):
+        seen.append(tuple(periods.at(now_s)))
+        now_s = periods.next_s(now_s)
+    assert now_s == pytest.approx(5.0) and len(set(seen)) == 50
+
+
+def test_a_trace_holds_each_row_until_the_next_of_its_links(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "trace.csv"
+    path.write_text("seconds,links,factor\n0,a up,1\n5,a up,0.5\n6,b up,0.25\n9,a up,1\n")
+    factors = LinkFactors(Conditions(trace=path), ["a up", "b up"])
+    assert [factors.at(now_s).tolist() for now_s in (4.0, 5.0, 6.0, 9.0)] == [[1, 1], [0.5, 1], [0.5, 0.25], [1, 0.25]]
+    path.write_text("seconds,links,factor\n5,a up,1\n2,a up,0.5\n")
+    with pytest.raises(ConfigError, match=r"trace\.csv:3"):
+        read_trace(path)
+    with pytest.raises(SimulationError, match="no link is named 'c up'"):
+        LinkFactors(Conditions(changes=(LinkChange(links="c up", factor=1),)), ["a up"])
+    with pytest.raises(ValidationError, match="not after start"):
+        LinkChange(links="*", factor=1, start="2 s", end="1 s")
+    with pytest.raises(ValidationError):
+        Straggler(worker="a", slowdown=0.5)
