@@ -111,9 +111,9 @@ Changes = Iterator[tuple[float, FloatArray]]
 _MOST_CHANGES_IN_VAIN = 100_000
 
 
-def execute(program: Program, engine: Engine, network: Network, changes: Changes = iter(())) -> Execution:
+def execute(program: Program, engine: Engine, network: Network, changes: Changes | None = None) -> Execution:
     """Run a program from the engine's present to its end; links change until then. Raises SimulationError when it cannot end."""
-    return _Executor(program, engine, network, changes).run()
+    return _Executor(program, engine, network, iter(()) if changes is None else changes).run()
 
 
 @dataclass(slots=True)

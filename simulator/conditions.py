@@ -1,4 +1,4 @@
-"""What a step meets besides its plan: links that change over time or are cut, slow workers, and what a transport gets of a link."""
+"""What a step meets besides its plan: links that change or are cut, slow workers, and what a transport gets of a link."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from pydantic import Field, model_validator
 from hybridep.config import Duration, Size, Strict
 from hybridep.errors import ConfigError
 from hybridep.topology import Cluster
+from hybridep.units import Dimension, exact
 from simulator.arrays import FloatArray, IntArray
 from simulator.errors import SimulationError
 
@@ -77,6 +79,24 @@ class Conditions(Strict):
     """Spread of each computation's time: exp(normal x this), drawn for every rank and computation alone."""
     seed: int = 0
 
+    def require(self, cluster: Cluster) -> None:
+        """Raises SimulationError for links and workers that the cluster does not have. (A run may lose them later.)"""
+        links = [link.name for link in cluster.link_table]
+        for pattern in [change.links for change in self.all_changes] + [jitter.links for jitter in self.jitter]:
+            if not _matching(links, pattern).size:
+                raise SimulationError(f"no link is named {pattern!r}; names are like {links[0]!r} and {links[-1]!r}")
+        names = {name for of_rank in _worker_names(cluster) for name in of_rank} if self.stragglers else set()
+        for straggler in self.stragglers:
+            if straggler.worker not in names:
+                raise SimulationError(
+                    f"stragglers: no worker {straggler.worker!r}; names are like {min(names)!r} and {max(names)!r}"
+                )
+
+    @cached_property
+    def all_changes(self) -> tuple[LinkChange, ...]:
+        """Those of the trace too. Raises ConfigError for a bad one."""
+        return self.changes if self.trace is None else (*self.changes, *read_trace(self.trace))
+
     def limit_bytes_per_s(self, latency_s: FloatArray) -> FloatArray | None:
         """What transfers with these one-way latencies get at most; None without a window."""
         if self.window is None:
@@ -85,7 +105,7 @@ class Conditions(Strict):
             return np.asarray(self.window * self.streams / (2.0 * latency_s))
 
     def slowdown(self, cluster: Cluster, now_s: float) -> FloatArray:
-        """[ranks]: factor on the time of computations in a step that begins now. Raises SimulationError for unknown workers."""
+        """[ranks]: factor on the time of computations in a step that begins now."""
         factor = np.ones(cluster.num_gpus)
         if not self.stragglers:
             return factor
@@ -107,9 +127,7 @@ class LinkFactors:
     def __init__(self, conditions: Conditions, link_names: Sequence[str]) -> None:
         self._seed = conditions.seed
         self._goodput = conditions.goodput
-        changes = list(conditions.changes)
-        if conditions.trace is not None:
-            changes += read_trace(conditions.trace)
+        changes = conditions.all_changes
         self._changes = [(change, _matching(link_names, change.links)) for change in changes]
         self._jitter = [(jitter, _matching(link_names, jitter.links)) for jitter in conditions.jitter]
         self._num_links = len(link_names)
@@ -172,15 +190,15 @@ def read_trace(path: Path) -> list[LinkChange]:
         ends = [*(start_s for start_s, _ in points[1:]), None]
         for (start_s, factor), end_s in zip(points, ends, strict=True):
             if end_s is None or end_s > start_s:
-                changes.append(LinkChange(links=links, factor=factor, start=f"{start_s!r} s", end=end_s and f"{end_s!r} s"))
+                lasts = {"start": exact(start_s, Dimension.TIME)}
+                if end_s is not None:
+                    lasts["end"] = exact(end_s, Dimension.TIME)
+                changes.append(LinkChange.model_validate({"links": links, "factor": factor, **lasts}))
     return changes
 
 
 def _matching(names: Sequence[str], pattern: str) -> IntArray:
-    found = np.flatnonzero([fnmatchcase(name, pattern) for name in names])
-    if not found.size:
-        raise SimulationError(f"no link is named {pattern!r}; names are like {names[0]!r} and {names[-1]!r}")
-    return found
+    return np.flatnonzero([fnmatchcase(name, pattern) for name in names])
 
 
 def _worker_names(cluster: Cluster) -> list[list[str]]:

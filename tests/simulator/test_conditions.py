@@ -77,8 +77,9 @@ def test_stragglers_slow_their_steps_down() -> None:
     parts = simulate_step(plan, conditions=slow).parts
     assert parts["expert"] == pytest.approx(3 * plain.parts["expert"], rel=0.05)
     assert simulate_step(plan, conditions=slow, start_s=60.0).step_s == pytest.approx(plain.step_s)
+    slow.require(plan.cluster)
     with pytest.raises(SimulationError, match="no worker 'c'"):
-        simulate_step(plan, conditions=conditions(stragglers=[{"worker": "c", "slowdown": 2}]))
+        conditions(stragglers=[{"worker": "c", "slowdown": 2}]).require(plan.cluster)
 
 
 def test_jitter_is_seeded() -> None:
@@ -123,7 +124,7 @@ def test_a_trace_holds_each_row_until_the_next_of_its_links(tmp_path) -> None:  
     with pytest.raises(ConfigError, match=r"trace\.csv:3"):
         read_trace(path)
     with pytest.raises(SimulationError, match="no link is named 'c up'"):
-        LinkFactors(Conditions(changes=(LinkChange(links="c up", factor=1),)), ["a up"])
+        Conditions(changes=(LinkChange(links="c up", factor=1),)).require(EP.cluster)
     with pytest.raises(ValidationError, match="not after start"):
         LinkChange(links="*", factor=1, start="2 s", end="1 s")
     with pytest.raises(ValidationError):

@@ -1,0 +1,264 @@
+"""A run of many steps under conditions that change: sites that are lost, checkpoints, and new plans where they pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from hybridep.config import Duration, Strict, build
+from hybridep.plan import Plan
+from hybridep.topology import Cluster
+from hybridep.units import Dimension, exact
+from simulator.arrays import FloatArray
+from simulator.conditions import Conditions, LinkFactors
+from simulator.errors import SimulationError
+from simulator.network import EXACT
+from simulator.step import simulate_step
+from simulator.training import Routing
+
+Planning = Callable[[Cluster], Plan]
+"""Makes a plan of the run's workload for a cluster as it is at the moment."""
+
+RoutingOfStep = Callable[[Plan, int], Routing | None]
+"""(plan, step) -> what tokens choose; None for uniform choices."""
+
+_LEAST_FACTOR = 1e-3
+"""Planning takes a link that is cut as one of this part of its bandwidth."""
+
+
+class SiteLoss(Strict):
+    """A datacenter that is gone from then on."""
+
+    site: str
+    at: Duration
+
+
+class Course(Strict):
+    """How long a run is, and what it does besides steps."""
+
+    steps: int = Field(default=1, ge=1)
+    losses: tuple[SiteLoss, ...] = ()
+    checkpoint_every: int = Field(default=0, ge=0)
+    """Steps; 0 for never: a loss then throws the run back to its beginning."""
+    checkpoint: Duration = 0.0
+    """What writing one takes."""
+    restart: Duration = 0.0
+    """From the loss of a site to the next step: notice, start, read the checkpoint."""
+    replan_every: int = Field(default=0, ge=0)
+    """Steps between looks at whether a new plan pays; 0 for never."""
+    switch: Duration = 0.0
+    """What changing to a new plan takes."""
+
+
+class Happening(Enum):
+    """What a stretch of a run's time went into."""
+
+    STEP = "step"
+    CHECKPOINT = "checkpoint"
+    REPLAN = "replan"
+    LOSS = "loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A stretch of a run."""
+
+    what: Happening
+    start_s: float
+    duration_s: float
+    step: int
+    """Steps that were done, and not lost since, at its start."""
+    plan: str
+    """Digest of the plan in force at its end."""
+    sites: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """All that happened in a run."""
+
+    stretches: tuple[Stretch, ...]
+    simulated_steps: int
+    """Steps that were simulated; others are under the same plan and conditions as one of these."""
+
+    @property
+    def total_s(self) -> float:
+        """Until the last step is done."""
+        return self.stretches[-1].start_s + self.stretches[-1].duration_s
+
+    def seconds(self, what: Happening) -> float:
+        """All stretches of a kind together."""
+        return sum(stretch.duration_s for stretch in self.stretches if stretch.what is what)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        steps = [stretch.duration_s for stretch in self.stretches if stretch.what is Happening.STEP]
+        return {
+            "total_s": self.total_s,
+            "steps_run": len(steps),
+            "step_s": {"median": float(np.median(steps)), "min": min(steps), "max": max(steps)},
+            **{f"{what.value}_total_s": self.seconds(what) for what in Happening},
+            "plans": list(dict.fromkeys(stretch.plan for stretch in self.stretches)),
+            "simulated_steps": self.simulated_steps,
+        }
+
+
+def simulate_run(
+    plan: Plan,
+    course: Course,
+    conditions: Conditions | None = None,
+    routing: RoutingOfStep | None = None,
+    planning: Planning | None = None,
+    tolerance: float = EXACT,
+    on_stretch: Callable[[Stretch], None] = lambda stretch: None,
+) -> RunResult:
+    """Simulate a run of many steps.
+
+    Steps under the same plan, conditions and choices are simulated once. A site that is lost ends the step at hand, and all
+    since the last checkpoint is done again, under a plan for those that remain. A new plan pays, and is taken up, when a step
+    of it under the conditions of the moment saves more over the steps that remain than the change costs.
+    Raises SimulationError when a plan is needed and no `planning` given, or a site unknown.
+    """
+    return _Run(plan, course, conditions or Conditions(), routing, planning, tolerance, on_stretch).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        plan: Plan,
+        course: Course,
+        conditions: Conditions,
+        routing: RoutingOfStep | None,
+        planning: Planning | None,
+        tolerance: float,
+        on_stretch: Callable[[Stretch], None],
+    ) -> None:
+        self._plan, self._course, self._conditions = plan, course, conditions
+        self._routing, self._planning, self._tolerance, self._on_stretch = routing, planning, tolerance, on_stretch
+        self._now_s, self._step = 0.0, 0
+        self._losses = sorted(course.losses, key=lambda loss: loss.at)
+        self._stretches: list[Stretch] = []
+        self._known: dict[tuple[object, ...], float] = {}
+        self._simulated = 0
+        self._conditions.require(plan.cluster)
+        if (course.losses or course.replan_every) and planning is None:
+            raise SimulationError("a run that loses sites or plans anew needs a planner")
+
+    def run(self) -> RunResult:
+        course, saved, planned_at = self._course, 0, 0
+        while self._step < course.steps:
+            step_s = self._step_s(self._plan)
+            if self._losses and self._losses[0].at <= self._now_s + step_s:
+                self._lose(self._losses.pop(0))
+                self._step = saved
+                continue
+            self._pass(Happening.STEP, step_s)
+            self._step += 1
+            if course.checkpoint_every and self._step % course.checkpoint_every == 0 and self._step < course.steps:
+                self._pass(Happening.CHECKPOINT, course.checkpoint)
+                saved = self._step
+            if course.replan_every and self._step - planned_at >= course.replan_every and self._step < course.steps:
+                planned_at = self._step
+                self._replan()
+        return RunResult(stretches=tuple(self._stretches), simulated_steps=self._simulated)
+
+    def _pass(self, what: Happening, duration_s: float) -> None:
+        stretch = Stretch(
+            what=what,
+            start_s=self._now_s,
+            duration_s=duration_s,
+            step=self._step,
+            plan=self._plan.digest,
+            sites=self._plan.cluster.sizes[0],
+        )
+        self._stretches.append(stretch)
+        self._on_stretch(stretch)
+        self._now_s += duration_s
+
+    def _step_s(self, plan: Plan) -> float:
+        """Of one step that begins now."""
+        routing = self._routing(plan, self._step) if self._routing is not None else None
+        known, factors = self._state(plan) if routing is None and not self._conditions.compute_jitter else (None, None)
+        if known is not None and factors is not None and known in self._known:
+            step_s = self._known[known]
+            if factors.next_s(self._now_s) >= self._now_s + step_s:
+                return step_s
+        step_s = simulate_step(plan, routing, self._tolerance, self._conditions, self._now_s).step_s
+        self._simulated += 1
+        if known is not None and factors is not None and factors.next_s(self._now_s) >= self._now_s + step_s:
+            self._known[known] = step_s
+        return step_s
+
+    def _state(self, plan: Plan) -> tuple[tuple[object, ...], LinkFactors]:
+        """All that the time of a step without changes depends on."""
+        factors = _factors(self._conditions, plan.cluster)
+        slowdown = self._conditions.slowdown(plan.cluster, self._now_s)
+        return (plan.digest, factors.at(self._now_s).tobytes(), slowdown.tobytes()), factors
+
+    def _lose(self, loss: SiteLoss) -> None:
+        assert self._planning is not None
+        before = self._plan.cluster
+        names = [before.site_name(site) for site in range(before.sizes[0])]
+        if loss.site not in names:
+            raise SimulationError(f"losses: no site {loss.site!r}; there are {', '.join(names)}")
+        if len(names) == 1:
+            raise SimulationError(f"losses: {loss.site} is the last site")
+        lost_s = max(loss.at, self._now_s) - self._now_s
+        self._plan = self._planning(without_site(before, loss.site))
+        self._pass(Happening.LOSS, lost_s + self._course.restart)
+
+    def _replan(self) -> None:
+        assert self._planning is not None
+        cluster = self._plan.cluster
+        factors = _factors(self._conditions, cluster)
+        made = self._planning(cluster_at_present(cluster, factors.at(self._now_s)))
+        found = Plan(
+            cluster=cluster, workload=self._plan.workload, layers=made.layers, codecs=made.codecs, schedule=made.schedule
+        )
+        if found.digest == self._plan.digest:
+            return
+        saves_s = self._step_s(self._plan) - self._step_s(found)
+        if saves_s * (self._course.steps - self._step) > self._course.switch:
+            self._plan = found
+            self._pass(Happening.REPLAN, self._course.switch)
+
+
+def _factors(conditions: Conditions, cluster: Cluster) -> LinkFactors:
+    return LinkFactors(conditions, [link.name for link in cluster.link_table])
+
+
+def without_site(cluster: Cluster, site: str) -> Cluster:
+    """The cluster that is left when a site is lost; the others keep their names."""
+    data = _named(cluster)
+    data["levels"][0]["size"] -= 1
+    data["sites"] = [each for each in data["sites"] if each["name"] != site]
+    data["links"] = [each for each in data["links"] if site not in (each["src"], each["dst"])]
+    return build(Cluster, data, cluster.name)
+
+
+def cluster_at_present(cluster: Cluster, factor: FloatArray) -> Cluster:
+    """The cluster with links between sites as they are: `factor` [links] of their bandwidth. Inside sites all is as before."""
+    data = _named(cluster)
+    bandwidth = [
+        exact(link.bandwidth_bytes_per_s * max(float(part), _LEAST_FACTOR), Dimension.BANDWIDTH)
+        for link, part in zip(cluster.link_table, factor, strict=True)
+    ]
+    for site, each in enumerate(data["sites"]):
+        each["up"], each["down"] = bandwidth[cluster.up_link(0, site)], bandwidth[cluster.down_link(0, site)]
+    if data["links"]:
+        places = {(each["src"], each["dst"]): each for each in data["links"]}
+        for link, now in zip(cluster.link_table[-len(places) :], bandwidth[-len(places) :], strict=True):
+            src, _, dst = link.name.partition(" -> ")
+            places[src, dst]["bandwidth"] = now
+    return build(Cluster, data, cluster.name)
+
+
+def _named(cluster: Cluster) -> dict[str, Any]:
+    data: dict[str, Any] = cluster.model_dump(mode="json", exclude_none=True)
+    data["sites"] = data["sites"] or [{"name": cluster.site_name(site)} for site in range(cluster.sizes[0])]
+    return data

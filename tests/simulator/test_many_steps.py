@@ -1,0 +1,102 @@
+import pytest
+from simulated_plans import make_plan
+
+from hybridep.plan import Plan
+from hybridep.topology import Cluster
+from simulator.conditions import Conditions
+from simulator.errors import SimulationError
+from simulator.many_steps import Course, Happening, cluster_at_present, simulate_run, without_site
+from simulator.step import simulate_step
+
+PLAN = make_plan(4, 2, sites=[{"name": f"s{dc}"} for dc in range(4)], num_experts=24)
+STEP_S = simulate_step(PLAN).step_s
+
+
+def conditions(**values: object) -> Conditions:
+    return Conditions.model_validate(values)
+
+
+def course(**values: object) -> Course:
+    return Course.model_validate(values)
+
+
+def ep(cluster: Cluster) -> Plan:
+    return Plan(cluster=cluster, workload=PLAN.workload, layers=PLAN.layers)
+
+
+def gathering(cluster: Cluster) -> Plan:
+    group = PLAN.layers[0].model_copy(update={"domains": {"dc": 4}, "migration": {"dc": 1.0}})
+    return Plan(cluster=cluster, workload=PLAN.workload, layers=(group,))
+
+
+def test_equal_steps_are_simulated_once() -> None:
+    run = simulate_run(PLAN, course(steps=50, checkpoint_every=20, checkpoint="2 s"))
+    assert run.simulated_steps == 1
+    assert run.total_s == pytest.approx(50 * STEP_S + 2 * 2)
+    assert run.as_dict()["steps_run"] == 50
+
+
+def test_steps_follow_links_that_change() -> None:
+    slow = conditions(changes=[{"links": "* up", "factor": 0.5, "start": f"{10.5 * STEP_S} s"}])
+    run = simulate_run(PLAN, course(steps=30), slow)
+    slow_s = simulate_step(PLAN, conditions=slow, start_s=1e6).step_s
+    steps = [stretch.duration_s for stretch in run.stretches]
+    assert steps[:10] == pytest.approx([STEP_S] * 10)
+    assert STEP_S < steps[10] < slow_s
+    assert steps[11:] == pytest.approx([slow_s] * 19)
+    assert run.simulated_steps == 3
+
+
+def test_a_lost_site_costs_the_step_and_all_since_the_checkpoint() -> None:
+    loss = {"site": "s2", "at": f"{17.5 * STEP_S} s"}
+    run = simulate_run(
+        PLAN, course(steps=20, losses=[loss], checkpoint_every=10, restart="30 s"), conditions(goodput=1.0), planning=ep
+    )
+    kinds = [stretch.what for stretch in run.stretches]
+    assert kinds.count(Happening.STEP) == 17 + 10
+    (at,) = [stretch for stretch in run.stretches if stretch.what is Happening.LOSS]
+    assert (at.step, at.sites) == (17, 3)
+    assert at.duration_s == pytest.approx(30 + 0.5 * STEP_S, rel=1e-6)
+    left_s = simulate_step(ep(without_site(PLAN.cluster, "s2"))).step_s
+    assert run.stretches[-1].duration_s == pytest.approx(left_s)
+    assert run.total_s == pytest.approx(17.5 * STEP_S + 30 + 10 * left_s)
+
+
+def test_a_new_plan_is_taken_up_where_it_pays() -> None:
+    seen: list[Cluster] = []
+
+    def planning(cluster: Cluster) -> Plan:
+        seen.append(cluster)
+        return ep(cluster)
+
+    before = gathering(PLAN.cluster)
+    slow = conditions(changes=[{"links": "s[0-3] *", "factor": 0.1, "start": "0 s"}, {"links": "s1 up", "factor": 0.5}])
+    saves_s = simulate_step(before, conditions=slow).step_s - simulate_step(PLAN, conditions=slow).step_s
+    assert saves_s > 0
+    pays = course(steps=40, replan_every=10, switch=f"{25 * saves_s} s")
+    run = simulate_run(before, pays, slow, planning=planning)
+    assert [stretch.step for stretch in run.stretches if stretch.what is Happening.REPLAN] == [10]
+    too_dear = course(steps=40, replan_every=10, switch=f"{31 * saves_s} s")
+    run = simulate_run(before, too_dear, slow, planning=planning)
+    assert run.seconds(Happening.REPLAN) == 0 and len(set(run.as_dict()["plans"])) == 1
+    # The planner is asked about the links as they are.
+    assert [site.up for site in seen[0].sites] == pytest.approx([1.25e7, 6.25e6, 1.25e7, 1.25e7])
+
+
+def test_a_cluster_with_a_link_per_pair_loses_them_too() -> None:
+    cluster = make_plan(3, 2, pairs=True, num_experts=18).cluster
+    left = without_site(cluster, "s1")
+    assert [(link.src, link.dst) for link in left.links] == [("s0", "s2"), ("s2", "s0")]
+    factor = [0.5 if link.name == "s2 -> s0" else 1.0 for link in cluster.link_table]
+    now = cluster_at_present(cluster, factor)  # type: ignore[arg-type]
+    pairs = zip(cluster.links, now.links, strict=True)
+    assert [after.bandwidth / before.bandwidth for before, after in pairs] == pytest.approx([1, 1, 1, 1, 0.5, 1])
+
+
+def test_misuse() -> None:
+    with pytest.raises(SimulationError, match="needs a planner"):
+        simulate_run(PLAN, course(steps=9, replan_every=2))
+    with pytest.raises(SimulationError, match="no site 'tokyo'"):
+        simulate_run(PLAN, course(steps=9, losses=[{"site": "tokyo", "at": "0 s"}]), planning=ep)
+    with pytest.raises(SimulationError, match="no link is named 'x up'"):
+        simulate_run(PLAN, course(), conditions(changes=[{"links": "x up", "factor": 1}]))
