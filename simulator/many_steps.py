@@ -11,7 +11,9 @@ import numpy as np
 from pydantic import Field
 
 from hybridep.config import Duration, Strict, build
+from hybridep.errors import UserError
 from hybridep.plan import Plan
+from hybridep.routing import Routing
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
 from simulator.arrays import FloatArray
@@ -19,7 +21,6 @@ from simulator.conditions import Conditions, LinkFactors
 from simulator.errors import SimulationError
 from simulator.network import EXACT
 from simulator.step import simulate_step
-from simulator.training import Routing
 
 Planning = Callable[[Cluster], Plan]
 """Makes a plan of the run's workload for a cluster as it is at the moment."""
@@ -122,7 +123,7 @@ def simulate_run(
     Steps under the same plan, conditions and choices are simulated once. A site that is lost ends the step at hand, and all
     since the last checkpoint is done again, under a plan for those that remain. A new plan pays, and is taken up, when a step
     of it under the conditions of the moment saves more over the steps that remain than the change costs.
-    Raises SimulationError when a plan is needed and no `planning` given, or a site unknown.
+    Raises SimulationError when a plan is needed and no `planning` given, UserError for unknown sites, links or workers.
     """
     return _Run(plan, course, conditions or Conditions(), routing, planning, tolerance, on_stretch).run()
 
@@ -205,9 +206,9 @@ class _Run:
         before = self._plan.cluster
         names = [before.site_name(site) for site in range(before.sizes[0])]
         if loss.site not in names:
-            raise SimulationError(f"losses: no site {loss.site!r}; there are {', '.join(names)}")
+            raise UserError(f"losses: no site {loss.site!r}; there are {', '.join(names)}")
         if len(names) == 1:
-            raise SimulationError(f"losses: {loss.site} is the last site")
+            raise UserError(f"losses: {loss.site} is the last site")
         lost_s = max(loss.at, self._now_s) - self._now_s
         self._plan = self._planning(without_site(before, loss.site))
         self._pass(Happening.LOSS, lost_s + self._course.restart)
@@ -217,8 +218,8 @@ class _Run:
         cluster = self._plan.cluster
         factors = _factors(self._conditions, cluster)
         made = self._planning(cluster_at_present(cluster, factors.at(self._now_s)))
-        found = Plan(
-            cluster=cluster, workload=self._plan.workload, layers=made.layers, codecs=made.codecs, schedule=made.schedule
+        found = build(
+            Plan, made.model_dump(mode="json") | {"cluster": _data(cluster), "prediction": None, "solver": None}, "plan"
         )
         if found.digest == self._plan.digest:
             return
@@ -259,6 +260,10 @@ def cluster_at_present(cluster: Cluster, factor: FloatArray) -> Cluster:
 
 
 def _named(cluster: Cluster) -> dict[str, Any]:
-    data: dict[str, Any] = cluster.model_dump(mode="json", exclude_none=True)
+    data = _data(cluster)
     data["sites"] = data["sites"] or [{"name": cluster.site_name(site)} for site in range(cluster.sizes[0])]
     return data
+
+
+def _data(cluster: Cluster) -> dict[str, Any]:
+    return cluster.model_dump(mode="json", exclude_none=True)

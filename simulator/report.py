@@ -10,6 +10,7 @@ from typing import Any
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.plan import Plan
 from hybridep.routing import Routing
+from simulator.conditions import Conditions
 from simulator.network import EXACT
 from simulator.step import StepResult, simulate_step
 
@@ -37,14 +38,22 @@ class Report:
         }
 
 
-def simulate(plan: Plan, against: Sequence[Baseline] = (), routing: Routing | None = None, tolerance: float = EXACT) -> Report:
+def simulate(
+    plan: Plan,
+    against: Sequence[Baseline] = (),
+    routing: Routing | None = None,
+    tolerance: float = EXACT,
+    conditions: Conditions | None = None,
+) -> Report:
     """Simulate one training step of a plan, and of the baselines `against` under the same routing.
 
     routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; the expectation from the plan's popularity without it.
-    tolerance: as `simulate_step`.
+    tolerance, conditions: as `simulate_step`. Raises UserError for conditions of links or workers that are not there.
     """
     began_s = time.perf_counter()
-    step = simulate_step(plan, routing, tolerance)
+    if conditions is not None:
+        conditions.require(plan.cluster)
+    step = simulate_step(plan, routing, tolerance, conditions)
     baselines = {}
     for baseline in against:
         # The alternative keeps the plan's codecs and schedule: it is the placement that differs.
@@ -56,5 +65,5 @@ def simulate(plan: Plan, against: Sequence[Baseline] = (), routing: Routing | No
             codecs=plan.codecs,
             popularity=plan.popularity,
         )
-        baselines[baseline] = simulate_step(other, routing, tolerance).step_s
+        baselines[baseline] = simulate_step(other, routing, tolerance, conditions).step_s
     return Report(step=step, baselines=baselines, wall_s=time.perf_counter() - began_s)

@@ -1,9 +1,9 @@
-"""``hybridep simulate``: what a step of a plan takes, by flow-level simulation."""
+"""``hybridep simulate``: what a step of a plan, a run or a grid of them takes, by flow-level simulation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,13 +11,17 @@ from hybridep.commands.common import emit, set_option, verb
 from hybridep.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from simulator.many_steps import RunResult
     from simulator.report import Report
+    from simulator.scenario import Point, Scenario
 
 _SHOWN_LINKS = 5
 
 
 @verb(name="simulate")
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("what", metavar="PLAN|SCENARIO", type=click.Path(path_type=Path))
 @click.option(
     "--against",
     default="",
@@ -25,43 +29,85 @@ _SHOWN_LINKS = 5
     help="Baselines to simulate too, comma separated: ep, full_gather, ep_in_dc, ep_in_node.",
 )
 @click.option(
-    "--routing",
-    type=click.Path(path_type=Path),
-    help="What `hybridep train` recorded (routing.npz): the traced step's choices, or else the popularity of experts.",
+    "--routing", metavar="uniform|zipf:S|FILE", help="What tokens choose; FILE as `hybridep train` records it (routing.npz)."
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the step's timeline (open in ui.perfetto.dev).")
+@click.option("--out", type=click.Path(path_type=Path), help="CSV of a sweep.  [default: the scenario's name, .csv]")
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes of a sweep.  [default: one per core]")
 @set_option
 def command(
-    plan: Path, against: str, routing: Path | None, trace: Path | None, overrides: tuple[str, ...], as_json: bool
-) -> None:
+    what: Path,
+    against: str,
+    routing: str | None,
+    trace: Path | None,
+    out: Path | None,
+    jobs: int | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> int | None:
     """Simulate one training step of PLAN, a file that `hybridep plan` wrote. With --set, for example
     cluster.levels.dc.bandwidth='1 Gbps' or workload.training.micro_batches=4, the same placement under other conditions.
-    """
-    from hybridep.baselines import Baseline
-    from hybridep.plan import load_plan
-    from hybridep.routing import load_routing
-    from hybridep.timeline import write_chrome_trace
-    from simulator.report import simulate
 
-    known = {baseline.value: baseline for baseline in Baseline}
-    names = [name.strip() for name in against.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise UserError(f"--against {name}: no such baseline; there are {', '.join(known)}")
-    loaded, choices = load_plan(plan, overrides=overrides), None
+    Or a SCENARIO (see docs/scenarios.md): a plan or what to plan, conditions that change, a run of many steps; with a grid,
+    every combination in parallel into a table, which a later call goes on with.
+    """
+    from hybridep.config import read_yaml
+    from simulator.scenario import Scenario, points
+
+    # Both are YAML; what holds placed layers is a plan.
+    is_plan = bool({"layers", "schema_version"} & set(read_yaml(what)))
+    names = tuple(name.strip() for name in against.split(",") if name.strip())
+    given: dict[str, Any] = {"against": names} if names else {}
     if routing is not None:
-        record = load_routing(routing)
-        record.require(loaded, routing)
-        loaded, choices = loaded.with_popularity(record.popularity()), record.choices or None
-    report = simulate(loaded, [known[name] for name in names], choices)
-    if trace is not None:
-        write_chrome_trace(trace, report.step.spans())
-    if as_json:
-        emit(report.as_dict())
-    else:
-        _show(report)
+        given["routing"] = routing
+    plain = [({}, Scenario(plan=str(what), overrides=overrides))] if is_plan else points(what, overrides)
+    grid = [(point, scenario.model_copy(update=given)) for point, scenario in plain]
+    if len(grid) > 1 or out is not None:
         if trace is not None:
-            click.echo(f"timeline written to {trace}")
+            raise UserError(f"--trace {trace}: a sweep has no single timeline")
+        return _sweep(grid, out or Path(f"{what.stem}.csv"), jobs, as_json)
+    _one(grid[0][1], trace, as_json)
+    return None
+
+
+def _one(scenario: Scenario, trace: Path | None, as_json: bool) -> None:
+    from hybridep.commands.scenarios import simulate_scenario
+    from hybridep.timeline import write_chrome_trace
+
+    result = simulate_scenario(scenario)
+    if trace is not None:
+        write_chrome_trace(trace, result.report.step.spans())
+    if as_json:
+        emit(result.as_dict())
+        return
+    _show(result.report)
+    if result.run is not None:
+        _show_run(result.run)
+    if trace is not None:
+        click.echo(f"timeline written to {trace}")
+
+
+def _sweep(grid: Sequence[tuple[Point, Scenario]], table: Path, jobs: int | None, as_json: bool) -> int:
+    from hybridep.commands.sweeps import default_jobs, sweep
+
+    rows = sweep(grid, table, jobs or default_jobs())
+    failed = [row for row in rows if row.get("error")]
+    if as_json:
+        emit({"table": str(table), "points": len(rows), "failed": len(failed), "rows": rows})
+    else:
+        for row in rows:
+            click.echo("  ".join(f"{name} {value}" for name, value in row.items() if value and name != "point"))
+        click.echo(f"{len(rows)} points in {table}" + (f", {len(failed)} failed" if failed else ""))
+    return 2 if failed else 0
+
+
+def _show_run(run: RunResult) -> None:
+    from hybridep.units import format_seconds
+
+    data = run.as_dict()
+    parts = {what: data[f"{what}_total_s"] for what in ("step", "checkpoint", "replan", "loss")}
+    spent = ", ".join(f"{what} {format_seconds(value)}" for what, value in parts.items() if value > 0)
+    click.echo(f"run {format_seconds(run.total_s)}: {data['steps_run']} steps under {len(data['plans'])} plans; {spent}")
 
 
 def _show(report: Report) -> None:

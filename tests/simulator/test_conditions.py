@@ -3,7 +3,7 @@ import pytest
 from pydantic import ValidationError
 from simulated_plans import PLANS, make_plan
 
-from hybridep.errors import ConfigError
+from hybridep.errors import ConfigError, UserError
 from simulator.conditions import Conditions, LinkChange, LinkFactors, LinkJitter, Straggler, read_trace
 from simulator.errors import SimulationError
 from simulator.step import simulate_step
@@ -78,7 +78,7 @@ def test_stragglers_slow_their_steps_down() -> None:
     assert parts["expert"] == pytest.approx(3 * plain.parts["expert"], rel=0.05)
     assert simulate_step(plan, conditions=slow, start_s=60.0).step_s == pytest.approx(plain.step_s)
     slow.require(plan.cluster)
-    with pytest.raises(SimulationError, match="no worker 'c'"):
+    with pytest.raises(UserError, match="no worker 'c'"):
         conditions(stragglers=[{"worker": "c", "slowdown": 2}]).require(plan.cluster)
 
 
@@ -123,7 +123,7 @@ def test_a_trace_holds_each_row_until_the_next_of_its_links(tmp_path) -> None:  
     path.write_text("seconds,links,factor\n5,a up,1\n2,a up,0.5\n")
     with pytest.raises(ConfigError, match=r"trace\.csv:3"):
         read_trace(path)
-    with pytest.raises(SimulationError, match="no link is named 'c up'"):
+    with pytest.raises(UserError, match="no link is named 'c up'"):
         Conditions(changes=(LinkChange(links="c up", factor=1),)).require(EP.cluster)
     with pytest.raises(ValidationError, match="not after start"):
         LinkChange(links="*", factor=1, start="2 s", end="1 s")

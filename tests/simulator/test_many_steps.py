@@ -1,6 +1,7 @@
 import pytest
 from simulated_plans import make_plan
 
+from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
 from simulator.conditions import Conditions
@@ -96,7 +97,7 @@ def test_a_cluster_with_a_link_per_pair_loses_them_too() -> None:
 def test_misuse() -> None:
     with pytest.raises(SimulationError, match="needs a planner"):
         simulate_run(PLAN, course(steps=9, replan_every=2))
-    with pytest.raises(SimulationError, match="no site 'tokyo'"):
+    with pytest.raises(UserError, match="no site 'tokyo'"):
         simulate_run(PLAN, course(steps=9, losses=[{"site": "tokyo", "at": "0 s"}]), planning=ep)
-    with pytest.raises(SimulationError, match="no link is named 'x up'"):
+    with pytest.raises(UserError, match="no link is named 'x up'"):
         simulate_run(PLAN, course(), conditions(changes=[{"links": "x up", "factor": 1}]))

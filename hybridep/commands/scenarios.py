@@ -1,0 +1,136 @@
+"""Scenarios brought to the simulator: plans from the planner or from files, routing, and what comes out as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridep.baselines import Baseline, baseline_plan
+from hybridep.commands.inputs import cluster_and_workload
+from hybridep.errors import UserError
+from hybridep.plan import Plan, load_plan
+from hybridep.routing import load_routing
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+
+if TYPE_CHECKING:
+    from simulator.many_steps import RoutingOfStep, RunResult
+    from simulator.report import Report
+    from simulator.scenario import Scenario
+
+_NAMES = {baseline.value: baseline for baseline in Baseline}
+
+
+def baselines(names: tuple[str, ...], where: str) -> list[Baseline]:
+    """The baselines of these names. Raises UserError."""
+    for name in names:
+        if name not in _NAMES:
+            raise UserError(f"{where} {name}: no such baseline; there are {', '.join(_NAMES)}")
+    return [_NAMES[name] for name in names]
+
+
+def resolve(scenario: Scenario) -> Plan:
+    """The plan that a scenario names. Raises what the planner raises, ConfigError and UserError."""
+    if scenario.plan != "auto" and scenario.plan not in _NAMES:
+        if scenario.cluster or scenario.workload:
+            raise UserError(f"plan {scenario.plan}: a plan file brings its cluster and workload along; leave them out")
+        # A plan's own parts are `cluster` and `workload`, so the same keys reach them.
+        return load_plan(Path(scenario.plan), overrides=scenario.overrides)
+    if not (scenario.cluster and scenario.workload):
+        raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
+    cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)
+    return planning(scenario, workload)(cluster)
+
+
+def planning(scenario: Scenario, workload: Workload) -> Callable[[Cluster], Plan]:
+    """What plans anew in a scenario's run: a baseline again where it has one, otherwise the planner."""
+
+    def make(cluster: Cluster) -> Plan:
+        if scenario.plan in _NAMES:
+            return baseline_plan(cluster, workload, _NAMES[scenario.plan])
+        from planner import plan as search  # slow to import, and not needed for a plan that exists
+
+        return search(cluster, workload, time_limit_s=scenario.planning_time)
+
+    return make
+
+
+def routing_of(scenario: Scenario) -> tuple[Callable[[Plan], Plan], RoutingOfStep | None]:
+    """What a scenario's plans get to know of the popularity of experts, and what tokens choose in each step (None: as many
+    as the popularity lets expect). Raises UserError for an unknown name or a file that is no record."""
+    text = scenario.routing
+    name, colon, number = text.partition(":")
+    if text == "uniform":
+        return lambda plan: plan, None
+    if name == "zipf" and colon:
+        try:
+            exponent = float(number)
+        except ValueError:
+            exponent = math.nan
+        if not (exponent >= 0 and math.isfinite(exponent)):
+            raise UserError(f"routing {text}: write zipf:1.2, with an exponent of at least zero")
+        from simulator.routing import zipf_routing
+
+        seed, drift = scenario.seed, scenario.drift
+        return lambda plan: plan, lambda plan, step: zipf_routing(plan, exponent=exponent, seed=seed, step=step, drift=drift)
+    if not Path(text).is_file():
+        raise UserError(f"routing {text}: no such file; give uniform, zipf:1.2 or what `hybridep train` recorded (routing.npz)")
+    record = load_routing(Path(text))
+
+    def informed(plan: Plan) -> Plan:
+        record.require(plan, Path(text))
+        return plan.with_popularity(record.popularity())
+
+    if not record.choices:
+        return informed, None
+    recorded = len(next(iter(record.choices.values())))
+    # Once sites are lost, the ranks are others than those of the record; its popularity remains.
+    return informed, lambda plan, step: record.choices if plan.cluster.num_gpus == recorded else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a scenario takes."""
+
+    plan: Plan
+    report: Report
+    """Of its first step."""
+    run: RunResult | None
+    """Of all steps, where it has more than one."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        run = {} if self.run is None else {"run": self.run.as_dict()}
+        return {**self.report.as_dict(), "plan_digest": self.plan.digest, **run}
+
+
+def simulate_scenario(scenario: Scenario) -> Outcome:
+    """Simulate the first step beside its baselines, and then the whole run where it has more."""
+    from simulator.many_steps import simulate_run
+
+    informed, routing = routing_of(scenario)
+    plan = informed(resolve(scenario))
+    report, run = _first_step(scenario, plan, routing), None
+    if scenario.course.steps > 1 or scenario.course.losses:
+
+        def anew(cluster: Cluster) -> Plan:
+            made = planning(scenario, plan.workload)(cluster)
+            return made if plan.popularity is None else made.with_popularity(plan.popularity)
+
+        run = simulate_run(plan, scenario.course, scenario.conditions, routing, anew, scenario.tolerance)
+    return Outcome(plan=plan, report=report, run=run)
+
+
+def _first_step(scenario: Scenario, plan: Plan, routing: RoutingOfStep | None) -> Report:
+    from simulator.report import simulate
+
+    return simulate(
+        plan,
+        baselines(scenario.against, "against"),
+        routing(plan, 0) if routing is not None else None,
+        scenario.tolerance,
+        scenario.conditions,
+    )

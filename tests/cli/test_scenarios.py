@@ -1,0 +1,68 @@
+"""`hybridep simulate` on scenarios: runs under conditions, and sweeps that go on where they stopped."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+
+import pytest
+from cli_cases import Inputs, Result
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def scenario(inputs: Inputs) -> Callable[..., object]:
+    def write(*lines: str) -> object:
+        head = f"cluster: {inputs.cluster}\nworkload: {inputs.workload}\n"
+        return inputs.write("scenario.yaml", head + "\n".join(lines) + "\n")
+
+    return write
+
+
+def test_a_run_that_loses_a_site(scenario: Callable[..., object], call: Call) -> None:
+    conditions = "conditions: {goodput: 0.95, changes: [{links: 'dc0 up', factor: 0.5}]}"
+    lines = ("plan: ep", "against: [full_gather]", "routing: zipf:1.0", conditions)
+    step_s = call("simulate", scenario(*lines), "--json").json["step_s"]
+    course = f"{{steps: 9, checkpoint_every: 3, restart: 5 s, losses: [{{site: dc1, at: {4.5 * step_s} s}}]}}"
+    result = call("simulate", scenario(*lines, f"course: {course}"), "--json")
+    assert result.code == 0, result.err
+    assert set(result.json["baselines"]) == {"full_gather"}
+    # The routing of each step is drawn anew, so steps take about as long as the first.
+    assert 9 < result.json["run"]["steps_run"] < 12 and result.json["run"]["loss_total_s"] > 5
+    assert len(result.json["run"]["plans"]) == 2
+    assert "under 2 plans" in call("simulate", scenario(*lines, f"course: {course}")).out
+
+
+def test_sweeps_go_on_where_they_stopped(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
+    table = inputs.folder / "table.csv"
+    grid = "grid: {plan: [ep, full_gather], cluster.levels.dc.bandwidth: [%s]}"
+    options = ("--out", table, "--json")
+    first = call("simulate", scenario(grid % "50 Mbps"), *options, "--jobs", "2")
+    assert first.code == 0 and first.json["points"] == 2, first.err
+    marked = table.read_text().replace("dc0 up", "marked")
+    table.write_text(marked)
+    second = call("simulate", scenario(grid % "50 Mbps, 200 Mbps, 0 Mbps"), *options, "--jobs", "1")
+    assert second.code == 2 and (second.json["points"], second.json["failed"]) == (6, 2)
+    rows = list(csv.DictReader(table.open()))
+    steps = {(row["plan"], row["cluster.levels.dc.bandwidth"]): row["step_s"] for row in rows if not row["error"]}
+    assert len(steps) == 4
+    for plan in ("ep", "full_gather"):
+        assert float(steps[plan, "50 Mbps"]) > 2 * float(steps[plan, "200 Mbps"])
+    # Rows of the first call were kept, not made again.
+    assert sum(row["busiest_link"] == "marked" for row in rows) == marked.count("marked") > 0
+    assert "bandwidth" in next(row["error"] for row in rows if row["error"])
+
+
+def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Call) -> None:
+    for line, expected in (
+        ("step: 3", "unknown key"),
+        ("plan: best.yaml", "leave them out"),
+        ("against: [magic]", "no such baseline"),
+        ("routing: zip:1", "zipf:1.2"),
+        ("conditions: {changes: [{links: 'x up', factor: 1}]}", "no link is named 'x up'"),
+        ("conditions: {stragglers: [{worker: x, slowdown: 2}]}", "no worker 'x'"),
+        ("grid: {drift: [0.1, 3]}", "drift=3"),
+    ):
+        result = call("simulate", scenario(line))
+        assert result.code == 2 and expected in result.err, (line, result.err)
