@@ -118,7 +118,7 @@ def simulate_scenario(scenario: Scenario) -> Outcome:
 
         def anew(cluster: Cluster) -> Plan:
             made = planning(scenario, plan.workload)(cluster)
-            return made if plan.popularity is None else made.with_popularity(plan.popularity)
+            return made.with_popularity(plan.popularity) if plan.popularity else made
 
         run = simulate_run(plan, scenario.course, scenario.conditions, routing, anew, scenario.tolerance)
     return Outcome(plan=plan, report=report, run=run)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from cli_cases import Inputs, Result
+
+from hybridep.commands.inputs import load_workload
+from hybridep.routing import RoutingRecord
 
 Call = Callable[..., Result]
 
@@ -66,3 +70,23 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
     ):
         result = call("simulate", scenario(line))
         assert result.code == 2 and expected in result.err, (line, result.err)
+
+
+def test_recorded_choices_are_simulated_as_they_were(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
+    even = call("simulate", scenario("plan: ep"), "--json").json["step_s"]
+    model = load_workload(str(inputs.workload)).model
+    # All tokens of both ranks choose the experts of the second site.
+    choices = np.tile(np.array([2, 3]), (2, 16, 1))
+    chosen = np.zeros((model.num_moe_layers, model.num_experts), dtype=np.int64)
+    chosen[:, 2:] = 16
+    for name, record in (
+        ("choices", RoutingRecord(chosen=chosen, choices={(layer, 0): choices for layer in range(model.num_moe_layers)})),
+        ("popularity", RoutingRecord(chosen=chosen)),
+    ):
+        path = inputs.folder / f"{name}.npz"
+        record.save(path)
+        result = call("simulate", scenario("plan: ep", f"routing: {path}"), "--json")
+        assert result.code == 0, result.err
+        assert result.json["step_s"] > even * 1.001, name
+        assert result.json["step_s"] == call("simulate", scenario("plan: ep"), "--routing", path, "--json").json["step_s"]
+    assert "no such file" in call("simulate", scenario("plan: ep", "routing: missing.npz")).err
