@@ -6,6 +6,8 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -21,6 +23,8 @@ from runtime.kernels.codecs import CodecKernels
 from runtime.kernels.driver import cuda_driver
 from runtime.kernels.tokens import TokenKernels
 
+_COMPARED = ("torchtitan", "triton")
+"""What is measured beside the kernels where it is installed."""
 ELEMENTS = 2**27
 """Of the codecs' weights: 256 MiB in bf16."""
 
@@ -49,14 +53,19 @@ def time_runs_s(runs: list[Callable[[], object]], repeats: int) -> float:
     with torch.cuda.graph(graph):
         for run in runs:
             run()
+    return _replay_s(graph.replay, repeats) / len(runs)
+
+
+def _replay_s(replay: Callable[[], object], repeats: int) -> float:
+    """Median seconds of one call, after three that do not count."""
     times_s: list[float] = []
     for _ in range(repeats + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
-        graph.replay()
+        replay()
         end.record()
         torch.cuda.synchronize()
-        times_s.append(ms_to_s(start.elapsed_time(end)) / len(runs))
+        times_s.append(ms_to_s(start.elapsed_time(end)))
     return statistics.median(times_s[3:])
 
 
@@ -76,23 +85,16 @@ def measure(cases: Iterable[Case], copy_bytes_per_s: float, repeats: int) -> Ite
 
 
 def measure_layers(device: torch.device, repeats: int) -> Iterator[Result]:
-    """One MoE layer, forward and backward, in each form."""
+    """One MoE layer, forward and backward, in each form, launched as a training step would; then each part of it."""
     for layer in LAYERS:
         data = LayerData(layer, device)
-        for name, form in bench_layer.FORMS.items():
-            for part, run in (
-                ("forward", lambda form=form, data=data: form(data)),
-                ("forward and backward", lambda form=form, data=data: bench_layer.forward_backward(data, form)),
-            ):
-                time_s = time_runs_s([run], repeats)
-                yield Result(
-                    name=f"layer, {name}, {part}",
-                    what=layer.label,
-                    time_s=time_s,
-                    moved_bytes=0,
-                    bytes_per_s=0.0,
-                    share_of_copy=None,
-                )
+        runs: list[tuple[str, float]] = []
+        for name, form in bench_layer.forms(data).items():
+            runs.append((f"layer, {name}, forward", _replay_s(form.forward, repeats)))
+            runs.append((f"layer, {name}, forward and backward", _replay_s(form.forward_backward, repeats)))
+        runs += [(f"layer, kernels, {name}", time_runs_s([run], repeats)) for name, run in bench_layer.parts(data)]
+        for name, time_s in runs:
+            yield Result(name=name, what=layer.label, time_s=time_s, moved_bytes=0, bytes_per_s=0.0, share_of_copy=None)
 
 
 def measure_all(device: torch.device, repeats: int) -> Iterator[Result]:
@@ -126,8 +128,12 @@ def main(out: Path, repeats: int) -> None:
         click.echo(line(result))
         results.append(result)
     facts = provenance() | {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda or ""}
-    document = {"provenance": facts, "results": [asdict(result) for result in results]}
+    facts |= {name: metadata.version(name) for name in _COMPARED if find_spec(name) is not None}
+    absent = [name for name in _COMPARED if find_spec(name) is None]
+    document = {"provenance": facts, "absent": absent, "results": [asdict(result) for result in results]}
     out.write_text(json.dumps(document, indent=1) + "\n")
+    for name in absent:
+        click.echo(f"{name} is not installed: nothing of it was measured")
     click.echo(f"written to {out}")
 
 

@@ -1,13 +1,15 @@
-"""One MoE layer, forward and backward, on one GPU: on the kernels, and in plain torch operators.
+"""One MoE layer, forward and backward, on one GPU: on the kernels, in plain torch operators, and as torchtitan has it.
 
-The plain form is what frameworks without kernels of their own do (torchtitan's MoE among them): sort the pairs, gather padded
-groups, the same grouped product, weigh, ``index_add``.
+The plain form is what one writes without kernels: sort the pairs, gather padded groups, the same grouped product, weigh,
+``index_add``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -101,9 +103,51 @@ def in_plain_torch(data: LayerData) -> Tensor:
     return torch.zeros_like(data.x).index_add(0, order // top_k, y)
 
 
-FORMS: dict[str, Callable[[LayerData], Tensor]] = {"kernels": with_kernels, "plain torch": in_plain_torch}
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A way to compute the layer."""
+
+    forward: Callable[[], Tensor]
+    """[N, H]."""
+    leaves: tuple[Tensor, ...]
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        """Gradients of the leaves for a gradient of ones."""
+        return torch.autograd.grad(self.forward().sum(), self.leaves)
 
 
-def forward_backward(data: LayerData, form: Callable[[LayerData], Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of all leaves for a gradient of ones."""
-    return torch.autograd.grad(form(data).sum(), data.leaves)
+def forms(data: LayerData) -> dict[str, Form]:
+    """All forms that can run here, by name."""
+    found = {
+        "kernels": Form(forward=partial(with_kernels, data), leaves=data.leaves),
+        "plain torch": Form(forward=partial(in_plain_torch, data), leaves=data.leaves),
+    }
+    if find_spec("torchtitan") is not None:
+        # Where torchtitan is installed only, hence not at the top.
+        from runtime.kernels.bench_torchtitan import torchtitan_form
+
+        found["torchtitan"] = torchtitan_form(data)
+    return found
+
+
+def parts(data: LayerData) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The layer on the kernels, one part at a time, each with its backward where it has one."""
+    multiple, experts = ALIGNED_ROWS, data.layer.experts
+    with torch.no_grad():
+        weights, ids = data.choose()
+        route = ops.route(ids.int(), data.groups, experts, multiple=multiple)
+        num_rows = worst_case_rows(ids.numel(), experts, multiple)
+        rows = ops.dispatch(data.x, route, num_rows, multiple=multiple)
+        y = data.compute(rows, route.offsets)
+    yield "route", lambda: ops.route(ids.int(), data.groups, experts, multiple=multiple)
+    differentiable: tuple[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]], ...] = (
+        ("gate", lambda *_: data.choose()[0], (data.x, data.gate)),
+        ("dispatch", lambda x: ops.dispatch(x, route, num_rows, multiple=multiple), (data.x,)),
+        ("experts", lambda x, *_: data.compute(x, route.offsets), (rows, data.w_gate, data.w_up, data.w_down)),
+        ("combine", lambda y, w: ops.combine(y, route, w, multiple=multiple), (y, weights)),
+    )
+    for name, part, inputs in differentiable:
+        leaves = tuple(tensor if tensor.requires_grad else tensor.detach().requires_grad_() for tensor in inputs)
+        result = part(*leaves)
+        yield name, partial(part, *leaves)
+        yield f"{name} backward", partial(torch.autograd.grad, result, leaves, torch.ones_like(result), retain_graph=True)

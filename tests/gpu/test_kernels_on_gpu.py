@@ -171,10 +171,11 @@ def test_gradients_in_double() -> None:
 
 def test_layer_waits_for_nothing_and_equals_plain_torch() -> None:
     layer = Layer(tokens=2048, top_k=8, experts=64, hidden=1024, ffn=512, source="test")
-    data = LayerData(layer, torch.device("cuda"))
-    wanted = (bench_layer.in_plain_torch(data), *bench_layer.forward_backward(data, bench_layer.in_plain_torch))
+    forms = bench_layer.forms(LayerData(layer, torch.device("cuda")))
+    plain, kernels = forms["plain torch"], forms["kernels"]
+    wanted = (plain.forward(), *plain.forward_backward())
     with nothing_waits():
-        found = (bench_layer.with_kernels(data), *bench_layer.forward_backward(data, bench_layer.with_kernels))
+        found = (kernels.forward(), *kernels.forward_backward())
     for a, b in zip(found, wanted, strict=True):
         # Two orders of summing bf16 products; compared as a whole, since single values may cancel.
         assert float((a.double() - b.double()).norm() / b.double().norm()) < 1e-2

@@ -49,14 +49,41 @@ def test_published_shape_counts_as_published() -> None:
     assert moved / 0.2204e-3 == pytest.approx(2.40e12, rel=0.005)
 
 
+LAYER = Layer(tokens=24, top_k=2, experts=5, hidden=16, ffn=32, source="test")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_both_forms_of_the_layer_agree(dtype: torch.dtype) -> None:
-    layer = Layer(tokens=24, top_k=2, experts=5, hidden=16, ffn=32, source="test")
-    data = LayerData(layer, CPU, dtype)
-    results = [(form(data), *bench_layer.forward_backward(data, form)) for form in bench_layer.FORMS.values()]
+    forms = bench_layer.forms(LayerData(LAYER, CPU, dtype))
+    results = [(form.forward(), *form.forward_backward()) for form in (forms["kernels"], forms["plain torch"])]
     bound = {"rtol": 5e-2, "atol": 5e-2} if dtype is torch.bfloat16 else {}
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, **bound)
+
+
+def test_torchtitans_layer_computes_the_same() -> None:
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed: its layer is not compared")
+    from runtime.kernels.bench_torchtitan import transposed_back
+
+    # fp32 inputs: both choose the same experts. Its products round to bf16.
+    forms = bench_layer.forms(LayerData(LAYER, CPU, torch.float32))
+    wanted, found = forms["kernels"], forms["torchtitan"]
+    pairs = [(found.forward(), wanted.forward())]
+    pairs += zip(transposed_back(found.forward_backward()), wanted.forward_backward(), strict=True)
+    for a, b in pairs:
+        assert a.shape == b.shape
+        assert float((a - b).detach().norm() / b.detach().norm()) < 2e-2
+
+
+def test_the_layers_parts_make_up_the_layer() -> None:
+    data = LayerData(LAYER, CPU, torch.float64)
+    runs = dict(bench_layer.parts(data))
+    both = [f"{name}{way}" for name in ("gate", "dispatch", "experts", "combine") for way in ("", " backward")]
+    assert list(runs) == ["route", *both]
+    torch.testing.assert_close(runs["combine"](), bench_layer.with_kernels(data))
+    for name in ("gate", "dispatch", "experts", "combine"):
+        for gradient in runs[f"{name} backward"]():  # type: ignore[attr-defined]
+            assert gradient.isfinite().all()
 
 
 def test_without_a_gpu_the_bench_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
