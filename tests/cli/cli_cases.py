@@ -36,7 +36,7 @@ class Inputs:
         self.run = self.write(
             "run.yaml",
             f"name: trial\ncluster: {self.cluster}\nworkload: {self.workload}\nplan: ep\noutput: {self.output}\n"
-            f"steps: 4\ndata: {{path: {self.text}}}\nexchange_timeout: 5 s\n",
+            f"steps: 4\ndevice: cpu\ndata: {{path: {self.text}}}\nexchange_timeout: 5 s\n",
         )
 
     def write(self, name: str, text: str) -> Path:

@@ -26,6 +26,7 @@ workload: {folder}/workload.yaml
 plan: ep
 output: {folder}/output
 steps: 6
+device: cpu
 exchange_timeout: 15 s
 """
 

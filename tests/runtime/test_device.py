@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from test_transport import run_ranks
-from training_cases import training_run
 
 from hybridep.errors import UserError
 from hybridep.run import Device
@@ -28,7 +27,6 @@ def test_ranks_share_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted in (Device.AUTO, Device.CUDA):
         assert [choose_device(wanted, rank) for rank in range(4)] == [torch.device("cuda", index) for index in (0, 1, 0, 1)]
     assert choose_device(Device.CPU, 3) == CPU
-    assert training_run().device is Device.AUTO
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from training_cases import (
     CROSS,
     MODELS,
     Case,
+    Outcome,
     cases,
     check_bytes,
     check_fidelity,
@@ -143,6 +144,27 @@ def test_bf16_follows_the_reference(pools: Pools) -> None:
     gradient is nearly zero, AdamW turns rounding into a whole step."""
     case = replace(NARROW, dtype="bf16")
     outcomes = pools.train(case)
+    check_losses(case, outcomes, 1e-2)
+    check_bytes(case, outcomes)
+
+
+def rehearse_gpu(rank: int, case: Case) -> Outcome:
+    """What a GPU does otherwise, on CPU: experts through the operators, every message through host memory of its own."""
+    from runtime import staging
+    from runtime.kernels import local
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "in_plain_torch", local.with_kernels)
+        patch.setattr(staging, "needs_staging", lambda tensor: True)
+        return train_case(rank, case)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_the_path_of_a_gpu_follows_the_reference(pools: Pools, dtype: str) -> None:
+    case = replace(NARROW, dtype=dtype, residency=Residency.MICROBATCH)
+    outcomes = pools.run(rehearse_gpu, case)
+    if dtype == "fp64":
+        check_fidelity(case, outcomes)
     check_losses(case, outcomes, 1e-2)
     check_bytes(case, outcomes)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hybridep.config import build
 from hybridep.homes import homes_text
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
-from hybridep.run import Data, Optimizer, Run
+from hybridep.run import Data, Device, Optimizer, Run
 from hybridep.serving import ServingGroup, serving_groups
 from hybridep.topology import Cluster
 from hybridep.traffic import step_traffic
@@ -173,6 +173,8 @@ def training_run(output: Path = Path("unused"), **changes: Any) -> Run:
         "output": output,
         "steps": STEPS,
         "seed": 7,
+        # Also where there is a GPU: these runs are compared to the last bits.
+        "device": Device.CPU,
         "data": Data(path=Path(__file__)),
         # Tests share their cores with others: a rank that waits this long has lost its peer, not its turn.
         "exchange_timeout": "60 s",
@@ -222,20 +224,21 @@ class Outcome:
     """(layer, micro-batch) -> [T, K] of the last step."""
 
 
-def train_case(rank: int, case: Case, prepare: Callable[[Any], None] | None = None) -> Outcome:
+def train_case(rank: int, case: Case, prepare: Callable[[Any], None] | None = None, device: Device = Device.CPU) -> Outcome:
     """Run a case as one rank; ``prepare`` may tamper with the trainer."""
+    from runtime.device import choose_device
     from runtime.gate import Gated
     from runtime.mesh import Mesh
     from runtime.trainer import RankTrainer
 
-    trainer = RankTrainer(training_run(), Mesh(plan=case.plan(), rank=rank))
+    trainer = RankTrainer(training_run(), Mesh(plan=case.plan(), rank=rank, device=choose_device(device, rank)))
     if prepare is not None:
         prepare(trainer)
     routing: dict[tuple[int, int], NDArray[np.int64]] = {}
     seen: Counter[int] = Counter()
 
     def record(layer: int, gated: Gated) -> None:
-        routing[layer, seen[layer]] = gated.ids_TK.numpy().copy()
+        routing[layer, seen[layer]] = gated.ids_TK.cpu().numpy().copy()
         seen[layer] += 1
 
     for block in trainer.model.transformer.moe_blocks():
@@ -250,7 +253,7 @@ def train_case(rank: int, case: Case, prepare: Callable[[Any], None] | None = No
     finally:
         trainer.close()
     parameters = {**trainer.dense, **trainer.model.home_parameters()}
-    arrays = {name: p.detach().double().numpy().copy() for name, p in parameters.items()}
+    arrays = {name: p.detach().double().cpu().numpy().copy() for name, p in parameters.items()}
     return Outcome(losses=losses, parameters=arrays, sent_bytes=sent, routing=routing)
 
 
