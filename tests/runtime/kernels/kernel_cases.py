@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+RESOURCES = Path(__file__).parents[3] / "experiments" / "kernels" / "resources.csv"
+"""What every kernel takes on every architecture."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_cases import RESOURCES
 
 from runtime.kernels import build, driver, resources
 from runtime.kernels.errors import KernelBuildError
 from runtime.kernels.resources import Resources
-
-TABLE = Path(__file__).parents[3] / "experiments" / "kernels" / "resources.csv"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def test_every_kernel_compiles_and_none_spills(measured: dict[tuple[str, int], R
 
 def test_resources_are_those_of_the_table(measured: dict[tuple[str, int], Resources]) -> None:
     """To the register with the compiler of the table; the same kernels with any other."""
-    compiler, table = resources.read_table(TABLE)
+    compiler, table = resources.read_table(RESOURCES)
     assert measured.keys() == table.keys()
     if resources.compiler_name() == compiler:
         assert measured == table, (

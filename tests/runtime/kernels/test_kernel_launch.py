@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases import RESOURCES
 from kernel_emulator import RecordingDriver
 from torch import Tensor
 
-from runtime.kernels import launch
+from runtime.kernels import launch, resources
 from runtime.kernels.codecs import CodecKernels
 from runtime.kernels.errors import KernelInputError
 from runtime.kernels.launch import Peers
@@ -47,6 +48,35 @@ def test_launches_of_all_sizes(rows: int, hidden: int) -> None:
     by_kernel = {item.kernel: item for item in driver.launches}
     grid = by_kernel["dispatch_16" if hidden % 8 == 0 else "dispatch_2"].grid
     assert grid == max(1, min(2**20, -(-(rows + 128 * 7) * max(1, -(-hidden // (1024 if hidden % 8 == 0 else 128))) // 8)))
+
+
+def test_every_kernel_of_the_table_has_a_launch() -> None:
+    """All element types, access widths and codes: no kernel is compiled that nothing launches, none launched that is not
+    compiled."""
+    driver = RecordingDriver()
+    tokens, codecs = TokenKernels(driver), CodecKernels(driver)
+    route, group_of = meta_route(16, 2, 4), meta(4, dtype=torch.int32)
+    tokens.route(route.slot, group_of, 4, capacity=32)
+    for width in (1, 2, 4, 8, 16):
+        tokens.dispatch(meta(16, width, dtype=torch.uint8), route, 32)
+    for dtype in launch.ELEMENTS:
+        weights = meta(16, 2, dtype=dtype)
+        for hidden in (64, 63):
+            x, y = meta(16, hidden, dtype=dtype), meta(32, hidden, dtype=dtype)
+            tokens.combine(y, route.slot, weights)
+            tokens.combine_backward(x, y, route, weights)
+        tokens.carry(route.slot, weights, group_of, route.slot, 16)
+        tokens.carry_back(weights, route.slot, group_of, route.slot)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        flat, copy = meta(1000, dtype=dtype), meta(1000, dtype=dtype)
+        for code in Code:
+            coded = codecs.quantize(meta(16, 64, dtype=dtype), route, 32, code)
+            codecs.dequantize(*coded, meta_route(32, 1, 1), 32, 64, dtype)
+        for change in ChangeCode:
+            codecs.change_decode(*codecs.change_encode(flat, copy, change), copy, change)
+        codecs.residual_decode(copy, codecs.residual_encode(flat, copy, meta(1, dtype=torch.float32), 100))
+    _, table = resources.read_table(RESOURCES)
+    assert {item.kernel for item in driver.launches} == {kernel for kernel, _ in table}
 
 
 def test_word_is_the_largest_that_fits() -> None:
