@@ -53,21 +53,31 @@ class EmulatingDriver:
     def launch(self, launch: Launch, device: torch.device) -> None:
         assert device.type == "cpu"
         check(launch)
-        library = _library(self.folder, launch.stem, self.flags)
-        name = launch.kernel.encode()
-        sizes = (ctypes.c_int * 32)()
-        number = library.cpu_parameters(name, sizes, len(sizes))
-        assert number >= 0, f"no kernel {launch.kernel} in {launch.stem}.cu"
-        assert [ctypes.sizeof(argument) for argument in launch.arguments] == list(sizes[:number]), launch
+        library = library_for(self.folder, launch.stem, self.flags)
+        check_arguments(library, launch)
         failure = library.cpu_launch(
-            name, launch.grid, launch.block, ctypes.c_size_t(launch.shared_bytes), self.order, parameters(launch)
+            launch.kernel.encode(),
+            launch.grid,
+            launch.block,
+            ctypes.c_size_t(launch.shared_bytes),
+            self.order,
+            parameters(launch),
         )
         assert failure is None, f"{launch.kernel}: {failure.decode()}"
         self.kernels_run.add(launch.kernel)
 
 
+def check_arguments(library: ctypes.CDLL, launch: Launch) -> None:
+    """As many as the kernel declares, each of the width that it declares."""
+    sizes = (ctypes.c_int * 32)()
+    number = library.cpu_parameters(launch.kernel.encode(), sizes, len(sizes))
+    assert number >= 0, f"no kernel {launch.kernel} in {launch.stem}.cu"
+    assert [ctypes.sizeof(argument) for argument in launch.arguments] == list(sizes[:number]), launch
+
+
 @cache
-def _library(folder: Path, stem: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+def library_for(folder: Path, stem: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The kernels of one source, compiled for the CPU once."""
     library = ctypes.CDLL(str(compile_for_cpu(folder, stem, flags)))
     library.cpu_launch.restype = ctypes.c_char_p
     return library

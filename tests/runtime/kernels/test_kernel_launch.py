@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from kernel_cases import RESOURCES
-from kernel_emulator import RecordingDriver
+from kernel_emulator import RecordingDriver, check_arguments, library_for
 from torch import Tensor
 
 from runtime.kernels import launch, resources
@@ -50,9 +52,9 @@ def test_launches_of_all_sizes(rows: int, hidden: int) -> None:
     assert grid == max(1, min(2**20, -(-(rows + 128 * 7) * max(1, -(-hidden // (1024 if hidden % 8 == 0 else 128))) // 8)))
 
 
-def test_every_kernel_of_the_table_has_a_launch() -> None:
+def test_every_kernel_of_the_table_has_a_launch(compiled_kernels: Path) -> None:
     """All element types, access widths and codes: no kernel is compiled that nothing launches, none launched that is not
-    compiled."""
+    compiled, and each gets the arguments that it declares."""
     driver = RecordingDriver()
     tokens, codecs = TokenKernels(driver), CodecKernels(driver)
     route, group_of = meta_route(16, 2, 4), meta(4, dtype=torch.int32)
@@ -77,6 +79,8 @@ def test_every_kernel_of_the_table_has_a_launch() -> None:
         codecs.residual_decode(copy, codecs.residual_encode(flat, copy, meta(1, dtype=torch.float32), 100))
     _, table = resources.read_table(RESOURCES)
     assert {item.kernel for item in driver.launches} == {kernel for kernel, _ in table}
+    for item in driver.launches:
+        check_arguments(library_for(compiled_kernels, item.stem), item)
 
 
 def test_word_is_the_largest_that_fits() -> None:
