@@ -15,6 +15,7 @@ from hybridep.config import write_bytes
 from hybridep.errors import UserError
 from hybridep.placement import IntArray
 from hybridep.plan import Plan
+from hybridep.workload import Workload
 
 Routing = Mapping[tuple[int, int], IntArray]
 """(MoE layer, micro-batch) -> [G, T, K] expert ids of one step, -1 for a dropped choice."""
@@ -47,12 +48,16 @@ class RoutingRecord:
         np.savez_compressed(buffer, **arrays)
         write_bytes(path, buffer.getvalue())
 
+    def require_model(self, workload: Workload, where: Path) -> None:
+        """Raises UserError when the record is of another model."""
+        wanted = (workload.model.num_moe_layers, workload.model.num_experts)
+        if self.chosen.shape != wanted:
+            raise UserError(f"{where}: (MoE layers, experts) are {self.chosen.shape}, this model has {wanted}")
+
     def require(self, plan: Plan, where: Path) -> None:
         """Raises UserError when the record is of another model, or its choices are of another batch or number of ranks."""
         model, training = plan.workload.model, plan.workload.training
-        wanted = (model.num_moe_layers, model.num_experts)
-        if self.chosen.shape != wanted:
-            raise UserError(f"{where}: (MoE layers, experts) are {self.chosen.shape}, the plan's model has {wanted}")
+        self.require_model(plan.workload, where)
         shape = (plan.cluster.num_gpus, training.tokens, model.top_k)
         keys = {(layer, batch) for layer in range(model.num_moe_layers) for batch in range(training.micro_batches)}
         if self.choices and (set(self.choices) != keys or any(ids.shape != shape for ids in self.choices.values())):

@@ -82,19 +82,29 @@ def expected_rows(placement: Placement, gating: Gating) -> list[FloatArray]:
     rows = []
     for level, size in enumerate(placement.sizes):
         prefix = prefix * size + placement.serve[level][placement.coordinates[:, level]]
-        num_prefixes = int(np.prod(placement.sizes[: level + 1]))
-        keys = np.arange(placement.num_gpus)[:, None] * num_prefixes + prefix
-        # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
-        found, where, served = np.unique(keys, return_inverse=True, return_counts=True)
-        if gating.popularity is None:
-            hit = gating.hit_by_count[served]
-        else:
-            member = np.zeros((len(found), placement.num_experts), dtype=np.bool_)
-            member[where.reshape(keys.shape), np.arange(placement.num_experts)] = True
-            hit = gating.hit(member)
-        weight = gating.num_tokens * hit
-        rows.append(_rows_at(placement, level, found // num_prefixes, found % num_prefixes, weight))
+        rows.append(_rows_at(placement, level, *_visits(gating, prefix, int(np.prod(placement.sizes[: level + 1])))))
     return rows
+
+
+def arriving_rows(placement: Placement, gating: Gating) -> FloatArray:
+    """[G]: rows that end up at each rank in one dispatch as expected, those of its own tokens included."""
+    _, rank, rows = _visits(gating, placement.serving_rank, placement.num_gpus)
+    return np.bincount(rank, weights=rows, minlength=placement.num_gpus).astype(np.float64)
+
+
+def _visits(gating: Gating, place: IntArray, num_places: int) -> tuple[IntArray, IntArray, FloatArray]:
+    """(ranks, places, rows): how many tokens of each rank are expected to visit each place; ``place`` [G, E] is where each rank's
+    tokens find each expert."""
+    keys = np.arange(len(place))[:, None] * num_places + place
+    # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
+    found, where, served = np.unique(keys, return_inverse=True, return_counts=True)
+    if gating.popularity is None:
+        hit = gating.hit_by_count[served]
+    else:
+        member = np.zeros((len(found), gating.num_experts), dtype=np.bool_)
+        member[where.reshape(keys.shape), np.arange(gating.num_experts)] = True
+        hit = gating.hit(member)
+    return found // num_places, found % num_places, gating.num_tokens * hit
 
 
 def _rows_at(placement: Placement, level: int, origin: IntArray, code: IntArray, weight: FloatArray) -> FloatArray:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.measured import plan_measured
 from planner.plans import plan_domains
 from planner.sites.plans import plan_sites
 
@@ -13,12 +16,21 @@ MANY_SITES = 64
 
 
 def plan(
-    cluster: Cluster, workload: Workload, *, solver: str = "highs", time_limit_s: float = 60.0, schedule: Schedule | None = None
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+    schedule: Schedule | None = None,
+    popularity: Sequence[tuple[float, ...]] = (),
 ) -> Plan:
-    """The fastest plan found that fits, with its prediction, a proven bound, and how it was found.
+    """The fastest plan found that fits, with its prediction, a proven bound, and how it was found. With measured ``popularity``
+    of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer.
 
     Raises InfeasibleError (says how much memory is missing where), NoSolutionError (time limit), UserError (unknown solver).
     """
+    if popularity:
+        return plan_measured(cluster, workload, popularity, schedule=schedule)
     if by_site(cluster):
         return plan_sites(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)
     return plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)

@@ -1,8 +1,8 @@
 """Bytes that each rank needs, by what they are for.
 
-Counted: weights, gradients and optimizer state of the dense parts and of the experts at home; copies with their gradients;
-the activations of one micro-batch, which all layers keep until backward; and the largest exchange, in and out. Not
-counted: the framework's own memory and fragmentation.
+Counted: weights, gradients and optimizer state of the dense parts and of the experts at home, which stay; copies; the
+activations of one micro-batch, which all layers keep until backward; and the largest of what is held for a moment. Not
+counted: the framework's own memory and fragmentation. Ranks measure within 10 % of it (experiments/memory).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray, Op, Traffic, dense_traffic, reverse, served_copies
+from hybridep.traffic import FloatArray, Op, Traffic, arriving_rows, dense_traffic, reverse, served_copies
 from hybridep.workload import Ffn, Workload
 from planner.cost import layer_traffic
 
@@ -82,15 +82,9 @@ def fits(used_bytes: float, capacity_bytes: float) -> bool:
 
 def fixed_rank_bytes(workload: Workload) -> tuple[float, float]:
     """What every rank keeps whatever the placement, and what each expert at home adds, for all layers together."""
-    return workload.model.dense_params * _state_bytes(workload) + _dense_activations(workload), (
+    return workload.model.dense_params * _state_bytes(workload) + dense_activation_bytes(workload), (
         workload.model.num_moe_layers * workload.model.expert_params * _state_bytes(workload)
     )
-
-
-def served_row_bytes(workload: Workload) -> float:
-    """Kept for backward of each row that an expert computes: its input, its inner widths and its output."""
-    model = workload.model
-    return float((2 * model.hidden_size + _inner_width(workload, model.expert_ffn_size)) * workload.training.dtype.num_bytes)
 
 
 def _state_bytes(workload: Workload) -> int:
@@ -98,56 +92,108 @@ def _state_bytes(workload: Workload) -> int:
     return 2 * workload.training.dtype.num_bytes + workload.training.dtype.state_bytes
 
 
-def _dense_activations(workload: Workload) -> float:
-    """Of one rank and micro-batch, without the routed experts."""
-    model, training = workload.model, workload.training
-    # Block input and its norm, the attention's projections and output, the second norm's output.
-    kv_width = model.attention_width // model.num_heads * (model.num_kv_heads or model.num_heads)
-    attention = 4 * model.hidden_size + 2 * model.attention_width + 2 * kv_width
-    dense_layer = attention + _inner_width(workload, model.dense_ffn_size)
-    moe_layer = attention + _inner_width(workload, model.shared_ffn_size) + 2 * model.num_experts
-    # Logits and their gradient, in fp32 at least.
-    logits = 2 * model.vocab_size * max(training.dtype.num_bytes, 4)
-    widths = model.num_dense_layers * dense_layer + model.num_moe_layers * moe_layer
-    return float(training.tokens * (widths * training.dtype.num_bytes + logits))
+def dense_activation_bytes(workload: Workload) -> float:
+    """Kept for backward by one rank and micro-batch, without the routed experts and the head."""
+    model, width = workload.model, workload.training.dtype.num_bytes
+    wide = max(width, 4)
+    # Two norms, each with its input and the normalised input, in fp32 at least, and the output of the first; then query, key,
+    # value (for all query heads) and the attention's output, before and after its heads are joined.
+    attention = 4 * model.hidden_size * wide + model.hidden_size * width + 5 * model.attention_width * width
+    dense_layer = attention + (model.hidden_size + _inner_width(workload, model.dense_ffn_size)) * width
+    # The gate keeps its input, the scores and what it chose.
+    gate = (model.hidden_size + model.num_experts) * wide + model.top_k * (8 + 2 * wide)
+    shared_input = model.hidden_size * width if model.shared_ffn_size and width < wide else 0
+    moe_layer = attention + gate + shared_input + _inner_width(workload, model.shared_ffn_size) * width
+    return float(workload.training.tokens * (model.num_dense_layers * dense_layer + model.num_moe_layers * moe_layer))
+
+
+def routed_activation_bytes(workload: Workload, served: FloatArray, arrived: FloatArray) -> FloatArray:
+    """Kept for backward of one layer's routed tokens: ``arrived`` rows with their weights and ids, and the sums that go back; of
+    each of ``served`` rows the experts' input, inner widths and output, and two indices."""
+    model, width = workload.model, workload.training.dtype.num_bytes
+    per_arrived = 2 * model.hidden_size * width + model.top_k * (width + 4)
+    per_served = (2 * model.hidden_size + _inner_width(workload, model.expert_ffn_size)) * width + 16
+    return np.asarray(arrived * per_arrived + served * per_served)
+
+
+def lasting_copy_bytes(workload: Workload, copies: FloatArray, residency: Residency) -> FloatArray:
+    """Of one layer's copies as long as a step lasts: their weights, and, where micro-batches accumulate, their gradient."""
+    if residency is Residency.MICROBATCH:
+        return np.zeros_like(copies)
+    return copies * float(workload.expert_bytes * (2 if workload.training.micro_batches > 1 else 1))
+
+
+def passing_bytes(
+    workload: Workload,
+    largest_exchange: FloatArray,
+    served: FloatArray,
+    copies: FloatArray,
+    at_home: IntArray,
+    residency: Residency,
+) -> dict[str, FloatArray]:
+    """By kind, while one layer is computed: its largest exchange, or what its experts' backward makes; and copies that live for
+    one micro-batch. ``served`` rows are computed."""
+    model, width = workload.model, workload.training.dtype.num_bytes
+    held = copies + at_home
+    gradients, row = float(workload.expert_bytes) * held, served * float(model.hidden_size * width)
+    # First one expert after the other, with the gradients of all rows and of one expert's inner widths; then the experts'
+    # gradients become one piece.
+    inner = served / np.maximum(held, 1) * float(_inner_width(workload, model.expert_ffn_size) * width)
+    backward = gradients + np.maximum(3 * row + inner, gradients + row)
+    passing = {BUFFERS: np.maximum(largest_exchange, backward)}
+    if residency is Residency.MICROBATCH:
+        passing[COPIES] = copies * float(workload.expert_bytes)
+    return passing
+
+
+def fixed_passing_bytes(workload: Workload, largest_reduction: FloatArray) -> FloatArray:
+    """Held by the head when backward begins: log-probabilities and their gradient, in fp32 at least; or after backward, when no
+    activations are left, by the reduction of the dense gradients."""
+    width = workload.training.dtype.num_bytes
+    wide = max(width, 4)
+    head = float(workload.training.tokens * workload.model.vocab_size * (2 * wide + (width if width < wide else 0)))
+    return np.maximum(head, largest_reduction - dense_activation_bytes(workload))
 
 
 def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement, home_experts: IntArray) -> LayerMemory:
     """What does not depend on the placement of copies, for all layers together. ``home_experts`` [G]: experts at home on
     each rank, all layers together."""
     every_rank = np.ones(cluster.num_gpus)
+    reduction = exchange_bytes(placement, dense_traffic(placement, workload))
     return LayerMemory(
         lasting={
             DENSE: every_rank * workload.model.dense_params * _state_bytes(workload),
             HOME_EXPERTS: home_experts.astype(np.float64) * (workload.model.expert_params * _state_bytes(workload)),
-            ACTIVATIONS: every_rank * _dense_activations(workload),
+            ACTIVATIONS: every_rank * dense_activation_bytes(workload),
         },
-        passing={BUFFERS: exchange_bytes(placement, dense_traffic(placement, workload))},
+        passing={BUFFERS: fixed_passing_bytes(workload, reduction)},
     )
 
 
 def layer_memory(placement: Placement, workload: Workload, gating: Gating, traffic: Traffic, residency: Residency) -> LayerMemory:
     """What one MoE layer's copies, routed tokens and exchanges take, given ``planner.cost.layer_traffic``."""
-    copies = (placement.holds.sum(axis=1) - placement.num_at_home) * float(2 * workload.expert_bytes)
+    copies = (placement.holds.sum(axis=1) - placement.num_at_home).astype(np.float64)
     served = served_copies(placement, gating).sum(axis=1)
-    # Each arrived row is kept for backward too.
-    activations = served * served_row_bytes(workload)
-    for key, sent in traffic.items():
-        if key.op is Op.TOKEN_DISPATCH:
-            activations = activations + reverse(placement, key.level, sent).sum(axis=1)
-    lasting, passing = {ACTIVATIONS: activations}, {BUFFERS: exchange_bytes(placement, traffic)}
-    (lasting if residency is Residency.STEP else passing)[COPIES] = copies
-    return LayerMemory(lasting=lasting, passing=passing)
+    return LayerMemory(
+        lasting={
+            ACTIVATIONS: routed_activation_bytes(workload, served, arriving_rows(placement, gating)),
+            COPIES: lasting_copy_bytes(workload, copies, residency),
+        },
+        passing=passing_bytes(workload, exchange_bytes(placement, traffic), served, copies, placement.num_at_home, residency),
+    )
 
 
 def exchange_bytes(placement: Placement, traffic: Traffic) -> FloatArray:
-    """[G]: bytes out and in of each rank's largest exchange."""
+    """[G]: what each rank's largest exchange takes beside what stays: bytes out and in; copies arrive where they stay, and their
+    gradients leave from where they are."""
     largest = np.zeros(placement.num_gpus)
     for key, sent in traffic.items():
-        if key.op is Op.TOKEN_COUNTS:
+        if key.op in (Op.TOKEN_COUNTS, Op.GRADIENT_RETURN):
             continue
-        both = sent.sum(axis=1) + reverse(placement, key.level, sent).sum(axis=1)
-        largest = np.maximum(largest, both)
+        held = sent.sum(axis=1)
+        if key.op is not Op.EXPERT_GATHER:
+            held = held + reverse(placement, key.level, sent).sum(axis=1)
+        largest = np.maximum(largest, held)
     return largest
 
 
@@ -188,8 +234,9 @@ def total_memory(cluster: Cluster, fixed: LayerMemory, groups: Iterable[tuple[in
 
 
 def _inner_width(workload: Workload, ffn_size: int) -> int:
-    """Elements per token kept between a feed-forward's matrices: GELU keeps its input and output, SwiGLU also the gate."""
-    return (2 if workload.model.ffn is Ffn.GELU else 3) * ffn_size
+    """Elements per token kept between a feed-forward's matrices: what enters the activation and what comes out; SwiGLU also keeps
+    the other factor and the product."""
+    return (2 if workload.model.ffn is Ffn.GELU else 4) * ffn_size
 
 
 def _total(arrays: Iterable[FloatArray]) -> FloatArray:

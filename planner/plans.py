@@ -56,10 +56,10 @@ def plan_of(problem: Problem, solution: Solution) -> Plan:
     report = SolverReport(
         status=solution.status,
         solver=solution.solver,
-        objective=_seconds(solution.objective_s),
-        bound=_seconds(solution.bound_s),
+        objective=seconds(solution.objective_s),
+        bound=seconds(solution.bound_s),
         gap=solution.gap,
-        solve=_seconds(solution.solve_s),
+        solve=seconds(solution.solve_s),
     )
     return made.model_copy(update={"prediction": predict(made), "solver": report})
 
@@ -81,17 +81,17 @@ def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction
     others: dict[str, Any] = {}
     for name in baselines:
         other = baseline_plan(made.cluster, made.workload, name, schedule=made.schedule, popularity=made.popularity)
-        others[name.value] = _seconds(step_cost(other).step_s)
+        others[name.value] = seconds(step_cost(other).step_s)
     return Prediction(
-        step=_seconds(cost.step_s),
-        bound=_seconds(cost.bound_s),
-        parts={name: _seconds(value) for name, value in cost.parts_s.items()},
+        step=seconds(cost.step_s),
+        bound=seconds(cost.bound_s),
+        parts={name: seconds(value) for name, value in cost.parts_s.items()},
         wan_bytes=cost.wan_bytes,
         memory_bytes=memory_use(made).fullest_bytes,
         baselines=others,
     )
 
 
-def _seconds(value_s: float) -> Any:
+def seconds(value_s: float) -> Any:
     """As plan files write it; configuration models take quantities only with their unit."""
     return exact(value_s, Dimension.TIME)

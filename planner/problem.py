@@ -110,7 +110,11 @@ class Problem:
 
     def fits(self, counts: Sequence[int]) -> bool:
         """Every rank has room."""
-        return bool((self.memory_bytes(counts) <= self.capacity_bytes * (1 + TOLERANCE)).all())
+        return self.has_room(self.memory_bytes(counts))
+
+    def has_room(self, used_bytes: FloatArray) -> bool:
+        """[G] bytes fit every rank."""
+        return bool((used_bytes <= self.capacity_bytes * (1 + TOLERANCE)).all())
 
     def uniform(self, candidate: int) -> tuple[int, ...]:
         """All layers use one candidate."""
@@ -140,15 +144,18 @@ class Problem:
         return kept
 
 
-def build_problem(cluster: Cluster, workload: Workload, schedule: Schedule) -> Problem:
-    """All candidates of a cluster and workload with their times and memory."""
+def build_problem(
+    cluster: Cluster, workload: Workload, schedule: Schedule, popularity: tuple[float, ...] | None = None
+) -> Problem:
+    """All candidates of a cluster and workload with their times and memory, for a layer whose experts have this popularity (all
+    alike where it is not given)."""
     network = Network(cluster=cluster)
     experts = workload.model.num_experts
     batches = workload.training.micro_batches
-    expected = gating(workload)
+    expected = gating(workload, popularity)
     candidates = []
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
-        placement = place(cluster, experts, choices)
+        placement = place(cluster, experts, choices, hotness=popularity)
         traffic = layer_traffic(placement, workload, expected)
         copies = int(placement.holds.sum()) - experts
         times = block_times(network, workload, placement, expected, traffic)

@@ -56,9 +56,9 @@ def _all_gather(mesh: Mesh, transport: Transport, level: int, shard: Tensor) -> 
     )
 
 
-def flatten_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """[D]: the gradients one after the other; each ``grad`` becomes a view of it, so a sum in place needs no copy back."""
-    flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
+def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """[D] zeros of which each ``grad`` becomes a view, to stay: backward adds into it, and the sum over ranks needs no copy."""
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
     for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
         parameter.grad = part.view_as(parameter)
     return flat

@@ -13,7 +13,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HomeOptimizer:
-    """AdamW over named parameters of one rank. Steps count from 1."""
+    """AdamW over named parameters of one rank. Steps count from 1. Gradients keep their memory, so that what a rank needs is the
+    same in every step, whatever order backward takes."""
 
     def __init__(self, config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         self._config = config
@@ -21,6 +22,9 @@ class HomeOptimizer:
         self.masters = {
             name: nn.Parameter(p.detach().float()) if p.dtype is torch.bfloat16 else p for name, p in self.parameters.items()
         }
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self._adam = torch.optim.AdamW(
             list(self.masters.values()),
             lr=config.learning_rate,
@@ -30,16 +34,14 @@ class HomeOptimizer:
         )
 
     def step(self, step: int) -> None:
-        """Update from the gradients, then forget them."""
+        """Update from the gradients, then set them to zero. Weight decay and moments move every parameter in every step."""
         warm = min(1.0, step / self._config.warmup_steps) if self._config.warmup_steps else 1.0
         for group in self._adam.param_groups:
             group["lr"] = self._config.learning_rate * warm
         for name, parameter in self.parameters.items():
             master = self.masters[name]
-            if parameter.grad is None:
-                # Weight decay and moments move in every step on every rank alike, gradient or not.
-                parameter.grad = torch.zeros_like(parameter)
             if master is not parameter:
+                assert parameter.grad is not None
                 master.grad = parameter.grad.to(master.dtype)
         self._adam.step()
         with torch.no_grad():
@@ -47,7 +49,8 @@ class HomeOptimizer:
                 if self.masters[name] is not parameter:
                     parameter.copy_(self.masters[name])
                     self.masters[name].grad = None
-                parameter.grad = None
+                assert parameter.grad is not None
+                parameter.grad.zero_()
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Weight and moments of one parameter, all of its shape; what a checkpoint keeps."""

@@ -34,6 +34,11 @@ class RoutingRecorder:
             self._choices[layer, self._seen[layer]] = gated.ids_TK.detach().to(torch.int32, copy=True)
             self._seen[layer] += 1
 
+    @property
+    def chosen(self) -> Tensor:
+        """[MoE layers, E]: how often this rank's tokens chose each expert so far."""
+        return self._chosen_LE
+
     def collect(self, barrier: Barrier) -> RoutingRecord | None:
         """At rank 0 the record of all ranks; all ranks call it, with the same choices kept."""
         counts = barrier.gather(self._chosen_LE.cpu())

@@ -16,7 +16,7 @@ from runtime.barrier import Barrier
 from runtime.build import build_rank_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.data import Batches, read_text
-from runtime.dense_reduce import all_reduce, flatten_gradients
+from runtime.dense_reduce import all_reduce, flat_gradients
 from runtime.device import choose_device, peak_bytes, settle
 from runtime.expert_exchange import CopyStream
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
@@ -50,6 +50,7 @@ class RankTrainer:
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)
         self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
         self.dense = self.model.transformer.dense_parameters()
+        self._dense_gradient = flat_gradients(list(self.dense.values()))
         model = self._model_config
         self.recorder = RoutingRecorder(
             self.model.transformer.moe_blocks(),
@@ -66,7 +67,7 @@ class RankTrainer:
         for experts in self.model.routed:
             experts.exchange.finish_return()
             experts.exchange.expire()
-        all_reduce(self.mesh, self.transport, flatten_gradients(list(self.dense.values())))
+        all_reduce(self.mesh, self.transport, self._dense_gradient)
         self.spans.begin(OPTIMIZER)
         self.optimizer.step(step)
         self.spans.end()

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plan.yaml"), show_default=True, help="Plan file.")
 @click.option("--solver", type=click.Choice(["highs", "cbc"]), default="highs", show_default=True)
 @click.option("--compare", is_flag=True, help="Also cost what other planners would do (clusters planned site by site).")
+@click.option(
+    "--routing",
+    type=click.Path(path_type=Path),
+    help="What `hybridep train` recorded (routing.npz): how popular each expert is.",
+)
 @click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True)
 @set_option
 def command(
@@ -30,6 +35,7 @@ def command(
     output: Path,
     solver: str,
     compare: bool,
+    routing: Path | None,
     time_limit_s: float,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -42,10 +48,17 @@ def command(
     from dataclasses import asdict
 
     from hybridep.commands.inputs import cluster_and_workload
+    from hybridep.routing import load_routing
     from hybridep.units import format_seconds
     from planner import compare_planners, explain, plan, summary
 
-    made = plan(*cluster_and_workload(cluster, model, overrides), solver=solver, time_limit_s=time_limit_s)
+    inputs = cluster_and_workload(cluster, model, overrides)
+    popularity: tuple[tuple[float, ...], ...] = ()
+    if routing is not None:
+        record = load_routing(routing)
+        record.require_model(inputs[1], routing)
+        popularity = record.popularity()
+    made = plan(*inputs, solver=solver, time_limit_s=time_limit_s, popularity=popularity)
     made.save(output)
     explanation = explain(made)
     others = compare_planners(made) if compare else {}

@@ -12,7 +12,14 @@ from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, Op, gathers_and_returns
 from planner.cost import COMPUTATIONS, HEAD, OPTIMIZER, BlockTimes, layer_times, optimizer_bytes_per_parameter
-from planner.memory import TOLERANCE, fixed_rank_bytes, served_row_bytes
+from planner.memory import (
+    TOLERANCE,
+    fixed_passing_bytes,
+    fixed_rank_bytes,
+    lasting_copy_bytes,
+    passing_bytes,
+    routed_activation_bytes,
+)
 from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem
 
@@ -85,7 +92,7 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
     """Head, dense all-reduce and optimizer; weights, states and the activations of the dense parts."""
     work, gpu = problem.workload, problem.cluster.gpu
     model, width = work.model, work.training.dtype.num_bytes
-    at_home = np.bincount(problem.home, minlength=problem.cluster.num_gpus).reshape(problem.num_sites, -1)
+    at_home = problem.at_home
     parameters = model.dense_params + model.num_moe_layers * int(at_home.max()) * model.expert_params
     exchanges = dense_exchanges(problem)
     per_rank, per_home = fixed_rank_bytes(work)
@@ -98,7 +105,7 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
             Op.DENSE_ALL_GATHER.value: sum(exchange.reverse.seconds(problem, width) for exchange in exchanges),
         },
         lasting_bytes=np.asarray(per_rank + at_home * per_home, dtype=np.float64),
-        passing_bytes=buffers,
+        passing_bytes=fixed_passing_bytes(work, buffers),
         wan_bytes=sum(2.0 * width * float(e.pairs.sum()) for e in exchanges if e.pairs is not None),
     )
 
@@ -132,19 +139,15 @@ def cost_of(problem: SiteProblem, layer: LayerExchanges, residency: Residency, k
 def _memory(problem: SiteProblem, fixed: FixedCost, layer: LayerExchanges, residency: Residency) -> FloatArray:
     """[D, n]: what each rank needs."""
     work = problem.workload
-    copies = layer.copies_held * float(2 * work.expert_bytes)
-    activations = layer.served * served_row_bytes(work)
-    for exchange in layer.rows:
-        activations = activations + exchange.into * work.dispatch_row_bytes
+    activations = routed_activation_bytes(work, layer.served, layer.arrived)
+    copies = lasting_copy_bytes(work, layer.copies_held, residency)
     largest = [exchange.both * work.dispatch_row_bytes for exchange in layer.rows]
-    largest += [exchange.both * work.expert_bytes for exchange in layer.copies]
-    passing = _largest(largest, activations.shape)
-    if residency is Residency.STEP:
-        activations = activations + copies
-    else:
-        passing = passing + copies
-    lasting = fixed.lasting_bytes + work.model.num_moe_layers * activations
-    return np.asarray(lasting + np.maximum(passing, fixed.passing_bytes))
+    largest += [exchange.out * work.expert_bytes for exchange in layer.copies]
+    passing = passing_bytes(
+        work, _largest(largest, activations.shape), layer.served, layer.copies_held, problem.at_home, residency
+    )
+    lasting = fixed.lasting_bytes + work.model.num_moe_layers * (activations + copies)
+    return np.asarray(lasting + np.maximum(sum(passing.values()), fixed.passing_bytes))
 
 
 def _largest(arrays: list[FloatArray], shape: tuple[int, ...]) -> FloatArray:

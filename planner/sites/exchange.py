@@ -68,6 +68,8 @@ class LayerExchanges:
     """Bytes."""
     served: FloatArray
     """[D, n]: token copies that each rank computes."""
+    arrived: FloatArray
+    """[D, n]: rows that end up at each rank, those of its own tokens included."""
     copies_held: FloatArray
     """[D, n]: experts of others."""
 
@@ -94,6 +96,7 @@ def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> La
     tokens = problem.workload.training.tokens
     served = served_counts(problem, table)
     rows = tokens * problem.hit[served]
+    arrived = np.broadcast_to(rows.sum(axis=0)[:, None], (size, n))
     np.fill_diagonal(rows, 0.0)
     talks = served > 0
     np.fill_diagonal(talks, False)
@@ -108,6 +111,7 @@ def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> La
         by_rank = _served_by_rank(problem, table)
         loads = by_rank.sum(axis=0) * (n * per_copy)
         needed = tokens * problem.hit[by_rank].sum(axis=0)
+        arrived = n * needed
         away = needed.sum(axis=1, keepdims=True) - needed
         inner_rows = (Exchange(outer=False, out=away, into=(n - 1) * needed),)
         present = np.zeros(n)
@@ -121,6 +125,7 @@ def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> La
         copies=copies,
         counts=(outer_counts, *inner_counts),
         served=np.asarray(loads, dtype=np.float64),
+        arrived=np.asarray(arrived, dtype=np.float64),
         copies_held=held_at,
     )
 

@@ -83,6 +83,11 @@ class SiteProblem:
         return self.home % self.num_inside
 
     @cached_property
+    def at_home(self) -> IntArray:
+        """[D, n]: how many experts live on each rank."""
+        return np.bincount(self.home, minlength=self.cluster.num_gpus).reshape(self.num_sites, -1).astype(np.int64)
+
+    @cached_property
     def homes(self) -> IntArray:
         """[D]: how many experts live at each site."""
         return np.bincount(self.home_site, minlength=self.num_sites).astype(np.int64)

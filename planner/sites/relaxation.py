@@ -304,9 +304,11 @@ class Relaxation:
         """[D]: no site keeps more copies: its ranks' memory beside what is there in any case. Activations of routed
         tokens and buffers are left out, and copies spread evenly inside, so this is never too few."""
         problem, fixed = self.problem, fixed_cost(self.problem)
-        layers = self.num_layers if residency is Residency.STEP else 1
+        accumulates = problem.workload.training.micro_batches > 1
+        # Weights and gradients of the copies of all layers, or of those of one layer; see ``planner.memory``.
+        number = self.num_layers * (2.0 if accumulates else 1.0) + 2.0 if residency is Residency.STEP else 3.0
         room = problem.cluster.gpu.memory * (1 + TOLERANCE) - fixed.lasting_bytes
-        weight = 2.0 * problem.workload.expert_bytes * layers
+        weight = problem.workload.expert_bytes * number
         most = np.where((room < 0).any(axis=1), -1.0, _whole(room.sum(axis=1) / weight))
         return self.classes.best(most)
 

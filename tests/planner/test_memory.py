@@ -22,13 +22,24 @@ def plan(cluster: Cluster, workload: Workload, domains: dict[str, int], residenc
 
 
 def test_weights_gradients_and_states_by_hand() -> None:
-    """fp32: 4 + 4 bytes of weight and gradient, 8 of AdamW's moments."""
-    cluster, workload = make_cluster(4, 2), make_workload(layers=3, experts=16)
-    model = workload.model
-    parts = memory_use(plan(cluster, workload, {"l0": 2})).parts_bytes
-    assert parts["dense"] == model.dense_params * 16
-    assert parts["home_experts"] == 3 * 2 * model.expert_params * 16
-    assert parts["copies"] == 3 * 2 * model.expert_params * 8
+    """fp32: 4 + 4 bytes of weight and gradient, 8 of AdamW's moments. Copies keep a gradient where micro-batches accumulate."""
+    for batches, copy_bytes in ((1, 4), (2, 8)):
+        cluster, workload = make_cluster(4, 2), make_workload(layers=3, experts=16, micro_batches=batches)
+        model = workload.model
+        parts = memory_use(plan(cluster, workload, {"l0": 2})).parts_bytes
+        assert parts["dense"] == model.dense_params * 16
+        assert parts["home_experts"] == 3 * 2 * model.expert_params * 16
+        assert parts["copies"] == 3 * 2 * model.expert_params * copy_bytes
+
+
+def test_gradients_of_one_layer_pass_in_backward() -> None:
+    """First by expert, then in one piece: those at home and those of copies, beside the gradient of the experts' input."""
+    workload = make_workload(layers=3, experts=16, ffn=1 << 16)
+    for residency, copies in ((Residency.STEP, 3 * 2), (Residency.MICROBATCH, 2)):
+        use = memory_use(plan(make_cluster(4, 2), workload, {"l0": 2}, residency))
+        rows = workload.training.tokens * workload.model.top_k * workload.combine_row_bytes
+        assert use.parts_bytes["buffers"] == pytest.approx(2 * (2 + 2) * workload.expert_bytes + rows)
+        assert use.parts_bytes["copies"] == copies * workload.expert_bytes
 
 
 def test_copies_per_micro_batch_are_held_for_one_block() -> None:
@@ -66,7 +77,7 @@ def test_activations_grow_with_the_micro_batch_not_with_their_number() -> None:
 def test_mixed_layers_count_lasting_copies_and_the_largest_passing_ones() -> None:
     cluster, workload = make_cluster(4, 2), make_workload(layers=5, ffn=4096)
     small, large = {"l0": 2, "l1": 1}, {"l0": 4, "l1": 2}
-    expert = 2 * workload.expert_bytes
+    expert = workload.expert_bytes
     groups = (
         LayerGroup(first_layer=0, num_layers=2, domains=small, migration={}, residency=Residency.STEP),
         LayerGroup(first_layer=2, num_layers=1, domains=small, migration={}, residency=Residency.MICROBATCH),

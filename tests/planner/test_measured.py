@@ -1,0 +1,53 @@
+"""Plans by layer for measured popularity, against the enumeration of all of them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from planner_cases import make_cluster, make_workload
+
+from hybridep.plan import Plan, Schedule, Status
+from planner.check import check
+from planner.choose import plan
+from planner.cost import step_cost
+from planner.plans import layer_group
+from planner.problem import build_problem
+
+
+def shares(layers: int, experts: int, concentration: float, seed: int) -> tuple[tuple[float, ...], ...]:
+    drawn = np.random.default_rng(seed).dirichlet(np.full(experts, concentration), size=layers)
+    drawn = np.minimum(drawn, 0.4)
+    return tuple(tuple(float(share) for share in row / row.sum()) for row in drawn)
+
+
+@pytest.mark.parametrize("bandwidth", ["1 Gbps"])
+def test_no_choice_of_configurations_is_faster(bandwidth: str) -> None:
+    cluster = make_cluster(2, 2, bandwidths=(bandwidth, "10 Gbps"))
+    workload = make_workload(layers=2, experts=8, top_k=2)
+    popularity = (shares(1, 8, 0.5, 1)[0], shares(1, 8, 50.0, 2)[0])
+    made = plan(cluster, workload, popularity=popularity)
+    assert made.solver is not None and made.solver.status is Status.OPTIMAL
+    candidates = build_problem(cluster, workload, Schedule()).candidates
+    best = min(
+        step_cost(
+            Plan(
+                cluster=cluster,
+                workload=workload,
+                layers=tuple(layer_group(i, 1, candidates[c].choices, candidates[c].residency) for i, c in enumerate(chosen)),
+                popularity=popularity,
+            )
+        ).step_s
+        for chosen in product(range(len(candidates)), repeat=2)
+    )
+    assert made.solver.objective == pytest.approx(best, rel=1e-9)
+    check(made)
+
+
+def test_even_popularity_changes_nothing() -> None:
+    cluster, workload = make_cluster(2, 2, bandwidths=("1 Gbps", "10 Gbps")), make_workload(layers=2, experts=8, top_k=2)
+    even = plan(cluster, workload, popularity=((1 / 8,) * 8,) * 2)
+    known = plan(cluster, workload)
+    assert even.prediction is not None and known.prediction is not None
+    assert even.prediction.step == pytest.approx(known.prediction.step, rel=1e-6)
