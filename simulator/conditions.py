@@ -78,9 +78,15 @@ class Conditions(Strict):
     """Spread of each computation's time: exp(normal x this), drawn for every rank and computation alone."""
     seed: int = 0
 
-    def require(self, cluster: Cluster) -> None:
-        """Raises UserError for links and workers that the cluster does not have. (A run may lose them later.)"""
-        links = [link.name for link in cluster.link_table]
+    @property
+    def of_links(self) -> bool:
+        """Whether some links fare differently from others."""
+        return bool(self.all_changes or self.jitter)
+
+    def require(self, cluster: Cluster, link_names: Sequence[str] | None = None) -> None:
+        """Raises UserError for links (the cluster's own unless named) and workers that are not there. (A run may lose them
+        later.)"""
+        links = link_names or [link.name for link in cluster.link_table]
         for pattern in [change.links for change in self.all_changes] + [jitter.links for jitter in self.jitter]:
             if not _matching(links, pattern).size:
                 raise UserError(f"no link is named {pattern!r}; names are like {links[0]!r} and {links[-1]!r}")

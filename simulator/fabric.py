@@ -1,51 +1,20 @@
-"""A cluster as links and paths of a network, one of each kind."""
+"""A wiring as links and paths of a network, one of each kind."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hybridep.topology import Cluster
 from simulator.arrays import FloatArray, IntArray
 from simulator.collective import Flows
+from simulator.compiled import compiled
 from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.network import EXACT, Network, Transfers
-from simulator.symmetry import Symmetry
-
-
-def paths(cluster: Cluster, source: IntArray, destination: IntArray) -> tuple[IntArray, FloatArray]:
-    """Links of `cluster.link_table` between pairs of ranks, [n, longest], -1 behind the end; and latencies in seconds, [n].
-
-    The same as `cluster.path` and `cluster.latency_s` for each pair, which must be of two different ranks.
-    """
-    last = len(cluster.levels)
-    a, b = cluster.coordinates[source], cluster.coordinates[destination]
-    first = (a != b).argmax(axis=1)
-    links = np.full((source.size, 2 * last + (1 if cluster.links else 0)), -1, dtype=np.int64)
-    used = np.zeros(source.size, dtype=np.int64)
-    rows = np.arange(source.size)
-
-    def use(which: IntArray, link: IntArray) -> None:
-        links[which, used[which]] = link
-        used[which] += 1
-
-    for level in range(last):
-        which = rows[first <= level]
-        inner = int(np.prod(cluster.sizes[level + 1 :]))
-        use(which, cluster.up_link(level, 0) + 2 * (source[which] // inner))
-        use(which, cluster.down_link(level, 0) + 2 * (destination[which] // inner))
-    latency_s = np.array([level.latency for level in cluster.levels])[first]
-    if cluster.links:
-        which = rows[first == 0]
-        table = len(cluster.link_table) - cluster.sizes[0] * (cluster.sizes[0] - 1)
-        skip = a[which, 0] * (cluster.sizes[0] - 1) + b[which, 0] - (b[which, 0] > a[which, 0])
-        use(which, table + skip)
-        latency_s[which] = cluster.pair_latency_s[a[which, 0], b[which, 0]]
-    return links[:, : int(used.max(initial=0))], latency_s
+from simulator.symmetry import HashArray, Symmetry, hash_of_number
 
 
 class Fabric:
-    """The network of a cluster. Ranks and links that are alike are in it once, and transfers between them are weighted."""
+    """The network of a wiring. Ranks and links that are alike are in it once, and transfers between them are weighted."""
 
     def __init__(
         self, engine: Engine, symmetry: Symmetry, tolerance: float = EXACT, conditions: Conditions | None = None
@@ -54,21 +23,29 @@ class Fabric:
         self._conditions = conditions or Conditions()
         self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 
-    def flows(self, level: int, sent: FloatArray) -> Flows:
-        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate."""
-        symmetry = self.symmetry
-        cluster = symmetry.cluster
+    def flows(self, level: int, sent: FloatArray, circuits: int | None = None) -> Flows:
+        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate. `circuits`: the set
+        that is up meanwhile, if any."""
+        cluster = self.symmetry.cluster
         stride, size = int(np.prod(cluster.sizes[level + 1 :])), cluster.sizes[level]
-        kind, coordinate = np.nonzero(sent[symmetry.first])
-        source = symmetry.first[kind]
+        kind, coordinate = np.nonzero(sent[self.symmetry.first])
+        source = self.symmetry.first[kind]
         own = source // stride % size
         moves = coordinate != own
-        kind, coordinate, source, own = kind[moves], coordinate[moves], source[moves], own[moves]
-        destination = source + (coordinate - own) * stride
-        size_bytes = sent[source, coordinate]
-        peer = symmetry.kind[destination]
-        if symmetry.num_kinds == cluster.num_gpus:
-            links, latency_s = paths(cluster, source, destination)
+        source, coordinate, own = source[moves], coordinate[moves], own[moves]
+        return self.transfers(source, source + (coordinate - own) * stride, sent[source, coordinate], circuits)
+
+    def transfers(self, source: IntArray, destination: IntArray, size_bytes: FloatArray, circuits: int | None = None) -> Flows:
+        """Transfers between pairs of ranks, [n] each: all that the first rank of each kind sends."""
+        symmetry = self.symmetry
+        links, shares, latency_s = symmetry.wiring.paths(source, destination, circuits)
+        one_by_one = symmetry.num_kinds == symmetry.cluster.num_gpus
+        if not one_by_one:
+            links = np.where(links >= 0, symmetry.link_kind[links], -1)
+        path = np.zeros(source.size, dtype=np.uint64)
+        length = _merge(links, shares, path)
+        links, shares = links[:, :length], shares[:, :length]
+        if one_by_one:
             return Flows(
                 source=source,
                 destination=destination,
@@ -76,23 +53,27 @@ class Fabric:
                     links=links,
                     latency_s=latency_s,
                     size_bytes=size_bytes,
+                    weights=None if (shares == 1).all() else shares,
                     limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s),
                 ),
             )
-        alike, counts = _alike(kind * symmetry.num_kinds + peer, size_bytes)
-        links, latency_s = paths(cluster, source[alike], destination[alike])
-        on_link = links >= 0
-        link_kinds = np.where(on_link, symmetry.link_kind[links], -1)
+        kind, peer = symmetry.kind[source], symmetry.kind[destination]
+        ends = [
+            np.unique(each, return_inverse=True)[1].reshape(-1) for each in (kind * symmetry.num_kinds + peer, path, latency_s)
+        ]
+        number = np.unique((ends[0] * (ends[1].max(initial=0) + 1) + ends[1]), return_inverse=True)[1].reshape(-1)
+        alike, counts = _alike(number * (ends[2].max(initial=0) + 1) + ends[2], size_bytes)
+        links, shares = links[alike], shares[alike]
         total = (counts * symmetry.size[kind[alike]])[:, None]
         return Flows(
             source=kind[alike],
             destination=peer[alike],
             transfers=Transfers(
-                links=link_kinds,
-                latency_s=latency_s,
+                links=links,
+                latency_s=latency_s[alike],
                 size_bytes=size_bytes[alike],
-                weights=np.where(on_link, total / symmetry.link_size[link_kinds], 1.0),
-                limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s),
+                weights=np.where(links >= 0, total * shares / symmetry.link_size[links], 1.0),
+                limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s[alike]),
             ),
         )
 
@@ -106,3 +87,33 @@ def _alike(ends: IntArray, size_bytes: FloatArray) -> tuple[IntArray, IntArray]:
     new = np.concatenate([[True], (np.diff(ends[order]) != 0) | ~near])
     starts = np.flatnonzero(new)
     return order[starts], np.diff(np.append(starts, ends.size))
+
+
+@compiled
+def _merge(links: IntArray, shares: FloatArray, path: HashArray) -> int:
+    """Bring each row's links into order, -1 last, those that are the same into one with the sum of their shares; write a hash
+    of the row into `path`. Returns the most links of a row."""
+    longest = 0
+    for row in range(links.shape[0]):
+        kept = 0
+        for hop in range(links.shape[1]):
+            link, share = links[row, hop], shares[row, hop]
+            if link < 0:
+                continue
+            place = kept
+            while place > 0 and links[row, place - 1] > link:
+                place -= 1
+            if place > 0 and links[row, place - 1] == link:
+                shares[row, place - 1] += share
+                continue
+            for moved in range(kept, place, -1):
+                links[row, moved], shares[row, moved] = links[row, moved - 1], shares[row, moved - 1]
+            links[row, place], shares[row, place] = link, share
+            kept += 1
+        links[row, kept:] = -1
+        shares[row, kept:] = 1.0
+        bits = shares[row].view(np.uint64)
+        for hop in range(kept):
+            path[row] = hash_of_number(bits[hop], np.uint64(1)) ^ (path[row] * np.uint64(31) + np.uint64(links[row, hop] + 1))
+        longest = max(longest, kept)
+    return longest

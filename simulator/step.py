@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -17,9 +18,11 @@ from simulator.conditions import Conditions, LinkFactors
 from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
 from simulator.fabric import Fabric
+from simulator.fabric_file import FabricFile
 from simulator.network import EXACT
 from simulator.symmetry import Symmetry
 from simulator.training import step_program
+from simulator.wiring import wiring
 
 _SHOWN_SITES = 32
 """Datacenters in a timeline; browsers open no more at ease."""
@@ -48,7 +51,7 @@ class StepResult:
     symmetry: Symmetry
     """Which ranks are of which kind."""
     link_bytes: FloatArray
-    """[links], in the order of the cluster's link table."""
+    """[links] of the wiring."""
     link_busy_s: FloatArray
     """[links]"""
     largest_cut: float
@@ -59,23 +62,31 @@ class StepResult:
         """Until the last rank has finished its optimizer step."""
         return self.execution.makespan_s
 
+    @cached_property
+    def load(self) -> FloatArray:
+        """[links]: share of what each could have carried in the step, its bytes over (capacity x step time)."""
+        if not self.step_s:
+            return np.zeros(self.link_bytes.size)
+        return np.asarray(self.link_bytes / (self.symmetry.wiring.capacity_bytes_per_s * self.step_s))
+
+    def link(self, number: int) -> LinkLoad:
+        """One link by its number."""
+        return LinkLoad(
+            name=self.symmetry.wiring.link_name(number),
+            size_bytes=float(self.link_bytes[number]),
+            load=float(self.load[number]),
+            busy_s=float(self.link_busy_s[number]),
+        )
+
     @property
     def links(self) -> tuple[LinkLoad, ...]:
-        """Every link, in the order of the cluster's link table."""
-        return tuple(
-            LinkLoad(
-                name=link.name,
-                size_bytes=float(size_bytes),
-                load=float(size_bytes / (link.bandwidth_bytes_per_s * self.step_s)) if self.step_s else 0.0,
-                busy_s=float(busy_s),
-            )
-            for link, size_bytes, busy_s in zip(self.plan.cluster.link_table, self.link_bytes, self.link_busy_s, strict=True)
-        )
+        """Every link: those of the cluster's link table first, in its order, then those of the fabric."""
+        return tuple(self.link(number) for number in range(self.link_bytes.size))
 
     @property
     def busiest_link(self) -> LinkLoad:
         """The link that comes nearest to its capacity; the first of equals."""
-        return max(self.links, key=lambda link: link.load)
+        return self.link(int(self.load.argmax()))
 
     @property
     def parts(self) -> dict[str, float]:
@@ -134,13 +145,13 @@ def _rows(plan: Plan, operation: Operation, num_ranks: int) -> list[tuple[str, B
     return [(inside, sends | receives)]
 
 
-def _changes(plan: Plan, fabric: Fabric, conditions: Conditions | None, start_s: float) -> Changes:
+def _changes(made: Fabric, conditions: Conditions | None, start_s: float) -> Changes:
     """The capacities of kinds of links at the start of a step, and whenever they change."""
     if conditions is None:
         return
-    factors = LinkFactors(conditions, [link.name for link in plan.cluster.link_table])
-    full_bytes_per_s = fabric.network.link_capacity_bytes_per_s.copy()
-    one_of_each = np.unique(fabric.symmetry.link_kind, return_index=True)[1]
+    factors = LinkFactors(conditions, made.symmetry.wiring.link_names)
+    full_bytes_per_s = made.network.link_capacity_bytes_per_s.copy()
+    one_of_each = np.unique(made.symmetry.link_kind, return_index=True)[1]
     now_s = start_s
     while math.isfinite(now_s):
         yield now_s - start_s, full_bytes_per_s * factors.at(now_s)[one_of_each]
@@ -153,23 +164,25 @@ def simulate_step(
     tolerance: float = EXACT,
     conditions: Conditions | None = None,
     start_s: float = 0.0,
+    fabric: FabricFile | None = None,
 ) -> StepResult:
-    """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly.
+    """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly; without `fabric`, the
+    cluster's own links are all there is.
 
     tolerance: share of its bytes that a transfer may leave out to end together with another, for speed at thousands of
     different datacenters; `largest_cut` says how much any did.
     conditions: what links and workers meet, in a step that begins `start_s` into the run.
     """
     engine = Engine()
-    program, fabric = step_program(plan, engine, routing, tolerance, conditions, start_s)
-    execution = execute(program, engine, fabric.network, _changes(plan, fabric, conditions, start_s))
-    kind = fabric.symmetry.link_kind
+    program, made = step_program(plan, engine, wiring(plan.cluster, fabric), routing, tolerance, conditions, start_s)
+    execution = execute(program, engine, made.network, _changes(made, conditions, start_s))
+    kind = made.symmetry.link_kind
     return StepResult(
         plan=plan,
         program=program,
         execution=execution,
-        symmetry=fabric.symmetry,
-        link_bytes=fabric.network.link_bytes[kind],
-        link_busy_s=fabric.network.link_busy_s[kind],
-        largest_cut=fabric.network.largest_cut,
+        symmetry=made.symmetry,
+        link_bytes=made.network.link_bytes[kind],
+        link_busy_s=made.network.link_busy_s[kind],
+        largest_cut=made.network.largest_cut,
     )

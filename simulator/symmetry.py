@@ -1,9 +1,10 @@
 """Ranks that must behave alike: a training step is simulated for one of each kind, and counts for all of them.
 
-Two ranks are of one kind when they compute for the same time, and exchange the same bytes with ranks of the same kinds
-over links of the same kinds, in every operation. Such a division (an equitable partition, found by colour refinement)
-carries over: rates that are the same within a kind satisfy max-min fairness of the whole, whose solution is unique, and
-so all ranks of a kind finish each operation at one time.
+Two ranks are of one kind when they compute for the same time, and exchange the same bytes with ranks of the same kinds over
+links of the same kinds, in every operation; two links are of one kind when they are as fast and transfers of the same kinds
+cross them. Such a division (an equitable partition, found by colour refinement) carries over: rates that are the same within a
+kind satisfy max-min fairness of the whole, whose solution is unique, and so all ranks of a kind finish each operation at one
+time.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridep.topology import Cluster
-from simulator.arrays import FloatArray, IntArray
+from simulator.arrays import BoolArray, FloatArray, IntArray
 from simulator.compiled import compiled
+from simulator.wiring import Wiring
 
 HashArray = npt.NDArray[np.uint64]
 
@@ -28,15 +30,24 @@ class Exchange(NamedTuple):
 
     level: int
     sent: FloatArray
+    circuits: int | None = None
+    """The set that is up meanwhile, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Symmetry:
-    """A division of ranks, and with them of workers and links, into kinds."""
+    """A division of ranks and of links into kinds."""
 
-    cluster: Cluster
+    wiring: Wiring
     kind: IntArray
     """[ranks] from 0, numbered by their first rank."""
+    link_kind: IntArray
+    """[links] from 0, numbered by their first link."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Whose ranks these are."""
+        return self.wiring.cluster
 
     @cached_property
     def num_kinds(self) -> int:
@@ -54,21 +65,6 @@ class Symmetry:
         return np.bincount(self.kind)
 
     @cached_property
-    def link_kind(self) -> IntArray:
-        """[links of the cluster]: kind of each, from 0."""
-        kinds: list[IntArray] = []
-        found = 0
-        for depth, size in enumerate(np.cumprod(self.cluster.sizes).tolist()):
-            workers = _numbered([np.sort(self.kind.reshape(size, -1), axis=1)])
-            both = np.stack([found + 2 * workers, found + 2 * workers + 1], axis=1).ravel()
-            kinds.append(both)
-            found += 2 * int(workers.max() + 1)
-            assert both.size == 2 * int(np.prod(self.cluster.sizes[: depth + 1]))
-        # Links between two datacenters are each of their own kind: `symmetry` keeps such datacenters apart.
-        pairs = len(self.cluster.link_table) - sum(part.size for part in kinds)
-        return np.concatenate([*kinds, found + np.arange(pairs)])
-
-    @cached_property
     def link_size(self) -> IntArray:
         """[kinds of links]: how many links there are of each."""
         return np.bincount(self.link_kind)
@@ -76,60 +72,101 @@ class Symmetry:
     @cached_property
     def capacity_bytes_per_s(self) -> FloatArray:
         """[kinds of links]: of one link."""
-        table = np.array([link.bandwidth_bytes_per_s for link in self.cluster.link_table])
-        return np.asarray(table[np.unique(self.link_kind, return_index=True)[1]])
+        return np.asarray(self.wiring.capacity_bytes_per_s[np.unique(self.link_kind, return_index=True)[1]])
 
 
-def no_symmetry(cluster: Cluster) -> Symmetry:
+def no_symmetry(wiring: Wiring) -> Symmetry:
     """Every rank is of its own kind."""
-    return Symmetry(cluster=cluster, kind=np.arange(cluster.num_gpus))
+    ranks, links = wiring.cluster.num_gpus, wiring.capacity_bytes_per_s.size
+    return Symmetry(wiring=wiring, kind=np.arange(ranks), link_kind=np.arange(links))
 
 
-def symmetry(cluster: Cluster, exchanges: Sequence[Exchange], seconds: Sequence[FloatArray]) -> Symmetry:
+def symmetry(
+    wiring: Wiring, exchanges: Sequence[Exchange], seconds: Sequence[FloatArray], link_traits: IntArray | None = None
+) -> Symmetry:
     """The coarsest division that everything in a step respects.
 
-    exchanges: all kinds of transfer (the reverse of one adds nothing). seconds: [ranks] each, all computations.
-    Descriptions of ranks are compared by 64-bit hashes of them.
+    exchanges: all kinds of transfer (the reverse of one is taken in with it). seconds: [ranks] each, all computations.
+    link_traits: [links] what else tells links apart.
+    Descriptions are compared by 64-bit hashes of them.
     """
-    coordinates = cluster.coordinates
-    table = np.array([link.bandwidth_bytes_per_s for link in cluster.link_table])
-    sites = table[: 2 * cluster.sizes[0]].reshape(-1, 2)
-    if cluster.links:
-        sites = np.arange(cluster.sizes[0])[:, None]
-    kind = _numbered([*seconds, *sites.T[:, coordinates[:, 0]]])
+    cluster, wan = wiring.cluster, wiring.wan
+    ranks, sites = cluster.num_gpus, cluster.sizes[0]
     rng = np.random.default_rng(0)
+    kind = _numbered(rng, seconds) if seconds else np.zeros(ranks, dtype=np.int64)
+    traits = [] if link_traits is None else [link_traits.astype(np.float64)]
+    link_kind = _numbered(rng, [wiring.capacity_bytes_per_s, *traits])
+    pair_kind = _numbered(rng, [wan.latency_s.ravel()]) if wan is not None else np.zeros(0, dtype=np.int64)
+    inner = [_Inner.of(wiring, exchange) for exchange in exchanges if exchange.level > 0]
+    used = np.zeros(pair_kind.size, dtype=np.bool_)
     while True:
-        names = rng.integers(0, 2**63, int(kind.max()) + 1, dtype=np.uint64)
-        described = [kind]
-        for exchange in exchanges:
-            signature = np.zeros(cluster.num_gpus, dtype=np.uint64)
-            stride = int(np.prod(cluster.sizes[exchange.level + 1 :]))
-            _describe(exchange.sent, stride, names[kind], signature)
-            described.append(signature.view(np.int64))
-        kind_of_ranks = _numbered(described)
-        # A rank is also known by the workers that it is part of.
-        for size in np.cumprod(cluster.sizes[:-1]).tolist():
-            workers = _numbered([np.sort(kind_of_ranks.reshape(size, -1), axis=1)])
-            kind_of_ranks = _numbered([kind_of_ranks, np.repeat(workers, cluster.num_gpus // size)])
-        if kind_of_ranks.max() == kind.max():
-            return Symmetry(cluster=cluster, kind=kind_of_ranks)
-        kind = kind_of_ranks
+        names, link_names, pair_names = (_names(rng, each) for each in (kind, link_kind, pair_kind))
+        about, about_link = np.zeros(ranks, dtype=np.uint64), np.zeros(link_kind.size, dtype=np.uint64)
+        about_pair = np.zeros(pair_kind.size, dtype=np.uint64)
+        for salt, exchange in enumerate(exchanges):
+            if exchange.level == 0:
+                _far(exchange.sent, ranks // sites, np.uint64(salt), names, pair_names, about, about_pair, used)
+        for salt, one in enumerate(inner):
+            _near(*one, np.uint64(salt), names, link_names, about, about_link)
+        for salt, owned in enumerate(wiring.owners()):
+            _own(owned, np.uint64(salt + 1), names, link_names, about, about_link)
+        if wan is not None:
+            trunks = slice(wiring.first_trunk, wiring.first_trunk + wan.num_trunks)
+            _cross(wan.first, wan.trunk, wan.share, used, pair_names, link_names[trunks], about_pair, about_link[trunks])
+        before = [int(each.max(initial=0)) for each in (kind, link_kind, pair_kind)]
+        kind, link_kind, pair_kind = (
+            np.unique(_mixed(own, found), return_inverse=True)[1].reshape(-1)
+            for own, found in ((names, about), (link_names, about_link), (pair_names, about_pair))
+        )
+        if [int(each.max(initial=0)) for each in (kind, link_kind, pair_kind)] == before:
+            return Symmetry(wiring=wiring, kind=_by_first(kind), link_kind=_by_first(link_kind))
 
 
-def _numbered(columns: Sequence[npt.NDArray[np.generic]]) -> IntArray:
-    """[rows]: rows that are equal in all columns ([rows] or [rows, n] each) get one number, in order of appearance."""
-    number = np.zeros(len(columns[0]), dtype=np.int64)
+class _Inner(NamedTuple):
+    """Transfers inside sites, and the links that each and its reverse cross."""
+
+    source: IntArray
+    destination: IntArray
+    size_bytes: FloatArray
+    there: IntArray
+    back: IntArray
+
+    @staticmethod
+    def of(wiring: Wiring, exchange: Exchange) -> _Inner:
+        source, coordinate = np.nonzero(exchange.sent)
+        stride, size = int(np.prod(wiring.cluster.sizes[exchange.level + 1 :])), wiring.cluster.sizes[exchange.level]
+        own = source // stride % size
+        moves = coordinate != own
+        source, coordinate, own = source[moves], coordinate[moves], own[moves]
+        destination = source + (coordinate - own) * stride
+        return _Inner(
+            source,
+            destination,
+            exchange.sent[source, coordinate],
+            wiring.inner(source, destination, exchange.circuits),
+            wiring.inner(destination, source, exchange.circuits),
+        )
+
+
+def _numbered(rng: np.random.Generator, columns: Sequence[FloatArray]) -> IntArray:
+    """[rows]: rows that are equal in all columns get one number."""
+    key = np.zeros(columns[0].size, dtype=np.uint64)
     for column in columns:
-        wide = column.reshape(len(column), -1)
-        if wide.shape[1] > 1:
-            part = np.unique(wide, axis=0, return_inverse=True)[1].reshape(-1)
-        else:
-            part = np.unique(wide[:, 0], return_inverse=True)[1].reshape(-1)
-        number = np.unique(number * (int(part.max()) + 1) + part, return_inverse=True)[1].reshape(-1)
-    first = np.unique(number, return_index=True)[1]
+        key = _mixed(key, _names(rng, np.unique(column, return_inverse=True)[1].reshape(-1)))
+    return np.unique(key, return_inverse=True)[1].reshape(-1)
+
+
+def _names(rng: np.random.Generator, kind: IntArray) -> HashArray:
+    """A random number for each kind, at everything of that kind."""
+    return np.asarray(rng.integers(0, 2**63, int(kind.max(initial=0)) + 1, dtype=np.uint64)[kind])
+
+
+def _by_first(kind: IntArray) -> IntArray:
+    """The same kinds, numbered in order of appearance."""
+    first = np.unique(kind, return_index=True)[1]
     rank = np.empty(first.size, dtype=np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(first.size)
-    return np.asarray(rank[number])
+    return np.asarray(rank[kind])
 
 
 @compiled
@@ -141,17 +178,114 @@ def _mix(value: np.uint64) -> np.uint64:
 
 
 @compiled
-def _describe(sent: FloatArray, stride: int, names: HashArray, signature: HashArray) -> None:
-    """Add to each rank's signature what it sends to whom, and what it gets from whom, in any order."""
-    num_ranks, size = sent.shape
+def _mixed(first: HashArray, second: HashArray) -> HashArray:
+    """[n]: a hash of two numbers each."""
+    both = np.empty_like(first)
+    for at in range(first.size):
+        both[at] = _mix(_mix(first[at] + np.uint64(1)) + second[at])
+    return both
+
+
+@compiled
+def hash_of_number(bits: np.uint64, salt: np.uint64) -> np.uint64:
+    """Of a float's bits. Sums of the same numbers in another order differ in the last digits, which are left out."""
+    return _mix(((bits + np.uint64(0x800)) >> np.uint64(12)) + (salt << np.uint64(56)))
+
+
+@compiled
+def _far(
+    sent: FloatArray,
+    per_site: int,
+    salt: np.uint64,
+    names: HashArray,
+    pair_names: HashArray,
+    about: HashArray,
+    about_pair: HashArray,
+    used: BoolArray,
+) -> None:
+    """Transfers between sites: what each rank sends to whom, and gets from whom, in any order; and what each pair carries."""
+    num_ranks, sites = sent.shape
     bits = sent.view(np.uint64)
     for rank in range(num_ranks):
-        own = rank // stride % size
-        for coordinate in range(size):
-            if coordinate == own or bits[rank, coordinate] == 0:
+        own = rank // per_site
+        for site in range(sites):
+            if site == own or bits[rank, site] == 0:
                 continue
-            # Sums of the same numbers in another order differ in the last digits.
-            size_hash = _mix((bits[rank, coordinate] + np.uint64(0x800)) >> np.uint64(12))
-            peer = rank + (coordinate - own) * stride
-            signature[rank] += _mix(size_hash + names[peer])
-            signature[peer] += _mix(size_hash ^ names[rank])
+            peer = rank + (site - own) * per_site
+            size = hash_of_number(bits[rank, site], salt)
+            route = np.uint64(0)
+            if pair_names.size:
+                forth, reverse = own * sites + site, site * sites + own
+                route = pair_names[forth] ^ _mix(pair_names[reverse])
+                both = _mix(_mix(size + names[rank]) + names[peer])
+                about_pair[forth] += both
+                about_pair[reverse] += _mix(both)
+                used[forth] = used[reverse] = True
+            about[rank] += _mix(size + names[peer] + route)
+            about[peer] += _mix((size ^ names[rank]) + route)
+
+
+@compiled
+def _near(
+    source: IntArray,
+    destination: IntArray,
+    size_bytes: FloatArray,
+    there: IntArray,
+    back: IntArray,
+    salt: np.uint64,
+    names: HashArray,
+    link_names: HashArray,
+    about: HashArray,
+    about_link: HashArray,
+) -> None:
+    """Transfers inside sites, and their reverse."""
+    bits = size_bytes.view(np.uint64)
+    for flow in range(source.size):
+        a, b = source[flow], destination[flow]
+        size = hash_of_number(bits[flow], salt)
+        both = _mix(_mix(size + names[a]) + names[b])
+        crossed = np.uint64(0)
+        for hop in range(there.shape[1]):
+            if there[flow, hop] >= 0:
+                crossed += _mix(link_names[there[flow, hop]])
+                about_link[there[flow, hop]] += both
+            if back[flow, hop] >= 0:
+                crossed += _mix(~link_names[back[flow, hop]])
+                about_link[back[flow, hop]] += _mix(both)
+        about[a] += _mix(size + names[b] + crossed)
+        about[b] += _mix((size ^ names[a]) + crossed)
+
+
+@compiled
+def _own(
+    links: IntArray, salt: np.uint64, names: HashArray, link_names: HashArray, about: HashArray, about_link: HashArray
+) -> None:
+    """Links that all transfers of a rank to, or from, other sites cross."""
+    for rank in range(links.shape[0]):
+        for hop in range(links.shape[1]):
+            link = links[rank, hop]
+            if link >= 0:
+                about[rank] += _mix(link_names[link] + salt)
+                about_link[link] += _mix(names[rank] + salt)
+
+
+@compiled
+def _cross(
+    first: IntArray,
+    trunk: IntArray,
+    share: FloatArray,
+    used: BoolArray,
+    pair_names: HashArray,
+    trunk_names: HashArray,
+    about_pair: HashArray,
+    about_trunk: HashArray,
+) -> None:
+    """Pairs of sites that exchange anything, and the trunks between them."""
+    bits = share.view(np.uint64)
+    for pair in range(used.size):
+        if not used[pair]:
+            continue
+        for step in range(first[pair], first[pair + 1]):
+            part = hash_of_number(bits[step], np.uint64(0))
+            about_pair[pair] += _mix(trunk_names[trunk[step]] + part)
+            about_trunk[trunk[step]] += _mix(pair_names[pair] + part)

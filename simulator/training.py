@@ -28,6 +28,7 @@ from simulator.engine import Engine
 from simulator.fabric import Fabric
 from simulator.network import EXACT
 from simulator.symmetry import Exchange, no_symmetry, symmetry
+from simulator.wiring import Wiring
 
 PRE_EXPERT = "pre_expert"
 EXPERT = "expert"
@@ -63,6 +64,7 @@ class _Step(NamedTuple):
 def step_program(
     plan: Plan,
     engine: Engine,
+    wiring: Wiring,
     routing: Routing | None = None,
     tolerance: float = EXACT,
     conditions: Conditions | None = None,
@@ -77,13 +79,20 @@ def step_program(
     Without `routing`, rows are the number that the plan's popularity of experts lets expect (all alike where it has none).
     The program's ranks are then the kinds of ranks that differ; with routing all do.
     """
-    builder = _Builder(plan, engine, routing, tolerance, conditions or Conditions(), start_s)
+    builder = _Builder(plan, engine, wiring, routing, tolerance, conditions or Conditions(), start_s)
     return builder.build(), builder.fabric
 
 
 class _Builder:
     def __init__(
-        self, plan: Plan, engine: Engine, routing: Routing | None, tolerance: float, conditions: Conditions, start_s: float
+        self,
+        plan: Plan,
+        engine: Engine,
+        wiring: Wiring,
+        routing: Routing | None,
+        tolerance: float,
+        conditions: Conditions,
+        start_s: float,
     ) -> None:
         self._plan = plan
         self._jitter = conditions.compute_jitter
@@ -101,13 +110,14 @@ class _Builder:
             for layers in plan.placed:
                 expected[layers.first_layer] = self._traffic(layers, None)
             alike = symmetry(
-                plan.cluster,
+                wiring,
                 [Exchange(key.level, sent) for traffic, _ in expected.values() for key, sent in traffic.items() if key.op in _OUT]
                 + [Exchange(key.level, sent) for key, sent in dense.items() if key.op is Op.DENSE_REDUCE_SCATTER],
-                [self._optimizer_s, *(expert_s for _, expert_s in expected.values()), *_link_traits(plan, conditions), everybody],
+                [self._optimizer_s, *(expert_s for _, expert_s in expected.values()), everybody],
+                LinkFactors(conditions, wiring.link_names).traits if conditions.of_links else None,
             )
         else:
-            alike = no_symmetry(plan.cluster)
+            alike = no_symmetry(wiring)
         self.fabric = Fabric(engine, alike, tolerance, conditions)
         self._one_of_each = alike.first
         self._program = Program(num_ranks=alike.num_kinds)
@@ -212,14 +222,3 @@ class _Builder:
         params = self._plan.home_experts * float(model.expert_params) + model.dense_params
         size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
         return np.asarray(size_bytes / gpu.memory_bandwidth * self._slowdown, dtype=np.float64)
-
-
-def _link_traits(plan: Plan, conditions: Conditions) -> list[FloatArray]:
-    """[ranks] each: what tells the links of a rank's workers from those of others, in what happens to them."""
-    cluster = plan.cluster
-    traits = LinkFactors(conditions, [link.name for link in cluster.link_table]).traits.astype(np.float64)
-    columns = []
-    for level in range(len(cluster.levels)):
-        worker = np.arange(cluster.num_gpus) // int(np.prod(cluster.sizes[level + 1 :]))
-        columns += [traits[cluster.up_link(level, 0) + 2 * worker + side] for side in (0, 1)]
-    return columns

@@ -7,8 +7,9 @@ import pytest
 from hybridep.config import build
 from hybridep.topology import Cluster
 from simulator.engine import Engine
-from simulator.fabric import Fabric, paths
+from simulator.fabric import Fabric
 from simulator.symmetry import no_symmetry
+from simulator.wiring import wiring
 
 
 def cluster(*sizes: int, pairs: bool = False) -> Cluster:
@@ -38,7 +39,7 @@ def test_paths_are_the_shortest_of_the_clusters_graph(sizes: tuple[int, ...], pa
     topology = cluster(*sizes, pairs=pairs)
     graph = topology.graph()
     source, destination = np.array(list(itertools.permutations(range(topology.num_gpus), 2))).T
-    links, latency_s = paths(topology, source, destination)
+    links, _, latency_s = wiring(topology).paths(source, destination)
     for a, b, found, latency in zip(source.tolist(), destination.tolist(), links, latency_s.tolist(), strict=True):
         expected = {graph.edges[edge]["link"] for edge in itertools.pairwise(nx.shortest_path(graph, a, b))}
         assert sorted(found[found >= 0].tolist()) == sorted(expected)
@@ -48,7 +49,7 @@ def test_paths_are_the_shortest_of_the_clusters_graph(sizes: tuple[int, ...], pa
 def test_transfer_takes_the_latency_and_rate_of_the_slowest_link() -> None:
     topology = cluster(3, 2, pairs=True)
     engine = Engine()
-    fabric = Fabric(engine, no_symmetry(topology))
+    fabric = Fabric(engine, no_symmetry(wiring(topology)))
     arrivals: list[float] = []
     # s1 -> s0 is the third pair: 3 Gbps, 12 ms.
     sent = np.zeros((6, 3))
@@ -63,7 +64,7 @@ def test_transfer_takes_the_latency_and_rate_of_the_slowest_link() -> None:
 
 
 def test_nothing_to_send_is_left_out() -> None:
-    fabric = Fabric(Engine(), no_symmetry(cluster(4)))
+    fabric = Fabric(Engine(), no_symmetry(wiring(cluster(4))))
     sent = np.zeros((4, 4))
     sent[1, 1], sent[2, 3] = 5.0, 7.0
     flows = fabric.flows(0, sent)

@@ -8,15 +8,15 @@ from simulated_plans import PLANS, make_plan
 
 import simulator.training
 from hybridep.plan import Plan
-from hybridep.topology import Cluster
 from simulator.step import simulate_step
 from simulator.symmetry import Symmetry, no_symmetry
+from simulator.wiring import Wiring
 
 UNEVEN = [{"name": "a"}, {"name": "b", "up": "0.25 Gbps"}, {"name": "c"}, {"name": "d", "down": "0.5 Gbps"}]
 
 
-def one_by_one(cluster: Cluster, exchanges: object, seconds: object) -> Symmetry:
-    return no_symmetry(cluster)
+def one_by_one(wiring: Wiring, *described: object) -> Symmetry:
+    return no_symmetry(wiring)
 
 
 @pytest.mark.parametrize(

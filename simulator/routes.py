@@ -1,0 +1,212 @@
+"""Ways between sites over shared trunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+
+from hybridep.topology import Cluster
+from simulator.arrays import FloatArray, IntArray
+from simulator.errors import SimulationError
+from simulator.fabric_file import Graph, Hub, Mesh, Ring, Routing, Wan
+
+_MOST_STEPS = 50_000_000
+"""Of all routes together; a ring of 500 sites has 31 million."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """For every ordered pair of sites, pair = source x sites + destination: which trunks it crosses."""
+
+    num_sites: int
+    first: IntArray
+    """[pairs + 1]: the steps of a pair are first[pair] .. first[pair + 1]."""
+    trunk: IntArray
+    """[steps]"""
+    share: FloatArray
+    """[steps] of a transfer that crosses the trunk; 1 unless it is split over several routes."""
+    capacity_bytes_per_s: FloatArray
+    """[trunks], each in one direction."""
+    latency_s: FloatArray
+    """[sites, sites], one way; of the longest route where there are several."""
+    trunk_name: Callable[[int], str]
+
+    @property
+    def num_trunks(self) -> int:
+        """One per direction of a cable."""
+        return len(self.capacity_bytes_per_s)
+
+    def between(self, source: IntArray, destination: IntArray) -> tuple[IntArray, FloatArray]:
+        """[n] sites each -> trunks [n, longest], -1 behind the end, and shares."""
+        pair = source * self.num_sites + destination
+        length = self.first[pair + 1] - self.first[pair]
+        at = self.first[pair][:, None] + np.arange(int(length.max(initial=0)))
+        used = at < self.first[pair + 1][:, None]
+        at = np.where(used, at, 0)
+        return np.where(used, self.trunk[at], -1), np.where(used, self.share[at], 1.0)
+
+
+def routes(cluster: Cluster, wan: Wan | None) -> Routes | None:
+    """The routes of a fabric, or else over the cluster's links per pair; None where the core is never full.
+
+    Raises SimulationError for places that are not joined, and for more routes than memory should hold.
+    """
+    if wan is None:
+        return _pairs(cluster) if cluster.links else None
+    if wan.mesh is not None:
+        return _mesh(cluster, wan.mesh)
+    if wan.hub is not None:
+        return _hub(cluster, wan.hub)
+    if wan.ring is not None:
+        return _ring(cluster, wan.ring)
+    assert wan.graph is not None
+    return _graph(cluster, wan.graph)
+
+
+def _one_step(cluster: Cluster, capacity: FloatArray, latency_s: FloatArray) -> Routes:
+    """A trunk per ordered pair."""
+    sites = cluster.sizes[0]
+    between = ~np.eye(sites, dtype=bool).ravel()
+    ends = np.flatnonzero(between)
+    return Routes(
+        num_sites=sites,
+        first=np.concatenate([[0], np.cumsum(between)]),
+        trunk=np.arange(ends.size),
+        share=np.ones(ends.size),
+        capacity_bytes_per_s=capacity,
+        latency_s=latency_s,
+        trunk_name=lambda trunk: " -> ".join(cluster.site_name(site) for site in divmod(int(ends[trunk]), sites)),
+    )
+
+
+def _pairs(cluster: Cluster) -> Routes:
+    table = cluster.link_table[-cluster.sizes[0] * (cluster.sizes[0] - 1) :]
+    return _one_step(cluster, np.array([link.bandwidth_bytes_per_s for link in table]), cluster.pair_latency_s)
+
+
+def _mesh(cluster: Cluster, mesh: Mesh) -> Routes:
+    sites = cluster.sizes[0]
+    latency_s = _access_latency_s(cluster) if mesh.latency is None else np.full((sites, sites), mesh.latency)
+    return _one_step(cluster, np.full(sites * (sites - 1), mesh.bandwidth), latency_s)
+
+
+def _hub(cluster: Cluster, hub: Hub) -> Routes:
+    sites = cluster.sizes[0]
+    names = [cluster.site_name(site) for site in range(sites)]
+    if hub.at is not None and hub.at not in names:
+        raise SimulationError(f"wan.hub.at: no site {hub.at!r} in cluster {cluster.name}")
+    center = names.index(hub.at) if hub.at is not None else -1
+    source, destination = (ends.ravel() for ends in np.indices((sites, sites)))
+    steps = np.stack([2 * source, 2 * destination + 1], axis=1)
+    used = np.stack([source != center, destination != center], axis=1) & (source != destination)[:, None]
+    hops = used.sum(axis=1)
+    place = hub.at or "hub"
+    return Routes(
+        num_sites=sites,
+        first=np.concatenate([[0], np.cumsum(hops)]),
+        trunk=steps[used],
+        share=np.ones(int(hops.sum())),
+        capacity_bytes_per_s=np.full(2 * sites, hub.bandwidth),
+        latency_s=_access_latency_s(cluster) if hub.latency is None else (hops * hub.latency).reshape(sites, sites),
+        trunk_name=lambda trunk: f"{place} -> {names[trunk // 2]}" if trunk % 2 else f"{names[trunk // 2]} -> {place}",
+    )
+
+
+def _ring(cluster: Cluster, ring: Ring) -> Routes:
+    """Trunk 2 i leads from site i to the next, trunk 2 i + 1 to the one before."""
+    sites = cluster.sizes[0]
+    source, destination = (ends.ravel() for ends in np.indices((sites, sites)))
+    ahead = (destination - source) % sites
+    opposite = 2 * ahead == sites
+    both = opposite & (ring.routing is Routing.ECMP)
+    forward = 2 * ahead <= sites
+    hops = np.minimum(ahead, sites - ahead)
+    num_steps = np.where(both, 2 * hops, hops)
+    if int(num_steps.sum()) > _MOST_STEPS:
+        raise SimulationError(f"wan.ring: {sites} sites have {int(num_steps.sum())} steps in their routes, over {_MOST_STEPS}")
+    pair = np.repeat(np.arange(sites * sites), num_steps)
+    first = np.concatenate([[0], np.cumsum(num_steps)])
+    step = np.arange(pair.size) - first[pair]
+    back = ~forward[pair] | (step >= hops[pair])
+    step = np.where(step >= hops[pair], step - hops[pair], step)
+    site = (source[pair] + np.where(back, -step, step)) % sites
+    names = [cluster.site_name(each) for each in range(sites)]
+    return Routes(
+        num_sites=sites,
+        first=first,
+        trunk=2 * site + back,
+        share=np.where(both[pair], 0.5, 1.0),
+        capacity_bytes_per_s=np.full(2 * sites, ring.bandwidth),
+        latency_s=_access_latency_s(cluster) if ring.latency is None else (hops * ring.latency).reshape(sites, sites),
+        trunk_name=lambda trunk: f"{names[trunk // 2]} -> {names[(trunk // 2 + (-1 if trunk % 2 else 1)) % sites]}",
+    )
+
+
+def _graph(cluster: Cluster, wan: Graph) -> Routes:
+    """Trunk 2 i is the i-th named, from its first end to its second; 2 i + 1 the other way."""
+    names = [cluster.site_name(site) for site in range(cluster.sizes[0])]
+    places = list(dict.fromkeys([*names, *(end for trunk in wan.trunks for end in trunk.ends)]))
+    index = {place: at for at, place in enumerate(places)}
+    ends = [index[end] for trunk in wan.trunks for end in (*trunk.ends, *trunk.ends[::-1])]
+    tail, head = np.array(ends[::2]), np.array(ends[1::2])
+    metric = np.repeat([trunk.metric for trunk in wan.trunks], 2)
+    delay_s = np.repeat([trunk.latency for trunk in wan.trunks], 2)
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    for at in np.argsort(-metric, kind="stable"):
+        # The least of parallel trunks is written last.
+        graph.add_edge(int(head[at]), int(tail[at]), metric=float(metric[at]))
+    leaving = [np.flatnonzero(tail == place) for place in range(len(places))]
+    sites = len(names)
+    steps: dict[int, dict[int, float]] = {}
+    latency_s = np.zeros((sites, sites))
+    for target in range(sites):
+        distance = nx.single_source_dijkstra_path_length(graph, target, weight="metric") if target in graph else {}
+        onward = {
+            place: [
+                int(trunk)
+                for trunk in leaving[place]
+                if int(head[trunk]) in distance and np.isclose(metric[trunk] + distance[int(head[trunk])], distance[place])
+            ]
+            for place in distance
+            if place != target
+        }
+        for source in range(sites):
+            if source == target:
+                continue
+            if source not in distance:
+                raise SimulationError(f"wan.graph: no route from {names[source]} to {names[target]}")
+            share, arrives_s, crossed = {source: 1.0}, {source: 0.0}, dict[int, float]()
+            for place in sorted(
+                (each for each in distance if distance[each] <= distance[source]), key=lambda each: -distance[each]
+            ):
+                if place == target or place not in share:
+                    continue
+                chosen = onward[place] if wan.routing is Routing.ECMP else onward[place][:1]
+                for trunk in chosen:
+                    part, following = share[place] / len(chosen), int(head[trunk])
+                    crossed[trunk] = crossed.get(trunk, 0.0) + part
+                    share[following] = share.get(following, 0.0) + part
+                    arrives_s[following] = max(arrives_s.get(following, 0.0), arrives_s[place] + float(delay_s[trunk]))
+            latency_s[source, target] = arrives_s[target]
+            steps[source * sites + target] = crossed
+    length = np.array([len(steps.get(pair, ())) for pair in range(sites * sites)])
+    order = sorted(steps)
+    return Routes(
+        num_sites=sites,
+        first=np.concatenate([[0], np.cumsum(length)]),
+        trunk=np.array([trunk for pair in order for trunk in steps[pair]], dtype=np.int64),
+        share=np.array([part for pair in order for part in steps[pair].values()], dtype=np.float64),
+        capacity_bytes_per_s=np.repeat([trunk.bandwidth for trunk in wan.trunks], 2),
+        latency_s=latency_s,
+        trunk_name=lambda trunk: f"{places[tail[trunk]]} -> {places[head[trunk]]}",
+    )
+
+
+def _access_latency_s(cluster: Cluster) -> FloatArray:
+    """Between two sites as the cluster has it."""
+    if cluster.links:
+        return cluster.pair_latency_s
+    return np.full((cluster.sizes[0], cluster.sizes[0]), cluster.levels[0].latency)

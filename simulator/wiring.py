@@ -1,0 +1,297 @@
+"""Every link of a cluster and its fabric, and which of them a transfer crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridep.topology import Cluster
+from simulator.arrays import FloatArray, IntArray
+from simulator.errors import SimulationError
+from simulator.fabric_file import FabricFile, Inside
+from simulator.routes import Routes, routes
+
+
+class Paths(NamedTuple):
+    """Of n transfers."""
+
+    links: IntArray
+    """[n, longest], -1 for none."""
+    shares: FloatArray
+    """[n, longest] of the transfer that crosses the link."""
+    latency_s: FloatArray
+    """[n]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """Links are numbered: those of `cluster.link_table` but for its links per pair; the trunks; those of the fabric inside sites;
+    circuits. A transfer between sites leaves over all `out` links of its source and enters over all `into` links of its
+    destination, and over the trunks of the route between; what it crosses inside a site depends on its two ends alone."""
+
+    cluster: Cluster
+    inside: Inside
+    wan: Routes | None
+    circuits: IntArray | None = None
+    """[sets, regions, nodes of a region, again]: parallel circuits from one node to another (MixNet)."""
+
+    # --- numbers of links ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _num_own(self) -> int:
+        return 2 * int(sum(np.cumprod(self.cluster.sizes)))
+
+    @property
+    def first_trunk(self) -> int:
+        """Number of the first link of the wide-area network."""
+        return self._num_own
+
+    @cached_property
+    def _first_inside(self) -> int:
+        return self._num_own + (self.wan.num_trunks if self.wan is not None else 0)
+
+    @cached_property
+    def _first_circuit(self) -> int:
+        return self._first_inside + 2 * self._num_pairs_inside
+
+    @cached_property
+    def _num_pairs_inside(self) -> int:
+        """Up and down links that the fabric adds inside sites."""
+        return sum(len(groups) for groups in (self._leaf_bytes_per_s, self._port_bytes_per_s))
+
+    @cached_property
+    def _leaf_bytes_per_s(self) -> FloatArray:
+        """[leaf switches]"""
+        tree, cluster = self.inside.fat_tree, self.cluster
+        if tree is None:
+            return np.zeros(0)
+        if len(cluster.sizes) < 2 or cluster.sizes[1] % tree.workers_per_leaf:
+            raise SimulationError(
+                f"inside.fat_tree.workers_per_leaf: {tree.workers_per_leaf} must divide a site's workers, {cluster.sizes[1:2]}"
+            )
+        leaves = cluster.sizes[0] * cluster.sizes[1] // tree.workers_per_leaf
+        return np.full(leaves, cluster.levels[1].bandwidth * tree.workers_per_leaf / tree.oversubscription)
+
+    @cached_property
+    def _port_bytes_per_s(self) -> FloatArray:
+        """[ranks]: of a rank's port to its rail's switch or to its NVLink domain's."""
+        cluster, inside = self.cluster, self.inside
+        if inside.rail is not None:
+            return np.full(cluster.num_gpus, cluster.levels[self.node_level].bandwidth / cluster.sizes[-1])
+        if inside.nvlink is None:
+            return np.zeros(0)
+        if self.ranks_per_site % inside.nvlink.domain:
+            raise SimulationError(
+                f"inside.nvlink.domain: {inside.nvlink.domain} must divide the ranks of a site, {self.ranks_per_site}"
+            )
+        return np.full(cluster.num_gpus, inside.nvlink.bandwidth)
+
+    @cached_property
+    def capacity_bytes_per_s(self) -> FloatArray:
+        """[links]"""
+        own = np.array([link.bandwidth_bytes_per_s for link in self.cluster.link_table[: self._num_own]])
+        if self.inside.mixnet is not None:
+            mixnet = self.inside.mixnet
+            nodes = slice(self.cluster.up_link(self.node_level, 0), self.cluster.up_link(self.node_level + 1, 0))
+            own[nodes] *= mixnet.electrical / (mixnet.electrical + mixnet.optical)
+        trunks = self.wan.capacity_bytes_per_s if self.wan is not None else np.zeros(0)
+        inside = np.repeat(np.concatenate([self._leaf_bytes_per_s, self._port_bytes_per_s]), 2)
+        circuits = np.zeros(0)
+        if self.circuits is not None:
+            # Without a circuit the link is there, and never used.
+            circuits = np.maximum(self.circuits.ravel(), 1) * self.interface_bytes_per_s
+        return np.concatenate([own, trunks, inside, circuits])
+
+    @cached_property
+    def link_names(self) -> list[str]:
+        """[links]"""
+        return [self.link_name(link) for link in range(self.capacity_bytes_per_s.size)]
+
+    def link_name(self, link: int) -> str:
+        """As reports show it."""
+        cluster = self.cluster
+        if link < self._num_own:
+            return cluster.link_table[link].name
+        if link < self._first_inside:
+            assert self.wan is not None
+            return self.wan.trunk_name(link - self._num_own)
+        if link < self._first_circuit:
+            group, down = divmod(link - self._first_inside, 2)
+            leaves = len(self._leaf_bytes_per_s)
+            place = f"leaf {group}" if group < leaves else f"{cluster.worker_name(cluster.location(group - leaves))} port"
+            return f"{place} {'down' if down else 'up'}"
+        assert self.circuits is not None
+        layer, region, source, destination = np.unravel_index(link - self._first_circuit, self.circuits.shape)
+        return f"circuits {layer}, region {region}: node {source} -> {destination}"
+
+    # --- MixNet ------------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks_per_site(self) -> int:
+        """GPUs of one site."""
+        return self.cluster.num_gpus // self.cluster.sizes[0]
+
+    @property
+    def node_level(self) -> int:
+        """The level above GPUs. Raises SimulationError where that is the sites'."""
+        if len(self.cluster.sizes) < 3:
+            raise SimulationError(f"cluster {self.cluster.name}: rail and mixnet need a level of nodes between sites and GPUs")
+        return len(self.cluster.sizes) - 2
+
+    @property
+    def nodes_per_site(self) -> int:
+        """Workers of the level above GPUs in one site."""
+        return self.ranks_per_site // self.cluster.sizes[-1]
+
+    @property
+    def nodes_per_region(self) -> int:
+        """Nodes that one circuit switch joins."""
+        assert self.inside.mixnet is not None
+        nodes = self.nodes_per_site
+        region = self.inside.mixnet.region or nodes
+        if nodes % region:
+            raise SimulationError(f"inside.mixnet.region: {region} must divide the nodes of a site, {nodes}")
+        return region
+
+    @property
+    def interface_bytes_per_s(self) -> float:
+        """Of one of a node's network interfaces, each way."""
+        assert self.inside.mixnet is not None
+        return self.cluster.levels[self.node_level].bandwidth / (self.inside.mixnet.electrical + self.inside.mixnet.optical)
+
+    def with_circuits(self, circuits: IntArray) -> Wiring:
+        """The same with sets of circuits; see `circuits`."""
+        return replace(self, circuits=circuits)
+
+    # --- paths -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def out(self) -> IntArray:
+        """[ranks, n]: links that a transfer to another site crosses in its source's site, -1 for none."""
+        return self._between_site_and_ranks(0)
+
+    @cached_property
+    def into(self) -> IntArray:
+        """[ranks, n]: likewise in its destination's site."""
+        return self._between_site_and_ranks(1)
+
+    def _between_site_and_ranks(self, direction: int) -> IntArray:
+        ranks = np.arange(self.cluster.num_gpus)
+        levels = range(len(self.cluster.sizes))
+        if self.inside.rail is not None:
+            levels = range(self.node_level)
+        columns = [self._worker_link(level, ranks, direction) for level in levels]
+        if self.inside.fat_tree is not None:
+            columns.append(self._leaf_link(ranks, direction))
+        if self.inside.rail is not None:
+            columns.append(self._port_link(ranks, direction))
+        return np.stack(columns, axis=1)
+
+    def _worker_link(self, level: int, rank: IntArray, direction: int) -> IntArray:
+        stride = int(np.prod(self.cluster.sizes[level + 1 :]))
+        return np.asarray(self.cluster.up_link(level, 0) + 2 * (rank // stride) + direction)
+
+    def _leaf(self, rank: IntArray) -> IntArray:
+        assert self.inside.fat_tree is not None
+        return np.asarray(rank // (self.inside.fat_tree.workers_per_leaf * int(np.prod(self.cluster.sizes[2:]))))
+
+    def _leaf_link(self, rank: IntArray, direction: int) -> IntArray:
+        return self._first_inside + 2 * self._leaf(rank) + direction
+
+    def _port_link(self, rank: IntArray, direction: int) -> IntArray:
+        return self._first_inside + 2 * len(self._leaf_bytes_per_s) + 2 * rank + direction
+
+    def inner(self, source: IntArray, destination: IntArray, circuits: int | None = None) -> IntArray:
+        """[n, longest]: links between different ranks of one site, -1 for none. `circuits`: the set that is up, if any."""
+        cluster = self.cluster
+        columns = []
+
+        def use(where: np.ndarray[tuple[int], np.dtype[np.bool_]], link: IntArray) -> None:
+            columns.append(np.where(where, link, -1))
+
+        beside = np.zeros(source.size, dtype=np.bool_)
+        if self.inside.nvlink is not None:
+            beside = source // self.inside.nvlink.domain == destination // self.inside.nvlink.domain
+            use(beside, self._port_link(source, 0))
+            use(beside, self._port_link(destination, 1))
+        for level in range(1, len(cluster.sizes)):
+            stride = int(np.prod(cluster.sizes[level + 1 :]))
+            crosses = (source // stride != destination // stride) & ~beside
+            if self.inside.rail is not None and level >= self.node_level:
+                continue
+            if level == self.node_level_or_none and circuits is not None:
+                crosses = crosses & (self._circuit(source, destination, circuits) < 0)
+            use(crosses, self._worker_link(level, source, 0))
+            use(crosses, self._worker_link(level, destination, 1))
+        if self.inside.fat_tree is not None:
+            crosses = (self._leaf(source) != self._leaf(destination)) & ~beside
+            use(crosses, self._leaf_link(source, 0))
+            use(crosses, self._leaf_link(destination, 1))
+        if self.inside.rail is not None:
+            size = cluster.sizes[-1]
+            away = source // size != destination // size
+            # The rank of the source's node on the destination's rail.
+            relay = source // size * size + destination % size
+            level = len(cluster.sizes) - 1
+            local = np.where(away, relay, destination)
+            moves = source != local
+            use(moves, self._worker_link(level, source, 0))
+            use(moves, self._worker_link(level, local, 1))
+            use(away, self._port_link(relay, 0))
+            use(away, self._port_link(destination, 1))
+        if circuits is not None:
+            link = self._circuit(source, destination, circuits)
+            use(link >= 0, link)
+        return np.stack(columns, axis=1) if columns else np.zeros((source.size, 0), dtype=np.int64)
+
+    @property
+    def node_level_or_none(self) -> int | None:
+        """`node_level`, or None without one."""
+        return len(self.cluster.sizes) - 2 if len(self.cluster.sizes) >= 3 else None
+
+    def _circuit(self, source: IntArray, destination: IntArray, circuits: int) -> IntArray:
+        """[n]: the link of the circuits between two ranks' nodes, -1 where there is none."""
+        assert self.circuits is not None
+        region = self.circuits.shape[-1]
+        a, b = source // self.cluster.sizes[-1], destination // self.cluster.sizes[-1]
+        place = (np.full(a.shape, circuits), a // region, a % region, b % region)
+        joined = (a // region == b // region) & (a != b) & (self.circuits[place] > 0)
+        return np.where(joined, self._first_circuit + np.ravel_multi_index(place, self.circuits.shape), -1)
+
+    def paths(self, source: IntArray, destination: IntArray, circuits: int | None = None) -> Paths:
+        """Of transfers between pairs of ranks, [n] each; the ranks of a pair are different."""
+        per_site = self.ranks_per_site
+        a, b = source // per_site, destination // per_site
+        far = (a != b)[:, None]
+        near = self.inner(source, destination, circuits)
+        links = [np.where(far, self.out[source], -1), np.where(far, self.into[destination], -1), np.where(far, -1, near)]
+        shares = [np.ones(part.shape) for part in links]
+        differ = self.cluster.coordinates[source] != self.cluster.coordinates[destination]
+        latency_s = np.array([level.latency for level in self.cluster.levels])[differ.argmax(axis=1)]
+        if self.wan is not None:
+            trunks, parts = self.wan.between(a, b)
+            links.append(np.where(trunks >= 0, self.first_trunk + trunks, -1))
+            shares.append(parts)
+            latency_s = np.where(far[:, 0], self.wan.latency_s[a, b], latency_s)
+        return Paths(np.concatenate(links, axis=1), np.concatenate(shares, axis=1), latency_s)
+
+    def owners(self) -> Sequence[IntArray]:
+        """Links between ranks and their site's exit, both ways: see `out` and `into`."""
+        return self.out, self.into
+
+
+def wiring(cluster: Cluster, fabric: FabricFile | None = None) -> Wiring:
+    """A cluster's own links, and those of a fabric where one is given. Raises SimulationError where the two do not fit."""
+    made = Wiring(
+        cluster=cluster,
+        inside=fabric.inside if fabric is not None else Inside(),
+        wan=routes(cluster, fabric.wan if fabric is not None else None),
+    )
+    if made.inside.mixnet is not None:
+        _ = made.nodes_per_region
+    _ = made.capacity_bytes_per_s
+    return made
