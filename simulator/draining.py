@@ -8,7 +8,7 @@ import numpy as np
 
 from simulator.arrays import FloatArray, IntArray
 from simulator.compiled import compiled
-from simulator.filling import ACTIVE, DONE, LOAD, ByteArray, FlowColumns, Int32Array, LinkColumns, fill
+from simulator.filling import ACTIVE, DONE, LOAD, RESIDUE, ByteArray, FlowColumns, Int32Array, LinkColumns, fill
 
 _CLOCK_STEPS = 4.0
 """Flows that end within so many steps of the clock's resolution end together."""
@@ -192,9 +192,11 @@ def _finish(
             if link < 0:
                 break
             weight = weights[flow, hop] if weighted else 1.0
-            load[link] -= weight
+            rest = load[link] - weight
+            load[link] = rest if rest > RESIDUE * weight else 0.0
             for state in range(1, num_saved):
-                saved[state, link, LOAD] -= weight
+                rest = saved[state, link, LOAD] - weight
+                saved[state, link, LOAD] = rest if rest > RESIDUE * weight else 0.0
             num_members[link] -= 1
             hole = places[flow, hop]
             fixed = first[link] + num_fixed[link] - 1
@@ -214,7 +216,9 @@ def _finish(
             link = all_paths[flow, hop]
             if link < 0:
                 break
-            use[link] -= all_weights[flow, hop] if weighted else 1.0
+            weight = all_weights[flow, hop] if weighted else 1.0
+            rest = use[link] - weight
+            use[link] = rest if rest > RESIDUE * weight else 0.0
             if use[link] == 0.0:
                 busy_s[link] += now_s - since_s[link]
         arrival_s = now_s + latency_s[flow]

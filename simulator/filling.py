@@ -39,6 +39,9 @@ _BLOCK = 64
 _ROUNDING = 1e-12
 _OVERFULL = 1e-9
 
+RESIDUE = 1e-9
+"""Less than this share of a weight, left over when weights that are no round numbers are taken away again, is nothing."""
+
 NUM_SAVED = 17
 """States kept for resuming, spread evenly over the order; the first is the start."""
 
@@ -230,6 +233,16 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                     back += 1
             if back < num_links:
                 at = _restore(links, back)
+                for place in range(at, num_links):
+                    # Another may have been passed over even earlier.
+                    link = order[place]
+                    share = _share(left, is_limit, link)
+                    late = at > 0 and share < np.inf and share < level[order[at - 1]] * (1.0 - _ROUNDING)
+                    if layered and share < np.inf and at > 0 and priority[link] != priority[order[at - 1]]:
+                        late = priority[link] < priority[order[at - 1]]
+                    if late or left[link, LEFT] < -_OVERFULL * capacity[link]:
+                        at = _restore(links, unchanged)
+                        break
                 search = again = True
                 num_blocks = _begin_search(links, at, size)
                 open_links[: num_links - at] = order[at:]
@@ -325,7 +338,8 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                 elif rate > capacity[other] * (1.0 + _OVERFULL):
                     # It should have come earlier, and is found out when it comes.
                     left[other, LEFT] = -capacity[other]
-                left[other, LOAD] -= weight
+                rest = left[other, LOAD] - weight
+                left[other, LOAD] = rest if rest > RESIDUE * weight else 0.0
                 if search:
                     touched[block[other]] = 1
             if index != begin:

@@ -52,7 +52,8 @@ def random_network(seed: int, *, weighted: bool = False) -> tuple[FloatArray, In
     for flow in range(num_flows):
         length = int(rng.integers(1, width + 1))
         paths[flow, :length] = rng.choice(num_links, length, replace=False)
-    weights = rng.integers(1, 5, paths.shape).astype(np.float64) if weighted else np.ones(paths.shape)
+    # Whole numbers and thirds: what is taken away again must leave nothing.
+    weights = rng.integers(1, 5, paths.shape) / (1 + 2 * (seed % 3 == 0)) if weighted else np.ones(paths.shape)
     return capacity.astype(np.float64), paths, weights
 
 

@@ -42,6 +42,18 @@ def test_uneven_all_to_all_ends_when_it_should(seed: int) -> None:
     np.testing.assert_allclose(run.end_s, fluid_end_s(capacity, paths, weights, sizes), rtol=1e-7)
 
 
+@pytest.mark.parametrize("seed", [3, 11])
+def test_links_that_are_passed_over_several_at_a_time(seed: int) -> None:
+    """Many links with few flows each: of two that should have filled earlier, one shows only once all its flows are fixed."""
+    rng = np.random.default_rng(seed)
+    capacity = rng.lognormal(20, 1, 60)
+    paths = np.stack([rng.choice(60, 3, replace=False) for _ in range(100)])
+    sizes = rng.lognormal(20, 1.5, 100)
+    run = Run(capacity, paths, np.ones(paths.shape), sizes)
+    run.engine.run()
+    np.testing.assert_allclose(run.end_s, fluid_end_s(capacity, paths, np.ones(paths.shape), sizes), rtol=1e-7)
+
+
 def test_bottlenecks_that_follow_one_another() -> None:
     # Link 0 (1/3 each) fills first, then link 1 ((2 - 1/3) / 2), then link 2 with what is left.
     paths = np.array([[0, -1, -1], [0, -1, -1], [0, 1, -1], [1, -1, -1], [1, 2, -1], [2, -1, -1]])
