@@ -23,9 +23,8 @@ class Fabric:
         self._conditions = conditions or Conditions()
         self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 
-    def flows(self, level: int, sent: FloatArray, circuits: int | None = None) -> Flows:
-        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate. `circuits`: the set
-        that is up meanwhile, if any."""
+    def flows(self, level: int, sent: FloatArray) -> Flows:
+        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate."""
         cluster = self.symmetry.cluster
         stride, size = int(np.prod(cluster.sizes[level + 1 :])), cluster.sizes[level]
         kind, coordinate = np.nonzero(sent[self.symmetry.first])
@@ -33,12 +32,12 @@ class Fabric:
         own = source // stride % size
         moves = coordinate != own
         source, coordinate, own = source[moves], coordinate[moves], own[moves]
-        return self.transfers(source, source + (coordinate - own) * stride, sent[source, coordinate], circuits)
+        return self.transfers(source, source + (coordinate - own) * stride, sent[source, coordinate])
 
-    def transfers(self, source: IntArray, destination: IntArray, size_bytes: FloatArray, circuits: int | None = None) -> Flows:
+    def transfers(self, source: IntArray, destination: IntArray, size_bytes: FloatArray) -> Flows:
         """Transfers between pairs of ranks, [n] each: all that the first rank of each kind sends."""
         symmetry = self.symmetry
-        links, shares, latency_s = symmetry.wiring.paths(source, destination, circuits)
+        links, shares, latency_s = symmetry.wiring.paths(source, destination)
         one_by_one = symmetry.num_kinds == symmetry.cluster.num_gpus
         if not one_by_one:
             links = np.where(links >= 0, symmetry.link_kind[links], -1)

@@ -102,48 +102,19 @@ class NvLink(Strict):
     """Of each rank, each way. Transfers inside a domain use nothing else."""
 
 
-class Allocation(Enum):
-    """Who gets the circuits of an optical switch."""
-
-    PUBLISHED = "published"
-    """MixNet's Algorithm 1: the pair with the longest time to complete, until one of its ends has no port left."""
-    RELEASED = "released"
-    """As in MixNet's released code: pairs without free ports are passed over, and pairs without a circuit come first."""
-    MATCHING = "matching"
-    """Least time to complete that repeated matchings find, the better of the two above where that is less."""
-
-
-class MixNet(Strict):
-    """MixNet (Liao et al., SIGCOMM 2025): some of a node's network interfaces lead to a packet switch, the others to its region's
-    optical circuit switch, whose circuits follow the token exchanges' traffic. Needs a level of nodes between sites and GPUs."""
-
-    electrical: int = Field(default=2, ge=1)
-    """Interfaces of a node to the packet switch; all share the node's bandwidth equally."""
-    optical: int = Field(default=6, ge=1)
-    """To the circuit switch."""
-    region: int | None = Field(default=None, ge=2)
-    """Nodes that one circuit switch joins; all of a site where omitted."""
-    allocation: Allocation = Allocation.MATCHING
-    reconfiguration: Duration = 0.025
-    """Between two sets of circuits; transfers wait for it."""
-    predicted: bool = False
-    """Whether a layer's circuits are known before its gate, so that they change while attention computes."""
-
-
 class Inside(Strict):
     """Inside a site."""
 
     fat_tree: FatTree | None = None
     rail: Rail | None = None
-    mixnet: MixNet | None = None
     nvlink: NvLink | None = None
 
     @model_validator(mode="after")
     def _fit(self) -> Inside:
-        if sum(shape is not None for shape in (self.fat_tree, self.rail, self.mixnet)) > 1:
-            raise ValueError("needs at most one of fat_tree, rail, mixnet")
-        if self.nvlink is not None and (self.rail is not None or self.mixnet is not None):
-            raise ValueError("nvlink: with rail and mixnet the cluster's nodes are the NVLink domains")
+        if self.rail is not None and (self.fat_tree is not None or self.nvlink is not None):
+            raise ValueError(
+                "rail: has no leaves, and its NVLink domains are the cluster's nodes; give neither fat_tree nor nvlink"
+            )
         return self
 
 

@@ -11,8 +11,10 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from simulator.conditions import Conditions
+from simulator.fabric_file import FabricFile
 from simulator.network import EXACT
 from simulator.step import StepResult, simulate_step
+from simulator.wiring import wiring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +46,17 @@ def simulate(
     routing: Routing | None = None,
     tolerance: float = EXACT,
     conditions: Conditions | None = None,
+    fabric: FabricFile | None = None,
 ) -> Report:
     """Simulate one training step of a plan, and of the baselines `against` under the same routing.
 
     routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; the expectation from the plan's popularity without it.
-    tolerance, conditions: as `simulate_step`. Raises UserError for conditions of links or workers that are not there.
+    tolerance, conditions, fabric: as `simulate_step`. Raises UserError for conditions of links or workers that are not there.
     """
     began_s = time.perf_counter()
     if conditions is not None:
-        conditions.require(plan.cluster)
-    step = simulate_step(plan, routing, tolerance, conditions)
+        conditions.require(plan.cluster, wiring(plan.cluster, fabric).link_names if fabric is not None else None)
+    step = simulate_step(plan, routing, tolerance, conditions, fabric=fabric)
     baselines = {}
     for baseline in against:
         # The alternative keeps the plan's codecs and schedule: it is the placement that differs.
@@ -65,5 +68,5 @@ def simulate(
             codecs=plan.codecs,
             popularity=plan.popularity,
         )
-        baselines[baseline] = simulate_step(other, routing, tolerance, conditions).step_s
+        baselines[baseline] = simulate_step(other, routing, tolerance, conditions, fabric=fabric).step_s
     return Report(step=step, baselines=baselines, wall_s=time.perf_counter() - began_s)

@@ -37,6 +37,8 @@ class Scenario(Strict):
     drift: float = Field(default=0.0, ge=0, le=1)
     """How far the order of popularity moves per step under Zipf's law."""
     seed: int = 0
+    fabric: str | None = None
+    """A shipped fabric's name or a file: what joins the sites, and the machines inside each. One step only."""
     conditions: Conditions = Conditions()
     course: Course = Course()
     tolerance: float = Field(default=EXACT, ge=EXACT, lt=0.1)
@@ -46,6 +48,8 @@ class Scenario(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
+        if self.fabric is not None and (self.course.steps > 1 or self.course.losses):
+            raise ValueError("fabric: a run of many steps cannot have one yet; leave out course")
         for key, values in self.grid.items():
             if not values:
                 raise ValueError(f"grid.{key}: needs at least one value")

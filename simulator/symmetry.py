@@ -30,8 +30,6 @@ class Exchange(NamedTuple):
 
     level: int
     sent: FloatArray
-    circuits: int | None = None
-    """The set that is up meanwhile, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +141,8 @@ class _Inner(NamedTuple):
             source,
             destination,
             exchange.sent[source, coordinate],
-            wiring.inner(source, destination, exchange.circuits),
-            wiring.inner(destination, source, exchange.circuits),
+            wiring.inner(source, destination),
+            wiring.inner(destination, source),
         )
 
 

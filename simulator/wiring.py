@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -29,15 +29,13 @@ class Paths(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """Links are numbered: those of `cluster.link_table` but for its links per pair; the trunks; those of the fabric inside sites;
-    circuits. A transfer between sites leaves over all `out` links of its source and enters over all `into` links of its
+    """Links are numbered: those of `cluster.link_table` but for its links per pair; the trunks; those of the fabric inside
+    sites. A transfer between sites leaves over all `out` links of its source and enters over all `into` links of its
     destination, and over the trunks of the route between; what it crosses inside a site depends on its two ends alone."""
 
     cluster: Cluster
     inside: Inside
     wan: Routes | None
-    circuits: IntArray | None = None
-    """[sets, regions, nodes of a region, again]: parallel circuits from one node to another (MixNet)."""
 
     # --- numbers of links ----------------------------------------------------------------------------------------
 
@@ -53,15 +51,6 @@ class Wiring:
     @cached_property
     def _first_inside(self) -> int:
         return self._num_own + (self.wan.num_trunks if self.wan is not None else 0)
-
-    @cached_property
-    def _first_circuit(self) -> int:
-        return self._first_inside + 2 * self._num_pairs_inside
-
-    @cached_property
-    def _num_pairs_inside(self) -> int:
-        """Up and down links that the fabric adds inside sites."""
-        return sum(len(groups) for groups in (self._leaf_bytes_per_s, self._port_bytes_per_s))
 
     @cached_property
     def _leaf_bytes_per_s(self) -> FloatArray:
@@ -94,17 +83,9 @@ class Wiring:
     def capacity_bytes_per_s(self) -> FloatArray:
         """[links]"""
         own = np.array([link.bandwidth_bytes_per_s for link in self.cluster.link_table[: self._num_own]])
-        if self.inside.mixnet is not None:
-            mixnet = self.inside.mixnet
-            nodes = slice(self.cluster.up_link(self.node_level, 0), self.cluster.up_link(self.node_level + 1, 0))
-            own[nodes] *= mixnet.electrical / (mixnet.electrical + mixnet.optical)
         trunks = self.wan.capacity_bytes_per_s if self.wan is not None else np.zeros(0)
         inside = np.repeat(np.concatenate([self._leaf_bytes_per_s, self._port_bytes_per_s]), 2)
-        circuits = np.zeros(0)
-        if self.circuits is not None:
-            # Without a circuit the link is there, and never used.
-            circuits = np.maximum(self.circuits.ravel(), 1) * self.interface_bytes_per_s
-        return np.concatenate([own, trunks, inside, circuits])
+        return np.concatenate([own, trunks, inside])
 
     @cached_property
     def link_names(self) -> list[str]:
@@ -119,16 +100,10 @@ class Wiring:
         if link < self._first_inside:
             assert self.wan is not None
             return self.wan.trunk_name(link - self._num_own)
-        if link < self._first_circuit:
-            group, down = divmod(link - self._first_inside, 2)
-            leaves = len(self._leaf_bytes_per_s)
-            place = f"leaf {group}" if group < leaves else f"{cluster.worker_name(cluster.location(group - leaves))} port"
-            return f"{place} {'down' if down else 'up'}"
-        assert self.circuits is not None
-        layer, region, source, destination = np.unravel_index(link - self._first_circuit, self.circuits.shape)
-        return f"circuits {layer}, region {region}: node {source} -> {destination}"
-
-    # --- MixNet ------------------------------------------------------------------------------------------------------
+        group, down = divmod(link - self._first_inside, 2)
+        leaves = len(self._leaf_bytes_per_s)
+        place = f"leaf {group}" if group < leaves else f"{cluster.worker_name(cluster.location(group - leaves))} port"
+        return f"{place} {'down' if down else 'up'}"
 
     @property
     def ranks_per_site(self) -> int:
@@ -139,33 +114,8 @@ class Wiring:
     def node_level(self) -> int:
         """The level above GPUs. Raises SimulationError where that is the sites'."""
         if len(self.cluster.sizes) < 3:
-            raise SimulationError(f"cluster {self.cluster.name}: rail and mixnet need a level of nodes between sites and GPUs")
+            raise SimulationError(f"cluster {self.cluster.name}: rail needs a level of nodes between sites and GPUs")
         return len(self.cluster.sizes) - 2
-
-    @property
-    def nodes_per_site(self) -> int:
-        """Workers of the level above GPUs in one site."""
-        return self.ranks_per_site // self.cluster.sizes[-1]
-
-    @property
-    def nodes_per_region(self) -> int:
-        """Nodes that one circuit switch joins."""
-        assert self.inside.mixnet is not None
-        nodes = self.nodes_per_site
-        region = self.inside.mixnet.region or nodes
-        if nodes % region:
-            raise SimulationError(f"inside.mixnet.region: {region} must divide the nodes of a site, {nodes}")
-        return region
-
-    @property
-    def interface_bytes_per_s(self) -> float:
-        """Of one of a node's network interfaces, each way."""
-        assert self.inside.mixnet is not None
-        return self.cluster.levels[self.node_level].bandwidth / (self.inside.mixnet.electrical + self.inside.mixnet.optical)
-
-    def with_circuits(self, circuits: IntArray) -> Wiring:
-        """The same with sets of circuits; see `circuits`."""
-        return replace(self, circuits=circuits)
 
     # --- paths -------------------------------------------------------------------------------------------------------
 
@@ -205,8 +155,8 @@ class Wiring:
     def _port_link(self, rank: IntArray, direction: int) -> IntArray:
         return self._first_inside + 2 * len(self._leaf_bytes_per_s) + 2 * rank + direction
 
-    def inner(self, source: IntArray, destination: IntArray, circuits: int | None = None) -> IntArray:
-        """[n, longest]: links between different ranks of one site, -1 for none. `circuits`: the set that is up, if any."""
+    def inner(self, source: IntArray, destination: IntArray) -> IntArray:
+        """[n, longest]: links between different ranks of one site, -1 for none."""
         cluster = self.cluster
         columns = []
 
@@ -223,8 +173,6 @@ class Wiring:
             crosses = (source // stride != destination // stride) & ~beside
             if self.inside.rail is not None and level >= self.node_level:
                 continue
-            if level == self.node_level_or_none and circuits is not None:
-                crosses = crosses & (self._circuit(source, destination, circuits) < 0)
             use(crosses, self._worker_link(level, source, 0))
             use(crosses, self._worker_link(level, destination, 1))
         if self.inside.fat_tree is not None:
@@ -243,31 +191,14 @@ class Wiring:
             use(moves, self._worker_link(level, local, 1))
             use(away, self._port_link(relay, 0))
             use(away, self._port_link(destination, 1))
-        if circuits is not None:
-            link = self._circuit(source, destination, circuits)
-            use(link >= 0, link)
         return np.stack(columns, axis=1) if columns else np.zeros((source.size, 0), dtype=np.int64)
 
-    @property
-    def node_level_or_none(self) -> int | None:
-        """`node_level`, or None without one."""
-        return len(self.cluster.sizes) - 2 if len(self.cluster.sizes) >= 3 else None
-
-    def _circuit(self, source: IntArray, destination: IntArray, circuits: int) -> IntArray:
-        """[n]: the link of the circuits between two ranks' nodes, -1 where there is none."""
-        assert self.circuits is not None
-        region = self.circuits.shape[-1]
-        a, b = source // self.cluster.sizes[-1], destination // self.cluster.sizes[-1]
-        place = (np.full(a.shape, circuits), a // region, a % region, b % region)
-        joined = (a // region == b // region) & (a != b) & (self.circuits[place] > 0)
-        return np.where(joined, self._first_circuit + np.ravel_multi_index(place, self.circuits.shape), -1)
-
-    def paths(self, source: IntArray, destination: IntArray, circuits: int | None = None) -> Paths:
+    def paths(self, source: IntArray, destination: IntArray) -> Paths:
         """Of transfers between pairs of ranks, [n] each; the ranks of a pair are different."""
         per_site = self.ranks_per_site
         a, b = source // per_site, destination // per_site
         far = (a != b)[:, None]
-        near = self.inner(source, destination, circuits)
+        near = self.inner(source, destination)
         links = [np.where(far, self.out[source], -1), np.where(far, self.into[destination], -1), np.where(far, -1, near)]
         shares = [np.ones(part.shape) for part in links]
         differ = self.cluster.coordinates[source] != self.cluster.coordinates[destination]
@@ -291,7 +222,5 @@ def wiring(cluster: Cluster, fabric: FabricFile | None = None) -> Wiring:
         inside=fabric.inside if fabric is not None else Inside(),
         wan=routes(cluster, fabric.wan if fabric is not None else None),
     )
-    if made.inside.mixnet is not None:
-        _ = made.nodes_per_region
     _ = made.capacity_bytes_per_s
     return made

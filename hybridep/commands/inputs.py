@@ -25,6 +25,7 @@ class Kind(Enum):
     CLUSTER = "clusters"
     WORKLOAD = "models"
     RUN = "runs"
+    FABRIC = "fabrics"
 
     @property
     def prefix(self) -> str:
@@ -74,7 +75,7 @@ def load_workload(text: str, overrides: Iterable[str] = ()) -> Workload:
 def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
     """A run with ``--set`` applied: its own keys changed, those of cluster and workload added to ``overrides``. Paths
     become absolute, because workers start in other folders."""
-    sorted_out = sort_overrides(overrides, Kind)
+    sorted_out = sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD, Kind.RUN))
     run = load(Run, find(Kind.RUN, text), sorted_out[Kind.RUN])
     more = [f"{kind.prefix}.{entry}" for kind in (Kind.CLUSTER, Kind.WORKLOAD) for entry in sorted_out[kind]]
     data = run.data.model_copy(update={"path": run.data.path and run.data.path.expanduser().absolute()})

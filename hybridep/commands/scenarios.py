@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridep.baselines import Baseline, baseline_plan
-from hybridep.commands.inputs import cluster_and_workload
+from hybridep.commands.inputs import Kind, cluster_and_workload, find
+from hybridep.config import load
 from hybridep.errors import UserError
 from hybridep.plan import Plan, load_plan
 from hybridep.routing import load_routing
@@ -17,6 +18,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
 if TYPE_CHECKING:
+    from simulator.fabric_file import FabricFile
     from simulator.many_steps import RoutingOfStep, RunResult
     from simulator.report import Report
     from simulator.scenario import Scenario
@@ -124,6 +126,15 @@ def simulate_scenario(scenario: Scenario) -> Outcome:
     return Outcome(plan=plan, report=report, run=run)
 
 
+def fabric_of(text: str | None) -> FabricFile | None:
+    """A fabric by its shipped name or its path."""
+    if text is None:
+        return None
+    from simulator.fabric_file import FabricFile
+
+    return load(FabricFile, find(Kind.FABRIC, text))
+
+
 def _first_step(scenario: Scenario, plan: Plan, routing: RoutingOfStep | None) -> Report:
     from simulator.report import simulate
 
@@ -133,4 +144,5 @@ def _first_step(scenario: Scenario, plan: Plan, routing: RoutingOfStep | None) -
         routing(plan, 0) if routing is not None else None,
         scenario.tolerance,
         scenario.conditions,
+        fabric_of(scenario.fabric),
     )

@@ -31,6 +31,7 @@ _SHOWN_LINKS = 5
 @click.option(
     "--routing", metavar="uniform|zipf:S|FILE", help="What tokens choose; FILE as `hybridep train` records it (routing.npz)."
 )
+@click.option("--fabric", metavar="FILE|NAME", help="What joins the sites, and the machines inside each (see docs/scenarios.md).")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the step's timeline (open in ui.perfetto.dev).")
 @click.option("--out", type=click.Path(path_type=Path), help="CSV of a sweep.  [default: the scenario's name, .csv]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes of a sweep.  [default: one per core]")
@@ -39,6 +40,7 @@ def command(
     what: Path,
     against: str,
     routing: str | None,
+    fabric: str | None,
     trace: Path | None,
     out: Path | None,
     jobs: int | None,
@@ -60,6 +62,8 @@ def command(
     given: dict[str, Any] = {"against": names} if names else {}
     if routing is not None:
         given["routing"] = routing
+    if fabric is not None:
+        given["fabric"] = fabric
     plain = [({}, Scenario(plan=str(what), overrides=overrides))] if is_plan else points(what, overrides)
     grid = [(point, scenario.model_copy(update=given)) for point, scenario in plain]
     if len(grid) > 1 or out is not None:

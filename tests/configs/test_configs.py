@@ -15,6 +15,8 @@ from hybridep.config import load
 from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Ffn, Workload
+from simulator.fabric_file import FabricFile
+from simulator.wiring import wiring
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CLUSTERS = ["paper-s", "paper-m", "paper-l", "lab-4dc", "aws-9", "dtfm-10"]
@@ -169,3 +171,10 @@ def test_files_hold_plain_data() -> None:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert isinstance(data, dict), path
         assert np.all([isinstance(key, str) for key in data]), path
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "fabrics").glob("*.yaml")), ids=lambda path: path.stem)
+def test_fabrics_fit_a_shipped_cluster(path: Path) -> None:
+    fabric = load(FabricFile, path)
+    assert fabric.name == path.stem
+    assert wiring(cluster("paper-l"), fabric).capacity_bytes_per_s.size > 0
