@@ -7,6 +7,7 @@ each filled. Three things make this fast where every flow ends alone:
 - A flow that ends changes nothing below the level at which it was fixed, so filling resumes from a saved state there.
 - The order of the links hardly changes between two endings. The next link is looked for among the few that came next
   last time. That the levels met rise all along proves the order right; where they do not, the search covers all links.
+  A link behind the same links as last time fixes the same flows, and none of them is looked at.
 - Flows fixed by one link all go at its level. What is kept is how much the link has given to each since it began, and for
   a flow at how much it ends: nothing is written for a flow that stays with its link (as in fair queueing's virtual time).
 
@@ -183,6 +184,8 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
     previous = level[order[at - 1]] if at else 0.0
     reached = priority[order[at - 1]] if at else 0
     tail = num_links
+    # Links before this position do not come behind the same links as last time.
+    moved = 0
     again = False
     while at < num_links:
         best, first_priority, chosen = np.inf, LATER, -1
@@ -221,6 +224,10 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
                         # All its flows are fixed, and too fast: it should have come earlier.
                         back = unchanged
                     tail -= 1
+                    if num_fixed[link] > 0 and level[link] < np.inf:
+                        moved = num_links
+                    elif level[order[tail]] < np.inf:
+                        moved = max(moved, tail + 1)
                     order[place], order[tail] = order[tail], link
                     continue
                 place += 1
@@ -252,9 +259,12 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
             if chosen < 0:
                 chosen = at
             link = order[chosen]
+            if chosen > at or level[link] == np.inf:
+                moved = max(moved, chosen + 1 if level[link] < np.inf else num_links)
             for place in range(chosen, at, -1):
                 order[place] = order[place - 1]
         order[at] = link
+        stable = not search and at >= moved
         if at % stride == 0:
             for other in range(num_links):
                 saved[at // stride, other, LEFT] = left[other, LEFT]
@@ -281,6 +291,15 @@ def fill(flows: FlowColumns, links: LinkColumns, unchanged: int, search: bool, n
         kept = 0
         least_new = np.inf
         begin = first[link]
+        if stable and pairs:
+            for index in range(begin, had):
+                partner = partners[index]
+                if partner >= 0:
+                    left[partner, LEFT] -= rate
+                    left[partner, LOAD] -= 1.0
+            level[link] = rate
+            soonest_s[link] = now_s + max(least_due[link] - served[link], 0.0) / rate if rate > 0.0 else np.inf
+            continue
         for index in range(begin, begin + num_members[link]):
             flow = members[index]
             fixed = False
