@@ -1,0 +1,119 @@
+"""How the time and memory of one simulated training step grow with the number of datacenters.
+
+    .venv/bin/python experiments/simulator-scale/run.py [--sites 10,100,1000] [--kinds equal]
+
+Mixtral 8x7B, 32 layers, forward and backward, 8 GPUs a site, expert parallelism. Equal sites, and sites whose access links all
+differ (synthetic rates, no measured data). One process per point; one row each in results/scale.csv, and a figure.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import matplotlib
+import yaml
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+from hybridep.config import write_text
+from hybridep.provenance import provenance
+
+HERE = Path(__file__).resolve().parent
+COLUMNS = ("kind", "sites", "gpus", "tolerance", "cpu_s", "wall_s", "step_s", "largest_cut", "peak_memory_gb")
+
+
+def measure(kind: str, sites: int, tolerance: float) -> dict[str, Any]:
+    """In a process of its own, after the compiled code has been loaded."""
+    import resource
+
+    import numpy as np
+
+    from hybridep.baselines import Baseline, baseline_plan
+    from hybridep.commands.inputs import load_workload
+    from hybridep.config import build
+    from hybridep.topology import Cluster
+    from simulator.step import simulate_step
+
+    def cluster_of(number: int) -> Cluster:
+        rates = np.random.default_rng(0).uniform(2, 16, (number, 2))
+        data: dict[str, Any] = {
+            "name": f"{kind} {number}",
+            "levels": [
+                {"name": "dc", "size": number, "bandwidth": "10 Gbps", "latency": "30 ms"},
+                {"name": "gpu", "size": 8, "bandwidth": "2400 Gbps", "latency": "5 us"},
+            ],
+            "gpu": {"throughput": "150 TFLOPS", "memory": "80 GB", "memory_bandwidth": "2 TB/s"},
+        }
+        if kind == "different":
+            data["sites"] = [
+                {"name": f"s{i}", "up": f"{rates[i, 0]:.3f} Gbps", "down": f"{rates[i, 1]:.3f} Gbps"} for i in range(number)
+            ]
+        return build(Cluster, data, "config")
+
+    workload = load_workload("mixtral-8x7b", ["training.micro_batches=1"])
+
+    def step(number: int) -> Any:
+        return simulate_step(baseline_plan(cluster_of(number), workload, Baseline.EP), tolerance=tolerance)
+
+    step(3)
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    result = step(sites)
+    return {
+        "kind": kind,
+        "sites": sites,
+        "gpus": 8 * sites,
+        "tolerance": tolerance,
+        "cpu_s": round(time.process_time() - cpu_s, 3),
+        "wall_s": round(time.perf_counter() - wall_s, 3),
+        "step_s": result.step_s,
+        "largest_cut": result.largest_cut,
+        "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 3),
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--sites", default=None, help="Comma separated.  [default: as config.yaml has them]")
+@click.option("--kinds", default="equal,different", show_default=True)
+@click.option("--results", type=click.Path(path_type=Path), default=HERE / "results")
+@click.option("--inside", nargs=3, type=(str, int, float), hidden=True)
+def main(sites: str | None, kinds: str, results: Path, inside: tuple[str, int, float] | None) -> None:
+    if inside is not None:
+        click.echo(json.dumps(measure(*inside)))
+        return
+    config = yaml.safe_load((HERE / "config.yaml").read_text(encoding="utf-8"))
+    results.mkdir(parents=True, exist_ok=True)
+    table = results / "scale.csv"
+    rows = list(csv.DictReader(table.read_text(encoding="utf-8").splitlines())) if table.exists() else []
+    for kind in kinds.split(","):
+        for number in [int(text) for text in sites.split(",")] if sites else config[kind]["sites"]:
+            if any((row["kind"], row["sites"]) == (kind, str(number)) for row in rows):
+                continue
+            command = [sys.executable, __file__, "--inside", kind, str(number), str(config[kind]["tolerance"])]
+            ran = subprocess.run(command, capture_output=True, text=True, check=False)
+            if ran.returncode:
+                raise click.ClickException(f"{kind}, {number} sites: {ran.stderr.strip().splitlines()[-1:]}")
+            rows.append({key: str(value) for key, value in json.loads(ran.stdout).items()})
+            lines = [",".join(COLUMNS), *(",".join(row[column] for column in COLUMNS) for row in rows)]
+            write_text(table, "\n".join(lines) + "\n")
+            click.echo("  ".join(f"{key} {value}" for key, value in rows[-1].items()), err=True)
+    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        mine = sorted((row for row in rows if row["kind"] == kind), key=lambda row: int(row["sites"]))
+        axes.loglog([int(row["sites"]) for row in mine], [float(row["cpu_s"]) for row in mine], marker="o", label=kind)
+    axes.set(xlabel="datacenters of 8 GPUs", ylabel="CPU seconds for one step, one core")
+    axes.legend(frameon=False)
+    figure.savefig(results / "scale.png", dpi=130)
+
+
+if __name__ == "__main__":
+    main()
