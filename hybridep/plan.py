@@ -89,7 +89,17 @@ class Schedule(Strict):
     """When transfers run."""
 
     overlap: bool = True
-    """A block's gather runs beside its pre-expert forward, its gradient return beside its pre-expert backward."""
+    """Copies travel beside computation; if not, computation waits for them."""
+    prefetch: int = Field(default=0, ge=0)
+    """0: a block's gather runs beside its pre-expert forward, its gradient return beside its pre-expert backward, and neither
+    beside tokens. d > 0: a block's gather may set out with the block d before it and must be there before its experts
+    compute; gradients return until the end of the step; copies give way to tokens."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Schedule:
+        if self.prefetch and not self.overlap:
+            raise ValueError(f"prefetch: {self.prefetch} needs overlap, which is off")
+        return self
 
 
 class Prediction(Strict):

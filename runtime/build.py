@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
+from hybridep.plan import Residency
 from hybridep.traffic import served_copies
 from runtime.checkpoint import expert_name
 from runtime.dispatch import Dispatcher
@@ -26,6 +28,11 @@ class RankModel:
 
     transformer: Transformer
     routed: tuple[DistributedExperts, ...]
+
+    def start_backward(self) -> None:
+        """Backward begins: the first copies that it needs again may set out."""
+        for exchange in self.routed[-1].ahead_backward[: self.routed[-1].exchange.prefetch]:
+            exchange.start_gather()
 
     def home_parameters(self) -> dict[str, nn.Parameter]:
         """[n_home, P] per layer: the experts whose master weights this rank keeps."""
@@ -59,4 +66,16 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     transformer.initialise(seed)
     # In place: the experts are there already, and exchanges hold their parameters.
     transformer.to(mesh.device)
+    _look_ahead(routed, mesh.plan.schedule.prefetch, [group.residency for _, group, _ in mesh.plan.each_layer()])
     return RankModel(transformer=transformer, routed=tuple(routed))
+
+
+def _look_ahead(routed: Sequence[DistributedExperts], prefetch: int, residencies: Sequence[Residency]) -> None:
+    """Tell each layer which others' copies set out with it."""
+    exchanges = [experts.exchange for experts in routed]
+    for layer, experts in enumerate(routed):
+        experts.ahead = tuple(exchanges[layer : layer + prefetch + 1])
+        experts.ahead_backward = tuple(exchanges[max(layer - prefetch, 0) : layer + 1][::-1])
+        after = layer + prefetch + 1
+        if prefetch and after < len(routed) and residencies[after] is Residency.MICROBATCH:
+            experts.returned_by_now = exchanges[after]

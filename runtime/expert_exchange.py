@@ -7,8 +7,10 @@ which blocks ask for them, which is the same on all ranks; so they never wait fo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -21,19 +23,30 @@ from runtime.transport import Transport
 
 
 class CopyStream:
-    """The thread on which copies and their gradients travel; without overlap its work is done at once by the caller."""
+    """The thread on which copies and their gradients travel, in the order given, the same on all ranks; without overlap its
+    work is done at once by the caller.
 
-    def __init__(self, *, overlap: bool) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies") if overlap else None
+    With ``prefetch`` (plan.Schedule) it works beside token exchanges too and gives way to them. That cannot end in ranks that
+    wait in a circle: a rank in a token exchange has done all work on copies that a rank behind it may wait for.
+    """
+
+    def __init__(self, *, overlap: bool, prefetch: int = 0) -> None:
+        self.prefetch = prefetch
+        self._queue: SimpleQueue[tuple[Callable[[], Tensor | None], Future[Tensor | None]] | None] | None = None
         self._last: Future[Tensor | None] | None = None
+        if overlap:
+            self._queue = SimpleQueue()
+            # A daemon: a rank that ends after an error does not wait for what the thread waits for.
+            threading.Thread(target=_work_off, args=(self._queue,), name="copies", daemon=True).start()
 
     def submit(self, work: Callable[[], Tensor | None]) -> Future[Tensor | None]:
         """Queue ``work`` behind everything submitted before."""
-        if self._pool is not None:
-            self._last = self._pool.submit(work)
-            return self._last
         done: Future[Tensor | None] = Future()
-        done.set_result(work())
+        if self._queue is not None:
+            self._last = done
+            self._queue.put((work, done))
+        else:
+            done.set_result(work())
         return done
 
     def drain(self) -> None:
@@ -42,9 +55,23 @@ class CopyStream:
             self._last.result()
 
     def close(self) -> None:
-        """End the thread; work that has not begun is dropped."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the thread after the work that it has."""
+        if self._queue is not None:
+            self._queue.put(None)
+
+
+def _work_off(queue: SimpleQueue[tuple[Callable[[], Tensor | None], Future[Tensor | None]] | None]) -> None:
+    failed: BaseException | None = None
+    while (item := queue.get()) is not None:
+        work, done = item
+        try:
+            # After an error nothing fits together any more: what was to follow has failed for the same reason.
+            if failed is not None:
+                raise failed
+            done.set_result(work())
+        except BaseException as error:
+            failed = error
+            done.set_exception(error)
 
 
 class ExpertExchange:
@@ -64,7 +91,8 @@ class ExpertExchange:
         home_nP: Tensor,
         residency: Residency,
     ) -> None:
-        self._mesh, self._transport, self._stream = mesh, transport, stream
+        self._mesh, self._stream = mesh, stream
+        self._exchange = transport.exchange_in_background if stream.prefetch else transport.exchange
         self._home, self._residency = home_nP, residency
         self._sends = [m for m in placement.moves if m.src == mesh.rank]
         self._receives = [m for m in placement.moves if m.dst == mesh.rank]
@@ -114,6 +142,11 @@ class ExpertExchange:
         self._present = False
 
     @property
+    def prefetch(self) -> int:
+        """How many blocks ahead copies set out (``plan.Schedule``)."""
+        return self._stream.prefetch
+
+    @property
     def copies_bytes(self) -> int:
         """Memory that the copies take at present."""
         return self._copies.untyped_storage().size()
@@ -143,7 +176,7 @@ class ExpertExchange:
         for level in self._levels():
             sends = {m.dst: self._take(m.experts, home, self._copies.data) for m in self._sends if m.level == level}
             receives = {move.src: rows for move, rows in self._rows(level)}
-            self._transport.exchange(sends, receives, self._mesh.label(Op.EXPERT_GATHER, level))
+            self._exchange(sends, receives, self._mesh.label(Op.EXPERT_GATHER, level))
 
     # --- backward --------------------------------------------------------------------------------------------------
 
@@ -158,6 +191,8 @@ class ExpertExchange:
         else:
             self._gradient += gradient_mP
         self._is_due = self._residency is Residency.MICROBATCH or self.last_micro_batch
+        if self.prefetch:
+            self.start_return()
 
     def start_return(self) -> None:
         """Let a complete gradient set out for the homes."""
@@ -193,7 +228,7 @@ class ExpertExchange:
                 first += len(move.experts)
             outgoing = [move for move in self._sends if move.level == level]
             receives = {move.dst: home.new_empty(len(move.experts), home.shape[1]) for move in outgoing}
-            self._transport.exchange(sends, receives, self._mesh.label(Op.GRADIENT_RETURN, level))
+            self._exchange(sends, receives, self._mesh.label(Op.GRADIENT_RETURN, level))
             for move in outgoing:
                 for expert, gradient in zip(move.experts, receives[move.dst], strict=True):
                     row = self._row[expert]

@@ -34,6 +34,12 @@ class DistributedExperts(RoutedExperts):
         self.spans, self.name = spans, f"layer {layer}"
         self.home = home
         self.exchange, self.dispatcher = exchange, dispatcher
+        self.ahead: tuple[ExpertExchange, ...] = (exchange,)
+        """Whose copies may set out with this layer's forward: its own, then those of layers that follow."""
+        self.ahead_backward: tuple[ExpertExchange, ...] = (exchange,)
+        """With its backward, where copies live for one micro-batch: its own, then those of layers before it."""
+        self.returned_by_now: ExpertExchange | None = None
+        """Whose gradients must be home before this layer makes new ones: with copies per micro-batch, memory is short."""
         self._ffn, self._padded_E = model.ffn, padded_E
         place_E = torch.full((model.num_experts,), -1, dtype=torch.int32)
         place_E[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held), dtype=torch.int32)
@@ -42,12 +48,14 @@ class DistributedExperts(RoutedExperts):
     def prepare(self) -> None:
         """Copies set out while attention and gate compute."""
         self.spans.begin(PRE_EXPERT, self.name)
-        self.exchange.start_gather()
+        for exchange in self.ahead:
+            exchange.start_gather()
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """[T, H]."""
         self.spans.end()
-        self.exchange.copies()
+        if not self.exchange.prefetch:
+            self.exchange.copies()
         if x_TH.requires_grad:
             x_TH.register_hook(self._dispatch_returned)  # type: ignore[no-untyped-call]
         x_NH, weights_NK, ids_NK, hops = self.dispatcher.dispatch(x_TH, weights_TK, ids_TK)
@@ -59,9 +67,11 @@ class DistributedExperts(RoutedExperts):
 
     def _backward_starts(self, _: Tensor) -> None:
         self.spans.end()
-        self.exchange.wait_for_returns()
+        if not self.exchange.prefetch:
+            self.exchange.wait_for_returns()
         # With microbatch residency the copies are needed again: they travel beside the combine's gradients.
-        self.exchange.start_gather()
+        for exchange in self.ahead_backward:
+            exchange.start_gather()
 
     def _dispatch_returned(self, _: Tensor) -> None:
         self.exchange.start_return()
@@ -112,6 +122,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         exchange, spans = ctx.layer.exchange, ctx.layer.spans
+        if ctx.layer.returned_by_now is not None:
+            ctx.layer.returned_by_now.finish_return()
         exchange.copies()
         spans.begin(EXPERT + BACKWARD, ctx.layer.name)
         x, weights, home, copies = torch.autograd.grad(

@@ -46,7 +46,7 @@ class RankTrainer:
         self.spans = SpanRecorder(mesh)
         self.transport = Transport(timeout_s=run.exchange_timeout, on_span=self.spans.transfer)
         self._barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
-        self.stream = CopyStream(overlap=mesh.plan.schedule.overlap)
+        self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)
         self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
         self.dense = self.model.transformer.dense_parameters()
@@ -102,6 +102,7 @@ class RankTrainer:
             first = (micro_batch * self.mesh.world_size + self.mesh.rank) * num_sequences
             tokens, targets = (part.to(self.mesh.device) for part in self._batches(step, first, num_sequences))
             loss, balance = self.model.transformer(tokens, targets)
+            self.model.start_backward()
             self.spans.begin(HEAD + BACKWARD)
             (loss / global_tokens + weight * balance).backward()
             self.spans.end()
@@ -136,6 +137,7 @@ class RankTrainer:
 
     def close(self) -> None:
         """End the background thread."""
+        self.transport.close()
         self.stream.close()
 
 

@@ -13,6 +13,9 @@ with pieces of 1 MiB 1.05 to 1.32; everything posted at once 1.04 to 1.31; a bar
 but 1.21 to 1.51 for uneven messages. Smaller exchanges are ruled by the few milliseconds that a wake-up takes there.
 Sending before the receives are posted halves the speed, because gloo keeps a message back until
 the other side has announced its receive.
+
+Background exchanges (copies that are needed later) leave in small pieces, each only while no other exchange of this rank runs at
+the same level; and a receiver posts few pieces ahead, so that little of them lies in sockets and queues when tokens come.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,6 +39,11 @@ _NUMBER_BITS = 15
 _LABEL_BITS = 16
 _SHORTEST_WAIT_S = 1e-3
 _PIECE_BYTES = 2 << 20
+_BACKGROUND_PIECE_BYTES = 256 << 10
+_BACKGROUND_WINDOW = 2
+"""Pieces that a receiver of a background exchange posts ahead, per peer."""
+_BACKGROUND_PATIENCE = 1.25
+"""A background exchange waits longer than the timeout: the one that it gave way to must fail first, for it names the cause."""
 
 
 class Handle:
@@ -76,6 +84,9 @@ class Transport:
         self._messages: Counter[tuple[str, str, int]] = Counter()
         self._labels: dict[int, str] = {}
         self._lock = threading.Lock()
+        self._urgent: Counter[str] = Counter()
+        self._calm = threading.Condition()
+        self._closed = False
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
         """Send ``sends[peer]`` to and fill ``receives[peer]`` from each peer (a global rank, never one's own).
@@ -86,6 +97,32 @@ class Transport:
         or the timeout passes. The process group is of no use after that.
         """
         self._begin(sends, receives, label)()
+
+    def exchange_in_background(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
+        """As :meth:`exchange`, but whenever an exchange that is not in the background runs at the same level (what follows
+        the ``@`` of its label) on this rank, this one's next piece waits. Both ends must call it so."""
+        start = time.perf_counter()
+        rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
+        arrivals = Handle(lambda: self._receive_pieces({peer: room.host for peer, room in rooms.items()}, label))
+        for peer, piece in _in_turn(sends, self._distance, _BACKGROUND_PIECE_BYTES):
+            self._give_way(label)
+            with self._lock:
+                tag = self._next_tag("send", label, peer)
+                self.sent_bytes[label, peer] += piece.numel()
+            begin = time.perf_counter()
+            with self._naming("send to", peer, label, begin):
+                self._wait(dist.isend(staging.outgoing(piece), peer, tag=tag), begin, _BACKGROUND_PATIENCE)
+        arrivals.wait()
+        for room in rooms.values():
+            room.deliver()
+        if self._on_span is not None:
+            self._on_span(label, start, time.perf_counter())
+
+    def close(self) -> None:
+        """End background exchanges at their next piece; what they wait for in the network ends with its timeout."""
+        with self._calm:
+            self._closed = True
+            self._calm.notify_all()
 
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> Handle:
         """As :meth:`exchange`, but in the background."""
@@ -99,24 +136,22 @@ class Transport:
         arrivals = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         with self._lock:
             for peer, room in arrivals.items():
-                for piece in _pieces(room.host):
+                for piece in _pieces(room.host, _PIECE_BYTES):
                     tag = self._next_tag("receive", label, peer)
                     with self._naming("receive from", peer, label, start):
                         incoming.append((peer, dist.irecv(piece, peer, tag=tag)))
-            queues = [(peer, _pieces(sends[peer])) for peer in sorted(sends, key=self._distance)]
-            for turn in range(max((len(pieces) for _, pieces in queues), default=0)):
-                for peer, pieces in queues:
-                    if turn < len(pieces):
-                        outgoing.append((peer, pieces[turn], self._next_tag("send", label, peer)))
-                        self.sent_bytes[label, peer] += pieces[turn].numel()
+            for peer, piece in _in_turn(sends, self._distance, _PIECE_BYTES):
+                outgoing.append((peer, piece, self._next_tag("send", label, peer)))
+                self.sent_bytes[label, peer] += piece.numel()
 
         def finish() -> None:
-            for peer, message, tag in outgoing:
-                with self._naming("send to", peer, label, start):
-                    self._wait(dist.isend(staging.outgoing(message), peer, tag=tag), start)
-            for peer, work in incoming:
-                with self._naming("receive from", peer, label, start):
-                    self._wait(work, start)
+            with self._urgently(label):
+                for peer, message, tag in outgoing:
+                    with self._naming("send to", peer, label, start):
+                        self._wait(dist.isend(staging.outgoing(message), peer, tag=tag), start)
+                for peer, work in incoming:
+                    with self._naming("receive from", peer, label, start):
+                        self._wait(work, start)
             for room in arrivals.values():
                 room.deliver()
             if self._on_span is not None:
@@ -124,13 +159,57 @@ class Transport:
 
         return finish
 
+    def _receive_pieces(self, receives: Mapping[int, Tensor], label: str) -> None:
+        """A few pieces per peer are announced at a time; what arrives makes room for the next."""
+        queue = _in_turn(receives, lambda peer: -self._distance(peer) % self._num_ranks, _BACKGROUND_PIECE_BYTES)
+        ahead: dict[int, deque[tuple[Tensor, int]]] = {peer: deque() for peer in receives}
+        with self._lock:
+            for peer, piece in queue:
+                ahead[peer].append((piece, self._next_tag("receive", label, peer)))
+        posted: dict[int, deque[dist.Work | None]] = {peer: deque() for peer in receives}
+
+        def post(peer: int) -> None:
+            if ahead[peer]:
+                piece, tag = ahead[peer].popleft()
+                posted[peer].append(dist.irecv(piece, peer, tag=tag))
+
+        for peer in receives:
+            for _ in range(_BACKGROUND_WINDOW):
+                with self._naming("receive from", peer, label, time.perf_counter()):
+                    post(peer)
+        for peer, _ in queue:
+            begin = time.perf_counter()
+            with self._naming("receive from", peer, label, begin):
+                self._wait(posted[peer].popleft(), begin, _BACKGROUND_PATIENCE)
+                post(peer)
+
+    @contextmanager
+    def _urgently(self, label: str) -> Iterator[None]:
+        """Background exchanges at this level give way meanwhile."""
+        level = _level(label)
+        with self._calm:
+            self._urgent[level] += 1
+        try:
+            yield
+        finally:
+            with self._calm:
+                self._urgent[level] -= 1
+                self._calm.notify_all()
+
+    def _give_way(self, label: str) -> None:
+        with self._calm:
+            # Without a timeout of its own: the exchanges waited for have theirs.
+            self._calm.wait_for(lambda: self._closed or not self._urgent[_level(label)])
+            if self._closed:
+                raise TransportError(f"rank {self._rank}", f"closed during {label!r}")
+
     def _distance(self, peer: int) -> int:
         return (peer - self._rank) % self._num_ranks
 
-    def _wait(self, work: dist.Work | None, start: float) -> None:
+    def _wait(self, work: dist.Work | None, start: float, patience: float = 1.0) -> None:
         # Once per message and never again: gloo would wait for a second message that does not come.
         if work is not None:
-            left_s = start + self.timeout_s - time.perf_counter()
+            left_s = start + patience * self.timeout_s - time.perf_counter()
             work.wait(timedelta(seconds=max(left_s, _SHORTEST_WAIT_S)))
 
     def _next_tag(self, direction: str, label: str, peer: int) -> int:
@@ -156,9 +235,20 @@ class Transport:
             ) from error
 
 
-def _pieces(tensor: Tensor) -> list[Tensor]:
-    """The tensor's bytes in views of at most ``_PIECE_BYTES``; none for a tensor of no bytes."""
+def _level(label: str) -> str:
+    return label.rpartition("@")[2]
+
+
+def _in_turn(messages: Mapping[int, Tensor], distance: Callable[[int], int], piece_bytes: int) -> list[tuple[int, Tensor]]:
+    """(peer, piece) of all messages: one piece of each peer's per turn, peers by distance."""
+    queues = [(peer, _pieces(messages[peer], piece_bytes)) for peer in sorted(messages, key=distance)]
+    turns = max((len(pieces) for _, pieces in queues), default=0)
+    return [(peer, pieces[turn]) for turn in range(turns) for peer, pieces in queues if turn < len(pieces)]
+
+
+def _pieces(tensor: Tensor, piece_bytes: int) -> list[Tensor]:
+    """The tensor's bytes in views of at most ``piece_bytes``; none for a tensor of no bytes."""
     if not tensor.numel():
         return []
     message = tensor.detach().view(-1).view(torch.uint8)
-    return [message[begin : begin + _PIECE_BYTES] for begin in range(0, message.numel(), _PIECE_BYTES)]
+    return [message[begin : begin + piece_bytes] for begin in range(0, message.numel(), piece_bytes)]

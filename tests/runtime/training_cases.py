@@ -70,6 +70,7 @@ class Case:
     residency: Residency = Residency.STEP
     micro_batches: int = 1
     overlap: bool = True
+    prefetch: int = 0
     dtype: str = "fp64"
     random_serving: int | None = None
     """Seed of a serving table that sends each outermost worker's tokens anywhere, in place of its domain size."""
@@ -83,7 +84,7 @@ class Case:
         text = f"{'x'.join(map(str, self.sizes))}-domains{'x'.join(map(str, self.domains))}-{self.model}"
         text += f"-r{self.migration}" if self.migration else ""
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
-        return f"{text}-{self.residency.value}-m{self.micro_batches}{'' if self.overlap else '-serial'}"
+        return f"{text}-{self.residency.value}-m{self.micro_batches}{'' if self.overlap else '-serial'}{f'-d{self.prefetch}' * bool(self.prefetch)}"
 
     @property
     def num_ranks(self) -> int:
@@ -117,7 +118,7 @@ class Case:
             residency=self.residency,
             serving=serving,
         )
-        return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=Schedule(overlap=self.overlap))
+        return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=Schedule(overlap=self.overlap, prefetch=self.prefetch))
 
 
 def wild_plan(cluster: Cluster, workload: Workload, seed: int, schedule: Schedule) -> Plan:
