@@ -55,6 +55,7 @@ class _Step(NamedTuple):
     """A place in the step: a layer in a micro-batch, and whether its copies come or go there."""
 
     block: _Block
+    layer: int
     name: str
     gather: bool
     regather: bool
@@ -75,7 +76,9 @@ def step_program(
     Per micro-batch: the MoE blocks forward, the rest of the model, the blocks backward in reverse order; then the dense
     gradients are all-reduced and the optimizer steps. A block's gather runs beside its pre-expert forward, its gradient
     return beside its pre-expert backward (HybridEP, Eq. 12), and a second gather beside the combine's gradients, with
-    which it shares the links; or before them where the plan's schedule does not overlap.
+    which it shares the links; or before them where the plan's schedule does not overlap. With a prefetch depth, gathers set
+    out that many blocks ahead and are waited for by the experts, returns by the end of the step; both are one queue per rank
+    and give way to tokens.
     Without `routing`, rows are the number that the plan's popularity of experts lets expect (all alike where it has none).
     The program's ranks are then the kinds of ranks that differ; with routing all do.
     """
@@ -98,6 +101,12 @@ class _Builder:
         self._jitter = conditions.compute_jitter
         self._random = np.random.default_rng([conditions.seed, int(start_s * 1e6)])
         self._routing = routing
+        self._prefetch = plan.schedule.prefetch
+        self._queue: list[int] = []
+        """Ends of what was queued last, of copies and their gradients."""
+        self._gathered: dict[int, list[int]] = {}
+        """Layer -> ends of its gather, in one pass."""
+        self._returned: dict[int, list[int]] = {}
         self._levels = range(len(plan.cluster.levels))
         workload, gpu = plan.workload, plan.cluster.gpu
         everybody = self._slowdown = conditions.slowdown(plan.cluster, start_s)
@@ -132,12 +141,21 @@ class _Builder:
                 for layers in self._plan.placed
                 for layer in range(layers.first_layer, layers.first_layer + layers.num_layers)
             ]
-            for step in steps:
+            for place, step in enumerate(steps):
+                if self._prefetch:
+                    self._start_gathers([ahead for ahead in steps[place : place + self._prefetch + 1] if ahead.gather], last)
                 last = self._forward(step, last)
+            self._gathered.clear()
             last = [self._compute(HEAD, self._head_s, last)]
+            backwards = steps[::-1]
+            self._start_gathers([ahead for ahead in backwards[: self._prefetch] if ahead.regather], last)
             last = [self._compute(HEAD + BACKWARD, self._head_s * _BACKWARD_COST, last)]
-            for step in reversed(steps):
+            for place, step in enumerate(backwards):
+                if self._prefetch:
+                    self._start_gathers([ahead for ahead in backwards[place : place + self._prefetch + 1] if ahead.regather], last)
                 last = self._backward(step, last)
+            self._gathered.clear()
+        last = [*last, *self._queue]
         last = self._hops(self._dense, Op.DENSE_REDUCE_SCATTER, self._levels[::-1], last, "")
         last = self._hops(self._dense, Op.DENSE_ALL_GATHER, self._levels, last, "")
         self._compute(OPTIMIZER, self._optimizer_s, last)
@@ -155,6 +173,7 @@ class _Builder:
         is_last = micro_batch == self._plan.workload.training.micro_batches - 1
         return _Step(
             block=self._block(layer, layers, micro_batch),
+            layer=layer,
             name=f"layer {layer}, micro-batch {micro_batch}",
             gather=each_time or micro_batch == 0,
             regather=each_time,
@@ -180,7 +199,8 @@ class _Builder:
         return _Block(flows=self._flows(traffic), expert_s=expert_s)
 
     def _flows(self, traffic: Traffic) -> dict[OpLevel, Flows]:
-        return {key: self.fabric.flows(key.level, sent) for key, sent in traffic.items()}
+        gives_way = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN) if self._prefetch else ()
+        return {key: self.fabric.flows(key.level, sent, gives_way=key.op in gives_way) for key, sent in traffic.items()}
 
     def _hops(self, flows: Mapping[OpLevel, Flows], op: Op, levels: Sequence[int], after: list[int], name: str) -> list[int]:
         """One exchange per level, in the order given; a rank begins a hop when its part of the one before is done."""
@@ -190,20 +210,39 @@ class _Builder:
                 after = [self._program.exchange(op.value, hop, after, name, level=level)]
         return after
 
+    def _start_gathers(self, steps: Sequence[_Step], after: list[int]) -> None:
+        """Queue gathers that are not queued yet."""
+        for step in steps:
+            if step.layer not in self._gathered:
+                self._gathered[step.layer] = self._queued(step, Op.EXPERT_GATHER, self._levels, after)
+
+    def _queued(self, step: _Step, op: Op, levels: Sequence[int], after: list[int]) -> list[int]:
+        """The hops of copies or of their gradients, behind all that was queued before; none where none are due."""
+        done = self._hops(step.block.flows, op, levels, [*after, *self._queue], step.name)
+        if done == [*after, *self._queue]:
+            return []
+        self._queue = done
+        return done
+
     def _forward(self, step: _Step, after: list[int]) -> list[int]:
         flows, name = step.block.flows, step.name
-        gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name) if step.gather else after
+        gathered = after
+        if step.gather and not self._prefetch:
+            gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name)
         begin = after if self._plan.schedule.overlap else gathered
         ready = self._compute(PRE_EXPERT, self._pre_expert_s, begin, name)
         last = [ready, *gathered]
         for level in self._levels:
             last = self._hops(flows, Op.TOKEN_COUNTS, [level], last, name)
             last = self._hops(flows, Op.TOKEN_DISPATCH, [level], last, name)
+        last = [*last, *self._gathered.get(step.layer, [])]
         last = [self._compute(EXPERT, step.block.expert_s, last, name)]
         return self._hops(flows, Op.TOKEN_COMBINE, self._levels[::-1], last, name)
 
     def _backward(self, step: _Step, after: list[int]) -> list[int]:
         flows, name = step.block.flows, step.name
+        if self._prefetch:
+            return self._prefetched_backward(step, after)
         gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name) if step.regather else after
         begin = after if self._plan.schedule.overlap else gathered
         last = [*self._hops(flows, Op.COMBINE_BACKWARD, self._levels, begin, name), *gathered]
@@ -214,6 +253,19 @@ class _Builder:
         begin = last if self._plan.schedule.overlap else returned
         ready = self._compute(PRE_EXPERT + BACKWARD, self._pre_expert_s * _BACKWARD_COST, begin, name)
         return [ready, *returned]
+
+    def _prefetched_backward(self, step: _Step, after: list[int]) -> list[int]:
+        """Backward whose gather set out before, and whose gradients return while blocks below run theirs."""
+        flows, name = step.block.flows, step.name
+        last = self._hops(flows, Op.COMBINE_BACKWARD, self._levels, after, name)
+        # Gradients that the runtime does not keep while it makes new ones: with copies per micro-batch, memory is short.
+        above = self._returned.get(step.layer + self._prefetch + 1, []) if step.regather else []
+        last = [*last, *self._gathered.get(step.layer, []), *above]
+        last = [self._compute(EXPERT + BACKWARD, step.block.expert_s * _BACKWARD_COST, last, name)]
+        if step.give_back:
+            self._returned[step.layer] = self._queued(step, Op.GRADIENT_RETURN, self._levels[::-1], last)
+        last = self._hops(flows, Op.DISPATCH_BACKWARD, self._levels[::-1], last, name)
+        return [self._compute(PRE_EXPERT + BACKWARD, self._pre_expert_s * _BACKWARD_COST, last, name)]
 
     def _optimizer(self) -> FloatArray:
         """[ranks] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts and of
