@@ -1,0 +1,211 @@
+"""The time of a step whose copies set out ahead of their blocks and give way to tokens (``plan.Schedule.prefetch``).
+
+Two streams on the slowest rank. The main one is a chain: computation, and token exchanges, which take the time that they take
+alone. The other is a queue of copies and of their gradients; its first exchange moves while the main stream computes, and while
+tokens travel with what these leave free of each link. Where the main stream needs a copy that is not there, it waits: only
+that shows. So the step is found by walking along the chain once. Where all workers are alike it is exact.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.traffic import FloatArray, Op, OpLevel, Traffic
+from planner.exchange import Network
+
+_FULL = 1e-9
+"""Share of a link below which nothing is left of it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transfer:
+    """One exchange that has the links to itself."""
+
+    op: Op
+    latency_s: float
+    """After the last byte has left; the links are free then."""
+    busy_s: float
+    """The busiest link's bytes over its bandwidth."""
+    link_s: FloatArray
+    """[links]: of every link."""
+
+    @property
+    def total_s(self) -> float:
+        """From the first byte's start to the last one's arrival."""
+        return self.busy_s + self.latency_s
+
+    def pace_beside(self, urgent: Transfer) -> float:
+        """Share of its own speed that this one reaches with what ``urgent`` leaves free."""
+        used = self.link_s > 0
+        free = 1.0 - urgent.link_s[used] / urgent.busy_s
+        if (free < _FULL).any():
+            return 0.0
+        return self.busy_s / float((self.link_s[used] / free).max())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """One MoE layer in one micro-batch."""
+
+    group: LayerGroup
+    pre_expert_s: float
+    """With the block's overhead; forward. Backward takes twice that."""
+    expert_s: float
+    transfers: dict[OpLevel, Transfer]
+    """Those that move anything."""
+
+    def hops(self, op: Op, *, inwards: bool) -> list[Transfer]:
+        """Of one kind, by level, outermost or innermost first."""
+        levels = sorted((level for kind, level in self.transfers if kind is op), reverse=not inwards)
+        return [self.transfers[OpLevel(op, level)] for level in levels]
+
+
+def block_transfers(network: Network, traffic: Traffic) -> dict[OpLevel, Transfer]:
+    """Of ``planner.cost.layer_traffic``."""
+    found = {}
+    for key, sent in traffic.items():
+        if sent.any():
+            link_s = network.loads_bytes({key: sent}) / network.bandwidths_bytes_per_s
+            latency_s = network.latency_s(key.level, sent)
+            found[key] = Transfer(op=key.op, latency_s=latency_s, busy_s=float(link_s.max()), link_s=link_s)
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Hop:
+    """An exchange in the queue."""
+
+    transfer: Transfer
+    left_s: float
+    """Of its busy time, at full pace."""
+    arrives_s: float
+    """Left of its latency once that is over."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.left_s <= 0.0 and self.arrives_s <= 0.0
+
+
+@dataclass(kw_only=True, eq=False)
+class Walk:
+    """The two streams at one moment of the chain."""
+
+    exposed_s: dict[Op, float] = field(default_factory=lambda: {Op.EXPERT_GATHER: 0.0, Op.GRADIENT_RETURN: 0.0})
+    """Seconds that the main stream waited, by what travelled meanwhile."""
+    queue: deque[_Hop] = field(default_factory=deque)
+    _paces: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def enqueue(self, transfers: Sequence[Transfer]) -> _Hop | None:
+        """Returns the last."""
+        hops = [_Hop(transfer, transfer.busy_s, transfer.latency_s) for transfer in transfers]
+        self.queue.extend(hops)
+        return hops[-1] if hops else None
+
+    def run(self, seconds: float, urgent: Transfer | None = None) -> None:
+        """The main stream computes for so long, or its tokens use the links."""
+        while seconds > 0.0 and self.queue:
+            hop = self.queue[0]
+            if hop.left_s > 0.0:
+                pace = 1.0 if urgent is None else self._pace(hop.transfer, urgent)
+                if pace * seconds < hop.left_s:
+                    hop.left_s -= pace * seconds
+                    return
+                seconds -= hop.left_s / pace
+                hop.left_s = 0.0
+            passed = min(seconds, hop.arrives_s)
+            hop.arrives_s -= passed
+            seconds -= passed
+            if hop.is_done:
+                self.queue.popleft()
+
+    def tokens(self, transfers: Sequence[Transfer]) -> None:
+        """The main stream exchanges tokens."""
+        for transfer in transfers:
+            self.run(transfer.busy_s, transfer)
+            self.run(transfer.latency_s)
+
+    def wait(self, last: _Hop | None) -> None:
+        """The main stream needs what the queue holds up to and with ``last``."""
+        while last is not None and not last.is_done:
+            hop = self.queue.popleft()
+            self.exposed_s[hop.transfer.op] += hop.left_s + hop.arrives_s
+            hop.left_s = hop.arrives_s = 0.0
+
+    def wait_for_all(self) -> None:
+        """The step ends."""
+        if self.queue:
+            self.wait(self.queue[-1])
+
+    def _pace(self, transfer: Transfer, urgent: Transfer) -> float:
+        key = id(transfer), id(urgent)
+        if key not in self._paces:
+            self._paces[key] = transfer.pace_beside(urgent)
+        return self._paces[key]
+
+
+def exposed_s(plan: Plan, blocks: Sequence[Block], head_s: float) -> dict[Op, float]:
+    """Seconds of one step in which computation and tokens wait for gathers and for gradient returns. ``blocks`` has one entry
+    per MoE layer, in order; ``head_s`` is the forward of what follows them."""
+    walk, depth, batches = Walk(), plan.schedule.prefetch, plan.workload.training.micro_batches
+    for batch in range(batches):
+        _forward(walk, blocks, depth, is_first=batch == 0)
+        walk.run(head_s)
+        _backward(walk, blocks, depth, head_s, is_last=batch == batches - 1)
+    walk.wait_for_all()
+    return walk.exposed_s
+
+
+def _forward(walk: Walk, blocks: Sequence[Block], depth: int, *, is_first: bool) -> None:
+    gathers: dict[int, _Hop | None] = {}
+    for here, block in enumerate(blocks):
+        for layer in range(here, min(here + depth + 1, len(blocks))):
+            if layer not in gathers and (is_first or blocks[layer].group.residency is Residency.MICROBATCH):
+                gathers[layer] = walk.enqueue(blocks[layer].hops(Op.EXPERT_GATHER, inwards=True))
+        walk.run(block.pre_expert_s)
+        counts, rows = block.hops(Op.TOKEN_COUNTS, inwards=True), block.hops(Op.TOKEN_DISPATCH, inwards=True)
+        # Level by level: how many rows follow, then the rows.
+        levels = sorted({level for op, level in block.transfers if op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH)})
+        for level in levels:
+            for hops, op in ((counts, Op.TOKEN_COUNTS), (rows, Op.TOKEN_DISPATCH)):
+                walk.tokens([hop for hop in hops if hop is block.transfers.get(OpLevel(op, level))])
+        walk.wait(gathers.get(here))
+        walk.run(block.expert_s)
+        walk.tokens(block.hops(Op.TOKEN_COMBINE, inwards=False))
+
+
+def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *, is_last: bool) -> None:
+    gathers: dict[int, _Hop | None] = {}
+    returns: dict[int, _Hop | None] = {}
+    top = len(blocks) - 1
+
+    def gather(down_to: int, up_to: int) -> None:
+        for layer in range(up_to, max(down_to, 0) - 1, -1):
+            if layer not in gathers and blocks[layer].group.residency is Residency.MICROBATCH:
+                gathers[layer] = walk.enqueue(blocks[layer].hops(Op.EXPERT_GATHER, inwards=True))
+
+    gather(top - depth + 1, top)
+    walk.run(2 * head_s)
+    for here in range(top, -1, -1):
+        block = blocks[here]
+        gather(here - depth, here)
+        walk.tokens(block.hops(Op.COMBINE_BACKWARD, inwards=True))
+        walk.wait(gathers.get(here))
+        each_time = block.group.residency is Residency.MICROBATCH
+        above = here + depth + 1
+        if above <= top and blocks[above].group.residency is Residency.MICROBATCH:
+            walk.wait(returns.get(above))
+        walk.run(2 * block.expert_s)
+        if each_time or is_last:
+            returns[here] = walk.enqueue(block.hops(Op.GRADIENT_RETURN, inwards=False))
+        walk.tokens(block.hops(Op.DISPATCH_BACKWARD, inwards=False))
+        walk.run(2 * block.pre_expert_s)
+
+
+def hop_seconds(blocks: Sequence[Block], op: Op) -> float:
+    """Of all blocks' exchanges of one kind, once each."""
+    return float(np.sum([hop.total_s for block in blocks for hop in block.hops(op, inwards=True)]))
