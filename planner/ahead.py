@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, Op, OpLevel, Traffic
 from planner.exchange import Network
 
@@ -52,7 +50,7 @@ class Transfer:
 class Block:
     """One MoE layer in one micro-batch."""
 
-    group: LayerGroup
+    residency: Residency
     pre_expert_s: float
     """With the block's overhead; forward. Backward takes twice that."""
     expert_s: float
@@ -148,14 +146,14 @@ class Walk:
         return self._paces[key]
 
 
-def exposed_s(plan: Plan, blocks: Sequence[Block], head_s: float) -> dict[Op, float]:
+def exposed_s(blocks: Sequence[Block], *, depth: int, micro_batches: int, head_s: float) -> dict[Op, float]:
     """Seconds of one step in which computation and tokens wait for gathers and for gradient returns. ``blocks`` has one entry
     per MoE layer, in order; ``head_s`` is the forward of what follows them."""
-    walk, depth, batches = Walk(), plan.schedule.prefetch, plan.workload.training.micro_batches
-    for batch in range(batches):
+    walk = Walk()
+    for batch in range(micro_batches):
         _forward(walk, blocks, depth, is_first=batch == 0)
         walk.run(head_s)
-        _backward(walk, blocks, depth, head_s, is_last=batch == batches - 1)
+        _backward(walk, blocks, depth, head_s, is_last=batch == micro_batches - 1)
     walk.wait_for_all()
     return walk.exposed_s
 
@@ -164,15 +162,13 @@ def _forward(walk: Walk, blocks: Sequence[Block], depth: int, *, is_first: bool)
     gathers: dict[int, _Hop | None] = {}
     for here, block in enumerate(blocks):
         for layer in range(here, min(here + depth + 1, len(blocks))):
-            if layer not in gathers and (is_first or blocks[layer].group.residency is Residency.MICROBATCH):
+            if layer not in gathers and (is_first or blocks[layer].residency is Residency.MICROBATCH):
                 gathers[layer] = walk.enqueue(blocks[layer].hops(Op.EXPERT_GATHER, inwards=True))
         walk.run(block.pre_expert_s)
-        counts, rows = block.hops(Op.TOKEN_COUNTS, inwards=True), block.hops(Op.TOKEN_DISPATCH, inwards=True)
         # Level by level: how many rows follow, then the rows.
-        levels = sorted({level for op, level in block.transfers if op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH)})
-        for level in levels:
-            for hops, op in ((counts, Op.TOKEN_COUNTS), (rows, Op.TOKEN_DISPATCH)):
-                walk.tokens([hop for hop in hops if hop is block.transfers.get(OpLevel(op, level))])
+        for level in sorted({level for _, level in block.transfers}):
+            steps = (OpLevel(op, level) for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH))
+            walk.tokens([block.transfers[step] for step in steps if step in block.transfers])
         walk.wait(gathers.get(here))
         walk.run(block.expert_s)
         walk.tokens(block.hops(Op.TOKEN_COMBINE, inwards=False))
@@ -185,7 +181,7 @@ def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *,
 
     def gather(down_to: int, up_to: int) -> None:
         for layer in range(up_to, max(down_to, 0) - 1, -1):
-            if layer not in gathers and blocks[layer].group.residency is Residency.MICROBATCH:
+            if layer not in gathers and blocks[layer].residency is Residency.MICROBATCH:
                 gathers[layer] = walk.enqueue(blocks[layer].hops(Op.EXPERT_GATHER, inwards=True))
 
     gather(top - depth + 1, top)
@@ -195,17 +191,12 @@ def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *,
         gather(here - depth, here)
         walk.tokens(block.hops(Op.COMBINE_BACKWARD, inwards=True))
         walk.wait(gathers.get(here))
-        each_time = block.group.residency is Residency.MICROBATCH
+        each_time = block.residency is Residency.MICROBATCH
         above = here + depth + 1
-        if above <= top and blocks[above].group.residency is Residency.MICROBATCH:
+        if above <= top and blocks[above].residency is Residency.MICROBATCH:
             walk.wait(returns.get(above))
         walk.run(2 * block.expert_s)
         if each_time or is_last:
             returns[here] = walk.enqueue(block.hops(Op.GRADIENT_RETURN, inwards=False))
         walk.tokens(block.hops(Op.DISPATCH_BACKWARD, inwards=False))
         walk.run(2 * block.pre_expert_s)
-
-
-def hop_seconds(blocks: Sequence[Block], op: Op) -> float:
-    """Of all blocks' exchanges of one kind, once each."""
-    return float(np.sum([hop.total_s for block in blocks for hop in block.hops(op, inwards=True)]))

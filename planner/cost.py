@@ -9,20 +9,24 @@ backward, gradient return). Then the dense all-reduce and the optimizer. The sec
 backward starts and waited for before the expert backward; it shares the links with the combine-backward hops, so nothing
 of it is hidden.
 
+With a prefetch depth copies set out ahead of their blocks and give way to tokens: then the chain of computation and tokens counts,
+and of copies what ``planner.ahead`` finds to show.
+
 With forward only, one level, no latency, top-1 routing and one expert per GPU it is Eq. 10 of the HybridEP paper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
-from hybridep.plan import Plan, Residency, Schedule
+from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.traffic import (
     FloatArray,
     Op,
+    OpLevel,
     Traffic,
     copy_traffic,
     dense_traffic,
@@ -33,6 +37,7 @@ from hybridep.traffic import (
     wan_bytes,
 )
 from hybridep.workload import Workload
+from planner.ahead import Block, Transfer, block_transfers, exposed_s
 from planner.exchange import Network
 
 PRE_EXPERT = "pre_expert"
@@ -131,7 +136,7 @@ def block_times(network: Network, workload: Workload, placement: Placement, gati
 
 
 def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule: Schedule) -> LayerTimes:
-    """One MoE layer's share of an optimizer step: ``batches`` micro-batches, forward and backward."""
+    """One MoE layer's share of an optimizer step: ``batches`` micro-batches, forward and backward, without prefetch."""
     gathers, returns = gathers_and_returns(residency, batches)
     forward_gathers = min(gathers, batches)
     gather, gradient_return = times.exchanges_s[Op.EXPERT_GATHER], times.exchanges_s[Op.GRADIENT_RETURN]
@@ -155,17 +160,11 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
 
 
 def layer_cost(
-    network: Network,
-    workload: Workload,
-    placement: Placement,
-    gating: Gating,
-    traffic: Traffic,
-    residency: Residency,
-    schedule: Schedule,
+    network: Network, workload: Workload, block: BlockTimes, traffic: Traffic, residency: Residency, schedule: Schedule
 ) -> Cost:
     """``layer_times`` with the bytes on every link."""
     batches = workload.training.micro_batches
-    times = layer_times(block_times(network, workload, placement, gating, traffic), batches, residency, schedule)
+    times = layer_times(block, batches, residency, schedule)
     gathers, returns = gathers_and_returns(residency, batches)
     counts = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
     per_step = {key: sent * counts.get(key.op, batches) for key, sent in traffic.items()}
@@ -230,9 +229,38 @@ def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -
 def step_cost(plan: Plan) -> StepCost:
     """The predicted cost of any plan, whoever made it."""
     network = Network(cluster=plan.cluster)
-    groups = []
+    groups, blocks = [], []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating)
-        cost = layer_cost(network, plan.workload, placement, gating, traffic, group.residency, plan.schedule)
+        times = block_times(network, plan.workload, placement, gating, traffic)
+        cost = layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)
         groups.append((num_layers, cost))
-    return combine(network, fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts), groups)
+        blocks += [_block(group, times, block_transfers(network, traffic))] * num_layers
+    fixed = fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts)
+    cost = combine(network, fixed, groups)
+    return _ahead(plan, cost, blocks) if plan.schedule.prefetch else cost
+
+
+def _block(group: LayerGroup, times: BlockTimes, transfers: dict[OpLevel, Transfer]) -> Block:
+    return Block(
+        residency=group.residency,
+        pre_expert_s=times.pre_expert_s + times.overhead_s,
+        expert_s=times.expert_s,
+        transfers=transfers,
+    )
+
+
+def _ahead(plan: Plan, cost: StepCost, blocks: Sequence[Block]) -> StepCost:
+    """The same step with copies that set out ahead: of them counts only what shows."""
+    workload = plan.workload
+    shown = exposed_s(
+        blocks,
+        depth=plan.schedule.prefetch,
+        micro_batches=workload.training.micro_batches,
+        head_s=workload.head_flops / plan.cluster.gpu.throughput,
+    )
+    parts, hidden = dict(cost.parts_s), dict(cost.hidden_s)
+    for op, seconds in shown.items():
+        total = parts.get(op.value, 0.0) + hidden.get(op.value, 0.0)
+        parts[op.value], hidden[op.value] = seconds, max(total - seconds, 0.0)
+    return replace(cost, step_s=sum(parts.values()), parts_s=parts, hidden_s=hidden)

@@ -170,16 +170,23 @@ def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement, hom
     )
 
 
-def layer_memory(placement: Placement, workload: Workload, gating: Gating, traffic: Traffic, residency: Residency) -> LayerMemory:
-    """What one MoE layer's copies, routed tokens and exchanges take, given ``planner.cost.layer_traffic``."""
+def layer_memory(
+    placement: Placement, workload: Workload, gating: Gating, traffic: Traffic, residency: Residency, prefetch: int = 0
+) -> LayerMemory:
+    """What one MoE layer's copies, routed tokens and exchanges take, given ``planner.cost.layer_traffic``. With ``prefetch``,
+    copies' gradients wait their turn to return, and copies per micro-batch of so many more layers are there or on their way."""
     copies = (placement.holds.sum(axis=1) - placement.num_at_home).astype(np.float64)
     served = served_copies(placement, gating).sum(axis=1)
+    lasting = lasting_copy_bytes(workload, copies, residency)
+    passing = passing_bytes(workload, exchange_bytes(placement, traffic), served, copies, placement.num_at_home, residency)
+    both = copies * float(2 * workload.expert_bytes)
+    if prefetch and residency is Residency.STEP:
+        lasting = both
+    elif prefetch:
+        passing[COPIES] = passing.get(COPIES, 0.0) + both * min(prefetch, workload.model.num_moe_layers - 1)
     return LayerMemory(
-        lasting={
-            ACTIVATIONS: routed_activation_bytes(workload, served, arriving_rows(placement, gating)),
-            COPIES: lasting_copy_bytes(workload, copies, residency),
-        },
-        passing=passing_bytes(workload, exchange_bytes(placement, traffic), served, copies, placement.num_at_home, residency),
+        lasting={ACTIVATIONS: routed_activation_bytes(workload, served, arriving_rows(placement, gating)), COPIES: lasting},
+        passing=passing,
     )
 
 
@@ -202,7 +209,8 @@ def memory_use(plan: Plan) -> MemoryUse:
     groups = []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating)
-        groups.append((num_layers, layer_memory(placement, plan.workload, gating, traffic, group.residency)))
+        memory = layer_memory(placement, plan.workload, gating, traffic, group.residency, plan.schedule.prefetch)
+        groups.append((num_layers, memory))
     fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts)
     return total_memory(plan.cluster, fixed, groups)
 

@@ -39,6 +39,9 @@ OPTIMIZER = "optimizer"
 _OUT = (Op.EXPERT_GATHER, Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH)
 """Transfers of a layer; its others are these, or their reverse, in other units."""
 
+_TOKENS, _COPIES = 0, 1
+"""Priorities on the links."""
+
 _BACKWARD_COST = 2.0
 """Backward computes the gradients of inputs and of weights, each as costly as the forward."""
 
@@ -199,15 +202,16 @@ class _Builder:
         return _Block(flows=self._flows(traffic), expert_s=expert_s)
 
     def _flows(self, traffic: Traffic) -> dict[OpLevel, Flows]:
-        gives_way = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN) if self._prefetch else ()
-        return {key: self.fabric.flows(key.level, sent, gives_way=key.op in gives_way) for key, sent in traffic.items()}
+        return {key: self.fabric.flows(key.level, sent) for key, sent in traffic.items()}
 
     def _hops(self, flows: Mapping[OpLevel, Flows], op: Op, levels: Sequence[int], after: list[int], name: str) -> list[int]:
         """One exchange per level, in the order given; a rank begins a hop when its part of the one before is done."""
+        gives_way = self._prefetch and op in (Op.EXPERT_GATHER, Op.GRADIENT_RETURN)
+        priority = _COPIES if gives_way else _TOKENS
         for level in levels:
             hop = flows.get(OpLevel(op, level))
             if hop is not None and hop.source.size:
-                after = [self._program.exchange(op.value, hop, after, name, level=level)]
+                after = [self._program.exchange(op.value, hop, after, name, level=level, priority=priority)]
         return after
 
     def _start_gathers(self, steps: Sequence[_Step], after: list[int]) -> None:
