@@ -9,8 +9,8 @@ backward, gradient return). Then the dense all-reduce and the optimizer. The sec
 backward starts and waited for before the expert backward; it shares the links with the combine-backward hops, so nothing
 of it is hidden.
 
-With a prefetch depth copies set out ahead of their blocks and give way to tokens: then the chain of computation and tokens counts,
-and of copies what ``planner.ahead`` finds to show.
+With a prefetch depth copies set out ahead of their blocks and give way to tokens: then the chain of computation and
+tokens counts, and of copies what ``planner.ahead`` finds to show.
 
 With forward only, one level, no latency, top-1 routing and one expert per GPU it is Eq. 10 of the HybridEP paper.
 """

@@ -155,7 +155,9 @@ class _Builder:
             last = [self._compute(HEAD + BACKWARD, self._head_s * _BACKWARD_COST, last)]
             for place, step in enumerate(backwards):
                 if self._prefetch:
-                    self._start_gathers([ahead for ahead in backwards[place : place + self._prefetch + 1] if ahead.regather], last)
+                    self._start_gathers(
+                        [ahead for ahead in backwards[place : place + self._prefetch + 1] if ahead.regather], last
+                    )
                 last = self._backward(step, last)
             self._gathered.clear()
         last = [*last, *self._queue]

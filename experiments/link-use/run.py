@@ -1,6 +1,7 @@
-"""How much longer than the busiest link's bytes / rate do exchanges take? In the lab, beside gloo's own collective.
+"""How much longer than the busiest link's bytes / rate do exchanges take, and what of communication shows in a step?
 
-Rows that are already in ``results/exchanges.csv`` are not measured again.
+In the lab; exchanges beside gloo's own collective, steps under several prefetch depths. What is already in ``results`` is not
+measured again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,28 @@ import numpy as np
 import yaml
 
 from hybridep.commands.inputs import load_cluster
-from hybridep.config import write_text
+from hybridep.config import build, write_text
 from hybridep.launch.host import child_environment
 from hybridep.launch.lab import Lab, run_in_lab
 from hybridep.launch.lab_links import UPLINK
 from hybridep.launch.shaping import lab_spec, why_not_in_lab
+from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner import step_cost
+from runtime.mesh import host_store
+from simulator.step import simulate_step
 
 HERE = Path(__file__).resolve().parent
-COLUMNS = ["rate", "kind", "ideal_s", "median_s", "min_s", "max_s", "over_ideal"]
+EXCHANGES, STEPS = "exchanges.csv", "steps.csv"
+COLUMNS = {
+    EXCHANGES: ["rate", "kind", "ideal_s", "median_s", "min_s", "max_s", "over_ideal"],
+    STEPS: ["case", "depth", "median_s", "min_s", "max_s", "predicted_s", "simulated_s", "compute_s", "link_s", "over_bound"],
+}
 OURS = ("all-to-all", "all-to-all uneven", "gather", "gather in background")
 MOST = 1.1
+MOST_EXPOSED = 1.25
 
 
 def main() -> int:
@@ -39,29 +51,33 @@ def main() -> int:
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     given = parser.parse_args()
     config = yaml.safe_load((HERE / "config.yaml").read_text())
-    if given.inside:
-        measure(config, given.inside, given.results)
+    if given.inside == STEPS:
+        measure_steps(config["steps"], shaped(config, config["steps"]["rate"]), given.results)
         return 0
-    for rate in config["rates"]:
-        cluster = shaped(config, rate)
+    if given.inside:
+        measure_exchanges(config, given.inside, given.results)
+        return 0
+    todo = [rate for rate in config["rates"] if rate not in {row["rate"] for row in read(given.results, EXCHANGES)}]
+    if len(read(given.results, STEPS)) < len(config["steps"]["cases"]) * len(config["steps"]["depths"]):
+        todo.append(STEPS)
+    for part in todo:
+        cluster = shaped(config, config["steps"]["rate"] if part == STEPS else part)
         reason = why_not_in_lab(cluster)
         if reason is not None:
             print(f"link-use needs the lab: {reason}", file=sys.stderr)
             return 2
-        if any(row["rate"] == rate for row in read(given.results)):
-            continue
-        again = [sys.executable, __file__, "--inside", rate, "--results", str(given.results.resolve())]
+        again = [sys.executable, __file__, "--inside", part, "--results", str(given.results.resolve())]
         code = run_in_lab(again, lab_spec(cluster), child_environment())
         if code:
             return code
-    return summarise(read(given.results))
+    return summarise(read(given.results, EXCHANGES), read(given.results, STEPS))
 
 
 def shaped(config: dict[str, Any], rate: str) -> Cluster:
     return load_cluster(config["cluster"], [f"levels.dc.bandwidth={rate}"])
 
 
-def measure(config: dict[str, Any], rate: str, results: Path) -> None:
+def measure_exchanges(config: dict[str, Any], rate: str, results: Path) -> None:
     cluster, lab = shaped(config, rate), Lab.current()
     sites, places = cluster.sizes
     bandwidth = cluster.levels[0].bandwidth
@@ -78,47 +94,103 @@ def measure(config: dict[str, Any], rate: str, results: Path) -> None:
         "uneven_bytes": uneven.tolist(),
         "repeats": config["repeats"],
     }
-    ranks = []
-    for rank in range(sites * places):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(sites * places),
-            "MASTER_ADDR": lab.sites[0].address,
-            "MASTER_PORT": "29500",  # free: every datacenter has its own network
-            "GLOO_SOCKET_IFNAME": UPLINK,
-        }
-        words = [sys.executable, str(HERE / "ranks.py"), json.dumps(settings)]
-        ranks.append(lab.spawn(lab.sites[rank // places].name, words, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit("a rank failed")
-    times = [[json.loads(line[5:]) for line in output.splitlines() if line.startswith("took ")] for output in outputs]
     taken: dict[str, list[float]] = {}
-    for turn in zip(*times, strict=True):
-        taken.setdefault(turn[0][0], []).append(max(end for _, _, end in turn) - min(begin for _, begin, _ in turn))
-    rows = read(results)
+    for turn in zip(*run_ranks("exchanges.py", settings, lab, places), strict=True):
+        taken.setdefault(turn[0][0], []).append(max(end for *_, end in turn) - min(begin for _, begin, _ in turn))
+    rows = read(results, EXCHANGES)
     for kind, seconds in taken.items():
         ideal_s = (busiest if "uneven" in kind else message_bytes * places * (sites - 1)) / bandwidth
-        seconds = seconds[1:]
-        values = (ideal_s, statistics.median(seconds), min(seconds), max(seconds), statistics.median(seconds) / ideal_s)
-        rows.append({"rate": rate, "kind": kind} | {name: f"{value:.4g}" for name, value in zip(COLUMNS[2:], values, strict=True)})
-    lines = [",".join(COLUMNS), *(",".join(row[column] for column in COLUMNS) for row in rows)]
-    write_text(results / "exchanges.csv", "\n".join(lines) + "\n")
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+        values = [ideal_s, *spread(seconds[1:]), statistics.median(seconds[1:]) / ideal_s]
+        rows.append(dict(zip(COLUMNS[EXCHANGES], [rate, kind, *(f"{value:.4g}" for value in values)], strict=True)))
+    write(results, EXCHANGES, rows)
 
 
-def read(results: Path) -> list[dict[str, str]]:
-    path = results / "exchanges.csv"
+def measure_steps(config: dict[str, Any], cluster: Cluster, results: Path) -> None:
+    lab = Lab.current()
+    rows = read(results, STEPS)
+    for name, case in config["cases"].items():
+        if any(row["case"] == name for row in rows):
+            continue
+        plan = plan_of(config, cluster, dict(case), name)
+        settings = {"plan": plan.model_dump(mode="json", exclude_none=True)}
+        settings |= {key: config[key] for key in ("depths", "turns", "steps")}
+        taken: dict[int, list[float]] = {depth: [] for depth in config["depths"]}
+        for turn in zip(*run_ranks("steps.py", settings, lab, cluster.sizes[1]), strict=True):
+            if turn[0][2] > 1:
+                taken[turn[0][1]].append(max(end for *_, end in turn) - min(begin for *_, begin, _ in turn))
+        for depth, seconds in taken.items():
+            scheduled = plan.model_copy(update={"schedule": Schedule(prefetch=depth)})
+            cost = step_cost(scheduled)
+            link_s = float(cost.link_s.max())
+            values = [*spread(seconds), cost.step_s, simulate_step(scheduled).step_s, cost.compute_s, link_s]
+            values.append(statistics.median(seconds) / max(link_s, cost.compute_s))
+            rows.append(dict(zip(COLUMNS[STEPS], [name, str(depth), *(f"{value:.4g}" for value in values)], strict=True)))
+        write(results, STEPS, rows)
+
+
+def plan_of(config: dict[str, Any], cluster: Cluster, case: dict[str, Any], name: str) -> Plan:
+    gpu = cluster.gpu.model_dump(mode="json") | {key: case.pop(key) for key in ("throughput", "block_overhead")}
+    slower = build(Cluster, cluster.model_dump(mode="json", exclude_none=True) | {"gpu": gpu}, "config.yaml")
+    domains, residency = {level: case.pop(level) for level in ("dc", "gpu")}, Residency(case.pop("residency"))
+    workload = build(Workload, {"name": name, "model": config["model"], "training": case}, "config.yaml")
+    layers = workload.model.num_moe_layers
+    group = LayerGroup(first_layer=0, num_layers=layers, domains=domains, migration={}, residency=residency)
+    return Plan(cluster=slower, workload=workload, layers=(group,))
+
+
+def run_ranks(program: str, settings: dict[str, Any], lab: Lab, places: int) -> list[list[Any]]:
+    """What each rank printed behind ``took``."""
+    store = host_store(lab.driver_address, timeout_s=60.0)
+    with tempfile.TemporaryDirectory(prefix="hybridep-") as folder:
+        path = Path(folder) / "settings.json"
+        num_ranks = len(lab.sites) * places
+        join = {"host": lab.driver_address, "port": store.port, "num_ranks": num_ranks}
+        path.write_text(json.dumps(settings | join))
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": UPLINK}
+        words = [sys.executable, str(HERE / program), str(path)]
+        ranks = [
+            lab.spawn(site.name, [*words, str(number * places + place)], env=environment, stdout=subprocess.PIPE, text=True)
+            for number, site in enumerate(lab.sites)
+            for place in range(places)
+        ]
+        outputs = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"{program}: a rank failed")
+    return [[json.loads(line[5:]) for line in output.splitlines() if line.startswith("took ")] for output in outputs]
+
+
+def spread(seconds: list[float]) -> tuple[float, float, float]:
+    return statistics.median(seconds), min(seconds), max(seconds)
+
+
+def read(results: Path, name: str) -> list[dict[str, str]]:
+    path = results / name
     return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
-def summarise(rows: list[dict[str, str]]) -> int:
-    """Print a line per rate and kind; 1 when one of ours takes more than ``MOST`` times the busiest link."""
+def write(results: Path, name: str, rows: list[dict[str, str]]) -> None:
+    columns = COLUMNS[name]
+    lines = [",".join(columns), *(",".join(row[column] for column in columns) for row in rows)]
+    write_text(results / name, "\n".join(lines) + "\n")
+    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+
+
+def summarise(exchanges: list[dict[str, str]], steps: list[dict[str, str]]) -> int:
+    """Print a line per row; 1 when one of our exchanges takes more than ``MOST`` times the busiest link, or the best depth's
+    communication shows more than ``MOST_EXPOSED`` times the plan's bound lets it."""
     failed = False
-    for row in rows:
-        print(f"{row['rate']:>9} {row['kind']:22} {row['over_ideal']:>6} of the busiest link ({row['min_s']} to {row['max_s']} s)")
+    for row in exchanges:
+        print(
+            f"{row['rate']:>9} {row['kind']:22} {row['over_ideal']:>6} of the busiest link ({row['min_s']} to {row['max_s']} s)"
+        )
         failed |= row["kind"] in OURS and float(row["over_ideal"]) > MOST
+    for row in steps:
+        print(
+            f"{row['case']:>24} depth {row['depth']}: {row['median_s']} s ({row['min_s']} to {row['max_s']}), predicted "
+            f"{row['predicted_s']}, {row['over_bound']} of the bound (computation {row['compute_s']}, busiest link {row['link_s']})"
+        )
+    for case in dict.fromkeys(row["case"] for row in steps):
+        failed |= min(float(row["over_bound"]) for row in steps if row["case"] == case) > MOST_EXPOSED
     return int(failed)
 
 

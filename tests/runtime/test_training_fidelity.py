@@ -126,6 +126,8 @@ def test_cases_cover_what_plans_can_say() -> None:
         assert {case.micro_batches for case in same} == {1, 2}
         assert {case.model for case in same} == set(MODELS)
         assert len({case.migration for case in same}) == 4
+        assert {case.prefetch for case in same} == {0, 1, 2}
+        assert {case.residency for case in same if case.prefetch} == set(Residency)
         assert len({case.domains for case in same}) == len(divisors(sizes[0])) * len(divisors(sizes[1]))
 
 
@@ -197,6 +199,8 @@ def test_microbatch_residency_holds_one_block_at_a_time(pools: Pools) -> None:
     for held in pools.run(watch_copies, case):
         # In its own forward a block's copies are on their way, those of the block before are gone.
         assert held == [one_block, one_block, 0]
+    for held in pools.run(watch_copies, replace(case, prefetch=1)):
+        assert held == [2 * one_block, one_block, 0]
     for held in pools.run(watch_copies, replace(case, residency=Residency.STEP)):
         assert held == [2 * one_block] * 3
 
@@ -244,6 +248,57 @@ def test_computation_does_not_wait_for_copies(pools: Pools) -> None:
         assert found == dict.fromkeys(names, True)
     for found in pools.run(hold_copies_back, replace(case, overlap=False), 0.05):
         assert found == dict.fromkeys(names, False)
+
+
+def order_of_copies(rank: int, case: Case) -> list[str]:
+    """What one step does with copies, and the attentions' forwards and backwards, in order."""
+    from runtime.mesh import Mesh
+    from runtime.trainer import RankTrainer
+
+    trainer = RankTrainer(training_run(), Mesh(plan=case.plan(), rank=rank))
+    found: list[str] = []
+    layers = {id(block.routed.exchange): block.layer for block in trainer.model.transformer.moe_blocks()}
+    for layer in trainer.model.transformer.layers:
+        number = layer.feed_forward.layer
+        layer.attention.register_forward_hook(lambda *_, number=number: found.append(f"forward {number}"))
+        layer.attention.register_full_backward_hook(lambda *_, number=number: found.append(f"backward {number}"))
+    submit = trainer.stream.submit
+    ended = threading.Event()
+
+    def noted(work: Any) -> Any:
+        name = f"{work.__name__} {layers[id(work.__self__)]}"
+        found.append(name)
+        if name != "_return 1" or not case.prefetch:
+            return submit(work)
+
+        def late() -> Any:
+            # Until the backward of the block below is over: nothing before the end of the step may wait for it.
+            ended.wait(20.0)
+            return work()
+
+        trainer.model.transformer.layers[0].attention.register_full_backward_hook(lambda *_: ended.set())
+        return submit(late)
+
+    trainer.stream.submit = noted
+    try:
+        trainer.step(1)
+    finally:
+        trainer.close()
+    return [*found, str(ended.is_set())]
+
+
+def test_prefetch_sends_copies_ahead_and_gradients_behind(pools: Pools) -> None:
+    case = Case(sizes=(2, 2), domains=(2, 1))
+    for found in pools.run(order_of_copies, replace(case, prefetch=1)):
+        assert found == [
+            *("_gather 0", "_gather 1", "forward 0", "forward 1"),
+            *("_return 1", "backward 1", "_return 0", "backward 0", "True"),
+        ]
+    for found in pools.run(order_of_copies, case):
+        assert found == [
+            *("_gather 0", "forward 0", "_gather 1", "forward 1"),
+            *("_return 1", "backward 1", "_return 0", "backward 0", "False"),
+        ]
 
 
 def _drop_gradient_return(trainer: Any) -> None:

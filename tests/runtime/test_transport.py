@@ -157,6 +157,62 @@ def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
         assert code == 0, output
 
 
+def test_background_exchanges_give_way(tmp_path: Path) -> None:
+    program = """
+        import threading
+        transport = Transport(timeout_s=20, on_span=lambda label, start, end: ends.append((label, time.monotonic())))
+        ends = []
+        size = 400_000  # elements: several pieces
+        def background(label):
+            receives = {peer: torch.zeros(size, dtype=torch.int64) for peer in peers}
+            transport.exchange_in_background({peer: message(rank, peer, size) for peer in peers}, receives, label)
+            for peer in peers:
+                assert torch.equal(receives[peer], message(peer, rank, size))
+                assert transport.sent_bytes[label, peer] == 8 * size
+        background("alone@dc")
+
+        # Rank 0 waits for tokens that rank 1 sends late. Its copies of that level wait, those of another do not.
+        dist.barrier()
+        threads = []
+        if rank == 1:
+            time.sleep(1.5)
+            transport.exchange({0: torch.tensor([5])}, {}, "tokens@dc")
+        if rank == 0:
+            got = torch.zeros(1, dtype=torch.int64)
+            tokens = transport.start({}, {1: got}, "tokens@dc")
+            while not transport._urgent["dc"]:
+                time.sleep(0.01)
+        if rank != 1:
+            peers = [2 - rank]
+            threads = [threading.Thread(target=background, args=(label,)) for label in ("copies@dc", "copies@gpu")]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()
+        if rank == 0:
+            tokens.wait()
+            assert got.item() == 5
+            assert [label for label, _ in ends] == ["alone@dc", "copies@gpu", "tokens@dc", "copies@dc"], ends
+        dist.barrier()
+
+        # Closed while it gives way: it ends at once.
+        if rank == 0:
+            tokens = transport.start({}, {1: got}, "tokens@dc")
+            while not transport._urgent["dc"]:
+                time.sleep(0.01)
+            threading.Timer(0.3, transport.close).start()
+            try:
+                transport.exchange_in_background({2: torch.zeros(9)}, {}, "copies@dc")
+                raise SystemExit("it did not end")
+            except TransportError as error:
+                assert "closed" in error.why
+        if rank == 1:
+            time.sleep(1)
+            transport.exchange({0: torch.tensor([5])}, {}, "tokens@dc")
+        dist.barrier()
+    """
+    for code, output in run_ranks(program, 3, tmp_path):
+        assert code == 0, output
+
+
 def test_a_silent_and_a_dead_peer_are_named(tmp_path: Path) -> None:
     program = """
         transport = Transport(timeout_s=1.0)

@@ -84,7 +84,8 @@ class Case:
         text = f"{'x'.join(map(str, self.sizes))}-domains{'x'.join(map(str, self.domains))}-{self.model}"
         text += f"-r{self.migration}" if self.migration else ""
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
-        return f"{text}-{self.residency.value}-m{self.micro_batches}{'' if self.overlap else '-serial'}{f'-d{self.prefetch}' * bool(self.prefetch)}"
+        text += f"-{self.residency.value}-m{self.micro_batches}"
+        return f"{text}{'' if self.overlap else '-serial'}{f'-d{self.prefetch}' if self.prefetch else ''}"
 
     @property
     def num_ranks(self) -> int:
@@ -118,7 +119,9 @@ class Case:
             residency=self.residency,
             serving=serving,
         )
-        return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=Schedule(overlap=self.overlap, prefetch=self.prefetch))
+        return Plan(
+            cluster=cluster, workload=workload, layers=(group,), schedule=Schedule(overlap=self.overlap, prefetch=self.prefetch)
+        )
 
 
 def wild_plan(cluster: Cluster, workload: Workload, seed: int, schedule: Schedule) -> Plan:
@@ -189,15 +192,16 @@ def divisors(size: int) -> list[int]:
 
 
 def cases(sizes: tuple[int, ...], repeats: int) -> list[Case]:
-    """Every domain choice ``repeats`` times; residency, accumulation, model, partial migration and overlap take turns in
-    cycles of different length, so that they meet in many combinations."""
+    """Every domain choice ``repeats`` times; residency, accumulation, model, partial migration, overlap and prefetch take
+    turns in cycles of different length, so that they meet in many combinations."""
     models, ratios = list(MODELS), cycle([(), (0.5,), (1.0, 0.5), (0.5, 0.5), ()])
     turns = cycle(product((1, 2), (Residency.STEP, Residency.MICROBATCH)))
-    overlaps = cycle([True] * 6 + [False])
+    schedules = cycle([(True, 0), (True, 1), (True, 2), (True, 0), (True, 1), (True, 1), (False, 0)])
     found = []
     for domains in product(*(divisors(size) for size in sizes)):
         for _ in range(repeats):
             micro_batches, residency = next(turns)
+            overlap, prefetch = next(schedules)
             found.append(
                 Case(
                     sizes=sizes,
@@ -207,7 +211,8 @@ def cases(sizes: tuple[int, ...], repeats: int) -> list[Case]:
                     migration=next(ratios),
                     residency=residency,
                     micro_batches=micro_batches,
-                    overlap=next(overlaps),
+                    overlap=overlap,
+                    prefetch=prefetch,
                 )
             )
     return found

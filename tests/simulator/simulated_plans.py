@@ -16,6 +16,7 @@ def make_plan(
     migration: dict[str, float] | None = None,
     residency: str = "step",
     overlap: bool = True,
+    prefetch: int = 0,
     latency_s: float = 0.0,
     micro_batches: int = 1,
     num_experts: int = 16,
@@ -78,7 +79,7 @@ def make_plan(
                 "residency": residency,
             }
         ],
-        "schedule": {"overlap": overlap},
+        "schedule": {"overlap": overlap, "prefetch": prefetch},
     }
     return build(Plan, data, "test")
 
@@ -89,6 +90,10 @@ PLANS = {
     "part gathered": make_plan(4, 2, domains={"dc": 2}, migration={"dc": 0.5}, latency_s=1e-4),
     "every micro-batch": make_plan(4, 2, domains={"dc": 2, "gpu": 2}, residency="microbatch", micro_batches=2),
     "no overlap": make_plan(4, 2, domains={"dc": 2}, overlap=False),
+    "ahead": make_plan(4, 2, domains={"dc": 2, "gpu": 2}, prefetch=1, num_layers=4),
+    "ahead every micro-batch": make_plan(
+        4, 2, domains={"dc": 2}, residency="microbatch", prefetch=2, micro_batches=2, num_layers=5, latency_s=1e-4
+    ),
     "pairs": make_plan(3, 2, domains={"gpu": 2}, pairs=True, num_experts=18),
     "pairs gathered": make_plan(3, 2, domains={"dc": 3}, migration={"dc": 0.67}, pairs=True, micro_batches=2),
     "fewer experts than ranks": make_plan(2, 2, 8, domains={"node": 2}, num_experts=16, throughput=1e10),

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.mesh import join_store, open_process_group
 from runtime.transport import Transport
 
 
 def main() -> None:
-    settings: dict[str, Any] = json.loads(sys.argv[1])
+    settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    rank, sites, places = int(sys.argv[2]), settings["sites"], settings["places"]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    rank, sites, places = dist.get_rank(), settings["sites"], settings["places"]
+    store = join_store(settings["host"], settings["port"], timeout_s=60.0)
+    open_process_group(store, rank=rank, world_size=settings["num_ranks"], timeout_s=60.0)
     groups = [dist.new_group([site * places + place for site in range(sites)]) for place in range(places)]
     transport = Transport(timeout_s=60.0)
     site, place = divmod(rank, places)
