@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.depths import plan_ahead
 from planner.measured import plan_measured
 from planner.plans import plan_domains
 from planner.sites.plans import plan_sites
@@ -23,9 +24,11 @@ def plan(
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
     popularity: Sequence[tuple[float, ...]] = (),
+    ahead: bool = False,
 ) -> Plan:
     """The fastest plan found that fits, with its prediction, a proven bound, and how it was found. With measured ``popularity``
-    of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer.
+    of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also plans whose copies set
+    out before their blocks (``Schedule.prefetch``), where sites are alike and no popularity is given.
 
     Raises InfeasibleError (says how much memory is missing where), NoSolutionError (time limit), UserError (unknown solver).
     """
@@ -33,6 +36,8 @@ def plan(
         return plan_measured(cluster, workload, popularity, schedule=schedule)
     if by_site(cluster):
         return plan_sites(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)
+    if ahead:
+        return plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s)
     return plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)
 
 

@@ -63,6 +63,12 @@ class LayerTimes:
         """Sum of the parts."""
         return sum(self.parts_s.values())
 
+    @property
+    def chain_s(self) -> float:
+        """Without copies and their gradients: what no schedule hides."""
+        copies = (Op.EXPERT_GATHER.value, Op.GRADIENT_RETURN.value)
+        return sum(seconds for name, seconds in self.parts_s.items() if name not in copies)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cost(LayerTimes):
@@ -228,17 +234,22 @@ def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -
 
 def step_cost(plan: Plan) -> StepCost:
     """The predicted cost of any plan, whoever made it."""
+    return step_costs(plan, (plan.schedule.prefetch,))[0]
+
+
+def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
+    """With these prefetch depths in place of the plan's own."""
     network = Network(cluster=plan.cluster)
-    groups, blocks = [], []
+    groups: list[tuple[int, Cost]] = []
+    blocks: list[Block] = []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating)
         times = block_times(network, plan.workload, placement, gating, traffic)
-        cost = layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)
-        groups.append((num_layers, cost))
-        blocks += [_block(group, times, block_transfers(network, traffic))] * num_layers
-    fixed = fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts)
-    cost = combine(network, fixed, groups)
-    return _ahead(plan, cost, blocks) if plan.schedule.prefetch else cost
+        groups.append((num_layers, layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)))
+        if any(depths):
+            blocks += [_block(group, times, block_transfers(network, traffic))] * num_layers
+    cost = combine(network, fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts), groups)
+    return [_ahead(plan, cost, blocks, depth) if depth else cost for depth in depths]
 
 
 def _block(group: LayerGroup, times: BlockTimes, transfers: dict[OpLevel, Transfer]) -> Block:
@@ -250,12 +261,12 @@ def _block(group: LayerGroup, times: BlockTimes, transfers: dict[OpLevel, Transf
     )
 
 
-def _ahead(plan: Plan, cost: StepCost, blocks: Sequence[Block]) -> StepCost:
+def _ahead(plan: Plan, cost: StepCost, blocks: Sequence[Block], depth: int) -> StepCost:
     """The same step with copies that set out ahead: of them counts only what shows."""
     workload = plan.workload
     shown = exposed_s(
         blocks,
-        depth=plan.schedule.prefetch,
+        depth=depth,
         micro_batches=workload.training.micro_batches,
         head_s=workload.head_flops / plan.cluster.gpu.throughput,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.placement import LevelChoice
-from hybridep.plan import LayerGroup, Plan, Prediction, Residency, Schedule, SolverReport
+from hybridep.plan import LayerGroup, Plan, Prediction, Residency, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
@@ -15,7 +15,7 @@ from hybridep.workload import Workload
 from planner.cost import step_cost
 from planner.memory import memory_use
 from planner.problem import Problem, build_problem
-from planner.solve import Solution, solve
+from planner.solve import PROVEN_GAP, Solution, gap, solve
 
 BASELINES = (Baseline.EP, Baseline.FULL_GATHER)
 """Those that every prediction has."""
@@ -53,12 +53,18 @@ def plan_of(problem: Problem, solution: Solution) -> Plan:
         schedule=problem.schedule,
         provenance=provenance(),
     )
+    return reported(made, solution, solution.objective_s, solution.bound_s)
+
+
+def reported(made: Plan, solution: Solution, objective_s: float, bound_s: float) -> Plan:
+    """The plan with its prediction and how it was found."""
+    found_gap = gap(objective_s, bound_s)
     report = SolverReport(
-        status=solution.status,
+        status=solution.status if found_gap <= PROVEN_GAP else Status.FEASIBLE,
         solver=solution.solver,
-        objective=seconds(solution.objective_s),
-        bound=seconds(solution.bound_s),
-        gap=solution.gap,
+        objective=seconds(objective_s),
+        bound=seconds(bound_s),
+        gap=found_gap,
         solve=seconds(solution.solve_s),
     )
     return made.model_copy(update={"prediction": predict(made), "solver": report})

@@ -18,7 +18,7 @@ from hybridep.plan import Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
-from planner.cost import block_times, fixed_cost, layer_times, layer_traffic
+from planner.cost import block_times, fixed_cost, layer_cost, layer_traffic
 from planner.domains import all_choices
 from planner.exchange import Network
 from planner.memory import TOLERANCE, fixed_memory, layer_memory
@@ -41,6 +41,10 @@ class Candidate:
     """Over all ranks, one layer."""
     layer_s: float
     """One layer's share of a step."""
+    chain_s: float
+    """Its computation and token exchanges alone: no schedule hides them."""
+    link_s: float
+    """The busiest link's bytes over its bandwidth."""
     lasting_bytes: FloatArray
     """[G], held for all such layers at the same time."""
     passing_bytes: FloatArray
@@ -87,6 +91,13 @@ class Problem:
     def layer_s(self) -> FloatArray:
         """[C]."""
         return np.array([candidate.layer_s for candidate in self.candidates])
+
+    @cached_property
+    def floors_s(self) -> FloatArray:
+        """[C]: with one configuration in all layers no schedule is faster."""
+        chain_s = np.array([candidate.chain_s for candidate in self.candidates])
+        link_s = np.array([candidate.link_s for candidate in self.candidates])
+        return np.asarray(np.maximum(self.fixed_s + self.num_layers * chain_s, self.num_layers * link_s))
 
     @cached_property
     def lasting_bytes(self) -> FloatArray:
@@ -151,7 +162,6 @@ def build_problem(
     alike where it is not given)."""
     network = Network(cluster=cluster)
     experts = workload.model.num_experts
-    batches = workload.training.micro_batches
     expected = gating(workload, popularity)
     candidates = []
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
@@ -160,13 +170,16 @@ def build_problem(
         copies = int(placement.holds.sum()) - experts
         times = block_times(network, workload, placement, expected, traffic)
         for residency in Residency if copies else (Residency.STEP,):
+            cost = layer_cost(network, workload, times, traffic, residency, schedule)
             memory = layer_memory(placement, workload, expected, traffic, residency)
             candidates.append(
                 Candidate(
                     choices=choices,
                     residency=residency,
                     num_copies=copies,
-                    layer_s=layer_times(times, batches, residency, schedule).total_s,
+                    layer_s=cost.total_s,
+                    chain_s=cost.chain_s,
+                    link_s=network.transfer_s(cost.link_bytes),
                     lasting_bytes=memory.lasting_bytes,
                     passing_bytes=memory.passing_bytes,
                 )

@@ -105,6 +105,8 @@ def random_problem(seed: int) -> Problem:
                 residency=Residency.STEP,
                 num_copies=index,
                 layer_s=seconds,
+                chain_s=seconds,
+                link_s=0.0,
                 lasting_bytes=lasting,
                 passing_bytes=passing,
             )
