@@ -311,7 +311,7 @@ def _drop_gradient_return(trainer: Any) -> None:
 
 def _swap_copies(trainer: Any) -> None:
     """Rank 2 takes its first two copies for each other."""
-    place = trainer.model.routed[1]._place
+    place = trainer.model.routed[1]._place_E
     first, second = trainer.model.routed[1].exchange.held[-2:]
     if trainer.mesh.rank == 2:
         place[first], place[second] = place[second].clone(), place[first].clone()
