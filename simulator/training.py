@@ -110,6 +110,7 @@ class _Builder:
         self._gathered: dict[int, list[int]] = {}
         """Layer -> ends of its gather, in one pass."""
         self._returned: dict[int, list[int]] = {}
+        """The same of its gradients' return, where copies live for one micro-batch."""
         self._levels = range(len(plan.cluster.levels))
         workload, gpu = plan.workload, plan.cluster.gpu
         everybody = self._slowdown = conditions.slowdown(plan.cluster, start_s)
@@ -265,11 +266,13 @@ class _Builder:
         flows, name = step.block.flows, step.name
         last = self._hops(flows, Op.COMBINE_BACKWARD, self._levels, after, name)
         # Gradients that the runtime does not keep while it makes new ones: with copies per micro-batch, memory is short.
-        above = self._returned.get(step.layer + self._prefetch + 1, []) if step.regather else []
+        above = self._returned.get(step.layer + self._prefetch + 1, [])
         last = [*last, *self._gathered.get(step.layer, []), *above]
         last = [self._compute(EXPERT + BACKWARD, step.block.expert_s * _BACKWARD_COST, last, name)]
         if step.give_back:
-            self._returned[step.layer] = self._queued(step, Op.GRADIENT_RETURN, self._levels[::-1], last)
+            returned = self._queued(step, Op.GRADIENT_RETURN, self._levels[::-1], last)
+            if step.regather:
+                self._returned[step.layer] = returned
         last = self._hops(flows, Op.DISPATCH_BACKWARD, self._levels[::-1], last, name)
         return [self._compute(PRE_EXPERT + BACKWARD, self._pre_expert_s * _BACKWARD_COST, last, name)]
 
