@@ -67,9 +67,11 @@ def test_one_layer_by_hand() -> None:
 
 def test_copies_of_more_blocks_are_held() -> None:
     each = [memory_use(gathered(Residency.MICROBATCH, depth)).parts_bytes["copies"] for depth in (0, 1, 2, 9)]
-    assert each[1] == 2 * each[0] and each[2] == 3 * each[0]
-    # No more than there are.
-    assert each[3] == memory_use(gathered(Residency.STEP, 9)).parts_bytes["copies"] == 4 * each[0]
+    one_layer = 6 * 2 * WORKLOAD.expert_bytes
+    # No more than there are layers.
+    assert [held - each[0] for held in each[1:]] == [one_layer, 2 * one_layer, 3 * one_layer]
+    # Gradients may be waiting to return until the step ends.
+    assert memory_use(gathered(Residency.STEP, 1)).parts_bytes["copies"] >= 4 * one_layer
 
 
 def test_a_schedule_without_overlap_has_nothing_ahead() -> None:
