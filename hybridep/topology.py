@@ -33,7 +33,7 @@ class Level(Strict):
     bandwidth: Bandwidth
     """Of the up link, and of the down link, of each worker of this level (shared by the GPUs below it)."""
     latency: Duration
-    """One way, between two workers of this level; includes the software's cost of one message."""
+    """One way, between two workers of this level; includes the software's cost of one message (see ``Gpu.message_overhead``)."""
 
 
 class Gpu(Strict):
@@ -46,6 +46,21 @@ class Gpu(Strict):
     """Effective; bounds the optimizer step."""
     block_overhead: Duration = 0.0
     """Fixed cost of one MoE block's forward pass (kernel launches, interpreter); twice that for backward."""
+    expert_throughput: Throughput | None = None
+    """Of the routed experts' products, which are many and small; as ``throughput`` when absent."""
+    expert_overhead: Duration = 0.0
+    """Fixed cost of each expert that a rank holds, its own or a copy, in one block's forward pass (launches, reading the
+    weights, writing their gradients); twice that for backward."""
+    pass_overhead: Duration = 0.0
+    """Fixed cost of one micro-batch's forward outside the MoE blocks (embedding, loss); twice that for backward."""
+    jitter: Duration = 0.0
+    """How late the last rank comes to an exchange after computation, beyond what uneven work explains. Counted where little
+    else hides it: for copies, which travel amid computation, and for tokens inside sites."""
+    sharing: float = Field(default=1.0, ge=1)
+    """How many times as fast a rank computes while all others wait; above 1 where ranks share processors, as in an emulation.
+    All other figures are those of a rank while all compute."""
+    message_overhead: Duration = 0.0
+    """Time that each message of an exchange takes a rank, beyond the first; that one is in the level's latency."""
 
 
 class Site(Strict):

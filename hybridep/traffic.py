@@ -50,6 +50,12 @@ class OpLevel(NamedTuple):
 Traffic = dict[OpLevel, FloatArray]
 
 
+def is_late(key: OpLevel) -> bool:
+    """Whether ``Gpu.jitter`` counts: for copies at every level, for tokens below the outermost."""
+    dense = key.op in (Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER)
+    return key.op in (Op.EXPERT_GATHER, Op.GRADIENT_RETURN) or (key.level > 0 and not dense)
+
+
 def reverse(placement: Placement, level: int, sent: FloatArray) -> FloatArray:
     """The same bytes in the other direction: out[peer(g, c), x_l(g)] = sent[g, c]."""
     shape = (*placement.sizes, placement.sizes[level])

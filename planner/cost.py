@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.topology import Gpu
 from hybridep.traffic import (
     FloatArray,
     Op,
@@ -130,15 +131,23 @@ def block_times(network: Network, workload: Workload, placement: Placement, gati
     """Times of one MoE layer's operations, given ``layer_traffic``."""
     gpu = network.cluster.gpu
     served = served_copies(placement, gating)
+    products_s = served.sum(axis=1) * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
+    expert_s = slowest_s(products_s + placement.holds.sum(axis=1) * gpu.expert_overhead, gpu)
     exchanges = dict.fromkeys(Op, 0.0)
     for key, sent in traffic.items():
         exchanges[key.op] += network.exchange_s(key, sent)
     return BlockTimes(
         pre_expert_s=workload.pre_expert_flops / gpu.throughput,
-        expert_s=float(served.sum(axis=1).max()) * workload.expert_flops_per_row / gpu.throughput,
+        expert_s=expert_s,
         overhead_s=gpu.block_overhead,
         exchanges_s=exchanges,
     )
+
+
+def slowest_s(seconds: FloatArray, gpu: Gpu) -> float:
+    """When the last rank is done, if each computes for ``seconds`` (any shape) while all do. Ranks that share processors
+    (``Gpu.sharing``) also wait for each other, so part of it is the mean."""
+    return float(seconds.max() / gpu.sharing + seconds.mean() * (1 - 1 / gpu.sharing))
 
 
 def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule: Schedule) -> LayerTimes:
@@ -189,7 +198,7 @@ def fixed_cost(network: Network, workload: Workload, placement: Placement, home_
     traffic = dense_traffic(placement, workload)
     parameters = model.dense_params + int(home_experts.max()) * model.expert_params
     parts = {
-        HEAD: 3 * workload.training.micro_batches * workload.head_flops / gpu.throughput,
+        HEAD: 3 * workload.training.micro_batches * (workload.head_flops / gpu.throughput + gpu.pass_overhead),
         OPTIMIZER: parameters * optimizer_bytes_per_parameter(workload) / gpu.memory_bandwidth,
         Op.DENSE_REDUCE_SCATTER.value: 0.0,
         Op.DENSE_ALL_GATHER.value: 0.0,

@@ -1,4 +1,4 @@
-"""How long one exchange takes: latency plus the busiest link's bytes over its bandwidth."""
+"""How long one exchange takes: latency, the overhead of further messages, and the busiest link's bytes over its bandwidth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray, OpLevel, link_bytes
+from hybridep.traffic import FloatArray, OpLevel, is_late, link_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +41,17 @@ class Network:
     def latency_s(self, level: int, sent: FloatArray) -> float:
         """Of one exchange at ``level``: a rank sends its messages one after the other without waiting for answers, so
         latencies overlap and that of the farthest pair that exchanges anything counts, once; zero when nobody does.
-        ``sent`` is [G, SF_l]."""
+        Each further message of the rank that sends most takes its overhead. ``sent`` is [G, SF_l]."""
         if not sent.any():
             return 0.0
+        further_s = (int((sent > 0).sum(axis=1).max()) - 1) * self.cluster.gpu.message_overhead
         if level > 0 or not self.cluster.links:
-            return self.cluster.levels[level].latency
+            return self.cluster.levels[level].latency + further_s
         size = self.cluster.sizes[0]
         talks = sent.reshape(size, -1, size).any(axis=1)
-        return float(self._site_latencies_s[talks].max())
+        return float(self._site_latencies_s[talks].max()) + further_s
 
     def exchange_s(self, key: OpLevel, sent: FloatArray) -> float:
         """Seconds of one exchange whose bytes are ``sent`` ([G, SF_l])."""
-        return self.latency_s(key.level, sent) + self.transfer_s(self.loads_bytes({key: sent}))
+        late_s = self.cluster.gpu.jitter if is_late(key) and sent.any() else 0.0
+        return late_s + self.latency_s(key.level, sent) + self.transfer_s(self.loads_bytes({key: sent}))

@@ -1,8 +1,7 @@
 """Measures what a cluster file must know: links by level, and computation, with all ranks busy at once.
 
-The numbers are those of the cost model's formulas, taken with the code that trains: throughput and block overhead are the
-slope and the intercept of real forward and backward passes over their FLOPs, memory bandwidth is that of real optimizer
-steps, latency and bandwidth are those of real exchanges among all ranks that differ at a level.
+The numbers are those of the cost model's formulas, taken with the code that trains. A bandwidth has in it what it takes to
+pack and unpack.
 """
 
 from __future__ import annotations
@@ -10,21 +9,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybridep.plan import LayerGroup, Plan
-from hybridep.run import Optimizer
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
-from runtime.build import RankModel, build_rank_model
-from runtime.expert_exchange import CopyStream
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
-from runtime.optimizer import HomeOptimizer
-from runtime.spans import SpanRecorder
+from runtime.probe_compute import ComputeProbe, probe_compute
 from runtime.transport import Transport
 
 if TYPE_CHECKING:
@@ -32,8 +27,10 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES, _FIRST_BYTES, _LARGEST_BYTES = 8, 2**15, 2**26
 _REPEATS = 5
-_LARGEST_BATCH = 64
-"""Sequences per rank, where growth ends for models so small that computation never outweighs the overhead."""
+_ALTERNATIONS = 20
+"""Of computation and an exchange of almost nothing."""
+_QUANTUM = 256
+"""Width of the product before an exchange; about a millisecond on one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +39,7 @@ class LevelProbe:
 
     name: str
     latency_s: float
-    """Of one exchange of almost no bytes among all ranks that differ at the level."""
+    """Of one exchange in which every rank sends one message of almost no bytes, all ranks at once."""
     bandwidth_bytes_per_s: float
     """Of one worker's up link while all ranks send."""
 
@@ -52,10 +49,11 @@ class Probe:
     """What was measured; levels of one worker have no links and are left out."""
 
     levels: tuple[LevelProbe, ...]
-    throughput_flops_per_s: float
-    block_overhead_s: float
-    """Of one MoE block's forward."""
-    memory_bandwidth_bytes_per_s: float
+    message_overhead_s: float
+    """Of each message of an exchange beyond a rank's first."""
+    jitter_s: float
+    """What an exchange that follows computation takes longer."""
+    compute: ComputeProbe
 
 
 def probe(
@@ -64,27 +62,34 @@ def probe(
     """Measure as one rank; all ranks of ``cluster`` call it. ``seconds`` is about how long each measurement of a link or of
     computation lasts. ``store`` is the rendezvous, as for ``trainer.train``. Raises TransportError when a peer is gone."""
     torch.set_num_threads(1)
-    # Every rank holds all experts, so that the passes are pure computation: no token leaves, no copy is exchanged.
-    everything = {level.name: level.size for level in cluster.levels}
-    group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains=everything, migration={})
-    mesh = Mesh(plan=Plan(cluster=cluster, workload=workload, layers=(group,)), rank=rank)
-    open_process_group(store, rank=rank, world_size=mesh.world_size, timeout_s=JOIN_TIMEOUT_S)
+    open_process_group(store, rank=rank, world_size=cluster.num_gpus, timeout_s=JOIN_TIMEOUT_S)
     try:
-        barrier = Barrier(rank=rank, world_size=mesh.world_size, timeout_s=timeout_s)
-        transport = Transport(timeout_s=timeout_s)
-        levels = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]
-        stream = CopyStream(overlap=False)
-        model = build_rank_model(mesh, transport, stream, SpanRecorder(mesh), seed=0)
-        throughput, overhead_s = _computation(mesh, model, barrier, seconds)
-        memory_bandwidth = _optimizer(mesh, model, barrier)
+        return probe_in_group(cluster, workload, rank=rank, seconds=seconds, timeout_s=timeout_s)
     finally:
         close_process_group()
+
+
+def probe_in_group(cluster: Cluster, workload: Workload, *, rank: int, seconds: float, timeout_s: float = 60.0) -> Probe:
+    """As ``probe``, in a process group that is open."""
+    group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
+    mesh = Mesh(plan=Plan(cluster=cluster, workload=workload, layers=(group,)), rank=rank)
+    barrier = Barrier(rank=rank, world_size=mesh.world_size, timeout_s=timeout_s)
+    transport = Transport(timeout_s=timeout_s)
+    found = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]
+    compute = probe_compute(cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds)
+    further_s = [each_s for _, each_s, _ in found if each_s is not None]
     return Probe(
-        levels=tuple(levels),
-        throughput_flops_per_s=throughput,
-        block_overhead_s=overhead_s,
-        memory_bandwidth_bytes_per_s=memory_bandwidth,
+        levels=tuple(level for level, _, _ in found),
+        jitter_s=statistics.fmean(each_s for _, _, each_s in found) if found else 0.0,
+        message_overhead_s=statistics.fmean(further_s) if further_s else 0.0,
+        compute=compute,
     )
+
+
+def probe_of(fields: dict[str, Any]) -> Probe:
+    """Inverse of ``dataclasses.asdict``."""
+    levels = tuple(LevelProbe(**level) for level in fields["levels"])
+    return Probe(**{**fields, "levels": levels, "compute": ComputeProbe(**fields["compute"])})
 
 
 def summarise(probes: Sequence[Probe]) -> Probe:
@@ -97,11 +102,14 @@ def summarise(probes: Sequence[Probe]) -> Probe:
         )
         for same in zip(*(each.levels for each in probes), strict=True)
     ]
+    medians = {
+        field.name: statistics.median(getattr(one.compute, field.name) for one in probes) for field in fields(ComputeProbe)
+    }
     return Probe(
         levels=tuple(levels),
-        throughput_flops_per_s=statistics.median(each.throughput_flops_per_s for each in probes),
-        block_overhead_s=statistics.median(each.block_overhead_s for each in probes),
-        memory_bandwidth_bytes_per_s=statistics.median(each.memory_bandwidth_bytes_per_s for each in probes),
+        jitter_s=statistics.median(one.jitter_s for one in probes),
+        message_overhead_s=statistics.median(one.message_overhead_s for one in probes),
+        compute=replace(probes[0].compute, **medians),
     )
 
 
@@ -117,78 +125,61 @@ def _timed(barrier: Barrier, work: Callable[[], object], repeats: int) -> float:
     return statistics.median(taken)
 
 
-def _level(mesh: Mesh, transport: Transport, barrier: Barrier, level: int, seconds: float) -> LevelProbe:
-    name = mesh.plan.cluster.levels[level].name
-    peers = [mesh.peer(level, c) for c in range(mesh.sizes[level]) if c != mesh.location[level]]
+def _level(
+    mesh: Mesh, transport: Transport, barrier: Barrier, level: int, seconds: float
+) -> tuple[LevelProbe, float | None, float]:
+    """The level's links; what each further message of an exchange takes, where a rank has more than one peer; and what
+    an exchange takes longer that follows computation."""
+    name, size, own = mesh.plan.cluster.levels[level].name, mesh.sizes[level], mesh.location[level]
 
-    def exchange(size_bytes: int) -> Callable[[], None]:
-        sends = {peer: torch.zeros(size_bytes, dtype=torch.uint8) for peer in peers}
-        receives = {peer: torch.zeros(size_bytes, dtype=torch.uint8) for peer in peers}
-        return lambda: transport.exchange(sends, receives, f"probe@{name}")
+    def exchange(distances: Sequence[int], size_bytes: int) -> Callable[[], None]:
+        to = [mesh.peer(level, (own + distance) % size) for distance in distances]
+        come_from = [mesh.peer(level, (own - distance) % size) for distance in distances]
+        content = torch.zeros(size_bytes, dtype=torch.uint8)
 
-    latency_s = _timed(barrier, exchange(_SMALL_BYTES), 10 * _REPEATS)
+        def work() -> None:
+            # As copies are: laid one after the other here, and added up there.
+            sends = {peer: content.clone() for peer in to}
+            receives = {peer: torch.empty_like(content) for peer in come_from}
+            transport.exchange(sends, receives, f"probe@{name}")
+            total = torch.zeros_like(content)
+            for message in receives.values():
+                total += message
+
+        return work
+
+    everybody = range(1, size)
+    latency_s = _timed(barrier, exchange([1], _SMALL_BYTES), 10 * _REPEATS)
+    all_s = _timed(barrier, exchange(everybody, _SMALL_BYTES), 10 * _REPEATS)
+    further_s = max(all_s - latency_s, 0.0) / (size - 2) if size > 2 else None
+    jitter_s = max(_amid_computation(barrier, exchange(everybody, _SMALL_BYTES)) - all_s, 0.0)
     size_bytes, taken_s = _FIRST_BYTES, 0.0
     while True:
         # All ranks must send the same: rank 0's clock decides.
-        taken_s = barrier.agree(_timed(barrier, exchange(size_bytes), 1))
+        taken_s = barrier.agree(_timed(barrier, exchange(everybody, size_bytes), 1))
         if taken_s >= seconds or size_bytes >= _LARGEST_BYTES:
             break
         size_bytes = min(size_bytes * 4, _LARGEST_BYTES)
-    taken_s = _timed(barrier, exchange(size_bytes), _REPEATS)
+    taken_s = _timed(barrier, exchange(everybody, size_bytes), _REPEATS)
     below = mesh.world_size
-    for size in mesh.sizes[: level + 1]:
-        below //= size
-    sent_bytes = below * len(peers) * size_bytes
-    return LevelProbe(name=name, latency_s=latency_s, bandwidth_bytes_per_s=sent_bytes / max(taken_s - latency_s, 1e-9))
+    for number in mesh.sizes[: level + 1]:
+        below //= number
+    bandwidth = below * (size - 1) * size_bytes / max(taken_s - all_s, 1e-9)
+    return LevelProbe(name=name, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth), further_s, jitter_s
 
 
-def _computation(mesh: Mesh, model: RankModel, barrier: Barrier, seconds: float) -> tuple[float, float]:
-    """(FLOPs per second, block overhead): time = FLOPs / throughput + 3 * blocks * overhead, a backward costing two forwards."""
-    workload = mesh.plan.workload
-    for experts in model.routed:
-        # Gradients of copies would otherwise set out to their homes.
-        experts.exchange.last_micro_batch = False
+def _amid_computation(barrier: Barrier, exchange: Callable[[], None]) -> float:
+    """Seconds that one exchange adds to computation before it, when all ranks do the same."""
+    a = torch.ones(_QUANTUM, _QUANTUM)
 
-    def measure(number: int) -> tuple[float, float]:
-        batch = workload.model_copy(update={"training": workload.training.model_copy(update={"micro_batch_size": number})})
-        tokens = torch.zeros(number, workload.training.sequence_length, dtype=torch.int64)
-        tokens += torch.arange(workload.training.sequence_length) % workload.model.vocab_size
-
+    def alternate(between: Callable[[], object]) -> Callable[[], None]:
         def work() -> None:
-            loss, balance = model.transformer(tokens, tokens)
-            (loss + balance).backward()
+            for _ in range(_ALTERNATIONS):
+                torch.mm(a, a)
+                between()
+            barrier.wait()
 
-        once_s = barrier.agree(_timed(barrier, work, 1))
-        taken_s = _timed(barrier, work, max(3, min(20, int(seconds / max(once_s, 1e-6)))))
-        return _pass_flops(batch), taken_s
+        return work
 
-    number = 1
-    few, few_s = many, many_s = measure(number)
-    # Two points far apart: where overhead dominates, a small difference of times would be noise.
-    while number < _LARGEST_BATCH and barrier.agree(many_s / few_s) < 2:
-        number *= 4
-        many, many_s = measure(number)
-    if many_s <= few_s:
-        return many / many_s, 0.0
-    throughput = (many - few) / (many_s - few_s)
-    overhead_s = (few_s - few / throughput) / (3 * workload.model.num_moe_layers)
-    return throughput, max(overhead_s, 0.0)
-
-
-def _pass_flops(workload: Workload) -> float:
-    """Forward and backward of one micro-batch on one rank."""
-    model = workload.model
-    block = workload.pre_expert_flops + workload.training.tokens * model.top_k * workload.expert_flops_per_row
-    return 3 * (model.num_moe_layers * block + workload.head_flops)
-
-
-def _optimizer(mesh: Mesh, model: RankModel, barrier: Barrier) -> float:
-    """Bytes per second at which AdamW reads weight, gradient and states and writes weight and states."""
-    optimizer = HomeOptimizer(Optimizer(), {**model.transformer.dense_parameters(), **model.home_parameters()})
-    dtype = mesh.plan.workload.training.dtype
-    elements = sum(parameter.numel() for parameter in optimizer.parameters.values())
-
-    def work() -> None:
-        optimizer.step(1)
-
-    return elements * (3 * dtype.num_bytes + 2 * dtype.state_bytes) / _timed(barrier, work, _REPEATS)
+    alone_s = _timed(barrier, alternate(lambda: None), _REPEATS)
+    return (_timed(barrier, alternate(exchange), _REPEATS) - alone_s) / _ALTERNATIONS

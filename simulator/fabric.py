@@ -23,8 +23,8 @@ class Fabric:
         self._conditions = conditions or Conditions()
         self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 
-    def flows(self, level: int, sent: FloatArray) -> Flows:
-        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate."""
+    def flows(self, level: int, sent: FloatArray, late_s: float = 0.0) -> Flows:
+        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate; ``late_s`` longer."""
         cluster = self.symmetry.cluster
         stride, size = int(np.prod(cluster.sizes[level + 1 :])), cluster.sizes[level]
         kind, coordinate = np.nonzero(sent[self.symmetry.first])
@@ -32,12 +32,18 @@ class Fabric:
         own = source // stride % size
         moves = coordinate != own
         source, coordinate, own = source[moves], coordinate[moves], own[moves]
-        return self.transfers(source, source + (coordinate - own) * stride, sent[source, coordinate])
+        # All arrive with the last: which of a rank's messages leaves first is not followed.
+        further_s = (np.bincount(source, minlength=cluster.num_gpus)[source] - 1) * cluster.gpu.message_overhead
+        destination = source + (coordinate - own) * stride
+        return self.transfers(source, destination, sent[source, coordinate], late_s + further_s)
 
-    def transfers(self, source: IntArray, destination: IntArray, size_bytes: FloatArray) -> Flows:
-        """Transfers between pairs of ranks, [n] each: all that the first rank of each kind sends."""
+    def transfers(
+        self, source: IntArray, destination: IntArray, size_bytes: FloatArray, late_s: FloatArray | None = None
+    ) -> Flows:
+        """Transfers between pairs of ranks, [n] each: all that the first rank of each kind sends; ``late_s`` longer."""
         symmetry = self.symmetry
         links, shares, latency_s = symmetry.wiring.paths(source, destination)
+        further_s = np.zeros(source.size) if late_s is None else late_s
         one_by_one = symmetry.num_kinds == symmetry.cluster.num_gpus
         if not one_by_one:
             links = np.where(links >= 0, symmetry.link_kind[links], -1)
@@ -50,7 +56,7 @@ class Fabric:
                 destination=destination,
                 transfers=Transfers(
                     links=links,
-                    latency_s=latency_s,
+                    latency_s=latency_s + further_s,
                     size_bytes=size_bytes,
                     weights=None if (shares == 1).all() else shares,
                     limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s),
@@ -69,7 +75,7 @@ class Fabric:
             destination=peer[alike],
             transfers=Transfers(
                 links=links,
-                latency_s=latency_s[alike],
+                latency_s=(latency_s + further_s)[alike],
                 size_bytes=size_bytes[alike],
                 weights=np.where(links >= 0, total * shares / symmetry.link_size[links], 1.0),
                 limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s[alike]),

@@ -17,6 +17,7 @@ from hybridep.traffic import (
     copy_traffic,
     dense_traffic,
     expected_rows,
+    is_late,
     routed_rows,
     served_copies,
     token_traffic,
@@ -115,7 +116,7 @@ class _Builder:
         workload, gpu = plan.workload, plan.cluster.gpu
         everybody = self._slowdown = conditions.slowdown(plan.cluster, start_s)
         self._pre_expert_s = everybody * (workload.pre_expert_flops / gpu.throughput + gpu.block_overhead)
-        self._head_s = everybody * (workload.head_flops / gpu.throughput)
+        self._head_s = everybody * (workload.head_flops / gpu.throughput + gpu.pass_overhead)
         self._optimizer_s = self._optimizer()
         dense = dense_traffic(plan.placements[0], workload)
         expected = {}
@@ -199,13 +200,19 @@ class _Builder:
         rows = expected_rows(placement, layers.gating) if choices is None else routed_rows(placement, choices)
         traffic = token_traffic(placement, workload, rows) | copy_traffic(placement, workload)
         copies = served_copies(placement, layers.gating, choices).sum(axis=1)
-        return traffic, copies * (workload.expert_flops_per_row / gpu.throughput) * self._slowdown
+        products_s = copies * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
+        alone_s = (products_s + placement.holds.sum(axis=1) * gpu.expert_overhead) * self._slowdown
+        # Ranks that share processors wait for each other's work, too.
+        return traffic, alone_s / gpu.sharing + alone_s.mean() * (1 - 1 / gpu.sharing)
 
     def _block_of(self, traffic: Traffic, expert_s: FloatArray) -> _Block:
         return _Block(flows=self._flows(traffic), expert_s=expert_s)
 
     def _flows(self, traffic: Traffic) -> dict[OpLevel, Flows]:
-        return {key: self.fabric.flows(key.level, sent) for key, sent in traffic.items()}
+        jitter_s = self._plan.cluster.gpu.jitter
+        return {
+            key: self.fabric.flows(key.level, sent, late_s=jitter_s if is_late(key) else 0.0) for key, sent in traffic.items()
+        }
 
     def _hops(self, flows: Mapping[OpLevel, Flows], op: Op, levels: Sequence[int], after: list[int], name: str) -> list[int]:
         """One exchange per level, in the order given; a rank begins a hop when its part of the one before is done."""

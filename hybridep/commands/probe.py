@@ -66,7 +66,7 @@ def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3)
     from hybridep.launch.worker import Job
     from hybridep.run import Run
     from planner import baseline
-    from runtime.probe import LevelProbe, Probe, summarise
+    from runtime.probe import probe_of, summarise
 
     with tempfile.TemporaryDirectory(prefix="hybridep-") as folder:
         run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=Path(folder), steps=1)
@@ -74,14 +74,12 @@ def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3)
         with backend_for(job, local=not os.environ.get("RAY_ADDRESS")) as backend:
             controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
             controller.run()
-    probes = []
-    for fields in controller.results.values():
-        levels = tuple(LevelProbe(**level) for level in fields["levels"])
-        probes.append(Probe(**{**fields, "levels": levels}))
-    return _with_measurements(cluster, summarise(probes))
+    probes = [probe_of(fields) for fields in controller.results.values()]
+    return with_measurements(cluster, summarise(probes))
 
 
-def _with_measurements(cluster: Cluster, found: Probe) -> Cluster:
+def with_measurements(cluster: Cluster, found: Probe) -> Cluster:
+    """The cluster with what was measured in place of what its file says."""
     by_name = {level.name: level for level in found.levels}
     levels = tuple(
         level.model_copy(
@@ -96,9 +94,15 @@ def _with_measurements(cluster: Cluster, found: Probe) -> Cluster:
     )
     gpu = cluster.gpu.model_copy(
         update={
-            "throughput": _rounded(found.throughput_flops_per_s),
-            "memory_bandwidth": _rounded(found.memory_bandwidth_bytes_per_s),
-            "block_overhead": _rounded(found.block_overhead_s),
+            "throughput": _rounded(found.compute.throughput_flops_per_s),
+            "memory_bandwidth": _rounded(found.compute.memory_bandwidth_bytes_per_s),
+            "block_overhead": _rounded(found.compute.block_overhead_s),
+            "expert_throughput": _rounded(found.compute.expert_throughput_flops_per_s),
+            "expert_overhead": _rounded(found.compute.expert_overhead_s),
+            "sharing": _rounded(found.compute.sharing),
+            "pass_overhead": _rounded(found.compute.pass_overhead_s),
+            "jitter": _rounded(found.jitter_s),
+            "message_overhead": _rounded(found.message_overhead_s),
         }
     )
     return cluster.model_copy(update={"levels": levels, "gpu": gpu})
@@ -119,8 +123,14 @@ def _show(given: Cluster, measured: Cluster) -> None:
     for before, after in zip(given.levels, measured.levels, strict=True):
         table.add_row(f"{before.name} bandwidth", format_bandwidth(before.bandwidth), format_bandwidth(after.bandwidth))
         table.add_row(f"{before.name} latency", format_seconds(before.latency), format_seconds(after.latency))
-    throughputs = [format_throughput(gpu.throughput) for gpu in (given.gpu, measured.gpu)]
-    table.add_row("throughput", *throughputs)
-    table.add_row("memory bandwidth", *(format_bandwidth(gpu.memory_bandwidth) for gpu in (given.gpu, measured.gpu)))
-    table.add_row("block overhead", *(format_seconds(gpu.block_overhead) for gpu in (given.gpu, measured.gpu)))
+    gpus = given.gpu, measured.gpu
+    table.add_row("throughput", *(format_throughput(gpu.throughput) for gpu in gpus))
+    table.add_row("expert throughput", *(format_throughput(gpu.expert_throughput or gpu.throughput) for gpu in gpus))
+    table.add_row("memory bandwidth", *(format_bandwidth(gpu.memory_bandwidth) for gpu in gpus))
+    table.add_row("block overhead", *(format_seconds(gpu.block_overhead) for gpu in gpus))
+    table.add_row("ranks per processor", *(f"{gpu.sharing:.3g}" for gpu in gpus))
+    table.add_row("message overhead", *(format_seconds(gpu.message_overhead) for gpu in gpus))
+    table.add_row("pass overhead", *(format_seconds(gpu.pass_overhead) for gpu in gpus))
+    table.add_row("jitter", *(format_seconds(gpu.jitter) for gpu in gpus))
+    table.add_row("expert overhead", *(format_seconds(gpu.expert_overhead) for gpu in gpus))
     Console(highlight=False).print(table)

@@ -35,6 +35,8 @@ class Job:
     resume: bool = False
     probe_s: float | None = None
     """Instead of training, measure links and computation, each for about this long."""
+    trials: tuple[Plan, ...] = ()
+    """Instead of training ``plan``, train each of these for the run's steps and report times only."""
 
     @property
     def dcs(self) -> tuple[str, ...]:
@@ -45,7 +47,8 @@ class Job:
     def to_json(self) -> str:
         """One line of JSON."""
         plan = self.plan.model_dump(mode="json", exclude={"provenance"}, exclude_none=True)
-        more = {"resume": self.resume, "probe_s": self.probe_s}
+        trials = [one.model_dump(mode="json", exclude={"provenance"}, exclude_none=True) for one in self.trials]
+        more = {"resume": self.resume, "probe_s": self.probe_s, "trials": trials}
         return json.dumps({"run": self.run.model_dump(mode="json"), "plan": plan, **more})
 
     @classmethod
@@ -53,7 +56,8 @@ class Job:
         """Inverse of :meth:`to_json`."""
         fields = json.loads(text)
         run, plan = build(Run, fields.pop("run"), "run"), build(Plan, fields.pop("plan"), "plan")
-        return cls(run=run, plan=plan, **fields)
+        trials = tuple(build(Plan, trial, f"trial {number}") for number, trial in enumerate(fields.pop("trials")))
+        return cls(run=run, plan=plan, trials=trials, **fields)
 
     def log(self, rank: int) -> Path:
         """File with what a rank printed, and its traceback."""
@@ -78,6 +82,14 @@ def run_rank(
         else:
             place = meet()
             store = join_store(place.address, place.port, timeout_s=RENDEZVOUS_TIMEOUT_S)
+        if job.trials:
+            from runtime.trials import Trial, run_trials
+
+            done = list(run_trials(job.run, job.trials, rank=rank, store=store, probe_s=job.probe_s))
+            trials = [asdict(one) for one in done if isinstance(one, Trial)]
+            probes = [asdict(one) for one in done if not isinstance(one, Trial)]
+            report(Finished(rank=rank, result={"trials": trials, "probes": probes}))
+            return
         if job.probe_s is not None:
             from runtime.probe import probe
 

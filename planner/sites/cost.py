@@ -10,8 +10,16 @@ import numpy as np
 
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray, Op, gathers_and_returns
-from planner.cost import COMPUTATIONS, HEAD, OPTIMIZER, BlockTimes, layer_times, optimizer_bytes_per_parameter
+from hybridep.traffic import FloatArray, Op, OpLevel, gathers_and_returns, is_late
+from planner.cost import (
+    COMPUTATIONS,
+    HEAD,
+    OPTIMIZER,
+    BlockTimes,
+    layer_times,
+    optimizer_bytes_per_parameter,
+    slowest_s,
+)
 from planner.memory import (
     TOLERANCE,
     fixed_passing_bytes,
@@ -66,22 +74,28 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     work, gpu = problem.workload, problem.cluster.gpu
     times = dict.fromkeys(Op, 0.0)
 
-    def add(op: Op, line: tuple[float, float], unit_bytes: float) -> None:
-        times[op] += line[0] + line[1] * unit_bytes
+    def add(op: Op, exchange: Exchange, unit_bytes: float) -> None:
+        latency_s, per_byte_s = exchange.line(problem)
+        late = per_byte_s > 0 and is_late(OpLevel(op, 0 if exchange.outer else 1))
+        times[op] += late * gpu.jitter + latency_s + per_byte_s * unit_bytes
 
     for exchange in layer.copies:
-        add(Op.EXPERT_GATHER, exchange.line(problem), work.expert_bytes)
-        add(Op.GRADIENT_RETURN, exchange.reverse.line(problem), work.expert_bytes)
+        add(Op.EXPERT_GATHER, exchange, work.expert_bytes)
+        add(Op.GRADIENT_RETURN, exchange.reverse, work.expert_bytes)
     for exchange in layer.rows:
-        there, back = exchange.line(problem), exchange.reverse.line(problem)
+        there, back = exchange, exchange.reverse
         add(Op.TOKEN_DISPATCH, there, work.dispatch_row_bytes)
         add(Op.COMBINE_BACKWARD, there, work.combine_row_bytes)
         add(Op.TOKEN_COMBINE, back, work.combine_row_bytes)
         add(Op.DISPATCH_BACKWARD, back, work.dispatch_gradient_row_bytes)
-    times[Op.TOKEN_COUNTS] = sum(exchange.seconds(problem, 1.0) for exchange in layer.counts)
+    for exchange in layer.counts:
+        add(Op.TOKEN_COUNTS, exchange, 1.0)
+    products_s = layer.served * (work.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
+    # Bounds leave the overhead of held experts out: it is never negative.
+    held = problem.at_home + layer.copies_held
     return BlockTimes(
         pre_expert_s=work.pre_expert_flops / gpu.throughput,
-        expert_s=float(layer.served.max()) * work.expert_flops_per_row / gpu.throughput,
+        expert_s=slowest_s(products_s + held * gpu.expert_overhead, gpu),
         overhead_s=gpu.block_overhead,
         exchanges_s=times,
     )
@@ -99,7 +113,7 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
     buffers = _largest([exchange.both * width for exchange in exchanges], at_home.shape)
     return FixedCost(
         parts_s={
-            HEAD: 3 * work.training.micro_batches * work.head_flops / gpu.throughput,
+            HEAD: 3 * work.training.micro_batches * (work.head_flops / gpu.throughput + gpu.pass_overhead),
             OPTIMIZER: parameters * optimizer_bytes_per_parameter(work) / gpu.memory_bandwidth,
             Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, width) for exchange in exchanges),
             Op.DENSE_ALL_GATHER.value: sum(exchange.reverse.seconds(problem, width) for exchange in exchanges),

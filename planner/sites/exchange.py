@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridep.placement import IntArray
 from hybridep.traffic import COUNT_BYTES, FloatArray
@@ -27,12 +28,14 @@ class Exchange:
     """[D, n] received."""
     pairs: FloatArray | None = None
     """[D, D] from site to site, all ranks together, zero on the diagonal; None inside sites."""
+    messages: tuple[int, int] = (0, 0)
+    """Of the rank that sends to most others, and of the one that receives from most."""
 
     @property
     def reverse(self) -> Exchange:
         """The same in the other direction."""
         pairs = None if self.pairs is None else self.pairs.T
-        return Exchange(outer=self.outer, out=self.into, into=self.out, pairs=pairs)
+        return Exchange(outer=self.outer, out=self.into, into=self.out, pairs=pairs, messages=self.messages[::-1])
 
     @property
     def both(self) -> FloatArray:
@@ -40,17 +43,19 @@ class Exchange:
         return self.out + self.into
 
     def line(self, problem: SiteProblem) -> tuple[float, float]:
-        """(latency of the farthest pair that talks, seconds per unit's byte on the busiest link)."""
+        """(latency of the farthest pair that talks and overhead of further messages, seconds per unit's byte on the busiest
+        link)."""
         if not self.out.any():
             return 0.0, 0.0
+        further_s = (self.messages[0] - 1) * problem.cluster.gpu.message_overhead
         busiest = max(float(self.out.max()), float(self.into.max())) / problem.gpu_bytes_per_s
         if self.pairs is None:
-            return problem.gpu_latency_s, busiest
+            return problem.gpu_latency_s + further_s, busiest
         up, down = self.pairs.sum(axis=1) / problem.up_bytes_per_s, self.pairs.sum(axis=0) / problem.down_bytes_per_s
         busiest = max(busiest, float(up.max()), float(down.max()))
         if problem.pair_bytes_per_s is not None:
             busiest = max(busiest, float((self.pairs / problem.pair_bytes_per_s).max()))
-        return float((problem.latency_s * (self.pairs > 0)).max()), busiest
+        return float((problem.latency_s * (self.pairs > 0)).max()) + further_s, busiest
 
     def seconds(self, problem: SiteProblem, unit_bytes: float) -> float:
         """With ``unit_bytes`` per row or expert: latency plus the busiest link's time."""
@@ -113,12 +118,13 @@ def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> La
         needed = tokens * problem.hit[by_rank].sum(axis=0)
         arrived = n * needed
         away = needed.sum(axis=1, keepdims=True) - needed
-        inner_rows = (Exchange(outer=False, out=away, into=(n - 1) * needed),)
+        inner_rows = (Exchange(outer=False, out=away, into=(n - 1) * needed, messages=_all_to(needed > 0)),)
         present = np.zeros(n)
         present[problem.home_inside] = 1.0
         peers = np.broadcast_to(present.sum() - present, (size, n))
         into = np.broadcast_to((n - 1) * present, (size, n))
-        inner_counts = (Exchange(outer=False, out=COUNT_BYTES * peers, into=COUNT_BYTES * into),)
+        told = _all_to(np.broadcast_to(present > 0, (size, n)))
+        inner_counts = (Exchange(outer=False, out=COUNT_BYTES * peers, into=COUNT_BYTES * into, messages=told),)
     copies, held_at = _copies(problem, held, inside)
     return LayerExchanges(
         rows=(outer_rows, *inner_rows),
@@ -138,13 +144,15 @@ def dense_exchanges(problem: SiteProblem) -> tuple[Exchange, ...]:
     if n > 1:
         shards = total // n + (np.arange(n) < total % n)
         every = np.ones((size, 1))
-        exchanges.append(Exchange(outer=False, out=every * (total - shards), into=every * ((n - 1) * shards)))
+        out, into = every * (total - shards), every * ((n - 1) * shards)
+        exchanges.append(Exchange(outer=False, out=out, into=into, messages=(n - 1, n - 1)))
     if size > 1:
         parts = shards[:, None] // size + (np.arange(size) < shards[:, None] % size)
         pairs = np.tile(parts.sum(axis=0).astype(np.float64), (size, 1))
         np.fill_diagonal(pairs, 0.0)
         out = (shards[:, None] - parts).T.astype(np.float64)
-        exchanges.append(Exchange(outer=True, out=out, into=parts.T * float(size - 1), pairs=pairs))
+        into = parts.T * float(size - 1)
+        exchanges.append(Exchange(outer=True, out=out, into=into, pairs=pairs, messages=(size - 1, size - 1)))
     return tuple(exchanges)
 
 
@@ -152,7 +160,16 @@ def _alike(n: int, per_rank: FloatArray) -> Exchange:
     """Every rank of a site sends the same [D, D]."""
     out, into = per_rank.sum(axis=1), per_rank.sum(axis=0)
     every = np.ones(n)
-    return Exchange(outer=True, out=out[:, None] * every, into=into[:, None] * every, pairs=n * per_rank)
+    talks = per_rank > 0
+    messages = int(talks.sum(axis=1).max()), int(talks.sum(axis=0).max())
+    pairs = n * per_rank
+    return Exchange(outer=True, out=out[:, None] * every, into=into[:, None] * every, pairs=pairs, messages=messages)
+
+
+def _all_to(receives: NDArray[np.bool_]) -> tuple[int, int]:
+    """Messages when all ranks of a site send to those others of it that receive ([D, n])."""
+    others = receives.sum(axis=1, keepdims=True) - receives
+    return int(others.max()), receives.shape[1] - 1
 
 
 def _served_by_rank(problem: SiteProblem, table: IntArray) -> IntArray:
@@ -172,9 +189,14 @@ def _copies(problem: SiteProblem, held: IntArray, inside: Inside) -> tuple[tuple
     np.fill_diagonal(pairs, 0.0)
     copies = np.bincount(expert, minlength=problem.num_experts) - 1.0
     out = np.bincount(problem.home, weights=copies, minlength=size * n).reshape(size, n)
-    outer = Exchange(outer=True, out=np.asarray(out, dtype=np.float64), into=held_at - at_home, pairs=pairs)
+    moved = site != problem.home_site[expert]
+    between = np.zeros((size, n, size), dtype=np.bool_)
+    between[problem.home_site[expert[moved]], problem.home_inside[expert[moved]], site[moved]] = True
+    messages = int(between.sum(axis=2).max()), int(between.sum(axis=0).max())
+    outer = Exchange(outer=True, out=np.asarray(out, dtype=np.float64), into=held_at - at_home, pairs=pairs, messages=messages)
     if inside is Inside.ONE or n == 1:
         return (outer,), held_at - at_home
     all_held = held_at.sum(axis=1, keepdims=True)
-    fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at)
+    spread = _all_to(held_at > 0)[::-1]
+    fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at, messages=spread)
     return (outer, fan_out), np.asarray(all_held - at_home)

@@ -133,9 +133,10 @@ class SiteProblem:
 
     @cached_property
     def expert_s_per_choice(self) -> float:
-        """Seconds one rank computes for each of n experts that it serves for one rank's tokens, forward."""
-        work = self.workload
-        return self.rows_per_choice * work.expert_flops_per_row / self.cluster.gpu.throughput
+        """Seconds one rank computes at least for each of n experts that it serves for one rank's tokens, forward. For bounds,
+        so what ranks that share processors wait for each other is left out."""
+        work, gpu = self.workload, self.cluster.gpu
+        return self.rows_per_choice * work.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput) / gpu.sharing
 
     def choices(self, inside: Inside) -> dict[str, LevelChoice]:
         """Of the levels below the sites, as plans give them."""

@@ -14,6 +14,14 @@ from planner import step_cost
 from planner.domains import divisors
 from simulator.step import simulate_step
 
+MEASURED = (
+    "gpu.expert_throughput=7 GFLOPS",
+    "gpu.expert_overhead=0.4 ms",
+    "gpu.pass_overhead=6 ms",
+    "gpu.message_overhead=1.3 ms",
+    "gpu.jitter=2 ms",
+    "gpu.sharing=3",
+)
 SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
 
 
@@ -45,6 +53,22 @@ def test_even_clusters_agree(cluster, model, residency, schedule):
         # ahead the planner follows both streams.
         tolerance = 0.05 if residency is Residency.MICROBATCH and not schedule.prefetch else 1e-9
         assert simulated_s == pytest.approx(predicted_s, rel=tolerance), plan.layers[0].domains
+
+
+@pytest.mark.parametrize("residency", list(Residency))
+def test_what_a_probe_measures_means_the_same_to_both(residency):
+    workload = load_workload("tiny", SMALL)
+    shorter = []
+    for plan, bare in zip(
+        plans(load_cluster("lab-4dc", MEASURED), workload, residency, Schedule()),
+        plans(load_cluster("lab-4dc"), workload, residency, Schedule()),
+        strict=True,
+    ):
+        predicted_s, simulated_s = step_cost(plan).step_s, simulate_step(plan).step_s
+        tolerance = 1e-9 if residency is Residency.STEP else 0.05
+        assert simulated_s == pytest.approx(predicted_s, rel=tolerance), plan.layers[0].domains
+        shorter.append(step_cost(bare).step_s < predicted_s)
+    assert all(shorter)
 
 
 @pytest.mark.parametrize("cluster", ["aws-9", "dtfm-10"])

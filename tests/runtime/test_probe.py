@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rank_pool import ADDRESS, RankPool
 from training_cases import Case
 
-from runtime.probe import LevelProbe, Probe, summarise
+from runtime.probe import LevelProbe, Probe, probe_of, summarise
+from runtime.probe_compute import ComputeProbe
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -34,13 +35,35 @@ def test_all_ranks_measure_plausible_numbers() -> None:
     for level in found.levels:
         assert 1e-6 < level.latency_s < 0.5
         assert 1e6 < level.bandwidth_bytes_per_s < 1e12
-    assert 1e6 < found.throughput_flops_per_s < 1e13
-    assert 0 <= found.block_overhead_s < 1
-    assert 1e5 < found.memory_bandwidth_bytes_per_s < 1e12
+    compute = found.compute
+    assert 1e6 < compute.throughput_flops_per_s < 1e13
+    assert 1e6 < compute.expert_throughput_flops_per_s < 1e13
+    assert 0 <= compute.block_overhead_s < 1
+    assert 0 <= compute.expert_overhead_s < 1
+    assert 0 <= compute.pass_overhead_s < 1
+    assert 0 <= found.jitter_s < 0.5
+    assert 1 <= compute.sharing < 20
+    assert 0 <= found.message_overhead_s < 0.5
+    assert 1e5 < compute.memory_bandwidth_bytes_per_s < 1e12
 
 
 def test_one_slow_rank_does_not_decide() -> None:
     level = LevelProbe(name="dc", latency_s=1.0, bandwidth_bytes_per_s=10.0)
-    usual = Probe(levels=(level,), throughput_flops_per_s=5.0, block_overhead_s=0.1, memory_bandwidth_bytes_per_s=7.0)
-    slow = replace(usual, throughput_flops_per_s=0.01, levels=(replace(level, latency_s=99.0),))
+    compute = ComputeProbe(
+        throughput_flops_per_s=5.0,
+        block_overhead_s=0.1,
+        pass_overhead_s=0.1,
+        expert_throughput_flops_per_s=4.0,
+        expert_overhead_s=0.01,
+        memory_bandwidth_bytes_per_s=7.0,
+        sharing=2.0,
+    )
+    usual = Probe(levels=(level,), message_overhead_s=0.2, jitter_s=0.3, compute=compute)
+    slow = Probe(
+        levels=(replace(level, latency_s=99.0),),
+        message_overhead_s=9.0,
+        jitter_s=9.0,
+        compute=replace(compute, throughput_flops_per_s=0.01),
+    )
     assert summarise([usual, slow, usual]) == usual
+    assert probe_of(asdict(usual)) == usual

@@ -37,6 +37,18 @@ def uneven_cluster(
         },
         "sites": [{"name": name, "up": mbps(50, 800), "down": mbps(50, 800)} for name in names],
     }
+    # A stream of its own: the cases stay the same but for these.
+    own = rng.spawn(1)[0]
+    if own.random() < 0.5:
+        data["gpu"] |= {
+            "expert_throughput": "30 GFLOPS",
+            "expert_overhead": f"{own.uniform(0, 2):.3f} ms",
+            "block_overhead": f"{own.uniform(0, 2):.3f} ms",
+            "pass_overhead": f"{own.uniform(0, 5):.3f} ms",
+            "message_overhead": f"{own.uniform(0, 3):.3f} ms",
+            "jitter": f"{own.uniform(0, 3):.3f} ms",
+            "sharing": float(own.uniform(1, 4)),
+        }
     if inside == 0:
         del data["levels"][1]
     if pairs:

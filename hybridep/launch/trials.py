@@ -1,0 +1,88 @@
+"""Measures the step time of many plans with one start of the ranks."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridep.config import build
+from hybridep.launch.backends import backend_for
+from hybridep.launch.controller import Controller
+from hybridep.launch.worker import Job
+from hybridep.plan import Plan
+from hybridep.run import Run
+
+if TYPE_CHECKING:
+    from runtime.probe import Probe
+
+_EXCHANGE_TIMEOUT = "60 s"
+_WARMUP_STEPS = 2000
+"""As in real trainings: in a few steps the gates hardly move, so every trial and every step of it routes alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One plan's steps, all ranks together."""
+
+    step_s: tuple[float, ...]
+    """Of the slowest rank each, the first step left out: it pays for memory and connections that later ones reuse."""
+    wan_bytes: float
+    """Per step, all ranks together."""
+    parts_s: dict[str, tuple[float, ...]]
+    """[ranks] of the last step, by operation and level."""
+    popularity: tuple[tuple[float, ...], ...]
+    """[MoE layers][experts]: share of each expert in all choices of the first step, which is not timed (``Plan.popularity``)."""
+
+    @property
+    def median_s(self) -> float:
+        """Of the steps."""
+        return statistics.median(self.step_s)
+
+
+def measure(
+    plans: Sequence[Plan], *, steps: int, seed: int = 0, probe_s: float | None = None, local: bool = True
+) -> tuple[list[Measured], list[Probe]]:
+    """Train every plan (of one cluster) for ``steps`` steps, in this order and with one start of the ranks: as processes of
+    this machine when ``local`` (inside a lab: in its datacenters), else on Ray. With ``probe_s`` links and computation are
+    measured before the first plan of each workload, too, for about that long each: one probe per workload.
+    Raises what ``Controller.run`` raises."""
+    from runtime.probe import probe_of, summarise
+
+    with tempfile.TemporaryDirectory(prefix="hybridep-") as folder:
+        fields = {
+            "name": "trials",
+            "cluster": plans[0].cluster.name,
+            "workload": plans[0].workload.name,
+            "output": folder,
+            "steps": steps,
+            "seed": seed,
+            "exchange_timeout": _EXCHANGE_TIMEOUT,
+            "optimizer": {"warmup_steps": _WARMUP_STEPS},
+        }
+        run = build(Run, fields, "trials")
+        job = Job(run=run, plan=plans[0], trials=tuple(plans), probe_s=probe_s)
+        with backend_for(job, local=local) as backend:
+            controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
+            controller.run()
+    ranks = [controller.results[rank] for rank in sorted(controller.results)]
+    measured = [_together(one) for one in zip(*(rank["trials"] for rank in ranks), strict=True)]
+    probes = [summarise([probe_of(one) for one in same]) for same in zip(*(rank["probes"] for rank in ranks), strict=True)]
+    return measured, probes
+
+
+def _together(ranks: Sequence[dict[str, Any]]) -> Measured:
+    steps = [max(times) for times in zip(*(rank["step_s"] for rank in ranks), strict=True)]
+    names = sorted({name for rank in ranks for name in rank["parts_s"]})
+    layers = []
+    for rows in zip(*(rank["choices"] for rank in ranks), strict=True):
+        chosen = [sum(counts) for counts in zip(*rows, strict=True)]
+        layers.append(tuple(number / max(sum(chosen), 1) for number in chosen))
+    return Measured(
+        step_s=tuple(steps[1:]),
+        wan_bytes=float(sum(rank["wan_bytes"] for rank in ranks)),
+        parts_s={name: tuple(rank["parts_s"].get(name, 0.0) for rank in ranks) for name in names},
+        popularity=tuple(layers),
+    )

@@ -1,0 +1,244 @@
+"""Measures computation with all ranks busy at once, on the workload's own sizes and with the code that trains.
+
+The experts' part is measured at the two ends of what plans do with them: a rank's own experts alone (expert parallelism) and
+all experts (full gather), with as many rows either way; what lies between is the line through both. What lies outside the
+MoE blocks is what remains of a whole training step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hybridep.plan import LayerGroup, Plan
+from hybridep.run import Optimizer, Run
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from runtime.barrier import Barrier
+from runtime.build import RankModel, build_rank_model
+from runtime.expert_exchange import CopyStream
+from runtime.mesh import Mesh
+from runtime.moe import MoeBlock
+from runtime.optimizer import HomeOptimizer
+from runtime.spans import OPTIMIZER, SpanRecorder
+from runtime.trainer import RankTrainer
+from runtime.transformer import Layer
+from runtime.transport import Transport
+
+_REPEATS = 5
+_MOST_REPEATS = 20
+_ALONE_WIDTH, _ALONE_PRODUCTS = 256, 8
+_LEAST_PRODUCTS = 0.2
+"""Share of a pass over a rank's own experts."""
+_RUN = Run(name="probe", cluster="one rank", workload="as given", output=Path(), steps=1)
+"""What a training of the probe's own reads beside the workload: nothing is written."""
+_PASS = 3
+"""A backward costs two forwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeProbe:
+    """What ``topology.Gpu`` says of computation; seconds are those of forward."""
+
+    throughput_flops_per_s: float
+    """Of plain matrix products."""
+    block_overhead_s: float
+    """Of one MoE block before its routed experts, beyond its FLOPs over the throughput."""
+    pass_overhead_s: float
+    """Of what lies outside the MoE blocks, likewise, for one micro-batch."""
+    expert_throughput_flops_per_s: float
+    """Of the routed experts' products."""
+    expert_overhead_s: float
+    """Of each expert that a rank holds."""
+    memory_bandwidth_bytes_per_s: float
+    """Of the optimizer."""
+    sharing: float
+    """How many times as fast one rank computes while the others wait."""
+
+
+def probe_compute(
+    cluster: Cluster, workload: Workload, *, rank: int, barrier: Barrier, transport: Transport, seconds: float
+) -> ComputeProbe:
+    """All ranks call it; each measurement lasts about ``seconds``."""
+    timed = Timing(barrier, seconds)
+    model, rows = workload.model, workload.training.tokens * workload.model.top_k
+    per_home = -(-model.num_experts // cluster.num_gpus)
+    few_s = _experts(workload, per_home, rows, transport, timed)
+    all_s = _experts(workload, model.num_experts, rows, transport, timed)
+    expert_overhead_s, expert_throughput = _line(few_s, all_s, per_home, workload, rows)
+    trainer = RankTrainer(_RUN, local_mesh(workload))
+    step_s = timed(lambda: trainer.step(1))
+    optimizer_s = _optimizer_span(trainer, timed)
+    pre_expert_s = timed(_pre_expert(trainer.model, workload)) / _PASS
+    throughput = _products(workload, timed)
+    memory_bandwidth = _optimizer(workload, per_home, transport, timed)
+    # What is faster than plain products were just now leaves no overhead: its own speed counts then.
+    throughput = max(throughput, workload.pre_expert_flops / pre_expert_s)
+    overhead_s = pre_expert_s - workload.pre_expert_flops / throughput
+    pass_s = (step_s - optimizer_s) / workload.training.micro_batches
+    outside_s = pass_s / _PASS - model.num_moe_layers * (pre_expert_s + all_s / _PASS)
+    trainer.close()
+    return ComputeProbe(
+        throughput_flops_per_s=throughput,
+        block_overhead_s=overhead_s,
+        pass_overhead_s=max(outside_s - workload.head_flops / throughput, 0.0),
+        expert_throughput_flops_per_s=expert_throughput,
+        expert_overhead_s=expert_overhead_s,
+        memory_bandwidth_bytes_per_s=memory_bandwidth,
+        sharing=_sharing(rank, timed),
+    )
+
+
+class Timing:
+    """Medians of repeated work that all ranks start together."""
+
+    def __init__(self, barrier: Barrier, seconds: float) -> None:
+        self.barrier, self.seconds = barrier, seconds
+
+    def once(self, work: Callable[[], object]) -> float:
+        """Seconds of one ``work``, the same on all ranks."""
+        self.barrier.wait()
+        start_s = time.perf_counter()
+        work()
+        return self.barrier.agree(time.perf_counter() - start_s)
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        """Seconds of one ``work`` until all ranks have done theirs, as this rank saw it: the median."""
+        work()
+        repeats = max(_REPEATS, min(_MOST_REPEATS, int(self.seconds / max(self.once(work), 1e-6))))
+        taken = []
+        for _ in range(repeats):
+            self.barrier.wait()
+            start_s = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - start_s)
+        return statistics.median(taken)
+
+
+def _line(few_s: float, all_s: float, per_home: int, workload: Workload, rows: int) -> tuple[float, float]:
+    """(overhead, throughput) with pass = 3 * (experts held * overhead + rows' FLOPs / throughput) at both ends."""
+    experts = workload.model.num_experts
+    overhead_s = max(all_s - few_s, 0.0) / (_PASS * (experts - per_home)) if experts > per_home else 0.0
+    products_s = few_s / _PASS - per_home * overhead_s
+    if products_s < _LEAST_PRODUCTS * few_s / _PASS:
+        # Timing noise must not make the rows free.
+        products_s = _LEAST_PRODUCTS * few_s / _PASS
+        overhead_s = max(all_s / _PASS - products_s, 0.0) / experts
+    return overhead_s, rows * workload.expert_flops_per_row / products_s
+
+
+def local_mesh(workload: Workload) -> Mesh:
+    """A cluster of one rank: no token leaves, no copy comes."""
+    fields = {
+        "name": "one rank",
+        "levels": ({"name": "gpu", "size": 1, "bandwidth": "1 Gbps", "latency": "0 s"},),
+        "gpu": {"throughput": "1 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 GB/s"},
+    }
+    group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
+    return Mesh(plan=Plan(cluster=Cluster.model_validate(fields), workload=workload, layers=(group,)), rank=0)
+
+
+def _local_model(workload: Workload, transport: Transport) -> RankModel:
+    mesh = local_mesh(workload)
+    return build_rank_model(mesh, transport, CopyStream(overlap=False), SpanRecorder(mesh), seed=0)
+
+
+def _experts(workload: Workload, number: int, rows: int, transport: Transport, timed: Timing) -> float:
+    """Seconds of forward and backward of ``number`` experts of one layer on ``rows`` rows, evenly spread."""
+    changes = {"num_layers": 1, "num_dense_layers": 0, "num_experts": number, "top_k": 1}
+    one_layer = workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
+    experts = _local_model(one_layer, transport).routed[0]
+    home = experts.home
+    hidden = torch.randn(rows, workload.model.hidden_size).to(home.dtype).requires_grad_()
+    weights = torch.ones(rows, 1, dtype=home.dtype, requires_grad=True)
+    ids = (torch.arange(rows, dtype=torch.int32) % number)[:, None]
+    none = home.new_empty(0, home.shape[1])
+
+    def work() -> None:
+        y = experts.compute(hidden, weights, ids, home, none)
+        torch.autograd.grad(y, [hidden, weights, home], torch.ones_like(y))
+
+    return timed(work)
+
+
+def _pre_expert(model: RankModel, workload: Workload) -> Callable[[], None]:
+    """One MoE layer before its routed experts: attention, norms, gate and shared expert."""
+    layer = model.transformer.layers[-1]
+    assert isinstance(layer, Layer) and isinstance(layer.feed_forward, MoeBlock)
+    block = layer.feed_forward
+    shape = workload.training.micro_batch_size, workload.training.sequence_length, workload.model.hidden_size
+    x = torch.randn(shape).to(model.transformer.norm.weight.dtype).requires_grad_()
+
+    def work() -> None:
+        y = x + layer.attention(layer.attention_norm(x))
+        normed = layer.feed_forward_norm(y)
+        gated = block.gate(normed)
+        total = y.sum() + normed.sum() + gated.weights_TK.sum() + gated.balance_B.sum()
+        (total if block.shared is None else total + block.shared(normed)[0].sum()).backward()
+
+    return work
+
+
+def _products(workload: Workload, timed: Timing) -> float:
+    """FLOPs per second of plain matrix products of the model's width, forward and backward."""
+    width, tokens = workload.model.hidden_size, workload.training.tokens
+    layer = nn.Linear(width, 4 * width, bias=False)
+    x = torch.randn(tokens, width, requires_grad=True)
+    repeats = 8
+
+    def work() -> None:
+        for _ in range(repeats):
+            layer(x).sum().backward()
+
+    return repeats * _PASS * 2.0 * tokens * width * 4 * width / timed(work)
+
+
+def _optimizer(workload: Workload, per_home: int, transport: Transport, timed: Timing) -> float:
+    """Bytes per second at which AdamW reads weight, gradient and states and writes weight and states."""
+    changes = {"num_experts": per_home, "top_k": 1}
+    model = _local_model(workload.model_copy(update={"model": workload.model.model_copy(update=changes)}), transport)
+    optimizer = HomeOptimizer(Optimizer(), {**model.transformer.dense_parameters(), **model.home_parameters()})
+    gradients = {name: torch.zeros_like(parameter) for name, parameter in optimizer.parameters.items()}
+    elements = sum(parameter.numel() for parameter in optimizer.parameters.values())
+
+    def work() -> None:
+        for name, parameter in optimizer.parameters.items():
+            parameter.grad = gradients[name]
+        optimizer.step(1)
+
+    dtype = workload.training.dtype
+    return elements * (3 * dtype.num_bytes + 2 * dtype.state_bytes) / timed(work)
+
+
+def _optimizer_span(trainer: RankTrainer, timed: Timing) -> float:
+    """Seconds of the optimizer in the trainer's steps."""
+    trainer.spans.active = True
+    for _ in range(_REPEATS):
+        timed.once(lambda: trainer.step(1))
+    trainer.spans.active = False
+    return statistics.median(span.duration_s for span in trainer.spans.spans if span.category == OPTIMIZER)
+
+
+def _sharing(rank: int, timed: Timing) -> float:
+    """How many times longer the same products take while all ranks compute than while rank 0 does alone."""
+    a = torch.ones(_ALONE_WIDTH, _ALONE_WIDTH)
+
+    def work() -> None:
+        for _ in range(_ALONE_PRODUCTS):
+            torch.mm(a, a)
+
+    together_s = timed(work)
+    alone_s = []
+    for _ in range(_REPEATS):
+        # Rank 0's clock decides; the others wait for its answer.
+        start_s = time.perf_counter()
+        if rank == 0:
+            work()
+        alone_s.append(timed.barrier.agree(time.perf_counter() - start_s))
+    return max(timed.barrier.agree(together_s) / statistics.median(alone_s), 1.0)

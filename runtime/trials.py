@@ -1,0 +1,88 @@
+"""Short trainings of many plans in one process group: what an experiment measures without starting ranks anew each time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridep.plan import Plan
+from hybridep.run import Run
+from runtime.barrier import Barrier
+from runtime.gate import Gated
+from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
+from runtime.probe import Probe, probe_in_group
+from runtime.trainer import RankTrainer
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_BARRIER_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One plan's steps on one rank."""
+
+    step_s: tuple[float, ...]
+    wan_bytes: int
+    """Sent over the outermost level in the last step."""
+    parts_s: dict[str, float]
+    """Of the last step, by operation ("@" and where), as this rank saw them; transfers may run beside computation."""
+    choices: tuple[tuple[int, ...], ...]
+    """[MoE layers][experts]: how often this rank's tokens chose each expert in the first step, when no gate was trained."""
+
+
+def run_trials(
+    run: Run, plans: Sequence[Plan], *, rank: int, store: Store, probe_s: float | None = None
+) -> Iterator[Trial | Probe]:
+    """Train each of ``plans`` for ``run.steps`` steps from the start, as one rank; all ranks call it with the same plans.
+    With ``probe_s`` links and computation are measured before the first plan of each workload, for about that long each.
+    Raises UserError for a plan that cannot be trained and TransportError when a peer is gone."""
+    torch.set_num_threads(1)
+    meshes = [Mesh(plan=plan, rank=rank) for plan in plans]
+    open_process_group(store, rank=rank, world_size=meshes[0].world_size, timeout_s=JOIN_TIMEOUT_S)
+    try:
+        before = None
+        for mesh in meshes:
+            plan = mesh.plan
+            if probe_s is not None and plan.workload != before:
+                yield probe_in_group(plan.cluster, plan.workload, rank=rank, seconds=probe_s)
+            before = plan.workload
+            yield _trial(run, mesh)
+    finally:
+        close_process_group()
+
+
+def _trial(run: Run, mesh: Mesh) -> Trial:
+    trainer = RankTrainer(run, mesh)
+    barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
+    counts = torch.zeros(mesh.plan.workload.model.num_moe_layers, mesh.plan.workload.model.num_experts, dtype=torch.int64)
+
+    def count(layer: int, gated: Gated) -> None:
+        counts[layer] += torch.bincount(gated.chosen_TK.flatten(), minlength=counts.shape[1])
+
+    reports = []
+    try:
+        # Ranks build their models at different speeds.
+        barrier.wait()
+        for step in range(1, run.steps + 1):
+            trainer.spans.active = step == run.steps
+            for block in trainer.model.transformer.moe_blocks():
+                block.routing_hook = count if step == 1 else None
+            reports.append(trainer.step(step))
+    finally:
+        trainer.close()
+    parts: defaultdict[str, float] = defaultdict(float)
+    for span in trainer.spans.spans:
+        row = span.thread.split(" ", 2)[-1]
+        parts[f"{span.category}@{row}"] += span.duration_s
+    return Trial(
+        step_s=tuple(report.step_s for report in reports),
+        wan_bytes=reports[-1].wan_bytes,
+        parts_s=dict(parts),
+        choices=tuple(tuple(row) for row in counts.tolist()),
+    )
