@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
+from hybridep.codecs import Codecs, level_codecs
 from hybridep.config import Duration, Strict, apply_override, build, key_lines, read_yaml, write_yaml
 from hybridep.errors import ConfigError, PlacementError, PlanMismatchError
 from hybridep.gating import Gating, gating
@@ -75,14 +76,6 @@ class LayerGroup(Strict):
             name: LevelChoice(domain_size=size, migration_ratio=self.migration.get(name, 1.0))
             for name, size in self.domains.items()
         }
-
-
-class Codecs(Strict):
-    """How payloads are coded on one level's links."""
-
-    tokens: Literal["exact"] = "exact"
-    experts: Literal["exact"] = "exact"
-    gradients: Literal["exact"] = "exact"
 
 
 class Schedule(Strict):
@@ -172,9 +165,11 @@ class Plan(Strict):
             raise ValueError(f"layers: {covered} layers are placed, the model has {self.workload.model.num_moe_layers}")
         _check_popularity(self.popularity, self.workload)
         levels = [level.name for level in self.cluster.levels]
-        for name in self.codecs:
+        for name, codecs in self.codecs.items():
             if name not in levels:
                 raise ValueError(f"codecs.{name}: no such level; the cluster has {', '.join(levels)}")
+            if codecs.experts.is_change and any(group.residency is not Residency.STEP for group in self.layers):
+                raise ValueError(f"codecs.{name}.experts: {codecs.experts.value} needs copies that stay; set residency: step")
         try:
             _ = self.placements
         except PlacementError as error:
@@ -198,6 +193,11 @@ class Plan(Strict):
     def placements(self) -> tuple[Placement, ...]:
         """Those of ``placed``."""
         return tuple(layers.placement for layers in self.placed)
+
+    @cached_property
+    def level_codecs(self) -> tuple[Codecs, ...]:
+        """Per level, outermost first."""
+        return level_codecs([level.name for level in self.cluster.levels], self.codecs)
 
     def each_layer(self) -> Iterator[tuple[int, LayerGroup, Placement]]:
         """(MoE layer index, its group, its placement), in order."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridep.codecs import Codecs, ExpertCodec, Wire, wires
 from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency
@@ -36,6 +37,8 @@ class Op(Enum):
     COMBINE_BACKWARD = "combine_backward"
     DISPATCH_BACKWARD = "dispatch_backward"
     GRADIENT_RETURN = "gradient_return"
+    SHARED_REDUCE_SCATTER = "shared_reduce_scatter"
+    SHARED_ALL_GATHER = "shared_all_gather"
     DENSE_REDUCE_SCATTER = "dense_reduce_scatter"
     DENSE_ALL_GATHER = "dense_all_gather"
 
@@ -140,31 +143,39 @@ def served_copies(placement: Placement, gating: Gating, routing: IntArray | None
     return copies
 
 
-def token_traffic(placement: Placement, workload: Workload, rows: Sequence[FloatArray]) -> Traffic:
-    """Bytes of the four token exchanges of one layer and micro-batch, given the rows of its dispatch."""
+def token_traffic(placement: Placement, workload: Workload, rows: Sequence[FloatArray], codecs: Sequence[Codecs] = ()) -> Traffic:
+    """Bytes of the four token exchanges of one layer and micro-batch, given the rows of its dispatch. ``codecs`` per level;
+    exact ones when left out, here and below."""
     traffic: Traffic = {}
-    for level, sent in enumerate(rows):
+    for level, (sent, wire) in enumerate(zip(rows, wires(workload, codecs, len(rows)), strict=True)):
         if placement.sizes[level] == 1:
             continue
         peers = placement.token_links[level][placement.coordinates[:, level]]
         traffic[OpLevel(Op.TOKEN_COUNTS, level)] = peers.astype(np.float64) * COUNT_BYTES
-        traffic[OpLevel(Op.TOKEN_DISPATCH, level)] = sent * workload.dispatch_row_bytes
-        traffic[OpLevel(Op.TOKEN_COMBINE, level)] = reverse(placement, level, sent * workload.combine_row_bytes)
-        traffic[OpLevel(Op.COMBINE_BACKWARD, level)] = sent * workload.combine_row_bytes
-        gradient = sent * workload.dispatch_gradient_row_bytes
+        traffic[OpLevel(Op.TOKEN_DISPATCH, level)] = sent * wire.dispatch_row_bytes
+        traffic[OpLevel(Op.TOKEN_COMBINE, level)] = reverse(placement, level, sent * wire.combine_row_bytes)
+        traffic[OpLevel(Op.COMBINE_BACKWARD, level)] = sent * wire.combine_row_bytes
+        gradient = sent * wire.dispatch_gradient_row_bytes
         traffic[OpLevel(Op.DISPATCH_BACKWARD, level)] = reverse(placement, level, gradient)
     return traffic
 
 
-def copy_traffic(placement: Placement, workload: Workload) -> Traffic:
-    """Bytes of one gather of copies and of one return of their gradients, one layer."""
+def copy_traffic(placement: Placement, workload: Workload, codecs: Sequence[Codecs] = ()) -> Traffic:
+    """Bytes of one gather of copies and of one return of their gradients, one layer; and, where copies travel as the
+    difference from the layer's shared expert, of the reduction that keeps that one in step."""
     traffic: Traffic = {}
-    for level, size in enumerate(placement.sizes):
-        if size == 1:
+    needs_shared = False
+    for level, wire in enumerate(wires(workload, codecs, len(placement.sizes))):
+        if placement.sizes[level] == 1:
             continue
-        sent = placement.num_moved[level].astype(np.float64) * workload.expert_bytes
-        traffic[OpLevel(Op.EXPERT_GATHER, level)] = sent
-        traffic[OpLevel(Op.GRADIENT_RETURN, level)] = reverse(placement, level, sent)
+        moved = placement.num_moved[level].astype(np.float64)
+        traffic[OpLevel(Op.EXPERT_GATHER, level)] = moved * wire.expert_bytes
+        traffic[OpLevel(Op.GRADIENT_RETURN, level)] = reverse(placement, level, moved * wire.expert_gradient_bytes)
+        needs_shared |= wire.codecs.experts is ExpertCodec.SHARED_RESIDUAL and bool(moved.any())
+    if needs_shared:
+        exact = wires(workload, (), len(placement.sizes))
+        ops = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
+        traffic |= _all_reduce_traffic(placement, workload.model.expert_params, exact, ops)
     return traffic
 
 
@@ -173,20 +184,25 @@ def split_sizes(length: int, parts: int) -> list[int]:
     return [length // parts + (part < length % parts) for part in range(parts)]
 
 
-def dense_traffic(placement: Placement, workload: Workload) -> Traffic:
+def dense_traffic(placement: Placement, workload: Workload, codecs: Sequence[Codecs] = ()) -> Traffic:
     """Bytes of the hierarchical all-reduce of the dense gradients, once per step: reduce-scatter innermost level first,
     each rank sending every peer that peer's part; then all-gather outermost first, the same bytes reversed."""
+    ops = (Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER)
+    return _all_reduce_traffic(placement, workload.model.dense_params, wires(workload, codecs, len(placement.sizes)), ops)
+
+
+def _all_reduce_traffic(placement: Placement, length: int, by_level: Sequence[Wire], ops: tuple[Op, Op]) -> Traffic:
     traffic: Traffic = {}
-    shard = np.full(placement.num_gpus, workload.model.dense_params, dtype=np.int64)
+    shard = np.full(placement.num_gpus, length, dtype=np.int64)
     for level in reversed(range(len(placement.sizes))):
         size, own = placement.sizes[level], placement.coordinates[:, level]
         if size == 1:
             continue
         parts = shard[:, None] // size + (np.arange(size) < shard[:, None] % size)
-        sent = parts.astype(np.float64) * workload.training.dtype.num_bytes
+        sent = by_level[level].dense_bytes(parts)
         sent[np.arange(len(own)), own] = 0.0
-        traffic[OpLevel(Op.DENSE_REDUCE_SCATTER, level)] = sent
-        traffic[OpLevel(Op.DENSE_ALL_GATHER, level)] = reverse(placement, level, sent)
+        traffic[OpLevel(ops[0], level)] = sent
+        traffic[OpLevel(ops[1], level)] = reverse(placement, level, sent)
         shard = parts[np.arange(len(own)), own]
     return traffic
 
@@ -199,7 +215,7 @@ def gathers_and_returns(residency: Residency, micro_batches: int) -> tuple[int, 
 def step_traffic(plan: Plan, routing: Mapping[tuple[int, int], IntArray] | None = None) -> Traffic:
     """Bytes of one whole training step. ``routing`` maps (MoE layer, micro-batch) to [G, T, K] expert ids (-1: dropped);
     without it what the plan's popularity lets expect."""
-    workload = plan.workload
+    workload, codecs = plan.workload, plan.level_codecs
     total: Traffic = {}
 
     def add(traffic: Traffic, times: float) -> None:
@@ -210,16 +226,17 @@ def step_traffic(plan: Plan, routing: Mapping[tuple[int, int], IntArray] | None 
     if routing is None:
         for layers in plan.placed:
             rows = expected_rows(layers.placement, layers.gating)
-            add(token_traffic(layers.placement, workload, rows), layers.num_layers * micro_batches)
+            add(token_traffic(layers.placement, workload, rows, codecs), layers.num_layers * micro_batches)
     for layer, group, placement in plan.each_layer():
         gathers, returns = gathers_and_returns(group.residency, micro_batches)
-        for key, sent in copy_traffic(placement, workload).items():
-            add({key: sent}, gathers if key.op is Op.EXPERT_GATHER else returns)
+        times = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
+        for key, sent in copy_traffic(placement, workload, codecs).items():
+            add({key: sent}, times.get(key.op, 1))
         for micro_batch in range(micro_batches if routing is not None else 0):
             assert routing is not None
             rows = routed_rows(placement, routing[layer, micro_batch])
-            add(token_traffic(placement, workload, rows), 1)
-    add(dense_traffic(plan.placements[0], workload), 1)
+            add(token_traffic(placement, workload, rows, codecs), 1)
+    add(dense_traffic(plan.placements[0], workload, codecs), 1)
     return total
 
 

@@ -56,6 +56,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
             for row, expert in enumerate(experts):
                 home[row] = initial_expert(seed, layer, expert, model.expert_params)
         exchange = ExpertExchange(mesh, placement, transport, stream, home_nP=home, residency=group.residency)
+        exchange.prime(lambda expert: initial_expert(seed, layer, expert, model.expert_params))
         padded = None
         if model.pad_expert_input_to_capacity:
             padded = torch.from_numpy(served_copies(placement, layers.gating)[mesh.rank].astype(np.int64)).to(mesh.device)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridep.config import write_text
 from hybridep.errors import UserError
@@ -25,17 +26,31 @@ MANIFEST = "manifest.json"
 _SCHEMA_VERSION = 2
 DENSE = "dense.pt"
 
+CodecState = dict[str, dict[str, Tensor]]
+"""Part of the model -> what its codecs keep, by name."""
+
 
 def save_checkpoint(
-    folder: Path, step: int, *, mesh: Mesh, dense: list[str], optimizer: HomeOptimizer, barrier: Callable[[], None]
+    folder: Path,
+    step: int,
+    *,
+    mesh: Mesh,
+    dense: list[str],
+    optimizer: HomeOptimizer,
+    codecs: CodecState,
+    barrier: Callable[[], None],
 ) -> Path:
     """Write the state after ``step`` steps; all ranks call it. ``dense`` names the parameters that all ranks hold alike,
-    ``barrier`` returns once all ranks have called it. Raises UserError when the folder cannot be written."""
+    ``codecs`` is what this rank's codecs keep, ``barrier`` returns once all ranks have called it. Raises UserError when the
+    folder cannot be written."""
     final = folder / f"step-{step:08d}"
     partial = folder / f".{final.name}.partial"
     try:
         partial.mkdir(parents=True, exist_ok=True)
         _save(optimizer, [name for name in optimizer.parameters if name not in dense], partial / _shard(mesh.rank))
+        if codecs:
+            kept = {part: {name: value.cpu() for name, value in values.items()} for part, values in codecs.items()}
+            torch.save(kept, partial / _codec_shard(mesh.rank))
         if mesh.rank == 0:
             _save(optimizer, dense, partial / DENSE)
         barrier()
@@ -94,24 +109,47 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
         state = _read(path / DENSE)
         for name in dense:
             optimizer.load(name, state[name], step)
-        _load_experts(path, manifest["homes"], mesh, optimizer, step)
+        _load_experts(path, mesh, optimizer, step)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise UserError(f"checkpoint {path}: cannot be read ({_one_line(error)})") from None
     return step
 
 
-def _load_experts(path: Path, homes: list[list[int]], mesh: Mesh, optimizer: HomeOptimizer, step: int) -> None:
-    """``homes``: per MoE layer the rank that had each expert when the checkpoint was written."""
-    shards: dict[int, Any] = {}
+def load_codecs(path: Path, mesh: Mesh) -> CodecState | None:
+    """What this rank's codecs kept; None where the checkpoint was written under another plan or without such codecs."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        shard = path / _codec_shard(mesh.rank)
+        return _read(shard) if manifest["plan"] == mesh.plan.digest and shard.exists() else None
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        raise UserError(f"checkpoint {path}: cannot be read ({_one_line(error)})") from None
+
+
+class SavedExperts:
+    """Experts out of a checkpoint, at home anywhere."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._homes: list[list[int]] = json.loads((path / MANIFEST).read_text())["homes"]
+        self._shards: dict[int, Any] = {}
+
+    def state(self, layer: int, expert: int) -> dict[str, Tensor]:
+        """Weight and moments of one expert, each [P]."""
+        homes = self._homes[layer]
+        if homes[expert] not in self._shards:
+            self._shards[homes[expert]] = _read(self._path / _shard(homes[expert]))
+        saved, row = self._shards[homes[expert]][expert_name(layer)], homes[:expert].count(homes[expert])
+        return {key: value[row] for key, value in saved.items()}
+
+
+def _load_experts(path: Path, mesh: Mesh, optimizer: HomeOptimizer, step: int) -> None:
+    saved = SavedExperts(path)
     for layer, _, placement in mesh.plan.each_layer():
-        then, name = homes[layer], expert_name(layer)
+        name = expert_name(layer)
         state = {key: torch.empty_like(value) for key, value in optimizer.state(name).items()}
         for row, expert in enumerate(np.flatnonzero(placement.home == mesh.rank)):
-            rank = then[expert]
-            if rank not in shards:
-                shards[rank] = _read(path / _shard(rank))
-            for key, value in state.items():
-                value[row] = shards[rank][name][key][then[:expert].count(rank)]
+            for key, value in saved.state(layer, int(expert)).items():
+                state[key][row] = value
         optimizer.load(name, state, step)
 
 
@@ -133,6 +171,10 @@ def _require_same_model(path: Path, saved: dict[str, Any], plan: Plan) -> None:
 
 def _shard(rank: int) -> str:
     return f"experts-{rank:05d}.pt"
+
+
+def _codec_shard(rank: int) -> str:
+    return f"codecs-{rank:05d}.pt"
 
 
 def _read(path: Path) -> Any:

@@ -1,59 +1,94 @@
 """Sum of the dense gradients over all ranks: reduce-scatter innermost level first, all-gather outermost first.
 
 Only a 1/(GPUs per DC) share of the gradient crosses a datacenter's border per GPU. Every element is summed on exactly one
-rank, in the order of coordinates, so all ranks end with the same bits.
+rank, in the order of coordinates, so all ranks end with the same bits. On a level with a gradient codec both halves are coded:
+each rank's parts on their way to the sums, and the sums on their way back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hybridep.traffic import Op, split_sizes
+from runtime.codecs import gradient_coder
 from runtime.mesh import Mesh
-from runtime.transport import Transport
+
+Exchange = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], str], None]
+"""``Transport.exchange``."""
+DENSE = (Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER)
+SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 
 
-def all_reduce(mesh: Mesh, transport: Transport, flat_D: Tensor) -> None:
-    """Replace [D] by its sum over all ranks, in place."""
-    levels = [level for level, size in enumerate(mesh.sizes) if size > 1]
-    shards = [flat_D]
-    for level in reversed(levels):
-        shards.append(_reduce_scatter(mesh, transport, level, shards[-1]))
-    # Each shard is a view of the one before, so the gathered sums end up in ``flat_D`` itself.
-    for level in levels:
-        shards.pop()
-        _all_gather(mesh, transport, level, shards[-1])
+class DenseReduce:
+    """Sums over all ranks, level by level; what gradient codecs keep between steps belongs to it."""
 
+    def __init__(self, mesh: Mesh, exchange: Exchange, *, ops: tuple[Op, Op] = DENSE, coded: bool = True) -> None:
+        self._mesh, self._send, self._ops = mesh, exchange, ops
+        self.coders = [gradient_coder(codecs) if coded else None for codecs in mesh.plan.level_codecs]
 
-def _reduce_scatter(mesh: Mesh, transport: Transport, level: int, shard: Tensor) -> Tensor:
-    own, size = mesh.location[level], mesh.sizes[level]
-    parts = torch.split(shard, split_sizes(len(shard), size))
-    others = [c for c in range(size) if c != own]
-    arrived = {c: torch.empty_like(parts[own]) for c in others}
-    transport.exchange(
-        {mesh.peer(level, c): parts[c] for c in others},
-        {mesh.peer(level, c): arrived[c] for c in others},
-        mesh.label(Op.DENSE_REDUCE_SCATTER, level),
-    )
-    total = torch.zeros_like(parts[own])
-    for c in range(size):
-        total += parts[own] if c == own else arrived[c]
-    parts[own].copy_(total)
-    return parts[own]
+    def __call__(self, flat_D: Tensor) -> None:
+        """Replace [D] by its sum over all ranks, in place."""
+        levels = [level for level, size in enumerate(self._mesh.sizes) if size > 1]
+        shards = [flat_D]
+        for level in reversed(levels):
+            shards.append(self._reduce_scatter(level, shards[-1]))
+        # Each shard is a view of the one before, so the gathered sums end up in ``flat_D`` itself.
+        for level in levels:
+            shards.pop()
+            self._all_gather(level, shards[-1])
 
+    def _reduce_scatter(self, level: int, shard: Tensor) -> Tensor:
+        parts = torch.split(shard, split_sizes(len(shard), self._mesh.sizes[level]))
+        own = self._mesh.location[level]
+        coder = self.coders[level]
+        sends = {c: part if coder is None else coder.encode(f"part{c}", part) for c, part in self._others(level, parts)}
+        total = torch.zeros_like(parts[own])
+        arrived = self._exchange(self._ops[0], level, sends, [len(parts[own])] * len(parts), total)
+        for c in range(len(parts)):
+            if c == own:
+                total += parts[own]
+            elif c in arrived:
+                total += arrived[c]
+        parts[own].copy_(total)
+        return parts[own]
 
-def _all_gather(mesh: Mesh, transport: Transport, level: int, shard: Tensor) -> None:
-    own, size = mesh.location[level], mesh.sizes[level]
-    parts = torch.split(shard, split_sizes(len(shard), size))
-    others = [c for c in range(size) if c != own]
-    transport.exchange(
-        {mesh.peer(level, c): parts[own] for c in others},
-        {mesh.peer(level, c): parts[c] for c in others},
-        mesh.label(Op.DENSE_ALL_GATHER, level),
-    )
+    def _all_gather(self, level: int, shard: Tensor) -> None:
+        parts = torch.split(shard, split_sizes(len(shard), self._mesh.sizes[level]))
+        own = self._mesh.location[level]
+        coder = self.coders[level]
+        mine = parts[own]
+        if coder is not None and len(mine):
+            # The owner keeps what the others get: all ranks go on with the same bits.
+            mine = coder.encode("sum", parts[own])
+            parts[own].copy_(coder.decode(mine, len(parts[own]), shard.dtype))
+        sends = {c: mine for c in range(len(parts)) if c != own and len(mine)}
+        for c, part in self._exchange(self._ops[1], level, sends, [len(part) for part in parts], shard).items():
+            parts[c].copy_(part)
+
+    def _others(self, level: int, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        return [(c, part) for c, part in enumerate(parts) if c != self._mesh.location[level] and len(part)]
+
+    def _exchange(self, op: Op, level: int, sends: dict[int, Tensor], lengths: Sequence[int], like: Tensor) -> dict[int, Tensor]:
+        """The parts that arrive, by coordinate; ``lengths`` elements from each."""
+        coder, own, peer = self.coders[level], self._mesh.location[level], self._mesh.peer
+        buffers = {
+            c: like.new_empty(length)
+            if coder is None
+            else torch.empty(coder.message_bytes(length, like.dtype), dtype=torch.uint8, device=like.device)
+            for c, length in enumerate(lengths)
+            if c != own and length
+        }
+        self._send(
+            {peer(level, c): message for c, message in sends.items()},
+            {peer(level, c): buffer for c, buffer in buffers.items()},
+            self._mesh.label(op, level),
+        )
+        if coder is None:
+            return buffers
+        return {c: coder.decode(buffer, lengths[c], like.dtype) for c, buffer in buffers.items()}
 
 
 def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:

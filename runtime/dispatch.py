@@ -8,7 +8,7 @@ coordinates, so a run is reproducible bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hybridep.placement import Placement
 from hybridep.traffic import Op
+from runtime.codecs import RowCoder, row_coder
+from runtime.codecs.messages import pack, unpack
 from runtime.mesh import Mesh
 from runtime.transport import Transport
 
@@ -38,11 +40,16 @@ class Hop:
 
 
 class Dispatcher:
-    """Dispatch and combine of one rank under one placement. Stateless between calls."""
+    """Dispatch and combine of one rank under one placement. Stateless between calls.
+
+    On a level with a token codec, hidden vectors and partial sums, and the gradients of both, travel coded and are decoded
+    on arrival; gate weights and ids are exact, and so are rows that stay.
+    """
 
     def __init__(self, mesh: Mesh, placement: Placement, transport: Transport) -> None:
         self.mesh, self.transport = mesh, transport
         self._levels = [level for level, size in enumerate(mesh.sizes) if size > 1]
+        self._coders = [row_coder(codecs.tokens) for codecs in mesh.plan.level_codecs]
         self._served_at = []
         self._peers: list[tuple[int, ...]] = []
         self._sources: list[tuple[int, ...]] = []
@@ -92,39 +99,56 @@ class Dispatcher:
         received = tuple(len(sent[own]) if c == own else int(counts[c]) if c in counts else 0 for c in range(size))
         return Hop(level=level, num_rows=len(ids_NK), sent=tuple(sent), received=received), masks
 
-    def forth(self, hop: Hop, op: Op, pack: Callable[[int], list[Tensor]], like: Sequence[Tensor]) -> list[Tensor]:
-        """Send ``pack(c)`` (row blocks of the rows for coordinate c) along the hop; returns the arrived blocks in order.
-
-        ``like`` gives dtype and width of the blocks. One message per peer: its blocks one after the other.
-        """
-        own, peer = self.mesh.location[hop.level], self.mesh.peer
-        sends = {peer(hop.level, c): _bytes(pack(c)) for c in range(len(hop.sent)) if c != own and len(hop.sent[c])}
-        buffers = {c: _buffer(number, like) for c, number in enumerate(hop.received) if c != own and number}
-        receives = {peer(hop.level, c): buffer for c, buffer in buffers.items()}
-        self.transport.exchange(sends, receives, self.mesh.label(op, hop.level))
+    def forth(self, hop: Hop, op: Op, x_NH: Tensor, beside: Callable[[int], list[Tensor]] = lambda _: []) -> list[Tensor]:
+        """Send rows of ``x``, and ``beside(c)`` (blocks [n_c, *] for coordinate c), along the hop; returns the arrived blocks
+        in order. One message per peer: its blocks one after the other."""
+        own, coder = self.mesh.location[hop.level], self._coders[hop.level]
+        coded = coder.encode(x_NH)
+        sends = {
+            c: pack([*(block[rows] for block in coded), *beside(c)]) for c, rows in enumerate(hop.sent) if c != own and len(rows)
+        }
+        stay = beside(own)
+        messages = self._exchange(hop, op, sends, hop.received, _blocks(coder, x_NH, stay))
         arrived = []
         for c, number in enumerate(hop.received):
             if c == own:
-                arrived.append(pack(c))
+                arrived.append([x_NH[hop.sent[own]], *stay])
             elif number:
-                arrived.append(_unpack(buffers[c], number, like))
+                arrived.append(_read(messages[c], number, coder, x_NH, stay))
         return [torch.cat(blocks) for blocks in zip(*arrived, strict=True)]
 
-    def back(self, hop: Hop, op: Op, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def back(self, hop: Hop, op: Op, x_NH: Tensor, beside: Sequence[Tensor] = ()) -> list[Tensor]:
         """The reverse of ``forth``: rows [N', *] return to their origin and are added there: [N, *]."""
-        own, peer = self.mesh.location[hop.level], self.mesh.peer
-        parts = list(zip(*(torch.split(block, list(hop.received)) for block in blocks), strict=True))
-        sends = {peer(hop.level, c): _bytes(parts[c]) for c, number in enumerate(hop.received) if c != own and number}
-        buffers = {c: _buffer(len(rows), blocks) for c, rows in enumerate(hop.sent) if c != own and len(rows)}
-        receives = {peer(hop.level, c): buffer for c, buffer in buffers.items()}
-        self.transport.exchange(sends, receives, self.mesh.label(op, hop.level))
-        sums = [block.new_zeros(hop.num_rows, block.shape[1]) for block in blocks]
+        own, coder = self.mesh.location[hop.level], self._coders[hop.level]
+        coded = [torch.split(block, list(hop.received)) for block in (*coder.encode(x_NH), *beside)]
+        sends = {c: pack([block[c] for block in coded]) for c, number in enumerate(hop.received) if c != own and number}
+        messages = self._exchange(hop, op, sends, [len(rows) for rows in hop.sent], _blocks(coder, x_NH, beside))
+        stay = [torch.split(block, list(hop.received))[own] for block in (x_NH, *beside)]
+        sums = [block.new_zeros(hop.num_rows, block.shape[1]) for block in (x_NH, *beside)]
         for c, rows in enumerate(hop.sent):
             if len(rows):
-                arrived = parts[c] if c == own else _unpack(buffers[c], len(rows), blocks)
+                arrived = stay if c == own else _read(messages[c], len(rows), coder, x_NH, beside)
                 for total, block in zip(sums, arrived, strict=True):
                     total.index_add_(0, rows, block)
         return sums
+
+    def _exchange(
+        self, hop: Hop, op: Op, sends: Mapping[int, Tensor], expected: Sequence[int], blocks: Sequence[tuple[torch.dtype, int]]
+    ) -> dict[int, Tensor]:
+        """The messages that arrive, by coordinate; ``expected`` rows from each."""
+        own, peer = self.mesh.location[hop.level], self.mesh.peer
+        row_bytes = sum(dtype.itemsize * width for dtype, width in blocks)
+        buffers = {
+            c: torch.empty(rows * row_bytes, dtype=torch.uint8, device=self.mesh.device)
+            for c, rows in enumerate(expected)
+            if c != own and rows
+        }
+        self.transport.exchange(
+            {peer(hop.level, c): message for c, message in sends.items()},
+            {peer(hop.level, c): buffer for c, buffer in buffers.items()},
+            self.mesh.label(op, hop.level),
+        )
+        return buffers
 
 
 class _DispatchHop(torch.autograd.Function):
@@ -134,18 +158,17 @@ class _DispatchHop(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.hop, ctx.dispatcher = hop, dispatcher
 
-        def pack(c: int) -> list[Tensor]:
-            rows = hop.sent[c]
-            return [x_NH[rows], weights_NK[rows] * masks[c], ids[c]]
+        def beside(c: int) -> list[Tensor]:
+            return [weights_NK[hop.sent[c]] * masks[c], ids[c]]
 
-        x, weights, arrived_ids = dispatcher.forth(hop, Op.TOKEN_DISPATCH, pack, [x_NH, weights_NK, ids[0]])
+        x, weights, arrived_ids = dispatcher.forth(hop, Op.TOKEN_DISPATCH, x_NH, beside)
         ctx.mark_non_differentiable(arrived_ids)
         return x, weights, arrived_ids
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # Slots that another rank serves have no gradient here, so adding whole rows of weight gradients is right.
-        x, weights = ctx.dispatcher.back(ctx.hop, Op.DISPATCH_BACKWARD, gradients[:2])
+        x, weights = ctx.dispatcher.back(ctx.hop, Op.DISPATCH_BACKWARD, gradients[0], gradients[1:2])
         return x, weights, None, None, None, None
 
 
@@ -153,31 +176,23 @@ class _CombineHop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_NH: Tensor, hop: Hop, dispatcher: Dispatcher) -> Tensor:
         ctx.hop, ctx.dispatcher = hop, dispatcher
-        return dispatcher.back(hop, Op.TOKEN_COMBINE, [y_NH])[0]
+        return dispatcher.back(hop, Op.TOKEN_COMBINE, y_NH)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, hop = gradients[0], ctx.hop
-        [y] = ctx.dispatcher.forth(hop, Op.COMBINE_BACKWARD, lambda c: [gradient[hop.sent[c]]], [gradient])
+        [y] = ctx.dispatcher.forth(ctx.hop, Op.COMBINE_BACKWARD, gradients[0])
         return y, None, None
 
 
-def _bytes(blocks: Sequence[Tensor]) -> Tensor:
-    """Blocks one after the other as uint8."""
-    return torch.cat([block.contiguous().view(-1).view(torch.uint8) for block in blocks])
+def _blocks(coder: RowCoder, x_NH: Tensor, beside: Sequence[Tensor]) -> list[tuple[torch.dtype, int]]:
+    """Type and width of the blocks of a message."""
+    return coder.blocks(x_NH.shape[1], x_NH.dtype) + [(block.dtype, block.shape[1]) for block in beside]
 
 
-def _buffer(number: int, like: Sequence[Tensor]) -> Tensor:
-    """Room for a message of ``number`` rows of blocks like these."""
-    num_bytes = number * sum(block.shape[1] * block.element_size() for block in like)
-    return torch.empty(num_bytes, dtype=torch.uint8, device=like[0].device)
-
-
-def _unpack(message: Tensor, number: int, like: Sequence[Tensor]) -> list[Tensor]:
-    """Blocks of [number, *] from a message."""
-    parts = torch.split(message, [number * block.shape[1] * block.element_size() for block in like])
-    # A block may start where its dtype must not (ids after bf16 weights): the copy is aligned.
-    return [
-        (part if part.storage_offset() % block.element_size() == 0 else part.clone()).view(block.dtype).view(number, -1)
-        for part, block in zip(parts, like, strict=True)
-    ]
+def _read(message: Tensor, number: int, coder: RowCoder, x_NH: Tensor, beside: Sequence[Tensor]) -> list[Tensor]:
+    """[number, H] decoded rows, and what came beside them."""
+    shapes = _blocks(coder, x_NH, beside)
+    parts = unpack(message, [(dtype, number * width) for dtype, width in shapes])
+    blocks = [part.view(number, -1) for part in parts]
+    coded = len(blocks) - len(beside)
+    return [coder.decode(blocks[:coded], x_NH.shape[1], x_NH.dtype), *blocks[coded:]]

@@ -8,7 +8,7 @@ which blocks ask for them, which is the same on all ranks; so they never wait fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridep.placement import Move, Placement
 from hybridep.plan import Residency
 from hybridep.traffic import Op
+from runtime.copy_codecs import CopyCodecs
 from runtime.mesh import Mesh
 from runtime.transport import Transport
 
@@ -102,11 +103,12 @@ class ExpertExchange:
         self._num_home = len(own)
         self._num_copies = len(self.held) - len(own)
         self._copies = home_nP.new_empty(self._num_copies, home_nP.shape[1])
+        self.codecs = CopyCodecs(mesh, transport.exchange, placement, home_nP.detach())
         self._gradient: Tensor | None = None
         self._gathering: Future[Tensor | None] | None = None
         self._returning: Future[Tensor | None] | None = None
         self._present = False
-        self._is_due = False
+        self._is_due = self._renew_shared = False
         self.last_micro_batch = True
         """Set by the trainer before each micro-batch: with step residency, gradients return after the last one."""
         if residency is Residency.MICROBATCH:
@@ -166,6 +168,11 @@ class ExpertExchange:
     def _levels(self) -> list[int]:
         return sorted({move.level for move in (*self._sends, *self._receives)})
 
+    def _stored(self, expert: int, home: Tensor) -> Tensor:
+        """[P]: an expert that this rank holds, or the copy of it."""
+        row = self._row[expert]
+        return home[row] if row < self._num_home else self._copies.data[row - self._num_home]
+
     def _take(self, experts: tuple[int, ...], home: Tensor, copies: Tensor) -> Tensor:
         """[len(experts), P] rows of two stores, as one contiguous message."""
         rows = [self._row[expert] for expert in experts]
@@ -174,23 +181,36 @@ class ExpertExchange:
     def _gather(self) -> None:
         home = self._home.detach()
         for level in self._levels():
-            sends = {m.dst: self._take(m.experts, home, self._copies.data) for m in self._sends if m.level == level}
-            receives = {move.src: rows for move, rows in self._rows(level)}
+            outgoing, arriving = [m for m in self._sends if m.level == level], self._rows(level)
+            coder = self.codecs.experts[level]
+            if coder is None:
+                sends = {m.dst: self._take(m.experts, home, self._copies.data) for m in outgoing}
+                receives = {move.src: rows for move, rows in arriving}
+            else:
+                coded = {e: coder.encode(e, self._stored(e, home)) for e in sorted({e for m in outgoing for e in m.experts})}
+                sends = {m.dst: torch.cat([coded[expert] for expert in m.experts]) for m in outgoing}
+                receives = {move.src: self._buffer(len(rows) * coder.message_bytes) for move, rows in arriving}
             self._exchange(sends, receives, self._mesh.label(Op.EXPERT_GATHER, level))
+            if coder is not None:
+                for move, rows in arriving:
+                    for message, row in zip(torch.split(receives[move.src], coder.message_bytes), rows, strict=True):
+                        coder.decode(message, row)
 
     # --- backward --------------------------------------------------------------------------------------------------
 
     def return_gradient(self, gradient_mP: Tensor) -> None:
         """Take over the copies' gradient of one micro-batch; send it home when it is complete."""
-        if not (self._sends or self._receives):
-            return
         if self._residency is Residency.MICROBATCH:
             self.finish_return()
-        if self._gradient is None:
-            self._gradient = gradient_mP
-        else:
-            self._gradient += gradient_mP
-        self._is_due = self._residency is Residency.MICROBATCH or self.last_micro_batch
+        if self._sends or self._receives:
+            if self._gradient is None:
+                self._gradient = gradient_mP
+            else:
+                self._gradient += gradient_mP
+            self._is_due = self._residency is Residency.MICROBATCH or self.last_micro_batch
+        # All ranks take part, those without copies too.
+        self._renew_shared = self.codecs.shared is not None and self.last_micro_batch
+        self._is_due |= self._renew_shared
         if self.prefetch:
             self.start_return()
 
@@ -216,22 +236,63 @@ class ExpertExchange:
             self._home.grad += arrived
 
     def _return(self) -> Tensor | None:
+        home = self._return_copies() if self._gradient is not None else None
+        if self._renew_shared:
+            self._renew_shared = False
+            self.codecs.renew_shared()
+        return home
+
+    def _return_copies(self) -> Tensor | None:
         copies = self._gradient
         assert copies is not None
         self._gradient = None
         home = torch.zeros_like(self._home, memory_format=torch.contiguous_format).detach()
+        width = home.shape[1]
         for level in reversed(self._levels()):
+            coder = self.codecs.gradients[level]
             sends, first = {}, 0
             for move in self._receives:
                 if move.level == level:
-                    sends[move.src] = copies[first : first + len(move.experts)]
+                    rows = copies[first : first + len(move.experts)]
+                    if coder is not None:
+                        rows = torch.cat([coder.encode(expert, row) for expert, row in zip(move.experts, rows, strict=True)])
+                    sends[move.src] = rows
                 first += len(move.experts)
             outgoing = [move for move in self._sends if move.level == level]
-            receives = {move.dst: home.new_empty(len(move.experts), home.shape[1]) for move in outgoing}
+            message_bytes = 0 if coder is None else coder.message_bytes(width, home.dtype)
+            receives = {
+                move.dst: home.new_empty(len(move.experts), width)
+                if coder is None
+                else self._buffer(len(move.experts) * message_bytes)
+                for move in outgoing
+            }
             self._exchange(sends, receives, self._mesh.label(Op.GRADIENT_RETURN, level))
             for move in outgoing:
-                for expert, gradient in zip(move.experts, receives[move.dst], strict=True):
+                arrived = receives[move.dst] if coder is None else torch.split(receives[move.dst], message_bytes)
+                for expert, gradient in zip(move.experts, arrived, strict=True):
                     row = self._row[expert]
                     target = home[row] if row < self._num_home else copies[row - self._num_home]
-                    target += gradient
+                    target += gradient if coder is None else coder.decode(gradient, width, home.dtype)
         return home if self._num_home else None
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._mesh.device)
+
+    # --- codecs ----------------------------------------------------------------------------------------------------
+
+    def prime(self, expert_P: Callable[[int], Tensor]) -> None:
+        """Give both ends of coded copies the same beginning: ``expert_P`` is what an expert, at home anywhere, is by now."""
+        self.codecs.prime(expert_P)
+        if self.codecs.keep_copies:
+            for row, expert in enumerate(self.held[self._num_home :]):
+                self._copies.data[row] = expert_P(expert)
+
+    def codec_state(self) -> dict[str, Tensor]:
+        """What codecs need beside the weights to go on as if nothing had happened; empty without them."""
+        return self.codecs.state() | ({"copies": self._copies.data} if self.codecs.keep_copies else {})
+
+    def load_codec_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what ``codec_state`` gave."""
+        self.codecs.load(state)
+        if self.codecs.keep_copies:
+            self._copies.data.copy_(state["copies"])

@@ -15,8 +15,9 @@ from hybridep.traffic import Op
 from runtime.barrier import Barrier
 from runtime.build import build_rank_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.codec_state import codec_state, restore_codecs
 from runtime.data import Batches, read_text
-from runtime.dense_reduce import all_reduce, flat_gradients
+from runtime.dense_reduce import DenseReduce, flat_gradients
 from runtime.device import choose_device, peak_bytes, settle
 from runtime.expert_exchange import CopyStream
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
@@ -51,6 +52,7 @@ class RankTrainer:
         self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
         self.dense = self.model.transformer.dense_parameters()
         self._dense_gradient = flat_gradients(list(self.dense.values()))
+        self.dense_reduce = DenseReduce(mesh, self.transport.exchange)
         model = self._model_config
         self.recorder = RoutingRecorder(
             self.model.transformer.moe_blocks(),
@@ -67,7 +69,7 @@ class RankTrainer:
         for experts in self.model.routed:
             experts.exchange.finish_return()
             experts.exchange.expire()
-        all_reduce(self.mesh, self.transport, self._dense_gradient)
+        self.dense_reduce(self._dense_gradient)
         self.spans.begin(OPTIMIZER)
         self.optimizer.step(step)
         self.spans.end()
@@ -114,13 +116,21 @@ class RankTrainer:
         """Write a checkpoint; all ranks call it."""
         folder = self.run.checkpoint_folder
         save_checkpoint(
-            folder, step, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer, barrier=self._barrier.wait
+            folder,
+            step,
+            mesh=self.mesh,
+            dense=list(self.dense),
+            optimizer=self.optimizer,
+            codecs=codec_state(self.model.routed, self.dense_reduce),
+            barrier=self._barrier.wait,
         )
 
     def restore(self) -> int:
         """Continue from the last complete checkpoint; returns the number of steps it has."""
         path = latest_checkpoint(self.run.checkpoint_folder)
-        return load_checkpoint(path, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer)
+        step = load_checkpoint(path, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer)
+        restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)
+        return step
 
     def save_trace(self) -> None:
         """Write what was recorded of ``run.trace_step`` as one trace of all ranks; all ranks call it."""

@@ -13,10 +13,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from hybridep.codecs import SPAN
 from runtime.kernels.codecs import CodecKernels
 from runtime.kernels.launch import worst_case_rows
 from runtime.kernels.reference import Route
-from runtime.kernels.reference_codecs import SPAN, ChangeCode, Code, sample_threshold
+from runtime.kernels.reference_codecs import ChangeCode, Code, sample_threshold
 from runtime.kernels.tokens import TokenKernels
 
 Run = Callable[[], object]

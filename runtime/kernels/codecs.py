@@ -7,12 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
+from hybridep.codecs import SPAN, TILE
 from runtime.kernels import launch as lay
 from runtime.kernels.driver import Argument, Driver, Launch
 from runtime.kernels.errors import KernelInputError
 from runtime.kernels.launch import Peers, checked, pointer, require, u32
 from runtime.kernels.reference import Route
-from runtime.kernels.reference_codecs import SPAN, TILE, ChangeCode, Code, Residual
+from runtime.kernels.reference_codecs import ChangeCode, Code, Residual
 
 _INT = (torch.int32,)
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)

@@ -8,12 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybridep.codecs import INT4_SPAN, SPAN, TILE
 from runtime.kernels.reference import Route
 
-SPAN = 128
-"""Neighbouring elements of a token row that share a scale."""
-TILE = 4096
-"""Elements whose places in a sparse residual are counted from a common start, so that a place takes 16 bits."""
 LEAST = 1e-30
 """Smallest maximum that a scale is made from: the reciprocal stays finite."""
 
@@ -33,8 +30,8 @@ class Code(Enum):
 class ChangeCode(Enum):
     """Element types of a coded change; the value is (largest magnitude, elements that share a scale)."""
 
-    INT8 = (127, 128)
-    INT4 = (7, 32)
+    INT8 = (127, SPAN)
+    INT4 = (7, INT4_SPAN)
 
 
 class Residual(NamedTuple):
@@ -67,27 +64,38 @@ def _scales(spans: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 def quantize(x: Tensor, route: Route, num_rows: int, code: Code) -> tuple[Tensor, Tensor]:
     """Dispatch of ``x`` [N, H] in one byte per element: codes [R, ceil(H / 4) * 4], scales [R, ceil(H / 128)] fp32.
     Zeros in rows without a pair and past H."""
+    codes, scales = quantize_rows(x, code)
+    out_codes = codes.new_zeros(num_rows, codes.shape[1])
+    out_scales = scales.new_zeros(num_rows, scales.shape[1])
+    row, k = (route.slot >= 0).nonzero(as_tuple=True)
+    at = route.slot[row, k].long()
+    out_codes[at], out_scales[at] = codes[row], scales[row]
+    return out_codes.view(code.dtype), out_scales
+
+
+def quantize_rows(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
+    """The format alone: each row of ``x`` [N, H] as codes [N, ceil(H / 4) * 4] uint8 and scales [N, ceil(H / 128)] fp32."""
     spans = _spans(x, SPAN)
     scale, reciprocal = _scales(spans, code.value)
     scaled = spans * reciprocal
     coded = (scaled.round() if code is Code.INT8 else scaled).clamp(-code.value, code.value).to(code.dtype)
     width = -(-x.shape[1] // 4) * 4
-    codes = coded.flatten(1).view(torch.uint8)[:, :width]
-    out_codes = torch.zeros(num_rows, width, dtype=torch.uint8)
-    out_scales = torch.zeros(num_rows, spans.shape[1])
-    row, k = (route.slot >= 0).nonzero(as_tuple=True)
-    at = route.slot[row, k].long()
-    out_codes[at], out_scales[at] = codes[row], scale[row, :, 0]
-    return out_codes.view(code.dtype), out_scales
+    return coded.flatten(1).view(torch.uint8)[:, :width], scale[:, :, 0]
 
 
 def dequantize(codes: Tensor, scales: Tensor, route: Route, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
     """[R, H]: quantised rows [N, *] in full width at each of their slots, zeros elsewhere."""
-    wide = codes.float() * scales.repeat_interleave(SPAN, dim=1)[:, : codes.shape[1]]
-    out = torch.zeros(num_rows, hidden, dtype=dtype)
+    wide = dequantize_rows(codes, scales, hidden, dtype)
+    out = wide.new_zeros(num_rows, hidden)
     row, k = (route.slot >= 0).nonzero(as_tuple=True)
-    out[route.slot[row, k].long()] = wide[row, :hidden].to(dtype)
+    out[route.slot[row, k].long()] = wide[row]
     return out
+
+
+def dequantize_rows(codes: Tensor, scales: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+    """[N, H]: what ``quantize_rows`` coded; ``codes`` in the code's own element type."""
+    wide = codes.float() * scales.repeat_interleave(SPAN, dim=1)[:, : codes.shape[1]]
+    return wide[:, :hidden].to(dtype)
 
 
 def change_encode(now: Tensor, copy: Tensor, code: ChangeCode) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,216 @@
+"""Codecs: what may travel in place of exact numbers on one level's links, and how many bytes that takes.
+
+The one place that counts coded bytes; the formats themselves are ``runtime.codecs``. All codecs but ``exact`` lose something,
+so a plan carries beside each what it cost in final loss where that was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from hybridep.config import Strict
+from hybridep.workload import Workload
+
+SPAN = 128
+"""Neighbouring elements that share a scale (fp8, int8)."""
+INT4_SPAN = 32
+"""Neighbouring elements of a four-bit change that share a scale."""
+TILE = 4096
+"""Elements whose places in a sparse message are counted from a common start, so that a place takes 16 bits."""
+_SCALE_BYTES = 4
+_PLACE_BYTES = 2
+_START_BYTES = 4
+_BF16_BYTES = 2
+
+
+class TokenCodec(Enum):
+    """Of token rows and partial sums, and of their gradients on the way back."""
+
+    EXACT = "exact"
+    BF16 = "bf16"
+    FP8 = "fp8"
+    """e4m3, one fp32 scale per 128 elements."""
+    INT8 = "int8"
+    """One fp32 scale per 128 elements."""
+
+
+class ExpertCodec(Enum):
+    """Of experts on their way to the ranks that copy them."""
+
+    EXACT = "exact"
+    BF16 = "bf16"
+    SHARED_RESIDUAL = "sr"
+    """The largest ``experts_keep`` of each expert's difference from the mean of its layer's experts (HybridEP's SR)."""
+    CHANGE_INT8 = "change-int8"
+    """The change since the receivers' copy, one scale per 128 elements; both ends keep that copy (EF21, arXiv:2106.05203)."""
+    CHANGE_INT4 = "change-int4"
+    """The same in four bits, one scale per 32 elements."""
+
+    @property
+    def is_change(self) -> bool:
+        """Both ends keep the copy, which therefore must live from step to step."""
+        return self in (ExpertCodec.CHANGE_INT8, ExpertCodec.CHANGE_INT4)
+
+
+class GradientCodec(Enum):
+    """Of the gradients of copies on their way home, and of the dense gradients."""
+
+    EXACT = "exact"
+    BF16 = "bf16"
+    INT8 = "int8"
+    """One fp32 scale per 128 elements."""
+    TOP_K = "top-k"
+    """The largest ``gradients_keep``; what stays behind is added to the next one (error feedback, arXiv:1809.07599)."""
+
+
+class LossGate(Strict):
+    """What a codec cost in a training run, as far as it was measured."""
+
+    relative: float
+    """(final loss with the codec - exact) / exact, mean over seeds; negative where the coded runs ended lower."""
+    source: str
+    """Where and with which settings it was measured."""
+
+
+class Codecs(Strict):
+    """How payloads are coded on one level's links."""
+
+    tokens: TokenCodec = TokenCodec.EXACT
+    experts: ExpertCodec = ExpertCodec.EXACT
+    gradients: GradientCodec = GradientCodec.EXACT
+    experts_keep: float = Field(default=0.02, gt=0, le=1)
+    """Share of an expert's elements that ``sr`` sends."""
+    gradients_keep: float = Field(default=0.02, gt=0, le=1)
+    """Share of a gradient's elements that ``top-k`` sends."""
+    gates: dict[str, LossGate] = Field(default_factory=dict)
+    """``tokens``, ``experts`` or ``gradients`` -> what that codec cost; absent where it was not measured."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Codecs:
+        for kind in self.gates:
+            if kind not in KINDS:
+                raise ValueError(f"gates.{kind}: must be one of {', '.join(KINDS)}")
+        return self
+
+    @property
+    def lossy(self) -> dict[str, str]:
+        """Kind of payload -> its codec as text (``sr, keep 0.02``), where it is not exact."""
+        texts = {"tokens": self.tokens.value, "experts": self.experts.value, "gradients": self.gradients.value}
+        if self.experts is ExpertCodec.SHARED_RESIDUAL:
+            texts["experts"] += f", keep {self.experts_keep:g}"
+        if self.gradients is GradientCodec.TOP_K:
+            texts["gradients"] += f", keep {self.gradients_keep:g}"
+        return {kind: text for kind, text in texts.items() if text != "exact"}
+
+
+KINDS = ("tokens", "experts", "gradients")
+EXACT = Codecs()
+
+
+def level_codecs(levels: Sequence[str], codecs: Mapping[str, Codecs]) -> tuple[Codecs, ...]:
+    """Per level, exact where none are given."""
+    return tuple(codecs.get(name, EXACT) for name in levels)
+
+
+def kept(length: int, keep: float) -> int:
+    """How many of ``length`` elements a sparse message has room for; at least one."""
+    return math.ceil(keep * length)
+
+
+def sparse_bytes(length: int, keep: float, element_bytes: int) -> int:
+    """First entry of each tile (and the end), values, 16-bit places; nothing for nothing."""
+    tiles = -(-length // TILE)
+    return (tiles + 1) * _START_BYTES + kept(length, keep) * (element_bytes + _PLACE_BYTES) if length else 0
+
+
+def scaled_bytes(length: int, span: int = SPAN, bits: int = 8) -> int:
+    """Codes, padded to four elements, and a fp32 scale per span."""
+    return -(-length // 4) * 4 * bits // 8 + -(-length // span) * _SCALE_BYTES
+
+
+def row_bytes(codec: TokenCodec, width: int, element_bytes: int) -> int:
+    """One row of ``width`` elements."""
+    if codec in (TokenCodec.FP8, TokenCodec.INT8):
+        return scaled_bytes(width)
+    return width * (_BF16_BYTES if codec is TokenCodec.BF16 else element_bytes)
+
+
+def expert_bytes(codecs: Codecs, length: int, element_bytes: int) -> int:
+    """One expert of ``length`` parameters."""
+    match codecs.experts:
+        case ExpertCodec.SHARED_RESIDUAL:
+            return sparse_bytes(length, codecs.experts_keep, element_bytes)
+        case ExpertCodec.CHANGE_INT8:
+            return scaled_bytes(length)
+        case ExpertCodec.CHANGE_INT4:
+            return scaled_bytes(length, INT4_SPAN, 4)
+        case ExpertCodec.BF16:
+            return length * _BF16_BYTES
+    return length * element_bytes
+
+
+def gradient_bytes(codecs: Codecs, length: int, element_bytes: int) -> int:
+    """``length`` gradient elements in one message."""
+    match codecs.gradients:
+        case GradientCodec.TOP_K:
+            return sparse_bytes(length, codecs.gradients_keep, element_bytes)
+        case GradientCodec.INT8:
+            return scaled_bytes(length)
+        case GradientCodec.BF16:
+            return length * _BF16_BYTES
+    return length * element_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """Bytes of a workload's payloads on one level's links."""
+
+    workload: Workload
+    codecs: Codecs = EXACT
+
+    @cached_property
+    def _width(self) -> int:
+        return self.workload.training.dtype.num_bytes
+
+    @cached_property
+    def combine_row_bytes(self) -> int:
+        """One row of partial outputs, or of their gradient."""
+        return row_bytes(self.codecs.tokens, self.workload.model.hidden_size, self._width)
+
+    @cached_property
+    def dispatch_row_bytes(self) -> int:
+        """One token row on its way to the experts; gate weights and expert ids are never coded."""
+        return self.workload.dispatch_row_bytes - self.workload.combine_row_bytes + self.combine_row_bytes
+
+    @cached_property
+    def dispatch_gradient_row_bytes(self) -> int:
+        """The gradient of one dispatched row; that of the gate weights is never coded."""
+        return self.workload.dispatch_gradient_row_bytes - self.workload.combine_row_bytes + self.combine_row_bytes
+
+    @cached_property
+    def expert_bytes(self) -> int:
+        """One expert's weights."""
+        return expert_bytes(self.codecs, self.workload.model.expert_params, self._width)
+
+    @cached_property
+    def expert_gradient_bytes(self) -> int:
+        """The gradient of one copy."""
+        return gradient_bytes(self.codecs, self.workload.model.expert_params, self._width)
+
+    def dense_bytes(self, lengths: np.ndarray) -> np.ndarray:
+        """Bytes of messages of so many dense gradient elements."""
+        values, where = np.unique(lengths, return_inverse=True)
+        sizes = np.array([gradient_bytes(self.codecs, int(length), self._width) for length in values], dtype=np.float64)
+        return np.asarray(sizes[where].reshape(np.shape(lengths)))
+
+
+def wires(workload: Workload, codecs: Sequence[Codecs], num_levels: int) -> tuple[Wire, ...]:
+    """Per level; ``codecs`` as of ``level_codecs``, or empty for exact ones everywhere."""
+    return tuple(Wire(workload=workload, codecs=one) for one in codecs or (EXACT,) * num_levels)

@@ -1,0 +1,86 @@
+"""Gradients of copies on their way home, and parts of the dense gradients. The same elements come in every step, so what a sparse
+message leaves out can be kept and sent later."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from hybridep.codecs import SPAN, Codecs, GradientCodec, gradient_bytes
+from runtime.codecs.messages import pack, unpack
+from runtime.codecs.sparse import decode_largest, encode_largest
+from runtime.kernels.reference_codecs import Code, dequantize_rows, quantize_rows
+
+
+class GradientCoder(ABC):
+    """Both ends at one level."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self._codecs = codecs
+
+    def message_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Of ``length`` elements."""
+        return gradient_bytes(self._codecs, length, dtype.itemsize)
+
+    @abstractmethod
+    def encode(self, key: Hashable, gradient_P: Tensor) -> Tensor:
+        """uint8. ``key`` says which gradient it is; it is coded once per step or micro-batch."""
+
+    @abstractmethod
+    def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """[P]."""
+
+
+def gradient_coder(codecs: Codecs) -> GradientCoder | None:
+    """The coder of a plan's codec; None for the exact one."""
+    match codecs.gradients:
+        case GradientCodec.BF16:
+            return _Bf16(codecs)
+        case GradientCodec.INT8:
+            return _Int8(codecs)
+        case GradientCodec.TOP_K:
+            return TopKCoder(codecs)
+    return None
+
+
+class _Bf16(GradientCoder):
+    def encode(self, key: Hashable, gradient_P: Tensor) -> Tensor:
+        return pack([gradient_P.to(torch.bfloat16)])
+
+    def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        return message.view(torch.bfloat16).to(dtype)
+
+
+class _Int8(GradientCoder):
+    def encode(self, key: Hashable, gradient_P: Tensor) -> Tensor:
+        return pack(quantize_rows(gradient_P[None], Code.INT8))
+
+    def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        codes, scales = unpack(message, [(torch.int8, -(-length // 4) * 4), (torch.float32, -(-length // SPAN))])
+        return dequantize_rows(codes[None], scales[None], length, dtype)[0]
+
+
+class TopKCoder(GradientCoder):
+    """The largest elements; the others wait and are added to the next gradient of the same key (error feedback, Stich et al.,
+    arXiv:1809.07599)."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        super().__init__(codecs)
+        self.unsent: dict[Hashable, Tensor] = {}
+        """Key -> what was left out so far, in fp32 at least: bf16 would lose it bit by bit."""
+
+    def encode(self, key: Hashable, gradient_P: Tensor) -> Tensor:
+        wide = torch.promote_types(gradient_P.dtype, torch.float32)
+        due = gradient_P.to(wide)
+        if key in self.unsent:
+            due = due + self.unsent[key]
+        narrow = due.to(gradient_P.dtype)
+        message = encode_largest(narrow, torch.zeros_like(narrow), self._codecs.gradients_keep)
+        self.unsent[key] = due - self.decode(message, len(due), gradient_P.dtype).to(wide)
+        return message
+
+    def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        return decode_largest(message, torch.zeros(length, dtype=dtype, device=message.device), self._codecs.gradients_keep)
