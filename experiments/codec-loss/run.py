@@ -1,0 +1,116 @@
+"""What does each codec cost in loss? One small model, trained from scratch with each codec alone, three seeds (HybridEP, Fig. 14).
+
+Curves that are already in ``results/`` are not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from emulation import EmulatedSites
+
+from hybridep.codecs import Codecs, TokenCodec
+from hybridep.config import build, write_text
+from hybridep.plan import LayerGroup, Plan
+from hybridep.provenance import provenance
+from hybridep.run import Optimizer, Run
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+
+HERE = Path(__file__).resolve().parent
+WINDOW = 50
+GATE = 0.005
+"""int8 change coding of experts must end within this share of the exact loss."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--config", type=Path, default=HERE / "config.yaml")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--report", action="store_true", help="only of what is there")
+    given = parser.parse_args()
+    config = yaml.safe_load(given.config.read_text())
+    if not given.report:
+        todo = [(seed, name) for seed in config["seeds"] for name in config["runs"] if not curve(given.results, name, seed).exists()]
+        with ProcessPoolExecutor(given.workers) as pool:
+            for name, seed in pool.map(train, [config] * len(todo), todo, [given.results] * len(todo)):
+                print(f"{name} seed {seed}: done", flush=True)
+        write_text(given.results / "provenance.json", json.dumps(provenance(), indent=1))
+    return report(config, given.results)
+
+
+def curve(results: Path, name: str, seed: int) -> Path:
+    return results / f"{name}-{seed}.csv"
+
+
+def plan_of(config: dict[str, Any], name: str) -> Plan:
+    """Sites of one rank each."""
+    sites = config["sites"]
+    level = {"name": "dc", "size": sites, "bandwidth": "1 Gbps", "latency": "1 ms"}
+    gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
+    cluster = build(Cluster, {"name": "sites", "levels": [level], "gpu": gpu}, "config.yaml")
+    workload = build(Workload, {"name": name, "model": config["model"], "training": config["training"]}, "config.yaml")
+    codecs = build(Codecs, config["runs"][name], "config.yaml")
+    domain = 1 if codecs.tokens is not TokenCodec.EXACT else sites
+    group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={"dc": domain}, migration={})
+    return Plan(cluster=cluster, workload=workload, layers=(group,), codecs={"dc": codecs})
+
+
+def train(config: dict[str, Any], one: tuple[int, str], results: Path) -> tuple[str, int]:
+    seed, name = one
+    torch.set_num_threads(1)
+    optimizer = build(Optimizer, config["optimizer"], "config.yaml")
+    run = Run(
+        name=name, cluster="sites", workload=name, output=results, steps=config["steps"], seed=seed, optimizer=optimizer
+    )
+    sites = EmulatedSites(run, plan_of(config, name))
+    losses = [sites.step(step) for step in range(1, config["steps"] + 1)]
+    spread = statistics.mean(float(apart(layer.weights_EP.detach())) for layer in sites.layers)
+    lines = ["step,loss", *(f"{step},{loss:.6f}" for step, loss in enumerate(losses, 1)), f"apart,{spread:.6f}"]
+    write_text(curve(results, name, seed), "\n".join(lines) + "\n")
+    return name, seed
+
+
+def apart(weights_EP: torch.Tensor) -> torch.Tensor:
+    """How far experts have specialised: the share of their weights' energy that is not in their mean."""
+    return ((weights_EP - weights_EP.mean(dim=0)) ** 2).sum() / (weights_EP**2).sum()
+
+
+def final(config: dict[str, Any], results: Path, name: str, seed: int) -> float | None:
+    path = curve(results, name, seed)
+    if not path.exists():
+        return None
+    losses = [float(row["loss"]) for row in csv.DictReader(path.read_text().splitlines()) if row["step"] != "apart"]
+    return statistics.mean(losses[-config["last"] :])
+
+
+def report(config: dict[str, Any], results: Path) -> int:
+    """Print a row per codec; 1 when int8 change coding misses its gate."""
+    print("codec,seeds,loss,relative_mean,relative_min,relative_max")
+    failed = True
+    for name in config["runs"]:
+        losses, relative = [], []
+        for seed in config["seeds"]:
+            mine, exact = final(config, results, name, seed), final(config, results, "exact", seed)
+            if mine is not None and exact is not None:
+                losses.append(mine)
+                relative.append(mine / exact - 1)
+        if losses:
+            mean = statistics.mean(relative)
+            print(f"{name},{len(losses)},{statistics.mean(losses):.4f},{mean:+.5f},{min(relative):+.5f},{max(relative):+.5f}")
+            if name == "experts-change-int8":
+                failed = abs(mean) > GATE
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
