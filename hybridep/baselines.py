@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from hybridep.plan import Codecs, LayerGroup, Plan, Residency, Schedule
+from hybridep.codecs import Codecs
+from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 

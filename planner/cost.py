@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hybridep.codecs import Codecs
 from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
@@ -46,6 +47,8 @@ EXPERTS = "experts"
 BLOCK_OVERHEAD = "block_overhead"
 HEAD = "head"
 OPTIMIZER = "optimizer"
+SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
+"""Transfers that keep a layer's shared expert in step, where copies are coded against one."""
 COMPUTATIONS = (PRE_EXPERT, EXPERTS, BLOCK_OVERHEAD, HEAD, OPTIMIZER)
 """Parts that occupy the compute stream; all other parts are named after ``hybridep.traffic.Op``."""
 
@@ -121,10 +124,11 @@ class StepCost:
     wan_bytes: float
 
 
-def layer_traffic(placement: Placement, workload: Workload, gating: Gating) -> Traffic:
-    """Expected bytes of one layer: the token exchanges of one micro-batch, and one gather and return of copies."""
+def layer_traffic(placement: Placement, workload: Workload, gating: Gating, codecs: Sequence[Codecs] = ()) -> Traffic:
+    """Expected bytes of one layer: the token exchanges of one micro-batch, and one gather and return of copies. ``codecs`` per
+    level, exact ones when left out."""
     rows = expected_rows(placement, gating)
-    return token_traffic(placement, workload, rows) | copy_traffic(placement, workload)
+    return token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs)
 
 
 def block_times(network: Network, workload: Workload, placement: Placement, gating: Gating, traffic: Traffic) -> BlockTimes:
@@ -171,6 +175,12 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
         Op.EXPERT_GATHER.value: forward_gathers * hidden_gather,
         Op.GRADIENT_RETURN.value: returns * hidden_return,
     }
+    # The layer's shared expert is renewed once per step, behind the last return and beside the same computation.
+    left_s = 2 * beside_s - hidden_return
+    for op in SHARED:
+        hidden[op.value] = min(times.exchanges_s[op], left_s)
+        parts[op.value] = times.exchanges_s[op] - hidden[op.value]
+        left_s -= hidden[op.value]
     return LayerTimes(parts_s=parts, hidden_s=hidden)
 
 
@@ -181,7 +191,7 @@ def layer_cost(
     batches = workload.training.micro_batches
     times = layer_times(block, batches, residency, schedule)
     gathers, returns = gathers_and_returns(residency, batches)
-    counts = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
+    counts = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns} | dict.fromkeys(SHARED, 1)
     per_step = {key: sent * counts.get(key.op, batches) for key, sent in traffic.items()}
     return Cost(
         parts_s=times.parts_s,
@@ -191,11 +201,13 @@ def layer_cost(
     )
 
 
-def fixed_cost(network: Network, workload: Workload, placement: Placement, home_experts: IntArray) -> Cost:
+def fixed_cost(
+    network: Network, workload: Workload, placement: Placement, home_experts: IntArray, codecs: Sequence[Codecs] = ()
+) -> Cost:
     """What does not depend on the placement of copies: head and dense layers, dense all-reduce, optimizer. ``home_experts``
     [G]: experts at home on each rank, all layers together."""
     gpu, model = network.cluster.gpu, workload.model
-    traffic = dense_traffic(placement, workload)
+    traffic = dense_traffic(placement, workload, codecs)
     parameters = model.dense_params + int(home_experts.max()) * model.expert_params
     parts = {
         HEAD: 3 * workload.training.micro_batches * (workload.head_flops / gpu.throughput + gpu.pass_overhead),
@@ -252,12 +264,12 @@ def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
     groups: list[tuple[int, Cost]] = []
     blocks: list[Block] = []
     for _, num_layers, group, placement, gating in plan.placed:
-        traffic = layer_traffic(placement, plan.workload, gating)
+        traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
         times = block_times(network, plan.workload, placement, gating, traffic)
         groups.append((num_layers, layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)))
         if any(depths):
             blocks += [_block(group, times, block_transfers(network, traffic))] * num_layers
-    cost = combine(network, fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts), groups)
+    cost = combine(network, fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs), groups)
     return [_ahead(plan, cost, blocks, depth) if depth else cost for depth in depths]
 
 

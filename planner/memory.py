@@ -7,11 +7,12 @@ counted: the framework's own memory and fragmentation. Ranks measure within 10 %
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, Wire, wires
 from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency
@@ -23,6 +24,7 @@ from planner.cost import layer_traffic
 DENSE = "dense"
 HOME_EXPERTS = "home_experts"
 COPIES = "copies"
+CODECS = "codec_state"
 ACTIVATIONS = "activations"
 BUFFERS = "buffers"
 
@@ -155,14 +157,17 @@ def fixed_passing_bytes(workload: Workload, largest_reduction: FloatArray) -> Fl
     return np.maximum(head, largest_reduction - dense_activation_bytes(workload))
 
 
-def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement, home_experts: IntArray) -> LayerMemory:
+def fixed_memory(
+    cluster: Cluster, workload: Workload, placement: Placement, home_experts: IntArray, codecs: Sequence[Codecs] = ()
+) -> LayerMemory:
     """What does not depend on the placement of copies, for all layers together. ``home_experts`` [G]: experts at home on
     each rank, all layers together."""
     every_rank = np.ones(cluster.num_gpus)
-    reduction = exchange_bytes(placement, dense_traffic(placement, workload))
+    reduction = exchange_bytes(placement, dense_traffic(placement, workload, codecs))
     return LayerMemory(
         lasting={
-            DENSE: every_rank * workload.model.dense_params * _state_bytes(workload),
+            DENSE: every_rank
+            * (workload.model.dense_params * _state_bytes(workload) + _unsent_dense_bytes(cluster, workload, codecs)),
             HOME_EXPERTS: home_experts.astype(np.float64) * (workload.model.expert_params * _state_bytes(workload)),
             ACTIVATIONS: every_rank * dense_activation_bytes(workload),
         },
@@ -171,23 +176,68 @@ def fixed_memory(cluster: Cluster, workload: Workload, placement: Placement, hom
 
 
 def layer_memory(
-    placement: Placement, workload: Workload, gating: Gating, traffic: Traffic, residency: Residency, prefetch: int = 0
+    placement: Placement,
+    workload: Workload,
+    gating: Gating,
+    traffic: Traffic,
+    residency: Residency,
+    prefetch: int = 0,
+    codecs: Sequence[Codecs] = (),
 ) -> LayerMemory:
     """What one MoE layer's copies, routed tokens and exchanges take, given ``planner.cost.layer_traffic``. With ``prefetch``,
     copies' gradients wait their turn to return, and copies per micro-batch of so many more layers are there or on their way."""
     copies = (placement.holds.sum(axis=1) - placement.num_at_home).astype(np.float64)
     served = served_copies(placement, gating).sum(axis=1)
-    lasting = lasting_copy_bytes(workload, copies, residency)
+    kept_copies = lasting_copy_bytes(workload, copies, residency)
     passing = passing_bytes(workload, exchange_bytes(placement, traffic), served, copies, placement.num_at_home, residency)
     both = copies * float(2 * workload.expert_bytes)
     if prefetch and residency is Residency.STEP:
-        lasting = both
+        kept_copies = both
     elif prefetch:
         passing[COPIES] = passing.get(COPIES, 0.0) + both * min(prefetch, workload.model.num_moe_layers - 1)
+    lasting: dict[str, FloatArray] = {
+        ACTIVATIONS: routed_activation_bytes(workload, served, arriving_rows(placement, gating)),
+        COPIES: kept_copies,
+    }
+    kept = _codec_state_bytes(placement, workload, wires(workload, codecs, len(placement.sizes)))
+    if kept.any():
+        lasting[CODECS] = kept
     return LayerMemory(
-        lasting={ACTIVATIONS: routed_activation_bytes(workload, served, arriving_rows(placement, gating)), COPIES: lasting},
+        lasting=lasting,
         passing=passing,
     )
+
+
+def _codec_state_bytes(placement: Placement, workload: Workload, by_level: Sequence[Wire]) -> FloatArray:
+    """[G]: what one layer's codecs keep between steps: senders' copies, the shared expert, and gradients not sent yet."""
+    kept = np.zeros(placement.num_gpus)
+    shared = 0
+    for level, wire in enumerate(by_level):
+        moved = placement.num_moved[level].astype(np.float64)
+        if not moved.any():
+            continue
+        if wire.codecs.experts.is_change:
+            present = placement.num_at_home if level == 0 else placement.holds.sum(axis=1)
+            kept += np.minimum(moved.sum(axis=1), present) * workload.expert_bytes
+        elif wire.codecs.experts is ExpertCodec.SHARED_RESIDUAL:
+            shared = workload.expert_bytes
+        if wire.codecs.gradients is GradientCodec.TOP_K:
+            kept += reverse(placement, level, moved).sum(axis=1) * workload.model.expert_params * _wide(workload)
+    return kept + shared
+
+
+def _unsent_dense_bytes(cluster: Cluster, workload: Workload, codecs: Sequence[Codecs]) -> float:
+    """Dense gradients that error feedback keeps, of one rank."""
+    shards = [
+        one.gradients is GradientCodec.TOP_K and workload.model.dense_params / np.prod(cluster.sizes[level + 1 :])
+        for level, one in enumerate(codecs)
+    ]
+    return float(sum(shards)) * _wide(workload)
+
+
+def _wide(workload: Workload) -> int:
+    """Error feedback is kept in fp32 at least."""
+    return max(workload.training.dtype.num_bytes, 4)
 
 
 def exchange_bytes(placement: Placement, traffic: Traffic) -> FloatArray:
@@ -208,10 +258,10 @@ def memory_use(plan: Plan) -> MemoryUse:
     """Of any plan, whoever made it."""
     groups = []
     for _, num_layers, group, placement, gating in plan.placed:
-        traffic = layer_traffic(placement, plan.workload, gating)
-        memory = layer_memory(placement, plan.workload, gating, traffic, group.residency, plan.schedule.prefetch)
+        traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
+        memory = layer_memory(placement, plan.workload, gating, traffic, group.residency, plan.schedule.prefetch, plan.level_codecs)
         groups.append((num_layers, memory))
-    fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts)
+    fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs)
     return total_memory(plan.cluster, fixed, groups)
 
 

@@ -37,7 +37,7 @@ HEAD = "head"
 BACKWARD = "_backward"
 OPTIMIZER = "optimizer"
 
-_OUT = (Op.EXPERT_GATHER, Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH)
+_OUT = (Op.EXPERT_GATHER, Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.SHARED_REDUCE_SCATTER)
 """Transfers of a layer; its others are these, or their reverse, in other units."""
 
 _TOKENS, _COPIES = 0, 1
@@ -64,6 +64,7 @@ class _Step(NamedTuple):
     gather: bool
     regather: bool
     give_back: bool
+    is_last: bool
 
 
 def step_program(
@@ -118,7 +119,7 @@ class _Builder:
         self._pre_expert_s = everybody * (workload.pre_expert_flops / gpu.throughput + gpu.block_overhead)
         self._head_s = everybody * (workload.head_flops / gpu.throughput + gpu.pass_overhead)
         self._optimizer_s = self._optimizer()
-        dense = dense_traffic(plan.placements[0], workload)
+        dense = dense_traffic(plan.placements[0], workload, plan.level_codecs)
         expected = {}
         if routing is None and not self._jitter:
             for layers in plan.placed:
@@ -185,6 +186,7 @@ class _Builder:
             gather=each_time or micro_batch == 0,
             regather=each_time,
             give_back=each_time or is_last,
+            is_last=is_last,
         )
 
     def _block(self, layer: int, layers: PlacedLayers, micro_batch: int) -> _Block:
@@ -197,8 +199,9 @@ class _Builder:
     def _traffic(self, layers: PlacedLayers, choices: IntArray | None) -> tuple[Traffic, FloatArray]:
         """Bytes of one layer's exchanges, and seconds [ranks of the cluster] of its experts' forward."""
         workload, gpu, placement = self._plan.workload, self._plan.cluster.gpu, layers.placement
+        codecs = self._plan.level_codecs
         rows = expected_rows(placement, layers.gating) if choices is None else routed_rows(placement, choices)
-        traffic = token_traffic(placement, workload, rows) | copy_traffic(placement, workload)
+        traffic = token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs)
         copies = served_copies(placement, layers.gating, choices).sum(axis=1)
         products_s = copies * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
         alone_s = (products_s + placement.holds.sum(axis=1) * gpu.expert_overhead) * self._slowdown
@@ -264,6 +267,10 @@ class _Builder:
         last = [self._compute(EXPERT + BACKWARD, expert_s, last, name)]
         last = self._hops(flows, Op.DISPATCH_BACKWARD, self._levels[::-1], last, name)
         returned = self._hops(flows, Op.GRADIENT_RETURN, self._levels[::-1], last, name) if step.give_back else last
+        if step.is_last:
+            # Renews the layer's shared expert, where copies are coded against one.
+            returned = self._hops(flows, Op.SHARED_REDUCE_SCATTER, self._levels[::-1], returned, name)
+            returned = self._hops(flows, Op.SHARED_ALL_GATHER, self._levels, returned, name)
         begin = last if self._plan.schedule.overlap else returned
         ready = self._compute(PRE_EXPERT + BACKWARD, self._pre_expert_s * _BACKWARD_COST, begin, name)
         return [ready, *returned]

@@ -40,7 +40,9 @@ def main() -> int:
     given = parser.parse_args()
     config = yaml.safe_load(given.config.read_text())
     if not given.report:
-        todo = [(seed, name) for seed in config["seeds"] for name in config["runs"] if not curve(given.results, name, seed).exists()]
+        todo = [
+            (seed, name) for seed in config["seeds"] for name in config["runs"] if not curve(given.results, name, seed).exists()
+        ]
         with ProcessPoolExecutor(given.workers) as pool:
             for name, seed in pool.map(train, [config] * len(todo), todo, [given.results] * len(todo)):
                 print(f"{name} seed {seed}: done", flush=True)
@@ -69,9 +71,7 @@ def train(config: dict[str, Any], one: tuple[int, str], results: Path) -> tuple[
     seed, name = one
     torch.set_num_threads(1)
     optimizer = build(Optimizer, config["optimizer"], "config.yaml")
-    run = Run(
-        name=name, cluster="sites", workload=name, output=results, steps=config["steps"], seed=seed, optimizer=optimizer
-    )
+    run = Run(name=name, cluster="sites", workload=name, output=results, steps=config["steps"], seed=seed, optimizer=optimizer)
     sites = EmulatedSites(run, plan_of(config, name))
     losses = [sites.step(step) for step in range(1, config["steps"] + 1)]
     spread = statistics.mean(float(apart(layer.weights_EP.detach())) for layer in sites.layers)
