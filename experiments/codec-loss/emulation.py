@@ -1,7 +1,7 @@
 """Sites that train one model with coded exchanges, one after the other in one process, with the codecs of the runtime.
 
-Every site runs its own sequences forward and backward, so that all that would travel exists and passes through the same coders, in
-the same order, as in a distributed run; tests/runtime/test_codec_emulation.py compares the two.
+Every site runs its own sequences forward and backward, so that all that would travel exists and passes through the same coders,
+in the same order, as in a distributed run; tests/runtime/codecs/test_emulated_sites.py compares the two.
 """
 
 from __future__ import annotations

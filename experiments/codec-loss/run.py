@@ -1,4 +1,4 @@
-"""What does each codec cost in loss? One small model, trained from scratch with each codec alone, three seeds (HybridEP, Fig. 14).
+"""What does each codec cost in loss? A small model, trained from scratch with each codec alone, three seeds (HybridEP, Fig. 14).
 
 Curves that are already in ``results/`` are not trained again.
 """

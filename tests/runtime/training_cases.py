@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridep.codecs import Codecs
 from hybridep.config import build
 from hybridep.homes import homes_text
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
@@ -72,6 +73,8 @@ class Case:
     overlap: bool = True
     prefetch: int = 0
     dtype: str = "fp64"
+    codecs: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    """Level -> (kind, codec) pairs; exact where absent."""
     random_serving: int | None = None
     """Seed of a serving table that sends each outermost worker's tokens anywhere, in place of its domain size."""
     wild: int | None = None
@@ -83,6 +86,7 @@ class Case:
             return f"{'x'.join(map(str, self.sizes))}-wild{self.wild}-{self.model}-m{self.micro_batches}"
         text = f"{'x'.join(map(str, self.sizes))}-domains{'x'.join(map(str, self.domains))}-{self.model}"
         text += f"-r{self.migration}" if self.migration else ""
+        text += "".join(f"-{level}-{'-'.join(str(value) for _, value in pairs)}" for level, pairs in self.codecs)
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
         text += f"-{self.residency.value}-m{self.micro_batches}"
         return f"{text}{'' if self.overlap else '-serial'}{f'-d{self.prefetch}' if self.prefetch else ''}"
@@ -119,9 +123,9 @@ class Case:
             residency=self.residency,
             serving=serving,
         )
-        return Plan(
-            cluster=cluster, workload=workload, layers=(group,), schedule=Schedule(overlap=self.overlap, prefetch=self.prefetch)
-        )
+        codecs = {level: build(Codecs, dict(pairs), "codecs") for level, pairs in self.codecs}
+        schedule = Schedule(overlap=self.overlap, prefetch=self.prefetch)
+        return Plan(cluster=cluster, workload=workload, layers=(group,), codecs=codecs, schedule=schedule)
 
 
 def wild_plan(cluster: Cluster, workload: Workload, seed: int, schedule: Schedule) -> Plan:
@@ -230,7 +234,9 @@ class Outcome:
     """(layer, micro-batch) -> [T, K] of the last step."""
 
 
-def train_case(rank: int, case: Case, prepare: Callable[[Any], None] | None = None, device: Device = Device.CPU) -> Outcome:
+def train_case(
+    rank: int, case: Case, prepare: Callable[[Any], None] | None = None, device: Device = Device.CPU, steps: int = STEPS
+) -> Outcome:
     """Run a case as one rank; ``prepare`` may tamper with the trainer."""
     from runtime.device import choose_device
     from runtime.gate import Gated
@@ -251,7 +257,7 @@ def train_case(rank: int, case: Case, prepare: Callable[[Any], None] | None = No
         block.routing_hook = record
     try:
         losses = []
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             seen.clear()
             before = Counter(trainer.transport.sent_bytes)
             losses.append(trainer.step(step).loss_sum)

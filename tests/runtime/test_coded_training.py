@@ -1,0 +1,149 @@
+"""Training over ranks with lossy codecs: the bytes are those of the traffic function, copies agree wherever it is promised, the loss
+stays near the exact one, and a resumed run goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from rank_pool import RankPool
+from training_cases import Case, Outcome, check_bytes, reference, train_case, training_run
+
+from hybridep.plan import Residency
+
+pytestmark = pytest.mark.timeout(400)
+STEPS = 12
+
+
+def wan(**codecs: Any) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
+    return (("dc", tuple(codecs.items())),)
+
+
+FULL = Case(sizes=(2, 2), domains=(2, 2), dtype="fp32")
+EP = Case(sizes=(2, 2), domains=(1, 1), dtype="fp32")
+CASES = {
+    # name: (case, most that the loss of the last step may differ from the exact one)
+    "change-int8": (replace(FULL, codecs=wan(experts="change-int8", gradients="int8")), 2e-3),
+    "change-int4-everywhere": (
+        replace(FULL, domains=(2, 1), micro_batches=2, codecs=(*wan(experts="change-int4"), ("gpu", (("tokens", "bf16"),)))),
+        5e-3,
+    ),
+    "sr-and-top-k": (
+        replace(FULL, codecs=wan(experts="sr", experts_keep=0.3, gradients="top-k", gradients_keep=0.3)),
+        5e-2,
+    ),
+    "sr-partial-per-micro-batch": (
+        replace(
+            FULL,
+            domains=(2, 2),
+            migration=(0.5, 1.0),
+            micro_batches=2,
+            residency=Residency.MICROBATCH,
+            codecs=wan(experts="sr", experts_keep=0.3, gradients="top-k", gradients_keep=0.3, tokens="int8"),
+        ),
+        5e-2,
+    ),
+    "tokens-int8": (replace(EP, codecs=wan(tokens="int8")), 2e-3),
+    "tokens-fp8-serial": (replace(EP, overlap=False, codecs=wan(tokens="fp8", gradients="bf16")), 5e-3),
+    "experts-bf16": (replace(FULL, domains=(1, 2), codecs=(("gpu", (("experts", "bf16"), ("gradients", "bf16"))),)), 2e-3),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coded:
+    """What a rank ends with, and the copies of its last step: (layer, expert) -> [P]."""
+
+    outcome: Outcome
+    copies: dict[tuple[int, int], NDArray[np.float32]]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def train_coded(rank: int, case: Case) -> Coded:
+    kept: dict[str, Any] = {}
+    outcome = train_case(rank, case, lambda trainer: kept.update(trainer=trainer), STEPS)
+    copies = {}
+    for layer, experts in enumerate(kept["trainer"].model.routed):
+        exchange = experts.exchange
+        if exchange.copies_bytes:
+            for expert, row in zip(exchange.held[-len(exchange._copies) :], exchange._copies.data, strict=True):
+                copies[layer, expert] = row.numpy().copy()
+    return Coded(outcome=outcome, copies=copies)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_copies_and_loss(name: str, pool: RankPool) -> None:
+    case, bound = CASES[name]
+    found = pool.run(train_coded, case, timeout_s=300)
+    outcomes = [one.outcome for one in found]
+    check_bytes(case, outcomes)
+    check_copies(case, found)
+    for name, values in outcomes[0].parameters.items():
+        if not name.endswith(".experts"):
+            assert all(np.array_equal(values, outcome.parameters[name]) for outcome in outcomes), name
+    expected, _ = reference(case.num_ranks, case.model, case.micro_batches, case.dtype)
+    training = case.plan().workload.training
+    losses = np.sum([outcome.losses for outcome in outcomes], axis=0) / (
+        training.tokens * training.micro_batches * case.num_ranks
+    )
+    change = losses[-1] / expected[STEPS - 1] - 1
+    assert 0 < abs(change) < bound
+    # It is training that goes on, too: most of the way that the exact run goes down.
+    assert losses[0] - losses[-1] > 0.9 * (expected[0] - expected[STEPS - 1])
+
+
+def check_copies(case: Case, found: list[Coded]) -> None:
+    """What crossed sites coded and fanned out exactly is the same at all ranks of a site, and at all other sites."""
+    plan = case.plan()
+    homes = plan.placements[0].home
+    inner = plan.cluster.num_gpus // plan.cluster.sizes[0]
+    away: dict[tuple[int, int], list[NDArray[np.float32]]] = {}
+    for rank, one in enumerate(found):
+        for (layer, expert), copy in one.copies.items():
+            if homes[expert] // inner != rank // inner:
+                away.setdefault((layer, expert), []).append(copy)
+    for copies in away.values():
+        assert all(np.array_equal(copies[0], copy) for copy in copies)
+
+
+def resume_coded(rank: int, case: Case, other: Case, folder: Path) -> list[list[float]]:
+    """Losses of steps 5 to 8: uninterrupted, resumed under the same plan, resumed under another one."""
+    from runtime.mesh import Mesh
+    from runtime.trainer import RankTrainer
+
+    run = training_run(folder)
+    whole = RankTrainer(run, Mesh(plan=case.plan(), rank=rank))
+    losses: list[list[float]] = [[], [], []]
+    for step in range(1, 9):
+        loss = whole.step(step).loss_sum
+        if step == 4:
+            whole.save(step)
+        if step > 4:
+            losses[0].append(loss)
+    whole.close()
+    for which, plan in ((1, case.plan()), (2, other.plan())):
+        again = RankTrainer(run, Mesh(plan=plan, rank=rank))
+        first = again.restore() + 1
+        losses[which] = [again.step(step).loss_sum for step in range(first, 9)]
+        again.close()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["change-int8", "sr-and-top-k"])
+def test_resume(name: str, pool: RankPool, tmp_path: Path) -> None:
+    case, bound = CASES[name]
+    other = replace(case, domains=(2, 1))
+    found = np.array(pool.run(resume_coded, case, other, tmp_path, timeout_s=300))
+    np.testing.assert_array_equal(found[:, 0], found[:, 1])
+    whole, elsewhere = found[:, 0].sum(axis=0), found[:, 2].sum(axis=0)
+    assert 0 < np.abs(elsewhere / whole - 1).max() < 10 * bound
