@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from hybridep.codecs import Codecs
 from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -25,20 +26,23 @@ def plan(
     schedule: Schedule | None = None,
     popularity: Sequence[tuple[float, ...]] = (),
     ahead: bool = False,
+    codecs: Mapping[str, Codecs] | None = None,
 ) -> Plan:
     """The fastest plan found that fits, with its prediction, a proven bound, and how it was found. With measured ``popularity``
     of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also plans whose copies set
-    out before their blocks (``Schedule.prefetch``), where sites are alike and no popularity is given.
+    out before their blocks (``Schedule.prefetch``), where sites are alike and no popularity is given. ``codecs`` by level name;
+    where one is lossy, equal domains are searched alone, because the other searches know exact bytes only.
 
     Raises InfeasibleError (says how much memory is missing where), NoSolutionError (time limit), UserError (unknown solver).
     """
-    if popularity:
+    lossy = any(one.lossy for one in (codecs or {}).values())
+    if popularity and not lossy:
         return plan_measured(cluster, workload, popularity, schedule=schedule)
-    if by_site(cluster):
+    if by_site(cluster) and not lossy:
         return plan_sites(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)
-    if ahead:
+    if ahead and not lossy:
         return plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s)
-    return plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)
+    return plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs)
 
 
 def by_site(cluster: Cluster) -> bool:

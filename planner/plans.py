@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridep.baselines import Baseline, baseline_plan
+from hybridep.codecs import Codecs
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Prediction, Residency, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
@@ -22,13 +23,19 @@ BASELINES = (Baseline.EP, Baseline.FULL_GATHER)
 
 
 def plan_domains(
-    cluster: Cluster, workload: Workload, *, solver: str = "highs", time_limit_s: float = 60.0, schedule: Schedule | None = None
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+    schedule: Schedule | None = None,
+    codecs: Mapping[str, Codecs] | None = None,
 ) -> Plan:
     """The fastest plan of equal domains per level that fits, with its prediction and how it was found.
 
     Raises InfeasibleError (says how much memory is missing where), NoSolutionError (time limit), UserError (unknown solver).
     """
-    problem = build_problem(cluster, workload, schedule or Schedule())
+    problem = build_problem(cluster, workload, schedule or Schedule(), codecs=codecs)
     return plan_of(problem, solve(problem, solver=solver, time_limit_s=time_limit_s))
 
 
@@ -50,6 +57,7 @@ def plan_of(problem: Problem, solution: Solution) -> Plan:
         cluster=problem.cluster,
         workload=problem.workload,
         layers=tuple(groups),
+        codecs=problem.codecs,
         schedule=problem.schedule,
         provenance=provenance(),
     )
@@ -82,11 +90,13 @@ def layer_group(first: int, count: int, choices: dict[str, LevelChoice], residen
 
 
 def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction:
-    """What the cost and memory models expect of a plan and of the baselines with the same schedule."""
+    """What the cost and memory models expect of a plan and of the baselines with the same schedule and codecs."""
     cost = step_cost(made)
     others: dict[str, Any] = {}
     for name in baselines:
-        other = baseline_plan(made.cluster, made.workload, name, schedule=made.schedule, popularity=made.popularity)
+        other = baseline_plan(
+            made.cluster, made.workload, name, schedule=made.schedule, codecs=made.codecs, popularity=made.popularity
+        )
         others[name.value] = seconds(step_cost(other).step_s)
     return Prediction(
         step=seconds(cost.step_s),

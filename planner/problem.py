@@ -6,12 +6,13 @@ All MoE layers have the same shape, so a plan is a number of layers per candidat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from hybridep.codecs import Codecs, level_codecs
 from hybridep.gating import gating
 from hybridep.placement import LevelChoice, place
 from hybridep.plan import Residency, Schedule
@@ -75,6 +76,8 @@ class Problem:
     cluster: Cluster
     workload: Workload
     schedule: Schedule
+    codecs: dict[str, Codecs]
+    """By level name, exact where absent."""
     num_layers: int
     candidates: tuple[Candidate, ...]
     """In order of preference."""
@@ -156,22 +159,28 @@ class Problem:
 
 
 def build_problem(
-    cluster: Cluster, workload: Workload, schedule: Schedule, popularity: tuple[float, ...] | None = None
+    cluster: Cluster,
+    workload: Workload,
+    schedule: Schedule,
+    popularity: tuple[float, ...] | None = None,
+    codecs: Mapping[str, Codecs] | None = None,
 ) -> Problem:
     """All candidates of a cluster and workload with their times and memory, for a layer whose experts have this popularity (all
-    alike where it is not given)."""
+    alike where it is not given). ``codecs`` by level name, exact where absent."""
+    coded = level_codecs([level.name for level in cluster.levels], codecs or {})
+    residencies = (Residency.STEP,) if any(one.experts.is_change for one in coded) else tuple(Residency)
     network = Network(cluster=cluster)
     experts = workload.model.num_experts
     expected = gating(workload, popularity)
     candidates = []
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
         placement = place(cluster, experts, choices, hotness=popularity)
-        traffic = layer_traffic(placement, workload, expected)
+        traffic = layer_traffic(placement, workload, expected, coded)
         copies = int(placement.holds.sum()) - experts
         times = block_times(network, workload, placement, expected, traffic)
-        for residency in Residency if copies else (Residency.STEP,):
+        for residency in residencies if copies else (Residency.STEP,):
             cost = layer_cost(network, workload, times, traffic, residency, schedule)
-            memory = layer_memory(placement, workload, expected, traffic, residency)
+            memory = layer_memory(placement, workload, expected, traffic, residency, codecs=coded)
             candidates.append(
                 Candidate(
                     choices=choices,
@@ -186,14 +195,15 @@ def build_problem(
             )
     placement = place(cluster, experts, {})
     home_experts = placement.num_at_home * workload.model.num_moe_layers
-    fixed = fixed_memory(cluster, workload, placement, home_experts)
+    fixed = fixed_memory(cluster, workload, placement, home_experts, coded)
     return Problem(
         cluster=cluster,
         workload=workload,
         schedule=schedule,
+        codecs=dict(codecs or {}),
         num_layers=workload.model.num_moe_layers,
         candidates=tuple(sorted(candidates, key=lambda candidate: candidate.preference)),
-        fixed_s=fixed_cost(network, workload, placement, home_experts).total_s,
+        fixed_s=fixed_cost(network, workload, placement, home_experts, coded).total_s,
         fixed_lasting_bytes=fixed.lasting_bytes,
         fixed_passing_bytes=fixed.passing_bytes,
         capacity_bytes=cluster.gpu.memory,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hybridep.commands.common import emit, set_option, verb
+from hybridep.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
     help="What `hybridep train` recorded (routing.npz): how popular each expert is.",
 )
 @click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True)
+@click.option(
+    "--codec",
+    "codecs",
+    multiple=True,
+    metavar="LEVEL.KIND=CODEC",
+    help="Code a level's payloads, for example dc.experts=change-int8 or dc.experts_keep=0.05; exact without. Repeatable.",
+)
 @set_option
 def command(
     cluster: str,
@@ -37,6 +45,7 @@ def command(
     compare: bool,
     routing: Path | None,
     time_limit_s: float,
+    codecs: tuple[str, ...],
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -47,18 +56,22 @@ def command(
     """
     from dataclasses import asdict
 
+    from hybridep.commands.codecs import codec_lines, read_codecs
     from hybridep.commands.inputs import cluster_and_workload
     from hybridep.routing import load_routing
     from hybridep.units import format_seconds
     from planner import compare_planners, explain, plan, summary
 
+    if codecs and routing is not None:
+        raise UserError("--codec and --routing: plans layer by layer know exact bytes only; leave one out")
     inputs = cluster_and_workload(cluster, model, overrides)
     popularity: tuple[tuple[float, ...], ...] = ()
     if routing is not None:
         record = load_routing(routing)
         record.require_model(inputs[1], routing)
         popularity = record.popularity()
-    made = plan(*inputs, solver=solver, time_limit_s=time_limit_s, popularity=popularity)
+    coded = read_codecs(codecs, [level.name for level in inputs[0].levels])
+    made = plan(*inputs, solver=solver, time_limit_s=time_limit_s, popularity=popularity, codecs=coded)
     made.save(output)
     explanation = explain(made)
     others = compare_planners(made) if compare else {}
@@ -67,6 +80,8 @@ def command(
         emit({**summary(made), **compared, "explanation": explanation.to_json(), "digest": made.digest, "output": str(output)})
     else:
         show(made, explanation)
+        for line in codec_lines(made):
+            click.echo(line)
         for name, other in others.items():
             note = "" if other.fits else " (does not fit)"
             click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")

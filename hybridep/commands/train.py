@@ -21,6 +21,7 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
     With RAY_ADDRESS set: on that Ray cluster, whose nodes carry the label dc=<site>. Without: a cluster of up to 16 ranks is
     emulated on this machine, its links shaped where the kernel allows it.
     """
+    from hybridep.commands.codecs import codec_lines
     from hybridep.commands.inputs import load_run, resolve_plan
     from hybridep.launch.backends import backend_for, in_lab
     from hybridep.launch.host import child_environment
@@ -32,6 +33,8 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
     config = load_run(run, overrides)
     make_output(config.output)
     plan = resolve_plan(config)
+    for line in codec_lines(plan):
+        note(f"hybridep train: {line}")
     if not local and not in_lab() and not os.environ.get("RAY_ADDRESS"):
         reason = why_not_in_lab(plan.cluster)
         if reason is None:
