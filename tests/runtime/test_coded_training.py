@@ -71,7 +71,7 @@ def pool() -> Iterator[RankPool]:
 
 def train_coded(rank: int, case: Case) -> Coded:
     kept: dict[str, Any] = {}
-    outcome = train_case(rank, case, lambda trainer: kept.update(trainer=trainer), STEPS)
+    outcome = train_case(rank, case, lambda trainer: kept.update(trainer=trainer), steps=STEPS)
     copies = {}
     for layer, experts in enumerate(kept["trainer"].model.routed):
         exchange = experts.exchange

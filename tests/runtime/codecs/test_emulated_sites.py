@@ -31,7 +31,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def losses_of(rank: int, case: Case) -> list[float]:
-    return train_case(rank, case, None, STEPS).losses
+    return train_case(rank, case, steps=STEPS).losses
 
 
 @pytest.mark.timeout(200)
