@@ -21,7 +21,7 @@ from hybridep.traffic import split_sizes
 from runtime.codecs import RowCoder, expert_coder, gradient_coder, row_coder
 from runtime.codecs.experts import ChangeCoder
 from runtime.data import Batches, read_text
-from runtime.dense_reduce import flatten_gradients
+from runtime.dense_reduce import flat_gradients
 from runtime.experts import grouped_feed_forward
 from runtime.mesh import TORCH_DTYPE
 from runtime.moe import RoutedExperts
@@ -36,7 +36,7 @@ class EmulatedSites:
     def __init__(self, run: Run, plan: Plan) -> None:
         self._workload, self._num_sites = plan.workload, plan.cluster.num_gpus
         codecs = plan.level_codecs[0]
-        model, dtype = plan.workload.model, TORCH_DTYPE[plan.workload.training.dtype]
+        dtype = TORCH_DTYPE[plan.workload.training.dtype]
         copies = plan.layers[0].domains.get(plan.cluster.levels[0].name, 1) == self._num_sites
         self.layers: list[SiteExperts] = []
 
@@ -44,10 +44,11 @@ class EmulatedSites:
             self.layers.append(SiteExperts(plan, codecs, partial(initial_expert, run.seed, layer), copies=copies))
             return self.layers[-1]
 
-        self.transformer = Transformer(model, make, dtype=dtype)
+        self.transformer = Transformer(plan.workload, make, dtype=dtype)
         self.transformer.initialise(run.seed)
         self.dense = self.transformer.dense_parameters()
         self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
+        self._dense_gradient = flat_gradients(list(self.dense.values()))
         self._batches = Batches(read_text(run.data), length=plan.workload.training.sequence_length, seed=run.seed)
         self._coders = [gradient_coder(codecs) for _ in range(self._num_sites)]
 
@@ -66,13 +67,9 @@ class EmulatedSites:
             loss, balance = self.transformer(*self._batches(step, site * training.micro_batch_size, training.micro_batch_size))
             (loss / num_tokens + weight * balance).backward()
             total += loss.item()
-            dense.append(flatten_gradients(list(self.dense.values())))
-            for parameter in self.dense.values():
-                parameter.grad = None
-        summed = self._reduce(dense)
-        parts = torch.split(summed, [parameter.numel() for parameter in self.dense.values()])
-        for parameter, part in zip(self.dense.values(), parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+            dense.append(self._dense_gradient.clone())
+            self._dense_gradient.zero_()
+        self._dense_gradient.copy_(self._reduce(dense))
         for layer in self.layers:
             layer.return_gradients()
         self.optimizer.step(step)
