@@ -259,7 +259,9 @@ def memory_use(plan: Plan) -> MemoryUse:
     groups = []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
-        memory = layer_memory(placement, plan.workload, gating, traffic, group.residency, plan.schedule.prefetch, plan.level_codecs)
+        memory = layer_memory(
+            placement, plan.workload, gating, traffic, group.residency, plan.schedule.prefetch, plan.level_codecs
+        )
         groups.append((num_layers, memory))
     fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs)
     return total_memory(plan.cluster, fixed, groups)

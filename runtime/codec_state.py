@@ -4,7 +4,10 @@ checkpoint's experts, and what error feedback had not sent yet is dropped."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from runtime.checkpoint import CodecState, SavedExperts, load_codecs
 from runtime.codecs.gradients import TopKCoder
@@ -33,10 +36,14 @@ def restore_codecs(path: Path, mesh: Mesh, routed: Sequence[DistributedExperts],
         if state is not None and f"layer{layer}" in state:
             experts.exchange.load_codec_state(state[f"layer{layer}"])
         else:
-            experts.exchange.prime(lambda expert, layer=layer: saved.state(layer, expert)["weight"])
+            experts.exchange.prime(partial(_weight, saved, layer))
     for level, coder in enumerate(dense.coders):
         if isinstance(coder, TopKCoder):
             for name, value in (state or {}).get("dense", {}).items():
                 at, _, key = name.partition(".")
                 if int(at) == level:
                     coder.unsent[key] = value.to(mesh.device, copy=True)
+
+
+def _weight(saved: SavedExperts, layer: int, expert: int) -> Tensor:
+    return saved.state(layer, expert)["weight"]
