@@ -4,7 +4,7 @@ import pytest
 
 from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.commands.inputs import load_cluster, load_workload
-from hybridep.plan import Residency
+from hybridep.plan import Plan, Residency
 from planner import memory_use, plan, step_cost
 from simulator.step import simulate_step
 
@@ -27,7 +27,7 @@ def test_a_coded_plan_is_searched_with_its_bytes(name: str) -> None:
     assert coded.prediction.step < exact.prediction.step
     assert simulate_step(coded).step_s == pytest.approx(step_cost(coded).step_s, rel=1e-9)
     # Exact bytes under the same placement take longer; what codecs keep takes memory.
-    plain = coded.model_copy(update={"codecs": {}})
+    plain = Plan.model_validate({**coded.model_dump(), "codecs": {}})
     assert step_cost(plain).step_s > step_cost(coded).step_s
     if name != "tokens":
         assert all(group.residency is Residency.STEP for group in coded.layers) or name == "sr"
@@ -35,7 +35,8 @@ def test_a_coded_plan_is_searched_with_its_bytes(name: str) -> None:
 
 
 def test_change_coding_needs_copies_that_stay() -> None:
-    cluster = load_cluster("lab-4dc", ["gpu.memory=10 MB"])
-    coded = {"dc": CODECS["change"]}
-    made = plan(cluster, load_workload("tiny", SMALL), codecs=coded)
+    # Memory at which exact copies of one layer would be gathered anew per micro-batch.
+    cluster, workload = load_cluster("lab-4dc", ["gpu.memory=51 MB"]), load_workload("tiny", SMALL)
+    assert Residency.MICROBATCH in {group.residency for group in plan(cluster, workload).layers}
+    made = plan(cluster, workload, codecs={"dc": CODECS["change"]})
     assert all(group.residency is Residency.STEP for group in made.layers)

@@ -35,7 +35,7 @@ def advance(state: HomeOptimizer, step: int) -> None:
 
 
 def save(folder: Path, mesh: Mesh, state: HomeOptimizer, step: int) -> Path:
-    return save_checkpoint(folder, step, mesh=mesh, dense=["norm.weight"], optimizer=state, barrier=lambda: None)
+    return save_checkpoint(folder, step, mesh=mesh, dense=["norm.weight"], optimizer=state, codecs={}, barrier=lambda: None)
 
 
 def test_state_comes_back_to_the_bit(tmp_path: Path) -> None:
