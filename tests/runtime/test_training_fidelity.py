@@ -322,8 +322,8 @@ def _swap_rows(trainer: Any) -> None:
     dispatcher = trainer.model.routed[0].dispatcher
     original = dispatcher.back
 
-    def swapped(hop: Any, op: Any, blocks: Any) -> Any:
-        sums = original(hop, op, blocks)
+    def swapped(hop: Any, op: Any, x_NH: Any, beside: Any = ()) -> Any:
+        sums = original(hop, op, x_NH, beside)
         if op.value == "token_combine" and hop.level == 0:
             sums[0][[0, 1]] = sums[0][[1, 0]]
         return sums
