@@ -73,6 +73,9 @@ def parse_experts(text: str, num_experts: int) -> NDArray[np.int64]:
     """``"0-3,8"`` -> [0, 1, 2, 3, 8]. Raises PlacementError."""
     experts: list[int] = []
     for part in text.split(","):
+        if part.isdecimal() and int(part) < num_experts:
+            experts.append(int(part))  # plans of many sites have hundreds of thousands of these
+            continue
         match = _RANGE.fullmatch(part)
         if match is None:
             raise PlacementError(f"serving: {text!r} are no experts; write them like 0-3,8")

@@ -1,29 +1,46 @@
 """The planner: decides which experts travel to the tokens and which tokens travel to the experts."""
 
 from planner.check import CheckError, check
-from planner.choose import plan
+from planner.choose import plan, plans
+from planner.constraints import Constraints, load_constraints
 from planner.cost import StepCost, step_cost
+from planner.difference import PlanDifference, compare_plans
 from planner.explain import Alternative, Explanation, LinkLoad, explain, summary
+from planner.matrices import PlanMatrices, plan_matrices
 from planner.memory import MemoryUse, memory_use
 from planner.plans import baseline, plan_domains, predict
+from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
+from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
 
 __all__ = [
     "Alternative",
     "CheckError",
+    "Constraints",
     "Explanation",
     "LinkLoad",
     "MemoryUse",
     "OtherPlan",
+    "PlanDifference",
+    "PlanMatrices",
+    "RobustPlan",
     "StepCost",
+    "Upgrade",
     "baseline",
     "check",
     "compare_planners",
+    "compare_plans",
     "explain",
+    "interval_scenarios",
+    "load_constraints",
     "memory_use",
     "plan",
     "plan_domains",
+    "plan_for_scenarios",
+    "plan_matrices",
+    "plans",
     "predict",
     "step_cost",
     "summary",
+    "upgrades",
 ]

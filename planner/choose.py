@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hybridep.codecs import Codecs
+from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.constraints import Constraints
 from planner.depths import plan_ahead
 from planner.measured import plan_measured
-from planner.plans import plan_domains
+from planner.plans import plan_domains, top_domains
 from planner.sites.plans import plan_sites
+from planner.sites.solution import Wishes
 
 MANY_SITES = 64
 """With more sites even equal ones are planned site by site: the candidates of equal domains have arrays over ranks."""
+
+Report = Callable[[str, float], None]
+"""Told ("plan" or "bound", seconds) as either improves."""
 
 
 def plan(
@@ -24,25 +30,66 @@ def plan(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    constraints: Constraints | None = None,
     popularity: Sequence[tuple[float, ...]] = (),
     ahead: bool = False,
     codecs: Mapping[str, Codecs] | None = None,
+    report: Report | None = None,
 ) -> Plan:
-    """The fastest plan found that fits, with its prediction, a proven bound, and how it was found. With measured ``popularity``
-    of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also plans whose copies set
-    out before their blocks (``Schedule.prefetch``), where sites are alike and no popularity is given. ``codecs`` by level name;
-    where one is lossy, equal domains are searched alone, because the other searches know exact bytes only.
+    """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. With
+    measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
+    plans whose copies set out before their blocks (``Schedule.prefetch``), where sites are alike and neither popularity nor rules
+    are given. ``codecs`` by level name; where one is lossy, equal domains are searched alone, because the other searches know exact
+    bytes only. On KeyboardInterrupt, once there is a plan, the best so far.
 
-    Raises InfeasibleError (says how much memory is missing where), NoSolutionError (time limit), UserError (unknown solver).
+    Raises InfeasibleError (how much memory is missing where, or which rules clash), NoSolutionError (time limit), UserError
+    (unknown solver or site).
     """
+    return plans(
+        cluster,
+        workload,
+        1,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        schedule=schedule,
+        constraints=constraints,
+        popularity=popularity,
+        ahead=ahead,
+        codecs=codecs,
+        report=report,
+    )[0]
+
+
+def plans(
+    cluster: Cluster,
+    workload: Workload,
+    count: int,
+    *,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+    schedule: Schedule | None = None,
+    constraints: Constraints | None = None,
+    popularity: Sequence[tuple[float, ...]] = (),
+    ahead: bool = False,
+    codecs: Mapping[str, Codecs] | None = None,
+    report: Report | None = None,
+) -> list[Plan]:
+    """At most ``count`` different plans, the fastest first, which is ``plan``'s; the others have no solver's report. Between
+    sites, plans differ in at least a twentieth of who computes what for whom. Raises what ``plan`` raises."""
     lossy = any(one.lossy for one in (codecs or {}).values())
+    if lossy and constraints is not None:
+        raise UserError("rules and lossy codecs: plans that keep rules know exact bytes only; leave one of them out")
     if popularity and not lossy:
-        return plan_measured(cluster, workload, popularity, schedule=schedule)
-    if by_site(cluster) and not lossy:
-        return plan_sites(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)
-    if ahead and not lossy:
-        return plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s)
-    return plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs)
+        if constraints is not None or count > 1:
+            raise UserError("with measured popularity there is one plan, and none that keeps rules: leave one of them out")
+        return [plan_measured(cluster, workload, popularity, schedule=schedule)]
+    if (by_site(cluster) and not lossy) or constraints is not None:
+        wishes = Wishes(time_limit_s=time_limit_s, keep=count, report=report)
+        return plan_sites(cluster, workload, solver=solver, schedule=schedule, constraints=constraints, wishes=wishes)
+    if ahead and count == 1 and not lossy:
+        return [plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s)]
+    best = plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs)
+    return [best, *top_domains(best, count - 1)]
 
 
 def by_site(cluster: Cluster) -> bool:

@@ -9,9 +9,11 @@ from typing import Any
 from hybridep.baselines import baseline_group
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Residency
-from planner.cost import StepCost, step_cost
+from planner.constraints import Constraints, Permissions, permissions
+from planner.cost import StepCost
 from planner.domains import divisors
-from planner.memory import MemoryUse, memory_use
+from planner.evaluate import evaluate
+from planner.memory import MemoryUse
 from planner.plans import BASELINES, layer_group
 
 NUM_LINKS = 5
@@ -29,10 +31,14 @@ class Alternative:
     """Level name -> share of each home's experts that is copied, where anything is."""
     residency: str
     step_s: float
+    parts_s: dict[str, float]
+    """Seconds of the step by kind."""
     wan_bytes: float
     memory_bytes: float
     """Of the fullest rank."""
     fits: bool
+    allowed: bool
+    """Keeps the rules that the plan was made with."""
     copies_per_rank: float
     """Experts copied to a rank, one layer, on average."""
 
@@ -80,14 +86,15 @@ class Explanation:
         return asdict(self)
 
 
-def explain(plan: Plan) -> Explanation:
-    """Costs and memory of a plan, the baselines and the plan's neighbours."""
-    cost, memory = step_cost(plan), memory_use(plan)
-    chosen = _alternative("plan", plan, cost, memory)
+def explain(plan: Plan, constraints: Constraints | None = None) -> Explanation:
+    """Costs and memory of a plan, the baselines and the plan's neighbours, and which of them break the rules."""
+    cost, memory = evaluate(plan)
+    allowed = permissions(plan.cluster, plan.workload.model.num_experts, constraints.rules) if constraints else None
+    chosen = _alternative("plan", plan, cost, memory, allowed)
     others = [(name.value, baseline_group(plan.cluster, plan.workload, name)) for name in BASELINES]
-    baselines = tuple(_of_group(name, plan, group) for name, group in others)
-    neighbours = tuple(_of_group(name, plan, group) for name, group in _neighbours(plan))
-    blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.step_s < chosen.step_s]
+    baselines = tuple(_of_group(name, plan, group, allowed) for name, group in others)
+    neighbours = tuple(_of_group(name, plan, group, allowed) for name, group in _neighbours(plan))
+    blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.allowed and other.step_s < chosen.step_s]
     order = sorted(range(len(cost.link_s)), key=lambda link: -cost.link_s[link])[:NUM_LINKS]
     return Explanation(
         plan=chosen,
@@ -116,7 +123,7 @@ def explain(plan: Plan) -> Explanation:
 def summary(plan: Plan) -> dict[str, Any]:
     """What ``hybridep plan --json`` prints. A plan without a solver's report (a baseline) has status ``feasible`` or
     ``infeasible`` by its memory, and the cost model's lower bound."""
-    cost, memory = step_cost(plan), memory_use(plan)
+    cost, memory = evaluate(plan)
     report, prediction = plan.solver, plan.prediction
     objective_s = report.objective if report else cost.step_s
     bound_s = report.bound if report else cost.bound_s
@@ -174,12 +181,12 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
         yield f"copies per {other.value}", base.model_copy(update={"first_layer": 0, "num_layers": layers, "residency": other})
 
 
-def _of_group(name: str, plan: Plan, group: LayerGroup) -> Alternative:
+def _of_group(name: str, plan: Plan, group: LayerGroup, allowed: Permissions | None) -> Alternative:
     other = Plan(cluster=plan.cluster, workload=plan.workload, layers=(group,), schedule=plan.schedule)
-    return _alternative(name, other, step_cost(other), memory_use(other))
+    return _alternative(name, other, *evaluate(other), allowed)
 
 
-def _alternative(name: str, plan: Plan, cost: StepCost, memory: MemoryUse) -> Alternative:
+def _alternative(name: str, plan: Plan, cost: StepCost, memory: MemoryUse, allowed: Permissions | None) -> Alternative:
     index = max(range(len(plan.layers)), key=lambda i: plan.layers[i].num_layers)
     group, placement = plan.layers[index], plan.placements[index]
     return Alternative(
@@ -188,8 +195,10 @@ def _alternative(name: str, plan: Plan, cost: StepCost, memory: MemoryUse) -> Al
         migration=dict(group.migration),
         residency=group.residency.value,
         step_s=cost.step_s,
+        parts_s=cost.parts_s,
         wan_bytes=cost.wan_bytes,
         memory_bytes=memory.fullest_bytes,
         fits=memory.fits,
+        allowed=allowed is None or all(allowed.keeps(one.serve[0]) for one in plan.placements),
         copies_per_rank=(int(placement.holds.sum()) - placement.num_experts) / placement.num_gpus,
     )

@@ -162,17 +162,20 @@ def fixed_memory(
 ) -> LayerMemory:
     """What does not depend on the placement of copies, for all layers together. ``home_experts`` [G]: experts at home on
     each rank, all layers together."""
-    every_rank = np.ones(cluster.num_gpus)
     reduction = exchange_bytes(placement, dense_traffic(placement, workload, codecs))
-    return LayerMemory(
-        lasting={
-            DENSE: every_rank
-            * (workload.model.dense_params * _state_bytes(workload) + _unsent_dense_bytes(cluster, workload, codecs)),
-            HOME_EXPERTS: home_experts.astype(np.float64) * (workload.model.expert_params * _state_bytes(workload)),
-            ACTIVATIONS: every_rank * dense_activation_bytes(workload),
-        },
-        passing={BUFFERS: fixed_passing_bytes(workload, reduction)},
-    )
+    lasting = fixed_lasting(workload, home_experts)
+    lasting[DENSE] = lasting[DENSE] + _unsent_dense_bytes(cluster, workload, codecs)
+    return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, reduction)})
+
+
+def fixed_lasting(workload: Workload, home_experts: IntArray) -> dict[str, FloatArray]:
+    """Bytes by kind of ranks ([G]) without copies and routed tokens."""
+    every_rank = np.ones(len(home_experts))
+    return {
+        DENSE: every_rank * workload.model.dense_params * _state_bytes(workload),
+        HOME_EXPERTS: home_experts.astype(np.float64) * (workload.model.expert_params * _state_bytes(workload)),
+        ACTIVATIONS: every_rank * dense_activation_bytes(workload),
+    }
 
 
 def layer_memory(

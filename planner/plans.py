@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridep.baselines import Baseline, baseline_plan
@@ -13,8 +13,8 @@ from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
 from hybridep.workload import Workload
-from planner.cost import step_cost
-from planner.memory import memory_use
+from planner.domains import divisors
+from planner.evaluate import evaluate
 from planner.problem import Problem, build_problem
 from planner.solve import PROVEN_GAP, Solution, gap, solve
 
@@ -78,6 +78,41 @@ def reported(made: Plan, solution: Solution, objective_s: float, bound_s: float)
     return made.model_copy(update={"prediction": predict(made), "solver": report})
 
 
+def top_domains(best: Plan, count: int) -> list[Plan]:
+    """The next fastest plans that use one configuration in all layers and fit, with predictions; ``best`` left out."""
+    if count < 1:
+        return []
+    problem = build_problem(best.cluster, best.workload, best.schedule, best.codecs)
+    fitting = [c for c in range(len(problem.candidates)) if problem.fits(problem.uniform(c))]
+    found: list[Plan] = []
+    for c in sorted(fitting, key=lambda c: float(problem.layer_s[c])):
+        group = layer_group(0, problem.num_layers, problem.candidates[c].choices, problem.candidates[c].residency)
+        other = Plan(
+            cluster=best.cluster,
+            workload=best.workload,
+            layers=(group,),
+            schedule=best.schedule,
+            codecs=best.codecs,
+            provenance=provenance(),
+        )
+        if len(found) < count and other.digest != best.digest:
+            found.append(other.model_copy(update={"prediction": predict(other)}))
+    return found
+
+
+def rank_order_plans(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The same problem with domains of every size among the sites in their order, all ranks of a site copying alike."""
+    outer, *inner = plan.cluster.levels
+    for size in divisors(outer.size):
+        choices = {outer.name: LevelChoice(domain_size=size)}
+        choices |= {level.name: LevelChoice(domain_size=level.size) for level in inner}
+        group = layer_group(0, plan.workload.model.num_moe_layers, choices, Residency.STEP)
+        yield (
+            f"{outer.name} {size} in rank order",
+            Plan(cluster=plan.cluster, workload=plan.workload, layers=(group,), schedule=plan.schedule, codecs=plan.codecs),
+        )
+
+
 def layer_group(first: int, count: int, choices: dict[str, LevelChoice], residency: Residency) -> LayerGroup:
     """Of a plan file; ratios only where something is copied."""
     return LayerGroup(
@@ -91,19 +126,19 @@ def layer_group(first: int, count: int, choices: dict[str, LevelChoice], residen
 
 def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction:
     """What the cost and memory models expect of a plan and of the baselines with the same schedule and codecs."""
-    cost = step_cost(made)
+    cost, memory = evaluate(made)
     others: dict[str, Any] = {}
     for name in baselines:
         other = baseline_plan(
             made.cluster, made.workload, name, schedule=made.schedule, codecs=made.codecs, popularity=made.popularity
         )
-        others[name.value] = seconds(step_cost(other).step_s)
+        others[name.value] = seconds(evaluate(other)[0].step_s)
     return Prediction(
         step=seconds(cost.step_s),
         bound=seconds(cost.bound_s),
         parts={name: seconds(value) for name, value in cost.parts_s.items()},
         wan_bytes=cost.wan_bytes,
-        memory_bytes=memory_use(made).fullest_bytes,
+        memory_bytes=memory.fullest_bytes,
         baselines=others,
     )
 

@@ -1,9 +1,10 @@
-"""``hybridep plan``: cluster and model -> plan file, with the reasons."""
+"""``hybridep plan``: cluster and model -> plan file, with the reasons; or two plan files side by side."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,10 +12,8 @@ from hybridep.commands.common import emit, set_option, verb
 from hybridep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hybridep.plan import LayerGroup, Plan
-    from planner import Alternative, Explanation
+    from hybridep.plan import Plan
+    from planner import RobustPlan
 
 
 @verb(name="plan")
@@ -22,7 +21,20 @@ if TYPE_CHECKING:
 @click.argument("model")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plan.yaml"), show_default=True, help="Plan file.")
 @click.option("--solver", type=click.Choice(["highs", "cbc"]), default="highs", show_default=True)
-@click.option("--compare", is_flag=True, help="Also cost what other planners would do (clusters planned site by site).")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="With two plan files in place of CLUSTER and MODEL: how they differ, and from which bandwidth on the other one is the "
+    "faster. Else: also cost what other planners would do.",
+)
+@click.option("--explain", "whole", is_flag=True, help="Every group of sites, and why each alternative was rejected.")
+@click.option("--top", type=click.IntRange(min=1), default=1, show_default=True, help="Different plans, one file each.")
+@click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
+@click.option("--figure", type=click.Path(path_type=Path), help="PNG: who computes for whom, who copies from whom, link loads.")
+@click.option("--upgrades", is_flag=True, help="Which link, or how much memory, to buy next, and what it brings.")
+@click.option("--scenario", "scenarios", multiple=True, metavar="CLUSTER", help="Other rates of the same sites. Repeatable.")
+@click.option("--within", type=click.FloatRange(0, 1, max_open=True), help="Rates between sites may be off by this share.")
+@click.option("--quantile", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Of the scenarios.")
 @click.option(
     "--routing",
     type=click.Path(path_type=Path),
@@ -44,6 +56,14 @@ def command(
     solver: str,
     compare: bool,
     routing: Path | None,
+    whole: bool,
+    top: int,
+    constraints: Path | None,
+    figure: Path | None,
+    upgrades: bool,
+    scenarios: tuple[str, ...],
+    within: float | None,
+    quantile: float,
     time_limit_s: float,
     codecs: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -52,113 +72,112 @@ def command(
     """Plan the training of MODEL on CLUSTER: which experts travel to the tokens, and which tokens to the experts.
 
     CLUSTER is a shipped config's name, a YAML file, or a CSV matrix with the columns src,dst,gbps,rtt_ms. MODEL is a shipped
-    config's name or a YAML file.
+    config's name or a YAML file. Ctrl-C ends the search with the best plan so far.
     """
-    from dataclasses import asdict
-
+    import planner
+    from hybridep.commands import plan_text
     from hybridep.commands.codecs import codec_lines, read_codecs
-    from hybridep.commands.inputs import cluster_and_workload
+    from hybridep.commands.inputs import cluster_and_workload, load_cluster
+    from hybridep.commands.plan_progress import PlanProgress
     from hybridep.routing import load_routing
-    from hybridep.units import format_seconds
-    from planner import compare_planners, explain, plan, summary
 
     if codecs and routing is not None:
         raise UserError("--codec and --routing: plans layer by layer know exact bytes only; leave one out")
-    inputs = cluster_and_workload(cluster, model, overrides)
+    if compare and _are_plans(cluster, model):
+        _compare(cluster, model, as_json)
+        return
+    site, work = cluster_and_workload(cluster, model, overrides)
+    rules = planner.load_constraints(constraints) if constraints else None
     popularity: tuple[tuple[float, ...], ...] = ()
     if routing is not None:
         record = load_routing(routing)
-        record.require_model(inputs[1], routing)
+        record.require_model(work, routing)
         popularity = record.popularity()
-    coded = read_codecs(codecs, [level.name for level in inputs[0].levels])
-    made = plan(*inputs, solver=solver, time_limit_s=time_limit_s, popularity=popularity, codecs=coded)
-    made.save(output)
-    explanation = explain(made)
-    others = compare_planners(made) if compare else {}
-    if as_json:
-        compared = {"planners": {name: asdict(other) for name, other in others.items()}} if compare else {}
-        emit({**summary(made), **compared, "explanation": explanation.to_json(), "digest": made.digest, "output": str(output)})
+    coded = read_codecs(codecs, [level.name for level in site.levels])
+    robust: RobustPlan | None = None
+    made: list[Plan]
+    if (scenarios or within is not None) and codecs:
+        raise UserError("--codec with --scenario or --within: plans for scenarios know exact bytes only; leave one out")
+    if scenarios or within is not None:
+        others = [load_cluster(one) for one in scenarios]
+        others += planner.interval_scenarios(site, within) if within is not None else []
+        robust = planner.plan_for_scenarios(site, work, others, quantile=quantile, time_limit_s=time_limit_s, constraints=rules)
+        made = [robust.plan]
     else:
-        show(made, explanation)
-        for line in codec_lines(made):
-            click.echo(line)
-        for name, other in others.items():
-            note = "" if other.fits else " (does not fit)"
-            click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")
-        click.echo(f"\nplan written to {output}")
+        with PlanProgress() as progress:
+            made = planner.plans(
+                site,
+                work,
+                top,
+                solver=solver,
+                time_limit_s=time_limit_s,
+                constraints=rules,
+                popularity=popularity,
+                codecs=coded,
+                report=progress,
+            )
+    best = made[0]
+    files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made) + 1))]
+    for one, path in zip(made, files, strict=True):
+        one.save(path)
+    if figure is not None:
+        from hybridep.commands.plots import plot_plan
+
+        plot_plan(figure, planner.plan_matrices(best))
+    explanation = planner.explain(best, rules)
+    known = planner.compare_planners(best, rules) if compare else {}
+    bought = planner.upgrades(best, constraints=rules) if upgrades else []
+    if as_json:
+        more: dict[str, Any] = {"planners": {name: asdict(other) for name, other in known.items()}} if compare else {}
+        if top > 1:
+            more["plans"] = [
+                {"step_s": one.prediction and one.prediction.step, "output": str(path)}
+                for one, path in zip(made, files, strict=True)
+            ]
+        if upgrades:
+            more["upgrades"] = [one.to_json() for one in bought]
+        if robust is not None:
+            more["robust"] = {
+                "quantile": quantile,
+                "step_s": robust.step_s,
+                "bound_s": robust.bound_s,
+                "gap": robust.gap,
+                "steps_s": robust.steps_s,
+                "nominal_step_s": robust.nominal_step_s,
+                "nominal_steps_s": robust.nominal_steps_s,
+            }
+        summary = planner.summary(best)
+        emit({**summary, **more, "explanation": explanation.to_json(), "digest": best.digest, "output": str(output)})
+        return
+    plan_text.show(best, explanation, whole=whole)
+    for line in codec_lines(best):
+        click.echo(line)
+    plan_text.show_others(known)
+    if top > 1:
+        plan_text.show_top(made)
+    if upgrades:
+        plan_text.show_upgrades(bought, explanation.plan.step_s)
+    if robust is not None:
+        plan_text.show_robust(robust)
+    click.echo(f"\nplan written to {', '.join(str(path) for path in files)}")
 
 
-def show(made: Plan, explanation: Explanation) -> None:
-    """Print the choice, its alternatives, where the time goes, the busiest links, the bound and the memory."""
-    from rich.console import Console
-    from rich.table import Table
+def _are_plans(first: str, second: str) -> bool:
+    """Both name files that hold plans."""
+    from hybridep.config import read_yaml
 
-    from hybridep.units import format_bytes, format_seconds
-
-    console = Console(highlight=False, soft_wrap=True)
-    cluster, chosen = made.cluster, explanation.plan
-    console.print(
-        f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks in {cluster.sizes[0]} sites"
-        f", {made.workload.model.num_moe_layers} MoE layers of {made.workload.model.num_experts} experts"
-    )
-    for group in made.layers:
-        last = group.first_layer + group.num_layers - 1
-        parts = [_serving(cluster.levels[0].name, group)] if group.serving else []
-        parts += [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
-        console.print(f"  layers {group.first_layer}-{last}: {'; '.join(parts)}; copies live for one {group.residency.value}")
-    if made.solver is not None:
-        report = made.solver
-        console.print(f"  {report.status.value} ({report.solver}, gap {report.gap:.2%}, {format_seconds(report.solve)})\n")
-
-    table = Table("", "step", "", "WAN bytes", "memory", "copies", box=None, pad_edge=False)
-
-    def row(option: Alternative, style: str | None = None) -> None:
-        memory = format_bytes(option.memory_bytes) + ("" if option.fits else " does not fit")
-        times = f"x {option.step_s / chosen.step_s:.2f}"
-        cells = (option.name, format_seconds(option.step_s), times, format_bytes(option.wan_bytes), memory)
-        table.add_row(*cells, f"{option.copies_per_rank:.3g}", style=style)
-
-    row(chosen, "bold")
-    for option in (*explanation.baselines, *explanation.neighbours):
-        row(option)
-    console.print(table)
-    console.print("(copies: experts that a rank holds of others, per layer)")
-
-    bound, binds = format_seconds(explanation.lower_bound_s), explanation.binds
-    console.print(f"\nno schedule of this plan is faster than {bound} ({explanation.lower_bound_by}); what binds: {binds}")
-    for title, parts_s in (("step", explanation.parts_s), ("hidden", explanation.hidden_s)):
-        shown = [f"{name} {format_seconds(value)}" for name, value in _largest(parts_s) if value > 0]
-        if shown:
-            console.print(f"{title}: {', '.join(shown)}")
-    links = Table("busiest links", "bytes", "busy", "of the step", box=None, pad_edge=False)
-    for link in explanation.links:
-        links.add_row(link.name, format_bytes(link.total_bytes), format_seconds(link.busy_s), f"{link.share:.0%}")
-    console.print(links)
-    memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in _largest(explanation.memory_parts_bytes) if value > 0)
-    console.print(
-        f"memory of the fullest rank ({explanation.fullest_rank}): {format_bytes(chosen.memory_bytes)} of "
-        f"{format_bytes(explanation.memory_capacity_bytes)}: {memory}"
-    )
+    paths = [Path(first), Path(second)]
+    return all(path.is_file() and path.suffix in (".yaml", ".yml") and "layers" in read_yaml(path) for path in paths)
 
 
-def _level(name: str, size: int, ratio: float) -> str:
-    if size == 1 or ratio == 0:
-        return f"{name}: tokens travel"
-    whole = "all experts" if ratio == 1 else f"{ratio:.0%} of the experts"
-    return f"{name}: {whole} copied within domains of {size}"
+def _compare(first: str, second: str, as_json: bool) -> None:
+    """Two plan files side by side."""
+    from hybridep.commands.plan_text import show_difference
+    from hybridep.plan import load_plan
+    from planner import compare_plans
 
-
-def _serving(name: str, group: LayerGroup) -> str:
-    """The outermost level of a plan with a serving table, its largest groups first."""
-    groups = sorted(group.serving, key=lambda one: -len(one.sites))
-    shown = [f"{_few(one.sites)} find experts at {_few(list(one.holders))}" for one in groups[:4]]
-    more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
-    return f"{name}: {len(groups)} groups of sites: {', '.join(shown)}{more}"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(parts.items(), key=lambda item: -item[1])
+    difference = compare_plans(load_plan(Path(first)), load_plan(Path(second)))
+    if as_json:
+        emit(difference.to_json())
+    else:
+        show_difference((Path(first).name, Path(second).name), difference)

@@ -1,18 +1,24 @@
-"""Figures of a comparison: losses, step times, and one step's timeline, as PNG."""
+"""Figures of a comparison (losses, step times, one step's timeline) and of a plan, as PNG."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib
 
 matplotlib.use("Agg")  # no display is needed, and none may be opened
 
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+if TYPE_CHECKING:
+    from planner import PlanMatrices
 
 MAX_ROWS = 40
 """A timeline with more rows than this shows the first ones only."""
@@ -67,6 +73,45 @@ def plot_timeline(path: Path, trace: Path, title: str) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="ms", title=title)
     _save(figure, path)
+
+
+def plot_plan(path: Path, matrices: PlanMatrices) -> None:
+    """Who computes for whom, who copies from whom, and how long links between sites are busy in a step, site by site."""
+    size = len(matrices.sites)
+    named = size <= MAX_ROWS
+    side = max(4.0, 0.22 * size) if named else 6.0
+    figure, panels = plt.subplots(1, 3, figsize=(3 * side + 2, side + 1), layout="constrained")
+    titles = (
+        ("experts computed at ... for tokens of", "computed at", "tokens of", matrices.served),
+        ("copies of experts from ... held at", "held at", "home", matrices.copied),
+    )
+    for axes, (title, across, down, values) in zip(panels, titles, strict=False):
+        image = axes.imshow(np.ma.masked_equal(values, 0.0), cmap="viridis", interpolation="nearest")
+        axes.set(title=title, xlabel=across, ylabel=down)
+        figure.colorbar(image, ax=axes, shrink=0.7, label="experts per layer")
+        _name_sites(axes, matrices.sites if named else (), both=True)
+    axes = panels[2]
+    if matrices.pair_s is not None:
+        image = axes.imshow(np.ma.masked_equal(matrices.pair_s, 0.0), cmap="magma", interpolation="nearest")
+        axes.set(title="seconds that links are busy in a step", xlabel="to", ylabel="from")
+        figure.colorbar(image, ax=axes, shrink=0.7, label="s")
+        _name_sites(axes, matrices.sites if named else (), both=True)
+    else:
+        places = np.arange(size)
+        axes.barh(places - 0.2, matrices.up_s, 0.4, label="up")
+        axes.barh(places + 0.2, matrices.down_s, 0.4, label="down")
+        axes.invert_yaxis()
+        axes.set(title="seconds that access links are busy in a step", xlabel="s")
+        axes.legend(frameon=False)
+        _name_sites(axes, matrices.sites if named else (), both=False)
+    _save(figure, path)
+
+
+def _name_sites(axes: Axes, sites: Sequence[str], *, both: bool) -> None:
+    if sites:
+        axes.set_yticks(range(len(sites)), list(sites), fontsize=6)
+        if both:
+            axes.set_xticks(range(len(sites)), list(sites), fontsize=6, rotation=90)
 
 
 def _kind(category: str) -> str:

@@ -106,15 +106,20 @@ def prove(
         enter(root, None)
     while heap and serial < max_boxes and time.perf_counter() < deadline_s:
         value_s, _, box, part = heapq.heappop(heap)
-        if report is not None:
-            report(value_s)
-        halves = splittable(relaxation, box)
-        if halves is None:
-            # The bound cannot rise above this box.
+        try:
+            if report is not None:
+                report(value_s)
+            halves = splittable(relaxation, box)
+            if halves is None:
+                # The bound cannot rise above this box.
+                done.append(part)
+                break
+            for half in halves:
+                enter(half, part)
+        except KeyboardInterrupt:
+            # What bounds the whole box bounds its halves, whichever of them were entered.
             done.append(part)
             break
-        for half in halves:
-            enter(half, part)
     parts = list(dict.fromkeys([*done, *(part for _, _, _, part in heap)]))
     return Proof(
         parts=tuple((part.box, part.evidence) for part in parts),

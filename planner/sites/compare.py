@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from hybridep.errors import UserError
 from hybridep.plan import Plan
-from planner.cost import step_cost
+from planner.constraints import Constraints
+from planner.evaluate import evaluate
 from planner.sites.others import OTHERS, other_plan
 from planner.sites.problem import site_problem
 
@@ -23,12 +24,13 @@ class OtherPlan:
     fits: bool
 
 
-def compare_planners(plan: Plan) -> dict[str, OtherPlan]:
-    """By planner, in a fixed order. Raises UserError for clusters with more than one level below the sites, or one site."""
+def compare_planners(plan: Plan, constraints: Constraints | None = None) -> dict[str, OtherPlan]:
+    """By planner, in a fixed order; with rules, their tables are made to keep them. Raises UserError for clusters with more
+    than one level below the sites, or one site."""
     if plan.cluster.sizes[0] < 2:
         raise UserError(f"cluster {plan.cluster.name}: comparing planners between sites needs two sites")
-    problem = site_problem(plan.cluster, plan.workload, plan.schedule)
-    step_s = plan.prediction.step if plan.prediction is not None else step_cost(plan).step_s
+    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints)
+    step_s = plan.prediction.step if plan.prediction is not None else evaluate(plan)[0].step_s
     others = {}
     for name in OTHERS:
         found = other_plan(problem, name)

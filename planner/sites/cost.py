@@ -21,7 +21,10 @@ from planner.cost import (
     slowest_s,
 )
 from planner.memory import (
+    ACTIVATIONS,
+    COPIES,
     TOLERANCE,
+    LayerMemory,
     fixed_passing_bytes,
     fixed_rank_bytes,
     lasting_copy_bytes,
@@ -132,36 +135,49 @@ def site_cost(problem: SiteProblem, table: IntArray, configuration: Configuratio
 
 def cost_of(problem: SiteProblem, layer: LayerExchanges, residency: Residency, known: BlockTimes | None = None) -> SiteCost:
     """Of exchanges that are known, and their ``block_times`` where those are too."""
-    work, fixed = problem.workload, fixed_cost(problem)
-    layers, batches = work.model.num_moe_layers, work.training.micro_batches
+    fixed, layers, batches = fixed_cost(problem), problem.num_layers, problem.workload.training.micro_batches
     times = layer_times(known or block_times(problem, layer), batches, residency, problem.schedule)
     parts = dict(fixed.parts_s)
     for name, seconds in times.parts_s.items():
         parts[name] = parts.get(name, 0.0) + layers * seconds
-    gathers, returns = gathers_and_returns(residency, batches)
-    row_bytes = 2 * work.combine_row_bytes + work.dispatch_row_bytes + work.dispatch_gradient_row_bytes
-    wan = batches * (row_bytes * _total(layer.rows) + _total(layer.counts))
-    wan += (gathers + returns) * work.expert_bytes * _total(layer.copies)
     return SiteCost(
         step_s=sum(parts.values()),
         parts_s=parts,
         memory_bytes=float(_memory(problem, fixed, layer, residency).max()),
-        wan_bytes=fixed.wan_bytes + layers * wan,
+        wan_bytes=fixed.wan_bytes + layers * moving_bytes(problem, layer, residency),
+    )
+
+
+def moving_bytes(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> float:
+    """Bytes that one layer moves between sites in a step."""
+    work, batches = problem.workload, problem.workload.training.micro_batches
+    gathers, returns = gathers_and_returns(residency, batches)
+    row_bytes = 2 * work.combine_row_bytes + work.dispatch_row_bytes + work.dispatch_gradient_row_bytes
+    moved = batches * (row_bytes * _total(layer.rows) + _total(layer.counts))
+    return moved + (gathers + returns) * work.expert_bytes * _total(layer.copies)
+
+
+def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> LayerMemory:
+    """``planner.memory.layer_memory`` as arrays [D, n]."""
+    work = problem.workload
+    largest = [exchange.both * work.dispatch_row_bytes for exchange in layer.rows]
+    largest += [exchange.out * work.expert_bytes for exchange in layer.copies]
+    return LayerMemory(
+        lasting={
+            ACTIVATIONS: routed_activation_bytes(work, layer.served, layer.arrived),
+            COPIES: lasting_copy_bytes(work, layer.copies_held, residency),
+        },
+        passing=passing_bytes(
+            work, _largest(largest, layer.served.shape), layer.served, layer.copies_held, problem.at_home, residency
+        ),
     )
 
 
 def _memory(problem: SiteProblem, fixed: FixedCost, layer: LayerExchanges, residency: Residency) -> FloatArray:
     """[D, n]: what each rank needs."""
-    work = problem.workload
-    activations = routed_activation_bytes(work, layer.served, layer.arrived)
-    copies = lasting_copy_bytes(work, layer.copies_held, residency)
-    largest = [exchange.both * work.dispatch_row_bytes for exchange in layer.rows]
-    largest += [exchange.out * work.expert_bytes for exchange in layer.copies]
-    passing = passing_bytes(
-        work, _largest(largest, activations.shape), layer.served, layer.copies_held, problem.at_home, residency
-    )
-    lasting = fixed.lasting_bytes + work.model.num_moe_layers * (activations + copies)
-    return np.asarray(lasting + np.maximum(sum(passing.values()), fixed.passing_bytes))
+    held = layer_memory(problem, layer, residency)
+    lasting = fixed.lasting_bytes + problem.num_layers * held.lasting_bytes
+    return np.asarray(lasting + np.maximum(held.passing_bytes, fixed.passing_bytes))
 
 
 def _largest(arrays: list[FloatArray], shape: tuple[int, ...]) -> FloatArray:

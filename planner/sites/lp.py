@@ -68,7 +68,7 @@ class BoxProgram:
         )
 
 
-class _Rows:
+class Rows:
     """Inequalities, collected block by block."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     forward, back, compute, gather, give_back, gather_cost, return_cost = range(first, first + 7)
     unserved = first + 7
     variables = unserved + size * groups
-    rows = _Rows()
+    rows = Rows()
 
     # Served only what is held.
     coupled = np.flatnonzero(copies[all_a, all_h] > 0)

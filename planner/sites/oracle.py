@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterator
+from itertools import islice, product
 
 import numpy as np
 
 from hybridep.placement import IntArray
-from planner.sites.cost import cost_of
+from hybridep.plan import Residency
+from hybridep.traffic import COUNT_BYTES, FloatArray, gathers_and_returns
+from planner.memory import TOLERANCE, lasting_copy_bytes, passing_bytes, routed_activation_bytes
+from planner.sites.cost import cost_of, fixed_cost
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, Inside, SiteProblem
 
+AT_ONCE = 4096
+"""Tables whose costs are computed together."""
+
 
 def best_table(problem: SiteProblem) -> tuple[IntArray, Configuration, float] | None:
-    """(table, configuration, step seconds) of the fastest plan that fits; None when none fits. Looks at
-    D ** (D E) tables."""
-    size, experts = problem.num_sites, problem.num_experts
+    """(table, configuration, step seconds) of the fastest plan that fits; None when none fits. Looks at all D ** (D E)
+    tables; with rules, of those that keep them."""
     best: tuple[IntArray, Configuration, float] | None = None
-    insides = list(dict.fromkeys(configuration.inside for configuration in problem.configurations()))
-    for entries in product(range(size), repeat=size * experts):
-        table = np.array(entries, dtype=np.int64).reshape(size, experts)
-        for inside in insides:
-            best = _better(problem, table, inside, best)
+    for tables in _chunks(problem):
+        if problem.num_inside == 1:
+            found = _best_of(problem, tables)
+            if found is not None and (best is None or found[2] < best[2]):
+                best = found
+            continue
+        for table in tables:
+            for inside in Inside:
+                best = _better(problem, table, inside, best)
     return best
+
+
+def _chunks(problem: SiteProblem) -> Iterator[IntArray]:
+    """[N, D, E]: all tables, some at a time."""
+    size, experts = problem.num_sites, problem.num_experts
+    entries = product(range(size), repeat=size * experts)
+    while chunk := list(islice(entries, AT_ONCE)):
+        tables = np.array(chunk, dtype=np.int64).reshape(-1, size, experts)
+        if problem.permissions is not None:
+            tables = tables[[problem.permissions.keeps(table) for table in tables]]
+        yield tables
 
 
 def _better(
@@ -35,3 +56,61 @@ def _better(
             if (best is None or cost.step_s < best[2]) and cost.fits(problem):
                 best = table, configuration, cost.step_s
     return best
+
+
+def _best_of(problem: SiteProblem, tables: IntArray) -> tuple[IntArray, Configuration, float] | None:
+    best: tuple[IntArray, Configuration, float] | None = None
+    for residency in Residency if len(tables) else ():
+        steps_s, memory_bytes = costs_at_once(problem, tables, residency)
+        steps_s[memory_bytes > problem.cluster.gpu.memory * (1 + TOLERANCE)] = np.inf
+        first = int(np.argmin(steps_s))
+        if np.isfinite(steps_s[first]) and (best is None or steps_s[first] < best[2]):
+            best = tables[first], Configuration(inside=Inside.ALL, residency=residency), float(steps_s[first])
+    return best
+
+
+def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) -> tuple[FloatArray, FloatArray]:
+    """(step seconds [N], bytes of the fullest rank [N]) of ``tables`` ([N, D, E]) on sites of one rank: the formulas of
+    ``planner.cost`` written out once more, which also checks the other way of computing them."""
+    work, training, gpu = problem.workload, problem.workload.training, problem.cluster.gpu
+    batches, layers, size = training.micro_batches, problem.num_layers, problem.num_sites
+    served = (tables[:, :, :, None] == np.arange(size)).sum(axis=2)  # [N, d, h]
+    away = ~np.eye(size, dtype=np.bool_)
+    rows = training.tokens * problem.hit[served] * away
+    at_home = problem.home_site == np.arange(size)[:, None]  # [D, E]
+    held = at_home | (tables[:, :, :, None] == np.arange(size)).any(axis=1).swapaxes(1, 2)  # [N, h, E]
+    copies = np.einsum("ae,nhe->nah", at_home.astype(np.float64), held.astype(np.float64)) * away
+    up, down = (np.minimum(rate, problem.gpu_bytes_per_s) for rate in (problem.up_bytes_per_s, problem.down_bytes_per_s))
+
+    def line(sent: FloatArray) -> tuple[FloatArray, FloatArray]:
+        busiest = np.maximum((sent.sum(axis=2) / up).max(axis=1), (sent.sum(axis=1) / down).max(axis=1))
+        if problem.pair_bytes_per_s is not None:
+            busiest = np.maximum(busiest, (sent / problem.pair_bytes_per_s).max(axis=(1, 2)))
+        return (problem.latency_s * (sent > 0)).max(axis=(1, 2)), busiest
+
+    def seconds(sent: FloatArray, *units: float) -> FloatArray:
+        latency, busiest = line(sent)
+        return np.asarray(len(units) * latency + busiest * sum(units))
+
+    back = rows.swapaxes(1, 2)
+    exchanges = seconds(rows, work.dispatch_row_bytes, work.combine_row_bytes)
+    exchanges = exchanges + seconds(back, work.combine_row_bytes, work.dispatch_gradient_row_bytes)
+    exchanges = exchanges + seconds(((served > 0) & away).astype(np.float64), COUNT_BYTES)
+    gather, give_back = seconds(copies, work.expert_bytes), seconds(copies.swapaxes(1, 2), work.expert_bytes)
+    gathers, returns = gathers_and_returns(residency, batches)
+    beside = problem.beside_s
+    moving = gathers * gather - min(gathers, batches) * np.minimum(gather, beside)
+    moving = moving + returns * (give_back - np.minimum(give_back, 2 * beside))
+    choices = served.sum(axis=1).astype(np.float64)  # [N, h]
+    compute = work.pre_expert_flops / gpu.throughput + gpu.block_overhead + choices.max(axis=1) * problem.expert_s_per_choice
+    steps_s = fixed_cost(problem).total_s + layers * (batches * (exchanges + 3 * compute) + moving)
+
+    fixed = fixed_cost(problem)
+    computed, arrived = choices * problem.rows_per_choice, (training.tokens * problem.hit[served]).sum(axis=1)
+    kept = (held.sum(axis=2) - at_home.sum(axis=1)).astype(np.float64)
+    moved = rows.sum(axis=1) + rows.sum(axis=2)
+    largest = np.maximum(moved * work.dispatch_row_bytes, copies.sum(axis=2) * work.expert_bytes)
+    lasting = routed_activation_bytes(work, computed, arrived) + lasting_copy_bytes(work, kept, residency)
+    passing = sum(passing_bytes(work, largest, computed, kept, problem.at_home[:, 0], residency).values())
+    memory = fixed.lasting_bytes[:, 0] + layers * lasting + np.maximum(passing, fixed.passing_bytes[:, 0])
+    return np.asarray(steps_s), np.asarray(memory.max(axis=1))

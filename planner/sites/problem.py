@@ -20,6 +20,7 @@ from hybridep.plan import Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
+from planner.constraints import Constraints, Permissions, require_possible
 
 
 class Inside(Enum):
@@ -56,6 +57,8 @@ class SiteProblem:
     """[D, D] one way, zero on the diagonal."""
     home: IntArray
     """[E] global ranks."""
+    permissions: Permissions | None = None
+    """What rules leave possible; None without rules."""
 
     @cached_property
     def num_sites(self) -> int:
@@ -71,6 +74,11 @@ class SiteProblem:
     def num_experts(self) -> int:
         """E."""
         return self.workload.model.num_experts
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return self.workload.model.num_moe_layers
 
     @cached_property
     def home_site(self) -> IntArray:
@@ -150,8 +158,10 @@ class SiteProblem:
         return tuple(Configuration(inside=one, residency=residency) for residency in Residency for one in inside)
 
 
-def site_problem(cluster: Cluster, workload: Workload, schedule: Schedule | None = None) -> SiteProblem:
-    """Raises UserError for a cluster with more than one level below the sites."""
+def site_problem(
+    cluster: Cluster, workload: Workload, schedule: Schedule | None = None, constraints: Constraints | None = None
+) -> SiteProblem:
+    """Raises UserError for a cluster with more than one level below the sites, InfeasibleError for rules that clash."""
     if len(cluster.sizes) > 2:
         names = ", ".join(level.name for level in cluster.levels)
         raise UserError(f"cluster {cluster.name}: plans per site need at most one level below the sites (found {names})")
@@ -176,4 +186,5 @@ def site_problem(cluster: Cluster, workload: Workload, schedule: Schedule | None
         pair_bytes_per_s=pairs,
         latency_s=latency,
         home=expert_homes(workload.model.num_experts, cluster.num_gpus),
+        permissions=require_possible(cluster, workload.model.num_experts, constraints) if constraints else None,
     )

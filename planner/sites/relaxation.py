@@ -130,8 +130,7 @@ def site_classes(problem: SiteProblem) -> SiteClasses:
     alike = problem.pair_bytes_per_s is None and size > 1 and np.ptp(latency) == 0
     label = np.arange(size)
     if alike:
-        at_home = np.bincount(problem.home, minlength=problem.cluster.num_gpus).reshape(size, -1)
-        keys = np.column_stack([problem.up_bytes_per_s, problem.down_bytes_per_s, at_home])
+        keys = np.column_stack([problem.up_bytes_per_s, problem.down_bytes_per_s, problem.homes])
         label = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
     if label.max(initial=0) >= (MOST_CLASSES if alike else MOST_SITES):
         side = int(np.sqrt(MOST_CLASSES / 2))
@@ -285,14 +284,18 @@ class Relaxation:
             there_rate = np.minimum(there_rate, kinds.pair_bytes_per_s)
             again_rate = np.minimum(again_rate, kinds.pair_bytes_per_s.T)
         # [home site, holder]: whole experts that fit through in time.
-        copies = np.minimum(_whole(there * there_rate / weight), _whole(again * again_rate / weight))
+        copies = np.minimum(whole(there * there_rate / weight), whole(again * again_rate / weight))
         copies = np.minimum(copies, homes[:, None])
-        most = np.minimum((copies * kinds.others.T).sum(axis=0), self._copies_in_memory(box.residency))
-        most = np.minimum(most, _whole(there.max(axis=0) * down / weight))
-        most = np.minimum(most, _whole(again.max(axis=0) * up / weight))
-        uploads = np.minimum((copies * kinds.others).sum(axis=1), _whole(there.max(axis=1) * up / weight))
-        uploads = np.minimum(uploads, _whole(again.max(axis=1) * down / weight))
+        most = np.minimum((copies * kinds.others.T).sum(axis=0), self.copies_in_memory(box.residency))
+        most = np.minimum(most, whole(there.max(axis=0) * down / weight))
+        most = np.minimum(most, whole(again.max(axis=0) * up / weight))
+        uploads = np.minimum((copies * kinds.others).sum(axis=1), whole(there.max(axis=1) * up / weight))
+        uploads = np.minimum(uploads, whole(again.max(axis=1) * down / weight))
         allowed = (self.token_latency_s <= self.reaches_s[box.reach[1]]) & (box.reach[1] > 0)
+        if problem.permissions is not None:
+            permitted = np.zeros_like(allowed)
+            np.logical_or.at(permitted, (kinds.label[:, None], kinds.label[None, :]), problem.permissions.serve)
+            allowed &= permitted
         return Limits(
             most_held=np.minimum(homes + most, float(problem.num_experts)),
             copies=np.minimum(copies, np.maximum(most, 0.0)),
@@ -300,17 +303,20 @@ class Relaxation:
             allowed=(allowed * (kinds.others > 0)).astype(np.float64),
         )
 
-    def _copies_in_memory(self, residency: Residency) -> FloatArray:
+    def copies_in_memory(self, residency: Residency) -> FloatArray:
         """[D]: no site keeps more copies: its ranks' memory beside what is there in any case. Activations of routed
         tokens and buffers are left out, and copies spread evenly inside, so this is never too few."""
-        problem, fixed = self.problem, fixed_cost(self.problem)
-        accumulates = problem.workload.training.micro_batches > 1
+        accumulates = self.problem.workload.training.micro_batches > 1
         # Weights and gradients of the copies of all layers, or of those of one layer; see ``planner.memory``.
         number = self.num_layers * (2.0 if accumulates else 1.0) + 2.0 if residency is Residency.STEP else 3.0
-        room = problem.cluster.gpu.memory * (1 + TOLERANCE) - fixed.lasting_bytes
-        weight = problem.workload.expert_bytes * number
-        most = np.where((room < 0).any(axis=1), -1.0, _whole(room.sum(axis=1) / weight))
-        return self.classes.best(most)
+        weight = self.problem.workload.expert_bytes * number
+        return self.classes.best(np.where(self.room_bytes < 0, -1.0, whole(self.room_bytes / weight)))
+
+    @cached_property
+    def room_bytes(self) -> FloatArray:
+        """[D]: memory of a site's ranks beside what they need in any case; negative where some rank is too small."""
+        room = self.problem.cluster.gpu.memory * (1 + TOLERANCE) - fixed_cost(self.problem).lasting_bytes
+        return np.where((room < 0).any(axis=1), -1.0, room.sum(axis=1))
 
     def unit_seconds(self, limits: Limits) -> FloatArray:
         """[C]: rows of one of n <= M_h experts that a site of the class serves for another site's tokens, at least."""
@@ -456,5 +462,6 @@ def _scale(total: float, budget: float) -> float:
     return budget / total if total > budget else 1.0
 
 
-def _whole(value: FloatArray) -> FloatArray:
+def whole(value: FloatArray) -> FloatArray:
+    """Rounded down, but for what rounding may have taken."""
     return np.asarray(np.floor(value * (1 + SLACK) + SLACK))

@@ -5,16 +5,18 @@ Deterministic: a fixed seed, and limits that count evaluations; a deadline only 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hybridep.placement import IntArray
+from planner.cost import BlockTimes
 from planner.domains import divisors
 from planner.sites.cost import SiteCost, block_times, cost_of
-from planner.sites.exchange import layer_exchanges
+from planner.sites.exchange import LayerExchanges, layer_exchanges
 from planner.sites.grouping import (
     MANY,
     Groups,
@@ -27,7 +29,8 @@ from planner.sites.grouping import (
     nearest_groups,
     shares,
 )
-from planner.sites.problem import Configuration, SiteProblem
+from planner.sites.hubs import hub_table
+from planner.sites.problem import Configuration, Inside, SiteProblem
 
 SHARES = (Share(), Share(power=0.5), Share(power=1.0), Share(holders=1), Share(holders=2))
 """Ways for the members of a group to share the experts."""
@@ -56,7 +59,14 @@ class Search:
     deadline_s: float = float("inf")
     """Of ``time.perf_counter``."""
     max_evaluations: int = 6000
+    scenarios: tuple[SiteProblem, ...] = ()
+    """The same sites and work with other links, of which ``quantile`` counts; the problem alone when absent."""
+    quantile: float = 1.0
+    keep: int = 1
+    """How many plans that differ are kept in ``pool``."""
     best: Found | None = None
+    pool: list[Found] = field(default_factory=list)
+    """The best plans that fit and differ from every better one, best first."""
     evaluations: int = 0
     report: Callable[[float], None] | None = None
     configurations: tuple[Configuration, ...] = ()
@@ -64,6 +74,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.configurations = self.configurations or self.problem.configurations()
+        self.scenarios = self.scenarios or (self.problem,)
 
     @property
     def over(self) -> bool:
@@ -71,31 +82,60 @@ class Search:
         return self.evaluations >= self.max_evaluations or time.perf_counter() >= self.deadline_s
 
     def evaluate(self, table: IntArray) -> Found:
-        """Cost of a table in its best configuration; remembers the best table."""
+        """Cost of a table in its best configuration, made to keep the problem's rules first; remembers the best table."""
+        if self.problem.permissions is not None:
+            table = self.problem.permissions.repaired(table, self.problem.home_site)
         key = table.tobytes()
         if key in self._seen:
             return self._seen[key]
         self.evaluations += 1
         found: Found | None = None
-        layers = {}
+        layers: dict[Inside, tuple[LayerExchanges, list[BlockTimes]]] = {}
         for configuration in self.configurations:
             if configuration.inside not in layers:
                 layer = layer_exchanges(self.problem, table, configuration.inside)
-                layers[configuration.inside] = layer, block_times(self.problem, layer)
+                layers[configuration.inside] = layer, [block_times(one, layer) for one in self.scenarios]
             layer, times = layers[configuration.inside]
-            cost = cost_of(self.problem, layer, configuration.residency, times)
+            costs = [
+                cost_of(one, layer, configuration.residency, known) for one, known in zip(self.scenarios, times, strict=True)
+            ]
+            cost = costs[0]
             missing = 0 if cost.fits(self.problem) else int(cost.memory_bytes - self.problem.cluster.gpu.memory)
-            rank = missing, cost.step_s
+            rank = missing, at_quantile([one.step_s for one in costs], self.quantile)
             if found is None or rank < found.rank:
                 found = Found(table=table, configuration=configuration, cost=cost, rank=rank)
         assert found is not None
         if len(self._seen) < 20000 and table.size < 100000:
             self._seen[key] = found
+        if self.keep > 1 and found.rank[0] == 0:
+            self._pool(found)
         if self.best is None or found.rank < (self.best.rank[0], self.best.rank[1] * (1 - 1e-12)):
             self.best = found
-            if self.report is not None:
+            if self.report is not None and found.rank[0] == 0:
                 self.report(found.rank[1])
         return found
+
+    def _pool(self, found: Found) -> None:
+        if len(self.pool) == self.keep and found.rank >= self.pool[-1].rank:
+            return
+        if any(one.rank <= found.rank and alike(one, found) for one in self.pool):
+            return
+        self.pool = [one for one in self.pool if not alike(one, found)]
+        self.pool = sorted([*self.pool, found], key=lambda one: one.rank)[: self.keep]
+
+
+DIFFERENT = 0.05
+"""Plans are told apart where at least this share of (site, expert) entries differ, or what is chosen beside the table."""
+
+
+def alike(a: Found, b: Found) -> bool:
+    """Hardly any entry differs."""
+    return a.configuration == b.configuration and float((a.table != b.table).mean()) < DIFFERENT
+
+
+def at_quantile(values: Sequence[float], quantile: float) -> float:
+    """The smallest value that at least this share of ``values`` does not exceed; 1 is the worst."""
+    return sorted(values)[max(math.ceil(quantile * len(values) - 1e-9), 1) - 1]
 
 
 def starts(problem: SiteProblem) -> Iterator[tuple[str, IntArray]]:
@@ -144,6 +184,8 @@ def run(search: Search, *, seed: int = 0) -> None:
             seen.add((groups, share))
             table = table_of(problem, groups, {members: shares(problem, members, share) for members in groups})
             tried.append((search.evaluate(table).rank, groups, share))
+    if large and not problem.equal_sites:
+        _try_hubs(search)
     tried.sort(key=lambda entry: entry[0])
     if large and problem.equal_sites:
         return  # equal sites: nothing tells one move from another
@@ -155,6 +197,29 @@ def run(search: Search, *, seed: int = 0) -> None:
     search.max_evaluations = budget
     if search.best is not None:
         improve_table(search, search.best.table, rng)
+
+
+def _try_hubs(search: Search) -> None:
+    """Ever more hubs of one site, then near the best number, then as many hubs of two sites that share the experts."""
+    size = search.problem.num_sites
+    ranks: dict[tuple[int, int], tuple[int, float]] = {}
+
+    def attempt(count: float, team: int) -> None:
+        key = max(2, round(count)), team
+        if key not in ranks and key[0] * team <= size and not search.over:
+            ranks[key] = search.evaluate(hub_table(search.problem, *key)).rank
+
+    for step in range(2, 12):
+        attempt(size * 2.0 ** (-step / 2), 1)
+    for stride in (2**0.25, 2**0.125, 2**0.0625):
+        if ranks:
+            middle = min(ranks, key=lambda key: ranks[key])[0]
+            attempt(middle * stride, 1)
+            attempt(middle / stride, 1)
+    if ranks:
+        middle = min(ranks, key=lambda key: ranks[key])[0]
+        attempt(middle / 2, 2)
+        attempt(middle, 2)
 
 
 def table_of(problem: SiteProblem, groups: Groups, targets: dict[tuple[int, ...], IntArray]) -> IntArray:
@@ -192,16 +257,33 @@ def improve_groups(search: Search, groups: Groups, share: Share, rng: np.random.
             label, here = trial, there
 
 
+KICKS = 8
+"""How often the search leaves a plan that no move improves, by a few moves taken whatever they cost."""
+
+
 def improve_table(search: Search, table: IntArray, rng: np.random.Generator) -> None:
     """Moves on the table itself: some experts of a group get another holder, a site joins another group's row, a site
-    serves some experts itself, or a holder is relieved; kept while none makes it worse."""
+    serves some experts itself, or a holder is relieved; kept while none makes it worse. Where nothing helps any more, from
+    the best table with a few moves taken blindly."""
+    size, experts = search.problem.num_sites, search.problem.num_experts
+    _descend(search, table, rng, 150 * size)
+    for kick in range(KICKS):
+        if search.over or search.best is None:
+            return
+        table = search.best.table
+        for _ in range(2 + kick % 3):
+            table = _moved(table, rng, size, experts)
+        _descend(search, table, rng, 30 * size)
+
+
+def _descend(search: Search, table: IntArray, rng: np.random.Generator, patience: int) -> None:
     size, experts = search.problem.num_sites, search.problem.num_experts
     here = search.evaluate(table).rank
-    patience = 0
-    while patience < 150 * size and not search.over:
+    idle = 0
+    while idle < patience and not search.over:
         trial = _moved(table, rng, size, experts)
         there = search.evaluate(trial).rank
-        patience = 0 if there < (here[0], here[1] * (1 - 1e-6)) else patience + 1
+        idle = 0 if there < (here[0], here[1] * (1 - 1e-6)) else idle + 1
         if there <= here:
             table, here = trial, there
 

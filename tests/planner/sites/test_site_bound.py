@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from site_cases import random_problem, random_table, small_workload, uneven_cluster
 
+from hybridep.config import build
+from hybridep.topology import Cluster
 from planner.sites.bound import Proof, even_weights, prove, proven_s, verify
 from planner.sites.cost import site_cost
 from planner.sites.lp import Duals, box_program
 from planner.sites.oracle import best_table
-from planner.sites.plans import solve_sites
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Limits, Relaxation, Weights
 from planner.sites.search import Search, run
+from planner.sites.sizes import SizeProof, SizeRelaxation, prove_sizes, size_relaxation, verify_sizes
+from planner.sites.solution import Wishes, solve_sites
 
 SMALL = [(2, 2), (3, 1), (2, 3)]
 SHAPES = [(2, 2), (2, 4), (3, 1), (3, 2), (4, 1), (2, 5), (5, 1), (6, 1)]
@@ -27,12 +30,15 @@ def check_instance(seed: int) -> None:
     """bound <= best of all tables <= what the search finds, which lies within the gap that it reports."""
     sites, experts = SHAPES[seed % len(SHAPES)]
     problem = random_problem(seed, sites, experts, inside=None if sites < 6 else 0)
-    found = best_table(problem) if sites < 6 else None
+    found = best_table(problem)
     search = Search(problem=problem, max_evaluations=400)
     run(search)
     assert search.best is not None
     proof = prove(Relaxation(problem=problem), search.best.rank[1], max_boxes=40)
-    optimum_s = found[2] if found is not None else search.best.rank[1]
+    assert found is not None
+    optimum_s = found[2]
+    if (sizes := size_relaxation(Relaxation(problem=problem))) is not None:
+        assert prove_sizes(sizes, search.best.rank[1], enough_gap=1e-4, max_boxes=12).bound_s <= optimum_s * (1 + 1e-9)
     assert proof.bound_s <= optimum_s * (1 + 1e-9)
     assert optimum_s <= search.best.rank[1] * (1 + 1e-9)
     assert search.best.rank[1] * (1 - (1 - proof.bound_s / search.best.rank[1])) <= optimum_s * (1 + 1e-9)
@@ -45,9 +51,10 @@ def test_bound_and_plan_against_every_table(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_three_hundred_instances() -> None:
-    for seed in range(1000, 1300):
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(1000, 1300, 30))
+def test_three_hundred_instances(first: int) -> None:
+    for seed in range(first, first + 30):
         check_instance(seed)
 
 
@@ -90,7 +97,7 @@ def test_no_random_table_beats_the_bound(seed: int) -> None:
         assert program is not None
         rows, columns = program.inequality.shape[0], program.equality.shape[0]
         worse = Duals(inequality=rng.random(rows) * 10, equality=rng.normal(size=columns))
-        best_s = solve_sites(problem, time_limit_s=1.0).found.rank[1]
+        best_s = solve_sites(problem, Wishes(time_limit_s=1.0)).found.rank[1]
         assert proven_s(relaxation, root, wild) <= best_s * (1 + 1e-9)
         assert proven_s(relaxation, root, worse) <= best_s * (1 + 1e-9)
 
@@ -153,3 +160,73 @@ def test_a_wrong_relaxation_is_caught_by_the_oracle(name: str) -> None:
         return prove(relaxation, 2 * optimum[2], max_boxes=40).bound_s > optimum[2] * (1 + 1e-6)
 
     assert any(exceeds(seed) for seed in range(24))
+
+
+def few_kinds(seed: int, sites: int, experts: int) -> SiteProblem:
+    """Sites of a few kinds, one latency, no limits per pair."""
+    rng = np.random.default_rng(seed)
+    cluster = uneven_cluster(rng, sites, int(rng.integers(0, 2)), pairs=False)
+    named = []
+    for index, site in enumerate(cluster.sites):
+        rate = float(rng.uniform(5e6, 1e8)) if seed % 3 == 0 else site.up
+        kind = {"up": rate, "down": rate} if seed % 3 == 0 else {}
+        named.append((named[0] if seed % 2 and index else site).model_copy(update={"name": site.name, **kind}))
+    memory = cluster.gpu.memory if seed % 4 else 2e6
+    changed = cluster.model_copy(update={"sites": tuple(named), "gpu": cluster.gpu.model_copy(update={"memory": memory})})
+    return site_problem(build(Cluster, changed.model_dump(mode="json", exclude_none=True), "test"), small_workload(rng, experts))
+
+
+def size_proof(problem: SiteProblem, best_s: float, change: Callable[[SizeRelaxation], None] = lambda sizes: None) -> SizeProof:
+    sizes = size_relaxation(Relaxation(problem=problem))
+    assert sizes is not None
+    change(sizes)
+    proof = prove_sizes(sizes, best_s, enough_gap=1e-4, max_boxes=24)
+    assert verify_sizes(sizes, proof) == pytest.approx(proof.bound_s, rel=1e-12)
+    return proof
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bound_by_sizes_against_every_table(seed: int) -> None:
+    problem = few_kinds(seed, *[(2, 3), (3, 2), (2, 4)][seed % 3])
+    optimum = best_table(problem)
+    if optimum is None:
+        return
+    assert size_proof(problem, 1.5 * optimum[2]).bound_s <= optimum[2] * (1 + 1e-9)
+
+
+SIZE_MUTATIONS: dict[str, Callable[[SizeRelaxation], None]] = {
+    "rows counted twice": lambda sizes: sizes.relaxation.__dict__.update(rows=2 * sizes.relaxation.rows),
+    "half too large budgets": lambda sizes: sizes.relaxation.__dict__.update(
+        budgets_s=tuple(1.5 * value for value in sizes.relaxation.budgets_s)
+    ),
+    "more is fixed than is": lambda sizes: sizes.relaxation.__dict__.update(base_s=1.3 * sizes.relaxation.base_s),
+    "users are said to find no main holder": lambda sizes: sizes.__dict__.update(
+        main_sizes=lambda own, rows: type(sizes).main_sizes(sizes, own, 0.0 * rows)
+    ),
+    "sites have no room": lambda sizes: sizes.relaxation.__dict__.update(room_bytes=0.0 * sizes.relaxation.room_bytes),
+}
+
+
+@pytest.mark.parametrize("name", SIZE_MUTATIONS)
+def test_a_wrong_size_program_is_caught_by_the_oracle(name: str) -> None:
+    def exceeds(seed: int) -> bool:
+        problem = few_kinds(seed, *[(2, 3), (3, 2), (2, 4)][seed % 3])
+        optimum = best_table(problem)
+        return optimum is not None and size_proof(problem, 2 * optimum[2], SIZE_MUTATIONS[name]).bound_s > optimum[2] * (1 + 1e-6)
+
+    assert any(exceeds(seed) for seed in range(24))
+
+
+def test_size_proofs_that_leave_plans_out_are_refused() -> None:
+    problem = few_kinds(2, 3, 6)
+    sizes = size_relaxation(Relaxation(problem=problem))
+    assert sizes is not None
+    search = Search(problem=problem, max_evaluations=100)
+    run(search)
+    assert search.best is not None
+    proof = prove_sizes(sizes, 2 * search.best.rank[1], enough_gap=1e-4, max_boxes=16)
+    assert len(proof.parts) >= 4
+    for left_out in range(len(proof.parts)):
+        parts = tuple(part for index, part in enumerate(proof.parts) if index != left_out)
+        with pytest.raises(ValueError, match="leaves out"):
+            verify_sizes(sizes, replace(proof, parts=parts))

@@ -9,6 +9,7 @@ from site_cases import as_plan, random_problem, random_table
 from planner.cost import step_cost
 from planner.memory import memory_use
 from planner.sites.cost import site_cost
+from planner.sites.evaluate import evaluate_sites
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -26,3 +27,20 @@ def test_equals_the_models_on_ranks(seed: int) -> None:
                 assert found.parts_s[name] == pytest.approx(seconds, rel=1e-9, abs=1e-15), name
             assert found.wan_bytes == pytest.approx(expected.wan_bytes, rel=1e-12)
             assert found.memory_bytes == pytest.approx(memory_use(plan).fullest_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whole_plans_equal_link_by_link_and_rank_by_rank(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, sites=int(rng.integers(1, 6)), experts=int(rng.integers(1, 12)))
+    for configuration in problem.configurations():
+        plan = as_plan(problem, random_table(rng, problem), configuration)
+        cost, memory = step_cost(plan), memory_use(plan)
+        found = evaluate_sites(plan)
+        assert found is not None
+        np.testing.assert_allclose(found[0].link_bytes, cost.link_bytes, rtol=1e-12)
+        np.testing.assert_allclose(found[1].total_bytes, memory.total_bytes, rtol=1e-12)
+        assert found[0].bound_by == cost.bound_by or found[0].bound_s == pytest.approx(cost.bound_s, rel=1e-12)
+        assert found[0].parts_s == pytest.approx(cost.parts_s, rel=1e-9, abs=1e-15)
+        assert found[0].hidden_s == pytest.approx(cost.hidden_s, rel=1e-9, abs=1e-15)
+        assert found[1].parts_bytes == pytest.approx(memory.parts_bytes, rel=1e-12)

@@ -1,0 +1,58 @@
+"""Live progress of planning on stderr: the best plan, the bound and the gap between them, falling."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hybridep.units import format_seconds
+
+_LINE_EVERY_S = 2.0
+
+
+class PlanProgress:
+    """A context that is told ("plan" or "bound", seconds) as either improves. The bar fills as the gap closes; where stderr is
+    no terminal, a line every two seconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, float] = {}
+        self._printed_s = time.monotonic()
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            columns = [TextColumn("planning"), BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn()]
+            self._bar = Progress(*columns, TextColumn("(Ctrl-C: the best so far)"), console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=1.0)
+
+    def __enter__(self) -> PlanProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, what: str, seconds: float) -> None:
+        """Show what has improved."""
+        self._known[what] = seconds
+        if self._bar is not None:
+            self._bar.update(self._task, completed=1 - self.gap, description=self.text)
+        elif time.monotonic() - self._printed_s >= _LINE_EVERY_S:
+            print(f"planning: {self.text}", file=sys.stderr, flush=True)
+            self._printed_s = time.monotonic()
+
+    @property
+    def gap(self) -> float:
+        """(step - bound) / step; 1 while either is not known."""
+        step, bound = self._known.get("plan"), self._known.get("bound")
+        return 1.0 if not step or bound is None else max(0.0, 1 - bound / step)
+
+    @property
+    def text(self) -> str:
+        """``step 3.2 s, bound 3 s, gap 6.2%``."""
+        parts = [f"{'step' if what == 'plan' else what} {format_seconds(value)}" for what, value in self._known.items()]
+        return ", ".join([*parts, f"gap {self.gap:.1%}"] if len(self._known) == 2 else parts)

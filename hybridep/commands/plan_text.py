@@ -1,0 +1,178 @@
+"""What ``hybridep plan`` prints for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hybridep.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hybridep.plan import LayerGroup, Plan
+    from planner import Alternative, Explanation, OtherPlan, PlanDifference, RobustPlan, Upgrade
+
+
+def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
+    """Print the choice, its alternatives, where the time goes, the busiest links, the bound and the memory; ``whole``: every
+    group of sites, and why each alternative was rejected."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    cluster, chosen = made.cluster, explanation.plan
+    console.print(
+        f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks in {cluster.sizes[0]} sites"
+        f", {made.workload.model.num_moe_layers} MoE layers of {made.workload.model.num_experts} experts"
+    )
+    for group in made.layers:
+        last = group.first_layer + group.num_layers - 1
+        parts = [_serving(cluster.levels[0].name, group)] if group.serving and not whole else []
+        parts += [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
+        console.print(f"  layers {group.first_layer}-{last}: {'; '.join(parts)}; copies live for one {group.residency.value}")
+        for one in group.serving if whole else ():
+            holders = ", ".join(f"{site} ({experts})" for site, experts in one.holders.items())
+            console.print(f"    tokens of {', '.join(one.sites)}: experts at {holders}")
+    if made.solver is not None:
+        report = made.solver
+        console.print(f"  {report.status.value} ({report.solver}, gap {report.gap:.2%}, {format_seconds(report.solve)})\n")
+
+    table = Table("", "step", "", "WAN bytes", "memory", "copies", box=None, pad_edge=False)
+
+    def row(option: Alternative, style: str | None = None) -> None:
+        memory = format_bytes(option.memory_bytes) + ("" if option.fits else " does not fit")
+        memory += "" if option.allowed else " breaks a rule"
+        times = f"x {option.step_s / chosen.step_s:.2f}"
+        cells = (option.name, format_seconds(option.step_s), times, format_bytes(option.wan_bytes), memory)
+        table.add_row(*cells, f"{option.copies_per_rank:.3g}", style=style)
+
+    row(chosen, "bold")
+    for option in (*explanation.baselines, *explanation.neighbours):
+        row(option)
+    console.print(table)
+    console.print("(copies: experts that a rank holds of others, per layer)")
+    for option in (*explanation.baselines, *explanation.neighbours) if whole else ():
+        console.print(f"  {option.name}: {_reason(chosen, option)}")
+
+    bound, binds = format_seconds(explanation.lower_bound_s), explanation.binds
+    console.print(f"\nno schedule of this plan is faster than {bound} ({explanation.lower_bound_by}); what binds: {binds}")
+    for title, parts_s in (("step", explanation.parts_s), ("hidden", explanation.hidden_s)):
+        shown = [f"{name} {format_seconds(value)}" for name, value in _largest(parts_s) if value > 0]
+        if shown:
+            console.print(f"{title}: {', '.join(shown)}")
+    links = Table("busiest links", "bytes", "busy", "of the step", box=None, pad_edge=False)
+    for link in explanation.links:
+        links.add_row(link.name, format_bytes(link.total_bytes), format_seconds(link.busy_s), f"{link.share:.0%}")
+    console.print(links)
+    memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in _largest(explanation.memory_parts_bytes) if value > 0)
+    console.print(
+        f"memory of the fullest rank ({explanation.fullest_rank}): {format_bytes(chosen.memory_bytes)} of "
+        f"{format_bytes(explanation.memory_capacity_bytes)}: {memory}"
+    )
+
+
+def _level(name: str, size: int, ratio: float) -> str:
+    if size == 1 or ratio == 0:
+        return f"{name}: tokens travel"
+    whole = "all experts" if ratio == 1 else f"{ratio:.0%} of the experts"
+    return f"{name}: {whole} copied within domains of {size}"
+
+
+def _serving(name: str, group: LayerGroup) -> str:
+    """The outermost level of a plan with a serving table, its largest groups first."""
+    groups = sorted(group.serving, key=lambda one: -len(one.sites))
+    shown = [f"{_few(one.sites)} find experts at {_few(list(one.holders))}" for one in groups[:4]]
+    more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
+    return f"{name}: {len(groups)} groups of sites: {', '.join(shown)}{more}"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(parts.items(), key=lambda item: -item[1])
+
+
+def _reason(chosen: Alternative, option: Alternative) -> str:
+    """Why an alternative was not chosen: it does not fit, or the parts of the step that grow most."""
+    if not option.allowed and option.step_s < chosen.step_s:
+        return f"faster by {format_seconds(chosen.step_s - option.step_s)}, but breaks a rule"
+    if not option.fits and option.step_s < chosen.step_s:
+        return f"faster by {format_seconds(chosen.step_s - option.step_s)}, but does not fit"
+    grown = {name: seconds - chosen.parts_s.get(name, 0.0) for name, seconds in option.parts_s.items()}
+    longer = [f"{name} +{format_seconds(more)}" for name, more in _largest(grown)[:2] if more > 0]
+    saved = -sum(more for more in grown.values() if more < 0)
+    more = option.step_s - chosen.step_s
+    if abs(more) <= 1e-9 * chosen.step_s:
+        return "equally fast"
+    head = f"{format_seconds(abs(more))} {'longer' if more > 0 else 'shorter'}: {', '.join(longer)}"
+    return f"{head}; saves {format_seconds(saved)} elsewhere" if saved > 1e-9 * chosen.step_s else head
+
+
+def show_others(others: Mapping[str, OtherPlan]) -> None:
+    """What other planners would do."""
+    for name, other in others.items():
+        note = "" if other.fits else " (does not fit)"
+        click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")
+
+
+def show_top(plans: Sequence[Plan]) -> None:
+    """The chosen plan and the next ones."""
+    for number, one in enumerate(plans, start=1):
+        assert one.prediction is not None
+        group = one.layers[0]
+        what = f"{len(group.serving)} groups of sites" if group.serving else str(group.domains)
+        click.echo(
+            f"  {number}. {format_seconds(one.prediction.step)}, memory {format_bytes(one.prediction.memory_bytes)}: {what}, "
+            f"copies live for one {group.residency.value}"
+        )
+
+
+def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:
+    """Two plans side by side."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", *names, box=None, pad_edge=False)
+    table.add_row("step", *map(format_seconds, difference.step_s), style="bold")
+    for name, seconds in difference.parts_s.items():
+        table.add_row(name, *map(format_seconds, seconds))
+    table.add_row("WAN bytes", *map(format_bytes, difference.wan_bytes))
+    table.add_row("memory of the fullest rank", *map(format_bytes, difference.memory_bytes))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(
+        f"{difference.served_elsewhere:.1%} of (site, expert) are computed elsewhere; per layer {difference.copies_gained:g} "
+        f"copies between sites come and {difference.copies_lost:g} go"
+    )
+    if difference.most_changed:
+        sites = ", ".join(f"{site} {share:.0%}" for site, share in difference.most_changed.items())
+        console.print(f"most changed: {sites}")
+    if difference.switch_at is None:
+        console.print("the faster one stays faster however fast the links between sites are (1/64 to 64 times)")
+    else:
+        console.print(f"equally fast with links between sites at {difference.switch_at:.3g} times their rates")
+
+
+def show_upgrades(found: Sequence[Upgrade], step_s: float) -> None:
+    """What to buy next."""
+    click.echo("what to buy next (planned anew for each):")
+    for one in found:
+        click.echo(
+            f"  {one.name}, {one.before} to {one.after}: {format_seconds(one.planned_anew_s)}, saves "
+            f"{format_seconds(max(one.gain_s, 0.0))} ({max(one.gain_s, 0.0) / step_s:.1%}); with this plan as it is "
+            f"{format_seconds(one.as_it_is_s)}"
+        )
+
+
+def show_robust(found: RobustPlan) -> None:
+    """The plan for scenarios beside the one for the nominal rates."""
+    worst = max(found.steps_s), max(found.nominal_steps_s)
+    click.echo(
+        f"over {len(found.steps_s)} scenarios, at quantile {found.quantile:g}: {format_seconds(found.step_s)} (no plan below "
+        f"{format_seconds(found.bound_s)}, gap {found.gap:.1%}), worst {format_seconds(worst[0])}; the plan for the nominal "
+        f"rates: {format_seconds(found.nominal_step_s)}, worst {format_seconds(worst[1])}"
+    )

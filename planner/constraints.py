@@ -1,0 +1,200 @@
+"""Rules that a plan must keep, as a file gives them, and the smallest set of rules that no plan can keep together.
+
+All rules come down to two tables: which site may compute for tokens of which site, and which site may hold which expert.
+They speak of tokens and copies; the dense gradients' all-reduce joins all sites whatever the rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from hybridep.config import Strict, load
+from hybridep.errors import InfeasibleError, PlacementError, UserError
+from hybridep.placement import IntArray, expert_homes
+from hybridep.serving import parse_experts
+from hybridep.topology import Cluster
+
+BoolArray = NDArray[np.bool_]
+
+MOST_RULES = 16
+"""Up to so many rules, clashes are searched through all sets; with more, rules are left out one by one."""
+
+
+class Kind(Enum):
+    """What a rule demands."""
+
+    PIN = "pin"
+    """Only these sites compute these experts."""
+    FORBID = "forbid"
+    """These sites neither compute nor hold copies of these experts; their own experts they may own but not compute."""
+    KEEP_TOKENS = "keep_tokens"
+    """Tokens of these sites are computed at these sites only (data stays in a jurisdiction)."""
+    NO_LINK = "no_link"
+    """No token and no copy goes from these sites to those. Results and gradients come back the way their tokens and copies
+    went, so none may come from there either."""
+
+
+class Rule(Strict):
+    """One demand."""
+
+    name: str
+    kind: Kind
+    sites: tuple[str, ...] = Field(min_length=1)
+    """Names, or patterns such as ``eu-*``."""
+    to: tuple[str, ...] = ()
+    """The other sites of ``no_link``; all others when absent."""
+    experts: str = ""
+    """Of ``pin`` and ``forbid``, as in ``0-3,8``; all when absent."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Rule:
+        if self.to and self.kind is not Kind.NO_LINK:
+            raise ValueError(f"rule {self.name}: 'to' belongs to no_link, not to {self.kind.value}")
+        if self.experts and self.kind not in (Kind.PIN, Kind.FORBID):
+            raise ValueError(f"rule {self.name}: 'experts' belongs to pin and forbid, not to {self.kind.value}")
+        return self
+
+
+class Constraints(Strict):
+    """A constraints file."""
+
+    rules: tuple[Rule, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Constraints:
+        names = [rule.name for rule in self.rules]
+        if len(set(names)) != len(names):
+            raise ValueError(f"rules: names repeat: {names}")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all rules, in order."""
+        return tuple(rule.name for rule in self.rules)
+
+
+def load_constraints(path: Path) -> Constraints:
+    """Raises ConfigError with file, line and key."""
+    return load(Constraints, path)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Permissions:
+    """What rules leave possible on one cluster."""
+
+    serve: BoolArray
+    """[D, D]: the row's tokens may be computed at the column's site."""
+    hold: BoolArray
+    """[D, E]: the site may compute the expert."""
+
+    @cached_property
+    def fallback(self) -> IntArray:
+        """[D, E]: some permitted holder: the site itself where it may be, else the first; -1 where there is none."""
+        own = np.arange(len(self.serve))[:, None]
+        found = np.full(self.hold.shape, -1, dtype=np.int64)
+        for holder in reversed(range(len(self.serve))):
+            found[self.serve[:, holder, None] & self.hold[holder]] = holder
+        return np.where(np.diagonal(self.serve)[:, None] & self.hold, own, found)
+
+    @property
+    def possible(self) -> bool:
+        """Every site may have every expert computed somewhere."""
+        return bool((self.fallback >= 0).all())
+
+    def keeps(self, table: IntArray) -> bool:
+        """Whether a serving table ([D, E]) obeys."""
+        experts = np.arange(table.shape[1])
+        own = np.arange(len(table))[:, None]
+        return bool((self.serve[own, table] & self.hold[table, experts]).all())
+
+    def repaired(self, table: IntArray, home_site: IntArray) -> IntArray:
+        """The table with every entry that breaks a rule moved to the expert's home where that is permitted, else to
+        ``fallback``."""
+        experts = np.arange(table.shape[1])
+        own = np.arange(len(table))[:, None]
+        good = self.serve[own, table] & self.hold[table, experts]
+        if good.all():
+            return table
+        at_home = self.serve[:, home_site] & self.hold[home_site, experts]
+        return np.where(good, table, np.where(at_home, home_site[None, :], self.fallback))
+
+
+def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> Permissions:
+    """Of these rules together. Raises UserError for a site that no rule can mean and PlacementError for experts."""
+    size = cluster.sizes[0]
+    home_site = expert_homes(num_experts, cluster.num_gpus) // (cluster.num_gpus // size)
+    serve, hold = np.ones((size, size), dtype=np.bool_), np.ones((size, num_experts), dtype=np.bool_)
+    for rule in rules:
+        chosen = _sites(cluster, rule, rule.sites)
+        if rule.kind is Kind.KEEP_TOKENS:
+            serve[np.ix_(chosen, ~chosen)] = False
+        elif rule.kind is Kind.NO_LINK:
+            others = _sites(cluster, rule, rule.to) if rule.to else ~chosen
+            joined = (chosen[:, None] & others[None, :]) | (others[:, None] & chosen[None, :])
+            np.fill_diagonal(joined, False)
+            serve &= ~joined
+            # A copy comes from the expert's home.
+            hold &= ~joined[home_site].T
+        else:
+            try:
+                experts = parse_experts(rule.experts, num_experts) if rule.experts else np.arange(num_experts)
+            except PlacementError as error:
+                raise PlacementError(f"rule {rule.name}: {error}") from None
+            barred = ~chosen if rule.kind is Kind.PIN else chosen
+            hold[np.ix_(np.flatnonzero(barred), experts)] = False
+    return Permissions(serve=serve, hold=hold)
+
+
+def require_possible(cluster: Cluster, num_experts: int, constraints: Constraints) -> Permissions:
+    """Raises InfeasibleError that names the smallest set of rules which no plan can keep together."""
+    found = permissions(cluster, num_experts, constraints.rules)
+    if found.possible:
+        return found
+    clash = smallest_clash(cluster, num_experts, constraints.rules)
+    blocked = permissions(cluster, num_experts, clash).fallback < 0
+    site, expert = (int(x) for x in np.argwhere(blocked)[0])
+    rules = " and ".join(repr(rule.name) for rule in clash)
+    several = f"rules {rules} clash" if len(clash) > 1 else f"rule {rules} cannot be kept"
+    raise InfeasibleError(
+        f"{several}: expert {expert} can be computed nowhere for tokens of {cluster.site_name(site)}"
+        f"{'; every smaller set of them can be kept' if len(clash) > 1 else ''}"
+    )
+
+
+def smallest_clash(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The first smallest set of rules that leaves some expert without a holder for some site; with more than ``MOST_RULES``
+    rules a set from which none can be left out. The rules together must clash."""
+    if len(rules) > MOST_RULES:
+        kept = rules
+        for rule in rules:
+            without = tuple(other for other in kept if other is not rule)
+            if not permissions(cluster, num_experts, without).possible:
+                kept = without
+        return kept
+    for count in range(1, len(rules) + 1):
+        for chosen in combinations(rules, count):
+            if not permissions(cluster, num_experts, chosen).possible:
+                return chosen
+    raise ValueError("these rules do not clash")
+
+
+def _sites(cluster: Cluster, rule: Rule, patterns: tuple[str, ...]) -> BoolArray:
+    """[D]: the sites that any of the patterns names."""
+    names = [cluster.site_name(dc) for dc in range(cluster.sizes[0])]
+    chosen = np.zeros(len(names), dtype=np.bool_)
+    for pattern in patterns:
+        matching = [fnmatchcase(name, pattern) for name in names]
+        if not any(matching):
+            shown = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+            raise UserError(f"rule {rule.name}: no site is called {pattern!r}; there are {shown}")
+        chosen |= np.array(matching)
+    return chosen

@@ -1,0 +1,117 @@
+"""Two plans for the same work side by side: what differs, what it costs, and from which bandwidth on the other one wins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hybridep.plan import Plan
+from hybridep.topology import Cluster, Level, PairLink, Site
+from planner.evaluate import evaluate
+
+WIDEST = 64.0
+"""Switching is looked for between a WAN this many times slower and faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDifference:
+    """Pairs are (first plan, second plan)."""
+
+    step_s: tuple[float, float]
+    parts_s: dict[str, tuple[float, float]]
+    """By kind, those that differ, the largest difference first."""
+    wan_bytes: tuple[float, float]
+    memory_bytes: tuple[float, float]
+    served_elsewhere: float
+    """Share of (layer, site, expert) whose tokens are computed at another site."""
+    copies_gained: float
+    """Copies that sites hold in the second plan only, per layer."""
+    copies_lost: float
+    """Copies that sites hold in the first plan only, per layer."""
+    most_changed: dict[str, float]
+    """Share of its experts that a site finds elsewhere, the five most changed sites."""
+    switch_at: float | None
+    """Factor on all bandwidths between sites, nearest to 1, at which the two take equally long: beyond it the plan that is
+    slower now is the faster one. None where one wins at every factor from 1/64 to 64."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, texts and numbers."""
+        return asdict(self)
+
+
+def compare_plans(first: Plan, second: Plan) -> PlanDifference:
+    """Both under today's cost model. Raises PlanMismatchError when they are for different clusters or workloads.
+
+    Homes are the same in all plans and copies are gathered anew every step, so switching from one plan to the other between two
+    steps moves nothing: it pays as soon as the other one is faster for longer than it takes to tell all ranks.
+    """
+    first.require(second.cluster, second.workload, "the first plan")
+    (cost_a, memory_a), (cost_b, memory_b) = evaluate(first), evaluate(second)
+    layers, size = first.workload.model.num_moe_layers, first.cluster.sizes[0]
+    moved, gained, lost = np.zeros(size), 0.0, 0.0
+    for (_, _, a), (_, _, b) in zip(first.each_layer(), second.each_layer(), strict=True):
+        moved += (a.serve[0] != b.serve[0]).mean(axis=1) / layers
+        gained += float((b.holds_at[0] & ~a.holds_at[0]).sum()) / layers
+        lost += float((a.holds_at[0] & ~b.holds_at[0]).sum()) / layers
+    parts = {
+        name: (cost_a.parts_s.get(name, 0.0), cost_b.parts_s.get(name, 0.0)) for name in {**cost_a.parts_s, **cost_b.parts_s}
+    }
+    differing = [name for name, (a, b) in parts.items() if abs(a - b) > 1e-9 * cost_a.step_s]
+    changed = [int(dc) for dc in np.argsort(-moved, kind="stable")[:5] if moved[dc] > 0]
+    return PlanDifference(
+        step_s=(cost_a.step_s, cost_b.step_s),
+        parts_s={name: parts[name] for name in sorted(differing, key=lambda name: -abs(parts[name][0] - parts[name][1]))},
+        wan_bytes=(cost_a.wan_bytes, cost_b.wan_bytes),
+        memory_bytes=(memory_a.fullest_bytes, memory_b.fullest_bytes),
+        served_elsewhere=float(moved.mean()),
+        copies_gained=gained,
+        copies_lost=lost,
+        most_changed={first.cluster.site_name(dc): float(moved[dc]) for dc in changed},
+        switch_at=switch_at(first, second),
+    )
+
+
+def switch_at(first: Plan, second: Plan) -> float | None:
+    """The factor on all bandwidths between sites, nearest to 1 in ratio, at which both plans take equally long."""
+
+    def ahead(factor: float) -> float:
+        cluster = scaled(first.cluster, factor)
+        steps = [evaluate(plan.model_copy(update={"cluster": cluster}))[0].step_s for plan in (first, second)]
+        return (steps[0] - steps[1]) / steps[0]
+
+    here = ahead(1.0)
+    if abs(here) < 1e-12:
+        return 1.0
+    steps = [2.0**power for power in range(1, int(np.log2(WIDEST)) + 1)]
+    for inner, outer in zip([1.0, *steps], steps, strict=False):
+        crossed = [side for side in (1, -1) if ahead(outer**side) * here < 0]
+        found = []
+        for side in crossed:
+            low, high = inner, outer
+            for _ in range(24):
+                middle = (low * high) ** 0.5
+                low, high = (low, middle) if ahead(middle**side) * here < 0 else (middle, high)
+            found.append(high**side)
+        if found:
+            return min(found, key=lambda factor: abs(np.log(factor)))
+    return None
+
+
+def scaled(cluster: Cluster, factor: float) -> Cluster:
+    """Every bandwidth between sites times ``factor``."""
+    outer = cluster.levels[0].model_copy(update={"bandwidth": cluster.levels[0].bandwidth * factor})
+    sites = [
+        site.model_copy(update={"up": site.up and site.up * factor, "down": site.down and site.down * factor})
+        for site in cluster.sites
+    ]
+    links = [link.model_copy(update={"bandwidth": link.bandwidth * factor}) for link in cluster.links]
+    return with_links(cluster, outer=outer, sites=tuple(sites), links=tuple(links))
+
+
+def with_links(cluster: Cluster, *, sites: tuple[Site, ...], links: tuple[PairLink, ...], outer: Level | None = None) -> Cluster:
+    """The same cluster with other links between its sites. Not validated again: only rates change."""
+    values = {name: getattr(cluster, name) for name in Cluster.model_fields}
+    levels = (outer or cluster.levels[0], *cluster.levels[1:])
+    return Cluster.model_construct(**(values | {"levels": levels, "sites": sites, "links": links}))

@@ -1,0 +1,120 @@
+"""Plans for bandwidths that are not known exactly: the best step at a quantile of scenarios, or in the worst of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridep.errors import UserError
+from hybridep.plan import Plan, Schedule
+from hybridep.topology import Cluster, Site
+from hybridep.workload import Workload
+from planner.constraints import Constraints
+from planner.difference import scaled, with_links
+from planner.evaluate import evaluate
+from planner.sites.plans import chosen_table, plan_sites, table_plan
+from planner.sites.problem import site_problem
+from planner.sites.search import at_quantile
+from planner.sites.solution import Wishes, solve_sites
+from planner.solve import gap
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustPlan:
+    """A plan, and how it does beside the one made for the nominal bandwidths."""
+
+    plan: Plan
+    nominal: Plan
+    """Made for the cluster as it is given."""
+    quantile: float
+    steps_s: tuple[float, ...]
+    """Of ``plan`` in each scenario."""
+    nominal_steps_s: tuple[float, ...]
+    step_s: float
+    """Of ``plan`` at the quantile."""
+    nominal_step_s: float
+    bound_s: float
+    """No plan does better at the quantile."""
+
+    @property
+    def gap(self) -> float:
+        """(step - bound) / step at the quantile."""
+        return gap(self.step_s, self.bound_s)
+
+
+def plan_for_scenarios(
+    cluster: Cluster,
+    workload: Workload,
+    scenarios: Sequence[Cluster],
+    *,
+    quantile: float = 1.0,
+    time_limit_s: float = 60.0,
+    schedule: Schedule | None = None,
+    constraints: Constraints | None = None,
+) -> RobustPlan:
+    """The plan whose step at ``quantile`` of the scenarios (1: in the worst) is shortest; never worse there than the plan for
+    ``cluster`` itself. Raises UserError for scenarios with other sites, and what ``plan`` raises."""
+    for one in scenarios:
+        if one.sizes != cluster.sizes:
+            raise UserError(f"scenario {one.name}: has sizes {one.sizes}, cluster {cluster.name} has {cluster.sizes}")
+    if not scenarios or not 0 < quantile <= 1:
+        raise UserError(f"planning for scenarios needs at least one, and a quantile above 0 and up to 1 (found {quantile:g})")
+    problem = site_problem(cluster, workload, schedule, constraints)
+    half = Wishes(time_limit_s=time_limit_s / 2)
+    nominal = plan_sites(cluster, workload, schedule=schedule, constraints=constraints, wishes=half)[0]
+    first = chosen_table(nominal)
+    solution = solve_sites(
+        problem,
+        Wishes(
+            time_limit_s=time_limit_s / 2,
+            scenarios=tuple(site_problem(one, workload, schedule) for one in scenarios),
+            quantile=quantile,
+            seeds=() if first is None else (first[0],),
+        ),
+    )
+    assert solution.found.configuration is not None
+    robust = table_plan(problem, solution.found.table, solution.found.configuration)
+    nominal_steps_s = _steps(nominal, scenarios)
+    if at_quantile(nominal_steps_s, quantile) <= solution.found.rank[1]:
+        robust = nominal
+    steps_s = _steps(robust, scenarios)
+    return RobustPlan(
+        plan=robust,
+        nominal=nominal,
+        quantile=quantile,
+        steps_s=steps_s,
+        nominal_steps_s=nominal_steps_s,
+        step_s=at_quantile(steps_s, quantile),
+        nominal_step_s=at_quantile(nominal_steps_s, quantile),
+        bound_s=min(solution.bound_s, at_quantile(steps_s, quantile)),
+    )
+
+
+def interval_scenarios(cluster: Cluster, share: float, *, draws: int = 8, seed: int = 0) -> list[Cluster]:
+    """Every bandwidth between sites somewhere in [1 - share, 1 + share] of what is given: first all at the lower end, which is
+    the worst case for every plan, then independent uniform draws. Raises UserError for a share outside [0, 1)."""
+    if not 0 <= share < 1:
+        raise UserError(f"bandwidths within {share:g} of what is given: the share must be at least 0 and below 1")
+    rng = np.random.default_rng(seed)
+    return [scaled(cluster, 1 - share), *(_drawn(cluster, share, rng) for _ in range(draws))]
+
+
+def _drawn(cluster: Cluster, share: float, rng: np.random.Generator) -> Cluster:
+    level = cluster.levels[0]
+    given = cluster.sites or tuple(Site(name=cluster.site_name(dc)) for dc in range(level.size))
+    factors = rng.uniform(1 - share, 1 + share, (len(given), 2))
+    sites = tuple(
+        site.model_copy(update={"up": (site.up or level.bandwidth) * up, "down": (site.down or level.bandwidth) * down})
+        for site, (up, down) in zip(given, factors, strict=True)
+    )
+    links = tuple(
+        link.model_copy(update={"bandwidth": link.bandwidth * factor})
+        for link, factor in zip(cluster.links, rng.uniform(1 - share, 1 + share, len(cluster.links)), strict=True)
+    )
+    return with_links(cluster, sites=sites, links=links)
+
+
+def _steps(plan: Plan, scenarios: Sequence[Cluster]) -> tuple[float, ...]:
+    return tuple(evaluate(plan.model_copy(update={"cluster": one}))[0].step_s for one in scenarios)

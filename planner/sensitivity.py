@@ -1,0 +1,130 @@
+"""Which link, or how much memory, to buy next: what an upgrade brings to the plan as it is, and after planning anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hybridep.errors import UserError
+from hybridep.placement import IntArray
+from hybridep.plan import Plan
+from hybridep.units import format_bandwidth, format_bytes
+from planner.constraints import Constraints
+from planner.sites.cost import site_cost
+from planner.sites.plans import chosen_table
+from planner.sites.problem import SiteProblem, site_problem
+from planner.sites.search import Search, improve_table, starts
+
+EVALUATIONS = 200
+"""Tables tried when planning anew for one upgrade."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upgrade:
+    """One thing bought."""
+
+    name: str
+    """``up link of us-east``, ``link us-east -> eu-west`` or ``memory of every rank``."""
+    before: str
+    after: str
+    as_it_is_s: float
+    """Step of the present plan with it."""
+    planned_anew_s: float
+    """Step of a plan made for it, starting from the present one."""
+    gain_s: float
+    """Against the present plan, itself searched on for as long without the upgrade."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Option:
+    name: str
+    before: str
+    after: str
+    problem: SiteProblem
+
+
+def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Constraints | None = None) -> list[Upgrade]:
+    """Upgrades by ``factor`` of a site's up link, a site's down link, a link between two sites, or the memory, the most useful
+    first. Of each sort the ``top`` ones by what they bring to the plan as it is (its step's derivative, taken in one stride)
+    are verified by planning anew; the others are left out. Raises UserError for plans that are no serving table over sites."""
+    chosen = chosen_table(plan)
+    if chosen is None or plan.cluster.sizes[0] < 2:
+        raise UserError(f"cluster {plan.cluster.name}: upgrades are priced for plans between sites with one choice inside them")
+    table, configuration = chosen
+    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints)
+    present_s = _searched(problem, table)
+    found = []
+    for options in (_access(problem, factor, up=True), _access(problem, factor, up=False), _pairs(problem, factor)):
+        priced = [(site_cost(option.problem, table, configuration).step_s, option) for option in options]
+        found += sorted(priced, key=lambda entry: entry[0])[:top]
+    more = _more_memory(problem, factor)
+    found.append((site_cost(more.problem, table, configuration).step_s, more))
+    made = []
+    for as_it_is_s, option in found:
+        anew_s = min(_searched(option.problem, table), as_it_is_s)
+        made.append(
+            Upgrade(
+                name=option.name,
+                before=option.before,
+                after=option.after,
+                as_it_is_s=as_it_is_s,
+                planned_anew_s=anew_s,
+                gain_s=present_s - anew_s,
+            )
+        )
+    return sorted(made, key=lambda upgrade: -upgrade.gain_s)
+
+
+def _searched(problem: SiteProblem, table: IntArray) -> float:
+    """Step of the best plan that a short search from ``table`` finds."""
+    search = Search(problem=problem, max_evaluations=EVALUATIONS)
+    search.evaluate(table)
+    for _, other in starts(problem):
+        search.evaluate(np.ascontiguousarray(other))
+    improve_table(search, table, np.random.default_rng(0))
+    assert search.best is not None
+    return search.best.rank[1]
+
+
+def _access(problem: SiteProblem, factor: float, *, up: bool) -> Iterator[_Option]:
+    rates = problem.up_bytes_per_s if up else problem.down_bytes_per_s
+    for dc in range(problem.num_sites):
+        faster = rates.copy()
+        faster[dc] *= factor
+        changed = replace(problem, up_bytes_per_s=faster) if up else replace(problem, down_bytes_per_s=faster)
+        name = f"{'up' if up else 'down'} link of {problem.cluster.site_name(dc)}"
+        yield _Option(name=name, before=format_bandwidth(rates[dc]), after=format_bandwidth(faster[dc]), problem=changed)
+
+
+def _pairs(problem: SiteProblem, factor: float) -> Iterator[_Option]:
+    rates = problem.pair_bytes_per_s
+    if rates is None:
+        return
+    for src, dst in np.argwhere(np.isfinite(rates)):
+        faster = rates.copy()
+        faster[src, dst] *= factor
+        name = f"link {problem.cluster.site_name(int(src))} -> {problem.cluster.site_name(int(dst))}"
+        yield _Option(
+            name=name,
+            before=format_bandwidth(rates[src, dst]),
+            after=format_bandwidth(faster[src, dst]),
+            problem=replace(problem, pair_bytes_per_s=faster),
+        )
+
+
+def _more_memory(problem: SiteProblem, factor: float) -> _Option:
+    gpu = problem.cluster.gpu
+    more = problem.cluster.model_copy(update={"gpu": gpu.model_copy(update={"memory": gpu.memory * factor})})
+    return _Option(
+        name="memory of every rank",
+        before=format_bytes(gpu.memory),
+        after=format_bytes(gpu.memory * factor),
+        problem=replace(problem, cluster=more),
+    )

@@ -1,0 +1,108 @@
+"""``planner.cost`` and ``planner.memory`` for whole plans of many ranks, from arrays over sites: the same, link by link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from hybridep.plan import LayerGroup, Plan
+from hybridep.traffic import FloatArray, gathers_and_returns
+from planner.cost import Cost, StepCost, combine, layer_times
+from planner.exchange import Network
+from planner.memory import (
+    BUFFERS,
+    LayerMemory,
+    MemoryUse,
+    fixed_lasting,
+    total_memory,
+)
+from planner.sites.cost import block_times, fixed_cost, layer_memory, moving_bytes
+from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges
+from planner.sites.problem import Inside, SiteProblem, site_problem
+
+
+def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
+    """Cost and memory of a plan; None where it needs arrays over ranks (deeper hierarchies, partial domains inside sites,
+    homes of its own, measured popularity, copies that set out ahead of their blocks, lossy codecs)."""
+    if any(one.lossy for one in plan.codecs.values()):
+        return None
+    if len(plan.cluster.sizes) > 2 or plan.popularity or plan.schedule.prefetch or any(group.homes for group in plan.layers):
+        return None
+    problem = site_problem(plan.cluster, plan.workload, plan.schedule)
+    costs: list[tuple[int, Cost]] = []
+    memories: list[tuple[int, LayerMemory]] = []
+    for _, num_layers, group, placement, _ in plan.placed:
+        inside = inside_of(plan, group)
+        if inside is None:
+            return None
+        layer = layer_exchanges(problem, placement.serve[0], inside)
+        costs.append((num_layers, _layer_cost(problem, layer, group)))
+        memories.append((num_layers, _flat(layer_memory(problem, layer, group.residency))))
+    cost = combine(Network(cluster=plan.cluster), _fixed_cost(problem), costs)
+    return cost, total_memory(plan.cluster, _fixed_memory(problem), memories)
+
+
+def inside_of(plan: Plan, group: LayerGroup) -> Inside | None:
+    """Who holds a site's experts inside it; None where some of a home's are copied and others are not."""
+    if len(plan.cluster.sizes) == 1 or plan.cluster.sizes[1] == 1:
+        return Inside.ALL
+    name = plan.cluster.levels[1].name
+    size, ratio = group.domains.get(name, 1), group.migration.get(name, 1.0)
+    if size == 1 or ratio == 0:
+        return Inside.ONE
+    return Inside.ALL if size == plan.cluster.sizes[1] and ratio == 1 else None
+
+
+def _layer_cost(problem: SiteProblem, layer: LayerExchanges, group: LayerGroup) -> Cost:
+    work = problem.workload
+    batches = work.training.micro_batches
+    times = layer_times(block_times(problem, layer), batches, group.residency, problem.schedule)
+    gathers, returns = gathers_and_returns(group.residency, batches)
+    there, back = (work.dispatch_row_bytes + work.combine_row_bytes), (work.combine_row_bytes + work.dispatch_gradient_row_bytes)
+    moved = [(exchange, float(batches * there)) for exchange in layer.rows]
+    moved += [(exchange.reverse, float(batches * back)) for exchange in layer.rows]
+    moved += [(exchange, float(batches)) for exchange in layer.counts]
+    moved += [(exchange, float(gathers * work.expert_bytes)) for exchange in layer.copies]
+    moved += [(exchange.reverse, float(returns * work.expert_bytes)) for exchange in layer.copies]
+    return Cost(
+        parts_s=times.parts_s,
+        hidden_s=times.hidden_s,
+        link_bytes=_link_bytes(problem, moved),
+        wan_bytes=moving_bytes(problem, layer, group.residency),
+    )
+
+
+def _fixed_cost(problem: SiteProblem) -> Cost:
+    fixed, width = fixed_cost(problem), float(problem.workload.training.dtype.num_bytes)
+    exchanges = dense_exchanges(problem)
+    moved = [(one, width) for exchange in exchanges for one in (exchange, exchange.reverse)]
+    return Cost(parts_s=dict(fixed.parts_s), hidden_s={}, link_bytes=_link_bytes(problem, moved), wan_bytes=fixed.wan_bytes)
+
+
+def _link_bytes(problem: SiteProblem, moved: Iterable[tuple[Exchange, float]]) -> FloatArray:
+    """[number of links], as in ``Cluster.link_table``, of (exchange, bytes per unit) pairs."""
+    cluster, size = problem.cluster, problem.num_sites
+    loads = np.zeros(2 * size + (2 * cluster.num_gpus if len(cluster.sizes) == 2 else 0))
+    between = np.zeros((size, size))
+    for exchange, unit_bytes in moved:
+        if exchange.pairs is not None:
+            between += exchange.pairs * unit_bytes
+        if len(cluster.sizes) == 2:
+            loads[2 * size :: 2] += exchange.out.ravel() * unit_bytes
+            loads[2 * size + 1 :: 2] += exchange.into.ravel() * unit_bytes
+    loads[: 2 * size : 2] = between.sum(axis=1)
+    loads[1 : 2 * size : 2] = between.sum(axis=0)
+    return np.concatenate([loads, between[~np.eye(size, dtype=np.bool_)]]) if cluster.links else loads
+
+
+def _fixed_memory(problem: SiteProblem) -> LayerMemory:
+    at_home = np.bincount(problem.home, minlength=problem.cluster.num_gpus).astype(np.int64) * problem.num_layers
+    buffers = fixed_cost(problem).passing_bytes.ravel()
+    return LayerMemory(lasting=fixed_lasting(problem.workload, at_home), passing={BUFFERS: buffers})
+
+
+def _flat(memory: LayerMemory) -> LayerMemory:
+    """[D, n] -> [G]."""
+    lasting, passing = ({name: value.ravel() for name, value in part.items()} for part in (memory.lasting, memory.passing))
+    return LayerMemory(lasting=lasting, passing=passing)

@@ -1,0 +1,374 @@
+"""A bound for many sites of few kinds: how many sites of each kind hold how many experts, as a linear program.
+
+A token row that goes to a holder of m experts finds at most m / P(m) of those it needs, P being the chance that a token needs
+one of m. That gain per row is convex in m from one expert on, so a holder of m experts does no more than a mixture of holders of
+a and b experts with a <= m <= b and the same mean: holders of a few sizes, in fractions of sites, do at least what any plan does.
+As users, sites whose number of experts lies between two neighbouring sizes are taken together. A box says how long the busiest
+link is at most busy with rows, on the way to the experts and on the way back; the upper ends limit what each site sends and
+receives, and the program minimises what rows and copies cost. What a site receives and holds must also find room in the memory
+of its ranks. A box as costly as the best known plan needs no proof, so a few hold all that could be better. As elsewhere the
+solver only proposes multipliers.
+
+It speaks of sites whose paths have no limits of their own and one latency; inner links are left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.sparse import coo_array
+
+from hybridep.placement import IntArray
+from hybridep.plan import Residency
+from hybridep.traffic import FloatArray, gathers_and_returns
+from planner.memory import lasting_copy_bytes, routed_activation_bytes
+from planner.sites.lp import BoxProgram, Duals, Rows
+from planner.sites.relaxation import Relaxation, whole
+
+MOST_KINDS = 24
+"""Of sites; more make the programs too large."""
+MOST_TYPES = 40
+"""Kinds times sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeBox:
+    """Plans with this residency whose busiest links carry a byte of every row in times within these closed intervals."""
+
+    residency: Residency
+    forward_s: tuple[float, float]
+    """Dispatch and combine backward."""
+    back_s: tuple[float, float]
+    """Combine and dispatch backward."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SizeProof:
+    """Boxes that together hold every plan that may be faster than ``best_s``, each with multipliers that bound it."""
+
+    best_s: float
+    parts: tuple[tuple[SizeBox, Duals | None], ...]
+    bound_s: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SizeRelaxation:
+    """The program's ingredients."""
+
+    relaxation: Relaxation
+    points: IntArray
+    """[K], ascending from 0 to E: sizes of holders."""
+
+    @property
+    def tied(self) -> bool:
+        """Every site's links are equally fast up and down, so the way back takes as long as the way there."""
+        kinds = self.relaxation.classes
+        return bool((kinds.up_bytes_per_s == kinds.down_bytes_per_s).all())
+
+    @property
+    def least_s(self) -> float:
+        """A plan that moves any token keeps some link busy for at least so long per byte of a row."""
+        kinds = self.relaxation.classes
+        fastest = max(float(kinds.up_bytes_per_s.max()), float(kinds.down_bytes_per_s.max()))
+        return self.relaxation.rows * float(self.relaxation.problem.hit[1]) / fastest
+
+    def roots(self, best_s: float) -> list[SizeBox]:
+        """Boxes that hold every plan with a shorter step than ``best_s``: those that move tokens, and those that move none."""
+        forward, back, _ = self.relaxation.budgets_s
+        room_s = max(best_s - self.relaxation.base_s, 0.0) / self.relaxation.num_layers
+        least = self.least_s * (1 - 1e-9)
+        made = []
+        for residency in Residency:
+            made.append(SizeBox(residency=residency, forward_s=(0.0, least), back_s=(0.0, least)))
+            if self.tied:
+                most = max(room_s / (forward + back), least)
+                made.append(SizeBox(residency=residency, forward_s=(least, most), back_s=(least, most)))
+            else:
+                ends = (least, max(room_s / forward, least)), (least, max(room_s / back, least))
+                made.append(SizeBox(residency=residency, forward_s=ends[0], back_s=ends[1]))
+        return made
+
+    def proven_s(self, box: SizeBox, duals: Duals | None) -> float:
+        """No plan of the box has a shorter step, whatever the multipliers; without any, the corner alone."""
+        relaxation = self.relaxation
+        forward, back, compute = relaxation.budgets_s
+        problem = relaxation.problem
+        moving_s = forward * box.forward_s[0] + back * box.back_s[0]
+        if duals is not None:
+            moving_s = max(moving_s, self.program(box).value_s(duals))
+        if box.forward_s[0] > 0:
+            moving_s += problem.workload.training.micro_batches * float(relaxation.reaches_s[1])
+        # Somebody computes at least the mean.
+        return relaxation.base_s + relaxation.num_layers * (
+            moving_s + compute * problem.expert_s_per_choice * problem.num_experts
+        )
+
+    def main_sizes(self, own: IntArray, rows: FloatArray) -> IntArray:
+        """[U]: how many experts a site that holds at most ``own`` ([U]) finds at least at that other site where it finds most,
+        if its tokens are to need at most ``rows`` ([U]) rows each; zero where it needs nobody, E + 1 where there is no way. With
+        parts of at most n experts rows are fewest when all but one are n, because P is concave."""
+        problem = self.relaxation.problem
+        experts, hit = problem.num_experts, problem.hit
+        sizes = np.arange(1, experts + 1)[None, :]
+        rest = np.maximum(experts - own, 0)[:, None]
+        fewest = rest // sizes * hit[sizes] + hit[rest % sizes]
+        enough = fewest <= rows[:, None] * (1 + 1e-9)
+        found = np.where(enough.any(axis=1), enough.argmax(axis=1) + 1, experts + 1)
+        return np.where(rest[:, 0] == 0, 0, found)
+
+    def program(self, box: SizeBox) -> BoxProgram:
+        """Numbers of sites are in shares of all sites, experts found elsewhere in shares of all (site, expert)."""
+        relaxation = self.relaxation
+        problem, kinds = relaxation.problem, relaxation.classes
+        experts, num = float(problem.num_experts), len(kinds.count)
+        share = kinds.count / problem.num_sites
+        points = self.points.astype(np.float64)
+        last = len(points) - 1
+        # Users: kinds by intervals of sizes; holders: kinds by sizes that are no nothing.
+        most = np.minimum(kinds.homes + np.maximum(relaxation.copies_in_memory(box.residency), 0.0), experts)
+        user_kind, user_low = np.nonzero((points[1:][None, :] >= kinds.homes[:, None]) & (points[:-1][None, :] <= most[:, None]))
+        users = len(user_kind)
+        hold_kind, hold_size = np.divmod(np.arange(num * last), last)
+        hold_size = hold_size + 1
+        holders = len(hold_kind)
+        low, high = np.arange(users), users + np.arange(users)
+        found = 2 * users + np.arange(users * holders)
+        user, holder = np.divmod(np.arange(users * holders), holders)
+        gather = 2 * users + users * holders
+        give_back, gather_cost, return_cost = gather + 1, gather + 2, gather + 3
+        forward_cost, back_cost = gather + 4, gather + 5
+        unserved = gather + 6 + np.arange(users)
+        variables = gather + 6 + users
+        per_expert = experts * problem.hit[self.points[1:]] / points[1:]
+        row_cost = per_expert[hold_size[holder] - 1]
+        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
+        forward, back = box.forward_s[1] * (1 + 1e-9), box.back_s[1] * (1 + 1e-9)
+        out_rows = np.minimum(forward * up, back * down) / relaxation.rows
+        in_rows = np.minimum(forward * down, back * up) / relaxation.rows
+        rows = Rows()
+
+        # What each group of users sends.
+        each = np.arange(users)
+        rows.add(
+            np.concatenate([user, each, each]),
+            np.concatenate([found, low, high]),
+            np.concatenate([row_cost, -out_rows[user_kind], -out_rows[user_kind]]),
+            np.zeros(users),
+        )
+        # What each group of holders receives: sites of a size are the upper ends of one interval and the lower ends of the next.
+        place = np.full((num, last + 1), -1)
+        place[hold_kind, hold_size] = np.arange(holders)
+        lower, upper = place[user_kind, user_low], place[user_kind, user_low + 1]
+        holds = lower >= 0
+        rows.add(
+            np.concatenate([holder, lower[holds], upper]),
+            np.concatenate([found, low[holds], high]),
+            np.concatenate([row_cost, -in_rows[user_kind[holds]], -in_rows[user_kind]]),
+            np.zeros(holders),
+        )
+        # All sites of a kind together send and receive what the busiest link's true times allow, which cost something.
+        forward_cost_s, back_cost_s, _ = relaxation.budgets_s
+        for kind, rates in ((user_kind[user], (up, down)), (hold_kind[holder], (down, up))):
+            for rate, cost_s, variable in zip(rates, (forward_cost_s, back_cost_s), (forward_cost, back_cost), strict=True):
+                rows.add(
+                    np.concatenate([kind, np.arange(num)]),
+                    np.concatenate([found, np.full(num, variable)]),
+                    np.concatenate([row_cost, -rate * share / (relaxation.rows * cost_s)]),
+                    np.zeros(num),
+                )
+        # Whoever finds experts elsewhere within what it may send has a main holder with at least ``need`` of them, and a holder
+        # receives from few users that much: main users are whole.
+        need = self.main_sizes(self.points[user_low + 1], out_rows[user_kind])
+        for least in np.unique(need[(need > 0) & (need <= problem.num_experts)]):
+            fits = np.floor(in_rows / problem.hit[least] * (1 + 1e-9))
+            holding = self.points[user_low + 1] >= least
+            coefficient = (need >= least).astype(np.float64) - holding * fits[user_kind]
+            rows.add(
+                np.zeros(2 * users, dtype=np.int64),
+                np.concatenate([low, high]),
+                np.concatenate([coefficient, coefficient]),
+                np.zeros(1),
+            )
+        # Rows that a site computes and, per residency, its copies need room on its ranks, however they share them.
+        work, layers, one = problem.workload, relaxation.num_layers, np.ones(1)
+        copy_bytes = layers * float(lasting_copy_bytes(work, one, box.residency)[0])
+        chosen = problem.num_inside * problem.rows_per_choice * experts  # rows that one site's tokens need of all experts
+        computed_bytes = layers * chosen * float(routed_activation_bytes(work, one, 0 * one)[0])
+        arrived_bytes = layers * relaxation.rows * float(routed_activation_bytes(work, 0 * one, one)[0])
+        room = kinds.best(relaxation.room_bytes) + copy_bytes * kinds.homes
+        per_size = (points * (copy_bytes + computed_bytes / experts))[1:]
+        # A mixture of two sizes needs what one in between does: all of this is linear in the number of experts held.
+        low_bytes = np.where(user_low > 0, per_size[user_low - 1], 0.0) - room[user_kind]
+        high_bytes = per_size[user_low] - room[user_kind]
+        unit = 1.0 / max(float(np.abs(room).max()), 1.0)
+        rows.add(
+            np.concatenate([holder, lower[holds], upper]),
+            np.concatenate([found, low[holds], high]),
+            unit
+            * np.concatenate(
+                [computed_bytes + row_cost * arrived_bytes, low_bytes[holds], high_bytes],
+            ),
+            np.zeros(holders),
+        )
+        # Copies come in through each kind's links and leave through those of the experts' homes.
+        weight = float(problem.workload.expert_bytes)
+        sizes = np.concatenate([points[user_low], points[user_low + 1]])
+        both_kind, both = np.concatenate([user_kind, user_kind]), np.concatenate([low, high])
+        own = kinds.homes * share
+        for rate, other, variable in ((down, up, gather), (up, down, give_back)):
+            scale = weight / (rate * share)
+            rows.add(
+                np.concatenate([both_kind, np.arange(num)]),
+                np.concatenate([both, np.full(num, variable)]),
+                np.concatenate([sizes * scale[both_kind], -np.ones(num)]),
+                own * scale,
+            )
+            home_rate = float((other * kinds.count)[kinds.homes > 0].sum()) / problem.num_sites
+            rows.add(
+                np.zeros(2 * users + 1, dtype=np.int64),
+                np.concatenate([both, [variable]]),
+                np.concatenate([sizes * (weight / home_rate), [-1.0]]),
+                np.array([float(own.sum()) * weight / home_rate]),
+            )
+        batches = problem.workload.training.micro_batches
+        gathers, returns = gathers_and_returns(box.residency, batches)
+        hidden, beside = min(gathers, batches), problem.beside_s
+        zero = np.zeros(2, dtype=np.int64)
+        rows.add(zero, np.array([gather, gather_cost]), np.array([gathers - hidden, -1.0]), np.zeros(1))
+        rows.add(zero, np.array([gather, gather_cost]), np.array([gathers, -1.0]), np.array([hidden * beside]))
+        rows.add(zero, np.array([give_back, return_cost]), np.array([returns, -1.0]), np.array([2 * returns * beside]))
+
+        # All sites are somewhere, and find all experts that they do not hold.
+        row = np.concatenate([both_kind, num + user, num + np.concatenate([each, each]), num + each])
+        column = np.concatenate([both, found, both, unserved])
+        value = np.concatenate([np.ones(2 * users), np.ones(users * holders), sizes / experts - 1.0, np.ones(users)])
+        bounds = np.zeros((variables, 2))
+        bounds[: 2 * users, 1] = share[both_kind]
+        bounds[found, 1] = share[user_kind[user]]
+        bounds[unserved, 1] = share[user_kind]
+        most_gather, most_back = relaxation.full_gather_s
+        bounds[gather, 1], bounds[give_back, 1] = most_gather, most_back
+        bounds[gather_cost, 1], bounds[return_cost, 1] = gathers * most_gather, returns * most_back
+        costs = np.zeros(variables)
+        costs[[gather_cost, return_cost, forward_cost, back_cost]] = 1.0
+        bounds[forward_cost] = np.array(box.forward_s) * forward_cost_s
+        bounds[back_cost] = np.array(box.back_s) * back_cost_s
+        # Empty boxes shall have a bound too.
+        costs[unserved] = 1e3 * relaxation.full_gather_cost_s
+        costs[np.concatenate([low, high])] = np.where(need > problem.num_experts, 1e3 * relaxation.full_gather_cost_s, 0.0)[
+            np.concatenate([each, each])
+        ]
+        return BoxProgram(
+            costs=costs,
+            inequality=rows.matrix(variables),
+            right=np.concatenate(rows.right),
+            equality=coo_array((value, (row, column)), shape=(num + users, variables)).tocsr(),
+            total=np.concatenate([share, np.zeros(users)]),
+            bounds=bounds,
+        )
+
+
+def size_relaxation(relaxation: Relaxation) -> SizeRelaxation | None:
+    """None where paths between sites have limits or latencies of their own, or there are too many kinds of sites."""
+    problem, kinds = relaxation.problem, relaxation.classes
+    away = ~np.eye(problem.num_sites, dtype=np.bool_)
+    alike = problem.num_sites > 1 and problem.pair_bytes_per_s is None and np.ptp(problem.latency_s[away]) == 0
+    if not alike or len(kinds.count) > MOST_KINDS or problem.num_experts < 2:
+        return None
+    experts, number = problem.num_experts, max(MOST_TYPES // len(kinds.count), 4)
+    # Dense where few experts make a difference, and near all of them.
+    steps = np.linspace(0.0, 1.0, number)
+    points = np.unique(np.concatenate([[0, 1, experts], whole(1 + (experts - 1) * steps**1.6).astype(np.int64)]))
+    return SizeRelaxation(relaxation=relaxation, points=points)
+
+
+def prove_sizes(
+    sizes: SizeRelaxation, best_s: float, *, enough_gap: float, max_boxes: int, deadline_s: float = float("inf")
+) -> SizeProof:
+    """A bound for a problem whose best known plan takes ``best_s``: the boxes are halved, the least promising first."""
+    target_s = best_s * (1 - enough_gap)
+    heap: list[tuple[float, int, SizeBox, Duals | None]] = []
+    done: list[tuple[float, SizeBox, Duals | None]] = []
+    count = 0
+
+    def enter(box: SizeBox, parent: Duals | None) -> None:
+        nonlocal count
+        count += 1
+        duals, value_s = None, sizes.proven_s(box, None)
+        if value_s < target_s:
+            # What bounds the whole box bounds its half.
+            duals = sizes.program(box).solve() if time.perf_counter() < deadline_s else parent
+            value_s = sizes.proven_s(box, duals)
+        if value_s >= target_s:
+            done.append((value_s, box, duals))
+        else:
+            heapq.heappush(heap, (value_s, count, box, duals))
+
+    for root in sizes.roots(best_s):
+        enter(root, None)
+    while heap and count < max_boxes and time.perf_counter() < deadline_s:
+        value_s, _, box, duals = heapq.heappop(heap)
+        halves = _halves(sizes, box)
+        if halves is None:
+            done.append((value_s, box, duals))
+            break
+        for half in halves:
+            enter(half, duals)
+    parts = [*done, *((value_s, box, duals) for value_s, _, box, duals in heap)]
+    return SizeProof(
+        best_s=best_s,
+        parts=tuple((box, duals) for _, box, duals in parts),
+        bound_s=min(best_s, *(value_s for value_s, _, _ in parts)),
+    )
+
+
+def _halves(sizes: SizeRelaxation, box: SizeBox) -> tuple[SizeBox, SizeBox] | None:
+    forward, back, _ = sizes.relaxation.budgets_s
+    spread = forward * (box.forward_s[1] - box.forward_s[0]), back * (box.back_s[1] - box.back_s[0])
+    if box.forward_s[0] == 0 or max(spread) <= 1e-6 * sizes.relaxation.base_s / sizes.relaxation.num_layers:
+        return None
+    if sizes.tied:
+        low, middle, high = box.forward_s[0], sum(box.forward_s) / 2, box.forward_s[1]
+        first = replace(box, forward_s=(low, middle), back_s=(low, middle))
+        return first, replace(box, forward_s=(middle, high), back_s=(middle, high))
+    if spread[0] >= spread[1]:
+        low, middle, high = box.forward_s[0], sum(box.forward_s) / 2, box.forward_s[1]
+        return replace(box, forward_s=(low, middle)), replace(box, forward_s=(middle, high))
+    low, middle, high = box.back_s[0], sum(box.back_s) / 2, box.back_s[1]
+    return replace(box, back_s=(low, middle)), replace(box, back_s=(middle, high))
+
+
+def verify_sizes(sizes: SizeRelaxation, proof: SizeProof) -> float:
+    """The bound that a proof gives, evaluated anew without any solver. Raises ValueError when its boxes leave plans out."""
+    for root in sizes.roots(proof.best_s):
+        stack = [root]
+        boxes = [box for box, _ in proof.parts if box.residency is root.residency]
+        while stack:
+            piece = stack.pop()
+            if any(_inside(piece, box, sizes.tied) for box in boxes):
+                continue
+            cut = _cut(piece, boxes, sizes.tied)
+            if cut is None:
+                raise ValueError(f"the proof leaves out plans whose copies live for one {root.residency.value}")
+            stack.extend(cut)
+    return min(proof.best_s, *(sizes.proven_s(box, duals) for box, duals in proof.parts))
+
+
+def _inside(piece: SizeBox, box: SizeBox, tied: bool) -> bool:
+    sides = ((piece.forward_s, box.forward_s),) if tied else ((piece.forward_s, box.forward_s), (piece.back_s, box.back_s))
+    return all(outer[0] <= inner[0] and inner[1] <= outer[1] for inner, outer in sides)
+
+
+def _cut(piece: SizeBox, boxes: list[SizeBox], tied: bool) -> tuple[SizeBox, SizeBox] | None:
+    """The piece, cut along an edge of one of the boxes that passes through it."""
+    for box in boxes:
+        for edge in box.forward_s:
+            if piece.forward_s[0] < edge < piece.forward_s[1]:
+                return replace(piece, forward_s=(piece.forward_s[0], edge)), replace(piece, forward_s=(edge, piece.forward_s[1]))
+        for edge in box.back_s if not tied else ():
+            if piece.back_s[0] < edge < piece.back_s[1]:
+                return replace(piece, back_s=(piece.back_s[0], edge)), replace(piece, back_s=(edge, piece.back_s[1]))
+    return None

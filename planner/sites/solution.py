@@ -1,0 +1,147 @@
+"""The best serving table found between sites, and a proven bound on all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridep.errors import NoSolutionError
+from hybridep.placement import IntArray
+from planner.sites.bound import Proof, prove
+from planner.sites.grouping import MANY
+from planner.sites.oracle import best_table
+from planner.sites.others import OTHERS
+from planner.sites.problem import SiteProblem
+from planner.sites.relaxation import Relaxation
+from planner.sites.search import Found, Search, at_quantile, run
+from planner.sites.sizes import SizeProof, prove_sizes, size_relaxation
+
+FEW_TABLES = 5000
+"""Up to so many serving tables all are tried."""
+FEW_SITES = 24
+MOST_BOXES = 500
+"""Of one proof."""
+ENOUGH_GAP = 0.005
+"""The bound is not improved below this gap."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SiteSolution:
+    """A serving table and what is known about it."""
+
+    found: Found
+    bound_s: float
+    proofs: tuple[Proof, ...]
+    """One per scenario; none where every table was tried."""
+    size_proofs: tuple[SizeProof | None, ...] = ()
+    """Likewise, where sites are of few kinds."""
+    solve_s: float
+    pool: tuple[Found, ...] = ()
+    """The best plans that fit and differ, as many as were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Wishes:
+    """What a plan between sites is asked for beside the shortest step."""
+
+    time_limit_s: float = 60.0
+    keep: int = 1
+    """Different plans to keep."""
+    scenarios: tuple[SiteProblem, ...] = ()
+    """The same sites with other links; the step is then that at ``quantile`` of these."""
+    quantile: float = 1.0
+    """1 plans for the worst."""
+    seeds: tuple[IntArray, ...] = ()
+    """Tables to begin with."""
+    report: Callable[[str, float], None] | None = None
+    """Told ("plan" or "bound", seconds) as either improves."""
+
+
+def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolution:
+    """The best serving table found and a proven bound on all; on KeyboardInterrupt the best so far, as when the time is over.
+    Raises NoSolutionError when the time was over before one table was tried."""
+    wishes = wishes or Wishes()
+    started, limit_s, report = time.perf_counter(), wishes.time_limit_s, wishes.report
+    search = Search(
+        problem=problem,
+        deadline_s=started + 0.6 * limit_s,
+        max_evaluations=_evaluations(problem),
+        scenarios=wishes.scenarios,
+        quantile=wishes.quantile,
+        keep=wishes.keep,
+    )
+    if report is not None:
+        search.report = lambda seconds: report("plan", seconds)
+    few = problem.num_sites * problem.num_experts * np.log(problem.num_sites) <= np.log(FEW_TABLES)
+    if few and not wishes.scenarios and wishes.keep == 1 and (best := best_table(problem)) is not None:
+        found = search.evaluate(best[0])
+        return SiteSolution(found=found, bound_s=best[2], proofs=(), solve_s=time.perf_counter() - started)
+    interrupted = False
+    try:
+        _look(search, wishes.seeds)
+    except KeyboardInterrupt:
+        interrupted = True
+    if search.best is None:
+        raise NoSolutionError(f"no plan was looked at within {limit_s:g} s; give it more time (--time-limit)")
+    best_s, scenarios = search.best.rank[1], search.scenarios
+    proofs: list[Proof] = []
+    sizes: list[SizeProof | None] = []
+    for number, one in enumerate(scenarios):
+        share = 0.6 + 0.35 * (number + 1) / len(scenarios)
+        deadline_s = 0.0 if interrupted else started + share * limit_s
+        told = None if report is None or len(scenarios) > 1 else lambda seconds: report("bound", seconds)
+        relaxation, boxes = Relaxation(problem=one), MOST_BOXES // len(scenarios)
+        try:
+            by_size = _prove_sizes(relaxation, best_s, boxes, deadline_s)
+            if by_size is not None and by_size.bound_s >= best_s * (1 - ENOUGH_GAP):
+                boxes = 2
+            proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=deadline_s, report=told)
+        except KeyboardInterrupt:
+            interrupted = True
+            by_size, proof = None, prove(relaxation, best_s, deadline_s=0.0)
+        proofs.append(proof)
+        sizes.append(by_size)
+    bounds_s = [max(one.bound_s, other.bound_s if other else 0.0) for one, other in zip(proofs, sizes, strict=True)]
+    # Each step is at least its scenario's bound, so the steps at a quantile are at least the bounds there.
+    bound_s = min(at_quantile(bounds_s, wishes.quantile), search.best.rank[1])
+    return SiteSolution(
+        found=search.best,
+        bound_s=bound_s,
+        proofs=tuple(proofs),
+        size_proofs=tuple(sizes),
+        solve_s=time.perf_counter() - started,
+        pool=tuple(search.pool),
+    )
+
+
+def _prove_sizes(relaxation: Relaxation, best_s: float, boxes: int, deadline_s: float) -> SizeProof | None:
+    """Among few sites the other argument, which tells experts' homes apart, is better."""
+    if relaxation.problem.num_sites < FEW_SITES:
+        return None
+    sizes = size_relaxation(relaxation)
+    if sizes is None:
+        return None
+    # Half of the time that is left.
+    half_s = (time.perf_counter() + deadline_s) / 2
+    return prove_sizes(sizes, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=half_s)
+
+
+def _look(search: Search, seeds: tuple[IntArray, ...]) -> None:
+    problem = search.problem
+    for table in seeds:
+        search.evaluate(table)
+    if problem.num_sites <= MANY:
+        # Never worse than what other planners would do.
+        for other in OTHERS.values():
+            for table in other(problem):
+                if not search.over:
+                    search.evaluate(np.ascontiguousarray(table))
+    run(search)
+
+
+def _evaluations(problem: SiteProblem) -> int:
+    """Tables to try: fewer where one takes longer, which is so from about 16 sites on."""
+    return int(np.clip(6000 * (16 / problem.num_sites) ** 1.5, 100, 6000))

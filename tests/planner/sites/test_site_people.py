@@ -1,0 +1,123 @@
+"""Top plans, two plans side by side, scenarios, upgrades, matrices, and a search that is interrupted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from site_cases import small_workload, uneven_cluster
+
+import planner
+from hybridep.errors import PlanMismatchError, UserError
+from hybridep.plan import Plan
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.difference import scaled
+from planner.evaluate import evaluate
+from planner.sites.plans import plan_sites
+from planner.sites.solution import Wishes
+
+
+def given(seed: int = 1, sites: int = 5) -> tuple[Cluster, Workload]:
+    rng = np.random.default_rng(seed)
+    return uneven_cluster(rng, sites, 2), small_workload(rng, 10)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Plan]:
+    return planner.plans(*given(), 3, time_limit_s=30)
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step
+
+
+def test_top_plans_differ_and_are_sorted(found: list[Plan]) -> None:
+    assert len(found) == 3 and [step_s(one) for one in found] == sorted(step_s(one) for one in found)
+    assert found[0].solver is not None
+    for one in found:
+        planner.check(one)
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        tables = [found[i].placements[0].serve[0] for i in (a, b)]
+        same_choice = found[a].layers[0].residency == found[b].layers[0].residency
+        assert (
+            (tables[0] != tables[1]).mean() >= 0.05 or not same_choice or found[a].layers[0].domains != found[b].layers[0].domains
+        )
+
+
+def test_difference_of_plans(found: list[Plan]) -> None:
+    ep, gather = (planner.baseline(*given(), name) for name in ("ep", "full_gather"))
+    difference = planner.compare_plans(ep, gather)
+    assert difference.step_s == (pytest.approx(step_s(ep)), pytest.approx(step_s(gather)))
+    changes = sum(b - a for a, b in difference.parts_s.values())
+    assert changes == pytest.approx(step_s(gather) - step_s(ep), rel=1e-6)
+    # Four of five sites get every expert they do not own.
+    assert difference.copies_gained == 4 * 10 and difference.copies_lost == 0
+    assert difference.served_elsewhere == pytest.approx(0.8)
+    same = planner.compare_plans(found[0], found[0])
+    assert same.switch_at == 1.0 and not same.parts_s and same.served_elsewhere == 0
+    with pytest.raises(PlanMismatchError):
+        planner.compare_plans(ep, planner.baseline(*given(seed=3), "ep"))
+
+
+def test_plans_are_equally_fast_where_switching_pays() -> None:
+    thresholds = 0
+    for seed in range(4):
+        ep, gather = (planner.baseline(*given(seed), name) for name in ("ep", "full_gather"))
+        factor = planner.compare_plans(ep, gather).switch_at
+        if factor is None or factor == 1.0:
+            continue
+        thresholds += 1
+        cluster = scaled(ep.cluster, factor)
+        steps = [evaluate(one.model_copy(update={"cluster": cluster}))[0].step_s for one in (ep, gather)]
+        assert steps[0] == pytest.approx(steps[1], rel=1e-4)
+    assert thresholds
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.5])
+def test_plans_for_scenarios_are_never_worse_there(quantile: float) -> None:
+    cluster, workload = given(seed=6)
+    scenarios = planner.interval_scenarios(cluster, 0.6, draws=5)
+    robust = planner.plan_for_scenarios(cluster, workload, scenarios, quantile=quantile, time_limit_s=20)
+    assert robust.bound_s <= robust.step_s <= robust.nominal_step_s * (1 + 1e-9)
+    assert robust.step_s in robust.steps_s and len(robust.steps_s) == 6
+    if quantile == 1.0:
+        # All links at the lower end is the worst case for every plan.
+        assert robust.step_s == robust.steps_s[0] == max(robust.steps_s)
+    with pytest.raises(UserError, match="has sizes"):
+        planner.plan_for_scenarios(cluster, workload, [given(sites=4)[0]])
+
+
+def test_upgrades_gain_what_they_say(found: list[Plan]) -> None:
+    upgrades = planner.upgrades(found[0], top=1)
+    assert [one.gain_s for one in upgrades] == sorted((one.gain_s for one in upgrades), reverse=True)
+    assert {one.name.split()[0] for one in upgrades} == {"up", "down", "link", "memory"}
+    for one in upgrades:
+        assert one.planned_anew_s <= one.as_it_is_s <= step_s(found[0]) * (1 + 1e-12)
+    assert upgrades[-1].gain_s >= -1e-9 * step_s(found[0])
+
+
+def test_matrices_count_experts(found: list[Plan]) -> None:
+    matrices = planner.plan_matrices(found[0])
+    assert matrices.served.sum(axis=1) == pytest.approx(np.full(5, 10.0))
+    cost, _ = evaluate(found[0])
+    assert matrices.copied.sum() == pytest.approx(found[0].placements[0].holds_at[0].sum() - 10)
+    assert matrices.pair_s is not None
+    assert max(matrices.up_s.max(), matrices.down_s.max(), matrices.pair_s.max()) <= cost.link_s.max()
+
+
+@pytest.mark.parametrize("after", [("plan", 1), ("plan", 20), ("bound", 3)])
+def test_an_interrupted_search_gives_its_best_plan(after: tuple[str, int]) -> None:
+    """Ctrl-C while tables are tried, and while the bound rises."""
+    told: list[str] = []
+
+    def interrupt(what: str, _: float) -> None:
+        told.append(what)
+        if told.count(what) == after[1] and what == after[0]:
+            raise KeyboardInterrupt
+
+    rng = np.random.default_rng(0)
+    cluster, workload = uneven_cluster(rng, 7, 2), small_workload(rng, 16)
+    plan = plan_sites(cluster, workload, wishes=Wishes(time_limit_s=60, report=interrupt))[0]
+    assert plan.solver is not None and 0 <= plan.solver.gap < 1
+    planner.check(plan)
