@@ -39,7 +39,7 @@ def plan(
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. With
     measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
     plans whose copies set out before their blocks (``Schedule.prefetch``), where sites are alike and neither popularity nor rules
-    are given. ``codecs`` by level name; where one is lossy, equal domains are searched alone, because the other searches know exact
+    are given. ``codecs`` by level name; where one is lossy, equal domains are searched alone, because other searches know exact
     bytes only. On KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises InfeasibleError (how much memory is missing where, or which rules clash), NoSolutionError (time limit), UserError

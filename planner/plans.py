@@ -82,7 +82,7 @@ def top_domains(best: Plan, count: int) -> list[Plan]:
     """The next fastest plans that use one configuration in all layers and fit, with predictions; ``best`` left out."""
     if count < 1:
         return []
-    problem = build_problem(best.cluster, best.workload, best.schedule, best.codecs)
+    problem = build_problem(best.cluster, best.workload, best.schedule, codecs=best.codecs)
     fitting = [c for c in range(len(problem.candidates)) if problem.fits(problem.uniform(c))]
     found: list[Plan] = []
     for c in sorted(fitting, key=lambda c: float(problem.layer_s[c])):

@@ -138,7 +138,7 @@ def too_few_held(limits: Limits) -> Limits:
 MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "rows counted twice": ("rows", lambda rows: 2 * rows),
     "half too large budgets": ("budgets_s", lambda budgets: tuple(1.5 * value for value in budgets)),
-    "latency of every exchange one way": ("token_latency_s", lambda latency: 2 * latency),
+    "latency counted five times": ("token_latency_s", lambda latency: 5 * latency),
     "copies cost what they hide": ("copies_s", lambda copies_s: lambda *args: copies_s(*args) * 1.5),
     "sites hold one expert too few": ("limits", lambda limits: lambda box: too_few_held(limits(box))),
     "more is fixed than is": ("base_s", lambda base_s: base_s * 1.3),
