@@ -21,9 +21,12 @@ from planner.sites.sizes import SizeProof, prove_sizes, size_relaxation
 
 FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""
-FEW_SITES = 24
 MOST_BOXES = 500
 """Of one proof."""
+EQUAL_BOXES = 40
+"""Of one proof for many equal sites."""
+FEW_SITES = 24
+"""Below, the bound by numbers of experts held is not tried: the other one is better there."""
 ENOUGH_GAP = 0.005
 """The bound is not improved below this gap."""
 
@@ -93,7 +96,9 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         share = 0.6 + 0.35 * (number + 1) / len(scenarios)
         deadline_s = 0.0 if interrupted else started + share * limit_s
         told = None if report is None or len(scenarios) > 1 else lambda seconds: report("bound", seconds)
-        relaxation, boxes = Relaxation(problem=one), MOST_BOXES // len(scenarios)
+        # Many equal sites differ in nothing that boxes could split on but the length of a round: a few dozen are enough.
+        most = EQUAL_BOXES if one.equal_sites and one.num_sites > MANY else MOST_BOXES
+        relaxation, boxes = Relaxation(problem=one), most // len(scenarios)
         try:
             by_size = _prove_sizes(relaxation, best_s, boxes, deadline_s)
             if by_size is not None and by_size.bound_s >= best_s * (1 - ENOUGH_GAP):
