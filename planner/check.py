@@ -90,7 +90,7 @@ def _check_solver(plan: Plan, report: SolverReport, prediction: Prediction) -> N
 def _fastest_known(plan: Plan) -> tuple[str, float]:
     """A plan that fits and needs no search, and its step; infinite when none fits."""
     if plan.cluster.num_gpus <= MOST_RANKS:
-        problem = build_problem(plan.cluster, plan.workload, plan.schedule)
+        problem = build_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs)
         best = problem.best_uniform()
         return (
             ("", float("inf")) if best is None else (problem.candidates[best].label, problem.objective_s(problem.uniform(best)))

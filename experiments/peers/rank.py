@@ -156,7 +156,9 @@ class _DeepSpeedBlock(nn.Module):
         return self.layer(x_BSH, None), x_BSH.new_zeros(x_BSH.shape[0])
 
 
-def build_peer(peer: str, workload: Workload, exchange: AllToAll | None, seed: int) -> tuple[Transformer, dict[str, nn.Parameter]]:
+def build_peer(
+    peer: str, workload: Workload, exchange: AllToAll | None, seed: int
+) -> tuple[Transformer, dict[str, nn.Parameter]]:
     """The transformer and its expert parameters, which are not reduced over ranks."""
     model, rank = workload.model, dist.get_rank()
     local = model.num_experts // dist.get_world_size()
@@ -251,7 +253,9 @@ def main() -> None:
     wan = torch.tensor([float(sum(sent))])
     dist.all_reduce(wan)
     if rank == 0:
-        write_text(Path(job["folder"]) / "done.json", json.dumps({"wan_bytes_per_step": wan.item() / job["steps"] if ours else None}))
+        write_text(
+            Path(job["folder"]) / "done.json", json.dumps({"wan_bytes_per_step": wan.item() / job["steps"] if ours else None})
+        )
     dist.barrier()
     # A process group of gloo may keep threads that end only with the process.
     os._exit(0)

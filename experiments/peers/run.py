@@ -120,7 +120,7 @@ def theirs(
                 words = [sys.executable, str(HERE / "rank.py"), str(folder / "job.json"), str(rank), lab.site(dc).address]
                 with (folder / f"rank-{rank}.log").open("wb") as log:
                     processes.append(lab.spawn(dc, words, env=dict(os.environ), stdout=log, stderr=log))
-            gone, left = psutil.wait_procs([psutil.Process(p.pid) for p in processes], timeout=RUN_TIMEOUT_S)
+            psutil.wait_procs([psutil.Process(p.pid) for p in processes], timeout=RUN_TIMEOUT_S)
             codes = [process.poll() for process in processes]
         finally:
             for process in processes:
