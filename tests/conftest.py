@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import signal
 import sys
 
 # Before numpy or torch is imported: tests run several processes on few cores, and one thread each is also reproducible.
@@ -13,6 +14,9 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # Ray reports usage over the network unless told not to.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# A job that a shell runs in the background ignores Ctrl-C and hands that down; tests send it to what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import numpy as np
