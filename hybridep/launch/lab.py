@@ -140,7 +140,7 @@ class Lab:
     def interface_bytes(self, dc: str) -> InterfaceBytes:
         """Bytes over the access link of ``dc`` since the lab began.
 
-        Linux hands TCP over in pieces of up to 64 KiB with one header each, so this is the payload plus about 0.1 %,
+        Linux hands TCP over in pieces that fit the token buckets, with one header each, so this is the payload plus 1 to 5 %,
         while the token buckets charge every 1500-byte packet its own header.
         """
         port = self.site(dc).port

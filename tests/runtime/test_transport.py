@@ -298,5 +298,6 @@ def test_shaped_links_are_used_well(tmp_path: Path) -> None:
     ideal_s = payload_bytes / rate_bytes_per_s
     # The best of four, since other work on the machine only ever adds time.
     assert ideal_s < min(measured["took_s"]) < 1.25 * ideal_s, measured
+    # Headers: 66 bytes per piece that TCP hands over, of one packet (1448 bytes) at least, and acknowledgements.
     for sent in measured["sent_bytes"]:
-        assert 4 * payload_bytes <= sent < 1.01 * 4 * payload_bytes
+        assert 4 * payload_bytes <= sent < (1 + 66 / 1448 + 0.01) * 4 * payload_bytes
