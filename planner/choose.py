@@ -38,12 +38,12 @@ def plan(
 ) -> Plan:
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. With
     measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
-    plans whose copies set out before their blocks (``Schedule.prefetch``), where sites are alike and neither popularity nor rules
-    are given. ``codecs`` by level name; where one is lossy, equal domains are searched alone, because other searches know exact
-    bytes only. On KeyboardInterrupt, once there is a plan, the best so far.
+    plans whose copies set out before their blocks (``Schedule.prefetch``), for sites that are alike. ``codecs`` by level name;
+    where one is lossy, equal domains are searched alone, because other searches know exact bytes only. On KeyboardInterrupt, once
+    there is a plan, the best so far.
 
     Raises InfeasibleError (how much memory is missing where, or which rules clash), NoSolutionError (time limit), UserError
-    (unknown solver or site).
+    (unknown solver or site, or wishes that no search has together).
     """
     return plans(
         cluster,
@@ -77,16 +77,23 @@ def plans(
     """At most ``count`` different plans, the fastest first, which is ``plan``'s; the others have no solver's report. Between
     sites, plans differ in at least a twentieth of who computes what for whom. Raises what ``plan`` raises."""
     lossy = any(one.lossy for one in (codecs or {}).values())
+    if lossy and popularity:
+        raise UserError("measured popularity and lossy codecs: plans layer by layer know exact bytes only; leave one of them out")
+    if ahead and (lossy or popularity or constraints is not None or schedule is not None or count > 1 or by_site(cluster)):
+        raise UserError(
+            "copies ahead of their blocks are planned where sites are alike, for exact bytes, one plan at a time, without rules, "
+            "popularity or a given schedule; leave those out, or ahead"
+        )
     if lossy and constraints is not None:
         raise UserError("rules and lossy codecs: plans that keep rules know exact bytes only; leave one of them out")
-    if popularity and not lossy:
+    if popularity:
         if constraints is not None or count > 1:
             raise UserError("with measured popularity there is one plan, and none that keeps rules: leave one of them out")
         return [plan_measured(cluster, workload, popularity, schedule=schedule)]
     if (by_site(cluster) and not lossy) or constraints is not None:
         wishes = Wishes(time_limit_s=time_limit_s, keep=count, report=report)
         return plan_sites(cluster, workload, solver=solver, schedule=schedule, constraints=constraints, wishes=wishes)
-    if ahead and count == 1 and not lossy:
+    if ahead:
         return [plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s)]
     best = plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs)
     return [best, *top_domains(best, count - 1)]

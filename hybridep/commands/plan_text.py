@@ -28,10 +28,7 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         f", {made.workload.model.num_moe_layers} MoE layers of {made.workload.model.num_experts} experts"
     )
     for group in made.layers:
-        last = group.first_layer + group.num_layers - 1
-        parts = [_serving(cluster.levels[0].name, group)] if group.serving and not whole else []
-        parts += [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
-        console.print(f"  layers {group.first_layer}-{last}: {'; '.join(parts)}; copies live for one {group.residency.value}")
+        console.print(f"  {_placed(cluster.levels[0].name, group, served=not whole)}")
         for one in group.serving if whole else ():
             holders = ", ".join(f"{site} ({experts})" for site, experts in one.holders.items())
             console.print(f"    tokens of {', '.join(one.sites)}: experts at {holders}")
@@ -119,16 +116,21 @@ def show_others(others: Mapping[str, OtherPlan]) -> None:
         click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")
 
 
+def _placed(outermost: str, group: LayerGroup, *, served: bool = True) -> str:
+    """One layer group in a line; ``served``: also who computes for whom between sites."""
+    last = group.first_layer + group.num_layers - 1
+    parts = [_serving(outermost, group)] if group.serving and served else []
+    parts += [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
+    return f"layers {group.first_layer}-{last}: {'; '.join(parts)}; copies live for one {group.residency.value}"
+
+
 def show_top(plans: Sequence[Plan]) -> None:
     """The chosen plan and the next ones."""
     for number, one in enumerate(plans, start=1):
         assert one.prediction is not None
-        group = one.layers[0]
-        what = f"{len(group.serving)} groups of sites" if group.serving else str(group.domains)
-        click.echo(
-            f"  {number}. {format_seconds(one.prediction.step)}, memory {format_bytes(one.prediction.memory_bytes)}: {what}, "
-            f"copies live for one {group.residency.value}"
-        )
+        click.echo(f"  {number}. {format_seconds(one.prediction.step)}, memory {format_bytes(one.prediction.memory_bytes)}")
+        for group in one.layers:
+            click.echo(f"     {_placed(one.cluster.levels[0].name, group)}")
 
 
 def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:

@@ -101,7 +101,7 @@ def plot_plan(path: Path, matrices: PlanMatrices) -> None:
         axes.barh(places - 0.2, matrices.up_s, 0.4, label="up")
         axes.barh(places + 0.2, matrices.down_s, 0.4, label="down")
         axes.invert_yaxis()
-        axes.set(title="seconds that access links are busy in a step", xlabel="s")
+        axes.set(title="access links, per step", xlabel="seconds busy")
         axes.legend(frameon=False)
         _name_sites(axes, matrices.sites if named else (), both=False)
     _save(figure, path)

@@ -6,8 +6,9 @@ import pytest
 from planner_cases import make_cluster, make_workload
 
 import planner
+from hybridep.codecs import Codecs, TokenCodec
 from hybridep.config import build
-from hybridep.errors import ConfigError
+from hybridep.errors import ConfigError, UserError
 from hybridep.placement import LevelChoice
 from hybridep.plan import Plan, Residency, Schedule, Status
 from hybridep.traffic import Op
@@ -25,6 +26,19 @@ WORKLOAD = make_workload(layers=4, hidden=64, experts=8, top_k=2, ffn=512, token
 def gathered(residency: Residency, depth: int) -> Plan:
     group = layer_group(0, 4, {"l0": LevelChoice(domain_size=4)}, residency)
     return Plan(cluster=CLUSTER, workload=WORKLOAD, layers=(group,), schedule=Schedule(prefetch=depth))
+
+
+def test_wishes_that_no_search_has_together_are_refused() -> None:
+    shares = ((1 / 8,) * 8,) * 4
+    lossy = {"l0": Codecs(tokens=TokenCodec.INT8)}
+    with pytest.raises(UserError, match="lossy codecs"):
+        planner.plan(CLUSTER, WORKLOAD, popularity=shares, codecs=lossy)
+    with pytest.raises(UserError, match="copies ahead"):
+        planner.plan(CLUSTER, WORKLOAD, ahead=True, codecs=lossy)
+    with pytest.raises(UserError, match="copies ahead"):
+        planner.plan(CLUSTER, WORKLOAD, ahead=True, popularity=shares)
+    with pytest.raises(UserError, match="copies ahead"):
+        planner.plan(make_cluster(4, bandwidths=["400 Mbps"], pairs=["50 Mbps", "80 Mbps"]), WORKLOAD, ahead=True)
 
 
 def test_the_depth_that_is_chosen_is_the_best_of_all() -> None:
