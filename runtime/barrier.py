@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,17 @@ class Barrier:
         self._transport.exchange({0: mine}, {}, _LABEL)
         self._transport.exchange({}, {0: answer}, _LABEL)
         return float(answer)
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """For each position the largest value of all ranks, on all ranks."""
+        gathered = self.gather(torch.tensor(values, dtype=torch.float64))
+        answer = torch.zeros(len(values), dtype=torch.float64)
+        if gathered is None:
+            self._transport.exchange({}, {0: answer}, _LABEL)
+        else:
+            answer = torch.stack(gathered).amax(0)
+            self._transport.exchange(dict.fromkeys(self._others, answer), {}, _LABEL)
+        return [float(value) for value in answer]
 
     def gather(self, value: Tensor) -> list[Tensor] | None:
         """At rank 0 the tensors of all ranks, which have one shape and type, in the order of ranks; elsewhere None."""

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES, _FIRST_BYTES, _LARGEST_BYTES = 8, 2**15, 2**26
 _REPEATS = 5
+_BANDWIDTH_REPEATS = 9
+"""More than of the others: TCP needs some exchanges to recover when packets were lost."""
+_IN_A_ROW = 8
+"""Exchanges of almost nothing that are timed together, so that what ranks take to meet counts little."""
 _ALTERNATIONS = 20
 """Of computation and an exchange of almost nothing."""
 _QUANTUM = 256
@@ -113,15 +117,17 @@ def summarise(probes: Sequence[Probe]) -> Probe:
     )
 
 
-def _timed(barrier: Barrier, work: Callable[[], object], repeats: int) -> float:
-    """Seconds of one ``work`` when all ranks start it together: the median."""
+def _timed(barrier: Barrier, work: Callable[[], object], repeats: int, rounds: int = 1) -> float:
+    """Seconds of one ``work`` when all ranks start ``rounds`` of them together, as this rank saw it: the median. Ranks leave a
+    barrier one after the other, so the first to leave would count that as part of an exchange."""
     work()
     taken = []
     for _ in range(repeats):
         barrier.wait()
         start_s = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start_s)
+        for _ in range(rounds):
+            work()
+        taken.append((time.perf_counter() - start_s) / rounds)
     return statistics.median(taken)
 
 
@@ -149,8 +155,8 @@ def _level(
         return work
 
     everybody = range(1, size)
-    latency_s = _timed(barrier, exchange([1], _SMALL_BYTES), 10 * _REPEATS)
-    all_s = _timed(barrier, exchange(everybody, _SMALL_BYTES), 10 * _REPEATS)
+    latency_s = _timed(barrier, exchange([1], _SMALL_BYTES), _REPEATS, _IN_A_ROW)
+    all_s = _timed(barrier, exchange(everybody, _SMALL_BYTES), _REPEATS, _IN_A_ROW)
     further_s = max(all_s - latency_s, 0.0) / (size - 2) if size > 2 else None
     jitter_s = max(_amid_computation(barrier, exchange(everybody, _SMALL_BYTES)) - all_s, 0.0)
     size_bytes, taken_s = _FIRST_BYTES, 0.0
@@ -160,7 +166,7 @@ def _level(
         if taken_s >= seconds or size_bytes >= _LARGEST_BYTES:
             break
         size_bytes = min(size_bytes * 4, _LARGEST_BYTES)
-    taken_s = _timed(barrier, exchange(everybody, size_bytes), _REPEATS)
+    taken_s = _timed(barrier, exchange(everybody, size_bytes), _BANDWIDTH_REPEATS)
     below = mesh.world_size
     for number in mesh.sizes[: level + 1]:
         below //= number

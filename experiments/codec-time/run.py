@@ -1,0 +1,119 @@
+"""How long do codecs take, and below which bandwidth do they pay? One core, or a GPU where there is one.
+
+A codec pays on links slower than (bytes saved) / (seconds to code and decode): a transfer of exact bytes and a coded one
+then take the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from hybridep.codecs import Codecs
+from hybridep.config import build, write_text
+from hybridep.provenance import provenance
+from hybridep.units import format_bandwidth
+from runtime.codecs.experts import ChangeCoder, expert_coder
+from runtime.codecs.gradients import gradient_coder
+from runtime.codecs.rows import row_coder
+
+HERE = Path(__file__).resolve().parent
+COLUMNS = ["device", "payload", "codec", "elements", "ratio", "encode_ms", "decode_ms", "min_ms", "max_ms", "pays_below_gbps"]
+EXACT_BYTES = 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--smoke", action="store_true", help="one small size: does it run?")
+    given = parser.parse_args()
+    config = yaml.safe_load((HERE / "config.yaml").read_text())
+    config |= config["smoke"] if given.smoke else {}
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = [
+        measured(config, payload, name, options, length, device)
+        for payload, codecs in config["codecs"].items()
+        for name, options in codecs.items()
+        for length in config["elements"]
+    ]
+    lines = [",".join(COLUMNS), *(",".join(str(row[column]) for column in COLUMNS) for row in rows)]
+    write_text(given.results / "rows.csv", "\n".join(lines) + "\n")
+    write_text(given.results / "provenance.json", json.dumps(provenance(), indent=1))
+    for row in rows:
+        limit = format_bandwidth(row["pays_below_gbps"] * 1e9 / 8)
+        print(
+            f"{row['payload']:9} {row['codec']:11} {row['elements']:9,} elements: {row['ratio']:5.1f} times fewer bytes, "
+            f"{row['encode_ms']:8.3f} + {row['decode_ms']:8.3f} ms, pays below {limit}"
+        )
+    return 0
+
+
+def measured(
+    config: dict[str, Any], payload: str, name: str, options: dict[str, float], length: int, device: str
+) -> dict[str, Any]:
+    codecs = build(Codecs, {payload: name, **options}, "config.yaml")
+    encode, decode = pair(codecs, payload, length, config["hidden_size"], device)
+    message = encode()
+    coded_bytes = sum(part.numel() * part.element_size() for part in message)
+    encode_s, decode_s = timed(encode, config["repeats"], device), timed(lambda: decode(message), config["repeats"], device)
+    both_s = statistics.median(encode_s) + statistics.median(decode_s)
+    return {
+        "device": device,
+        "payload": payload,
+        "codec": name,
+        "elements": length,
+        "ratio": round(EXACT_BYTES * length / coded_bytes, 2),
+        "encode_ms": round(statistics.median(encode_s) * 1e3, 4),
+        "decode_ms": round(statistics.median(decode_s) * 1e3, 4),
+        "min_ms": round((min(encode_s) + min(decode_s)) * 1e3, 4),
+        "max_ms": round((max(encode_s) + max(decode_s)) * 1e3, 4),
+        "pays_below_gbps": round((EXACT_BYTES * length - coded_bytes) * 8 / both_s / 1e9, 3),
+    }
+
+
+def pair(
+    codecs: Codecs, payload: str, length: int, hidden: int, device: str
+) -> tuple[Callable[[], list[torch.Tensor]], Callable[[list[torch.Tensor]], object]]:
+    """Coding of one tensor, and decoding of what comes out."""
+    x = torch.randn(length, device=device)
+    if payload == "tokens":
+        rows, rows_of = x.view(-1, hidden), row_coder(codecs.tokens)
+        return lambda: rows_of.encode(rows), lambda message: rows_of.decode(message, hidden, x.dtype)
+    if payload == "gradients":
+        gradients = gradient_coder(codecs)
+        assert gradients is not None
+        return lambda: [gradients.encode("one", x)], lambda message: gradients.decode(message[0], length, x.dtype)
+    experts = expert_coder(codecs, length, x.dtype, shared=lambda: torch.zeros_like(x))
+    assert experts is not None
+    copy = x.clone()
+    if isinstance(experts, ChangeCoder):
+        # The optimizer's step moves weights by little; both ends know what was there before.
+        experts.sent[0] = x + 1e-3 * torch.randn_like(x)
+    return lambda: [experts.encode(0, x)], lambda message: experts.decode(message[0], copy)
+
+
+def timed(work: Callable[[], object], repeats: int, device: str) -> list[float]:
+    """Seconds of each, the first left out."""
+    taken = []
+    for _ in range(repeats + 1):
+        start_s = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start_s)
+    return taken[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Settings of an experiment in the lab: every combination of domain sizes is trained and timed, and predicted from a probe.
+
+Measurements are kept in one file per setting and not made again; predictions are computed from them each time, so a better
+cost model needs no new measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hybridep.codecs import Codecs
+from hybridep.commands.inputs import load_cluster
+from hybridep.commands.probe import with_measurements
+from hybridep.config import build, write_text
+from hybridep.launch.host import child_environment
+from hybridep.launch.lab import Lab, run_in_lab
+from hybridep.launch.shaping import lab_spec, why_not_in_lab
+from hybridep.launch.trials import Measured, measure
+from hybridep.plan import LayerGroup, Plan
+from hybridep.provenance import provenance
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner import plan, step_cost
+from planner.domains import divisors
+from simulator.report import simulate
+
+TIMES = ("measured_s", "min_s", "max_s", "predicted_s", "simulated_s", "uniform_s", "bound_s")
+COLUMNS = ("setting", "dc", "gpu", "chosen", *TIMES, "wan_mb")
+CHOSEN = "plan"
+"""Domain sizes of a chosen plan that is none of the combinations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is trained, at which rate of the sites' access links."""
+
+    name: str
+    rate: str
+    workload: Workload
+    codecs: Mapping[str, Codecs] = field(default_factory=dict)
+    """By level name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Where and how settings are measured."""
+
+    cluster: str
+    """Name of a cluster of sites and GPUs."""
+    steps: int
+    """Optimizer steps per placement; the first is left out."""
+    probe_s: float
+    """About how long each measurement of links and computation takes."""
+    folder: Path
+    """Holds ``<setting>.json``."""
+    at_once: int = 10
+    """Settings of one rate per start of the ranks."""
+    choose: bool = False
+    """Also train what the planner chooses, where it is none of the combinations."""
+
+    def at(self, rate: str) -> Cluster:
+        """The cluster with these access links."""
+        return load_cluster(self.cluster, [f"levels.dc.bandwidth={rate}"])
+
+    def path(self, setting: Setting) -> Path:
+        """The file with the setting's measurements."""
+        return self.folder / f"{setting.name}.json"
+
+
+def placements(cluster: Cluster, setting: Setting, popularity: Any = ()) -> list[Plan]:
+    """Every combination of domain sizes."""
+    names, layers = [level.name for level in cluster.levels], setting.workload.model.num_moe_layers
+    return [
+        Plan(
+            cluster=cluster,
+            workload=setting.workload,
+            layers=(LayerGroup(first_layer=0, num_layers=layers, domains=dict(zip(names, sizes, strict=True)), migration={}),),
+            popularity=popularity,
+            codecs=dict(setting.codecs),
+        )
+        for sizes in product(*(divisors(level.size) for level in cluster.levels))
+    ]
+
+
+def enter_lab(bench: Bench, rate: str, script: str) -> int:
+    """Run ``script --inside`` with this process's arguments in a lab; 2 with the reason where there can be none."""
+    cluster = bench.at(rate)
+    reason = why_not_in_lab(cluster)
+    if reason is not None:
+        print(f"{Path(script).parent.name} needs the lab: {reason}", file=sys.stderr)
+        return 2
+    return run_in_lab([sys.executable, script, "--inside", *sys.argv[1:]], lab_spec(cluster), child_environment())
+
+
+def measure_all(bench: Bench, settings: Sequence[Setting]) -> None:
+    """Whatever is not in the bench's folder yet, at one rate after the other; inside a lab."""
+    lab = Lab.current()
+    for rate in dict.fromkeys(setting.rate for setting in settings):
+        cluster = bench.at(rate)
+        for site in lab.sites:
+            bandwidth = cluster.levels[0].bandwidth
+            lab.set_bandwidth(site.name, up_bytes_per_s=bandwidth, down_bytes_per_s=bandwidth)
+        missing = [one for one in settings if one.rate == rate and not bench.path(one).exists()]
+        for chunk in _chunks(missing, bench.at_once):
+            plans = [placements(cluster, setting) for setting in chunk]
+            measured, probes = measure([one for each in plans for one in each], steps=bench.steps, probe_s=bench.probe_s)
+            for setting, mine, probe in zip(chunk, plans, probes, strict=True):
+                trials, measured = measured[: len(mine)], measured[len(mine) :]
+                _keep(bench, setting, with_measurements(cluster, probe), trials)
+
+
+def _keep(bench: Bench, setting: Setting, probed: Cluster, trials: Sequence[Measured]) -> None:
+    record: dict[str, Any] = {
+        "workload": setting.workload.model_dump(mode="json", exclude_none=True),
+        "cluster": probed.model_dump(mode="json", exclude_none=True),
+        "popularity": trials[0].popularity,
+        "step_s": [one.step_s for one in trials],
+        "wan_bytes": [one.wan_bytes for one in trials],
+        "parts_s": [one.parts_s for one in trials],
+    }
+    if bench.choose:
+        chosen = plan(probed, setting.workload, codecs=setting.codecs)
+        record["plan"] = chosen.model_dump(mode="json", exclude_none=True)
+        if not any(_same(chosen, made) for made in placements(probed, setting)):
+            [trial], _ = measure([chosen], steps=bench.steps)
+            record["plan_trial"] = {"step_s": trial.step_s, "wan_bytes": trial.wan_bytes}
+    write_text(bench.path(setting), json.dumps(record))
+    print(f"{setting.name}: {[round(one.median_s, 3) for one in trials]}", file=sys.stderr, flush=True)
+
+
+def _same(chosen: Plan, made: Plan) -> bool:
+    """Do both compute every expert at the same places and keep copies as long?"""
+
+    def tables(one: Plan) -> list[Any]:
+        return [(group.residency, [serve.tolist() for serve in placed.serve]) for _, group, placed in one.each_layer()]
+
+    return tables(chosen) == tables(made)
+
+
+def _chunks(items: Sequence[Setting], size: int) -> Iterator[Sequence[Setting]]:
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
+
+
+def rows_of(bench: Bench, settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """A row (``COLUMNS``) per measured setting and placement; ``uniform_s`` is predicted as if all experts were equally
+    popular. Where the planner was asked, its plan is ``chosen``, else the placement with the shortest prediction."""
+    rows = []
+    for setting in settings:
+        if bench.path(setting).exists():
+            rows += _rows(bench.path(setting), setting)
+    return rows
+
+
+def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
+    record = json.loads(path.read_text())
+    if build(Workload, record["workload"], str(path)) != setting.workload:
+        raise SystemExit(f"{path} was measured with other settings: delete it, or give another --results folder")
+    cluster = build(Cluster, record["cluster"], str(path))
+    plans, uniform = placements(cluster, setting, record["popularity"]), placements(cluster, setting)
+    times, wan_bytes = record["step_s"], record["wan_bytes"]
+    rows = []
+    for made, even, steps_s, sent in zip(plans, uniform, times, wan_bytes, strict=True):
+        rows.append(_row(setting, made, steps_s, sent) | {"uniform_s": step_cost(even).step_s})
+    if "plan" in record:
+        chosen = build(Plan, record["plan"], str(path))
+        for row, made in zip(rows, plans, strict=True):
+            row["chosen"] = int(_same(chosen, made))
+        if "plan_trial" in record:
+            trial, expected_s = record["plan_trial"], step_cost(chosen).step_s
+            row = _row(setting, chosen, trial["step_s"], trial["wan_bytes"])
+            rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": expected_s})
+    else:
+        shortest = min(row["predicted_s"] for row in rows)
+        for row in rows:
+            row["chosen"] = int(row["predicted_s"] == shortest)
+    return rows
+
+
+def _row(setting: Setting, made: Plan, steps_s: Sequence[float], wan_bytes: float) -> dict[str, Any]:
+    cost = step_cost(made)
+    return {
+        "setting": setting.name,
+        **made.layers[0].domains,
+        "measured_s": statistics.median(steps_s),
+        "min_s": min(steps_s),
+        "max_s": max(steps_s),
+        "predicted_s": cost.step_s,
+        "simulated_s": simulate(made).step.step_s,
+        "bound_s": cost.bound_s,
+        "wan_mb": wan_bytes / 1e6,
+    }
+
+
+def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """``rows.csv`` and ``provenance.json`` in ``folder``."""
+    lines = [",".join(COLUMNS), *(",".join(_cell(row[column]) for column in COLUMNS) for row in rows)]
+    write_text(folder / "rows.csv", "\n".join(lines) + "\n")
+    write_text(folder / "provenance.json", json.dumps(provenance(), indent=1))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
