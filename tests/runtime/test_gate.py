@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from runtime.gate import Gate, balance_loss
+from hybridep.workload import DropPolicy
+from runtime.gate import Gate, balance_loss, room
 
 
 def gate(top_k: int = 2, dtype: torch.dtype = torch.float64) -> Gate:
@@ -62,3 +64,19 @@ def test_bf16_scores_are_computed_in_fp32() -> None:
     assert balance.dtype is torch.float32
     wide = (x.float() @ module.weight.float().T).view(64, 5)
     assert torch.equal(ids, wide.softmax(dim=-1).topk(2, dim=-1).indices)
+
+
+@pytest.mark.parametrize("policy", list(DropPolicy))
+@pytest.mark.parametrize("capacity", [1, 3, 40])
+def test_an_expert_takes_the_first_tokens_of_each_sequence(policy: DropPolicy, capacity: int) -> None:
+    scores = torch.randn(3, 20, 5, generator=torch.Generator().manual_seed(capacity), dtype=torch.float64).softmax(dim=-1)
+    scores[:, 10:] = scores[:, :10]  # Equal scores: the earlier token goes first.
+    ids = scores.topk(2, dim=-1).indices
+    fits = room(scores, ids, capacity=capacity, policy=policy)
+    for sequence in range(3):
+        for expert in range(5):
+            wants = [(token, slot) for token in range(20) for slot in range(2) if int(ids[sequence, token, slot]) == expert]
+            if policy is DropPolicy.PROBS:
+                wants.sort(key=lambda want: (-round(float(scores[sequence, want[0], expert]) * 2**20), want[0]))
+            taken = [want for want in wants if fits[sequence][want]]
+            assert sorted(taken) == sorted(wants[:capacity])
