@@ -88,12 +88,17 @@ class Gating:
         return np.stack([part.mean(axis=0) for part in parts])[:, where]
 
     @cached_property
+    def travelling(self) -> FloatArray:
+        """[E]: choices of each expert by the tokens of one rank, those that are dropped left out."""
+        return self.num_tokens * self.chosen * self.kept
+
+    @cached_property
     def rows(self) -> FloatArray:
         """[E]: rows that an expert computes for the tokens of one rank."""
         if self.padded:
             assert self.capacity is not None
             return np.full(self.num_experts, float(self.capacity * self.num_sequences))
-        return self.num_tokens * self.chosen * self.kept
+        return self.travelling
 
     @cached_property
     def hit_by_count(self) -> FloatArray:

@@ -65,9 +65,10 @@ def reverse(placement: Placement, level: int, sent: FloatArray) -> FloatArray:
     return np.ascontiguousarray(np.swapaxes(sent.reshape(shape), level, len(placement.sizes))).reshape(sent.shape)
 
 
-def routed_rows(placement: Placement, routing: IntArray) -> list[FloatArray]:
+def routed_rows(placement: Placement, routing: IntArray, *, per_choice: bool = False) -> list[FloatArray]:
     """Token rows of one dispatch, exactly. ``routing`` is [G, T, K], expert ids (-1 for none); returns per level
-    [G, SF_l] rows sent. A token crosses to a coordinate once, however many of its experts are served there."""
+    [G, SF_l] rows sent. A token crosses to a coordinate once, however many of its experts are served there; or once for each
+    of them (``per_choice``)."""
     num_gpus, num_tokens, _ = routing.shape
     chosen = routing >= 0
     experts = np.where(chosen, routing, 0)
@@ -78,20 +79,27 @@ def routed_rows(placement: Placement, routing: IntArray) -> list[FloatArray]:
         own = placement.coordinates[:, level]
         prefix = prefix * size + placement.serve[level][own[:, None, None], experts]
         num_prefixes = int(np.prod(placement.sizes[: level + 1]))
-        keys = np.unique((origin * num_prefixes + prefix)[chosen])
+        keys = (origin * num_prefixes + prefix)[chosen]
+        if not per_choice:
+            keys = np.unique(keys)
         ranks, codes = keys // num_prefixes // num_tokens, keys % num_prefixes
         rows.append(_rows_at(placement, level, ranks, codes, np.ones(len(keys))))
     return rows
 
 
-def expected_rows(placement: Placement, gating: Gating) -> list[FloatArray]:
+def expected_rows(placement: Placement, gating: Gating, *, per_choice: bool = False) -> list[FloatArray]:
     """Token rows of one dispatch as expected: a place is visited when one of the experts that it serves is chosen and takes
-    the token."""
+    the token; or once for each of them (``per_choice``)."""
     prefix = np.zeros((placement.num_gpus, placement.num_experts), dtype=np.int64)
     rows = []
     for level, size in enumerate(placement.sizes):
         prefix = prefix * size + placement.serve[level][placement.coordinates[:, level]]
-        rows.append(_rows_at(placement, level, *_visits(gating, prefix, int(np.prod(placement.sizes[: level + 1])))))
+        num_places = int(np.prod(placement.sizes[: level + 1]))
+        if per_choice:
+            visits = _choices(prefix, num_places, np.broadcast_to(gating.travelling, prefix.shape))
+        else:
+            visits = _visits(gating, prefix, num_places)
+        rows.append(_rows_at(placement, level, *visits))
     return rows
 
 
@@ -114,6 +122,14 @@ def _visits(gating: Gating, place: IntArray, num_places: int) -> tuple[IntArray,
         member[where.reshape(keys.shape), np.arange(gating.num_experts)] = True
         hit = gating.hit(member)
     return found // num_places, found % num_places, gating.num_tokens * hit
+
+
+def _choices(place: IntArray, num_places: int, chosen: FloatArray) -> tuple[IntArray, IntArray, FloatArray]:
+    """(ranks, places, rows): how many choices [G, E] of each rank's tokens are served at each place."""
+    keys = (np.arange(len(place))[:, None] * num_places + place)[chosen > 0]
+    found, where = np.unique(keys, return_inverse=True)
+    rows = np.bincount(where.reshape(-1), weights=chosen[chosen > 0], minlength=found.size)
+    return found // num_places, found % num_places, rows.astype(np.float64)
 
 
 def _rows_at(placement: Placement, level: int, origin: IntArray, code: IntArray, weight: FloatArray) -> FloatArray:
@@ -143,20 +159,71 @@ def served_copies(placement: Placement, gating: Gating, routing: IntArray | None
     return copies
 
 
-def token_traffic(placement: Placement, workload: Workload, rows: Sequence[FloatArray], codecs: Sequence[Codecs] = ()) -> Traffic:
+class Direct(NamedTuple):
+    """Bytes from ranks to other ranks, [n] each, in one hop."""
+
+    source: IntArray
+    destination: IntArray
+    size_bytes: FloatArray
+
+    def reverse(self) -> Direct:
+        """The same bytes back."""
+        return Direct(self.destination, self.source, self.size_bytes)
+
+    def part(self, parts: int) -> Direct:
+        """One of so many equal parts."""
+        return Direct(self.source, self.destination, self.size_bytes / parts)
+
+
+def direct_traffic(
+    placement: Placement, workload: Workload, gating: Gating, routing: IntArray | None = None, codecs: Sequence[Codecs] = ()
+) -> dict[Op, Direct]:
+    """The token exchanges of one layer and micro-batch as a plain All-to-All has them: every choice of an expert is a row that
+    goes straight to the rank that serves it, and its output comes back. A row is the hidden vector alone: gate weights stay
+    with the token. As expected where there is no ``routing`` ([G, T, K], -1 for none)."""
+    num_gpus, num_experts = placement.num_gpus, placement.num_experts
+    if routing is None:
+        chosen = np.broadcast_to(gating.travelling, (num_gpus, num_experts))
+    else:
+        flat = np.where(routing >= 0, routing + np.arange(num_gpus)[:, None, None] * num_experts, -1).ravel()
+        chosen = np.bincount(flat[flat >= 0], minlength=num_gpus * num_experts).reshape(num_gpus, num_experts).astype(np.float64)
+    source, destination, rows = _choices(placement.serving_rank, num_gpus, chosen)
+    moves = source != destination
+    source, destination, rows = source[moves], destination[moves], rows[moves]
+    level = (placement.coordinates[source] != placement.coordinates[destination]).argmax(axis=1)
+    row_bytes = np.array([wire.combine_row_bytes for wire in wires(workload, codecs, len(placement.sizes))], dtype=np.float64)
+    out = Direct(source, destination, rows * row_bytes[level])
+    return {
+        Op.TOKEN_COUNTS: Direct(source, destination, np.full(rows.size, float(COUNT_BYTES))),
+        Op.TOKEN_DISPATCH: out,
+        Op.TOKEN_COMBINE: out.reverse(),
+        Op.COMBINE_BACKWARD: out,
+        Op.DISPATCH_BACKWARD: out.reverse(),
+    }
+
+
+def token_traffic(
+    placement: Placement,
+    workload: Workload,
+    rows: Sequence[FloatArray],
+    codecs: Sequence[Codecs] = (),
+    *,
+    per_choice: bool = False,
+) -> Traffic:
     """Bytes of the four token exchanges of one layer and micro-batch, given the rows of its dispatch. ``codecs`` per level;
-    exact ones when left out, here and below."""
+    exact ones when left out, here and below. Where rows are ``per_choice`` gate weights stay with the token."""
     traffic: Traffic = {}
     for level, (sent, wire) in enumerate(zip(rows, wires(workload, codecs, len(rows)), strict=True)):
         if placement.sizes[level] == 1:
             continue
         peers = placement.token_links[level][placement.coordinates[:, level]]
         traffic[OpLevel(Op.TOKEN_COUNTS, level)] = peers.astype(np.float64) * COUNT_BYTES
-        traffic[OpLevel(Op.TOKEN_DISPATCH, level)] = sent * wire.dispatch_row_bytes
+        dispatch_bytes = wire.combine_row_bytes if per_choice else wire.dispatch_row_bytes
+        gradient_bytes = wire.combine_row_bytes if per_choice else wire.dispatch_gradient_row_bytes
+        traffic[OpLevel(Op.TOKEN_DISPATCH, level)] = sent * dispatch_bytes
         traffic[OpLevel(Op.TOKEN_COMBINE, level)] = reverse(placement, level, sent * wire.combine_row_bytes)
         traffic[OpLevel(Op.COMBINE_BACKWARD, level)] = sent * wire.combine_row_bytes
-        gradient = sent * wire.dispatch_gradient_row_bytes
-        traffic[OpLevel(Op.DISPATCH_BACKWARD, level)] = reverse(placement, level, gradient)
+        traffic[OpLevel(Op.DISPATCH_BACKWARD, level)] = reverse(placement, level, sent * gradient_bytes)
     return traffic
 
 

@@ -8,5 +8,6 @@ from simulator.conditions import Conditions
 from simulator.many_steps import Course, simulate_run
 from simulator.report import simulate
 from simulator.routing import zipf_routing
+from simulator.systems import System
 
-__all__ = ["Conditions", "Course", "simulate", "simulate_run", "zipf_routing"]
+__all__ = ["Conditions", "Course", "System", "simulate", "simulate_run", "zipf_routing"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.traffic import Direct
 from simulator.arrays import FloatArray, IntArray
 from simulator.collective import Flows
 from simulator.compiled import compiled
@@ -36,6 +37,17 @@ class Fabric:
         further_s = (np.bincount(source, minlength=cluster.num_gpus)[source] - 1) * cluster.gpu.message_overhead
         destination = source + (coordinate - own) * stride
         return self.transfers(source, destination, sent[source, coordinate], late_s + further_s)
+
+    def direct(self, pairs: Direct, late_s: float = 0.0) -> Flows:
+        """Transfers between any two ranks; those inside a site take ``late_s`` longer."""
+        cluster = self.symmetry.cluster
+        ours = np.isin(pairs.source, self.symmetry.first)
+        source, destination = pairs.source[ours], pairs.destination[ours]
+        messages = np.bincount(source, minlength=cluster.num_gpus)[source]
+        per_site = self.symmetry.wiring.ranks_per_site
+        inside = source // per_site == destination // per_site
+        further_s = (messages - 1) * cluster.gpu.message_overhead + np.where(inside, late_s, 0.0)
+        return self.transfers(source, destination, pairs.size_bytes[ours], further_s.astype(np.float64))
 
     def transfers(
         self, source: IntArray, destination: IntArray, size_bytes: FloatArray, late_s: FloatArray | None = None

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.plan import Plan
 from hybridep.routing import Routing
@@ -14,6 +16,8 @@ from simulator.conditions import Conditions
 from simulator.fabric_file import FabricFile
 from simulator.network import EXACT
 from simulator.step import StepResult, simulate_step
+from simulator.systems import System, popularity_of, system_step
+from simulator.token_exchange import TokenExchange
 from simulator.wiring import wiring
 
 
@@ -22,8 +26,10 @@ class Report:
     """A simulated step and what the alternatives would take."""
 
     step: StepResult
-    baselines: Mapping[Baseline, float]
-    """Step time in seconds of each baseline asked for."""
+    baselines: Mapping[str, float]
+    """Step time in seconds of each baseline and system asked for, by name."""
+    choices: Mapping[str, str]
+    """What systems chose, by name."""
     wall_s: float
     """What simulating all of it took."""
 
@@ -34,7 +40,8 @@ class Report:
             "wall_s": self.wall_s,
             "largest_cut": self.step.largest_cut,
             "parts": self.step.parts,
-            "baselines": {baseline.value: step_s for baseline, step_s in self.baselines.items()},
+            "baselines": dict(self.baselines),
+            "choices": dict(self.choices),
             "busiest_link": asdict(self.step.busiest_link),
             "links": [asdict(link) for link in self.step.links],
         }
@@ -42,13 +49,13 @@ class Report:
 
 def simulate(
     plan: Plan,
-    against: Sequence[Baseline] = (),
+    against: Sequence[Baseline | System] = (),
     routing: Routing | None = None,
     tolerance: float = EXACT,
     conditions: Conditions | None = None,
     fabric: FabricFile | None = None,
 ) -> Report:
-    """Simulate one training step of a plan, and of the baselines `against` under the same routing.
+    """Simulate one training step of a plan, and of the baselines and systems `against` under the same routing.
 
     routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; the expectation from the plan's popularity without it.
     tolerance, conditions, fabric: as `simulate_step`. Raises UserError for conditions of links or workers that are not there.
@@ -57,16 +64,27 @@ def simulate(
     if conditions is not None:
         conditions.require(plan.cluster, wiring(plan.cluster, fabric).link_names if fabric is not None else None)
     step = simulate_step(plan, routing, tolerance, conditions, fabric=fabric)
-    baselines = {}
-    for baseline in against:
+    popularity = [np.asarray(shares) for shares in plan.popularity]
+    if routing is not None:
+        popularity = popularity_of(routing, plan.workload.model.num_experts)
+
+    def simulate_system(other: Plan, exchange: TokenExchange) -> StepResult:
+        return simulate_step(other, routing, tolerance, conditions, fabric=fabric, exchange=exchange)
+
+    baselines, choices = {}, {}
+    for name in against:
+        if isinstance(name, System):
+            found = system_step(plan, name, simulate_system, popularity)
+            baselines[name.value], choices[name.value] = found.step.step_s, found.choice
+            continue
         # The alternative keeps the plan's codecs and schedule: it is the placement that differs.
         other = baseline_plan(
             plan.cluster,
             plan.workload,
-            baseline,
+            name,
             schedule=plan.schedule,
             codecs=plan.codecs,
             popularity=plan.popularity,
         )
-        baselines[baseline] = simulate_step(other, routing, tolerance, conditions, fabric=fabric).step_s
-    return Report(step=step, baselines=baselines, wall_s=time.perf_counter() - began_s)
+        baselines[name.value] = simulate_step(other, routing, tolerance, conditions, fabric=fabric).step_s
+    return Report(step=step, baselines=baselines, choices=choices, wall_s=time.perf_counter() - began_s)

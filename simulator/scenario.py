@@ -31,7 +31,7 @@ class Scenario(Strict):
     planning_time: float = Field(default=60.0, gt=0)
     """Seconds that the planner may take, each time."""
     against: tuple[str, ...] = ()
-    """Baselines to simulate too (one step each)."""
+    """Baselines, and schedules of other systems, to simulate too (one step each)."""
     routing: str = "uniform"
     """`uniform`, `zipf:1.2`, or the path of a record of a real run's choices."""
     drift: float = Field(default=0.0, ge=0, le=1)

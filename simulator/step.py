@@ -21,6 +21,7 @@ from simulator.fabric import Fabric
 from simulator.fabric_file import FabricFile
 from simulator.network import EXACT
 from simulator.symmetry import Symmetry
+from simulator.token_exchange import TokenExchange
 from simulator.training import step_program
 from simulator.wiring import wiring
 
@@ -165,16 +166,17 @@ def simulate_step(
     conditions: Conditions | None = None,
     start_s: float = 0.0,
     fabric: FabricFile | None = None,
+    exchange: TokenExchange | None = None,
 ) -> StepResult:
     """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly; without `fabric`, the
-    cluster's own links are all there is.
+    cluster's own links are all there is; without `exchange`, tokens travel as in the runtime.
 
     tolerance: share of its bytes that a transfer may leave out to end together with another, for speed at thousands of
     different datacenters; `largest_cut` says how much any did.
     conditions: what links and workers meet, in a step that begins `start_s` into the run.
     """
     engine = Engine()
-    program, made = step_program(plan, engine, wiring(plan.cluster, fabric), routing, tolerance, conditions, start_s)
+    program, made = step_program(plan, engine, wiring(plan.cluster, fabric), routing, tolerance, conditions, start_s, exchange)
     execution = execute(program, engine, made.network, _changes(made, conditions, start_s))
     kind = made.symmetry.link_kind
     return StepResult(

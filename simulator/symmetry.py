@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridep.topology import Cluster
+from hybridep.traffic import Direct
 from simulator.arrays import BoolArray, FloatArray, IntArray
 from simulator.compiled import compiled
+from simulator.errors import SimulationError
 from simulator.wiring import Wiring
 
 HashArray = npt.NDArray[np.uint64]
@@ -80,12 +82,17 @@ def no_symmetry(wiring: Wiring) -> Symmetry:
 
 
 def symmetry(
-    wiring: Wiring, exchanges: Sequence[Exchange], seconds: Sequence[FloatArray], link_traits: IntArray | None = None
+    wiring: Wiring,
+    exchanges: Sequence[Exchange],
+    seconds: Sequence[FloatArray],
+    link_traits: IntArray | None = None,
+    direct: Sequence[Direct] = (),
 ) -> Symmetry:
     """The coarsest division that everything in a step respects.
 
     exchanges: all kinds of transfer (the reverse of one is taken in with it). seconds: [ranks] each, all computations.
-    link_traits: [links] what else tells links apart.
+    link_traits: [links] what else tells links apart. direct: transfers between any two ranks, where sites have no trunks
+    between them (and their reverse).
     Descriptions are compared by 64-bit hashes of them.
     """
     cluster, wan = wiring.cluster, wiring.wan
@@ -96,6 +103,11 @@ def symmetry(
     link_kind = _numbered(rng, [wiring.capacity_bytes_per_s, *traits])
     pair_kind = _numbered(rng, [wan.latency_s.ravel()]) if wan is not None else np.zeros(0, dtype=np.int64)
     inner = [_Inner.of(wiring, exchange) for exchange in exchanges if exchange.level > 0]
+    if direct and wan is not None:
+        raise SimulationError("direct transfers over trunks: their shares of a route are not compared; simulate every rank")
+    inner += [
+        _Inner(*pairs, wiring.paths(*pairs[:2]).links, wiring.paths(pairs.destination, pairs.source).links) for pairs in direct
+    ]
     used = np.zeros(pair_kind.size, dtype=np.bool_)
     while True:
         names, link_names, pair_names = (_names(rng, each) for each in (kind, link_kind, pair_kind))

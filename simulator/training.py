@@ -10,12 +10,14 @@ import numpy as np
 from hybridep.plan import PlacedLayers, Plan, Residency
 from hybridep.routing import Routing
 from hybridep.traffic import (
+    Direct,
     FloatArray,
     Op,
     OpLevel,
     Traffic,
     copy_traffic,
     dense_traffic,
+    direct_traffic,
     expected_rows,
     is_late,
     routed_rows,
@@ -26,9 +28,11 @@ from simulator.arrays import IntArray
 from simulator.collective import Flows, Program
 from simulator.conditions import Conditions, LinkFactors
 from simulator.engine import Engine
+from simulator.errors import SimulationError
 from simulator.fabric import Fabric
 from simulator.network import EXACT
 from simulator.symmetry import Exchange, no_symmetry, symmetry
+from simulator.token_exchange import Route, TokenExchange
 from simulator.wiring import Wiring
 
 PRE_EXPERT = "pre_expert"
@@ -45,6 +49,29 @@ _TOKENS, _COPIES = 0, 1
 
 _BACKWARD_COST = 2.0
 """Backward computes the gradients of inputs and of weights, each as costly as the forward."""
+
+
+class _Way(NamedTuple):
+    """Tokens to the experts and back, in forward or in backward."""
+
+    out: Op
+    back: Op
+    label: str
+    cost: float
+    """Of the experts' computation, in forwards."""
+
+
+_FORWARDS = _Way(Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, EXPERT, 1.0)
+_BACKWARDS = _Way(Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD, EXPERT + BACKWARD, _BACKWARD_COST)
+
+
+class _Sent(NamedTuple):
+    """What one layer exchanges and computes in one micro-batch; tokens and computation of one chunk."""
+
+    traffic: Traffic
+    direct: dict[Op, Direct]
+    expert_s: FloatArray
+    """[ranks of the cluster] forward of the routed experts."""
 
 
 class _Block(NamedTuple):
@@ -75,6 +102,7 @@ def step_program(
     tolerance: float = EXACT,
     conditions: Conditions | None = None,
     start_s: float = 0.0,
+    exchange: TokenExchange | None = None,
 ) -> tuple[Program, Fabric]:
     """The operations of one training step, each rank waiting only for what it needs; and the network they run on.
 
@@ -83,11 +111,12 @@ def step_program(
     return beside its pre-expert backward (HybridEP, Eq. 12), and a second gather beside the combine's gradients, with
     which it shares the links; or before them where the plan's schedule does not overlap. With a prefetch depth, gathers set
     out that many blocks ahead and are waited for by the experts, returns by the end of the step; both are one queue per rank
-    and give way to tokens.
+    and give way to tokens. Tokens travel as `exchange` says, as the runtime has it where it is left out; chunks and a prefetch
+    depth do not go together (SimulationError).
     Without `routing`, rows are the number that the plan's popularity of experts lets expect (all alike where it has none).
     The program's ranks are then the kinds of ranks that differ; with routing all do.
     """
-    builder = _Builder(plan, engine, wiring, routing, tolerance, conditions or Conditions(), start_s)
+    builder = _Builder(plan, engine, wiring, routing, tolerance, conditions or Conditions(), start_s, exchange or TokenExchange())
     return builder.build(), builder.fabric
 
 
@@ -101,7 +130,11 @@ class _Builder:
         tolerance: float,
         conditions: Conditions,
         start_s: float,
+        exchange: TokenExchange,
     ) -> None:
+        if exchange.chunks > 1 and plan.schedule.prefetch:
+            raise SimulationError(f"chunks: {exchange.chunks} with prefetch {plan.schedule.prefetch}; only one of them can be")
+        self._exchange = exchange
         self._plan = plan
         self._jitter = conditions.compute_jitter
         self._random = np.random.default_rng([conditions.seed, int(start_s * 1e6)])
@@ -121,22 +154,25 @@ class _Builder:
         self._optimizer_s = self._optimizer()
         dense = dense_traffic(plan.placements[0], workload, plan.level_codecs)
         expected = {}
-        if routing is None and not self._jitter:
+        # Shares of routes over trunks are not compared where rows go directly.
+        comparable = exchange.route is Route.HOPS or wiring.wan is None
+        if routing is None and not self._jitter and comparable:
             for layers in plan.placed:
                 expected[layers.first_layer] = self._traffic(layers, None)
             alike = symmetry(
                 wiring,
-                [Exchange(key.level, sent) for traffic, _ in expected.values() for key, sent in traffic.items() if key.op in _OUT]
+                [Exchange(key.level, sent) for one in expected.values() for key, sent in one.traffic.items() if key.op in _OUT]
                 + [Exchange(key.level, sent) for key, sent in dense.items() if key.op is Op.DENSE_REDUCE_SCATTER],
-                [self._optimizer_s, *(expert_s for _, expert_s in expected.values()), everybody],
+                [self._optimizer_s, *(one.expert_s for one in expected.values()), everybody],
                 LinkFactors(conditions, wiring.link_names).traits if conditions.of_links else None,
+                [pairs for one in expected.values() for op, pairs in one.direct.items() if op in _OUT],
             )
         else:
             alike = no_symmetry(wiring)
         self.fabric = Fabric(engine, alike, tolerance, conditions)
         self._one_of_each = alike.first
         self._program = Program(num_ranks=alike.num_kinds)
-        self._expected = {first: self._block_of(*traffic) for first, traffic in expected.items()}
+        self._expected = {first: self._block_of(sent) for first, sent in expected.items()}
         self._dense = self._flows(dense)
 
     def build(self) -> Program:
@@ -192,24 +228,37 @@ class _Builder:
     def _block(self, layer: int, layers: PlacedLayers, micro_batch: int) -> _Block:
         if self._routing is None:
             if layers.first_layer not in self._expected:
-                self._expected[layers.first_layer] = self._block_of(*self._traffic(layers, None))
+                self._expected[layers.first_layer] = self._block_of(self._traffic(layers, None))
             return self._expected[layers.first_layer]
-        return self._block_of(*self._traffic(layers, self._routing[layer, micro_batch]))
+        return self._block_of(self._traffic(layers, self._routing[layer, micro_batch]))
 
-    def _traffic(self, layers: PlacedLayers, choices: IntArray | None) -> tuple[Traffic, FloatArray]:
-        """Bytes of one layer's exchanges, and seconds [ranks of the cluster] of its experts' forward."""
+    def _traffic(self, layers: PlacedLayers, choices: IntArray | None) -> _Sent:
         workload, gpu, placement = self._plan.workload, self._plan.cluster.gpu, layers.placement
-        codecs = self._plan.level_codecs
-        rows = expected_rows(placement, layers.gating) if choices is None else routed_rows(placement, choices)
-        traffic = token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs)
+        codecs, per_choice, chunks = self._plan.level_codecs, self._exchange.per_choice, self._exchange.chunks
+        traffic: Traffic = {}
+        direct: dict[Op, Direct] = {}
+        if self._exchange.route is Route.DIRECT:
+            direct = direct_traffic(placement, workload, layers.gating, choices, codecs)
+        elif choices is None:
+            rows = expected_rows(placement, layers.gating, per_choice=per_choice)
+            traffic = token_traffic(placement, workload, rows, codecs, per_choice=per_choice)
+        else:
+            rows = routed_rows(placement, choices, per_choice=per_choice)
+            traffic = token_traffic(placement, workload, rows, codecs, per_choice=per_choice)
+        if chunks > 1:
+            traffic = {key: sent if key.op is Op.TOKEN_COUNTS else sent / chunks for key, sent in traffic.items()}
+            direct = {op: pairs if op is Op.TOKEN_COUNTS else pairs.part(chunks) for op, pairs in direct.items()}
         copies = served_copies(placement, layers.gating, choices).sum(axis=1)
-        products_s = copies * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
+        products_s = copies * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput)) / chunks
         alone_s = (products_s + placement.holds.sum(axis=1) * gpu.expert_overhead) * self._slowdown
         # Ranks that share processors wait for each other's work, too.
-        return traffic, alone_s / gpu.sharing + alone_s.mean() * (1 - 1 / gpu.sharing)
+        expert_s = alone_s / gpu.sharing + alone_s.mean() * (1 - 1 / gpu.sharing)
+        return _Sent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s)
 
-    def _block_of(self, traffic: Traffic, expert_s: FloatArray) -> _Block:
-        return _Block(flows=self._flows(traffic), expert_s=expert_s)
+    def _block_of(self, sent: _Sent) -> _Block:
+        jitter_s = self._plan.cluster.gpu.jitter
+        direct = {OpLevel(op, 0): self.fabric.direct(pairs, jitter_s) for op, pairs in sent.direct.items()}
+        return _Block(flows=self._flows(sent.traffic) | direct, expert_s=sent.expert_s)
 
     def _flows(self, traffic: Traffic) -> dict[OpLevel, Flows]:
         jitter_s = self._plan.cluster.gpu.jitter
@@ -248,13 +297,25 @@ class _Builder:
             gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name)
         begin = after if self._plan.schedule.overlap else gathered
         ready = self._compute(PRE_EXPERT, self._pre_expert_s, begin, name)
-        last = [ready, *gathered]
-        for level in self._levels:
-            last = self._hops(flows, Op.TOKEN_COUNTS, [level], last, name)
-            last = self._hops(flows, Op.TOKEN_DISPATCH, [level], last, name)
-        last = [*last, *self._gathered.get(step.layer, [])]
-        last = [self._compute(EXPERT, step.block.expert_s, last, name)]
-        return self._hops(flows, Op.TOKEN_COMBINE, self._levels[::-1], last, name)
+        return self._through_experts(step, _FORWARDS, [ready, *gathered], self._gathered.get(step.layer, []))
+
+    def _through_experts(self, step: _Step, way: _Way, after: list[int], held: Sequence[int]) -> list[int]:
+        """Tokens to the experts and back, chunk by chunk; computation waits for `held` copies, too."""
+        flows, name = step.block.flows, step.name
+        last, computed = after, list(held)
+        results = []
+        for _ in range(self._exchange.chunks):
+            for level in self._levels:
+                if way is _FORWARDS:
+                    last = self._hops(flows, Op.TOKEN_COUNTS, [level], last, name)
+                last = self._hops(flows, way.out, [level], last, name)
+            computed = [self._compute(way.label, step.block.expert_s * way.cost, [*last, *computed], name)]
+            results += computed
+        if self._exchange.chunks == 1:
+            last = computed
+        for result in results:
+            last = self._hops(flows, way.back, self._levels[::-1], list(dict.fromkeys([*last, result])), name)
+        return last
 
     def _backward(self, step: _Step, after: list[int]) -> list[int]:
         flows, name = step.block.flows, step.name
@@ -262,10 +323,7 @@ class _Builder:
             return self._prefetched_backward(step, after)
         gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name) if step.regather else after
         begin = after if self._plan.schedule.overlap else gathered
-        last = [*self._hops(flows, Op.COMBINE_BACKWARD, self._levels, begin, name), *gathered]
-        expert_s = step.block.expert_s * _BACKWARD_COST
-        last = [self._compute(EXPERT + BACKWARD, expert_s, last, name)]
-        last = self._hops(flows, Op.DISPATCH_BACKWARD, self._levels[::-1], last, name)
+        last = self._through_experts(step, _BACKWARDS, begin, gathered)
         returned = self._hops(flows, Op.GRADIENT_RETURN, self._levels[::-1], last, name) if step.give_back else last
         if step.is_last:
             # Renews the layer's shared expert, where copies are coded against one.

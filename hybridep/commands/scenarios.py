@@ -22,16 +22,20 @@ if TYPE_CHECKING:
     from simulator.many_steps import RoutingOfStep, RunResult
     from simulator.report import Report
     from simulator.scenario import Scenario
+    from simulator.systems import System
 
 _NAMES = {baseline.value: baseline for baseline in Baseline}
 
 
-def baselines(names: tuple[str, ...], where: str) -> list[Baseline]:
-    """The baselines of these names. Raises UserError."""
+def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
+    """The baselines and systems of these names. Raises UserError."""
+    from simulator.systems import System
+
+    known: dict[str, Baseline | System] = {**_NAMES, **{system.value: system for system in System}}
     for name in names:
-        if name not in _NAMES:
-            raise UserError(f"{where} {name}: no such baseline; there are {', '.join(_NAMES)}")
-    return [_NAMES[name] for name in names]
+        if name not in known:
+            raise UserError(f"{where} {name}: no such baseline; there are {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def resolve(scenario: Scenario) -> Plan:
@@ -140,7 +144,7 @@ def _first_step(scenario: Scenario, plan: Plan, routing: RoutingOfStep | None) -
 
     return simulate(
         plan,
-        baselines(scenario.against, "against"),
+        others(scenario.against, "against"),
         routing(plan, 0) if routing is not None else None,
         scenario.tolerance,
         scenario.conditions,

@@ -26,7 +26,8 @@ _SHOWN_LINKS = 5
     "--against",
     default="",
     metavar="NAMES",
-    help="Baselines to simulate too, comma separated: ep, full_gather, ep_in_dc, ep_in_node.",
+    help="What to simulate too, comma separated: baselines ep, full_gather, ep_in_dc, ep_in_node; schedules of other systems "
+    "flat_ep, tutel, faster_moe, smart_moe.",
 )
 @click.option(
     "--routing", metavar="uniform|zipf:S|FILE", help="What tokens choose; FILE as `hybridep train` records it (routing.npz)."
@@ -124,7 +125,8 @@ def _show(report: Report) -> None:
     step_s = report.step.step_s
     console.print(f"step [bold]{format_seconds(step_s)}[/bold] (simulated in {format_seconds(report.wall_s)})")
     for baseline, other_s in report.baselines.items():
-        console.print(f"  {baseline.value}: {format_seconds(other_s)} (x {other_s / step_s:.2f})")
+        chosen = f", {report.choices[baseline]}" if baseline in report.choices else ""
+        console.print(f"  {baseline}: {format_seconds(other_s)} (x {other_s / step_s:.2f}{chosen})")
     prediction = report.step.plan.prediction
     if prediction is not None:
         console.print(f"  the plan's own prediction: {format_seconds(prediction.step)}")
