@@ -45,12 +45,13 @@ class Setting:
 
     @cached_property
     def cluster(self) -> Cluster:
-        level = {"name": "dc", "size": self.sites, "bandwidth": self.bandwidth, "latency": self.config["latency"]}
+        latency = self.recipe.get("latency", self.config["latency"])
+        level = {"name": "dc", "size": self.sites, "bandwidth": self.bandwidth, "latency": latency}
         return build(Cluster, {"name": f"{self.sites} sites", "levels": [level], "gpu": self.config["gpu"]}, "config.yaml")
 
     @cached_property
     def workload(self) -> Workload:
-        data = dict(self.recipe)
+        data = {key: value for key, value in self.recipe.items() if key != "latency"}
         if "base" in data:
             data["model"] = load_workload(data.pop("base")).model.model_dump(mode="json")
         if data["model"]["num_experts"] == "per site":

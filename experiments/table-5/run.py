@@ -85,7 +85,7 @@ def draw(path: Path, rows: list[Row]) -> None:
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
     figure, axes = plt.subplots(1, len(clusters), figsize=(5 * len(clusters), 4), layout="constrained", squeeze=False)
     for panel, cluster in zip(axes[0], clusters, strict=True):
-        for name, colour in (("tutel", "tab:red"), ("hybridep", "tab:blue"), ("planned", "tab:green")):
+        for name, colour in (("hybridep", "tab:blue"), ("tutel", "tab:red")):
             mine = [row for row in rows if row["cluster"] == cluster and row["system"] == name]
             data = [int(row["data_mb"]) for row in mine]
             panel.loglog(data, [float(row["simulated_s"]) for row in mine], marker="o", color=colour, label=f"{name}, simulated")

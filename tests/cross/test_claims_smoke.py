@@ -1,0 +1,44 @@
+"""The experiments on the paper's Fig. 17 and Table V run at their smallest size, and say what they must."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+
+
+def rows_of(claim: str, table: str, folder: Path) -> list[dict[str, str]]:
+    script = EXPERIMENTS / claim / "run.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--smoke", "--results", str(folder)], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    return list(csv.DictReader((folder / "smoke" / table).open(newline="", encoding="utf-8")))
+
+
+def test_figure_17(tmp_path: Path) -> None:
+    gains = rows_of("figure-17", "gains.csv", tmp_path)
+    assert len(gains) == 4
+    for row in gains:
+        # What is chosen freely is never behind what it could have chosen.
+        assert float(row["planned over best other"]) > 0.999, row
+        assert float(row["planned over ep"]) >= float(row["planned over best other"]) - 1e-3, row
+    paper = list(csv.DictReader((tmp_path / "smoke" / "paper.csv").open(newline="", encoding="utf-8")))
+    of_share = {row["fixed"]: float(row["most_gain"]) for row in paper if row["compression"] == "50"}
+    # Nothing is faster than without the part of the tokens that stays at home: at most 1 / p.
+    assert all(float(row["most_gain"]) <= 1 / float(row["fixed"][2:]) + 1e-9 for row in paper if row["fixed"].startswith("p="))
+    assert of_share["p=0.25"] > 2
+
+
+def test_table_5(tmp_path: Path) -> None:
+    rows = {row["system"]: row for row in rows_of("table-5", "table.csv", tmp_path)}
+    assert {row["data_mb"] for row in rows.values()} == {"6"}
+    step_s = {name: float(row["simulated_s"]) for name, row in rows.items()}
+    assert step_s["planned"] <= min(step_s.values()) * 1.001
+    assert step_s["tutel"] <= step_s["flat_ep"] and step_s["ep"] < step_s["flat_ep"]
+    assert float(rows["hybridep"]["simulated_gain"]) == pytest.approx(step_s["tutel"] / step_s["hybridep"], rel=0.01)
