@@ -10,6 +10,7 @@ steps; results/gains.csv and figure-17.png what the two say. Rows that are there
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from itertools import product
@@ -69,17 +70,23 @@ def read(table: Path) -> list[Row]:
 
 
 def write(table: Path, rows: list[Row]) -> None:
-    lines = [",".join(rows[0]), *(",".join(f'"{value}"' if "," in value else value for value in row.values()) for row in rows)]
-    write_text(table, "\n".join(lines) + "\n")
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(table, text.getvalue())
 
 
 @click.command(help=__doc__)
-@click.option("--smoke", is_flag=True, help="8 sites and one bandwidth: does it run?")
+@click.option("--smoke", is_flag=True, help="8 sites, one bandwidth, one workload: does it run?")
 @click.option("--most-sites", type=int, help="Leave out larger settings.")
 @click.option("--results", type=click.Path(path_type=Path), default=HERE / "results")
 def main(smoke: bool, most_sites: int | None, results: Path) -> None:
     config = yaml.safe_load((HERE / "config.yaml").read_text(encoding="utf-8"))
-    steps = config["steps"] | (config["smoke"] if smoke else {})
+    steps = config["steps"]
+    if smoke:
+        small = config["smoke"]
+        steps |= small | {"workloads": {name: steps["workloads"][name] for name in small["workloads"]}}
     results = results / "smoke" if smoke else results
     results.mkdir(parents=True, exist_ok=True)
     write(results / "paper.csv", list(paper_rows(config["paper"])))

@@ -58,6 +58,16 @@ class Setting:
             data["model"] = data["model"] | {"num_experts": self.sites}
         return build(Workload, {"name": self.name} | data, "config.yaml")
 
+    @property
+    def with_gpus_inside(self) -> tuple[Cluster, Workload]:
+        """The same sites with a level of GPUs below, which share a site's sequences."""
+        inside, training = self.config["inside"], self.workload.training
+        levels = [self.cluster.model_dump(mode="json")["levels"][0]]
+        levels.append({"name": "gpu", "size": inside["size"], "bandwidth": inside["bandwidth"], "latency": inside["latency"]})
+        cluster = build(Cluster, {"name": "GPUs inside", "levels": levels, "gpu": inside["gpu"]}, "config.yaml")
+        fewer = training.model_copy(update={"micro_batch_size": training.micro_batch_size // inside["size"]})
+        return cluster, self.workload.model_copy(update={"training": fewer})
+
     def placed(self, size: int, codecs: dict[str, Codecs] | None = None) -> Plan:
         """Expert domains of so many sites, in all layers."""
         layers = self.workload.model.num_moe_layers
@@ -122,6 +132,10 @@ def schemes(setting: Setting) -> dict[str, Callable[[], Outcome]]:
         found[f"{name}, a row per choice, top-k 2 % of experts"] = plain(setting.placed(each, shared), PER_CHOICE)
         found[name] = plain(setting.placed(each))
     found["planned"] = planned({})
+    if size == config["inside"]["sites"] and setting.workload.training.micro_batch_size % config["inside"]["size"] == 0:
+        cluster, workload = setting.with_gpus_inside
+        found["ep, GPUs inside"] = plain(baseline_plan(cluster, workload, Baseline.EP))
+        found["ep_in_dc, GPUs inside"] = plain(baseline_plan(cluster, workload, Baseline.EP_IN_DC))
     for name, codecs in coded.items():
         found[f"ep, {name}"] = plain(setting.placed(1, codecs))
         found[f"full_gather, {name}"] = plain(setting.placed(size, codecs))
