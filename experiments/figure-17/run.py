@@ -61,8 +61,9 @@ def paper_rows(config: dict[str, Any]) -> Iterator[Row]:
 
 
 def settings(config: dict[str, Any]) -> Iterator[Setting]:
-    for (name, recipe), sites, bandwidth in product(config["workloads"].items(), config["sites"], config["bandwidth"]):
-        yield Setting(name=name, recipe=recipe, sites=sites, bandwidth=bandwidth, config=config)
+    for name, recipe in config["workloads"].items():
+        for sites, bandwidth in product(config["sites"], recipe.get("bandwidth", config["bandwidth"])):
+            yield Setting(name=name, recipe=recipe, sites=sites, bandwidth=bandwidth, config=config)
 
 
 def read(table: Path) -> list[Row]:
