@@ -8,13 +8,14 @@ from simulated_plans import PLANS, RATES_GBPS, make_plan
 
 import simulator.training
 from hybridep.plan import Plan
-from hybridep.traffic import Op, OpLevel, link_bytes, step_traffic
+from hybridep.traffic import Direct, Op, OpLevel, direct_traffic, expected_rows, link_bytes, step_traffic, token_traffic
 from simulator.errors import SimulationError
 from simulator.report import simulate
 from simulator.step import StepResult, simulate_step
-from simulator.symmetry import no_symmetry
+from simulator.symmetry import no_symmetry, symmetry
 from simulator.systems import DEGREES, System, popularity_of, spread_homes, system_step
 from simulator.token_exchange import Route, TokenExchange
+from simulator.wiring import wiring
 
 FLAT = TokenExchange(route=Route.DIRECT, per_choice=True)
 ROW_BYTES = 64 * 4
@@ -79,8 +80,10 @@ def test_a_plain_exchange_carries_a_row_per_choice() -> None:
 @pytest.mark.parametrize("per_choice", [False, True])
 def test_on_one_level_straight_and_in_hops_are_the_same(per_choice: bool) -> None:
     plan = make_plan(4, latency_s=1e-3)
-    hops = simulate_step(plan, exchange=TokenExchange(per_choice=per_choice))
-    assert (hops.step_s == pytest.approx(simulate_step(plan, exchange=FLAT).step_s, rel=1e-9)) == per_choice
+    for chunks in (1, 4):
+        hops = simulate_step(plan, exchange=TokenExchange(per_choice=per_choice, chunks=chunks))
+        straight = simulate_step(plan, exchange=TokenExchange(route=Route.DIRECT, per_choice=True, chunks=chunks))
+        assert (hops.step_s == pytest.approx(straight.step_s, rel=1e-9)) == per_choice
 
 
 @pytest.mark.parametrize(
@@ -102,6 +105,16 @@ def test_kinds_of_ranks_give_what_all_ranks_give(plan: Plan, route: Route, monke
     assert full.symmetry.num_kinds == plan.cluster.num_gpus
     np.testing.assert_allclose(reduced.link_bytes, full.link_bytes, rtol=1e-9)
     assert reduced.step_s == pytest.approx(full.step_s, rel=1e-8)
+
+
+def test_who_sends_to_whom_tells_ranks_apart() -> None:
+    cluster = make_plan(2, 4).cluster
+    inside = Direct(np.array([0]), np.array([1]), np.array([5.0]))
+    assert symmetry(wiring(cluster), [], [], direct=[inside]).kind.tolist() == [0, 1, 2, 2, 3, 3, 3, 3]
+    across = Direct(np.array([0, 4]), np.array([4, 0]), np.array([5.0, 5.0]))
+    assert symmetry(wiring(cluster), [], [], direct=[across]).kind.tolist() == [0, 1, 1, 1, 0, 1, 1, 1]
+    with pytest.raises(SimulationError, match="trunks"):
+        symmetry(wiring(make_plan(3, 2, pairs=True).cluster), [], [], direct=[inside])
 
 
 def test_recorded_choices_go_where_they_chose(rng: np.random.Generator) -> None:
@@ -203,8 +216,6 @@ def test_what_does_not_go_together_is_an_error() -> None:
 def test_rows_per_choice_add_up_to_all_choices() -> None:
     """Of every rank's choices, those of experts elsewhere leave it, whichever way they take."""
     plan = make_plan(2, 2, num_experts=16)
-    from hybridep.traffic import direct_traffic, expected_rows, token_traffic
-
     layers = plan.placed[0]
     direct = direct_traffic(layers.placement, plan.workload, layers.gating)[Op.TOKEN_DISPATCH]
     assert direct.size_bytes.sum() == pytest.approx(4 * 64 * 3 * 12 / 16 * ROW_BYTES)
