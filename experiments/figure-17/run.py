@@ -37,7 +37,7 @@ def paper_rows(config: dict[str, Any]) -> Iterator[Row]:
         *(config[key] for key in ("sites", "data", "expert", "compression", "pre_expert"))
     ):
         sizes = {f"S={size}": share_of_domain(sites, size) for size in config["domains"] if size <= sites}
-        for name, share in sizes.items() | {f"p={share}": share for share in config["shares"]}.items():
+        for name, share in (sizes | {f"p={share}": share for share in config["shares"]}).items():
             found = []
             for bandwidth in config["bandwidth"]:
                 terms = {
@@ -62,7 +62,7 @@ def paper_rows(config: dict[str, Any]) -> Iterator[Row]:
 
 def settings(config: dict[str, Any]) -> Iterator[Setting]:
     for name, recipe in config["workloads"].items():
-        for sites, bandwidth in product(config["sites"], recipe.get("bandwidth", config["bandwidth"])):
+        for sites, bandwidth in product(config["sites"], config["bandwidth"]):
             yield Setting(name=name, recipe=recipe, sites=sites, bandwidth=bandwidth, config=config)
 
 

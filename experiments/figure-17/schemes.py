@@ -51,7 +51,7 @@ class Setting:
 
     @cached_property
     def workload(self) -> Workload:
-        data = {key: value for key, value in self.recipe.items() if key not in ("latency", "bandwidth")}
+        data = {key: value for key, value in self.recipe.items() if key != "latency"}
         if "base" in data:
             data["model"] = load_workload(data.pop("base")).model.model_dump(mode="json")
         if data["model"]["num_experts"] == "per site":
