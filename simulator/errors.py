@@ -1,7 +1,11 @@
 """What can go wrong inside the simulator."""
 
-from hybridep.errors import HybridEPError
+from hybridep.errors import HybridEPError, UserError
 
 
 class SimulationError(HybridEPError):
     """A simulation was asked for something that has no meaning (an event in the past, an unknown link, a cycle)."""
+
+
+class FabricError(UserError, SimulationError):
+    """A fabric does not fit the cluster that it is to join."""

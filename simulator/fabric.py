@@ -24,8 +24,9 @@ class Fabric:
         self._conditions = conditions or Conditions()
         self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 
-    def flows(self, level: int, sent: FloatArray, late_s: float = 0.0) -> Flows:
-        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate; ``late_s`` longer."""
+    def flows(self, level: int, sent: FloatArray, late_s: float = 0.0, circuits: IntArray | None = None) -> Flows:
+        """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate; ``late_s`` longer,
+        over `circuits` [regions, nodes of one, again] where these join the two."""
         cluster = self.symmetry.cluster
         stride, size = int(np.prod(cluster.sizes[level + 1 :])), cluster.sizes[level]
         kind, coordinate = np.nonzero(sent[self.symmetry.first])
@@ -36,7 +37,7 @@ class Fabric:
         # All arrive with the last: which of a rank's messages leaves first is not followed.
         further_s = (np.bincount(source, minlength=cluster.num_gpus)[source] - 1) * cluster.gpu.message_overhead
         destination = source + (coordinate - own) * stride
-        return self.transfers(source, destination, sent[source, coordinate], late_s + further_s)
+        return self.transfers(source, destination, sent[source, coordinate], late_s + further_s, circuits)
 
     def direct(self, pairs: Direct, late_s: float = 0.0) -> Flows:
         """Transfers between any two ranks; those inside a site take ``late_s`` longer."""
@@ -50,13 +51,19 @@ class Fabric:
         return self.transfers(source, destination, pairs.size_bytes[ours], further_s.astype(np.float64))
 
     def transfers(
-        self, source: IntArray, destination: IntArray, size_bytes: FloatArray, late_s: FloatArray | None = None
+        self,
+        source: IntArray,
+        destination: IntArray,
+        size_bytes: FloatArray,
+        late_s: FloatArray | None = None,
+        circuits: IntArray | None = None,
     ) -> Flows:
-        """Transfers between pairs of ranks, [n] each: all that the first rank of each kind sends; ``late_s`` longer."""
+        """Transfers between pairs of ranks, [n] each: all that the first rank of each kind sends; as `flows`."""
         symmetry = self.symmetry
-        links, shares, latency_s = symmetry.wiring.paths(source, destination)
+        links, shares, latency_s = symmetry.wiring.paths(source, destination, circuits)
         further_s = np.zeros(source.size) if late_s is None else late_s
-        one_by_one = symmetry.num_kinds == symmetry.cluster.num_gpus
+        # Links may be alike where no ranks are: those that nobody uses, or one behind the other.
+        one_by_one = symmetry.num_kinds == symmetry.cluster.num_gpus and symmetry.link_size.size == symmetry.link_kind.size
         if not one_by_one:
             links = np.where(links >= 0, symmetry.link_kind[links], -1)
         path = np.zeros(source.size, dtype=np.uint64)

@@ -102,11 +102,53 @@ class NvLink(Strict):
     """Of each rank, each way. Transfers inside a domain use nothing else."""
 
 
+class Allocation(Enum):
+    """Who gets the circuits of an optical switch (see `simulator.circuits`)."""
+
+    PAPER = "paper"
+    """MixNet's Algorithm 1, which stops at the first pair without a free port."""
+    SIMULATOR = "simulator"
+    """As MixNet's public simulator does: goes on, and nearly all pairs get one circuit before any gets two."""
+    MATCHING = "matching"
+    """By matchings and a search from there; never slower than the two."""
+
+
+class Prediction(Enum):
+    """What is known of a layer's traffic before its gate, so that circuits change while attention computes."""
+
+    NONE = "none"
+    """Nothing: the layer's first exchange waits for its circuits."""
+    LAST = "last"
+    """What it was in the micro-batch before."""
+    LOAD = "load"
+    """What the layer before it has chosen, and how the two went together in earlier micro-batches (MixNet's estimate)."""
+
+
+class MixNet(Strict):
+    """MixNet (Liao et al., SIGCOMM 2025): some of a node's network interfaces lead to packet switches, the others to its
+    region's optical circuit switch, whose circuits follow the token exchanges. Needs a level of nodes between sites and GPUs,
+    whose bandwidth is that of all interfaces."""
+
+    packet: int = Field(default=2, ge=1)
+    """Interfaces of a node on the packet network, which is non-blocking. It carries all that has no circuit."""
+    optical: int = Field(default=6, ge=1)
+    """On the circuit switch; all are equally fast."""
+    region: int | None = Field(default=None, ge=2)
+    """Nodes that one circuit switch joins; all of a site where omitted."""
+    allocation: Allocation = Allocation.MATCHING
+    prediction: Prediction = Prediction.NONE
+    reconfiguration: Duration = 0.025
+    """From the last use of a region's circuits until the next ones carry traffic."""
+    keep: bool = False
+    """Leave a region's circuits as the layer before had them where others would save two exchanges less than that time."""
+
+
 class Inside(Strict):
     """Inside a site."""
 
     fat_tree: FatTree | None = None
     rail: Rail | None = None
+    mixnet: MixNet | None = None
     nvlink: NvLink | None = None
 
     @model_validator(mode="after")
@@ -114,6 +156,10 @@ class Inside(Strict):
         if self.rail is not None and (self.fat_tree is not None or self.nvlink is not None):
             raise ValueError(
                 "rail: has no leaves, and its NVLink domains are the cluster's nodes; give neither fat_tree nor nvlink"
+            )
+        if self.mixnet is not None and any(other is not None for other in (self.fat_tree, self.rail, self.nvlink)):
+            raise ValueError(
+                "mixnet: brings its own packet network, and its NVLink domains are the cluster's nodes; give it alone"
             )
         return self
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hybridep.topology import Cluster
 from simulator.arrays import FloatArray, IntArray
-from simulator.errors import SimulationError
+from simulator.errors import FabricError
 from simulator.fabric_file import Graph, Hub, Mesh, Ring, Routing, Wan
 
 _MOST_STEPS = 50_000_000
@@ -52,7 +52,7 @@ class Routes:
 def routes(cluster: Cluster, wan: Wan | None) -> Routes | None:
     """The routes of a fabric, or else over the cluster's links per pair; None where the core is never full.
 
-    Raises SimulationError for places that are not joined, and for more routes than memory should hold.
+    Raises FabricError for places that are not joined, and for more routes than memory should hold.
     """
     if wan is None:
         return _pairs(cluster) if cluster.links else None
@@ -97,7 +97,7 @@ def _hub(cluster: Cluster, hub: Hub) -> Routes:
     sites = cluster.sizes[0]
     names = [cluster.site_name(site) for site in range(sites)]
     if hub.at is not None and hub.at not in names:
-        raise SimulationError(f"wan.hub.at: no site {hub.at!r} in cluster {cluster.name}")
+        raise FabricError(f"wan.hub.at: no site {hub.at!r} in cluster {cluster.name}")
     center = names.index(hub.at) if hub.at is not None else -1
     source, destination = (ends.ravel() for ends in np.indices((sites, sites)))
     steps = np.stack([2 * source, 2 * destination + 1], axis=1)
@@ -126,7 +126,7 @@ def _ring(cluster: Cluster, ring: Ring) -> Routes:
     hops = np.minimum(ahead, sites - ahead)
     num_steps = np.where(both, 2 * hops, hops)
     if int(num_steps.sum()) > _MOST_STEPS:
-        raise SimulationError(f"wan.ring: {sites} sites have {int(num_steps.sum())} steps in their routes, over {_MOST_STEPS}")
+        raise FabricError(f"wan.ring: {sites} sites have {int(num_steps.sum())} steps in their routes, over {_MOST_STEPS}")
     pair = np.repeat(np.arange(sites * sites), num_steps)
     first = np.concatenate([[0], np.cumsum(num_steps)])
     step = np.arange(pair.size) - first[pair]
@@ -177,7 +177,7 @@ def _graph(cluster: Cluster, wan: Graph) -> Routes:
             if source == target:
                 continue
             if source not in distance:
-                raise SimulationError(f"wan.graph: no route from {names[source]} to {names[target]}")
+                raise FabricError(f"wan.graph: no route from {names[source]} to {names[target]}")
             share, arrives_s, crossed = {source: 1.0}, {source: 0.0}, dict[int, float]()
             for place in sorted(
                 (each for each in distance if distance[each] <= distance[source]), key=lambda each: -distance[each]

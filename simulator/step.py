@@ -81,8 +81,11 @@ class StepResult:
 
     @property
     def links(self) -> tuple[LinkLoad, ...]:
-        """Every link: those of the cluster's link table first, in its order, then those of the fabric."""
-        return tuple(self.link(number) for number in range(self.link_bytes.size))
+        """Every link: those of the cluster's link table first, in its order, then those of the fabric; circuits if used."""
+        is_circuit = self.symmetry.wiring.is_circuit
+        return tuple(
+            self.link(number) for number, size in enumerate(self.link_bytes.tolist()) if size > 0 or not is_circuit(number)
+        )
 
     @property
     def busiest_link(self) -> LinkLoad:

@@ -30,6 +30,7 @@ from simulator.conditions import Conditions, LinkFactors
 from simulator.engine import Engine
 from simulator.errors import SimulationError
 from simulator.fabric import Fabric
+from simulator.mixnet import CircuitController
 from simulator.network import EXACT
 from simulator.symmetry import Exchange, no_symmetry, symmetry
 from simulator.token_exchange import Route, TokenExchange
@@ -40,6 +41,7 @@ EXPERT = "expert"
 HEAD = "head"
 BACKWARD = "_backward"
 OPTIMIZER = "optimizer"
+RECONFIGURATION = "reconfiguration"
 
 _OUT = (Op.EXPERT_GATHER, Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.SHARED_REDUCE_SCATTER)
 """Transfers of a layer; its others are these, or their reverse, in other units."""
@@ -80,6 +82,12 @@ class _Block(NamedTuple):
     flows: Mapping[OpLevel, Flows]
     expert_s: FloatArray
     """[ranks of the cluster] forward of the routed experts."""
+    light: Traffic | None = None
+    """Of its flows that may use circuits."""
+    demand_bytes: FloatArray | None = None
+    """[regions, nodes of one, again]: what circuits are for."""
+    circuits: IntArray | None = None
+    """[regions, nodes of one, again]: those that its flows use."""
 
 
 class _Step(NamedTuple):
@@ -88,6 +96,8 @@ class _Step(NamedTuple):
     block: _Block
     layer: int
     name: str
+    ahead: _Block | None
+    """Its forward where circuits were set for it before its gate."""
     gather: bool
     regather: bool
     give_back: bool
@@ -146,6 +156,13 @@ class _Builder:
         """Layer -> ends of its gather, in one pass."""
         self._returned: dict[int, list[int]] = {}
         """The same of its gradients' return, where copies live for one micro-batch."""
+        self._controller = CircuitController(wiring) if wiring.inside.mixnet is not None else None
+        if self._controller is not None and exchange.route is Route.DIRECT:
+            raise SimulationError("route direct: circuits of a MixNet are for exchanges hop by hop")
+        self._circuits: IntArray | None = None
+        """That are set; None at the start of the step."""
+        self._released: list[int] = []
+        """Ends of what used them last."""
         self._levels = range(len(plan.cluster.levels))
         workload, gpu = plan.workload, plan.cluster.gpu
         everybody = self._slowdown = conditions.slowdown(plan.cluster, start_s)
@@ -154,9 +171,9 @@ class _Builder:
         self._optimizer_s = self._optimizer()
         dense = dense_traffic(plan.placements[0], workload, plan.level_codecs)
         expected = {}
-        # Shares of routes over trunks are not compared where rows go directly.
+        # Shares of routes over trunks are not compared where rows go directly; circuits join some nodes and not others.
         comparable = exchange.route is Route.HOPS or wiring.wan is None
-        if routing is None and not self._jitter and comparable:
+        if routing is None and not self._jitter and comparable and self._controller is None:
             for layers in plan.placed:
                 expected[layers.first_layer] = self._traffic(layers, None)
             alike = symmetry(
@@ -215,10 +232,12 @@ class _Builder:
     def _step(self, layer: int, layers: PlacedLayers, micro_batch: int) -> _Step:
         each_time = layers.group.residency is Residency.MICROBATCH
         is_last = micro_batch == self._plan.workload.training.micro_batches - 1
+        block = self._block(layer, layers, micro_batch)
         return _Step(
-            block=self._block(layer, layers, micro_batch),
+            block=block,
             layer=layer,
             name=f"layer {layer}, micro-batch {micro_batch}",
+            ahead=self._ahead(block, layer, layers, micro_batch),
             gather=each_time or micro_batch == 0,
             regather=each_time,
             give_back=each_time or is_last,
@@ -256,15 +275,60 @@ class _Builder:
         return _Sent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s)
 
     def _block_of(self, sent: _Sent) -> _Block:
-        jitter_s = self._plan.cluster.gpu.jitter
-        direct = {OpLevel(op, 0): self.fabric.direct(pairs, jitter_s) for op, pairs in sent.direct.items()}
-        return _Block(flows=self._flows(sent.traffic) | direct, expert_s=sent.expert_s)
+        control, jitter_s = self._controller, self._plan.cluster.gpu.jitter
+        if control is None:
+            direct = {OpLevel(op, 0): self.fabric.direct(pairs, jitter_s) for op, pairs in sent.direct.items()}
+            return _Block(flows=self._flows(sent.traffic) | direct, expert_s=sent.expert_s)
+        demand = control.demand_bytes(sent.traffic)
+        circuits = control.circuits(demand)
+        light = {key: part for key, part in sent.traffic.items() if control.is_light(key)}
+        dark = {key: part for key, part in sent.traffic.items() if key not in light}
+        flows = self._flows(dark) | self._flows(light, circuits)
+        return _Block(flows=flows, expert_s=sent.expert_s, light=light, demand_bytes=demand, circuits=circuits)
 
-    def _flows(self, traffic: Traffic) -> dict[OpLevel, Flows]:
+    def _ahead(self, block: _Block, layer: int, layers: PlacedLayers, micro_batch: int) -> _Block | None:
+        """A block as its forward is where circuits are set before its gate, for what is then expected of it."""
+        if self._controller is None or block.demand_bytes is None or block.light is None:
+            return None
+        load = None
+        if self._routing is not None:
+            chosen = self._routing[layer, micro_batch].reshape(self._plan.cluster.num_gpus, -1)
+            num_experts = self._plan.workload.model.num_experts
+            load = np.stack([np.bincount(each[each >= 0], minlength=num_experts) for each in chosen]).astype(np.float64)
+        expected = self._controller.foreseen(layer, layers.placement, block.demand_bytes, load)
+        if expected is None:
+            return None
+        if np.array_equal(expected, block.demand_bytes):
+            return block
+        circuits = self._controller.circuits(expected)
+        return block._replace(flows={**block.flows, **self._flows(block.light, circuits)}, circuits=circuits)
+
+    def _flows(self, traffic: Traffic, circuits: IntArray | None = None) -> dict[OpLevel, Flows]:
         jitter_s = self._plan.cluster.gpu.jitter
         return {
-            key: self.fabric.flows(key.level, sent, late_s=jitter_s if is_late(key) else 0.0) for key, sent in traffic.items()
+            key: self.fabric.flows(key.level, sent, jitter_s if is_late(key) else 0.0, circuits) for key, sent in traffic.items()
         }
+
+    def _reconfigure(self, block: _Block, after: Sequence[int], name: str) -> list[int]:
+        """Set a block's circuits after their last use and after these; ends that their next use waits for, none where regions
+        have them already."""
+        if self._controller is None or block.circuits is None:
+            return []
+        last: list[int] = []
+        for flows in self._controller.switching(self._circuits, block.circuits):
+            last = [self._program.exchange(RECONFIGURATION, flows, last or [*after, *self._released], name)]
+        self._circuits = block.circuits
+        return last
+
+    def _out(self, block: _Block, op: Op, after: list[int], circuits: list[int], name: str) -> list[int]:
+        """Tokens to their experts or gradients to them, outermost level first; inside sites once circuits are set."""
+        last = self._hops(block.flows, op, self._levels[:1], after, name)
+        return self._hops(block.flows, op, self._levels[1:], [*last, *circuits], name)
+
+    def _back(self, block: _Block, op: Op, after: list[int], name: str) -> list[int]:
+        """And back, innermost level first."""
+        self._released = self._hops(block.flows, op, self._levels[:0:-1], after, name)
+        return self._hops(block.flows, op, self._levels[:1], self._released, name)
 
     def _hops(self, flows: Mapping[OpLevel, Flows], op: Op, levels: Sequence[int], after: list[int], name: str) -> list[int]:
         """One exchange per level, in the order given; a rank begins a hop when its part of the one before is done."""
@@ -291,39 +355,51 @@ class _Builder:
         return done
 
     def _forward(self, step: _Step, after: list[int]) -> list[int]:
-        flows, name = step.block.flows, step.name
+        block, name = step.ahead or step.block, step.name
+        flows = block.flows
+        circuits = self._reconfigure(block, [], name) if step.ahead is not None else None
         gathered = after
         if step.gather and not self._prefetch:
             gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name)
         begin = after if self._plan.schedule.overlap else gathered
         ready = self._compute(PRE_EXPERT, self._pre_expert_s, begin, name)
-        return self._through_experts(step, _FORWARDS, [ready, *gathered], self._gathered.get(step.layer, []))
+        held = self._gathered.get(step.layer, [])
+        return self._through_experts(block, _FORWARDS, [ready, *gathered], held, circuits, name)
 
-    def _through_experts(self, step: _Step, way: _Way, after: list[int], held: Sequence[int]) -> list[int]:
-        """Tokens to the experts and back, chunk by chunk; computation waits for `held` copies, too."""
-        flows, name = step.block.flows, step.name
+    def _through_experts(
+        self, block: _Block, way: _Way, after: list[int], held: Sequence[int], circuits: list[int] | None, name: str
+    ) -> list[int]:
+        """Tokens to the experts and back, chunk by chunk; computation waits for `held` copies, too, and what is inside sites
+        for `circuits`, ends of their setting (None: they are set once the first counts have told what will move)."""
+        flows = block.flows
         last, computed = after, list(held)
         results = []
         for _ in range(self._exchange.chunks):
             for level in self._levels:
                 if way is _FORWARDS:
                     last = self._hops(flows, Op.TOKEN_COUNTS, [level], last, name)
+                if circuits is None:
+                    circuits = self._reconfigure(block, last, name)
+                if level == 1:
+                    last = [*last, *circuits]
                 last = self._hops(flows, way.out, [level], last, name)
-            computed = [self._compute(way.label, step.block.expert_s * way.cost, [*last, *computed], name)]
+            computed = [self._compute(way.label, block.expert_s * way.cost, [*last, *computed], name)]
             results += computed
         if self._exchange.chunks == 1:
             last = computed
         for result in results:
-            last = self._hops(flows, way.back, self._levels[::-1], list(dict.fromkeys([*last, result])), name)
+            last = self._back(block, way.back, list(dict.fromkeys([*last, result])), name)
         return last
 
     def _backward(self, step: _Step, after: list[int]) -> list[int]:
-        flows, name = step.block.flows, step.name
+        block, name = step.block, step.name
+        flows = block.flows
         if self._prefetch:
             return self._prefetched_backward(step, after)
+        circuits = self._reconfigure(block, [], name)
         gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name) if step.regather else after
         begin = after if self._plan.schedule.overlap else gathered
-        last = self._through_experts(step, _BACKWARDS, begin, gathered)
+        last = self._through_experts(block, _BACKWARDS, begin, gathered, circuits, name)
         returned = self._hops(flows, Op.GRADIENT_RETURN, self._levels[::-1], last, name) if step.give_back else last
         if step.is_last:
             # Renews the layer's shared expert, where copies are coded against one.
@@ -335,17 +411,17 @@ class _Builder:
 
     def _prefetched_backward(self, step: _Step, after: list[int]) -> list[int]:
         """Backward whose gather set out before, and whose gradients return while blocks below run theirs."""
-        flows, name = step.block.flows, step.name
-        last = self._hops(flows, Op.COMBINE_BACKWARD, self._levels, after, name)
+        block, name = step.block, step.name
+        last = self._out(block, Op.COMBINE_BACKWARD, after, self._reconfigure(block, [], name), name)
         # Gradients that the runtime does not keep while it makes new ones: with copies per micro-batch, memory is short.
         above = self._returned.get(step.layer + self._prefetch + 1, [])
         last = [*last, *self._gathered.get(step.layer, []), *above]
-        last = [self._compute(EXPERT + BACKWARD, step.block.expert_s * _BACKWARD_COST, last, name)]
+        last = [self._compute(EXPERT + BACKWARD, block.expert_s * _BACKWARD_COST, last, name)]
         if step.give_back:
             returned = self._queued(step, Op.GRADIENT_RETURN, self._levels[::-1], last)
             if step.regather:
                 self._returned[step.layer] = returned
-        last = self._hops(flows, Op.DISPATCH_BACKWARD, self._levels[::-1], last, name)
+        last = self._back(block, Op.DISPATCH_BACKWARD, last, name)
         return [self._compute(PRE_EXPERT + BACKWARD, self._pre_expert_s * _BACKWARD_COST, last, name)]
 
     def _optimizer(self) -> FloatArray:

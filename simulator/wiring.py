@@ -11,7 +11,7 @@ import numpy as np
 
 from hybridep.topology import Cluster
 from simulator.arrays import FloatArray, IntArray
-from simulator.errors import SimulationError
+from simulator.errors import FabricError
 from simulator.fabric_file import FabricFile, Inside
 from simulator.routes import Routes, routes
 
@@ -30,7 +30,7 @@ class Paths(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
     """Links are numbered: those of `cluster.link_table` but for its links per pair; the trunks; those of the fabric inside
-    sites. A transfer between sites leaves over all `out` links of its source and enters over all `into` links of its
+    sites; circuits. A transfer between sites leaves over all `out` links of its source and enters over all `into` links of its
     destination, and over the trunks of the route between; what it crosses inside a site depends on its two ends alone."""
 
     cluster: Cluster
@@ -59,7 +59,7 @@ class Wiring:
         if tree is None:
             return np.zeros(0)
         if len(cluster.sizes) < 2 or cluster.sizes[1] % tree.workers_per_leaf:
-            raise SimulationError(
+            raise FabricError(
                 f"inside.fat_tree.workers_per_leaf: {tree.workers_per_leaf} must divide a site's workers, {cluster.sizes[1:2]}"
             )
         leaves = cluster.sizes[0] * cluster.sizes[1] // tree.workers_per_leaf
@@ -74,7 +74,7 @@ class Wiring:
         if inside.nvlink is None:
             return np.zeros(0)
         if self.ranks_per_site % inside.nvlink.domain:
-            raise SimulationError(
+            raise FabricError(
                 f"inside.nvlink.domain: {inside.nvlink.domain} must divide the ranks of a site, {self.ranks_per_site}"
             )
         return np.full(cluster.num_gpus, inside.nvlink.bandwidth)
@@ -83,9 +83,16 @@ class Wiring:
     def capacity_bytes_per_s(self) -> FloatArray:
         """[links]"""
         own = np.array([link.bandwidth_bytes_per_s for link in self.cluster.link_table[: self._num_own]])
+        circuits = np.zeros(0)
+        if self.inside.mixnet is not None:
+            mixnet, level = self.inside.mixnet, self.node_level
+            nodes = slice(self.cluster.up_link(level, 0), self.cluster.up_link(level + 1, 0))
+            own[nodes] = mixnet.packet * self.interface_bytes_per_s
+            pairs = self.num_regions * self.nodes_per_region**2
+            circuits = np.tile(np.arange(1, mixnet.optical + 1) * self.interface_bytes_per_s, pairs)
         trunks = self.wan.capacity_bytes_per_s if self.wan is not None else np.zeros(0)
         inside = np.repeat(np.concatenate([self._leaf_bytes_per_s, self._port_bytes_per_s]), 2)
-        return np.concatenate([own, trunks, inside])
+        return np.concatenate([own, trunks, inside, circuits])
 
     @cached_property
     def link_names(self) -> list[str]:
@@ -100,10 +107,66 @@ class Wiring:
         if link < self._first_inside:
             assert self.wan is not None
             return self.wan.trunk_name(link - self._num_own)
+        if self.is_circuit(link):
+            region, source, destination, number = np.unravel_index(link - self._first_circuit, self._circuit_shape)
+            nodes = [f"node {region * self.nodes_per_region + node}" for node in (source, destination)]
+            return f"{number + 1} circuits {nodes[0]} -> {nodes[1]}"
         group, down = divmod(link - self._first_inside, 2)
         leaves = len(self._leaf_bytes_per_s)
         place = f"leaf {group}" if group < leaves else f"{cluster.worker_name(cluster.location(group - leaves))} port"
         return f"{place} {'down' if down else 'up'}"
+
+    # --- MixNet ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _first_circuit(self) -> int:
+        return self._first_inside + 2 * (len(self._leaf_bytes_per_s) + len(self._port_bytes_per_s))
+
+    @property
+    def _circuit_shape(self) -> tuple[int, int, int, int]:
+        """Regions, nodes of one, again, and how many circuits a pair may have: a link for each, one used at a time."""
+        assert self.inside.mixnet is not None
+        return self.num_regions, self.nodes_per_region, self.nodes_per_region, self.inside.mixnet.optical
+
+    def is_circuit(self, link: int) -> bool:
+        """Whether it is between two nodes of a region, over its optical switch."""
+        return self.inside.mixnet is not None and link >= self._first_circuit
+
+    def node(self, rank: IntArray) -> IntArray:
+        """Which worker of the level above GPUs each rank belongs to, counted over all sites."""
+        return np.asarray(rank // self.cluster.sizes[-1])
+
+    @property
+    def nodes_per_region(self) -> int:
+        """Nodes that one circuit switch joins; those of a region are consecutive."""
+        assert self.inside.mixnet is not None
+        nodes = self.ranks_per_site // self.cluster.sizes[-1]
+        region = self.inside.mixnet.region or nodes
+        if nodes % region or region < 2:
+            raise FabricError(f"inside.mixnet.region: {region} must divide the nodes of a site, {nodes}, and be at least 2")
+        return region
+
+    @property
+    def num_regions(self) -> int:
+        """Of all sites."""
+        return self.cluster.num_gpus // self.cluster.sizes[-1] // self.nodes_per_region
+
+    @property
+    def interface_bytes_per_s(self) -> float:
+        """Of one of a node's network interfaces, each way."""
+        assert self.inside.mixnet is not None
+        return self.cluster.levels[self.node_level].bandwidth / (self.inside.mixnet.packet + self.inside.mixnet.optical)
+
+    def _circuit_link(self, source: IntArray, destination: IntArray, circuits: IntArray) -> IntArray:
+        """[n], -1 for pairs of ranks whose nodes have no circuit. circuits: [regions, nodes of one, again]."""
+        a, b, size = self.node(source), self.node(destination), self.nodes_per_region
+        together = a // size == b // size
+        region, a, b = a // size, a % size, b % size
+        number = np.where(together, circuits[region, a, b], 0)
+        link = np.ravel_multi_index((region, a, b, np.maximum(number - 1, 0)), self._circuit_shape)
+        return np.where(number > 0, self._first_circuit + link, -1)
+
+    # --- where ranks are -----------------------------------------------------------------------------------------------
 
     @property
     def ranks_per_site(self) -> int:
@@ -112,9 +175,9 @@ class Wiring:
 
     @property
     def node_level(self) -> int:
-        """The level above GPUs. Raises SimulationError where that is the sites'."""
+        """The level above GPUs. Raises FabricError where that is the sites'."""
         if len(self.cluster.sizes) < 3:
-            raise SimulationError(f"cluster {self.cluster.name}: rail needs a level of nodes between sites and GPUs")
+            raise FabricError(f"cluster {self.cluster.name}: rail and mixnet each needs a level of nodes between sites and GPUs")
         return len(self.cluster.sizes) - 2
 
     # --- paths -------------------------------------------------------------------------------------------------------
@@ -155,8 +218,9 @@ class Wiring:
     def _port_link(self, rank: IntArray, direction: int) -> IntArray:
         return self._first_inside + 2 * len(self._leaf_bytes_per_s) + 2 * rank + direction
 
-    def inner(self, source: IntArray, destination: IntArray) -> IntArray:
-        """[n, longest]: links between different ranks of one site, -1 for none."""
+    def inner(self, source: IntArray, destination: IntArray, circuits: IntArray | None = None) -> IntArray:
+        """[n, longest]: links between different ranks of one site, -1 for none. circuits: [regions, nodes of one, again], where
+        the transfers may use those of a MixNet."""
         cluster = self.cluster
         columns = []
 
@@ -168,9 +232,16 @@ class Wiring:
             beside = source // self.inside.nvlink.domain == destination // self.inside.nvlink.domain
             use(beside, self._port_link(source, 0))
             use(beside, self._port_link(destination, 1))
+        lit = np.zeros(source.size, dtype=np.bool_)
+        if circuits is not None:
+            circuit = self._circuit_link(source, destination, circuits)
+            lit = circuit >= 0
+            use(lit, circuit)
         for level in range(1, len(cluster.sizes)):
             stride = int(np.prod(cluster.sizes[level + 1 :]))
             crosses = (source // stride != destination // stride) & ~beside
+            if circuits is not None and level <= self.node_level:
+                crosses &= ~lit
             if self.inside.rail is not None and level >= self.node_level:
                 continue
             use(crosses, self._worker_link(level, source, 0))
@@ -193,12 +264,12 @@ class Wiring:
             use(away, self._port_link(destination, 1))
         return np.stack(columns, axis=1) if columns else np.zeros((source.size, 0), dtype=np.int64)
 
-    def paths(self, source: IntArray, destination: IntArray) -> Paths:
-        """Of transfers between pairs of ranks, [n] each; the ranks of a pair are different."""
+    def paths(self, source: IntArray, destination: IntArray, circuits: IntArray | None = None) -> Paths:
+        """Of transfers between pairs of ranks, [n] each; the ranks of a pair are different. circuits: as `inner`."""
         per_site = self.ranks_per_site
         a, b = source // per_site, destination // per_site
         far = (a != b)[:, None]
-        near = self.inner(source, destination)
+        near = self.inner(source, destination, circuits)
         links = [np.where(far, self.out[source], -1), np.where(far, self.into[destination], -1), np.where(far, -1, near)]
         shares = [np.ones(part.shape) for part in links]
         differ = self.cluster.coordinates[source] != self.cluster.coordinates[destination]
@@ -216,7 +287,7 @@ class Wiring:
 
 
 def wiring(cluster: Cluster, fabric: FabricFile | None = None) -> Wiring:
-    """A cluster's own links, and those of a fabric where one is given. Raises SimulationError where the two do not fit."""
+    """A cluster's own links, and those of a fabric where one is given. Raises FabricError where the two do not fit."""
     made = Wiring(
         cluster=cluster,
         inside=fabric.inside if fabric is not None else Inside(),

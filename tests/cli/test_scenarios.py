@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from cli_cases import Inputs, Result
 
-from hybridep.commands.inputs import load_workload
+from hybridep.baselines import Baseline, baseline_plan
+from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.routing import RoutingRecord
 
 Call = Callable[..., Result]
@@ -90,3 +91,26 @@ def test_recorded_choices_are_simulated_as_they_were(scenario: Callable[..., obj
         assert result.json["step_s"] > even * 1.001, name
         assert result.json["step_s"] == call("simulate", scenario("plan: ep"), "--routing", path, "--json").json["step_s"]
     assert "no such file" in call("simulate", scenario("plan: ep", "routing: missing.npz")).err
+
+
+def test_a_plan_on_a_mixnet(inputs: Inputs, call: Call) -> None:
+    levels = "\n".join(
+        f"- {{name: {name}, size: {size}, bandwidth: 8 Gbps, latency: 0.1 ms}}"
+        for name, size in (("dc", 2), ("node", 2), ("gpu", 2))
+    )
+    gpu = "gpu: {throughput: 10 GFLOPS, memory: 1 GiB, memory_bandwidth: 5 GB/s}"
+    cluster = inputs.write("nodes.yaml", f"name: nodes\nlevels:\n{levels}\n{gpu}\n")
+    plan = inputs.folder / "nodes-plan.yaml"
+    workload = load_workload(str(inputs.workload), ["model.num_experts=8"])
+    baseline_plan(load_cluster(str(cluster)), workload, Baseline.EP).save(plan)
+    options = ("--routing", "zipf:1", "--json")
+    plain = call("simulate", plan, *options).json["step_s"]
+    fabric = inputs.write("mixnet.yaml", "name: optics\ninside: {mixnet: {reconfiguration: 7 s}}\n")
+    slow = call("simulate", plan, "--fabric", fabric, *options)
+    assert slow.code == 0, slow.err
+    assert slow.json["parts"]["reconfiguration"] >= 7 - 0.1
+    assert slow.json["step_s"] > plain + 6
+    assert call("simulate", plan, "--fabric", "mixnet", *options).code == 0
+    for lines, key in (("{mixnet: {reconfiguration: 7}}", "reconfiguration"), ("{mixnet: {region: 3}}", "region: 3")):
+        wrong = call("simulate", plan, "--fabric", inputs.write("wrong.yaml", f"name: wrong\ninside: {lines}\n"))
+        assert (wrong.code, key in wrong.err) == (2, True), wrong.err

@@ -177,4 +177,5 @@ def test_files_hold_plain_data() -> None:
 def test_fabrics_fit_a_shipped_cluster(path: Path) -> None:
     fabric = load(FabricFile, path)
     assert fabric.name == path.stem
-    assert wiring(cluster("paper-l"), fabric).capacity_bytes_per_s.size > 0
+    has_nodes = fabric.inside.mixnet is not None
+    assert wiring(cluster("h100-4dc" if has_nodes else "paper-l"), fabric).capacity_bytes_per_s.size > 0

@@ -138,3 +138,17 @@ def test_symmetric_rings_and_meshes_have_few_kinds() -> None:
 def test_fabrics_that_do_not_fit_the_cluster(inside: dict[str, object], message: str) -> None:
     with pytest.raises(SimulationError, match=message):
         wiring(make_plan(2, 4).cluster, fabric(inside=inside))
+
+
+def test_links_may_be_alike_where_no_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The one site's links carry nothing, and what leaves a node's only GPU crosses two links of one rate.
+    plan = make_plan(1, 4, 1, num_experts=4, num_layers=3, throughput=1e9)
+    levels = [level.model_copy(update={"bandwidth": 1e9}) for level in plan.cluster.levels]
+    plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"levels": tuple(levels)})})
+    plan = plan.with_popularity(((0.3, 0.28, 0.22, 0.2), (0.2, 0.22, 0.28, 0.3)))
+    some = simulate_step(plan)
+    assert (some.symmetry.num_kinds, some.symmetry.link_size.max()) == (4, 2)
+    monkeypatch.setattr(simulator.training, "symmetry", one_by_one)
+    every = simulate_step(plan)
+    assert some.step_s == pytest.approx(every.step_s, rel=1e-9)
+    np.testing.assert_allclose(some.link_bytes, every.link_bytes, rtol=1e-9)
