@@ -18,6 +18,7 @@ from simulator.errors import SimulationError
 from simulator.fabric import Fabric
 from simulator.fabric_file import FabricFile
 from simulator.load_prediction import transition
+from simulator.mixnet import CircuitController
 from simulator.routing import zipf_routing
 from simulator.step import StepResult, simulate_step
 from simulator.symmetry import no_symmetry
@@ -272,3 +273,21 @@ def test_the_transition_is_that_of_the_papers_solver() -> None:
     )  # fmt: skip
     assert squares(found.ravel()) <= slsqp.fun * (1 + 1e-6)
     np.testing.assert_allclose(found.ravel(), slsqp.x, atol=1e-3)
+
+
+def test_the_layer_before_tells_what_the_micro_batch_before_does_not() -> None:
+    # Tokens that chose expert e go to e ^ 3 next; which ones they chose first turns round with every micro-batch.
+    plan = one_choice_plan(1, 4, 1)
+    nodes = np.arange(4)
+    seen = {}
+    for prediction in ("last", "load"):
+        control = CircuitController(wiring(plan.cluster, mixnet(prediction=prediction)))
+        for micro_batch in range(4):
+            first = nodes ^ (1 + micro_batch % 2)
+            for layer, chosen in enumerate((first, first ^ 3)):
+                load = np.zeros((4, 4))
+                load[nodes, chosen] = 100.0
+                seen[prediction] = control.foreseen(layer, plan.placements[0], load[None], load)
+        came = load[None]
+    np.testing.assert_allclose(seen["load"], came, atol=0.1)
+    assert seen["last"] is not None and not (seen["last"] * came).any()
