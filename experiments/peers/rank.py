@@ -28,7 +28,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import baseline
 from runtime.data import Batches, read_text
-from runtime.dense_reduce import all_reduce, flatten_gradients
+from runtime.dense_reduce import DenseReduce, flat_gradients
 from runtime.experts import feed_forward, grouped_feed_forward
 from runtime.mesh import Mesh, host_store, join_store, open_process_group
 from runtime.moe import MoeBlock, RoutedExperts
@@ -225,6 +225,7 @@ def main() -> None:
     expert_ids = {id(parameter) for parameter in experts.values()}
     dense = {name: p for name, p in transformer.named_parameters() if id(p) not in expert_ids}
     optimizer = HomeOptimizer(run.optimizer, {**dense, **experts})
+    flat, reduce = flat_gradients(list(dense.values())), DenseReduce(mesh, transport.exchange)
     training = workload.training
     batches = Batches(read_text(run.data), length=training.sequence_length, seed=run.seed)
     global_tokens = training.tokens * training.micro_batches * mesh.world_size
@@ -236,9 +237,8 @@ def main() -> None:
             loss, _ = transformer(*batches(step, first, training.micro_batch_size))
             (loss / global_tokens).backward()
             loss_sum += loss.item()
-        flat = flatten_gradients(list(dense.values()))
         if ours:
-            all_reduce(mesh, transport, flat)
+            reduce(flat)
         else:
             dist.all_reduce(flat)
         optimizer.step(step)
