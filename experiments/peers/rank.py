@@ -175,7 +175,7 @@ def build_peer(
         expert_parameters[f"layer {layer}"] = nn.Parameter(rows(layer))
         return _TorchtitanExperts(workload, expert_parameters[f"layer {layer}"], exchange)
 
-    transformer = Transformer(model, make, dtype=torch.float32)
+    transformer = Transformer(workload, make, dtype=torch.float32)
     transformer.initialise(seed)
     if peer == "deepspeed":
         for index, layer in enumerate(list(transformer.layers)):
