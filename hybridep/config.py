@@ -44,6 +44,13 @@ Size = Annotated[float, *_quantity(Dimension.SIZE, positive=True)]
 Throughput = Annotated[float, *_quantity(Dimension.THROUGHPUT, positive=True)]
 """FLOPs per second; written ``150 TFLOPS``."""
 
+Price = Annotated[float, *_quantity(Dimension.PRICE, positive=False)]
+"""Dollars; written ``0.50 $``."""
+TransferPrice = Annotated[float, *_quantity(Dimension.TRANSFER_PRICE, positive=False)]
+"""Dollars per byte; written ``0.02 $/GB``."""
+Rent = Annotated[float, *_quantity(Dimension.RENT, positive=False)]
+"""Dollars per second; written ``2.50 $/h``."""
+
 ModelT = TypeVar("ModelT", bound=Strict)
 
 

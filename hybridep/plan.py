@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from hybridep.codecs import Codecs, level_codecs
-from hybridep.config import Duration, Strict, apply_override, build, key_lines, read_yaml, write_yaml
+from hybridep.config import Duration, Price, Strict, apply_override, build, key_lines, read_yaml, write_yaml
 from hybridep.errors import ConfigError, PlacementError, PlanMismatchError
 from hybridep.gating import Gating, gating
 from hybridep.homes import home_table
@@ -37,6 +37,13 @@ class Status(Enum):
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
     NO_SOLUTION = "no_solution"
+
+
+class Objective(Enum):
+    """What a plan makes small."""
+
+    TIME = "time"
+    DOLLARS = "dollars"
 
 
 class Residency(Enum):
@@ -109,6 +116,8 @@ class Prediction(Strict):
     """Of the fullest rank."""
     baselines: dict[str, Duration]
     """Step time of the alternatives, and of nothing else."""
+    cost: Price | None = None
+    """Of one step: what leaves sites, and all ranks for as long as it takes; absent where nothing has a price."""
 
 
 class SolverReport(Strict):
@@ -119,8 +128,13 @@ class SolverReport(Strict):
     objective: Duration
     bound: Duration
     """Proven: no plan in the searched space is faster."""
+    minimised: Objective = Objective.TIME
+    budget: Price | None = None
+    """Plans were to cost at most this per step; the bound holds for dearer ones, too, where sites differ."""
+    cost_bound: Price | None = None
+    """Where dollars were minimised. Proven: no plan in the searched space costs less."""
     gap: float = Field(ge=0)
-    """(objective - bound) / objective."""
+    """(objective - bound) / objective, or the same of the step's cost where dollars were minimised."""
     solve: Duration
     """Wall time of the search."""
     seed: int = 0

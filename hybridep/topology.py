@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from hybridep.config import Bandwidth, Duration, Size, Strict, Throughput
+from hybridep.config import Bandwidth, Duration, Rent, Size, Strict, Throughput, TransferPrice
 from hybridep.errors import ConfigError
 from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
 
@@ -34,6 +34,8 @@ class Level(Strict):
     """Of the up link, and of the down link, of each worker of this level (shared by the GPUs below it)."""
     latency: Duration
     """One way, between two workers of this level; includes the software's cost of one message (see ``Gpu.message_overhead``)."""
+    egress: TransferPrice | None = None
+    """Of the outermost level: what each byte costs that leaves a site for another one; nothing where absent."""
 
 
 class Gpu(Strict):
@@ -61,14 +63,17 @@ class Gpu(Strict):
     All other figures are those of a rank while all compute."""
     message_overhead: Duration = 0.0
     """Time that each message of an exchange takes a rank, beyond the first; that one is in the level's latency."""
+    price: Rent | None = None
+    """Of one rank; nothing where absent."""
 
 
 class Site(Strict):
-    """One datacenter by name; its access rates where they differ from the level's."""
+    """One datacenter by name; its access rates, and what sending costs, where they differ from the level's."""
 
     name: str
     up: Bandwidth | None = None
     down: Bandwidth | None = None
+    egress: TransferPrice | None = None
 
 
 class PairLink(Strict):
@@ -78,6 +83,8 @@ class PairLink(Strict):
     dst: str
     bandwidth: Bandwidth
     latency: Duration
+    egress: TransferPrice | None = None
+    """Where it differs from the source's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +109,11 @@ class Cluster(Strict):
         names = [level.name for level in self.levels]
         if len(set(names)) != len(names):
             raise ValueError(f"level names repeat: {names}")
+        for depth, level in enumerate(self.levels[1:], start=1):
+            if level.egress is not None:
+                raise ValueError(
+                    f"levels.{depth}.egress: only what leaves a {names[0]} has a price; give it to level {names[0]!r}"
+                )
         sites = [site.name for site in self.sites]
         if sites and len(sites) != self.levels[0].size:
             raise ValueError(f"sites: {len(sites)} are named but level {names[0]!r} has size {self.levels[0].size}")
@@ -204,6 +216,39 @@ class Cluster(Strict):
         """Index in ``link_table`` of each level's first link, and of the first pair link."""
         counts = [2 * int(np.prod(self.sizes[: depth + 1])) for depth in range(len(self.levels))]
         return tuple(int(x) for x in np.cumsum([0, *counts]))
+
+    # --- prices ----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_prices(self) -> bool:
+        """Something costs money."""
+        return self.gpu.price is not None or self.has_egress_prices
+
+    @property
+    def has_egress_prices(self) -> bool:
+        """Bytes between sites do."""
+        senders: tuple[Level | Site | PairLink, ...] = (self.levels[0], *self.sites, *self.links)
+        return any(one.egress is not None for one in senders)
+
+    @property
+    def rent_usd_per_s(self) -> float:
+        """Of all ranks."""
+        return self.num_gpus * (self.gpu.price or 0.0)
+
+    @cached_property
+    def egress_usd_per_byte(self) -> NDArray[np.float64]:
+        """[DCs, DCs]: from the row to the column, zero on the diagonal."""
+        size = self.sizes[0]
+        own = [site.egress for site in self.sites] or [None] * size
+        by_source = [(self.levels[0].egress or 0.0) if price is None else price for price in own]
+        prices = np.repeat(np.array(by_source)[:, None], size, axis=1)
+        for pair, link in self._pairs.items():
+            if link.egress is not None:
+                prices[pair] = link.egress
+        np.fill_diagonal(prices, 0.0)
+        return prices
+
+    # --- numbers of links ------------------------------------------------------------------------------------------
 
     def up_link(self, level: int, worker: int) -> int:
         """Index in ``link_table``; ``worker`` counts the workers of ``level`` over the whole cluster."""

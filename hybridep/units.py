@@ -1,7 +1,8 @@
 """Quantities with units: the only place where 8, 1e9 or 2**30 convert anything.
 
 Inside the program every quantity is a float in a base unit that its name carries: ``_bytes``, ``_bytes_per_s``, ``_s``,
-``_flops``, ``_flops_per_s``. Files and the command line write ``10 Gbps``, ``64 GiB``, ``0.2 ms``, ``150 TFLOPS``.
+``_flops``, ``_flops_per_s``, ``_usd``. Files and the command line write ``10 Gbps``, ``64 GiB``, ``0.2 ms``, ``150 TFLOPS``,
+``0.50 $``, ``0.02 $/GB``, ``2.50 $/h``.
 Decimal prefixes are powers of 1000, binary ones (``Ki``, ``Mi``, ``Gi``, ``Ti``) powers of 1024; ``b`` is a bit, ``B`` a byte.
 """
 
@@ -23,28 +24,38 @@ def _scaled(suffixes: tuple[str, ...], factor: float, prefixes: dict[str, float]
 
 
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_SIZE = _scaled(("B",), 1.0, _DECIMAL | _BINARY)
+_MONEY = ("$", "USD")
+
+
+def _price_per(units: dict[str, float]) -> dict[str, float]:
+    return {f"{money}/{unit}": 1 / scale for money in _MONEY for unit, scale in units.items()}
 
 
 class Dimension(Enum):
     """What a quantity measures; the value is the table unit -> base units."""
 
-    SIZE = _scaled(("B",), 1.0, _DECIMAL | _BINARY)
+    SIZE = _SIZE
     BANDWIDTH = _scaled(("bps", "bit/s", "b/s"), 1 / _BITS_PER_BYTE, _DECIMAL) | _scaled(("B/s",), 1.0, _DECIMAL | _BINARY)
     TIME = _TIME
     THROUGHPUT = _scaled(("FLOPS", "FLOP/s", "flops"), 1.0, _DECIMAL)
+    PRICE = dict.fromkeys(_MONEY, 1.0)
+    TRANSFER_PRICE = _price_per(_SIZE)
+    RENT = _price_per(_TIME)
 
     @property
     def example(self) -> str:
-        return {"SIZE": "64 GiB", "BANDWIDTH": "10 Gbps", "TIME": "0.2 ms", "THROUGHPUT": "150 TFLOPS"}[self.name]
+        examples = {"SIZE": "64 GiB", "BANDWIDTH": "10 Gbps", "TIME": "0.2 ms", "THROUGHPUT": "150 TFLOPS"}
+        return (examples | {"PRICE": "0.50 $", "TRANSFER_PRICE": "0.02 $/GB", "RENT": "2.50 $/h"})[self.name]
 
 
-_NUMBER_UNIT = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
+_NUMBER_UNIT = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/$]*)\s*")
 
 
 def parse(text: object, dimension: Dimension) -> float:
     """``"10 Gbps"`` -> 1.25e9 (bytes per second). Raises QuantityError for a missing or unknown unit or a bad number."""
     match = _NUMBER_UNIT.fullmatch(text) if isinstance(text, str) else None
-    kind = dimension.name.lower()
+    kind = dimension.name.lower().replace("_", " ")
     if match is None or not match[2]:
         if isinstance(text, int | float) or match is not None:
             raise QuantityError(f"{text!r} has no unit: write a {kind} such as '{dimension.example}'")
@@ -86,6 +97,11 @@ def format_throughput(value_flops_per_s: float) -> str:
     return _format(value_flops_per_s, [(1e15, "PFLOPS"), (1e12, "TFLOPS"), (1e9, "GFLOPS"), (1e6, "MFLOPS")])
 
 
+def format_dollars(value_usd: float) -> str:
+    """0.5 -> ``"0.5 $"``."""
+    return f"{value_usd:.4g} $"
+
+
 def exact(value: float, dimension: Dimension) -> str:
     """A text that ``parse`` reads back to the same float: the form in which files store a quantity."""
     table = {
@@ -93,12 +109,15 @@ def exact(value: float, dimension: Dimension) -> str:
         "BANDWIDTH": ("Tbps", "Gbps", "Mbps", "kbps", "bps"),
         "TIME": ("s", "ms", "us", "ns"),
         "THROUGHPUT": ("PFLOPS", "TFLOPS", "GFLOPS", "MFLOPS", "kFLOPS", "FLOPS"),
+        "PRICE": ("$",),
+        "TRANSFER_PRICE": ("$/GB", "$/B"),
+        "RENT": ("$/h", "$/s"),
     }
     short = [f"{value / dimension.value[unit]:.12g} {unit}" for unit in table[dimension.name]]
     faithful = [text for text in short if parse(text, dimension) == value]
     if faithful:
         return min(faithful, key=len)
-    base = {"SIZE": "B", "BANDWIDTH": "B/s", "TIME": "s", "THROUGHPUT": "FLOPS"}[dimension.name]
+    base = next(unit for unit, factor in dimension.value.items() if factor == 1.0)
     return f"{value!r} {base}"
 
 

@@ -9,13 +9,13 @@ from planner.problem import Problem
 
 
 def brute_force(problem: Problem) -> tuple[tuple[int, ...], float] | None:
-    """(layers per candidate, step seconds) of the fastest choice that fits; None when none fits. Looks at
-    C(layers + candidates - 1, layers) choices."""
+    """(layers per candidate, step's seconds, or dollars if those are the goal) of the best choice that fits and the budget
+    allows; None when there is none. Looks at C(layers + candidates - 1, layers) choices."""
     best: tuple[tuple[int, ...], float] | None = None
     for counts in distributions(problem.num_layers, len(problem.candidates)):
-        objective_s = problem.objective_s(counts)
-        if (best is None or objective_s < best[1]) and problem.fits(counts):
-            best = counts, objective_s
+        value = problem.value(counts)
+        if (best is None or value < best[1]) and problem.fits(counts) and problem.affords(counts):
+            best = counts, value
     return best
 
 

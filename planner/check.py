@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from hybridep.config import build
 from hybridep.errors import UserError
-from hybridep.plan import Plan, Prediction, SolverReport, Status
-from hybridep.units import format_bytes, format_seconds
+from hybridep.plan import Objective, Plan, Prediction, SolverReport, Status
+from hybridep.units import format_bytes, format_dollars, format_seconds
 from planner.evaluate import MOST_RANKS, evaluate
-from planner.plans import BASELINES, predict, rank_order_plans
+from planner.goal import Goal
+from planner.plans import BASELINES, goal_of, predict, rank_order_plans
 from planner.problem import TIE, build_problem
 from planner.solve import PROVEN_GAP, gap
 
@@ -71,32 +72,53 @@ def _check_solver(plan: Plan, report: SolverReport, prediction: Prediction) -> N
         )
     if report.bound > report.objective * (1 + RELATIVE):
         raise CheckError("solver.bound", f"{report.bound:.9g} s exceeds the objective {report.objective:.9g} s")
-    if abs(report.gap - gap(report.objective, report.bound)) > RELATIVE:
+    found_gap = gap(report.objective, report.bound)
+    if report.minimised is Objective.DOLLARS:
+        found_gap = _cost_gap(report, prediction)
+    if abs(report.gap - found_gap) > RELATIVE:
+        raise CheckError("solver.gap", f"claims {report.gap:.3g}, bound and objective give {found_gap:.3g}")
+    if report.budget is not None and goal_of(report).overdraft(prediction.cost or 0.0) > 0:
         raise CheckError(
-            "solver.gap", f"claims {report.gap:.3g}, bound and objective give {gap(report.objective, report.bound):.3g}"
+            "solver.budget", f"is {format_dollars(report.budget)}, the step costs {format_dollars(prediction.cost or 0.0)}"
         )
     if report.status is Status.OPTIMAL and report.gap > PROVEN_GAP:
         raise CheckError("solver.status", f"claims optimal with a gap of {report.gap:.3g}")
     if plan.popularity:
         return  # its layers differ, and no configuration below is costed for them
-    name, faster_s = _fastest_known(plan)
-    if faster_s * (1 + PROVEN_GAP + TIE) < report.bound:
+    goal = goal_of(report)
+    name, value = _best_known(plan, goal)
+    bound = goal.value(report.bound, report.cost_bound or 0.0)
+    if value * (1 + PROVEN_GAP + TIE) < bound:
+        if goal.objective is Objective.DOLLARS:
+            raise CheckError(
+                "solver.cost_bound",
+                f"claims that no plan costs less than {bound:.9g} $, yet {name} in all layers costs {value:.9g} $",
+            )
         raise CheckError(
-            "solver.bound",
-            f"claims that no plan is faster than {report.bound:.9g} s, yet {name} in all layers takes {faster_s:.9g} s",
+            "solver.bound", f"claims that no plan is faster than {bound:.9g} s, yet {name} in all layers takes {value:.9g} s"
         )
 
 
-def _fastest_known(plan: Plan) -> tuple[str, float]:
-    """A plan that fits and needs no search, and its step; infinite when none fits."""
+def _cost_gap(report: SolverReport, prediction: Prediction) -> float:
+    if report.cost_bound is None or prediction.cost is None:
+        raise CheckError("solver.cost_bound", "is missing, or the cluster has no prices, yet dollars were minimised")
+    if report.cost_bound > prediction.cost * (1 + RELATIVE):
+        raise CheckError("solver.cost_bound", f"{report.cost_bound:.9g} $ exceeds the cost {prediction.cost:.9g} $")
+    return gap(prediction.cost, report.cost_bound)
+
+
+def _best_known(plan: Plan, goal: Goal) -> tuple[str, float]:
+    """A plan that fits, is within the budget and needs no search, and its seconds or dollars; infinite when there is none."""
     if plan.cluster.num_gpus <= MOST_RANKS:
-        problem = build_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs)
+        problem = build_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs, goal=goal)
         best = problem.best_uniform()
-        return (
-            ("", float("inf")) if best is None else (problem.candidates[best].label, problem.objective_s(problem.uniform(best)))
-        )
+        return ("", float("inf")) if best is None else (problem.candidates[best].label, problem.value(problem.uniform(best)))
     found = [(name, *evaluate(other)) for name, other in rank_order_plans(plan)]
-    fitting = [(name, cost.step_s) for name, cost, memory in found if memory.fits]
+    fitting = [
+        (name, goal.value(cost.step_s, cost.step_usd))
+        for name, cost, memory in found
+        if memory.fits and not goal.overdraft(cost.step_usd)
+    ]
     return min(fitting, key=lambda one: one[1], default=("", float("inf")))
 
 
@@ -109,6 +131,7 @@ def _numbers(prediction: Prediction) -> dict[str, float]:
         "memory_bytes": prediction.memory_bytes,
         **{f"parts.{name}": value for name, value in prediction.parts.items()},
         **{f"baselines.{name}": value for name, value in prediction.baselines.items()},
+        **({} if prediction.cost is None else {"cost": prediction.cost}),
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from hybridep.codecs import Codecs
 from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
@@ -11,6 +13,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.constraints import Constraints
 from planner.depths import plan_ahead
+from planner.goal import FASTEST, Goal
 from planner.measured import plan_measured
 from planner.plans import plan_domains, top_domains
 from planner.sites.plans import plan_sites
@@ -34,16 +37,18 @@ def plan(
     popularity: Sequence[tuple[float, ...]] = (),
     ahead: bool = False,
     codecs: Mapping[str, Codecs] | None = None,
+    goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> Plan:
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. With
     measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
     plans whose copies set out before their blocks (``Schedule.prefetch``), for sites that are alike. ``codecs`` by level name;
-    where one is lossy, equal domains are searched alone, because other searches know exact bytes only. On KeyboardInterrupt, once
-    there is a plan, the best so far.
+    where one is lossy, equal domains are searched alone, because other searches know exact bytes only. With a ``goal`` the
+    cheapest plan in place of the fastest, or the fastest that costs no more than a budget. On KeyboardInterrupt, once there is a
+    plan, the best so far.
 
-    Raises InfeasibleError (how much memory is missing where, or which rules clash), NoSolutionError (time limit), UserError
-    (unknown solver or site, or wishes that no search has together).
+    Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
+    (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).
     """
     return plans(
         cluster,
@@ -56,6 +61,7 @@ def plan(
         popularity=popularity,
         ahead=ahead,
         codecs=codecs,
+        goal=goal,
         report=report,
     )[0]
 
@@ -72,10 +78,17 @@ def plans(
     popularity: Sequence[tuple[float, ...]] = (),
     ahead: bool = False,
     codecs: Mapping[str, Codecs] | None = None,
+    goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> list[Plan]:
     """At most ``count`` different plans, the fastest first, which is ``plan``'s; the others have no solver's report. Between
     sites, plans differ in at least a twentieth of who computes what for whom. Raises what ``plan`` raises."""
+    if goal.needs_prices:
+        goal.require_prices(cluster)
+        if popularity or ahead:
+            raise UserError(
+                "prices with measured popularity or copies ahead: their searches know time only; leave one of them out"
+            )
     lossy = any(one.lossy for one in (codecs or {}).values())
     if lossy and popularity:
         raise UserError("measured popularity and lossy codecs: plans layer by layer know exact bytes only; leave one of them out")
@@ -90,13 +103,20 @@ def plans(
         if constraints is not None or count > 1:
             raise UserError("with measured popularity there is one plan, and none that keeps rules: leave one of them out")
         return [plan_measured(cluster, workload, popularity, schedule=schedule)]
-    if (by_site(cluster) and not lossy) or constraints is not None:
+    dear = goal.needs_prices and uneven_prices(cluster)
+    if ((by_site(cluster) or dear) and not lossy) or constraints is not None:
         wishes = Wishes(time_limit_s=time_limit_s, keep=count, report=report)
-        return plan_sites(cluster, workload, solver=solver, schedule=schedule, constraints=constraints, wishes=wishes)
+        return plan_sites(cluster, workload, solver=solver, schedule=schedule, constraints=constraints, wishes=wishes, goal=goal)
     if ahead:
         return [plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s)]
-    best = plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs)
+    best = plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs, goal=goal)
     return [best, *top_domains(best, count - 1)]
+
+
+def uneven_prices(cluster: Cluster) -> bool:
+    """What bytes cost depends on where they come from or go, with at most one level inside sites."""
+    prices = cluster.egress_usd_per_byte[~np.eye(cluster.sizes[0], dtype=np.bool_)]
+    return len(cluster.sizes) <= 2 and prices.size > 0 and bool((prices != prices[0]).any())
 
 
 def by_site(cluster: Cluster) -> bool:

@@ -41,6 +41,7 @@ from hybridep.traffic import (
 from hybridep.workload import Workload
 from planner.ahead import Block, Transfer, block_transfers, exposed_s
 from planner.exchange import Network
+from planner.price import egress_usd, step_usd
 
 PRE_EXPERT = "pre_expert"
 EXPERTS = "experts"
@@ -122,6 +123,15 @@ class StepCost:
     link_s: FloatArray
     """Those bytes over each link's bandwidth."""
     wan_bytes: float
+    egress_usd: float
+    """Of the bytes between sites."""
+    rent_usd_per_s: float
+    """Of all ranks."""
+
+    @property
+    def step_usd(self) -> float:
+        """What the step costs; zero where nothing has a price."""
+        return step_usd(self.rent_usd_per_s, self.egress_usd, self.step_s)
 
 
 def layer_traffic(placement: Placement, workload: Workload, gating: Gating, codecs: Sequence[Codecs] = ()) -> Traffic:
@@ -250,6 +260,8 @@ def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -
         link_bytes=loads,
         link_s=link_s,
         wan_bytes=wan,
+        egress_usd=egress_usd(network.cluster, loads),
+        rent_usd_per_s=network.cluster.rent_usd_per_s,
     )
 
 

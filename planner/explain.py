@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridep.baselines import baseline_group
 from hybridep.placement import LevelChoice
-from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.plan import LayerGroup, Objective, Plan, Residency
 from planner.constraints import Constraints, Permissions, permissions
 from planner.cost import StepCost
 from planner.domains import divisors
@@ -34,6 +34,8 @@ class Alternative:
     parts_s: dict[str, float]
     """Seconds of the step by kind."""
     wan_bytes: float
+    step_usd: float | None
+    """What a step costs; None where nothing has a price."""
     memory_bytes: float
     """Of the fullest rank."""
     fits: bool
@@ -70,6 +72,8 @@ class Explanation:
     """No schedule of the chosen plan is faster."""
     lower_bound_by: str
     """The busiest link's name, or ``computation``."""
+    egress_usd: float
+    """Of the step's price, what bytes between sites cost; all ranks' rent is the rest."""
     parts_s: dict[str, float]
     """Seconds of the step by kind; they add up to it."""
     hidden_s: dict[str, float]
@@ -103,6 +107,7 @@ def explain(plan: Plan, constraints: Constraints | None = None) -> Explanation:
         binds=f"memory of {memory.fullest_name}" if blocked else cost.bound_by,
         lower_bound_s=cost.bound_s,
         lower_bound_by=cost.bound_by,
+        egress_usd=cost.egress_usd,
         parts_s=cost.parts_s,
         hidden_s=cost.hidden_s,
         links=tuple(
@@ -139,6 +144,9 @@ def summary(plan: Plan) -> dict[str, Any]:
         "baselines": dict(baselines),
         "memory_bytes": memory.fullest_bytes,
         "step_s": cost.step_s,
+        "step_usd": cost.step_usd if plan.cluster.has_prices else None,
+        "minimised": report.minimised.value if report else Objective.TIME.value,
+        "cost_bound_usd": report.cost_bound if report else None,
         "lower_bound_s": cost.bound_s,
         "wan_bytes": cost.wan_bytes,
         "layers": groups,
@@ -197,6 +205,7 @@ def _alternative(name: str, plan: Plan, cost: StepCost, memory: MemoryUse, allow
         step_s=cost.step_s,
         parts_s=cost.parts_s,
         wan_bytes=cost.wan_bytes,
+        step_usd=cost.step_usd if plan.cluster.has_prices else None,
         memory_bytes=memory.fullest_bytes,
         fits=memory.fits,
         allowed=allowed is None or all(allowed.keeps(one.serve[0]) for one in plan.placements),

@@ -8,13 +8,14 @@ from typing import Any
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.codecs import Codecs
 from hybridep.placement import LevelChoice
-from hybridep.plan import LayerGroup, Plan, Prediction, Residency, Schedule, SolverReport, Status
+from hybridep.plan import LayerGroup, Objective, Plan, Prediction, Residency, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
 from hybridep.workload import Workload
 from planner.domains import divisors
 from planner.evaluate import evaluate
+from planner.goal import FASTEST, Goal
 from planner.problem import Problem, build_problem
 from planner.solve import PROVEN_GAP, Solution, gap, solve
 
@@ -30,12 +31,14 @@ def plan_domains(
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
     codecs: Mapping[str, Codecs] | None = None,
+    goal: Goal = FASTEST,
 ) -> Plan:
-    """The fastest plan of equal domains per level that fits, with its prediction and how it was found.
+    """The fastest (or cheapest) plan of equal domains per level that fits, with its prediction and how it was found.
 
-    Raises InfeasibleError (says how much memory is missing where), NoSolutionError (time limit), UserError (unknown solver).
+    Raises InfeasibleError (says how much memory is missing where, or what the cheapest plan costs), NoSolutionError (time limit),
+    UserError (unknown solver).
     """
-    problem = build_problem(cluster, workload, schedule or Schedule(), codecs=codecs)
+    problem = build_problem(cluster, workload, schedule or Schedule(), codecs=codecs, goal=goal)
     return plan_of(problem, solve(problem, solver=solver, time_limit_s=time_limit_s))
 
 
@@ -66,26 +69,61 @@ def plan_of(problem: Problem, solution: Solution) -> Plan:
 
 def reported(made: Plan, solution: Solution, objective_s: float, bound_s: float) -> Plan:
     """The plan with its prediction and how it was found."""
-    found_gap = gap(objective_s, bound_s)
-    report = SolverReport(
-        status=solution.status if found_gap <= PROVEN_GAP else Status.FEASIBLE,
+    report = solver_report(
         solver=solution.solver,
-        objective=seconds(objective_s),
-        bound=seconds(bound_s),
-        gap=found_gap,
-        solve=seconds(solution.solve_s),
+        goal=solution.goal,
+        objective_s=objective_s,
+        bound_s=bound_s,
+        cost_usd=solution.price_usd,
+        bound_usd=solution.bound_usd,
+        solve_s=solution.solve_s,
+        proven=solution.status is Status.OPTIMAL,
     )
     return made.model_copy(update={"prediction": predict(made), "solver": report})
 
 
+def solver_report(
+    *,
+    solver: str,
+    goal: Goal,
+    objective_s: float,
+    bound_s: float,
+    cost_usd: float,
+    bound_usd: float,
+    solve_s: float,
+    proven: bool = True,
+) -> SolverReport:
+    """How a plan was found; optimal where ``proven`` and the gap of what was minimised is closed."""
+    in_dollars = goal.objective is Objective.DOLLARS
+    found_gap = gap(cost_usd, bound_usd) if in_dollars else gap(objective_s, bound_s)
+    return SolverReport(
+        status=Status.OPTIMAL if proven and found_gap <= PROVEN_GAP else Status.FEASIBLE,
+        solver=solver,
+        objective=seconds(objective_s),
+        bound=seconds(bound_s),
+        minimised=goal.objective,
+        budget=None if goal.budget_usd is None else dollars(goal.budget_usd),
+        cost_bound=dollars(bound_usd) if in_dollars else None,
+        gap=found_gap,
+        solve=seconds(solve_s),
+    )
+
+
+def goal_of(report: SolverReport) -> Goal:
+    """What a plan's search made small."""
+    return Goal(objective=report.minimised, budget_usd=report.budget)
+
+
 def top_domains(best: Plan, count: int) -> list[Plan]:
-    """The next fastest plans that use one configuration in all layers and fit, with predictions; ``best`` left out."""
+    """The next best plans that use one configuration in all layers and fit, with predictions; ``best`` left out."""
     if count < 1:
         return []
-    problem = build_problem(best.cluster, best.workload, best.schedule, codecs=best.codecs)
+    goal = FASTEST if best.solver is None else goal_of(best.solver)
+    problem = build_problem(best.cluster, best.workload, best.schedule, codecs=best.codecs, goal=goal)
     fitting = [c for c in range(len(problem.candidates)) if problem.fits(problem.uniform(c))]
+    fitting = [c for c in fitting if problem.affords(problem.uniform(c))]
     found: list[Plan] = []
-    for c in sorted(fitting, key=lambda c: float(problem.layer_s[c])):
+    for c in sorted(fitting, key=lambda c: float(problem.layer_value[c])):
         group = layer_group(0, problem.num_layers, problem.candidates[c].choices, problem.candidates[c].residency)
         other = Plan(
             cluster=best.cluster,
@@ -140,9 +178,15 @@ def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction
         wan_bytes=cost.wan_bytes,
         memory_bytes=memory.fullest_bytes,
         baselines=others,
+        cost=dollars(cost.step_usd) if made.cluster.has_prices else None,
     )
 
 
 def seconds(value_s: float) -> Any:
     """As plan files write it; configuration models take quantities only with their unit."""
     return exact(value_s, Dimension.TIME)
+
+
+def dollars(value_usd: float) -> Any:
+    """Likewise."""
+    return exact(value_usd, Dimension.PRICE)

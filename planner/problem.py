@@ -15,14 +15,16 @@ import numpy as np
 from hybridep.codecs import Codecs, level_codecs
 from hybridep.gating import gating
 from hybridep.placement import LevelChoice, place
-from hybridep.plan import Residency, Schedule
+from hybridep.plan import Objective, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.cost import block_times, fixed_cost, layer_cost, layer_traffic
 from planner.domains import all_choices
 from planner.exchange import Network
+from planner.goal import FASTEST, Goal
 from planner.memory import TOLERANCE, fixed_memory, layer_memory
+from planner.price import egress_usd, step_usd
 
 MAX_COPY_STEPS = 4
 """Migration ratios tried per domain size: numbers of experts of the fullest home, evenly spread."""
@@ -42,6 +44,8 @@ class Candidate:
     """Over all ranks, one layer."""
     layer_s: float
     """One layer's share of a step."""
+    layer_usd: float = 0.0
+    """What that share costs."""
     chain_s: float
     """Its computation and token exchanges alone: no schedule hides them."""
     link_s: float
@@ -89,11 +93,29 @@ class Problem:
     """[G]: what another part of the step holds for a moment; counts only where it exceeds that of every layer."""
     capacity_bytes: float
     """Of one rank."""
+    fixed_usd: float = 0.0
+    """What a step outside the MoE layers costs."""
+    goal: Goal = FASTEST
 
     @cached_property
     def layer_s(self) -> FloatArray:
         """[C]."""
         return np.array([candidate.layer_s for candidate in self.candidates])
+
+    @cached_property
+    def layer_usd(self) -> FloatArray:
+        """[C]."""
+        return np.array([candidate.layer_usd for candidate in self.candidates])
+
+    @property
+    def layer_value(self) -> FloatArray:
+        """[C]: what the goal makes small, in seconds or dollars."""
+        return self.layer_usd if self.goal.objective is Objective.DOLLARS else self.layer_s
+
+    @property
+    def fixed_value(self) -> float:
+        """Outside the MoE layers."""
+        return self.goal.value(self.fixed_s, self.fixed_usd)
 
     @cached_property
     def floors_s(self) -> FloatArray:
@@ -116,6 +138,18 @@ class Problem:
         """Step time with ``counts[c]`` layers of candidate c."""
         return self.fixed_s + float(np.dot(np.asarray(counts, dtype=np.float64), self.layer_s))
 
+    def price_usd(self, counts: Sequence[int]) -> float:
+        """What that step costs."""
+        return self.fixed_usd + float(np.dot(np.asarray(counts, dtype=np.float64), self.layer_usd))
+
+    def value(self, counts: Sequence[int]) -> float:
+        """What the goal makes small."""
+        return self.goal.value(self.objective_s(counts), self.price_usd(counts))
+
+    def affords(self, counts: Sequence[int]) -> bool:
+        """The step costs no more than the budget."""
+        return self.goal.overdraft(self.price_usd(counts)) == 0
+
     def memory_bytes(self, counts: Sequence[int]) -> FloatArray:
         """[G]: what each rank needs."""
         number = np.asarray(counts, dtype=np.float64)
@@ -135,17 +169,19 @@ class Problem:
         return tuple(self.num_layers if c == candidate else 0 for c in range(len(self.candidates)))
 
     def best_uniform(self) -> int | None:
-        """The fastest candidate that fits when all layers use it, of equal ones the preferred; None when none fits."""
-        fitting = [c for c in range(len(self.candidates)) if self.fits(self.uniform(c))]
-        if not fitting:
+        """The best candidate that fits, and the budget allows, when all layers use it; of equal ones the preferred; None when
+        there is none."""
+        good = [c for c in range(len(self.candidates)) if self.fits(self.uniform(c)) and self.affords(self.uniform(c))]
+        if not good:
             return None
-        fastest = self.layer_s[fitting].min()
-        return next(c for c in fitting if self.layer_s[c] <= fastest * (1 + TIE))
+        values = self.layer_value
+        return next(c for c in good if values[c] <= values[good].min() * (1 + TIE))
 
     def undominated(self) -> list[int]:
-        """Candidates that can be part of a best plan: no other is at least as fast and needs at most as much memory on
-        every rank (of two equal ones the preferred stays)."""
-        needs = np.column_stack([self.layer_s, self.lasting_bytes, self.passing_bytes])
+        """Candidates that can be part of a best plan: no other is at least as fast (and cheap, where that counts) and needs at
+        most as much memory on every rank (of two equal ones the preferred stays)."""
+        prices = [self.layer_usd] if self.goal.needs_prices else []
+        needs = np.column_stack([self.layer_s, *prices, self.lasting_bytes, self.passing_bytes])
         scale = np.maximum(needs.max(axis=0), 1e-300)
         needs = np.unique(np.round(needs / scale, 12), axis=1)
         kept = []
@@ -164,6 +200,7 @@ def build_problem(
     schedule: Schedule,
     popularity: tuple[float, ...] | None = None,
     codecs: Mapping[str, Codecs] | None = None,
+    goal: Goal = FASTEST,
 ) -> Problem:
     """All candidates of a cluster and workload with their times and memory, for a layer whose experts have this popularity (all
     alike where it is not given). ``codecs`` by level name, exact where absent."""
@@ -180,6 +217,7 @@ def build_problem(
         times = block_times(network, workload, placement, expected, traffic)
         for residency in residencies if copies else (Residency.STEP,):
             cost = layer_cost(network, workload, times, traffic, residency, schedule)
+            layer_usd = step_usd(cluster.rent_usd_per_s, egress_usd(cluster, cost.link_bytes), cost.total_s)
             memory = layer_memory(placement, workload, expected, traffic, residency, codecs=coded)
             candidates.append(
                 Candidate(
@@ -187,6 +225,7 @@ def build_problem(
                     residency=residency,
                     num_copies=copies,
                     layer_s=cost.total_s,
+                    layer_usd=layer_usd,
                     chain_s=cost.chain_s,
                     link_s=network.transfer_s(cost.link_bytes),
                     lasting_bytes=memory.lasting_bytes,
@@ -196,6 +235,7 @@ def build_problem(
     placement = place(cluster, experts, {})
     home_experts = placement.num_at_home * workload.model.num_moe_layers
     fixed = fixed_memory(cluster, workload, placement, home_experts, coded)
+    outside = fixed_cost(network, workload, placement, home_experts, coded)
     return Problem(
         cluster=cluster,
         workload=workload,
@@ -203,8 +243,10 @@ def build_problem(
         codecs=dict(codecs or {}),
         num_layers=workload.model.num_moe_layers,
         candidates=tuple(sorted(candidates, key=lambda candidate: candidate.preference)),
-        fixed_s=fixed_cost(network, workload, placement, home_experts, coded).total_s,
+        fixed_s=outside.total_s,
         fixed_lasting_bytes=fixed.lasting_bytes,
         fixed_passing_bytes=fixed.passing_bytes,
         capacity_bytes=cluster.gpu.memory,
+        fixed_usd=step_usd(cluster.rent_usd_per_s, egress_usd(cluster, outside.link_bytes), outside.total_s),
+        goal=goal,
     )

@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import highspy
 import pulp
 
 from hybridep.errors import HybridEPError, InfeasibleError, NoSolutionError, UserError
-from hybridep.plan import Status
-from hybridep.units import format_bytes
+from hybridep.plan import Objective, Status
+from hybridep.units import format_bytes, format_dollars, format_seconds
+from planner.goal import FASTEST, Goal
 from planner.ilp import Program, build_program
 from planner.problem import TIE, Problem
 
@@ -34,15 +35,22 @@ class Solution:
     counts: tuple[int, ...]
     status: Status
     """OPTIMAL or FEASIBLE; other outcomes are raised."""
+    goal: Goal = FASTEST
     objective_s: float
     bound_s: float
-    """Proven by the solver: no choice of candidates is faster."""
+    """Proven by the solver: no choice of candidates (that the budget allows) is faster."""
+    bound_usd: float = 0.0
+    """Likewise, where dollars were minimised: none costs less."""
     solve_s: float
     solver: str
+    price_usd: float = 0.0
+    """Of the step."""
 
     @property
     def gap(self) -> float:
-        """(objective - bound) / objective."""
+        """(objective - bound) / objective, in seconds or dollars."""
+        if self.goal.objective is Objective.DOLLARS:
+            return gap(self.price_usd, self.bound_usd)
         return gap(self.objective_s, self.bound_s)
 
 
@@ -54,8 +62,8 @@ def gap(objective_s: float, bound_s: float) -> float:
 def solve(problem: Problem, *, solver: str = "highs", time_limit_s: float = 60.0) -> Solution:
     """The best numbers of layers. When the time is over first, the best found, or one configuration for all layers.
 
-    Raises InfeasibleError when no choice fits the memory, NoSolutionError when the time was over and none was known to,
-    UserError for an unknown solver.
+    Raises InfeasibleError when no choice fits the memory, or the budget allows none (then with the cheapest one's price),
+    NoSolutionError when the time was over and none was known to, UserError for an unknown solver.
     """
     if solver not in _SOLVERS:
         raise UserError(f"solver {solver!r} is unknown; use {' or '.join(_SOLVERS)}")
@@ -65,27 +73,51 @@ def solve(problem: Problem, *, solver: str = "highs", time_limit_s: float = 60.0
     solve_s = time.perf_counter() - started
     status = outcome(sol_status)
     if status is Status.INFEASIBLE:
-        raise InfeasibleError(missing_memory(problem))
+        raise InfeasibleError(_why_none(problem, solver, time_limit_s))
     found = None if status is Status.NO_SOLUTION else _counts(problem, program, solver)
     best = problem.best_uniform()
     uniform = None if best is None else problem.uniform(best)
     if found is None and uniform is None:
         raise NoSolutionError(f"{solver} found no plan within {time_limit_s:g} s; give it more time (--time-limit)")
-    if found is None or (uniform is not None and problem.objective_s(uniform) <= problem.objective_s(found) * (1 + TIE)):
+    if found is None or (uniform is not None and problem.value(uniform) <= problem.value(found) * (1 + TIE)):
         # One configuration for all layers: where a mixture gains nothing, or the search ended before it had one.
         assert uniform is not None
         found, status = uniform, Status.FEASIBLE if found is None else status
     objective_s = problem.objective_s(found)
     # Without a bound of its own: every layer in its fastest configuration, whatever the memory.
-    weakest = problem.num_layers * float(problem.layer_s.min())
-    bound_s = problem.fixed_s + (weakest if dual_bound is None else max(weakest, dual_bound * program.scale_s))
+    weakest = problem.num_layers * float(problem.layer_value.min())
+    proven = problem.fixed_value + (weakest if dual_bound is None else max(weakest, dual_bound * program.scale))
+    in_dollars = problem.goal.objective is Objective.DOLLARS
+    bound_s = problem.fixed_s + problem.num_layers * float(problem.layer_s.min()) if in_dollars else proven
     return Solution(
         counts=found,
         status=status,
+        goal=problem.goal,
         objective_s=objective_s,
         bound_s=min(bound_s, objective_s),
+        bound_usd=min(proven, problem.price_usd(found)) if in_dollars else 0.0,
         solve_s=solve_s,
         solver=solver,
+        price_usd=problem.price_usd(found),
+    )
+
+
+def _why_none(problem: Problem, solver: str, time_limit_s: float) -> str:
+    """Memory, or a budget that the cheapest choice oversteps."""
+    if problem.goal.budget_usd is None:
+        return missing_memory(problem)
+    cheapest = replace(problem, goal=Goal(objective=Objective.DOLLARS))
+    found = solve(cheapest, solver=solver, time_limit_s=time_limit_s)
+    return over_budget(problem.goal.budget_usd, cheapest.price_usd(found.counts), found.objective_s, found.bound_usd)
+
+
+def over_budget(budget_usd: float, cheapest_usd: float, step_s: float, bound_usd: float) -> str:
+    """That a budget allows no plan, with the price and the step of the cheapest one found and a proven bound on all."""
+    proven = gap(cheapest_usd, bound_usd) <= PROVEN_GAP
+    return (
+        f"no plan {'' if proven else 'was found that '}costs at most {format_dollars(budget_usd)} per step: the cheapest "
+        f"{'' if proven else 'found '}costs {format_dollars(cheapest_usd)} (a step of {format_seconds(step_s)})"
+        f"{'' if proven else f', and none costs less than {format_dollars(bound_usd)}'}; raise --budget"
     )
 
 
@@ -94,7 +126,7 @@ def _counts(problem: Problem, program: Program, solver: str) -> tuple[int, ...]:
     counts = [0] * len(problem.candidates)
     for candidate, variable in program.numbers.items():
         counts[candidate] = round(variable.value())
-    if sum(counts) != problem.num_layers or not problem.fits(counts):
+    if sum(counts) != problem.num_layers or not problem.fits(counts) or not problem.affords(counts):
         raise HybridEPError(f"{solver} returned a plan that breaks its constraints: {counts}")
     return tuple(counts)
 

@@ -1,9 +1,10 @@
 """Turn tables of measured site pairs into cluster files.
 
-    .venv/bin/python experiments/profiles/run.py --input skyplane=throughput.csv --input dtfm=pairs.csv
+    .venv/bin/python experiments/profiles/run.py --input skyplane=throughput.csv --input dtfm=pairs.csv --input egress=costs.csv
 
 A table is a CSV file with the columns ``src``, ``dst``, a bandwidth in Gbit/s and a round-trip time in milliseconds;
-the names of the last two, the sites to take and the text above the file are in ``config.yaml``.
+the names of the last two, the sites to take and the text above the file are in ``config.yaml``. A table of prices has the
+columns ``src``, ``dst`` and ``cost`` in dollars per gigabyte.
 """
 
 from __future__ import annotations
@@ -63,7 +64,22 @@ def read_pairs(table: Path, recipe: Mapping[str, Any]) -> dict[tuple[str, str], 
     return pairs
 
 
-def cluster_lines(name: str, recipe: Mapping[str, Any], pairs: Mapping[tuple[str, str], Pair]) -> Iterator[str]:
+def read_prices(table: Path, sites: list[str]) -> dict[str, str]:
+    """Site -> what a gigabyte costs that leaves it; raises ClickException where that depends on where it goes."""
+    prices: dict[str, set[str]] = {site: set() for site in sites}
+    with table.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            if row["src"] in prices and row["dst"] in prices and row["src"] != row["dst"]:
+                prices[row["src"]].add(row["cost"])
+    for site, found in prices.items():
+        if len(found) != 1:
+            raise click.ClickException(f"{table}: {site} has the prices {sorted(found)}; one is needed")
+    return {site: found.pop() for site, found in prices.items()}
+
+
+def cluster_lines(
+    name: str, recipe: Mapping[str, Any], pairs: Mapping[tuple[str, str], Pair], prices: Mapping[str, str]
+) -> Iterator[str]:
     """The lines of the cluster file."""
     sites = recipe["sites"]
     yield from (f"# {line}" for line in recipe["comment"].splitlines())
@@ -76,12 +92,14 @@ def cluster_lines(name: str, recipe: Mapping[str, Any], pairs: Mapping[tuple[str
         f"  - {{name: dc, size: {len(sites)}, bandwidth: {median(p.bandwidth_gbps for p in pairs.values()):g} Gbps,"
         f" latency: {median(p.latency_ms for p in pairs.values()):g} ms}}"
     )
-    yield from INSIDE.splitlines()
+    rent = f", price: {recipe['gpu_price']}" if "gpu_price" in recipe else ""
+    yield from INSIDE.replace("2 TB/s}", f"2 TB/s{rent}}}").splitlines()
     yield "sites:"
     for site in sites:
         up = max(pair.bandwidth_gbps for (source, _), pair in pairs.items() if source == site)
         down = max(pair.bandwidth_gbps for (_, destination), pair in pairs.items() if destination == site)
-        yield f"  - {{name: {site}, up: {up:g} Gbps, down: {down:g} Gbps}}"
+        price = f", egress: {prices[site]} $/GB" if site in prices else ""
+        yield f"  - {{name: {site}, up: {up:g} Gbps, down: {down:g} Gbps{price}}}"
     yield "links:"
     for source in sites:
         for destination in sites:
@@ -105,8 +123,11 @@ def main(inputs: tuple[str, ...], output: Path) -> None:
             click.echo(f"{name}: skipped, no --input {recipe['input']}=CSV")
             continue
         pairs = read_pairs(Path(tables[recipe["input"]]), recipe)
+        if recipe.get("prices", recipe["input"]) not in tables:
+            raise click.ClickException(f"{name}: its prices need --input {recipe['prices']}=CSV")
+        prices = read_prices(Path(tables[recipe["prices"]]), recipe["sites"]) if "prices" in recipe else {}
         path = output / f"{name}.yaml"
-        path.write_text("\n".join(cluster_lines(name, recipe, pairs)) + "\n", encoding="utf-8")
+        path.write_text("\n".join(cluster_lines(name, recipe, pairs, prices)) + "\n", encoding="utf-8")
         load(Cluster, path)
         bandwidths = [pair.bandwidth_gbps for pair in pairs.values()]
         click.echo(f"{path}: {len(pairs)} ordered pairs, {min(bandwidths):g} to {max(bandwidths):g} Gbps")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hybridep.commands.common import emit, set_option, verb
-from hybridep.errors import UserError
+from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
     from hybridep.plan import Plan
     from planner import RobustPlan
+    from planner.goal import Goal
 
 
 @verb(name="plan")
@@ -48,6 +49,14 @@ if TYPE_CHECKING:
     metavar="LEVEL.KIND=CODEC",
     help="Code a level's payloads, for example dc.experts=change-int8 or dc.experts_keep=0.05; exact without. Repeatable.",
 )
+@click.option(
+    "--objective",
+    type=click.Choice(["time", "dollars"]),
+    default="time",
+    show_default=True,
+    help="The fastest plan, or the cheapest.",
+)
+@click.option("--budget", metavar="PRICE", help="The fastest plan that costs at most this per step, for example '0.50 $'.")
 @set_option
 def command(
     cluster: str,
@@ -66,6 +75,8 @@ def command(
     quantile: float,
     time_limit_s: float,
     codecs: tuple[str, ...],
+    objective: str,
+    budget: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -96,6 +107,9 @@ def command(
     coded = read_codecs(codecs, [level.name for level in site.levels])
     robust: RobustPlan | None = None
     made: list[Plan]
+    goal = _goal(objective, budget)
+    if (scenarios or within is not None) and goal.needs_prices:
+        raise UserError("--objective and --budget with --scenario or --within: plans for scenarios know time only; leave one out")
     if (scenarios or within is not None) and codecs:
         raise UserError("--codec with --scenario or --within: plans for scenarios know exact bytes only; leave one out")
     if scenarios or within is not None:
@@ -114,6 +128,7 @@ def command(
                 constraints=rules,
                 popularity=popularity,
                 codecs=coded,
+                goal=goal,
                 report=progress,
             )
     best = made[0]
@@ -160,6 +175,18 @@ def command(
     if robust is not None:
         plan_text.show_robust(robust)
     click.echo(f"\nplan written to {', '.join(str(path) for path in files)}")
+
+
+def _goal(objective: str, budget: str | None) -> Goal:
+    from hybridep.plan import Objective
+    from hybridep.units import Dimension, parse
+    from planner.goal import Goal
+
+    try:
+        budget_usd = None if budget is None else parse(budget, Dimension.PRICE)
+    except QuantityError as error:
+        raise UserError(f"--budget {budget}: {error}") from None
+    return Goal(objective=Objective(objective), budget_usd=budget_usd)
 
 
 def _are_plans(first: str, second: str) -> bool:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hybridep.units import format_bytes, format_seconds
+from hybridep.units import format_bytes, format_dollars, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hybridep.plan import LayerGroup, Plan
+    from hybridep.plan import LayerGroup, Plan, SolverReport
     from planner import Alternative, Explanation, OtherPlan, PlanDifference, RobustPlan, Upgrade
 
 
@@ -34,15 +34,18 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
             console.print(f"    tokens of {', '.join(one.sites)}: experts at {holders}")
     if made.solver is not None:
         report = made.solver
-        console.print(f"  {report.status.value} ({report.solver}, gap {report.gap:.2%}, {format_seconds(report.solve)})\n")
+        how = f"{report.solver}, gap {report.gap:.2%}, {format_seconds(report.solve)}"
+        console.print(f"  {_minimised(report)}{report.status.value} ({how})\n")
 
-    table = Table("", "step", "", "WAN bytes", "memory", "copies", box=None, pad_edge=False)
+    priced = chosen.step_usd is not None
+    table = Table("", "step", "", *(["price"] if priced else []), "WAN bytes", "memory", "copies", box=None, pad_edge=False)
 
     def row(option: Alternative, style: str | None = None) -> None:
         memory = format_bytes(option.memory_bytes) + ("" if option.fits else " does not fit")
         memory += "" if option.allowed else " breaks a rule"
         times = f"x {option.step_s / chosen.step_s:.2f}"
-        cells = (option.name, format_seconds(option.step_s), times, format_bytes(option.wan_bytes), memory)
+        price = [format_dollars(option.step_usd)] if option.step_usd is not None else []
+        cells = (option.name, format_seconds(option.step_s), times, *price, format_bytes(option.wan_bytes), memory)
         table.add_row(*cells, f"{option.copies_per_rank:.3g}", style=style)
 
     row(chosen, "bold")
@@ -50,6 +53,12 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         row(option)
     console.print(table)
     console.print("(copies: experts that a rank holds of others, per layer)")
+    if chosen.step_usd is not None:
+        rent_usd = chosen.step_usd - explanation.egress_usd
+        console.print(
+            f"price of a step: {format_dollars(explanation.egress_usd)} for bytes between sites, "
+            f"{format_dollars(rent_usd)} for ranks"
+        )
     for option in (*explanation.baselines, *explanation.neighbours) if whole else ():
         console.print(f"  {option.name}: {_reason(chosen, option)}")
 
@@ -68,6 +77,13 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         f"memory of the fullest rank ({explanation.fullest_rank}): {format_bytes(chosen.memory_bytes)} of "
         f"{format_bytes(explanation.memory_capacity_bytes)}: {memory}"
     )
+
+
+def _minimised(report: SolverReport) -> str:
+    """What the search made small, where that is not the step alone."""
+    if report.cost_bound is not None:
+        return f"cheapest (no plan below {format_dollars(report.cost_bound)} per step): "
+    return "" if report.budget is None else f"fastest within {format_dollars(report.budget)} per step: "
 
 
 def _level(name: str, size: int, ratio: float) -> str:
@@ -128,7 +144,10 @@ def show_top(plans: Sequence[Plan]) -> None:
     """The chosen plan and the next ones."""
     for number, one in enumerate(plans, start=1):
         assert one.prediction is not None
-        click.echo(f"  {number}. {format_seconds(one.prediction.step)}, memory {format_bytes(one.prediction.memory_bytes)}")
+        price = "" if one.prediction.cost is None else f", {format_dollars(one.prediction.cost)}"
+        click.echo(
+            f"  {number}. {format_seconds(one.prediction.step)}{price}, memory {format_bytes(one.prediction.memory_bytes)}"
+        )
         for group in one.layers:
             click.echo(f"     {_placed(one.cluster.levels[0].name, group)}")
 

@@ -3,6 +3,7 @@ without arrays over ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,6 +32,7 @@ from planner.memory import (
     passing_bytes,
     routed_activation_bytes,
 )
+from planner.price import step_usd
 from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem
 
@@ -44,6 +46,8 @@ class SiteCost:
     memory_bytes: float
     """Of the fullest rank."""
     wan_bytes: float
+    step_usd: float
+    """What the step costs."""
 
     @property
     def compute_s(self) -> float:
@@ -65,6 +69,7 @@ class FixedCost:
     passing_bytes: FloatArray
     """[D, n]."""
     wan_bytes: float
+    egress_usd: float
 
     @property
     def total_s(self) -> float:
@@ -124,6 +129,7 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
         lasting_bytes=np.asarray(per_rank + at_home * per_home, dtype=np.float64),
         passing_bytes=fixed_passing_bytes(work, buffers),
         wan_bytes=sum(2.0 * width * float(e.pairs.sum()) for e in exchanges if e.pairs is not None),
+        egress_usd=egress_usd(problem, [(one, float(width)) for e in exchanges for one in (e, e.reverse)]),
     )
 
 
@@ -140,21 +146,45 @@ def cost_of(problem: SiteProblem, layer: LayerExchanges, residency: Residency, k
     parts = dict(fixed.parts_s)
     for name, seconds in times.parts_s.items():
         parts[name] = parts.get(name, 0.0) + layers * seconds
+    step_s = sum(parts.values())
+    moved = list(moved_in_a_step(problem, layer, residency))
+    egress = fixed.egress_usd + layers * egress_usd(problem, moved)
     return SiteCost(
-        step_s=sum(parts.values()),
+        step_s=step_s,
         parts_s=parts,
         memory_bytes=float(_memory(problem, fixed, layer, residency).max()),
-        wan_bytes=fixed.wan_bytes + layers * moving_bytes(problem, layer, residency),
+        wan_bytes=fixed.wan_bytes + layers * bytes_between(moved),
+        step_usd=step_usd(problem.cluster.rent_usd_per_s, egress, step_s),
     )
 
 
-def moving_bytes(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> float:
-    """Bytes that one layer moves between sites in a step."""
+def moved_in_a_step(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> Iterator[tuple[Exchange, float]]:
+    """Each exchange of one layer, with the bytes of one row or expert in all its repetitions."""
     work, batches = problem.workload, problem.workload.training.micro_batches
     gathers, returns = gathers_and_returns(residency, batches)
-    row_bytes = 2 * work.combine_row_bytes + work.dispatch_row_bytes + work.dispatch_gradient_row_bytes
-    moved = batches * (row_bytes * _total(layer.rows) + _total(layer.counts))
-    return moved + (gathers + returns) * work.expert_bytes * _total(layer.copies)
+    for exchange in layer.rows:
+        yield exchange, float(batches * (work.dispatch_row_bytes + work.combine_row_bytes))
+        yield exchange.reverse, float(batches * (work.combine_row_bytes + work.dispatch_gradient_row_bytes))
+    for exchange in layer.counts:
+        yield exchange, float(batches)
+    for exchange in layer.copies:
+        yield exchange, float(gathers * work.expert_bytes)
+        yield exchange.reverse, float(returns * work.expert_bytes)
+
+
+def bytes_between(moved: Sequence[tuple[Exchange, float]]) -> float:
+    """Of (exchange, bytes per unit) pairs, between sites."""
+    return sum(unit_bytes * float(exchange.pairs.sum()) for exchange, unit_bytes in moved if exchange.pairs is not None)
+
+
+def egress_usd(problem: SiteProblem, moved: Sequence[tuple[Exchange, float]]) -> float:
+    """What these bytes cost."""
+    prices = problem.egress_usd_per_byte
+    if prices is None:
+        return 0.0
+    return sum(
+        unit_bytes * float((exchange.pairs * prices).sum()) for exchange, unit_bytes in moved if exchange.pairs is not None
+    )
 
 
 def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> LayerMemory:
@@ -182,7 +212,3 @@ def _memory(problem: SiteProblem, fixed: FixedCost, layer: LayerExchanges, resid
 
 def _largest(arrays: list[FloatArray], shape: tuple[int, ...]) -> FloatArray:
     return np.asarray(np.max(np.stack([np.zeros(shape), *arrays]), axis=0))
-
-
-def _total(exchanges: tuple[Exchange, ...]) -> float:
-    return sum(float(exchange.pairs.sum()) for exchange in exchanges if exchange.pairs is not None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from hybridep.plan import LayerGroup, Plan
-from hybridep.traffic import FloatArray, gathers_and_returns
+from hybridep.traffic import FloatArray
 from planner.cost import Cost, StepCost, combine, layer_times
 from planner.exchange import Network
 from planner.memory import (
@@ -17,7 +17,7 @@ from planner.memory import (
     fixed_lasting,
     total_memory,
 )
-from planner.sites.cost import block_times, fixed_cost, layer_memory, moving_bytes
+from planner.sites.cost import block_times, bytes_between, fixed_cost, layer_memory, moved_in_a_step
 from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges
 from planner.sites.problem import Inside, SiteProblem, site_problem
 
@@ -55,21 +55,14 @@ def inside_of(plan: Plan, group: LayerGroup) -> Inside | None:
 
 
 def _layer_cost(problem: SiteProblem, layer: LayerExchanges, group: LayerGroup) -> Cost:
-    work = problem.workload
-    batches = work.training.micro_batches
+    batches = problem.workload.training.micro_batches
     times = layer_times(block_times(problem, layer), batches, group.residency, problem.schedule)
-    gathers, returns = gathers_and_returns(group.residency, batches)
-    there, back = (work.dispatch_row_bytes + work.combine_row_bytes), (work.combine_row_bytes + work.dispatch_gradient_row_bytes)
-    moved = [(exchange, float(batches * there)) for exchange in layer.rows]
-    moved += [(exchange.reverse, float(batches * back)) for exchange in layer.rows]
-    moved += [(exchange, float(batches)) for exchange in layer.counts]
-    moved += [(exchange, float(gathers * work.expert_bytes)) for exchange in layer.copies]
-    moved += [(exchange.reverse, float(returns * work.expert_bytes)) for exchange in layer.copies]
+    moved = list(moved_in_a_step(problem, layer, group.residency))
     return Cost(
         parts_s=times.parts_s,
         hidden_s=times.hidden_s,
         link_bytes=_link_bytes(problem, moved),
-        wan_bytes=moving_bytes(problem, layer, group.residency),
+        wan_bytes=bytes_between(moved),
     )
 
 

@@ -8,7 +8,7 @@ from itertools import islice, product
 import numpy as np
 
 from hybridep.placement import IntArray
-from hybridep.plan import Residency
+from hybridep.plan import Objective, Residency
 from hybridep.traffic import COUNT_BYTES, FloatArray, gathers_and_returns
 from planner.memory import TOLERANCE, lasting_copy_bytes, passing_bytes, routed_activation_bytes
 from planner.sites.cost import cost_of, fixed_cost
@@ -20,8 +20,8 @@ AT_ONCE = 4096
 
 
 def best_table(problem: SiteProblem) -> tuple[IntArray, Configuration, float] | None:
-    """(table, configuration, step seconds) of the fastest plan that fits; None when none fits. Looks at all D ** (D E)
-    tables; with rules, of those that keep them."""
+    """(table, configuration, step's seconds, or dollars if those are the goal) of the best plan that fits and the budget allows;
+    None when there is none. Looks at all D ** (D E) tables; with rules, of those that keep them."""
     best: tuple[IntArray, Configuration, float] | None = None
     for tables in _chunks(problem):
         if problem.num_inside == 1:
@@ -53,25 +53,28 @@ def _better(
     for configuration in problem.configurations():
         if configuration.inside is inside:
             cost = cost_of(problem, layer, configuration.residency)
-            if (best is None or cost.step_s < best[2]) and cost.fits(problem):
-                best = table, configuration, cost.step_s
+            value = problem.goal.value(cost.step_s, cost.step_usd)
+            if (best is None or value < best[2]) and cost.fits(problem) and not problem.goal.overdraft(cost.step_usd):
+                best = table, configuration, value
     return best
 
 
 def _best_of(problem: SiteProblem, tables: IntArray) -> tuple[IntArray, Configuration, float] | None:
     best: tuple[IntArray, Configuration, float] | None = None
     for residency in Residency if len(tables) else ():
-        steps_s, memory_bytes = costs_at_once(problem, tables, residency)
-        steps_s[memory_bytes > problem.cluster.gpu.memory * (1 + TOLERANCE)] = np.inf
-        first = int(np.argmin(steps_s))
-        if np.isfinite(steps_s[first]) and (best is None or steps_s[first] < best[2]):
-            best = tables[first], Configuration(inside=Inside.ALL, residency=residency), float(steps_s[first])
+        steps_s, memory_bytes, prices_usd = costs_at_once(problem, tables, residency)
+        values = prices_usd.copy() if problem.goal.objective is Objective.DOLLARS else steps_s.copy()
+        values[memory_bytes > problem.cluster.gpu.memory * (1 + TOLERANCE)] = np.inf
+        values[[problem.goal.overdraft(float(price)) > 0 for price in prices_usd]] = np.inf
+        first = int(np.argmin(values))
+        if np.isfinite(values[first]) and (best is None or values[first] < best[2]):
+            best = tables[first], Configuration(inside=Inside.ALL, residency=residency), float(values[first])
     return best
 
 
-def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) -> tuple[FloatArray, FloatArray]:
-    """(step seconds [N], bytes of the fullest rank [N]) of ``tables`` ([N, D, E]) on sites of one rank: the formulas of
-    ``planner.cost`` written out once more, which also checks the other way of computing them."""
+def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(step seconds [N], bytes of the fullest rank [N], dollars [N]) of ``tables`` ([N, D, E]) on sites of one rank: the
+    formulas of ``planner.cost`` written out once more, which also checks the other way of computing them."""
     work, training, gpu = problem.workload, problem.workload.training, problem.cluster.gpu
     batches, layers, size = training.micro_batches, problem.num_layers, problem.num_sites
     served = (tables[:, :, :, None] == np.arange(size)).sum(axis=2)  # [N, d, h]
@@ -113,4 +116,9 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     lasting = routed_activation_bytes(work, computed, arrived) + lasting_copy_bytes(work, kept, residency)
     passing = sum(passing_bytes(work, largest, computed, kept, problem.at_home[:, 0], residency).values())
     memory = fixed.lasting_bytes[:, 0] + layers * lasting + np.maximum(passing, fixed.passing_bytes[:, 0])
-    return np.asarray(steps_s), np.asarray(memory.max(axis=1))
+
+    one_way = batches * (rows * (work.dispatch_row_bytes + work.combine_row_bytes) + COUNT_BYTES * ((served > 0) & away))
+    sent = one_way + batches * back * (work.combine_row_bytes + work.dispatch_gradient_row_bytes)
+    sent = sent + (gathers * copies + returns * copies.swapaxes(1, 2)) * work.expert_bytes
+    egress = fixed.egress_usd + layers * (sent * problem.cluster.egress_usd_per_byte).sum(axis=(1, 2))
+    return np.asarray(steps_s), np.asarray(memory.max(axis=1)), egress + problem.cluster.rent_usd_per_s * steps_s

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from hybridep.errors import InfeasibleError, NoSolutionError
 from hybridep.placement import IntArray
-from hybridep.plan import LayerGroup, Plan, Schedule, SolverReport, Status
+from hybridep.plan import LayerGroup, Objective, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
-from hybridep.units import Dimension, exact, format_bytes
+from hybridep.units import format_bytes
 from hybridep.workload import Workload
 from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS
-from planner.plans import plan_domains, predict
+from planner.goal import FASTEST, Goal
+from planner.plans import plan_domains, predict, solver_report
 from planner.sites.cost import SiteCost
 from planner.sites.evaluate import inside_of
 from planner.sites.problem import Configuration, SiteProblem, site_problem
 from planner.sites.search import Found
 from planner.sites.solution import Wishes, solve_sites
-from planner.solve import PROVEN_GAP, gap
+from planner.solve import over_budget
 
 
 def plan_sites(
@@ -35,41 +35,71 @@ def plan_sites(
     schedule: Schedule | None = None,
     constraints: Constraints | None = None,
     wishes: Wishes | None = None,
+    goal: Goal = FASTEST,
 ) -> list[Plan]:
-    """The fastest plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all layers,
-    or equal domains where those win.
+    """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
+    layers, or equal domains where those win.
 
-    The first has a bound that holds for every serving table that keeps the rules, whatever the choice inside sites, used in
-    all layers, and for the integer program's mixtures of equal domains. Raises InfeasibleError, NoSolutionError and UserError.
+    The first has a bound that holds for every serving table that keeps the rules, whatever it costs and the choice inside sites,
+    used in all layers, and for the integer program's mixtures of equal domains. Raises InfeasibleError, NoSolutionError and
+    UserError.
     """
     wishes = wishes or Wishes()
     started = time.perf_counter()
-    problem = site_problem(cluster, workload, schedule, constraints)
+    problem = site_problem(cluster, workload, schedule, constraints, goal=goal)
     domains = None
     if problem.permissions is None and cluster.num_gpus <= MOST_RANKS:
         try:
             limit_s = max(wishes.time_limit_s / 4, 0.2)
-            domains = plan_domains(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=problem.schedule)
+            domains = plan_domains(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=problem.schedule, goal=goal)
         except (InfeasibleError, NoSolutionError):
             domains = None
     left_s = max(wishes.time_limit_s - (time.perf_counter() - started), 0.1)
     solution = solve_sites(problem, replace(wishes, time_limit_s=left_s))
     fits = solution.found.rank[0] == 0
     if not fits and domains is None:
-        raise InfeasibleError(_missing(problem, solution.found))
+        domains = _cheapest(problem, constraints, solution.found, wishes)
     more = [table_plan(problem, one.table, _configuration(one)) for one in solution.pool if one is not solution.found]
-    if domains is not None and (not fits or _step_s(domains) <= solution.found.rank[1]):
-        assert domains.solver is not None
-        bound_s = min(solution.bound_s, domains.solver.bound)
-        best = domains.model_copy(update={"solver": _report(solver, _step_s(domains), bound_s, started)})
-        more = [one for one in more if _step_s(one) > _step_s(best)]
-        return [best, *more][: wishes.keep]
-    made = table_plan(problem, solution.found.table, _configuration(solution.found))
-    bound_s = min(solution.bound_s, _step_s(made))
+    if domains is not None and (not fits or _value(goal, domains) <= solution.found.rank[1]):
+        best = domains
+        more = [one for one in more if _value(goal, one) > _value(goal, best)]
+    else:
+        best = table_plan(problem, solution.found.table, _configuration(solution.found))
+    bounds_s, bounds_usd = [solution.bound_s, _step_s(best)], [solution.bound_usd, _cost_usd(best)]
     if domains is not None and domains.solver is not None:
-        bound_s = min(bound_s, domains.solver.bound)
-    best = made.model_copy(update={"solver": _report(solver, _step_s(made), bound_s, started)})
-    return [best, *more][: wishes.keep]
+        bounds_s.append(domains.solver.bound)
+        bounds_usd += [] if domains.solver.cost_bound is None else [domains.solver.cost_bound]
+    report = solver_report(
+        solver=solver,
+        goal=goal,
+        objective_s=_step_s(best),
+        bound_s=min(bounds_s),
+        cost_usd=_cost_usd(best),
+        bound_usd=min(bounds_usd),
+        solve_s=time.perf_counter() - started,
+    )
+    return [best.model_copy(update={"solver": report}), *more][: wishes.keep]
+
+
+def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Found, wishes: Wishes) -> Plan:
+    """Where the search for the fastest plan found none within the budget: the cheapest plan, if that one is. Raises
+    InfeasibleError where it is not either, or memory is missing."""
+    budget_usd, cost = problem.goal.budget_usd, least.cost
+    assert cost is not None
+    if budget_usd is None or not cost.fits(problem):
+        raise InfeasibleError(_missing(problem, least))
+    cheap = plan_sites(
+        problem.cluster,
+        problem.workload,
+        schedule=problem.schedule,
+        constraints=constraints,
+        wishes=replace(wishes, keep=1, report=None),
+        goal=Goal(objective=Objective.DOLLARS),
+    )[0]
+    assert cheap.solver is not None and cheap.solver.cost_bound is not None
+    if problem.goal.overdraft(_cost_usd(cheap)):
+        raise InfeasibleError(over_budget(budget_usd, _cost_usd(cheap), _step_s(cheap), cheap.solver.cost_bound))
+    return cheap
 
 
 def table_plan(problem: SiteProblem, table: IntArray, configuration: Configuration) -> Plan:
@@ -103,18 +133,6 @@ def chosen_table(plan: Plan) -> tuple[IntArray, Configuration] | None:
     return np.ascontiguousarray(most.placement.serve[0]), Configuration(inside=inside, residency=most.group.residency)
 
 
-def _report(solver: str, objective_s: float, bound_s: float, started_s: float) -> SolverReport:
-    found_gap = gap(objective_s, bound_s)
-    return SolverReport(
-        status=Status.OPTIMAL if found_gap <= PROVEN_GAP else Status.FEASIBLE,
-        solver=solver,
-        objective=_seconds(objective_s),
-        bound=_seconds(bound_s),
-        gap=found_gap,
-        solve=_seconds(time.perf_counter() - started_s),
-    )
-
-
 def _missing(problem: SiteProblem, least: Found) -> str:
     cost = least.cost
     assert isinstance(cost, SiteCost)
@@ -137,6 +155,10 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step
 
 
-def _seconds(value_s: float) -> Any:
-    """As plan files write it; configuration models take quantities only with their unit."""
-    return exact(value_s, Dimension.TIME)
+def _cost_usd(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.cost or 0.0
+
+
+def _value(goal: Goal, plan: Plan) -> float:
+    return goal.value(_step_s(plan), _cost_usd(plan))

@@ -21,6 +21,7 @@ from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.constraints import Constraints, Permissions, require_possible
+from planner.goal import FASTEST, Goal
 
 
 class Inside(Enum):
@@ -59,6 +60,7 @@ class SiteProblem:
     """[E] global ranks."""
     permissions: Permissions | None = None
     """What rules leave possible; None without rules."""
+    goal: Goal = FASTEST
 
     @cached_property
     def num_sites(self) -> int:
@@ -111,6 +113,11 @@ class SiteProblem:
         return self.cluster.levels[1].latency if len(self.cluster.sizes) == 2 else 0.0
 
     @cached_property
+    def egress_usd_per_byte(self) -> FloatArray | None:
+        """[D, D] from row to column; None where bytes cost nothing."""
+        return self.cluster.egress_usd_per_byte if self.cluster.has_egress_prices else None
+
+    @cached_property
     def hit(self) -> FloatArray:
         """[E + 1]: probability that a token needs at least one of n experts."""
         return gating(self.workload).hit_by_count
@@ -152,14 +159,24 @@ class SiteProblem:
             level.name: LevelChoice(domain_size=level.size if inside is Inside.ALL else 1) for level in self.cluster.levels[1:]
         }
 
+    @property
+    def residencies(self) -> tuple[Residency, ...]:
+        """Of copies."""
+        return tuple(Residency)
+
     def configurations(self) -> tuple[Configuration, ...]:
         """All of them; ``Inside`` matters only where a site has more than one rank."""
         inside = tuple(Inside) if self.num_inside > 1 else (Inside.ALL,)
-        return tuple(Configuration(inside=one, residency=residency) for residency in Residency for one in inside)
+        return tuple(Configuration(inside=one, residency=residency) for residency in self.residencies for one in inside)
 
 
 def site_problem(
-    cluster: Cluster, workload: Workload, schedule: Schedule | None = None, constraints: Constraints | None = None
+    cluster: Cluster,
+    workload: Workload,
+    schedule: Schedule | None = None,
+    constraints: Constraints | None = None,
+    *,
+    goal: Goal = FASTEST,
 ) -> SiteProblem:
     """Raises UserError for a cluster with more than one level below the sites, InfeasibleError for rules that clash."""
     if len(cluster.sizes) > 2:
@@ -187,4 +204,5 @@ def site_problem(
         latency_s=latency,
         home=expert_homes(workload.model.num_experts, cluster.num_gpus),
         permissions=require_possible(cluster, workload.model.num_experts, constraints) if constraints else None,
+        goal=goal,
     )

@@ -48,7 +48,8 @@ class Found:
     configuration: Configuration | None
     cost: SiteCost | None
     rank: tuple[int, float]
-    """What the search compares: bytes missing first, then seconds."""
+    """What the search compares: first the bytes that are missing, and what a budget is overstepped by as the same share of the
+    memory; then seconds, or dollars if those are the goal."""
 
 
 @dataclass(kw_only=True)
@@ -89,6 +90,7 @@ class Search:
         if key in self._seen:
             return self._seen[key]
         self.evaluations += 1
+        goal = self.problem.goal
         found: Found | None = None
         layers: dict[Inside, tuple[LayerExchanges, list[BlockTimes]]] = {}
         for configuration in self.configurations:
@@ -100,8 +102,11 @@ class Search:
                 cost_of(one, layer, configuration.residency, known) for one, known in zip(self.scenarios, times, strict=True)
             ]
             cost = costs[0]
-            missing = 0 if cost.fits(self.problem) else int(cost.memory_bytes - self.problem.cluster.gpu.memory)
-            rank = missing, at_quantile([one.step_s for one in costs], self.quantile)
+            capacity = self.problem.cluster.gpu.memory
+            missing = 0 if cost.fits(self.problem) else int(cost.memory_bytes - capacity)
+            if overdraft := goal.overdraft(cost.step_usd):
+                missing += math.ceil(capacity * overdraft)
+            rank = missing, at_quantile([goal.value(one.step_s, one.step_usd) for one in costs], self.quantile)
             if found is None or rank < found.rank:
                 found = Found(table=table, configuration=configuration, cost=cost, rank=rank)
         assert found is not None

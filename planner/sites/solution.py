@@ -10,7 +10,10 @@ import numpy as np
 
 from hybridep.errors import NoSolutionError
 from hybridep.placement import IntArray
+from hybridep.plan import Objective
+from planner.price import step_usd
 from planner.sites.bound import Proof, prove
+from planner.sites.egress_bound import least_egress_usd
 from planner.sites.grouping import MANY
 from planner.sites.oracle import best_table
 from planner.sites.others import OTHERS
@@ -37,6 +40,8 @@ class SiteSolution:
 
     found: Found
     bound_s: float
+    bound_usd: float
+    """No plan costs less per step."""
     proofs: tuple[Proof, ...]
     """One per scenario; none where every table was tried."""
     size_proofs: tuple[SizeProof | None, ...] = ()
@@ -60,7 +65,7 @@ class Wishes:
     seeds: tuple[IntArray, ...] = ()
     """Tables to begin with."""
     report: Callable[[str, float], None] | None = None
-    """Told ("plan" or "bound", seconds) as either improves."""
+    """Told ("plan" or "bound", seconds) as either improves; nothing where dollars are the goal."""
 
 
 def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolution:
@@ -68,6 +73,9 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     Raises NoSolutionError when the time was over before one table was tried."""
     wishes = wishes or Wishes()
     started, limit_s, report = time.perf_counter(), wishes.time_limit_s, wishes.report
+    in_dollars = problem.goal.objective is Objective.DOLLARS
+    if in_dollars:
+        report = None
     search = Search(
         problem=problem,
         deadline_s=started + 0.6 * limit_s,
@@ -80,8 +88,14 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         search.report = lambda seconds: report("plan", seconds)
     few = problem.num_sites * problem.num_experts * np.log(problem.num_sites) <= np.log(FEW_TABLES)
     if few and not wishes.scenarios and wishes.keep == 1 and (best := best_table(problem)) is not None:
-        found = search.evaluate(best[0])
-        return SiteSolution(found=found, bound_s=best[2], proofs=(), solve_s=time.perf_counter() - started)
+        found, cheapest = search.evaluate(best[0]), least_usd(problem, 0.0)
+        return SiteSolution(
+            found=found,
+            bound_s=0.0 if in_dollars else best[2],
+            bound_usd=best[2] if in_dollars else cheapest,
+            proofs=(),
+            solve_s=time.perf_counter() - started,
+        )
     interrupted = False
     try:
         _look(search, wishes.seeds)
@@ -89,7 +103,8 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         interrupted = True
     if search.best is None:
         raise NoSolutionError(f"no plan was looked at within {limit_s:g} s; give it more time (--time-limit)")
-    best_s, scenarios = search.best.rank[1], search.scenarios
+    assert search.best.cost is not None
+    best_s, scenarios = search.best.cost.step_s if in_dollars else search.best.rank[1], search.scenarios
     proofs: list[Proof] = []
     sizes: list[SizeProof | None] = []
     for number, one in enumerate(scenarios):
@@ -111,15 +126,21 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         sizes.append(by_size)
     bounds_s = [max(one.bound_s, other.bound_s if other else 0.0) for one, other in zip(proofs, sizes, strict=True)]
     # Each step is at least its scenario's bound, so the steps at a quantile are at least the bounds there.
-    bound_s = min(at_quantile(bounds_s, wishes.quantile), search.best.rank[1])
+    bound_s = min(at_quantile(bounds_s, wishes.quantile), best_s)
     return SiteSolution(
         found=search.best,
         bound_s=bound_s,
+        bound_usd=least_usd(problem, bound_s),
         proofs=tuple(proofs),
         size_proofs=tuple(sizes),
         solve_s=time.perf_counter() - started,
         pool=tuple(search.pool),
     )
+
+
+def least_usd(problem: SiteProblem, bound_s: float) -> float:
+    """No plan costs less per step, if none is faster than ``bound_s``: what is paid for time and for bytes, each at its least."""
+    return step_usd(problem.cluster.rent_usd_per_s, least_egress_usd(problem), bound_s)
 
 
 def _prove_sizes(relaxation: Relaxation, best_s: float, boxes: int, deadline_s: float) -> SizeProof | None:
