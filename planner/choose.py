@@ -42,10 +42,9 @@ def plan(
 ) -> Plan:
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. With
     measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
-    plans whose copies set out before their blocks (``Schedule.prefetch``), for sites that are alike. ``codecs`` by level name;
-    where one is lossy, equal domains are searched alone, because other searches know exact bytes only. With a ``goal`` the
-    cheapest plan in place of the fastest, or the fastest that costs no more than a budget. On KeyboardInterrupt, once there is a
-    plan, the best so far.
+    plans whose copies set out before their blocks (``Schedule.prefetch``), for sites that are alike. ``codecs`` by level name.
+    With a ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. On
+    KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
     (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).
@@ -97,16 +96,22 @@ def plans(
             "copies ahead of their blocks are planned where sites are alike, for exact bytes, one plan at a time, without rules, "
             "popularity or a given schedule; leave those out, or ahead"
         )
-    if lossy and constraints is not None:
-        raise UserError("rules and lossy codecs: plans that keep rules know exact bytes only; leave one of them out")
     if popularity:
         if constraints is not None or count > 1:
             raise UserError("with measured popularity there is one plan, and none that keeps rules: leave one of them out")
         return [plan_measured(cluster, workload, popularity, schedule=schedule)]
     dear = goal.needs_prices and uneven_prices(cluster)
-    if ((by_site(cluster) or dear) and not lossy) or constraints is not None:
-        wishes = Wishes(time_limit_s=time_limit_s, keep=count, report=report)
-        return plan_sites(cluster, workload, solver=solver, schedule=schedule, constraints=constraints, wishes=wishes, goal=goal)
+    if by_site(cluster) or dear or constraints is not None:
+        return plan_sites(
+            cluster,
+            workload,
+            solver=solver,
+            schedule=schedule,
+            constraints=constraints,
+            wishes=Wishes(time_limit_s=time_limit_s, keep=count, report=report),
+            goal=goal,
+            codecs=codecs,
+        )
     if ahead:
         return [plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s)]
     best = plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs, goal=goal)

@@ -184,13 +184,14 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
     for name in partial:
         choices = base.choices | {name: LevelChoice(domain_size=base.domains[name])}
         yield f"{name} {base.domains[name]}, all experts", layer_group(0, layers, choices, base.residency)
-    if base.serving or any(size > 1 for size in base.domains.values()):
+    changes = any(codecs.experts.is_change for codecs in plan.codecs.values())  # those need copies that stay
+    if (base.serving or any(size > 1 for size in base.domains.values())) and not changes:
         other = Residency.MICROBATCH if base.residency is Residency.STEP else Residency.STEP
         yield f"copies per {other.value}", base.model_copy(update={"first_layer": 0, "num_layers": layers, "residency": other})
 
 
 def _of_group(name: str, plan: Plan, group: LayerGroup, allowed: Permissions | None) -> Alternative:
-    other = Plan(cluster=plan.cluster, workload=plan.workload, layers=(group,), schedule=plan.schedule)
+    other = Plan(cluster=plan.cluster, workload=plan.workload, layers=(group,), schedule=plan.schedule, codecs=plan.codecs)
     return _alternative(name, other, *evaluate(other), allowed)
 
 

@@ -164,7 +164,7 @@ def fixed_memory(
     each rank, all layers together."""
     reduction = exchange_bytes(placement, dense_traffic(placement, workload, codecs))
     lasting = fixed_lasting(workload, home_experts)
-    lasting[DENSE] = lasting[DENSE] + _unsent_dense_bytes(cluster, workload, codecs)
+    lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(cluster, workload, codecs)
     return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, reduction)})
 
 
@@ -219,17 +219,24 @@ def _codec_state_bytes(placement: Placement, workload: Workload, by_level: Seque
         moved = placement.num_moved[level].astype(np.float64)
         if not moved.any():
             continue
-        if wire.codecs.experts.is_change:
-            present = placement.num_at_home if level == 0 else placement.holds.sum(axis=1)
-            kept += np.minimum(moved.sum(axis=1), present) * workload.expert_bytes
-        elif wire.codecs.experts is ExpertCodec.SHARED_RESIDUAL:
+        if wire.codecs.experts is ExpertCodec.SHARED_RESIDUAL:
             shared = workload.expert_bytes
-        if wire.codecs.gradients is GradientCodec.TOP_K:
-            kept += reverse(placement, level, moved).sum(axis=1) * workload.model.expert_params * _wide(workload)
+        present = placement.num_at_home if level == 0 else placement.holds.sum(axis=1)
+        kept += kept_by_codecs(wire, moved.sum(axis=1), reverse(placement, level, moved).sum(axis=1), present)
     return kept + shared
 
 
-def _unsent_dense_bytes(cluster: Cluster, workload: Workload, codecs: Sequence[Codecs]) -> float:
+def kept_by_codecs(wire: Wire, sent: FloatArray, received: FloatArray, present: IntArray) -> FloatArray:
+    """Of one layer at one level, by rank, without the shared expert: ``sent`` and ``received`` copies, of ``present`` experts."""
+    workload, kept = wire.workload, np.zeros(sent.shape)
+    if wire.codecs.experts.is_change:
+        kept += np.minimum(sent, present) * workload.expert_bytes
+    if wire.codecs.gradients is GradientCodec.TOP_K:
+        kept += received * float(workload.model.expert_params * _wide(workload))
+    return kept
+
+
+def unsent_dense_bytes(cluster: Cluster, workload: Workload, codecs: Sequence[Codecs]) -> float:
     """Dense gradients that error feedback keeps, of one rank."""
     shards = [
         one.gradients is GradientCodec.TOP_K and workload.model.dense_params / np.prod(cluster.sizes[level + 1 :])

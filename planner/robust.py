@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hybridep.codecs import Codecs
 from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster, Site
@@ -53,6 +54,7 @@ def plan_for_scenarios(
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
     constraints: Constraints | None = None,
+    codecs: Mapping[str, Codecs] | None = None,
 ) -> RobustPlan:
     """The plan whose step at ``quantile`` of the scenarios (1: in the worst) is shortest; never worse there than the plan for
     ``cluster`` itself. Raises UserError for scenarios with other sites, and what ``plan`` raises."""
@@ -61,15 +63,15 @@ def plan_for_scenarios(
             raise UserError(f"scenario {one.name}: has sizes {one.sizes}, cluster {cluster.name} has {cluster.sizes}")
     if not scenarios or not 0 < quantile <= 1:
         raise UserError(f"planning for scenarios needs at least one, and a quantile above 0 and up to 1 (found {quantile:g})")
-    problem = site_problem(cluster, workload, schedule, constraints)
+    problem = site_problem(cluster, workload, schedule, constraints, codecs=codecs)
     half = Wishes(time_limit_s=time_limit_s / 2)
-    nominal = plan_sites(cluster, workload, schedule=schedule, constraints=constraints, wishes=half)[0]
+    nominal = plan_sites(cluster, workload, schedule=schedule, constraints=constraints, wishes=half, codecs=codecs)[0]
     first = chosen_table(nominal)
     solution = solve_sites(
         problem,
         Wishes(
             time_limit_s=time_limit_s / 2,
-            scenarios=tuple(site_problem(one, workload, schedule) for one in scenarios),
+            scenarios=tuple(site_problem(one, workload, schedule, codecs=codecs) for one in scenarios),
             quantile=quantile,
             seeds=() if first is None else (first[0],),
         ),

@@ -58,7 +58,7 @@ def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Cons
     if chosen is None or plan.cluster.sizes[0] < 2:
         raise UserError(f"cluster {plan.cluster.name}: upgrades are priced for plans between sites with one choice inside them")
     table, configuration = chosen
-    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints)
+    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
     present_s = _searched(problem, table)
     found = []
     for options in (_access(problem, factor, up=True), _access(problem, factor, up=False), _pairs(problem, factor)):

@@ -110,12 +110,12 @@ def command(
     goal = _goal(objective, budget)
     if (scenarios or within is not None) and goal.needs_prices:
         raise UserError("--objective and --budget with --scenario or --within: plans for scenarios know time only; leave one out")
-    if (scenarios or within is not None) and codecs:
-        raise UserError("--codec with --scenario or --within: plans for scenarios know exact bytes only; leave one out")
     if scenarios or within is not None:
         others = [load_cluster(one) for one in scenarios]
         others += planner.interval_scenarios(site, within) if within is not None else []
-        robust = planner.plan_for_scenarios(site, work, others, quantile=quantile, time_limit_s=time_limit_s, constraints=rules)
+        robust = planner.plan_for_scenarios(
+            site, work, others, quantile=quantile, time_limit_s=time_limit_s, constraints=rules, codecs=coded
+        )
         made = [robust.plan]
     else:
         with PlanProgress() as progress:

@@ -29,7 +29,7 @@ def compare_planners(plan: Plan, constraints: Constraints | None = None) -> dict
     than one level below the sites, or one site."""
     if plan.cluster.sizes[0] < 2:
         raise UserError(f"cluster {plan.cluster.name}: comparing planners between sites needs two sites")
-    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints)
+    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
     step_s = plan.prediction.step if plan.prediction is not None else evaluate(plan)[0].step_s
     others = {}
     for name in OTHERS:

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from hybridep.codecs import Wire
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, Op, OpLevel, gathers_and_returns, is_late
@@ -23,17 +24,20 @@ from planner.cost import (
 )
 from planner.memory import (
     ACTIVATIONS,
+    CODECS,
     COPIES,
     TOLERANCE,
     LayerMemory,
     fixed_passing_bytes,
     fixed_rank_bytes,
+    kept_by_codecs,
     lasting_copy_bytes,
     passing_bytes,
     routed_activation_bytes,
+    unsent_dense_bytes,
 )
 from planner.price import step_usd
-from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges
+from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges, shared_exchanges
 from planner.sites.problem import Configuration, SiteProblem
 
 
@@ -77,6 +81,11 @@ class FixedCost:
         return sum(self.parts_s.values())
 
 
+def wire_of(problem: SiteProblem, exchange: Exchange) -> Wire:
+    """Bytes of payloads at the exchange's level."""
+    return problem.wires[0 if exchange.outer else 1]
+
+
 def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     """Of one layer and micro-batch."""
     work, gpu = problem.workload, problem.cluster.gpu
@@ -88,16 +97,20 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
         times[op] += late * gpu.jitter + latency_s + per_byte_s * unit_bytes
 
     for exchange in layer.copies:
-        add(Op.EXPERT_GATHER, exchange, work.expert_bytes)
-        add(Op.GRADIENT_RETURN, exchange.reverse, work.expert_bytes)
+        wire = wire_of(problem, exchange)
+        add(Op.EXPERT_GATHER, exchange, wire.expert_bytes)
+        add(Op.GRADIENT_RETURN, exchange.reverse, wire.expert_gradient_bytes)
     for exchange in layer.rows:
-        there, back = exchange, exchange.reverse
-        add(Op.TOKEN_DISPATCH, there, work.dispatch_row_bytes)
-        add(Op.COMBINE_BACKWARD, there, work.combine_row_bytes)
-        add(Op.TOKEN_COMBINE, back, work.combine_row_bytes)
-        add(Op.DISPATCH_BACKWARD, back, work.dispatch_gradient_row_bytes)
+        there, back, wire = exchange, exchange.reverse, wire_of(problem, exchange)
+        add(Op.TOKEN_DISPATCH, there, wire.dispatch_row_bytes)
+        add(Op.COMBINE_BACKWARD, there, wire.combine_row_bytes)
+        add(Op.TOKEN_COMBINE, back, wire.combine_row_bytes)
+        add(Op.DISPATCH_BACKWARD, back, wire.dispatch_gradient_row_bytes)
     for exchange in layer.counts:
         add(Op.TOKEN_COUNTS, exchange, 1.0)
+    for exchange in shared_exchanges(problem, layer):
+        add(Op.SHARED_REDUCE_SCATTER, exchange, 1.0)
+        add(Op.SHARED_ALL_GATHER, exchange.reverse, 1.0)
     products_s = layer.served * (work.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
     # Bounds leave the overhead of held experts out: it is never negative.
     held = problem.at_home + layer.copies_held
@@ -113,23 +126,25 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
 def fixed_cost(problem: SiteProblem) -> FixedCost:
     """Head, dense all-reduce and optimizer; weights, states and the activations of the dense parts."""
     work, gpu = problem.workload, problem.cluster.gpu
-    model, width = work.model, work.training.dtype.num_bytes
+    model = work.model
     at_home = problem.at_home
     parameters = model.dense_params + model.num_moe_layers * int(at_home.max()) * model.expert_params
     exchanges = dense_exchanges(problem)
+    moved = [(one, 1.0) for exchange in exchanges for one in (exchange, exchange.reverse)]
     per_rank, per_home = fixed_rank_bytes(work)
-    buffers = _largest([exchange.both * width for exchange in exchanges], at_home.shape)
+    buffers = _largest([exchange.both for exchange in exchanges], at_home.shape)
+    unsent_bytes = unsent_dense_bytes(problem.cluster, work, problem.codecs)
     return FixedCost(
         parts_s={
             HEAD: 3 * work.training.micro_batches * (work.head_flops / gpu.throughput + gpu.pass_overhead),
             OPTIMIZER: parameters * optimizer_bytes_per_parameter(work) / gpu.memory_bandwidth,
-            Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, width) for exchange in exchanges),
-            Op.DENSE_ALL_GATHER.value: sum(exchange.reverse.seconds(problem, width) for exchange in exchanges),
+            Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, 1.0) for exchange in exchanges),
+            Op.DENSE_ALL_GATHER.value: sum(exchange.reverse.seconds(problem, 1.0) for exchange in exchanges),
         },
-        lasting_bytes=np.asarray(per_rank + at_home * per_home, dtype=np.float64),
+        lasting_bytes=np.asarray(per_rank + unsent_bytes + at_home * per_home, dtype=np.float64),
         passing_bytes=fixed_passing_bytes(work, buffers),
-        wan_bytes=sum(2.0 * width * float(e.pairs.sum()) for e in exchanges if e.pairs is not None),
-        egress_usd=egress_usd(problem, [(one, float(width)) for e in exchanges for one in (e, e.reverse)]),
+        wan_bytes=bytes_between(moved),
+        egress_usd=egress_usd(problem, moved),
     )
 
 
@@ -160,16 +175,21 @@ def cost_of(problem: SiteProblem, layer: LayerExchanges, residency: Residency, k
 
 def moved_in_a_step(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> Iterator[tuple[Exchange, float]]:
     """Each exchange of one layer, with the bytes of one row or expert in all its repetitions."""
-    work, batches = problem.workload, problem.workload.training.micro_batches
+    batches = problem.workload.training.micro_batches
     gathers, returns = gathers_and_returns(residency, batches)
     for exchange in layer.rows:
-        yield exchange, float(batches * (work.dispatch_row_bytes + work.combine_row_bytes))
-        yield exchange.reverse, float(batches * (work.combine_row_bytes + work.dispatch_gradient_row_bytes))
+        wire = wire_of(problem, exchange)
+        yield exchange, float(batches * (wire.dispatch_row_bytes + wire.combine_row_bytes))
+        yield exchange.reverse, float(batches * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes))
     for exchange in layer.counts:
         yield exchange, float(batches)
     for exchange in layer.copies:
-        yield exchange, float(gathers * work.expert_bytes)
-        yield exchange.reverse, float(returns * work.expert_bytes)
+        wire = wire_of(problem, exchange)
+        yield exchange, float(gathers * wire.expert_bytes)
+        yield exchange.reverse, float(returns * wire.expert_gradient_bytes)
+    for exchange in shared_exchanges(problem, layer):
+        yield exchange, 1.0
+        yield exchange.reverse, 1.0
 
 
 def bytes_between(moved: Sequence[tuple[Exchange, float]]) -> float:
@@ -190,17 +210,31 @@ def egress_usd(problem: SiteProblem, moved: Sequence[tuple[Exchange, float]]) ->
 def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> LayerMemory:
     """``planner.memory.layer_memory`` as arrays [D, n]."""
     work = problem.workload
-    largest = [exchange.both * work.dispatch_row_bytes for exchange in layer.rows]
-    largest += [exchange.out * work.expert_bytes for exchange in layer.copies]
+    largest = [exchange.both * wire_of(problem, exchange).dispatch_row_bytes for exchange in layer.rows]
+    largest += [exchange.out * wire_of(problem, exchange).expert_bytes for exchange in layer.copies]
+    largest += [exchange.both for exchange in shared_exchanges(problem, layer)]
+    lasting = {
+        ACTIVATIONS: routed_activation_bytes(work, layer.served, layer.arrived),
+        COPIES: lasting_copy_bytes(work, layer.copies_held, residency),
+    }
+    if any(one.lossy for one in problem.codecs) and (kept := _codec_state_bytes(problem, layer)).any():
+        lasting[CODECS] = kept
     return LayerMemory(
-        lasting={
-            ACTIVATIONS: routed_activation_bytes(work, layer.served, layer.arrived),
-            COPIES: lasting_copy_bytes(work, layer.copies_held, residency),
-        },
+        lasting=lasting,
         passing=passing_bytes(
             work, _largest(largest, layer.served.shape), layer.served, layer.copies_held, problem.at_home, residency
         ),
     )
+
+
+def _codec_state_bytes(problem: SiteProblem, layer: LayerExchanges) -> FloatArray:
+    """[D, n]: what one layer's codecs keep between steps."""
+    kept = np.zeros(layer.served.shape)
+    for exchange in layer.copies:
+        if exchange.out.any():
+            present = problem.at_home if exchange.outer else problem.at_home + layer.copies_held
+            kept += kept_by_codecs(wire_of(problem, exchange), exchange.out, exchange.into, present)
+    return kept + (problem.workload.expert_bytes if shared_exchanges(problem, layer) else 0.0)
 
 
 def _memory(problem: SiteProblem, fixed: FixedCost, layer: LayerExchanges, residency: Residency) -> FloatArray:

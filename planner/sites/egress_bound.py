@@ -31,14 +31,14 @@ def _batches(problem: SiteProblem) -> int:
 
 
 def _layer_usd(problem: SiteProblem, prices: FloatArray, gathers: int, returns: int) -> float:
-    work, size, experts = problem.workload, problem.num_sites, problem.num_experts
-    there = work.dispatch_row_bytes + work.combine_row_bytes
-    back = work.combine_row_bytes + work.dispatch_gradient_row_bytes
+    wire, size, experts = problem.wire, problem.num_sites, problem.num_experts
+    there = wire.dispatch_row_bytes + wire.combine_row_bytes
+    back = wire.combine_row_bytes + wire.dispatch_gradient_row_bytes
     row_usd = prices * there + prices.T * back
     np.fill_diagonal(row_usd, np.inf)
     rows = problem.num_inside * problem.workload.training.tokens * problem.hit[experts - np.arange(experts + 1)]
     # [home site, holder]
-    copy_usd = prices * (gathers * work.expert_bytes) + prices.T * (returns * work.expert_bytes)
+    copy_usd = prices * (gathers * wire.expert_bytes) + prices.T * (returns * wire.expert_gradient_bytes)
     total = 0.0
     for site in range(size):
         foreign = np.sort(copy_usd[problem.home_site[problem.home_site != site], site])

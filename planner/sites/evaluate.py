@@ -12,10 +12,12 @@ from planner.cost import Cost, StepCost, combine, layer_times
 from planner.exchange import Network
 from planner.memory import (
     BUFFERS,
+    DENSE,
     LayerMemory,
     MemoryUse,
     fixed_lasting,
     total_memory,
+    unsent_dense_bytes,
 )
 from planner.sites.cost import block_times, bytes_between, fixed_cost, layer_memory, moved_in_a_step
 from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges
@@ -24,12 +26,10 @@ from planner.sites.problem import Inside, SiteProblem, site_problem
 
 def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
     """Cost and memory of a plan; None where it needs arrays over ranks (deeper hierarchies, partial domains inside sites,
-    homes of its own, measured popularity, copies that set out ahead of their blocks, lossy codecs)."""
-    if any(one.lossy for one in plan.codecs.values()):
-        return None
+    homes of its own, measured popularity, copies that set out ahead of their blocks)."""
     if len(plan.cluster.sizes) > 2 or plan.popularity or plan.schedule.prefetch or any(group.homes for group in plan.layers):
         return None
-    problem = site_problem(plan.cluster, plan.workload, plan.schedule)
+    problem = site_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs)
     costs: list[tuple[int, Cost]] = []
     memories: list[tuple[int, LayerMemory]] = []
     for _, num_layers, group, placement, _ in plan.placed:
@@ -67,9 +67,8 @@ def _layer_cost(problem: SiteProblem, layer: LayerExchanges, group: LayerGroup) 
 
 
 def _fixed_cost(problem: SiteProblem) -> Cost:
-    fixed, width = fixed_cost(problem), float(problem.workload.training.dtype.num_bytes)
-    exchanges = dense_exchanges(problem)
-    moved = [(one, width) for exchange in exchanges for one in (exchange, exchange.reverse)]
+    fixed = fixed_cost(problem)
+    moved = [(one, 1.0) for exchange in dense_exchanges(problem) for one in (exchange, exchange.reverse)]
     return Cost(parts_s=dict(fixed.parts_s), hidden_s={}, link_bytes=_link_bytes(problem, moved), wan_bytes=fixed.wan_bytes)
 
 
@@ -92,7 +91,9 @@ def _link_bytes(problem: SiteProblem, moved: Iterable[tuple[Exchange, float]]) -
 def _fixed_memory(problem: SiteProblem) -> LayerMemory:
     at_home = np.bincount(problem.home, minlength=problem.cluster.num_gpus).astype(np.int64) * problem.num_layers
     buffers = fixed_cost(problem).passing_bytes.ravel()
-    return LayerMemory(lasting=fixed_lasting(problem.workload, at_home), passing={BUFFERS: buffers})
+    lasting = fixed_lasting(problem.workload, at_home)
+    lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(problem.cluster, problem.workload, problem.codecs)
+    return LayerMemory(lasting=lasting, passing={BUFFERS: buffers})
 
 
 def _flat(memory: LayerMemory) -> LayerMemory:

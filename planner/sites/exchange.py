@@ -7,12 +7,14 @@ site with n_h of the E experts served at site h goes there with probability 1 - 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridep.codecs import ExpertCodec, Wire, wires
 from hybridep.placement import IntArray
-from hybridep.traffic import COUNT_BYTES, FloatArray
+from hybridep.traffic import COUNT_BYTES, FloatArray, split_sizes
 from planner.sites.problem import Inside, SiteProblem
 
 
@@ -137,20 +139,40 @@ def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> La
 
 
 def dense_exchanges(problem: SiteProblem) -> tuple[Exchange, ...]:
-    """Elements of the reduce-scatter of dense gradients, innermost level first; the all-gather is the reverse."""
-    size, n, total = problem.num_sites, problem.num_inside, problem.workload.model.dense_params
+    """Bytes of the reduce-scatter of dense gradients, innermost level first; the all-gather is the reverse."""
+    return _reduce_scatter(problem, problem.workload.model.dense_params, problem.wires)
+
+
+def shared_exchanges(problem: SiteProblem, layer: LayerExchanges) -> tuple[Exchange, ...]:
+    """Likewise of a layer's shared expert, exact: only where copies travel as the difference from it."""
+    coded = (
+        problem.wires[0 if one.outer else 1].codecs.experts is ExpertCodec.SHARED_RESIDUAL and one.out.any()
+        for one in layer.copies
+    )
+    return _shared(problem) if any(coded) else ()
+
+
+@lru_cache(maxsize=8)
+def _shared(problem: SiteProblem) -> tuple[Exchange, ...]:
+    exact = wires(problem.workload, (), 2)
+    return _reduce_scatter(problem, problem.workload.model.expert_params, (exact[0], exact[1]))
+
+
+def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire]) -> tuple[Exchange, ...]:
+    size, n = problem.num_sites, problem.num_inside
     exchanges = []
     shards = np.array([total])
     if n > 1:
-        shards = total // n + (np.arange(n) < total % n)
-        every = np.ones((size, 1))
-        out, into = every * (total - shards), every * ((n - 1) * shards)
+        shards = np.array(split_sizes(total, n))
+        every, message = np.ones((size, 1)), by_level[1].dense_bytes(shards)
+        out, into = every * (message.sum() - message), every * ((n - 1) * message)
         exchanges.append(Exchange(outer=False, out=out, into=into, messages=(n - 1, n - 1)))
     if size > 1:
-        parts = shards[:, None] // size + (np.arange(size) < shards[:, None] % size)
-        pairs = np.tile(parts.sum(axis=0).astype(np.float64), (size, 1))
+        # [n, D]: what a rank sends to each site.
+        parts = by_level[0].dense_bytes(shards[:, None] // size + (np.arange(size) < shards[:, None] % size))
+        pairs = np.tile(parts.sum(axis=0), (size, 1))
         np.fill_diagonal(pairs, 0.0)
-        out = (shards[:, None] - parts).T.astype(np.float64)
+        out = (parts.sum(axis=1, keepdims=True) - parts).T
         into = parts.T * float(size - 1)
         exchanges.append(Exchange(outer=True, out=out, into=into, pairs=pairs, messages=(size - 1, size - 1)))
     return tuple(exchanges)

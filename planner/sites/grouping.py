@@ -23,8 +23,8 @@ MANY = 128
 
 def distance(problem: SiteProblem) -> FloatArray:
     """[D, D], symmetric: seconds that one micro-batch's rows to a site take, both ways, latency included."""
-    work = problem.workload
-    row_bytes = 2 * work.combine_row_bytes + work.dispatch_row_bytes + work.dispatch_gradient_row_bytes
+    work, wire = problem.workload, problem.wire
+    row_bytes = 2 * wire.combine_row_bytes + wire.dispatch_row_bytes + wire.dispatch_gradient_row_bytes
     rate = np.minimum(problem.up_bytes_per_s[:, None], problem.down_bytes_per_s[None, :])
     if problem.pair_bytes_per_s is not None:
         rate = np.minimum(rate, problem.pair_bytes_per_s)
@@ -91,16 +91,16 @@ def even_groups(problem: SiteProblem, num_groups: int) -> Groups:
 
 def estimate_s(problem: SiteProblem, num_groups: int) -> float:
     """One layer's share of a step with so many groups, if all sites were the slowest and latencies the median."""
-    work, size = problem.workload, problem.num_sites
+    work, wire, size = problem.workload, problem.wire, problem.num_sites
     members = size / num_groups
     held = problem.num_experts / members
     hit = float(np.interp(min(held, problem.num_experts), np.arange(problem.num_experts + 1), problem.hit))
     batches = work.training.micro_batches
     rate = float(min(problem.up_bytes_per_s.min(), problem.down_bytes_per_s.min()))
-    row_bytes = 2 * work.combine_row_bytes + work.dispatch_row_bytes + work.dispatch_gradient_row_bytes
+    row_bytes = 2 * wire.combine_row_bytes + wire.dispatch_row_bytes + wire.dispatch_gradient_row_bytes
     rows = problem.num_inside * work.training.tokens * max(members - 1, 0.0) * hit
     copies = max(held, (num_groups - 1) * float(problem.homes.max())) if num_groups > 1 else 0.0
-    gather_s = copies * work.expert_bytes / rate
+    gather_s = copies * (wire.expert_bytes + wire.expert_gradient_bytes) / 2 / rate
     latency = problem.median_latency_s * 5 * batches * (members > 1)
     hidden = min(gather_s, problem.beside_s) + min(gather_s, 2 * problem.beside_s)
     return batches * rows * row_bytes / rate + 2 * gather_s - hidden + latency

@@ -93,7 +93,8 @@ class Rows:
 def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     """None when a site cannot even hold its own experts."""
     problem, kinds, limits = relaxation.problem, relaxation.classes, relaxation.limits(box)
-    size, weight = len(kinds.count), float(problem.workload.expert_bytes)
+    size = len(kinds.count)
+    weight, weight_back = float(problem.wire.expert_bytes), float(problem.wire.expert_gradient_bytes)
     if (limits.most_held < kinds.homes).any():
         return None
     sites = np.flatnonzero(kinds.homes)
@@ -167,21 +168,21 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     # Copies leave and arrive within the gather's time, their gradients within the return's.
     if len(ca):
         busiest(ch, y, weight / down[ch], gather, size)
-        busiest(ch, y, weight / up[ch], give_back, size)
+        busiest(ch, y, weight_back / up[ch], give_back, size)
         if told_apart:
             home = sites[ca]
             busiest(home, y, weight / up[home], gather, size)
-            busiest(home, y, weight / down[home], give_back, size)
+            busiest(home, y, weight_back / down[home], give_back, size)
             if pair_rate is not None:
                 order = np.arange(len(ca))
                 busiest(order, y, weight / pair_rate[home, ch], gather, len(ca))
-                busiest(order, y, weight / pair_rate[ch, home], give_back, len(ca))
+                busiest(order, y, weight_back / pair_rate[ch, home], give_back, len(ca))
         else:
             none = np.zeros(len(ca), dtype=np.int64)
             owners = kinds.count[sites]
             rows.add(none, y, kinds.count[ch], np.array([limits.most_copies]))
             busiest(none, y, kinds.count[ch] * weight / float(up[sites] @ owners), gather, 1)
-            busiest(none, y, kinds.count[ch] * weight / float(down[sites] @ owners), give_back, 1)
+            busiest(none, y, kinds.count[ch] * weight_back / float(down[sites] @ owners), give_back, 1)
 
     # What copies cost beyond the computation beside them.
     batches = problem.workload.training.micro_batches

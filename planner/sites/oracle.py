@@ -24,13 +24,13 @@ def best_table(problem: SiteProblem) -> tuple[IntArray, Configuration, float] | 
     None when there is none. Looks at all D ** (D E) tables; with rules, of those that keep them."""
     best: tuple[IntArray, Configuration, float] | None = None
     for tables in _chunks(problem):
-        if problem.num_inside == 1:
+        if problem.num_inside == 1 and not any(one.lossy for one in problem.codecs):
             found = _best_of(problem, tables)
             if found is not None and (best is None or found[2] < best[2]):
                 best = found
             continue
         for table in tables:
-            for inside in Inside:
+            for inside in dict.fromkeys(one.inside for one in problem.configurations()):
                 best = _better(problem, table, inside, best)
     return best
 
@@ -61,7 +61,7 @@ def _better(
 
 def _best_of(problem: SiteProblem, tables: IntArray) -> tuple[IntArray, Configuration, float] | None:
     best: tuple[IntArray, Configuration, float] | None = None
-    for residency in Residency if len(tables) else ():
+    for residency in problem.residencies if len(tables) else ():
         steps_s, memory_bytes, prices_usd = costs_at_once(problem, tables, residency)
         values = prices_usd.copy() if problem.goal.objective is Objective.DOLLARS else steps_s.copy()
         values[memory_bytes > problem.cluster.gpu.memory * (1 + TOLERANCE)] = np.inf
@@ -76,7 +76,7 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     """(step seconds [N], bytes of the fullest rank [N], dollars [N]) of ``tables`` ([N, D, E]) on sites of one rank: the
     formulas of ``planner.cost`` written out once more, which also checks the other way of computing them."""
     work, training, gpu = problem.workload, problem.workload.training, problem.cluster.gpu
-    batches, layers, size = training.micro_batches, problem.num_layers, problem.num_sites
+    batches, layers, size, wire = training.micro_batches, problem.num_layers, problem.num_sites, problem.wire
     served = (tables[:, :, :, None] == np.arange(size)).sum(axis=2)  # [N, d, h]
     away = ~np.eye(size, dtype=np.bool_)
     rows = training.tokens * problem.hit[served] * away
@@ -96,10 +96,10 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
         return np.asarray(len(units) * latency + busiest * sum(units))
 
     back = rows.swapaxes(1, 2)
-    exchanges = seconds(rows, work.dispatch_row_bytes, work.combine_row_bytes)
-    exchanges = exchanges + seconds(back, work.combine_row_bytes, work.dispatch_gradient_row_bytes)
+    exchanges = seconds(rows, wire.dispatch_row_bytes, wire.combine_row_bytes)
+    exchanges = exchanges + seconds(back, wire.combine_row_bytes, wire.dispatch_gradient_row_bytes)
     exchanges = exchanges + seconds(((served > 0) & away).astype(np.float64), COUNT_BYTES)
-    gather, give_back = seconds(copies, work.expert_bytes), seconds(copies.swapaxes(1, 2), work.expert_bytes)
+    gather, give_back = seconds(copies, wire.expert_bytes), seconds(copies.swapaxes(1, 2), wire.expert_gradient_bytes)
     gathers, returns = gathers_and_returns(residency, batches)
     beside = problem.beside_s
     moving = gathers * gather - min(gathers, batches) * np.minimum(gather, beside)
@@ -112,13 +112,13 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     computed, arrived = choices * problem.rows_per_choice, (training.tokens * problem.hit[served]).sum(axis=1)
     kept = (held.sum(axis=2) - at_home.sum(axis=1)).astype(np.float64)
     moved = rows.sum(axis=1) + rows.sum(axis=2)
-    largest = np.maximum(moved * work.dispatch_row_bytes, copies.sum(axis=2) * work.expert_bytes)
+    largest = np.maximum(moved * wire.dispatch_row_bytes, copies.sum(axis=2) * wire.expert_bytes)
     lasting = routed_activation_bytes(work, computed, arrived) + lasting_copy_bytes(work, kept, residency)
     passing = sum(passing_bytes(work, largest, computed, kept, problem.at_home[:, 0], residency).values())
     memory = fixed.lasting_bytes[:, 0] + layers * lasting + np.maximum(passing, fixed.passing_bytes[:, 0])
 
-    one_way = batches * (rows * (work.dispatch_row_bytes + work.combine_row_bytes) + COUNT_BYTES * ((served > 0) & away))
-    sent = one_way + batches * back * (work.combine_row_bytes + work.dispatch_gradient_row_bytes)
-    sent = sent + (gathers * copies + returns * copies.swapaxes(1, 2)) * work.expert_bytes
+    one_way = batches * (rows * (wire.dispatch_row_bytes + wire.combine_row_bytes) + COUNT_BYTES * ((served > 0) & away))
+    sent = one_way + batches * back * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
+    sent = sent + gathers * wire.expert_bytes * copies + returns * wire.expert_gradient_bytes * copies.swapaxes(1, 2)
     egress = fixed.egress_usd + layers * (sent * problem.cluster.egress_usd_per_byte).sum(axis=(1, 2))
     return np.asarray(steps_s), np.asarray(memory.max(axis=1)), egress + problem.cluster.rent_usd_per_s * steps_s

@@ -45,8 +45,8 @@ def paper_closed_form(problem: SiteProblem) -> list[IntArray]:
     if problem.pair_bytes_per_s is not None:
         rate = min(rate, float(problem.pair_bytes_per_s[~np.eye(size, dtype=np.bool_)].mean()))
     share = best_share(
-        data_bytes=problem.num_inside * work.training.tokens * work.model.top_k * work.combine_row_bytes,
-        expert_bytes=work.expert_bytes * problem.num_experts / size,
+        data_bytes=problem.num_inside * work.training.tokens * work.model.top_k * problem.wire.combine_row_bytes,
+        expert_bytes=problem.wire.expert_bytes * problem.num_experts / size,
         num_gpus=size,
         bandwidth_bytes_per_s=rate,
         pre_expert_s=problem.beside_s,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
+from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError, NoSolutionError
 from hybridep.placement import IntArray
 from hybridep.plan import LayerGroup, Objective, Plan, Schedule
@@ -36,6 +38,7 @@ def plan_sites(
     constraints: Constraints | None = None,
     wishes: Wishes | None = None,
     goal: Goal = FASTEST,
+    codecs: Mapping[str, Codecs] | None = None,
 ) -> list[Plan]:
     """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
     layers, or equal domains where those win.
@@ -46,12 +49,20 @@ def plan_sites(
     """
     wishes = wishes or Wishes()
     started = time.perf_counter()
-    problem = site_problem(cluster, workload, schedule, constraints, goal=goal)
+    problem = site_problem(cluster, workload, schedule, constraints, goal=goal, codecs=codecs)
     domains = None
     if problem.permissions is None and cluster.num_gpus <= MOST_RANKS:
         try:
             limit_s = max(wishes.time_limit_s / 4, 0.2)
-            domains = plan_domains(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=problem.schedule, goal=goal)
+            domains = plan_domains(
+                cluster,
+                workload,
+                solver=solver,
+                time_limit_s=limit_s,
+                schedule=problem.schedule,
+                goal=goal,
+                codecs=problem.codecs_by_level,
+            )
         except (InfeasibleError, NoSolutionError):
             domains = None
     left_s = max(wishes.time_limit_s - (time.perf_counter() - started), 0.1)
@@ -95,6 +106,7 @@ def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Foun
         constraints=constraints,
         wishes=replace(wishes, keep=1, report=None),
         goal=Goal(objective=Objective.DOLLARS),
+        codecs=problem.codecs_by_level,
     )[0]
     assert cheap.solver is not None and cheap.solver.cost_bound is not None
     if problem.goal.overdraft(_cost_usd(cheap)):
@@ -118,6 +130,7 @@ def table_plan(problem: SiteProblem, table: IntArray, configuration: Configurati
         workload=problem.workload,
         layers=(group,),
         schedule=problem.schedule,
+        codecs=problem.codecs_by_level,
         provenance=provenance(),
     )
     return made.model_copy(update={"prediction": predict(made)})

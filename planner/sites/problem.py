@@ -7,12 +7,14 @@ sits on one rank (``Inside.ONE``, at its home's place).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
 import numpy as np
 
+from hybridep.codecs import Codecs, Wire, level_codecs, wires
 from hybridep.errors import UserError
 from hybridep.gating import gating
 from hybridep.placement import IntArray, LevelChoice, expert_homes
@@ -61,6 +63,8 @@ class SiteProblem:
     permissions: Permissions | None = None
     """What rules leave possible; None without rules."""
     goal: Goal = FASTEST
+    codecs: tuple[Codecs, ...] = ()
+    """Per level; exact ones where left out."""
 
     @cached_property
     def num_sites(self) -> int:
@@ -113,6 +117,22 @@ class SiteProblem:
         return self.cluster.levels[1].latency if len(self.cluster.sizes) == 2 else 0.0
 
     @cached_property
+    def wires(self) -> tuple[Wire, Wire]:
+        """Bytes of payloads between sites and inside them."""
+        made = wires(self.workload, self.codecs, len(self.cluster.sizes))
+        return made[0], made[-1]
+
+    @property
+    def codecs_by_level(self) -> dict[str, Codecs]:
+        """As plans give them: level name -> codecs, where they are not exact."""
+        return {level.name: one for level, one in zip(self.cluster.levels, self.codecs, strict=False) if one.lossy}
+
+    @property
+    def wire(self) -> Wire:
+        """Bytes of payloads between sites."""
+        return self.wires[0]
+
+    @cached_property
     def egress_usd_per_byte(self) -> FloatArray | None:
         """[D, D] from row to column; None where bytes cost nothing."""
         return self.cluster.egress_usd_per_byte if self.cluster.has_egress_prices else None
@@ -161,8 +181,8 @@ class SiteProblem:
 
     @property
     def residencies(self) -> tuple[Residency, ...]:
-        """Of copies."""
-        return tuple(Residency)
+        """Of copies: where changes are coded, those that stay."""
+        return (Residency.STEP,) if any(one.experts.is_change for one in self.codecs) else tuple(Residency)
 
     def configurations(self) -> tuple[Configuration, ...]:
         """All of them; ``Inside`` matters only where a site has more than one rank."""
@@ -177,6 +197,7 @@ def site_problem(
     constraints: Constraints | None = None,
     *,
     goal: Goal = FASTEST,
+    codecs: Mapping[str, Codecs] | None = None,
 ) -> SiteProblem:
     """Raises UserError for a cluster with more than one level below the sites, InfeasibleError for rules that clash."""
     if len(cluster.sizes) > 2:
@@ -205,4 +226,5 @@ def site_problem(
         home=expert_homes(workload.model.num_experts, cluster.num_gpus),
         permissions=require_possible(cluster, workload.model.num_experts, constraints) if constraints else None,
         goal=goal,
+        codecs=level_codecs([level.name for level in cluster.levels], codecs or {}),
     )

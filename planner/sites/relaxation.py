@@ -183,10 +183,9 @@ class Relaxation:
     def budgets_s(self) -> tuple[float, float, float]:
         """Cost of one layer's step per second and row byte: (forward, back) exchanges in bytes per row over all
         micro-batches, and forward expert computation in seconds per second."""
-        work = self.problem.workload
-        batches = work.training.micro_batches
-        forward = batches * (work.dispatch_row_bytes + work.combine_row_bytes)
-        back = batches * (work.combine_row_bytes + work.dispatch_gradient_row_bytes)
+        wire, batches = self.problem.wire, self.problem.workload.training.micro_batches
+        forward = batches * (wire.dispatch_row_bytes + wire.combine_row_bytes)
+        back = batches * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
         return float(forward), float(back), 3.0 * batches
 
     @cached_property
@@ -222,13 +221,13 @@ class Relaxation:
     def full_gather_s(self) -> tuple[float, float]:
         """Between sites, when every site gets every expert; no gather or return takes longer."""
         problem, size = self.problem, self.problem.num_sites
-        weight = problem.workload.expert_bytes
-        pairs = np.tile(problem.homes[:, None].astype(np.float64), (1, size)) * weight
+        pairs = np.tile(problem.homes[:, None].astype(np.float64), (1, size))
         np.fill_diagonal(pairs, 0.0)
         if not pairs.any():
             return 0.0, 0.0
 
-        def seconds(sent: FloatArray) -> float:
+        def seconds(experts: FloatArray, weight: float) -> float:
+            sent = experts * weight
             up, down = sent.sum(axis=1) / problem.up_bytes_per_s, sent.sum(axis=0) / problem.down_bytes_per_s
             limit = max(float(up.max()), float(down.max()))
             if problem.pair_bytes_per_s is not None:
@@ -239,7 +238,7 @@ class Relaxation:
             limit = max(limit, most * weight / problem.gpu_bytes_per_s)
             return limit * (1 + SLACK) + float(problem.latency_s.max())
 
-        return seconds(pairs), seconds(pairs.T)
+        return seconds(pairs, problem.wire.expert_bytes), seconds(pairs.T, problem.wire.expert_gradient_bytes)
 
     @cached_property
     def full_gather_cost_s(self) -> float:
@@ -253,7 +252,7 @@ class Relaxation:
         gather, back = self.full_gather_s
         return [
             Box(residency=residency, gather_s=(0.0, gather), return_s=(0.0, back), reach=(0, len(self.reaches_s) - 1))
-            for residency in Residency
+            for residency in self.problem.residencies
         ]
 
     def copies_s(self, residency: Residency, gather_s: float, return_s: float) -> float:
@@ -274,7 +273,7 @@ class Relaxation:
         """What the upper ends of the box's intervals leave possible."""
         problem, kinds = self.problem, self.classes
         homes = kinds.homes
-        weight = float(problem.workload.expert_bytes)
+        weight, weight_back = float(problem.wire.expert_bytes), float(problem.wire.expert_gradient_bytes)
         up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
         gather, back = box.gather_s[1] * (1 + SLACK), box.return_s[1] * (1 + SLACK)
         there = np.where(kinds.others > 0, np.maximum(gather - kinds.latency_s, 0.0), 0.0)
@@ -284,13 +283,13 @@ class Relaxation:
             there_rate = np.minimum(there_rate, kinds.pair_bytes_per_s)
             again_rate = np.minimum(again_rate, kinds.pair_bytes_per_s.T)
         # [home site, holder]: whole experts that fit through in time.
-        copies = np.minimum(whole(there * there_rate / weight), whole(again * again_rate / weight))
+        copies = np.minimum(whole(there * there_rate / weight), whole(again * again_rate / weight_back))
         copies = np.minimum(copies, homes[:, None])
         most = np.minimum((copies * kinds.others.T).sum(axis=0), self.copies_in_memory(box.residency))
         most = np.minimum(most, whole(there.max(axis=0) * down / weight))
-        most = np.minimum(most, whole(again.max(axis=0) * up / weight))
+        most = np.minimum(most, whole(again.max(axis=0) * up / weight_back))
         uploads = np.minimum((copies * kinds.others).sum(axis=1), whole(there.max(axis=1) * up / weight))
-        uploads = np.minimum(uploads, whole(again.max(axis=1) * down / weight))
+        uploads = np.minimum(uploads, whole(again.max(axis=1) * down / weight_back))
         allowed = (self.token_latency_s <= self.reaches_s[box.reach[1]]) & (box.reach[1] > 0)
         if problem.permissions is not None:
             permitted = np.zeros_like(allowed)

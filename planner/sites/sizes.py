@@ -81,7 +81,7 @@ class SizeRelaxation:
         room_s = max(best_s - self.relaxation.base_s, 0.0) / self.relaxation.num_layers
         least = self.least_s * (1 - 1e-9)
         made = []
-        for residency in Residency:
+        for residency in self.relaxation.problem.residencies:
             made.append(SizeBox(residency=residency, forward_s=(0.0, least), back_s=(0.0, least)))
             if self.tied:
                 most = max(room_s / (forward + back), least)
@@ -214,11 +214,11 @@ class SizeRelaxation:
             np.zeros(holders),
         )
         # Copies come in through each kind's links and leave through those of the experts' homes.
-        weight = float(problem.workload.expert_bytes)
+        there, back = float(problem.wire.expert_bytes), float(problem.wire.expert_gradient_bytes)
         sizes = np.concatenate([points[user_low], points[user_low + 1]])
         both_kind, both = np.concatenate([user_kind, user_kind]), np.concatenate([low, high])
         own = kinds.homes * share
-        for rate, other, variable in ((down, up, gather), (up, down, give_back)):
+        for rate, other, variable, weight in ((down, up, gather, there), (up, down, give_back, back)):
             scale = weight / (rate * share)
             rows.add(
                 np.concatenate([both_kind, np.arange(num)]),

@@ -124,3 +124,18 @@ def test_wrong_usage(call: Call) -> None:
     assert call("plan", "lab-4dc").code == 2
     assert call("fly").code == 2
     assert call("reproduce", "no-such-claim").code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--objective", "dollars"), ["nothing has a price", "0.02 $/GB"]),
+        (("--budget", "0.5"), ["--budget 0.5", "no unit", "0.50 $"]),
+        (("--budget", "1 $", "--set", "gpu.price=1 $/h", "--within", "0.1"), ["--scenario", "time only"]),
+        (("--set", "levels.gpu.egress=1 $/GB"), ["levels.1.egress", "give it to level 'dc'"]),
+        (("--set", "levels.dc.egress=1 $"), ["levels.0.egress", "0.02 $/GB"]),
+    ],
+)
+def test_wrong_prices(inputs: Inputs, call: Call, options: tuple[str, ...], named: list[str]) -> None:
+    line = one_line(call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", *options))
+    assert all(name in line for name in named), line

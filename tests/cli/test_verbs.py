@@ -95,3 +95,20 @@ def test_a_bug_shows_its_traceback_and_ends_with_1() -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" in done.stderr and "ValueError: a bug" in done.stderr
+
+
+PRICED = ("--set", "levels.dc.egress=0.02 $/GB", "--set", "gpu.price=0.001 $/h")
+
+
+def test_plan_in_dollars(inputs: Inputs, call: Call) -> None:
+    path = inputs.folder / "plan.yaml"
+    result = call("plan", inputs.cluster, inputs.workload, "-o", path, *PRICED, "--objective", "dollars", "--json")
+    assert result.code == 0, result.err
+    price = result.json["step_usd"]
+    assert result.json["minimised"] == "dollars" and 0 < result.json["cost_bound_usd"] <= price * (1 + 1e-9)
+    prediction = load_plan(path).prediction
+    assert prediction is not None and prediction.cost == price
+    shown = call("plan", inputs.cluster, inputs.workload, "-o", path, *PRICED, "--budget", f"{2 * price} $")
+    assert shown.code == 0 and "fastest within" in shown.out and "price of a step" in shown.out
+    poor = call("plan", inputs.cluster, inputs.workload, "-o", path, *PRICED, "--budget", f"{price / 2} $")
+    assert poor.code == 3 and f"the cheapest costs {price:.4g} $" in poor.err

@@ -108,6 +108,15 @@ def test_measured_clusters_are_complete(name: str, num_sites: int) -> None:
         assert site.down == max(link.bandwidth for link in measured.links if link.dst == site.name)
 
 
+def test_public_prices() -> None:
+    """Egress by region as its provider lists it; aws-9 alone has prices."""
+    priced = cluster("aws-9")
+    by_region = {site.name: site.egress for site in priced.sites}
+    assert by_region["us-east-1"] == pytest.approx(0.02e-9) and by_region["af-south-1"] == pytest.approx(0.147e-9)
+    assert priced.gpu.price == pytest.approx(4.1 / 3600)
+    assert not cluster("dtfm-10").has_prices
+
+
 @given(data=st.data())
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_no_transfer_beats_its_narrowest_link(name: str, data: st.DataObject) -> None:

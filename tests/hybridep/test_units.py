@@ -19,6 +19,9 @@ from hybridep.units import Dimension, exact, format_bandwidth, format_bytes, for
         ("0.2 ms", Dimension.TIME, 2e-4),
         ("1.5e-3 s", Dimension.TIME, 1.5e-3),
         ("150 TFLOPS", Dimension.THROUGHPUT, 1.5e14),
+        ("0.50 $", Dimension.PRICE, 0.5),
+        ("0.02 $/GB", Dimension.TRANSFER_PRICE, 2e-11),
+        ("7.2 USD/h", Dimension.RENT, 2e-3),
     ],
 )
 def test_a_quantity_parses_to_base_units(text, dimension, value):

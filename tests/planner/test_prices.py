@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planner_cases import make_workload, mixing_case, random_cluster, random_workload
+from planner_cases import make_cluster, make_workload, mixing_case, random_cluster, random_workload
 
 import planner
 from hybridep.config import build
@@ -14,11 +14,12 @@ from hybridep.errors import InfeasibleError, UserError
 from hybridep.plan import Objective, Plan, Schedule, Status
 from hybridep.topology import Cluster
 from hybridep.traffic import step_traffic
+from hybridep.workload import Workload
 from planner.brute_force import brute_force
 from planner.check import CheckError, check
 from planner.goal import Goal
 from planner.problem import Problem, build_problem
-from planner.solve import solve
+from planner.solve import PROVEN_GAP, solve
 
 DOLLARS = Goal(objective=Objective.DOLLARS)
 
@@ -61,54 +62,63 @@ def test_a_step_costs_its_bytes_and_its_ranks() -> None:
         assert plan.prediction.cost == pytest.approx(counted_usd(plan), rel=1e-9)
 
 
+def hiding_case(rng: np.random.Generator, rent: str) -> tuple[Cluster, Workload]:
+    """Slow computation hides copies, which cost money all the same."""
+    throughput, ffn = rng.choice(["1 GFLOPS", "3 GFLOPS"]), int(rng.choice([128, 256, 512]))
+    cluster = make_cluster(4, 2, bandwidths=["200 Mbps", "8 Gbps"], latencies=["0.5 ms", "0.2 ms"], throughput=str(throughput))
+    workload = make_workload(layers=int(rng.integers(1, 4)), hidden=128, experts=16, top_k=4, ffn=ffn, tokens=512)
+    return priced(cluster, rng, rent=rent), workload
+
+
 def enumerable(rng: np.random.Generator, goal: Goal) -> Problem:
-    """A random handful of real candidates, under memory that rules some of them out."""
-    cluster, workload = priced(random_cluster(rng), rng), random_workload(rng)
+    """A random handful of real candidates, in half the cases under memory that rules some of them out."""
+    cluster, workload = hiding_case(rng, "0.0001 $/h")
+    if rng.random() < 0.3:
+        cluster, workload = priced(random_cluster(rng), rng), random_workload(rng)
     whole = build_problem(cluster, workload, Schedule(), goal=goal)
     few = sorted(rng.choice(len(whole.candidates), size=min(6, len(whole.candidates)), replace=False))
     problem = replace(whole, candidates=tuple(whole.candidates[c] for c in few))
     needs = [float(problem.memory_bytes(problem.uniform(c)).max()) for c in range(len(few))]
-    return replace(problem, capacity_bytes=rng.uniform(1.0, 1.03) * max(needs) if rng.random() < 0.5 else float(np.median(needs)))
+    return replace(problem, capacity_bytes=1.01 * max(needs) if rng.random() < 0.5 else float(np.median(needs)))
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_the_cheapest_equal_domains_are_those_of_enumeration(solver: str) -> None:
     rng = np.random.default_rng(3)
     dearer = 0
-    for _ in range(40 if solver == "highs" else 8):
+    for _ in range(24 if solver == "highs" else 6):
         problem = enumerable(rng, DOLLARS)
         found, oracle = solve(problem, solver=solver), brute_force(problem)
         assert oracle is not None and found.status is Status.OPTIMAL
-        assert found.price_usd == pytest.approx(oracle[1], rel=1e-8)
+        assert found.price_usd == pytest.approx(oracle[1], rel=PROVEN_GAP)
         assert found.bound_usd <= oracle[1] * (1 + 1e-8) and found.gap <= 1e-6
         fastest = brute_force(replace(problem, goal=Goal()))
         assert fastest is not None and found.bound_s <= fastest[1] * (1 + 1e-8)
         dearer += problem.price_usd(fastest[0]) > oracle[1] * (1 + 1e-6)
-    assert dearer > 2
+    assert dearer > (5 if solver == "highs" else 0)
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_the_fastest_within_a_budget_is_that_of_enumeration(solver: str) -> None:
     rng = np.random.default_rng(5)
     slower = 0
-    for _ in range(40 if solver == "highs" else 8):
+    for _ in range(24 if solver == "highs" else 6):
         free = enumerable(rng, Goal())
         cheapest, fastest = brute_force(replace(free, goal=DOLLARS)), brute_force(free)
         assert cheapest is not None and fastest is not None
         dear = free.price_usd(fastest[0])
         problem = replace(free, goal=Goal(budget_usd=float(rng.uniform(cheapest[1] * 1.0001, max(dear, cheapest[1] * 1.001)))))
         found, oracle = solve(problem, solver=solver), brute_force(problem)
-        assert oracle is not None and found.objective_s == pytest.approx(oracle[1], rel=1e-8)
+        assert oracle is not None and found.objective_s == pytest.approx(oracle[1], rel=PROVEN_GAP)
         assert problem.affords(found.counts) and found.bound_s <= oracle[1] * (1 + 1e-8)
         slower += found.objective_s > fastest[1] * (1 + 1e-6)
         with pytest.raises(InfeasibleError, match=rf"the cheapest costs {cheapest[1]:.4g} \$"):
             solve(replace(free, goal=Goal(budget_usd=cheapest[1] * 0.99)), solver=solver)
-    assert slower > 2
+    assert slower > (5 if solver == "highs" else 0)
 
 
 def test_a_plan_says_what_it_costs_and_is_checked() -> None:
-    cluster, workload = mixing_case()
-    cluster = priced(cluster, np.random.default_rng(0), rent="0.001 $/h")
+    cluster, workload = hiding_case(np.random.default_rng(0), "0.0001 $/h")
     cheap, fast = planner.plan(cluster, workload, goal=DOLLARS), planner.plan(cluster, workload)
     for plan in (cheap, fast):
         check(plan)
@@ -119,7 +129,9 @@ def test_a_plan_says_what_it_costs_and_is_checked() -> None:
     middle = (cheap.prediction.cost + fast.prediction.cost) / 2
     between = planner.plan(cluster, workload, goal=Goal(budget_usd=middle))
     check(between)
-    assert between.prediction is not None and between.prediction.cost is not None and between.prediction.cost <= middle * (1 + 1e-5)
+    assert (
+        between.prediction is not None and between.prediction.cost is not None and between.prediction.cost <= middle * (1 + 1e-5)
+    )
     edits = {
         "prediction": ({"cost": "1 $"}, "prediction.cost"),
         "solver": ({"cost_bound": "0 $"}, "solver.gap"),
