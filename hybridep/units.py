@@ -97,6 +97,14 @@ def format_throughput(value_flops_per_s: float) -> str:
     return _format(value_flops_per_s, [(1e15, "PFLOPS"), (1e12, "TFLOPS"), (1e9, "GFLOPS"), (1e6, "MFLOPS")])
 
 
+def parse_share(text: str) -> float:
+    """``"0.5%"`` -> 0.005. Raises QuantityError."""
+    match = re.fullmatch(r"\s*([+-]?(?:\d+\.?\d*|\.\d+))\s*%\s*", text)
+    if match is None:
+        raise QuantityError(f"{text!r} is not a share: write it like '0.5%'")
+    return float(match[1]) / 100
+
+
 def format_dollars(value_usd: float) -> str:
     """0.5 -> ``"0.5 $"``."""
     return f"{value_usd:.4g} $"

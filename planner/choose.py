@@ -18,6 +18,7 @@ from planner.measured import plan_measured
 from planner.plans import plan_domains, top_domains
 from planner.sites.plans import plan_sites
 from planner.sites.solution import Wishes
+from planner.within_loss import plan_within_loss
 
 MANY_SITES = 64
 """With more sites even equal ones are planned site by site: the candidates of equal domains have arrays over ranks."""
@@ -37,32 +38,42 @@ def plan(
     popularity: Sequence[tuple[float, ...]] = (),
     ahead: bool = False,
     codecs: Mapping[str, Codecs] | None = None,
+    max_loss: float | None = None,
     goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> Plan:
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. With
     measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
-    plans whose copies set out before their blocks (``Schedule.prefetch``), for sites that are alike. ``codecs`` by level name.
-    With a ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. On
-    KeyboardInterrupt, once there is a plan, the best so far.
+    plans whose copies set out before their blocks (``Schedule.prefetch``), for sites that are alike. ``codecs`` by level name, or
+    those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a ``goal`` the cheapest
+    plan in place of the fastest, or the fastest that costs no more than a budget. On KeyboardInterrupt, once there is a plan, the
+    best so far.
 
     Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
     (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).
     """
-    return plans(
-        cluster,
-        workload,
-        1,
-        solver=solver,
-        time_limit_s=time_limit_s,
-        schedule=schedule,
-        constraints=constraints,
-        popularity=popularity,
-        ahead=ahead,
-        codecs=codecs,
-        goal=goal,
-        report=report,
-    )[0]
+
+    def make(chosen: Mapping[str, Codecs] | None, limit_s: float) -> Plan:
+        return plans(
+            cluster,
+            workload,
+            1,
+            solver=solver,
+            time_limit_s=limit_s,
+            schedule=schedule,
+            constraints=constraints,
+            popularity=popularity,
+            ahead=ahead,
+            codecs=chosen,
+            goal=goal,
+            report=report,
+        )[0]
+
+    if max_loss is None:
+        return make(codecs, time_limit_s)
+    if codecs:
+        raise UserError("codecs given and codecs to be chosen by their loss: leave one of them out")
+    return plan_within_loss(make, cluster.levels[0].name, max_loss, time_limit_s)
 
 
 def plans(

@@ -226,7 +226,7 @@ def _codec_state_bytes(placement: Placement, workload: Workload, by_level: Seque
     return kept + shared
 
 
-def kept_by_codecs(wire: Wire, sent: FloatArray, received: FloatArray, present: IntArray) -> FloatArray:
+def kept_by_codecs(wire: Wire, sent: FloatArray, received: FloatArray, present: IntArray | FloatArray) -> FloatArray:
     """Of one layer at one level, by rank, without the shared expert: ``sent`` and ``received`` copies, of ``present`` experts."""
     workload, kept = wire.workload, np.zeros(sent.shape)
     if wire.codecs.experts.is_change:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hybridep.codec_losses import with_gates
 from hybridep.codecs import KINDS, Codecs
 from hybridep.config import apply_override, build
-from hybridep.errors import UserError
+from hybridep.errors import QuantityError, UserError
 from hybridep.plan import Plan
+from hybridep.units import parse_share
 
 
 def read_codecs(options: Sequence[str], levels: Sequence[str]) -> dict[str, Codecs]:
@@ -19,16 +21,40 @@ def read_codecs(options: Sequence[str], levels: Sequence[str]) -> dict[str, Code
         if not dot or level not in levels:
             raise UserError(f"--codec {option}: write it as LEVEL.KIND=CODEC with a level of {', '.join(levels)}")
         apply_override(given, option)
-    return {level: build(Codecs, values, f"--codec {level}") for level, values in given.items()}
+    return {level: with_gates(build(Codecs, values, f"--codec {level}")) for level, values in given.items()}
+
+
+def read_max_loss(text: str | None) -> float | None:
+    """``0.5%`` -> 0.005. Raises UserError."""
+    try:
+        share = None if text is None else parse_share(text)
+    except QuantityError as error:
+        raise UserError(f"--max-loss {text}: {error}") from None
+    if share is not None and share < 0:
+        raise UserError(f"--max-loss {text}: must be at least zero")
+    return share
+
+
+def lossy_codecs(plan: Plan) -> list[dict[str, Any]]:
+    """Level, kind, codec, and what it cost in final loss (None where that was not measured), of each lossy codec of a plan."""
+    return [
+        {
+            "level": level,
+            "kind": kind,
+            "codec": codecs.lossy[kind],
+            "final_loss": gate.relative if (gate := codecs.gates.get(kind)) else None,
+            "source": gate.source if gate else None,
+        }
+        for level, codecs in plan.codecs.items()
+        for kind in KINDS
+        if kind in codecs.lossy
+    ]
 
 
 def codec_lines(plan: Plan) -> list[str]:
     """A line per lossy codec of a plan; none for an exact one."""
     lines = []
-    for level, codecs in plan.codecs.items():
-        for kind in KINDS:
-            if kind in codecs.lossy:
-                gate = codecs.gates.get(kind)
-                cost = "not measured" if gate is None else f"{gate.relative:+.2%} ({gate.source})"
-                lines.append(f"lossy on {level}: {kind} {codecs.lossy[kind]}; final loss {cost}")
+    for one in lossy_codecs(plan):
+        cost = "not measured" if one["final_loss"] is None else f"{one['final_loss']:+.2%} ({one['source']})"
+        lines.append(f"lossy on {one['level']}: {one['kind']} {one['codec']}; final loss {cost}")
     return lines

@@ -50,6 +50,14 @@ if TYPE_CHECKING:
     help="Code a level's payloads, for example dc.experts=change-int8 or dc.experts_keep=0.05; exact without. Repeatable.",
 )
 @click.option(
+    "--max-loss",
+    metavar="SHARE",
+    help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without.",
+)
+@click.option(
+    "--prefetch", is_flag=True, help="Also try copies that set out blocks ahead and give way to tokens; alike sites only."
+)
+@click.option(
     "--objective",
     type=click.Choice(["time", "dollars"]),
     default="time",
@@ -75,6 +83,8 @@ def command(
     quantile: float,
     time_limit_s: float,
     codecs: tuple[str, ...],
+    max_loss: str | None,
+    prefetch: bool,
     objective: str,
     budget: str | None,
     overrides: tuple[str, ...],
@@ -87,7 +97,7 @@ def command(
     """
     import planner
     from hybridep.commands import plan_text
-    from hybridep.commands.codecs import codec_lines, read_codecs
+    from hybridep.commands.codecs import codec_lines, lossy_codecs, read_codecs, read_max_loss
     from hybridep.commands.inputs import cluster_and_workload, load_cluster
     from hybridep.commands.plan_progress import PlanProgress
     from hybridep.routing import load_routing
@@ -108,6 +118,11 @@ def command(
     robust: RobustPlan | None = None
     made: list[Plan]
     goal = _goal(objective, budget)
+    permitted_loss = read_max_loss(max_loss)
+    if permitted_loss is not None and (top > 1 or scenarios or within is not None):
+        raise UserError("--max-loss: makes one plan, for known rates; leave --top, --scenario and --within out")
+    if (scenarios or within is not None) and prefetch:
+        raise UserError("--prefetch with --scenario or --within: plans for scenarios know no copies ahead; leave one out")
     if (scenarios or within is not None) and goal.needs_prices:
         raise UserError("--objective and --budget with --scenario or --within: plans for scenarios know time only; leave one out")
     if scenarios or within is not None:
@@ -119,18 +134,20 @@ def command(
         made = [robust.plan]
     else:
         with PlanProgress() as progress:
-            made = planner.plans(
-                site,
-                work,
-                top,
-                solver=solver,
-                time_limit_s=time_limit_s,
-                constraints=rules,
-                popularity=popularity,
-                codecs=coded,
-                goal=goal,
-                report=progress,
-            )
+            wishes: dict[str, Any] = {
+                "solver": solver,
+                "time_limit_s": time_limit_s,
+                "constraints": rules,
+                "popularity": popularity,
+                "ahead": prefetch,
+                "codecs": coded,
+                "goal": goal,
+                "report": progress,
+            }
+            if permitted_loss is None:
+                made = planner.plans(site, work, top, **wishes)
+            else:
+                made = [planner.plan(site, work, max_loss=permitted_loss, **wishes)]
     best = made[0]
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made) + 1))]
     for one, path in zip(made, files, strict=True):
@@ -161,7 +178,7 @@ def command(
                 "nominal_step_s": robust.nominal_step_s,
                 "nominal_steps_s": robust.nominal_steps_s,
             }
-        summary = planner.summary(best)
+        summary = {**planner.summary(best), "lossy_codecs": lossy_codecs(best)}
         emit({**summary, **more, "explanation": explanation.to_json(), "digest": best.digest, "output": str(output)})
         return
     plan_text.show(best, explanation, whole=whole)

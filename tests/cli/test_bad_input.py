@@ -132,10 +132,15 @@ def test_wrong_usage(call: Call) -> None:
         (("--objective", "dollars"), ["nothing has a price", "0.02 $/GB"]),
         (("--budget", "0.5"), ["--budget 0.5", "no unit", "0.50 $"]),
         (("--budget", "1 $", "--set", "gpu.price=1 $/h", "--within", "0.1"), ["--scenario", "time only"]),
+        (("--max-loss", "0.005"), ["--max-loss 0.005", "'0.5%'"]),
+        (("--max-loss", "1%", "--codec", "dc.tokens=int8"), ["leave one of them out"]),
+        (("--max-loss", "1%", "--top", "2"), ["--top"]),
+        (("--prefetch", "--top", "2"), ["copies ahead", "one plan at a time"]),
+        (("--prefetch", "--within", "0.1"), ["--prefetch", "leave one out"]),
         (("--set", "levels.gpu.egress=1 $/GB"), ["levels.1.egress", "give it to level 'dc'"]),
         (("--set", "levels.dc.egress=1 $"), ["levels.0.egress", "0.02 $/GB"]),
     ],
 )
-def test_wrong_prices(inputs: Inputs, call: Call, options: tuple[str, ...], named: list[str]) -> None:
+def test_wishes_that_make_no_sense(inputs: Inputs, call: Call, options: tuple[str, ...], named: list[str]) -> None:
     line = one_line(call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", *options))
     assert all(name in line for name in named), line

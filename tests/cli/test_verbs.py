@@ -112,3 +112,24 @@ def test_plan_in_dollars(inputs: Inputs, call: Call) -> None:
     assert shown.code == 0 and "fastest within" in shown.out and "price of a step" in shown.out
     poor = call("plan", inputs.cluster, inputs.workload, "-o", path, *PRICED, "--budget", f"{price / 2} $")
     assert poor.code == 3 and f"the cheapest costs {price:.4g} $" in poor.err
+
+
+def test_plan_chooses_codecs_by_their_loss(inputs: Inputs, call: Call) -> None:
+    path = inputs.folder / "plan.yaml"
+    result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--max-loss", "0.5%", "--json")
+    assert result.code == 0, result.err
+    assert 0 < sum(one["final_loss"] for one in result.json["lossy_codecs"]) <= 0.005
+    shown = call("plan", inputs.cluster, inputs.workload, "-o", path, "--codec", "dc.tokens=int8", "--codec", "dc.experts=sr")
+    assert "tokens int8; final loss +0.17% (experiments/codec-loss" in shown.out
+    assert "experts sr, keep 0.02; final loss not measured" in shown.out or "experts sr" not in shown.out
+
+
+def test_plan_sends_copies_ahead_on_demand(inputs: Inputs, call: Call) -> None:
+    # Computation to hide copies under, and tokens to send them beside.
+    shape = [f"--set={key}" for key in ("gpu.throughput=300 MFLOPS", "model.expert_ffn_size=256", "training.micro_batches=2")]
+    path, steps = inputs.folder / "plan.yaml", []
+    for options in ((), ("--prefetch",)):
+        result = call("plan", inputs.cluster, inputs.workload, "-o", path, *shape, *options, "--json")
+        assert result.code == 0, result.err
+        steps.append(result.json["step_s"])
+    assert steps[1] < steps[0] and load_plan(path).schedule.prefetch > 0

@@ -97,4 +97,10 @@ def as_plan(problem: SiteProblem, table: IntArray, configuration: Configuration)
         residency=Residency(configuration.residency),
         serving=serving_groups(problem.cluster, table),
     )
-    return Plan(cluster=problem.cluster, workload=problem.workload, layers=(group,), schedule=problem.schedule)
+    return Plan(
+        cluster=problem.cluster,
+        workload=problem.workload,
+        layers=(group,),
+        schedule=problem.schedule,
+        codecs=problem.codecs_by_level,
+    )

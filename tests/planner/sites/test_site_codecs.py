@@ -1,0 +1,99 @@
+"""Coded bytes between uneven sites: closed form against the models on ranks, search and bound against all tables, and `check`."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from site_cases import as_plan, random_problem, random_table
+
+import planner
+from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
+from hybridep.plan import Residency
+from planner.check import check
+from planner.cost import step_cost
+from planner.memory import memory_use
+from planner.sites.bound import prove
+from planner.sites.cost import site_cost
+from planner.sites.evaluate import evaluate_sites
+from planner.sites.problem import SiteProblem, site_problem
+from planner.sites.relaxation import Relaxation
+
+CODECS = {
+    "change": Codecs(experts=ExpertCodec.CHANGE_INT4, gradients=GradientCodec.INT8),
+    "sr": Codecs(experts=ExpertCodec.SHARED_RESIDUAL, experts_keep=0.1, gradients=GradientCodec.TOP_K),
+    "tokens": Codecs(tokens=TokenCodec.FP8, experts=ExpertCodec.BF16),
+}
+
+
+def coded(problem: SiteProblem, name: str, *, inside: bool = False) -> SiteProblem:
+    """The outermost level coded; ``inside`` the one below it, too."""
+    levels = problem.cluster.levels[: 2 if inside else 1]
+    codecs = {level.name: CODECS[name] for level in levels}
+    return site_problem(problem.cluster, problem.workload, problem.schedule, codecs=codecs)
+
+
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in CODECS for seed in range(4)])
+def test_the_closed_form_equals_the_models_on_ranks(name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, sites=int(rng.integers(2, 6)), experts=int(rng.integers(1, 12)))
+    problem = coded(problem, name, inside=seed % 2 == 1)
+    for configuration in problem.configurations():
+        table = random_table(rng, problem)
+        plan = as_plan(problem, table, configuration)
+        expected, memory = step_cost(plan), memory_use(plan)
+        found, over_sites = site_cost(problem, table, configuration), evaluate_sites(plan)
+        assert found.parts_s == pytest.approx(expected.parts_s, rel=1e-9, abs=1e-15)
+        assert found.wan_bytes == pytest.approx(expected.wan_bytes, rel=1e-12)
+        assert found.memory_bytes == pytest.approx(memory.fullest_bytes, rel=1e-12)
+        assert over_sites is not None
+        np.testing.assert_allclose(over_sites[0].link_bytes, expected.link_bytes, rtol=1e-12)
+        assert over_sites[0].hidden_s == pytest.approx(expected.hidden_s, rel=1e-9, abs=1e-15)
+        assert over_sites[1].parts_bytes == pytest.approx(memory.parts_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "inside", "seed"), [(name, inside, inside) for name in CODECS for inside in (1, 2)])
+def test_search_bound_and_check_agree_with_all_tables(name: str, inside: int, seed: int) -> None:
+    problem = coded(random_problem(seed, sites=2, experts=3, inside=inside), name)
+    costs = [
+        site_cost(problem, np.array(entries).reshape(2, 3), configuration)
+        for entries in product(range(2), repeat=6)
+        for configuration in problem.configurations()
+    ]
+    optimum_s = min(cost.step_s for cost in costs)
+    assert prove(Relaxation(problem=problem), optimum_s, max_boxes=20).bound_s <= optimum_s * (1 + 1e-9)
+    made = planner.plan(problem.cluster, problem.workload, codecs=problem.codecs_by_level, time_limit_s=2)
+    check(made)
+    assert made.codecs == problem.codecs_by_level and made.prediction is not None and made.solver is not None
+    # Equal domains may mix configurations, which no single table does.
+    assert made.solver.bound <= made.prediction.step <= optimum_s * (1 + 1e-9)
+    exact_s = min(
+        site_cost(site_problem(problem.cluster, problem.workload), np.array(entries).reshape(2, 3), configuration).step_s
+        for entries in product(range(2), repeat=6)
+        for configuration in problem.configurations()
+    )
+    assert name == "sr" or optimum_s < exact_s
+
+
+def test_the_bound_knows_that_gradients_are_coded_otherwise_than_experts() -> None:
+    """Gathers of few bytes with returns of many, and the other way round."""
+    for seed in range(2):
+        problem = random_problem(seed, sites=2, experts=3, inside=1)
+        for codecs in (Codecs(experts=ExpertCodec.CHANGE_INT4), Codecs(gradients=GradientCodec.TOP_K)):
+            uneven = site_problem(problem.cluster, problem.workload, codecs={problem.cluster.levels[0].name: codecs})
+            optimum_s = min(
+                site_cost(uneven, np.array(entries).reshape(2, 3), configuration).step_s
+                for entries in product(range(2), repeat=6)
+                for configuration in uneven.configurations()
+            )
+            proof = prove(Relaxation(problem=uneven), optimum_s, max_boxes=20)
+            assert 0 < proof.bound_s <= optimum_s * (1 + 1e-9)
+
+
+def test_change_coding_between_sites_needs_copies_that_stay() -> None:
+    problem = coded(random_problem(3, sites=4, experts=8, inside=2), "change")
+    assert {one.residency for one in problem.configurations()} == {Residency.STEP}
+    made = planner.plan(problem.cluster, problem.workload, codecs=problem.codecs_by_level, time_limit_s=1)
+    assert {group.residency for group in made.layers} == {Residency.STEP}
+    assert planner.explain(made).plan.step_s == pytest.approx(step_cost(made).step_s, rel=1e-12)

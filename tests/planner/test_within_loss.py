@@ -1,0 +1,75 @@
+"""Codecs chosen by what they were measured to cost."""
+
+from __future__ import annotations
+
+import csv
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import planner
+from hybridep.codec_losses import measured_losses, permitted, with_gates
+from hybridep.codecs import Codecs, ExpertCodec, TokenCodec
+from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.errors import UserError
+from planner.check import check
+
+REFERENCE = Path(__file__).resolve().parents[2] / "experiments" / "codec-loss" / "reference.csv"
+SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
+
+
+def test_the_table_is_what_the_experiment_measured() -> None:
+    lines = [line for line in REFERENCE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    rows = {row["codec"]: row for row in csv.DictReader(lines) if row["codec"] != "exact"}
+    bytes_of = {0.0133: "sr-50x", 0.0667: "sr-10x"}
+    found = {f"{one.kind}-{bytes_of.get(one.keep or 0, one.codec)}": one for one in measured_losses().losses}
+    assert set(found) == set(rows)
+    for name, one in found.items():
+        row = rows[name]
+        assert one.relative == float(row["relative_mean"]) and one.seeds == int(row["seeds"]), name
+        assert one.range == (float(row["relative_min"]), float(row["relative_max"])), name
+
+
+def test_gates_are_given_to_what_was_measured_only() -> None:
+    coded = with_gates(Codecs(tokens=TokenCodec.FP8, experts=ExpertCodec.CHANGE_INT8))
+    assert set(coded.gates) == {"experts"} and coded.gates["experts"].relative == 0.00387
+    sparse = {keep: with_gates(Codecs(experts=ExpertCodec.SHARED_RESIDUAL, experts_keep=keep)).gates for keep in (0.0133, 0.02)}
+    assert sparse[0.0133]["experts"].relative == 0.07642 and not sparse[0.02]
+
+
+@pytest.mark.parametrize("max_loss", [0.0, 0.002, 0.005, 0.0056, 0.08, 1.0])
+def test_permitted_codecs_against_all_combinations(max_loss: float) -> None:
+    table = measured_losses().losses
+    wanted = set()
+    for chosen in product([False, True], repeat=len(table)):
+        used = [one for one, taken in zip(table, chosen, strict=True) if taken]
+        if len({one.kind for one in used}) == len(used) and sum(max(one.relative, 0) for one in used) <= max_loss:
+            wanted.add(frozenset((one.kind, one.codec, one.keep) for one in used))
+    found = permitted(max_loss)
+    assert len(found) == len(wanted) and not found[0].lossy
+    for codecs in found:
+        assert set(codecs.gates) == set(codecs.lossy)
+        assert sum(max(gate.relative, 0) for gate in codecs.gates.values()) <= max_loss
+
+
+def test_the_planner_takes_the_best_that_is_permitted() -> None:
+    cluster, workload = load_cluster("lab-4dc"), load_workload("tiny", SMALL)
+    steps = []
+    for max_loss in (0.0, 0.005, 0.2):
+        made = planner.plan(cluster, workload, max_loss=max_loss)
+        check(made)
+        each = [
+            planner.plan(cluster, workload, codecs={"dc": codecs} if codecs.lossy else None) for codecs in permitted(max_loss)
+        ]
+        assert made.prediction is not None and made.solver is not None
+        best_s = min(one.prediction.step for one in each if one.prediction is not None)
+        assert made.prediction.step == pytest.approx(best_s, rel=1e-12)
+        assert made.solver.bound <= min(one.solver.bound for one in each if one.solver is not None) * (1 + 1e-12)
+        steps.append(made.prediction.step)
+        assert bool(made.codecs) == (max_loss > 0)
+    assert steps[0] > steps[1] > steps[2]
+    with pytest.raises(UserError, match="leave one of them out"):
+        planner.plan(cluster, workload, max_loss=0.1, codecs={"dc": Codecs(tokens=TokenCodec.INT8)})
+    with pytest.raises(UserError, match="at least zero"):
+        planner.plan(cluster, workload, max_loss=-0.1)
