@@ -17,6 +17,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
+from scipy.sparse import csr_array
 
 from hybridep.config import Bandwidth, Duration, Rent, Size, Strict, Throughput, TransferPrice
 from hybridep.errors import ConfigError
@@ -87,6 +88,15 @@ class PairLink(Strict):
     """Where it differs from the source's."""
 
 
+class SharedTrunk(Strict):
+    """A cable between sites, in one direction, that transfers of several pairs of sites share."""
+
+    name: str
+    bandwidth: Bandwidth
+    carries: dict[str, float] = Field(min_length=1)
+    """``from -> to`` -> the share of that pair's bytes that crosses the trunk: 1, or less where they are split over routes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """One directed resource that transfers share."""
@@ -103,6 +113,8 @@ class Cluster(Strict):
     gpu: Gpu
     sites: tuple[Site, ...] = ()
     links: tuple[PairLink, ...] = ()
+    trunks: tuple[SharedTrunk, ...] = ()
+    """Between the sites' access links, beside the links per pair."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Cluster:
@@ -119,6 +131,13 @@ class Cluster(Strict):
             raise ValueError(f"sites: {len(sites)} are named but level {names[0]!r} has size {self.levels[0].size}")
         if len(set(sites)) != len(sites):
             raise ValueError(f"sites: names repeat: {sites}")
+        ordered = {f"{a} -> {b}" for a, b in permutations([self.site_name(dc) for dc in range(self.levels[0].size)], 2)}
+        for at, trunk in enumerate(self.trunks):
+            for pair, share in trunk.carries.items():
+                if pair not in ordered or not 0 < share <= 1:
+                    raise ValueError(
+                        f"trunks.{at}.carries: {pair}: {share:g}; write 'from -> to' of two sites, and a share up to 1"
+                    )
         if self.links:
             pairs = [(link.src, link.dst) for link in self.links]
             known, given = set(sites), set(pairs)
@@ -177,11 +196,11 @@ class Cluster(Strict):
     @property
     def is_symmetric(self) -> bool:
         """Every worker of a level has the same links."""
-        return not self.links and all(site.up is None and site.down is None for site in self.sites)
+        return not self.links and not self.trunks and all(site.up is None and site.down is None for site in self.sites)
 
     @cached_property
     def link_table(self) -> tuple[Link, ...]:
-        """All links: for each level and worker up, then down; then the DC pairs in row order (where given)."""
+        """All links: for each level and worker up, then down; then the DC pairs in row order, then trunks (where given)."""
         table: list[Link] = []
         for depth, level in enumerate(self.levels):
             for location in product(*(range(size) for size in self.sizes[: depth + 1])):
@@ -196,7 +215,28 @@ class Cluster(Strict):
             for src, dst in permutations(range(self.sizes[0]), 2):
                 link = self._pairs[src, dst]
                 table.append(Link(name=f"{link.src} -> {link.dst}", bandwidth_bytes_per_s=link.bandwidth))
+        table += [Link(name=trunk.name, bandwidth_bytes_per_s=trunk.bandwidth) for trunk in self.trunks]
         return tuple(table)
+
+    @property
+    def pair_links(self) -> slice:
+        """Of ``link_table``: the DC pairs; empty where none are given."""
+        size = self.sizes[0]
+        return slice(self._first_link[-1], self._first_link[-1] + (size * (size - 1) if self.links else 0))
+
+    @cached_property
+    def trunk_shares(self) -> csr_array:
+        """[trunks, DCs x DCs]: share of what goes from the one to the other that crosses the trunk."""
+        size = self.sizes[0]
+        index = {self.site_name(dc): dc for dc in range(size)}
+        rows, columns, shares = [], [], []
+        for row, trunk in enumerate(self.trunks):
+            for pair, share in trunk.carries.items():
+                src, _, dst = pair.partition(" -> ")
+                rows.append(row)
+                columns.append(index[src] * size + index[dst])
+                shares.append(share)
+        return csr_array((shares, (rows, columns)), shape=(len(self.trunks), size * size))
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], PairLink]:
@@ -259,7 +299,7 @@ class Cluster(Strict):
         return self._first_link[level] + 2 * worker + 1
 
     def path(self, src: int, dst: int) -> tuple[int, ...]:
-        """Links that a transfer uses, in order; empty when ``src`` is ``dst``."""
+        """Links that a transfer uses, in order, without trunks; empty when ``src`` is ``dst``."""
         a, b = self.location(src), self.location(dst)
         first = next((level for level in range(len(a)) if a[level] != b[level]), None)
         if first is None:
@@ -285,7 +325,7 @@ class Cluster(Strict):
 
     def graph(self) -> nx.DiGraph[Any]:
         """The cluster as a directed graph: nodes are ranks (int) and switches (str), edges carry ``link`` (index in
-        ``link_table``) and ``bandwidth_bytes_per_s``. The unique shortest path between two ranks is ``path``."""
+        ``link_table``) and ``bandwidth_bytes_per_s``; without trunks. The unique shortest path between two ranks is ``path``."""
         graph: nx.DiGraph[Any] = nx.DiGraph()
         table = self.link_table
 

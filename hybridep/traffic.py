@@ -323,10 +323,19 @@ def link_bytes(cluster: Cluster, traffic: Mapping[OpLevel, FloatArray]) -> Float
             first = cluster.up_link(depth, 0)
             loads[first : first + 2 * workers : 2] += out.reshape(workers, inner).sum(axis=1)
             loads[first + 1 : first + 2 * workers : 2] += into.reshape(workers, inner).sum(axis=1)
-        if level == 0 and cluster.links:
+        if level == 0 and (cluster.links or cluster.trunks):
             between = sent.reshape(shape[0], -1, shape[0]).sum(axis=1)
-            loads[cluster.up_link(last - 1, cluster.num_gpus - 1) + 2 :] += between[~np.eye(shape[0], dtype=bool)]
+            add_between_sites(cluster, loads, between)
     return loads
+
+
+def add_between_sites(cluster: Cluster, loads: FloatArray, between: FloatArray) -> None:
+    """To the links per pair and the trunks; ``between`` is [DCs, DCs]."""
+    pairs = cluster.pair_links
+    if cluster.links:
+        loads[pairs] += between[~np.eye(len(between), dtype=bool)]
+    if cluster.trunks:
+        loads[pairs.stop :] += cluster.trunk_shares @ between.ravel()
 
 
 def wan_bytes(traffic: Mapping[OpLevel, FloatArray]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hybridep.plan import Plan
-from hybridep.topology import Cluster, Level, PairLink, Site
+from hybridep.topology import Cluster, Level, PairLink, SharedTrunk, Site
 from planner.evaluate import evaluate
 
 WIDEST = 64.0
@@ -107,11 +107,19 @@ def scaled(cluster: Cluster, factor: float) -> Cluster:
         for site in cluster.sites
     ]
     links = [link.model_copy(update={"bandwidth": link.bandwidth * factor}) for link in cluster.links]
-    return with_links(cluster, outer=outer, sites=tuple(sites), links=tuple(links))
+    trunks = [trunk.model_copy(update={"bandwidth": trunk.bandwidth * factor}) for trunk in cluster.trunks]
+    return with_links(cluster, outer=outer, sites=tuple(sites), links=tuple(links), trunks=tuple(trunks))
 
 
-def with_links(cluster: Cluster, *, sites: tuple[Site, ...], links: tuple[PairLink, ...], outer: Level | None = None) -> Cluster:
+def with_links(
+    cluster: Cluster,
+    *,
+    sites: tuple[Site, ...],
+    links: tuple[PairLink, ...],
+    trunks: tuple[SharedTrunk, ...],
+    outer: Level | None = None,
+) -> Cluster:
     """The same cluster with other links between its sites. Not validated again: only rates change."""
     values = {name: getattr(cluster, name) for name in Cluster.model_fields}
     levels = (outer or cluster.levels[0], *cluster.levels[1:])
-    return Cluster.model_construct(**(values | {"levels": levels, "sites": sites, "links": links}))
+    return Cluster.model_construct(**(values | {"levels": levels, "sites": sites, "links": links, "trunks": trunks}))

@@ -44,7 +44,7 @@ def plan_matrices(plan: Plan) -> PlanMatrices:
     pair_s = None
     if cluster.links:
         pair_s = np.zeros((size, size))
-        pair_s[~np.eye(size, dtype=np.bool_)] = cost.link_s[-size * (size - 1) :]
+        pair_s[~np.eye(size, dtype=np.bool_)] = cost.link_s[cluster.pair_links]
     return PlanMatrices(
         sites=tuple(cluster.site_name(dc) for dc in range(size)),
         served=served,

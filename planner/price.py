@@ -21,6 +21,6 @@ def egress_usd(cluster: Cluster, link_bytes: FloatArray) -> float:
     size = cluster.sizes[0]
     away = ~np.eye(size, dtype=np.bool_)
     if cluster.links:
-        return float(link_bytes[-size * (size - 1) :] @ cluster.egress_usd_per_byte[away])
+        return float(link_bytes[cluster.pair_links] @ cluster.egress_usd_per_byte[away])
     # Without links per pair a source has one price; its largest entry is it (the diagonal is zero).
     return float(link_bytes[: 2 * size : 2] @ cluster.egress_usd_per_byte.max(axis=1, initial=0.0))

@@ -115,7 +115,11 @@ def _drawn(cluster: Cluster, share: float, rng: np.random.Generator) -> Cluster:
         link.model_copy(update={"bandwidth": link.bandwidth * factor})
         for link, factor in zip(cluster.links, rng.uniform(1 - share, 1 + share, len(cluster.links)), strict=True)
     )
-    return with_links(cluster, sites=sites, links=links)
+    trunks = tuple(
+        trunk.model_copy(update={"bandwidth": trunk.bandwidth * factor})
+        for trunk, factor in zip(cluster.trunks, rng.uniform(1 - share, 1 + share, len(cluster.trunks)), strict=True)
+    )
+    return with_links(cluster, sites=sites, links=links, trunks=trunks)
 
 
 def _steps(plan: Plan, scenarios: Sequence[Cluster]) -> tuple[float, ...]:

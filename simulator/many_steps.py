@@ -239,6 +239,9 @@ def without_site(cluster: Cluster, site: str) -> Cluster:
     data["levels"][0]["size"] -= 1
     data["sites"] = [each for each in data["sites"] if each["name"] != site]
     data["links"] = [each for each in data["links"] if site not in (each["src"], each["dst"])]
+    for trunk in data["trunks"]:
+        trunk["carries"] = {pair: part for pair, part in trunk["carries"].items() if site not in pair.split(" -> ")}
+    data["trunks"] = [trunk for trunk in data["trunks"] if trunk["carries"]]
     return build(Cluster, data, cluster.name)
 
 
@@ -253,9 +256,12 @@ def cluster_at_present(cluster: Cluster, factor: FloatArray) -> Cluster:
         each["up"], each["down"] = bandwidth[cluster.up_link(0, site)], bandwidth[cluster.down_link(0, site)]
     if data["links"]:
         places = {(each["src"], each["dst"]): each for each in data["links"]}
-        for link, now in zip(cluster.link_table[-len(places) :], bandwidth[-len(places) :], strict=True):
+        pairs = cluster.pair_links
+        for link, now in zip(cluster.link_table[pairs], bandwidth[pairs], strict=True):
             src, _, dst = link.name.partition(" -> ")
             places[src, dst]["bandwidth"] = now
+    for trunk, now in zip(data["trunks"], bandwidth[cluster.pair_links.stop :], strict=True):
+        trunk["bandwidth"] = now
     return build(Cluster, data, cluster.name)
 
 

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 import networkx as nx
 import numpy as np
 
+from hybridep.config import build
 from hybridep.topology import Cluster
+from hybridep.units import Dimension, exact
 from simulator.arrays import FloatArray, IntArray
 from simulator.errors import FabricError
 from simulator.fabric_file import Graph, Hub, Mesh, Ring, Routing, Wan
+
+MOST_SITES = 64
+"""Of a cluster whose plans know a fabric's trunks."""
 
 _MOST_STEPS = 50_000_000
 """Of all routes together; a ring of 500 sites has 31 million."""
@@ -50,12 +55,12 @@ class Routes:
 
 
 def routes(cluster: Cluster, wan: Wan | None) -> Routes | None:
-    """The routes of a fabric, or else over the cluster's links per pair; None where the core is never full.
+    """The routes of a fabric, or else over the cluster's links per pair and trunks; None where the core is never full.
 
     Raises FabricError for places that are not joined, and for more routes than memory should hold.
     """
     if wan is None:
-        return _pairs(cluster) if cluster.links else None
+        return _own(cluster) if cluster.trunks else _pairs(cluster) if cluster.links else None
     if wan.mesh is not None:
         return _mesh(cluster, wan.mesh)
     if wan.hub is not None:
@@ -83,8 +88,80 @@ def _one_step(cluster: Cluster, capacity: FloatArray, latency_s: FloatArray) -> 
 
 
 def _pairs(cluster: Cluster) -> Routes:
-    table = cluster.link_table[-cluster.sizes[0] * (cluster.sizes[0] - 1) :]
+    table = cluster.link_table[cluster.pair_links]
     return _one_step(cluster, np.array([link.bandwidth_bytes_per_s for link in table]), cluster.pair_latency_s)
+
+
+def _own(cluster: Cluster) -> Routes:
+    """The cluster's links per pair, where given, then its trunks: numbered as in ``cluster.link_table`` behind the others."""
+    sites, pairs = cluster.sizes[0], cluster.pair_links
+    num_pairs = pairs.stop - pairs.start
+    crossed = cluster.trunk_shares.T.tocsr()
+    crossed.sort_indices()
+    steps: list[tuple[IntArray, FloatArray]] = []
+    for pair in range(sites * sites):
+        own = np.arange(crossed.indptr[pair], crossed.indptr[pair + 1])
+        trunks, shares = num_pairs + crossed.indices[own].astype(np.int64), crossed.data[own]
+        source, destination = divmod(pair, sites)
+        if num_pairs and source != destination:
+            link = source * (sites - 1) + destination - (destination > source)
+            trunks, shares = np.concatenate([[link], trunks]), np.concatenate([[1.0], shares])
+        steps.append((trunks, shares))
+    table = cluster.link_table[pairs.start :]
+    return Routes(
+        num_sites=sites,
+        first=np.concatenate([[0], np.cumsum([len(trunks) for trunks, _ in steps])]),
+        trunk=np.concatenate([trunks for trunks, _ in steps]),
+        share=np.concatenate([shares for _, shares in steps]),
+        capacity_bytes_per_s=np.array([link.bandwidth_bytes_per_s for link in table]),
+        latency_s=_access_latency_s(cluster),
+        trunk_name=lambda trunk: table[trunk].name,
+    )
+
+
+def with_fabric(cluster: Cluster, wan: Wan) -> Cluster:
+    """The cluster with a fabric's trunks as its own, in place of its links per pair; those remain where latencies differ, no
+    narrower than the access links. Raises SimulationError where the two do not fit, or there are more than ``MOST_SITES``."""
+    size = cluster.sizes[0]
+    if size > MOST_SITES:
+        raise SimulationError(
+            f"wan: routes between {size} sites are too many for a plan file; up to {MOST_SITES} are planned with"
+        )
+    found = routes(cluster, wan)
+    assert found is not None
+    names = [cluster.site_name(site) for site in range(size)]
+    carries: list[dict[str, float]] = [{} for _ in range(found.num_trunks)]
+    for pair in range(size * size):
+        for step in range(int(found.first[pair]), int(found.first[pair + 1])):
+            source, destination = divmod(pair, size)
+            carries[found.trunk[step]][f"{names[source]} -> {names[destination]}"] = float(found.share[step])
+    data = cluster.model_dump(mode="json", exclude_none=True)
+    data["trunks"] = [
+        {
+            "name": f"trunk {found.trunk_name(number)}",
+            "bandwidth": exact(float(found.capacity_bytes_per_s[number]), Dimension.BANDWIDTH),
+            "carries": carried,
+        }
+        for number, carried in enumerate(carries)
+        if carried
+    ]
+    away = ~np.eye(size, dtype=bool)
+    uniform = bool((found.latency_s[away] == cluster.levels[0].latency).all())
+    egress = {(link.src, link.dst): link.egress for link in cluster.links if link.egress is not None}
+    data["sites"] = data["sites"] or ([] if uniform and not egress else [{"name": name} for name in names])
+    data["links"] = [
+        {
+            "src": a,
+            "dst": b,
+            "bandwidth": exact(cluster.link_table[cluster.up_link(0, i)].bandwidth_bytes_per_s, Dimension.BANDWIDTH),
+            "latency": exact(float(found.latency_s[i, j]), Dimension.TIME),
+            **({"egress": exact(egress[a, b], Dimension.TRANSFER_PRICE)} if (a, b) in egress else {}),
+        }
+        for i, a in enumerate(names)
+        for j, b in enumerate(names)
+        if i != j and not (uniform and not egress)
+    ]
+    return build(Cluster, data, cluster.name)
 
 
 def _mesh(cluster: Cluster, mesh: Mesh) -> Routes:

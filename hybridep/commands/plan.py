@@ -13,6 +13,7 @@ from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
     from hybridep.plan import Plan
+    from hybridep.topology import Cluster
     from planner import RobustPlan
     from planner.goal import Goal
 
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     help="Code a level's payloads, for example dc.experts=change-int8 or dc.experts_keep=0.05; exact without. Repeatable.",
 )
 @click.option(
+    "--fabric", metavar="FILE|NAME", help="What joins the sites (see docs/scenarios.md): its trunks become the cluster's."
+)
+@click.option(
     "--max-loss",
     metavar="SHARE",
     help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without.",
@@ -83,6 +87,7 @@ def command(
     quantile: float,
     time_limit_s: float,
     codecs: tuple[str, ...],
+    fabric: str | None,
     max_loss: str | None,
     prefetch: bool,
     objective: str,
@@ -108,6 +113,8 @@ def command(
         _compare(cluster, model, as_json)
         return
     site, work = cluster_and_workload(cluster, model, overrides)
+    if fabric is not None:
+        site = _on_fabric(site, fabric)
     rules = planner.load_constraints(constraints) if constraints else None
     popularity: tuple[tuple[float, ...], ...] = ()
     if routing is not None:
@@ -192,6 +199,18 @@ def command(
     if robust is not None:
         plan_text.show_robust(robust)
     click.echo(f"\nplan written to {', '.join(str(path) for path in files)}")
+
+
+def _on_fabric(cluster: Cluster, name: str) -> Cluster:
+    from hybridep.commands.scenarios import fabric_of
+    from simulator.routes import with_fabric
+
+    found = fabric_of(name)
+    if found is None or found.wan is None or found.inside.model_fields_set:
+        raise UserError(
+            f"--fabric {name}: plans know what joins sites (wan), and nothing of what is inside them; simulate the rest"
+        )
+    return with_fabric(cluster, found.wan)
 
 
 def _goal(objective: str, budget: str | None) -> Goal:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from hybridep.plan import LayerGroup, Plan
-from hybridep.traffic import FloatArray
+from hybridep.traffic import FloatArray, add_between_sites
 from planner.cost import Cost, StepCost, combine, layer_times
 from planner.exchange import Network
 from planner.memory import (
@@ -75,17 +75,19 @@ def _fixed_cost(problem: SiteProblem) -> Cost:
 def _link_bytes(problem: SiteProblem, moved: Iterable[tuple[Exchange, float]]) -> FloatArray:
     """[number of links], as in ``Cluster.link_table``, of (exchange, bytes per unit) pairs."""
     cluster, size = problem.cluster, problem.num_sites
-    loads = np.zeros(2 * size + (2 * cluster.num_gpus if len(cluster.sizes) == 2 else 0))
+    loads = np.zeros(len(cluster.link_table))
     between = np.zeros((size, size))
     for exchange, unit_bytes in moved:
         if exchange.pairs is not None:
             between += exchange.pairs * unit_bytes
         if len(cluster.sizes) == 2:
-            loads[2 * size :: 2] += exchange.out.ravel() * unit_bytes
-            loads[2 * size + 1 :: 2] += exchange.into.ravel() * unit_bytes
+            own = slice(2 * size, cluster.pair_links.start)
+            loads[own][::2] += exchange.out.ravel() * unit_bytes
+            loads[own][1::2] += exchange.into.ravel() * unit_bytes
     loads[: 2 * size : 2] = between.sum(axis=1)
     loads[1 : 2 * size : 2] = between.sum(axis=0)
-    return np.concatenate([loads, between[~np.eye(size, dtype=np.bool_)]]) if cluster.links else loads
+    add_between_sites(cluster, loads, between)
+    return loads
 
 
 def _fixed_memory(problem: SiteProblem) -> LayerMemory:

@@ -57,6 +57,8 @@ class Exchange:
         busiest = max(busiest, float(up.max()), float(down.max()))
         if problem.pair_bytes_per_s is not None:
             busiest = max(busiest, float((self.pairs / problem.pair_bytes_per_s).max()))
+        if problem.cluster.trunks:
+            busiest = max(busiest, float((problem.trunk_s_per_byte @ self.pairs.ravel()).max()))
         return float((problem.latency_s * (self.pairs > 0)).max()) + further_s, busiest
 
     def seconds(self, problem: SiteProblem, unit_bytes: float) -> float:

@@ -89,6 +89,8 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
         busiest = np.maximum((sent.sum(axis=2) / up).max(axis=1), (sent.sum(axis=1) / down).max(axis=1))
         if problem.pair_bytes_per_s is not None:
             busiest = np.maximum(busiest, (sent / problem.pair_bytes_per_s).max(axis=(1, 2)))
+        if problem.cluster.trunks:
+            busiest = np.maximum(busiest, (problem.trunk_s_per_byte @ sent.reshape(len(sent), -1).T).max(axis=0))
         return (problem.latency_s * (sent > 0)).max(axis=(1, 2)), busiest
 
     def seconds(sent: FloatArray, *units: float) -> FloatArray:

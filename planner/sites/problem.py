@@ -13,6 +13,7 @@ from enum import Enum
 from functools import cached_property
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from hybridep.codecs import Codecs, Wire, level_codecs, wires
 from hybridep.errors import UserError
@@ -138,6 +139,12 @@ class SiteProblem:
         return self.cluster.egress_usd_per_byte if self.cluster.has_egress_prices else None
 
     @cached_property
+    def trunk_s_per_byte(self) -> csr_array:
+        """[trunks, D x D]: seconds that a byte of each ordered pair of sites takes on each trunk."""
+        rates = np.array([trunk.bandwidth for trunk in self.cluster.trunks])
+        return csr_array(self.cluster.trunk_shares.multiply(1 / rates[:, None]))
+
+    @cached_property
     def hit(self) -> FloatArray:
         """[E + 1]: probability that a token needs at least one of n experts."""
         return gating(self.workload).hit_by_count
@@ -151,7 +158,7 @@ class SiteProblem:
     def equal_sites(self) -> bool:
         """All have the same links."""
         access = np.ptp(self.up_bytes_per_s) == 0 and np.ptp(self.down_bytes_per_s) == 0
-        return bool(access and self.pair_bytes_per_s is None)
+        return bool(access and self.pair_bytes_per_s is None and not self.cluster.trunks)
 
     @cached_property
     def median_latency_s(self) -> float:

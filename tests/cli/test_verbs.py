@@ -126,10 +126,23 @@ def test_plan_chooses_codecs_by_their_loss(inputs: Inputs, call: Call) -> None:
 
 def test_plan_sends_copies_ahead_on_demand(inputs: Inputs, call: Call) -> None:
     # Computation to hide copies under, and tokens to send them beside.
-    shape = [f"--set={key}" for key in ("gpu.throughput=300 MFLOPS", "model.expert_ffn_size=256", "training.micro_batches=2")]
+    shape = [f"--set={key}" for key in ("gpu.throughput=300 MFLOPS", "training.micro_batches=2")]
     path, steps = inputs.folder / "plan.yaml", []
     for options in ((), ("--prefetch",)):
         result = call("plan", inputs.cluster, inputs.workload, "-o", path, *shape, *options, "--json")
         assert result.code == 0, result.err
         steps.append(result.json["step_s"])
     assert steps[1] < steps[0] and load_plan(path).schedule.prefetch > 0
+
+
+def test_plan_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
+    fabric = inputs.write("fabric.yaml", "name: narrow\nwan: {hub: {bandwidth: 10 Mbps}}\n")
+    path = inputs.folder / "plan.yaml"
+    result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--fabric", fabric, "--json")
+    assert result.code == 0, result.err
+    assert [trunk.name for trunk in load_plan(path).cluster.trunks][0] == "trunk dc0 -> hub"
+    simulated = call("simulate", path, "--json")
+    assert simulated.json["step_s"] == pytest.approx(result.json["step_s"], rel=0.1)
+    leaves = inputs.write("leaves.yaml", "name: leaves\ninside: {fat_tree: {workers_per_leaf: 1}}\n")
+    refused = call("plan", inputs.cluster, inputs.workload, "-o", path, "--fabric", leaves)
+    assert refused.code == 2 and "nothing of what is inside" in refused.err

