@@ -131,13 +131,8 @@ class Cluster(Strict):
             raise ValueError(f"sites: {len(sites)} are named but level {names[0]!r} has size {self.levels[0].size}")
         if len(set(sites)) != len(sites):
             raise ValueError(f"sites: names repeat: {sites}")
-        ordered = {f"{a} -> {b}" for a, b in permutations([self.site_name(dc) for dc in range(self.levels[0].size)], 2)}
         for at, trunk in enumerate(self.trunks):
-            for pair, share in trunk.carries.items():
-                if pair not in ordered or not 0 < share <= 1:
-                    raise ValueError(
-                        f"trunks.{at}.carries: {pair}: {share:g}; write 'from -> to' of two sites, and a share up to 1"
-                    )
+            self._check_carried(f"trunks.{at}.carries", trunk.carries)
         if self.links:
             pairs = [(link.src, link.dst) for link in self.links]
             known, given = set(sites), set(pairs)
@@ -151,6 +146,13 @@ class Cluster(Strict):
                 if pair not in given:
                     raise ValueError(f"links: no link {pair[0]} -> {pair[1]}; give every ordered pair or none")
         return self
+
+    def _check_carried(self, where: str, carries: dict[str, float]) -> None:
+        known = {self.site_name(dc) for dc in range(self.levels[0].size)}
+        for way, share in carries.items():
+            src, arrow, dst = way.partition(" -> ")
+            if not arrow or src == dst or not known.issuperset((src, dst)) or not 0 < share <= 1:
+                raise ValueError(f"{where}: {way}: {share:g}; write 'from -> to' of two sites, and a share up to 1")
 
     # --- ranks and locations -------------------------------------------------------------------------------------
 

@@ -6,9 +6,11 @@ from planner.constraints import Constraints, load_constraints
 from planner.cost import StepCost, step_cost
 from planner.difference import PlanDifference, compare_plans
 from planner.explain import Alternative, Explanation, LinkLoad, explain, summary
+from planner.goal import Goal
 from planner.matrices import PlanMatrices, plan_matrices
 from planner.memory import MemoryUse, memory_use
 from planner.plans import baseline, plan_domains, predict
+from planner.pool import PooledPlan, plan_pool
 from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
 from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
@@ -18,11 +20,13 @@ __all__ = [
     "CheckError",
     "Constraints",
     "Explanation",
+    "Goal",
     "LinkLoad",
     "MemoryUse",
     "OtherPlan",
     "PlanDifference",
     "PlanMatrices",
+    "PooledPlan",
     "RobustPlan",
     "StepCost",
     "Upgrade",
@@ -38,6 +42,7 @@ __all__ = [
     "plan_domains",
     "plan_for_scenarios",
     "plan_matrices",
+    "plan_pool",
     "plans",
     "predict",
     "step_cost",

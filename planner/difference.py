@@ -77,9 +77,7 @@ def switch_at(first: Plan, second: Plan) -> float | None:
     """The factor on all bandwidths between sites, nearest to 1 in ratio, at which both plans take equally long."""
 
     def ahead(factor: float) -> float:
-        cluster = scaled(first.cluster, factor)
-        steps = [evaluate(plan.model_copy(update={"cluster": cluster}))[0].step_s for plan in (first, second)]
-        return (steps[0] - steps[1]) / steps[0]
+        return _ahead(first, second, factor)
 
     here = ahead(1.0)
     if abs(here) < 1e-12:
@@ -87,16 +85,30 @@ def switch_at(first: Plan, second: Plan) -> float | None:
     steps = [2.0**power for power in range(1, int(np.log2(WIDEST)) + 1)]
     for inner, outer in zip([1.0, *steps], steps, strict=False):
         crossed = [side for side in (1, -1) if ahead(outer**side) * here < 0]
-        found = []
-        for side in crossed:
-            low, high = inner, outer
-            for _ in range(24):
-                middle = (low * high) ** 0.5
-                low, high = (low, middle) if ahead(middle**side) * here < 0 else (middle, high)
-            found.append(high**side)
+        found = [equal_at(first, second, inner**side, outer**side) for side in crossed]
         if found:
             return min(found, key=lambda factor: abs(np.log(factor)))
     return None
+
+
+def equal_at(first: Plan, second: Plan, low: float, high: float) -> float:
+    """The factor between ``low`` and ``high`` at which both plans take equally long; one is faster at the one end and the other
+    at the other."""
+    here = _ahead(first, second, low)
+    for _ in range(24):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if _ahead(first, second, middle) * here < 0 else (middle, high)
+    return high
+
+
+def step_at(plan: Plan, factor: float) -> float:
+    """Seconds of a step with all bandwidths between sites times ``factor``."""
+    return evaluate(plan.model_copy(update={"cluster": scaled(plan.cluster, factor)}))[0].step_s
+
+
+def _ahead(first: Plan, second: Plan, factor: float) -> float:
+    """By what share of its step the second is faster."""
+    return 1 - step_at(second, factor) / step_at(first, factor)
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:

@@ -14,7 +14,7 @@ from hybridep.errors import QuantityError, UserError
 if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
-    from planner import RobustPlan
+    from planner import PooledPlan, RobustPlan
     from planner.goal import Goal
 
 
@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 @click.option("--upgrades", is_flag=True, help="Which link, or how much memory, to buy next, and what it brings.")
 @click.option("--scenario", "scenarios", multiple=True, metavar="CLUSTER", help="Other rates of the same sites. Repeatable.")
 @click.option("--within", type=click.FloatRange(0, 1, max_open=True), help="Rates between sites may be off by this share.")
+@click.option(
+    "--pool",
+    type=click.FloatRange(min=1, min_open=True),
+    metavar="FACTOR",
+    help="Plans for links between sites up to this many times slower and faster, one file each, and from where on each pays.",
+)
 @click.option("--quantile", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Of the scenarios.")
 @click.option(
     "--routing",
@@ -84,6 +90,7 @@ def command(
     upgrades: bool,
     scenarios: tuple[str, ...],
     within: float | None,
+    pool: float | None,
     quantile: float,
     time_limit_s: float,
     codecs: tuple[str, ...],
@@ -132,6 +139,12 @@ def command(
         raise UserError("--prefetch with --scenario or --within: plans for scenarios know no copies ahead; leave one out")
     if (scenarios or within is not None) and goal.needs_prices:
         raise UserError("--objective and --budget with --scenario or --within: plans for scenarios know time only; leave one out")
+    if pool is not None and (top > 1 or scenarios or within is not None or permitted_loss is not None or goal.needs_prices):
+        raise UserError(
+            "--pool: plans for one rate after the other, by time; leave --top, --scenario, --within, --max-loss, --objective and "
+            "--budget out"
+        )
+    pooled: list[PooledPlan] = []
     if scenarios or within is not None:
         others = [load_cluster(one) for one in scenarios]
         others += planner.interval_scenarios(site, within) if within is not None else []
@@ -151,11 +164,19 @@ def command(
                 "goal": goal,
                 "report": progress,
             }
-            if permitted_loss is None:
+            if pool is not None:
+                wishes |= {"report": None}
+
+                def plan_on(one: Cluster, limit_s: float) -> Plan:
+                    return planner.plan(one, work, **(wishes | {"time_limit_s": limit_s}))
+
+                pooled = planner.plan_pool(plan_on, site, widest=pool, time_limit_s=time_limit_s)
+                made = [one.plan for one in pooled]
+            elif permitted_loss is None:
                 made = planner.plans(site, work, top, **wishes)
             else:
                 made = [planner.plan(site, work, max_loss=permitted_loss, **wishes)]
-    best = made[0]
+    best = next((one.plan for one in pooled if one.pays_from <= 1 <= one.pays_to), made[0])
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made) + 1))]
     for one, path in zip(made, files, strict=True):
         one.save(path)
@@ -173,6 +194,8 @@ def command(
                 {"step_s": one.prediction and one.prediction.step, "output": str(path)}
                 for one, path in zip(made, files, strict=True)
             ]
+        if pooled:
+            more["pool"] = [one.to_json() | {"output": str(path)} for one, path in zip(pooled, files, strict=True)]
         if upgrades:
             more["upgrades"] = [one.to_json() for one in bought]
         if robust is not None:
@@ -194,6 +217,8 @@ def command(
     plan_text.show_others(known)
     if top > 1:
         plan_text.show_top(made)
+    if pooled:
+        plan_text.show_pool(pooled, files)
     if upgrades:
         plan_text.show_upgrades(bought, explanation.plan.step_s)
     if robust is not None:

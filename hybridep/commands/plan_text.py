@@ -10,9 +10,10 @@ from hybridep.units import format_bytes, format_dollars, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from hybridep.plan import LayerGroup, Plan, SolverReport
-    from planner import Alternative, Explanation, OtherPlan, PlanDifference, RobustPlan, Upgrade
+    from planner import Alternative, Explanation, OtherPlan, PlanDifference, PooledPlan, RobustPlan, Upgrade
 
 
 def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
@@ -150,6 +151,16 @@ def show_top(plans: Sequence[Plan]) -> None:
         )
         for group in one.layers:
             click.echo(f"     {_placed(one.cluster.levels[0].name, group)}")
+
+
+def show_pool(pool: Sequence[PooledPlan], files: Sequence[Path]) -> None:
+    """Which plan pays at which rates."""
+    most = max(one.memory_bytes for one in pool)
+    click.echo(f"plans by the rates between sites (a switch moves nothing; room for all: {format_bytes(most)} a rank):")
+    for one, path in zip(pool, files, strict=True):
+        click.echo(f"  {one.pays_from:.3g} to {one.pays_to:.3g} times: {path}, {format_seconds(one.step_s)} at the given rates")
+        for group in one.plan.layers:
+            click.echo(f"     {_placed(one.plan.cluster.levels[0].name, group)}")
 
 
 def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from cli_cases import Inputs, Result
@@ -140,9 +141,20 @@ def test_plan_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
     path = inputs.folder / "plan.yaml"
     result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--fabric", fabric, "--json")
     assert result.code == 0, result.err
-    assert [trunk.name for trunk in load_plan(path).cluster.trunks][0] == "trunk dc0 -> hub"
+    assert load_plan(path).cluster.trunks[0].name == "trunk dc0 -> hub"
     simulated = call("simulate", path, "--json")
     assert simulated.json["step_s"] == pytest.approx(result.json["step_s"], rel=0.1)
     leaves = inputs.write("leaves.yaml", "name: leaves\ninside: {fat_tree: {workers_per_leaf: 1}}\n")
     refused = call("plan", inputs.cluster, inputs.workload, "-o", path, "--fabric", leaves)
     assert refused.code == 2 and "nothing of what is inside" in refused.err
+
+
+def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
+    path = inputs.folder / "plan.yaml"
+    result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "32", "--json")
+    assert result.code == 0, result.err
+    pool = result.json["pool"]
+    assert pool[0]["pays_from"] == pytest.approx(1 / 32) and pool[-1]["pays_to"] == pytest.approx(32)
+    assert all(load_plan(Path(one["output"])).digest == one["digest"] for one in pool)
+    assert result.json["digest"] == next(one["digest"] for one in pool if one["pays_from"] <= 1 <= one["pays_to"])
+    assert "a switch moves nothing" in call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "2").out
