@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_cases import Inputs, Result
 
 from hybridep.cli import VERBS
 from hybridep.launch.host import child_environment
 from hybridep.plan import load_plan
+from hybridep.routing import RoutingRecord
 
 Call = Callable[..., Result]
 
@@ -158,3 +160,15 @@ def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
     assert all(load_plan(Path(one["output"])).digest == one["digest"] for one in pool)
     assert result.json["digest"] == next(one["digest"] for one in pool if one["pays_from"] <= 1 <= one["pays_to"])
     assert "a switch moves nothing" in call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "2").out
+
+
+def test_plan_knows_recorded_popularity(inputs: Inputs, call: Call) -> None:
+    path, record = inputs.folder / "plan.yaml", inputs.folder / "routing.npz"
+    RoutingRecord(chosen=np.array([[16, 8, 4, 4], [8, 8, 8, 8]])).save(record)
+    result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--routing", record, "--json")
+    assert result.code == 0, result.err
+    assert load_plan(path).popularity == ((0.5, 0.25, 0.125, 0.125), (0.25,) * 4)
+    RoutingRecord(chosen=np.ones((3, 4), dtype=np.int64)).save(record)
+    for options, words in (((), "(3, 4), this model has (2, 4)"), (("--codec", "dc.tokens=int8"), "leave one out")):
+        refused = call("plan", inputs.cluster, inputs.workload, "-o", path, "--routing", record, *options)
+        assert refused.code == 2 and words in refused.err
