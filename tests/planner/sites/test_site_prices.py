@@ -18,7 +18,8 @@ from hybridep.topology import Cluster
 from planner.check import check
 from planner.cost import step_cost
 from planner.goal import Goal
-from planner.sites.cost import SiteCost, site_cost
+from planner.sites.cost import SiteCost, fixed_cost, site_cost
+from planner.sites.egress_bound import least_egress_usd
 from planner.sites.evaluate import evaluate_sites
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Search, run
@@ -75,6 +76,20 @@ def test_cheapest_table_and_bound_against_all_tables(seed: int, inside: int) -> 
     found = solve_sites(replace(problem, goal=Goal(budget_usd=budget)), Wishes(time_limit_s=2)).found
     assert found.cost is not None and found.cost.step_usd <= budget * (1 + 1e-5)
     assert found.cost.step_s == pytest.approx(within, rel=1e-9)
+
+
+def test_the_bound_on_egress_is_below_all_tables_and_near_some() -> None:
+    """Of expert bytes in all proportions to token bytes."""
+    ratios = []
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        problem = priced(random_problem(seed, sites=2, experts=3, inside=1), rng)
+        rent = problem.cluster.rent_usd_per_s
+        least = min(one.step_usd - rent * one.step_s for one in all_costs(problem))
+        bound = least_egress_usd(problem)
+        assert bound <= least * (1 + 1e-9) + 1e-15
+        ratios.append((bound - fixed_cost(problem).egress_usd) / max(least - fixed_cost(problem).egress_usd, 1e-300))
+    assert sum(ratio > 0.999 for ratio in ratios) >= 20
 
 
 @pytest.mark.parametrize("seed", [6, 11])
