@@ -121,7 +121,7 @@ def _own(cluster: Cluster) -> Routes:
 
 def with_fabric(cluster: Cluster, wan: Wan) -> Cluster:
     """The cluster with a fabric's trunks as its own, in place of its links per pair; those remain where latencies differ, no
-    narrower than the access links. Raises SimulationError where the two do not fit, or there are more than ``MOST_SITES``."""
+    narrower than the access links. Raises FabricError where the two do not fit, or there are more than ``MOST_SITES``."""
     size = cluster.sizes[0]
     if size > MOST_SITES:
         raise SimulationError(
