@@ -124,9 +124,7 @@ def with_fabric(cluster: Cluster, wan: Wan) -> Cluster:
     narrower than the access links. Raises FabricError where the two do not fit, or there are more than ``MOST_SITES``."""
     size = cluster.sizes[0]
     if size > MOST_SITES:
-        raise SimulationError(
-            f"wan: routes between {size} sites are too many for a plan file; up to {MOST_SITES} are planned with"
-        )
+        raise FabricError(f"wan: routes between {size} sites are too many for a plan file; up to {MOST_SITES} are planned with")
     found = routes(cluster, wan)
     assert found is not None
     names = [cluster.site_name(site) for site in range(size)]
