@@ -86,7 +86,7 @@ def enumerable(rng: np.random.Generator, goal: Goal) -> Problem:
 def test_the_cheapest_equal_domains_are_those_of_enumeration(solver: str) -> None:
     rng = np.random.default_rng(3)
     dearer = 0
-    for _ in range(24 if solver == "highs" else 6):
+    for _ in range(14 if solver == "highs" else 4):
         problem = enumerable(rng, DOLLARS)
         found, oracle = solve(problem, solver=solver), brute_force(problem)
         assert oracle is not None and found.status is Status.OPTIMAL
@@ -95,14 +95,14 @@ def test_the_cheapest_equal_domains_are_those_of_enumeration(solver: str) -> Non
         fastest = brute_force(replace(problem, goal=Goal()))
         assert fastest is not None and found.bound_s <= fastest[1] * (1 + PROVEN_GAP)
         dearer += problem.price_usd(fastest[0]) > oracle[1] * (1 + 1e-6)
-    assert dearer > (5 if solver == "highs" else 0)
+    assert dearer > (3 if solver == "highs" else 0)
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_the_fastest_within_a_budget_is_that_of_enumeration(solver: str) -> None:
     rng = np.random.default_rng(5)
     slower = 0
-    for _ in range(24 if solver == "highs" else 6):
+    for _ in range(14 if solver == "highs" else 4):
         free = enumerable(rng, Goal())
         cheapest, fastest = brute_force(replace(free, goal=DOLLARS)), brute_force(free)
         assert cheapest is not None and fastest is not None
@@ -114,7 +114,7 @@ def test_the_fastest_within_a_budget_is_that_of_enumeration(solver: str) -> None
         slower += found.objective_s > fastest[1] * (1 + 1e-6)
         with pytest.raises(InfeasibleError, match=rf"the cheapest costs {cheapest[1]:.4g} \$"):
             solve(replace(free, goal=Goal(budget_usd=cheapest[1] * 0.99)), solver=solver)
-    assert slower > (5 if solver == "highs" else 0)
+    assert slower > (3 if solver == "highs" else 0)
 
 
 def test_a_plan_says_what_it_costs_and_is_checked() -> None:
