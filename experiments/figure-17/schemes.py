@@ -126,7 +126,7 @@ def schemes(setting: Setting) -> dict[str, Callable[[], Outcome]]:
     }
     fixed = {f"S={each}": each for each in config["domains"]} | {f"S=G/{each}": size // each for each in config["parts"]}
     for name, each in fixed.items():
-        if each == size or (name.startswith("S=G") and each in config["domains"]):
+        if size % each or each == size or (name.startswith("S=G") and each in config["domains"]):
             continue
         found[f"{name}, a row per choice"] = plain(setting.placed(each), PER_CHOICE)
         found[f"{name}, a row per choice, top-k 2 % of experts"] = plain(setting.placed(each, shared), PER_CHOICE)

@@ -33,7 +33,9 @@ def gains(rows: Sequence[Row]) -> list[Row]:
         row["planned over best other"] = f"{step_s[best] / step_s['planned']:.3f}"
         # What Megatron calls EP size: groups of G / S sites, replicated S times. Here of the sizes that were tried.
         groups = [value for name, value in step_s.items() if name.endswith(", a row per choice")]
-        row["planned over best size, a row per choice"] = f"{min([plain, *groups]) / step_s['planned']:.3f}"
+        row["planned over best size, a row per choice"] = (
+            f"{min([plain, step_s['full_gather'], *groups]) / step_s['planned']:.3f}"
+        )
         row["planned over ep"] = f"{step_s['ep'] / step_s['planned']:.3f}"
         for coded in ("int8", "top-k 2 %"):
             if f"planned, {coded}" in step_s:
