@@ -7,8 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.arrays import FloatArray, IntArray
+from simulator.columns import ACTIVE, DONE, RESIDUE, ByteArray, FlowColumns, Int32Array, LinkColumns, UNKNOWN, swap_entries
 from simulator.compiled import compiled
-from simulator.filling import ACTIVE, DONE, LOAD, RESIDUE, ByteArray, FlowColumns, Int32Array, LinkColumns, fill
+from simulator.filling import fill
+from simulator.refilling import adopt, refill
 
 _CLOCK_STEPS = 4.0
 """Flows that end within so many steps of the clock's resolution end together."""
@@ -64,10 +66,14 @@ class Clock(NamedTuple):
     cut: FloatArray
     """[1] Largest share of a flow's bytes that was left out."""
     counts: IntArray
-    """[4]: rows not done, first changed position of the order, whether rates are out of date, and whether by flows added."""
+    """[5]: rows not done, first changed position of the order, whether rates are out of date, flows that began since they
+    were not, and whether no rates are known."""
 
 
-NOT_DONE, UNCHANGED, STALE, ADDED = 0, 1, 2, 3
+NOT_DONE, UNCHANGED, STALE, ADDED, ANEW = 0, 1, 2, 3, 4
+
+_MANY = 8
+"""If one in so many flows is new, filling from nothing is faster."""
 
 
 @compiled
@@ -92,13 +98,13 @@ def _put_on(flows: FlowColumns, links: LinkColumns, flow: int) -> None:
         link = flows.links[flow, hop]
         if link < 0:
             break
-        place = links.first[link] + links.num_members[link]
-        links.members[place] = flow
-        if flows.links.shape[1] == 2:
-            links.partners[place] = flows.links[flow, 1 - hop]
-        flows.places[flow, hop] = place
+        entry = links.first[link] + links.num_members[link]
+        links.members[entry] = flow
+        links.fixed_by[entry] = -1
+        if links.weights.size:
+            links.weights[entry] = flows.weights[flow, hop]
+        flows.places[flow, hop] = entry
         links.num_members[link] += 1
-        links.load[link] += flows.weights[flow, hop] if flows.weights.shape[0] > 0 else 1.0
 
 
 @compiled
@@ -143,21 +149,11 @@ def activate(
             usage.load[link] += weight
             usage.size_bytes[link] += weight * cargo.size_bytes[flow]
         _put_on(flows, links, flow)
-        clock.counts[UNCHANGED] = 0
         clock.counts[STALE] = 1
-        clock.counts[ADDED] = 1
+        clock.counts[ADDED] += 1
+        if not clock.counts[ANEW]:
+            clock.counts[UNCHANGED] = min(clock.counts[UNCHANGED], adopt(flows, links, flow, now_s))
     return num_told
-
-
-@compiled
-def left_bytes(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
-    """Make `due` of all active flows the bytes that they have left, as if they had not been fixed yet."""
-    for flow in range(flows.status.size):
-        link = flows.full_link[flow]
-        if flows.status[flow] == ACTIVE and link >= 0:
-            served = links.served[link] + links.level[link] * (now_s - links.since_s[link])
-            flows.due[flow] = max(flows.due[flow] - served, 0.0)
-            flows.full_link[flow] = -1
 
 
 @compiled
@@ -173,16 +169,14 @@ def _finish(
     num_told: int,
 ) -> int:
     """Take flows off their links and hand them in; return the number of tickets told."""
-    paths, weights, places = flows.links, flows.weights, flows.places
+    paths, places, full_link = flows.links, flows.places, flows.full_link
+    members, fixed_by, weights = links.members, links.fixed_by, links.weights
     first, num_members, num_fixed = links.first, links.num_members, links.num_fixed
-    members, partners = links.members, links.partners
-    load, saved, use, since_s, busy_s = links.load, links.saved, usage.load, usage.since_s, usage.busy_s
+    use, since_s, busy_s = usage.load, usage.since_s, usage.busy_s
     all_paths, all_weights, latency_s = cargo.path, cargo.weights, cargo.latency_s
     unfinished, due_s, last_flow, ticket_of = tickets.unfinished, tickets.due_s, tickets.last, cargo.tickets
     now_s = clock.now_s[0]
     weighted = all_weights.shape[0] > 0
-    # The states saved before a flow was fixed had it as open.
-    num_saved = clock.counts[UNCHANGED] // links.stride + 1
     clock.counts[NOT_DONE] -= done.size
     for index in range(done.size):
         flow = done[index]
@@ -191,27 +185,17 @@ def _finish(
             link = paths[flow, hop]
             if link < 0:
                 break
-            weight = weights[flow, hop] if weighted else 1.0
-            rest = load[link] - weight
-            load[link] = rest if rest > RESIDUE * weight else 0.0
-            for state in range(1, num_saved):
-                rest = saved[state, link, LOAD] - weight
-                saved[state, link, LOAD] = rest if rest > RESIDUE * weight else 0.0
+            entry = places[flow, hop]
+            if full_link[flow] == link:
+                weight = weights[entry] if weights.size else 1.0
+                num_fixed[link] -= 1
+                rest = links.load[link] - weight
+                links.load[link] = rest if num_fixed[link] > 0 and rest > RESIDUE * weight else 0.0
+                links.least_due[link] = UNKNOWN
+                swap_entries(paths, places, members, fixed_by, weights, link, entry, first[link] + num_fixed[link])
+                entry = places[flow, hop]
             num_members[link] -= 1
-            hole = places[flow, hop]
-            fixed = first[link] + num_fixed[link] - 1
-            num_fixed[link] -= hole <= fixed
-            for last_of_all in range(2):
-                # Its place goes to the last of those that the link fixed, whose place goes to the last of all.
-                place = first[link] + num_members[link] if last_of_all else fixed
-                if hole < place:
-                    moved = members[place]
-                    members[hole] = moved
-                    partners[hole] = partners[place]
-                    for other in range(paths.shape[1]):
-                        if paths[moved, other] == link:
-                            places[moved, other] = hole
-                    hole = place
+            swap_entries(paths, places, members, fixed_by, weights, link, entry, first[link] + num_members[link])
         for hop in range(all_paths.shape[1]):
             link = all_paths[flow, hop]
             if link < 0:
@@ -235,6 +219,17 @@ def _finish(
 
 
 @compiled
+def _bring_up_to_date(flows: FlowColumns, links: LinkColumns, clock: Clock) -> None:
+    """Rates, after flows began or ended."""
+    now_s, added = clock.now_s[0], clock.counts[ADDED]
+    anew = clock.counts[ANEW] == 1 or added * _MANY * flows.links.shape[1] > links.num_members.sum()
+    if anew or not refill(flows, links, clock.counts[UNCHANGED], now_s):
+        fill(flows, links, now_s)
+    clock.counts[STALE] = clock.counts[ADDED] = clock.counts[ANEW] = 0
+    clock.counts[UNCHANGED] = links.order.size
+
+
+@compiled
 def drain(
     flows: FlowColumns,
     links: LinkColumns,
@@ -243,28 +238,23 @@ def drain(
     tickets: Tickets,
     clock: Clock,
     until_s: float,
-    tolerance: float,
-    largest_bytes: float,
     told: IntArray,
 ) -> tuple[int, int, float]:
     """Let flows end up to `until_s`, or up to when the first ticket is due if that is sooner.
 
-    A flow with no more than the share `tolerance` of its bytes left ends together with one that ends.
+    A flow with no more left than it may spare ends together with one that ends.
     Returns why it stopped, how many tickets are told, and when the next flow ends.
     """
-    order, level, soonest_s = links.order, links.level, links.soonest_s
-    first, members = links.first, links.members
-    due, served, since_s, least_due, size_bytes = flows.due, links.served, links.since_s, links.least_due, cargo.size_bytes
+    level, soonest_s, first, members, num_fixed = links.level, links.soonest_s, links.first, links.members, links.num_fixed
+    least_due, least_early, position = links.least_due, links.least_early, links.position
+    due, spare_bytes, served, since_s = flows.due, flows.spare_bytes, links.served, links.since_s
     done = np.empty(clock.counts[NOT_DONE], np.int64)
     num_told = 0
-    num_links = order.size
+    num_links = level.size
     num_rows = clock.counts[NOT_DONE]
     while True:
         if clock.counts[STALE]:
-            fill(flows, links, clock.counts[UNCHANGED], clock.counts[ADDED] == 1, clock.now_s[0])
-            clock.counts[STALE] = 0
-            clock.counts[ADDED] = 0
-            clock.counts[UNCHANGED] = num_links
+            _bring_up_to_date(flows, links, clock)
         next_s = np.inf
         for link in range(num_links):
             next_s = min(next_s, soonest_s[link])
@@ -273,30 +263,24 @@ def drain(
         clock.now_s[0] = next_s
         step_s = _CLOCK_STEPS * (np.nextafter(next_s, np.inf) - next_s)
         num_done = 0
-        for position in range(num_links):
-            link = order[position]
+        for link in range(num_links):
             rate = level[link]
-            if rate == np.inf:
-                break
-            if rate == 0.0:
-                continue
-            if (soonest_s[link] - next_s - step_s) * rate > tolerance * largest_bytes:
+            if not 0.0 < rate < np.inf:
                 continue
             given = served[link] + rate * (next_s - since_s[link])
-            least = np.inf
+            if least_early[link] - given > 0.0 and least_due[link] - given > step_s * rate:
+                continue
             found = num_done
-            for index in range(first[link], first[link] + links.num_fixed[link]):
-                flow = members[index]
+            for entry in range(first[link], first[link] + num_fixed[link]):
+                flow = members[entry]
                 over_bytes = due[flow] - given
-                if over_bytes > step_s * rate and over_bytes > tolerance * size_bytes[flow]:
-                    least = min(least, due[flow])
+                if over_bytes > step_s * rate and over_bytes > spare_bytes[flow]:
                     continue
-                clock.cut[0] = max(clock.cut[0], over_bytes / size_bytes[flow])
+                clock.cut[0] = max(clock.cut[0], over_bytes / cargo.size_bytes[flow])
                 done[num_done] = flow
                 num_done += 1
             if num_done > found:
-                least_due[link] = least
-                clock.counts[UNCHANGED] = min(clock.counts[UNCHANGED], position)
+                clock.counts[UNCHANGED] = min(clock.counts[UNCHANGED], position[link])
         first_told = num_told
         num_told = _finish(flows, links, cargo, usage, tickets, clock, done[:num_done], told, num_told)
         for new in range(first_told, num_told):

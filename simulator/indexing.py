@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.arrays import FloatArray, IntArray
+from simulator.columns import ByteArray, Int32Array
 from simulator.compiled import compiled
-from simulator.filling import ByteArray, Int32Array
 
 
 @compiled
@@ -124,7 +124,7 @@ def compress(paths: Int32Array, weights: FloatArray, local: Int32Array, links: I
 def by_priority(paths: Int32Array, priority: ByteArray, num_links: int) -> tuple[ByteArray, Int32Array, Int32Array]:
     """Rows of links where flows have different priorities: one for each that a link's flows have.
 
-    priority: [flows]. Changes `paths` from links to rows; returns priority, link and row below (or -1) of each row."""
+    priority: [flows]. Changes `paths` from links to rows; returns priority, link and row above (or -1) of each row."""
     most = priority.max() + 1
     row = np.full((num_links, most), -1, np.int32)
     num_flows, width = paths.shape
@@ -141,20 +141,20 @@ def by_priority(paths: Int32Array, priority: ByteArray, num_links: int) -> tuple
                 num_rows += 1
     priorities = np.zeros(num_rows, np.int8)
     link_of = np.zeros(num_rows, np.int32)
-    below = np.full(num_rows, -1, np.int32)
+    above = np.full(num_rows, -1, np.int32)
     for link in range(num_links):
-        lower = -1
-        for level in range(most - 1, -1, -1):
+        before = -1
+        for level in range(most):
             at = row[link, level]
             if at >= 0:
-                priorities[at], link_of[at], below[at] = level, link, lower
-                lower = at
+                priorities[at], link_of[at], above[at] = level, link, before
+                before = at
     for flow in range(num_flows):
         for hop in range(width):
             if paths[flow, hop] < 0:
                 break
             paths[flow, hop] = row[paths[flow, hop], priority[flow]]
-    return priorities, link_of, below
+    return priorities, link_of, above
 
 
 @compiled

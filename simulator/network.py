@@ -10,10 +10,11 @@ from functools import partial
 import numpy as np
 
 from simulator.arrays import FloatArray, IntArray
-from simulator.draining import COMPACT, Cargo, Clock, Tickets, Usage, activate, drain, left_bytes, put_on_links
+from simulator.columns import DONE, LATER, WAITING, FlowColumns, Int32Array, LinkColumns
+from simulator.draining import COMPACT, Cargo, Clock, Tickets, Usage, activate, drain, put_on_links
 from simulator.engine import LATE, Engine, Event
 from simulator.errors import SimulationError
-from simulator.filling import DONE, LATER, NUM_SAVED, WAITING, FlowColumns, Int32Array, LinkColumns
+from simulator.filling import unfix
 from simulator.indexing import by_priority, compress, links_that_can_fill, longest, members_by_link
 
 OnComplete = Callable[[IntArray, IntArray], None]
@@ -89,14 +90,13 @@ class Network:
         self._tickets = Tickets(none, np.zeros(0), none, none)
         self._num_tickets = 0
         self._outstanding = 0
-        self._clock = Clock(np.zeros(1), np.zeros(1), np.zeros(4, dtype=np.int64))
+        self._clock = Clock(np.zeros(1), np.zeros(1), np.zeros(5, dtype=np.int64))
         self._batches: dict[int, Batch] = {}
         self._num_batches = 0
         nothing = Transfers(links=np.zeros((0, 0), np.int64), latency_s=np.zeros(0), size_bytes=np.zeros(0))
         self._cargo = _cargo_of(nothing, 0)
-        self._flows, self._links = _index(self._cargo, capacity)
+        self._flows, self._links = _index(self._cargo, capacity, tolerance)
         self._arrivals: list[Cargo] = []
-        self._largest_bytes = 0.0
         self._event: Event | None = None
 
     @property
@@ -199,16 +199,15 @@ class Network:
     def _renew_table(self) -> None:
         """Drop rows that are done, add those of new batches, and see anew which links matter."""
         old = self._flows
-        left_bytes(old, self._links, float(self._clock.now_s[0]))
+        unfix(old, self._links, float(self._clock.now_s[0]))
         alive = np.flatnonzero(old.status != DONE)
         self._cargo = _join([_select(self._cargo, alive), *self._arrivals])
         self._arrivals = []
-        self._flows, self._links = _index(self._cargo, self._capacity)
+        self._flows, self._links = _index(self._cargo, self._capacity, self._tolerance)
         flows = self._flows
         flows.status[: alive.size] = old.status[alive]
         flows.due[: alive.size] = old.due[alive]
-        self._largest_bytes = float(self._cargo.size_bytes.max(initial=0.0))
-        self._clock.counts[:] = (flows.status.size, 0, 1, 1)
+        self._clock.counts[:] = (flows.status.size, 0, 1, 0, 1)
         put_on_links(flows, self._links)
         for serial in np.unique(self._cargo.batch).tolist():
             mine = np.flatnonzero(self._cargo.batch == serial)
@@ -234,8 +233,6 @@ class Network:
                 self._tickets,
                 self._clock,
                 self._limit_s(),
-                self._tolerance,
-                self._largest_bytes,
                 told,
             )
             self._tell(told[:num_told])
@@ -351,7 +348,7 @@ def _with_limits(cargo: Cargo, capacity: FloatArray) -> tuple[Int32Array, FloatA
     return paths, weights, np.concatenate([capacity, limits])
 
 
-def _index(cargo: Cargo, capacity: FloatArray) -> tuple[FlowColumns, LinkColumns]:
+def _index(cargo: Cargo, capacity: FloatArray, tolerance: float) -> tuple[FlowColumns, LinkColumns]:
     """Tables for the filling: paths over the links that can be full, and the flows on each of these."""
     num_shared = capacity.size
     all_paths, all_weights, capacity = _with_limits(cargo, capacity)
@@ -366,46 +363,43 @@ def _index(cargo: Cargo, capacity: FloatArray) -> tuple[FlowColumns, LinkColumns
         paths = np.full((num_flows, longest(all_paths, local)), -1, dtype=np.int32)
         weights = np.ones(paths.shape) if len(all_weights) else np.zeros((0, 0))
         compress(all_paths, all_weights, local, paths, weights)
-    priority, below = np.zeros(num_links, dtype=np.int8), np.zeros(0, dtype=np.int32)
+    priority, above = np.zeros(num_links, dtype=np.int8), np.zeros(0, dtype=np.int32)
     if num_flows and cargo.priority.min() < cargo.priority.max():
         paths = paths.copy()
-        priority, link_of, below = by_priority(paths, cargo.priority, num_links)
+        priority, link_of, above = by_priority(paths, cargo.priority, num_links)
         kept, num_links = kept[link_of], priority.size
     if paths is not all_paths:
         first, members = members_by_link(paths, num_links)
     is_limit = (kept >= num_shared).astype(np.int8)
-    below[is_limit[: below.size] == 1] = -1  # a limit is of each flow, there is nothing to leave
+    above[is_limit[: above.size] == 1] = -1  # a limit is of each flow, there is nothing to leave
     flows = FlowColumns(
         links=paths,
         weights=weights,
         places=np.zeros(paths.shape, dtype=np.int32),
         status=np.full(num_flows, WAITING, dtype=np.int8),
         due=np.zeros(num_flows),
+        spare_bytes=tolerance * cargo.size_bytes,
         full_link=np.full(num_flows, -1, dtype=np.int32),
     )
-    stride = max(1, math.ceil(num_links / (NUM_SAVED - 1)))
     links = LinkColumns(
         capacity=capacity[kept],
         priority=priority,
-        below=below,
+        above=above,
         is_limit=is_limit if is_limit.any() else is_limit[:0],
         first=first,
         num_members=np.zeros(num_links, dtype=np.int64),
         num_fixed=np.zeros(num_links, dtype=np.int64),
         members=members,
-        partners=np.full(members.size, -1, dtype=np.int32),
+        fixed_by=np.full(members.size, -1, dtype=np.int32),
+        weights=np.ones(members.size if len(weights) else 0),
         load=np.zeros(num_links),
         level=np.full(num_links, np.inf),
         served=np.zeros(num_links),
         since_s=np.zeros(num_links),
         least_due=np.full(num_links, np.inf),
+        least_early=np.full(num_links, np.inf),
         soonest_s=np.full(num_links, np.inf),
         order=np.arange(num_links, dtype=np.int32),
-        saved=np.zeros((NUM_SAVED, num_links, 2)),
-        open=np.zeros((num_links, 2)),
-        filled=np.zeros(num_links, dtype=np.int8),
-        block=np.zeros(num_links, dtype=np.int32),
-        touched=np.zeros(num_links + 1, dtype=np.int8),
-        stride=stride,
+        position=np.arange(num_links, dtype=np.int32),
     )
     return flows, links
