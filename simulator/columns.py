@@ -11,6 +11,7 @@ from simulator.arrays import FloatArray, IntArray
 from simulator.compiled import compiled
 
 Int32Array = npt.NDArray[np.int32]
+Uint32Array = npt.NDArray[np.uint32]
 ByteArray = npt.NDArray[np.int8]
 
 WAITING, ACTIVE, DONE = 0, 1, 2
@@ -64,8 +65,8 @@ class LinkColumns(NamedTuple):
     """Flows that the link fixed."""
     members: Int32Array
     """[entries]: the flow."""
-    fixed_by: Int32Array
-    """[entries]: the link that fixed the flow."""
+    fixed_by: Uint32Array
+    """[entries]: the link that fixed the flow. Unsigned, because negative indices cost a test each."""
     weights: FloatArray
     """[entries]: how many flows it stands for on this link; [0] where all are one."""
     load: FloatArray
@@ -92,7 +93,7 @@ def swap_entries(
     paths: Int32Array,
     places: Int32Array,
     members: Int32Array,
-    fixed_by: Int32Array,
+    fixed_by: Uint32Array,
     weights: FloatArray,
     link: int,
     one: int,
@@ -122,11 +123,3 @@ def first_ends(members: Int32Array, due: FloatArray, spare_bytes: FloatArray, be
         least = min(least, due[flow])
         early = min(early, due[flow] - spare_bytes[flow])
     return least, early
-
-
-@compiled
-def settle(links: LinkColumns, link: int, now_s: float) -> None:
-    """Count what the link gave up to now at its present level."""
-    if links.level[link] < np.inf:
-        links.served[link] += links.level[link] * (now_s - links.since_s[link])
-    links.since_s[link] = now_s

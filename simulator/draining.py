@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.arrays import FloatArray, IntArray
-from simulator.columns import ACTIVE, DONE, RESIDUE, ByteArray, FlowColumns, Int32Array, LinkColumns, UNKNOWN, swap_entries
+from simulator.columns import ACTIVE, DONE, RESIDUE, UNKNOWN, ByteArray, FlowColumns, Int32Array, LinkColumns, swap_entries
 from simulator.compiled import compiled
 from simulator.filling import fill
 from simulator.refilling import adopt, refill
@@ -66,11 +66,11 @@ class Clock(NamedTuple):
     cut: FloatArray
     """[1] Largest share of a flow's bytes that was left out."""
     counts: IntArray
-    """[5]: rows not done, first changed position of the order, whether rates are out of date, flows that began since they
-    were not, and whether no rates are known."""
+    """[4]: rows not done, first changed position of the order, whether rates are out of date, and so much that the order is of
+    no use."""
 
 
-NOT_DONE, UNCHANGED, STALE, ADDED, ANEW = 0, 1, 2, 3, 4
+NOT_DONE, UNCHANGED, STALE, ANEW = 0, 1, 2, 3
 
 _MANY = 8
 """If one in so many flows is new, filling from nothing is faster."""
@@ -100,7 +100,6 @@ def _put_on(flows: FlowColumns, links: LinkColumns, flow: int) -> None:
             break
         entry = links.first[link] + links.num_members[link]
         links.members[entry] = flow
-        links.fixed_by[entry] = -1
         if links.weights.size:
             links.weights[entry] = flows.weights[flow, hop]
         flows.places[flow, hop] = entry
@@ -130,6 +129,8 @@ def activate(
     now_s = clock.now_s[0]
     num_told = 0
     weighted = cargo.weights.shape[0] > 0
+    if rows.size * flows.links.shape[1] * _MANY > links.num_members.sum():
+        clock.counts[ANEW] = 1
     for index in range(rows.size):
         flow = rows[index]
         if cargo.size_bytes[flow] == 0.0 or cargo.path.shape[1] == 0 or cargo.path[flow, 0] < 0:
@@ -150,7 +151,6 @@ def activate(
             usage.size_bytes[link] += weight * cargo.size_bytes[flow]
         _put_on(flows, links, flow)
         clock.counts[STALE] = 1
-        clock.counts[ADDED] += 1
         if not clock.counts[ANEW]:
             clock.counts[UNCHANGED] = min(clock.counts[UNCHANGED], adopt(flows, links, flow, now_s))
     return num_told
@@ -221,11 +221,10 @@ def _finish(
 @compiled
 def _bring_up_to_date(flows: FlowColumns, links: LinkColumns, clock: Clock) -> None:
     """Rates, after flows began or ended."""
-    now_s, added = clock.now_s[0], clock.counts[ADDED]
-    anew = clock.counts[ANEW] == 1 or added * _MANY * flows.links.shape[1] > links.num_members.sum()
-    if anew or not refill(flows, links, clock.counts[UNCHANGED], now_s):
+    now_s = clock.now_s[0]
+    if clock.counts[ANEW] or not refill(flows, links, clock.counts[UNCHANGED], now_s):
         fill(flows, links, now_s)
-    clock.counts[STALE] = clock.counts[ADDED] = clock.counts[ANEW] = 0
+    clock.counts[STALE] = clock.counts[ANEW] = 0
     clock.counts[UNCHANGED] = links.order.size
 
 

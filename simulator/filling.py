@@ -22,7 +22,6 @@ from simulator.columns import (
     Int32Array,
     LinkColumns,
     first_ends,
-    settle,
     swap_entries,
 )
 from simulator.compiled import compiled
@@ -37,7 +36,9 @@ _LEFT, _LOAD = 0, 1
 def unfix(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
     """Make `due` of all active flows the bytes that they have left, as if they had not been fixed yet."""
     for link in range(links.order.size):
-        settle(links, link, now_s)
+        if links.level[link] < np.inf:
+            links.served[link] += links.level[link] * (now_s - links.since_s[link])
+    links.since_s[:] = now_s
     for flow in range(flows.status.size):
         link = flows.full_link[flow]
         if flows.status[flow] == ACTIVE and link >= 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,11 +16,12 @@ from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
-from simulator.arrays import FloatArray
 from simulator.conditions import Conditions, LinkFactors
 from simulator.errors import SimulationError
+from simulator.fabric_file import FabricFile
 from simulator.network import EXACT
 from simulator.step import simulate_step
+from simulator.wiring import wiring
 
 Planning = Callable[[Cluster], Plan]
 """Makes a plan of the run's workload for a cluster as it is at the moment."""
@@ -117,15 +118,18 @@ def simulate_run(
     planning: Planning | None = None,
     tolerance: float = EXACT,
     on_stretch: Callable[[Stretch], None] = lambda stretch: None,
+    fabric: FabricFile | None = None,
 ) -> RunResult:
-    """Simulate a run of many steps.
+    """Simulate a run of many steps, over the cluster's own links or a fabric.
 
     Steps under the same plan, conditions and choices are simulated once. A site that is lost ends the step at hand, and all
     since the last checkpoint is done again, under a plan for those that remain. A new plan pays, and is taken up, when a step
     of it under the conditions of the moment saves more over the steps that remain than the change costs.
+    Of a fabric, `planning` gets to know what the cluster has, too: links of the cluster's names, as they are at the moment. A
+    ring closes where a site is lost, and of a graph the trunks of the site remain.
     Raises SimulationError when a plan is needed and no `planning` given, UserError for unknown sites, links or workers.
     """
-    return _Run(plan, course, conditions or Conditions(), routing, planning, tolerance, on_stretch).run()
+    return _Run(plan, course, conditions or Conditions(), routing, planning, tolerance, on_stretch, fabric).run()
 
 
 class _Run:
@@ -138,15 +142,18 @@ class _Run:
         planning: Planning | None,
         tolerance: float,
         on_stretch: Callable[[Stretch], None],
+        fabric: FabricFile | None,
     ) -> None:
         self._plan, self._course, self._conditions = plan, course, conditions
         self._routing, self._planning, self._tolerance, self._on_stretch = routing, planning, tolerance, on_stretch
+        self._fabric = fabric
+        self._factors_of: tuple[Cluster, LinkFactors] | None = None
         self._now_s, self._step = 0.0, 0
         self._losses = sorted(course.losses, key=lambda loss: loss.at)
         self._stretches: list[Stretch] = []
         self._known: dict[tuple[object, ...], float] = {}
         self._simulated = 0
-        self._conditions.require(plan.cluster)
+        self._conditions.require(plan.cluster, wiring(plan.cluster, fabric).link_names)
         if (course.losses or course.replan_every) and planning is None:
             raise SimulationError("a run that loses sites or plans anew needs a planner")
 
@@ -189,7 +196,7 @@ class _Run:
             step_s = self._known[known]
             if factors.next_s(self._now_s) >= self._now_s + step_s:
                 return step_s
-        step_s = simulate_step(plan, routing, self._tolerance, self._conditions, self._now_s).step_s
+        step_s = simulate_step(plan, routing, self._tolerance, self._conditions, self._now_s, self._fabric).step_s
         self._simulated += 1
         if known is not None and factors is not None and factors.next_s(self._now_s) >= self._now_s + step_s:
             self._known[known] = step_s
@@ -197,9 +204,14 @@ class _Run:
 
     def _state(self, plan: Plan) -> tuple[tuple[object, ...], LinkFactors]:
         """All that the time of a step without changes depends on."""
-        factors = _factors(self._conditions, plan.cluster)
+        factors = self._factors(plan.cluster)
         slowdown = self._conditions.slowdown(plan.cluster, self._now_s)
         return (plan.digest, factors.at(self._now_s).tobytes(), slowdown.tobytes()), factors
+
+    def _factors(self, cluster: Cluster) -> LinkFactors:
+        if self._factors_of is None or self._factors_of[0] != cluster:
+            self._factors_of = cluster, LinkFactors(self._conditions, wiring(cluster, self._fabric).link_names)
+        return self._factors_of[1]
 
     def _lose(self, loss: SiteLoss) -> None:
         assert self._planning is not None
@@ -216,8 +228,9 @@ class _Run:
     def _replan(self) -> None:
         assert self._planning is not None
         cluster = self._plan.cluster
-        factors = _factors(self._conditions, cluster)
-        made = self._planning(cluster_at_present(cluster, factors.at(self._now_s)))
+        names, factor = wiring(cluster, self._fabric).link_names, self._factors(cluster).at(self._now_s)
+        present = dict(zip(names, factor.tolist(), strict=True))
+        made = self._planning(cluster_at_present(cluster, [present.get(link.name, 1.0) for link in cluster.link_table]))
         found = build(
             Plan, made.model_dump(mode="json") | {"cluster": _data(cluster), "prediction": None, "solver": None}, "plan"
         )
@@ -227,10 +240,6 @@ class _Run:
         if saves_s * (self._course.steps - self._step) > self._course.switch:
             self._plan = found
             self._pass(Happening.REPLAN, self._course.switch)
-
-
-def _factors(conditions: Conditions, cluster: Cluster) -> LinkFactors:
-    return LinkFactors(conditions, [link.name for link in cluster.link_table])
 
 
 def without_site(cluster: Cluster, site: str) -> Cluster:
@@ -245,11 +254,11 @@ def without_site(cluster: Cluster, site: str) -> Cluster:
     return build(Cluster, data, cluster.name)
 
 
-def cluster_at_present(cluster: Cluster, factor: FloatArray) -> Cluster:
+def cluster_at_present(cluster: Cluster, factor: Sequence[float]) -> Cluster:
     """The cluster with links between sites as they are: `factor` [links] of their bandwidth. Inside sites all is as before."""
     data = _named(cluster)
     bandwidth = [
-        exact(link.bandwidth_bytes_per_s * max(float(part), _LEAST_FACTOR), Dimension.BANDWIDTH)
+        exact(link.bandwidth_bytes_per_s * max(part, _LEAST_FACTOR), Dimension.BANDWIDTH)
         for link, part in zip(cluster.link_table, factor, strict=True)
     ]
     for site, each in enumerate(data["sites"]):

@@ -90,7 +90,7 @@ class Network:
         self._tickets = Tickets(none, np.zeros(0), none, none)
         self._num_tickets = 0
         self._outstanding = 0
-        self._clock = Clock(np.zeros(1), np.zeros(1), np.zeros(5, dtype=np.int64))
+        self._clock = Clock(np.zeros(1), np.zeros(1), np.zeros(4, dtype=np.int64))
         self._batches: dict[int, Batch] = {}
         self._num_batches = 0
         nothing = Transfers(links=np.zeros((0, 0), np.int64), latency_s=np.zeros(0), size_bytes=np.zeros(0))
@@ -207,7 +207,7 @@ class Network:
         flows = self._flows
         flows.status[: alive.size] = old.status[alive]
         flows.due[: alive.size] = old.due[alive]
-        self._clock.counts[:] = (flows.status.size, 0, 1, 0, 1)
+        self._clock.counts[:] = (flows.status.size, 0, 1, 1)
         put_on_links(flows, self._links)
         for serial in np.unique(self._cargo.batch).tolist():
             mine = np.flatnonzero(self._cargo.batch == serial)
@@ -390,7 +390,7 @@ def _index(cargo: Cargo, capacity: FloatArray, tolerance: float) -> tuple[FlowCo
         num_members=np.zeros(num_links, dtype=np.int64),
         num_fixed=np.zeros(num_links, dtype=np.int64),
         members=members,
-        fixed_by=np.full(members.size, -1, dtype=np.int32),
+        fixed_by=np.zeros(members.size, dtype=np.uint32),
         weights=np.ones(members.size if len(weights) else 0),
         load=np.zeros(num_links),
         level=np.full(num_links, np.inf),

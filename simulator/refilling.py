@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.arrays import FloatArray
-from simulator.columns import RESIDUE, UNKNOWN, FlowColumns, Int32Array, LinkColumns, first_ends, settle, swap_entries
+from simulator.columns import UNKNOWN, FlowColumns, LinkColumns, Uint32Array, swap_entries
 from simulator.compiled import compiled
 
 _ROUNDING = 1e-12
@@ -29,41 +29,6 @@ _MOVES_PER_LINK = 8
 
 
 @compiled
-def _fix(flows: FlowColumns, links: LinkColumns, link: int, entry: int, left_bytes: float) -> None:
-    """From now on the link, which is settled, fixes the rate of the flow at an entry of its own that was not among those."""
-    front = links.first[link] + links.num_fixed[link]
-    swap_entries(flows.links, flows.places, links.members, links.fixed_by, links.weights, link, entry, front)
-    flow = links.members[front]
-    links.num_fixed[link] += 1
-    links.load[link] += links.weights[front] if links.weights.size else 1.0
-    flows.full_link[flow] = link
-    flows.due[flow] = links.served[link] + left_bytes
-    if links.least_due[link] != UNKNOWN:
-        links.least_due[link] = min(links.least_due[link], flows.due[flow])
-        links.least_early[link] = min(links.least_early[link], flows.due[flow] - flows.spare_bytes[flow])
-    for hop in range(flows.links.shape[1]):
-        if flows.links[flow, hop] < 0:
-            break
-        links.fixed_by[flows.places[flow, hop]] = link
-
-
-@compiled
-def _release(flows: FlowColumns, links: LinkColumns, link: int, entry: int) -> float:
-    """The link, which is settled, no longer fixes the flow at an entry of its own; returns the bytes that the flow has left."""
-    flow = links.members[entry]
-    due = flows.due[flow]
-    if due <= links.least_due[link] or due - flows.spare_bytes[flow] <= links.least_early[link]:
-        links.least_due[link] = UNKNOWN
-    weight = links.weights[entry] if links.weights.size else 1.0
-    links.num_fixed[link] -= 1
-    rest = links.load[link] - weight
-    links.load[link] = rest if links.num_fixed[link] > 0 and rest > RESIDUE * weight else 0.0
-    last = links.first[link] + links.num_fixed[link]
-    swap_entries(flows.links, flows.places, links.members, links.fixed_by, links.weights, link, entry, last)
-    return float(max(due - links.served[link], 0.0))
-
-
-@compiled
 def adopt(flows: FlowColumns, links: LinkColumns, flow: int, now_s: float) -> int:
     """A flow began: until the next refilling, the first link of its path fixes it. Returns the link's position."""
     first = links.order.size
@@ -71,57 +36,33 @@ def adopt(flows: FlowColumns, links: LinkColumns, flow: int, now_s: float) -> in
         if flows.links[flow, hop] < 0:
             break
         first = min(first, links.position[flows.links[flow, hop]])
+    link = links.order[first]
+    if links.level[link] < np.inf:
+        links.served[link] += links.level[link] * (now_s - links.since_s[link])
+    links.since_s[link] = now_s
+    front = links.first[link] + links.num_fixed[link]
     for hop in range(flows.links.shape[1]):
-        link = flows.links[flow, hop]
-        if link >= 0 and links.position[link] == first:
-            settle(links, link, now_s)
-            _fix(flows, links, link, flows.places[flow, hop], flows.due[flow])
-            break
+        if flows.links[flow, hop] == link:
+            entry = flows.places[flow, hop]
+            swap_entries(flows.links, flows.places, links.members, links.fixed_by, links.weights, link, entry, front)
+    links.num_fixed[link] += 1
+    links.load[link] += links.weights[front] if links.weights.size else 1.0
+    links.least_due[link] = UNKNOWN
+    flows.full_link[flow] = link
+    flows.due[flow] += links.served[link]
+    for hop in range(flows.links.shape[1]):
+        if flows.links[flow, hop] >= 0:
+            links.fixed_by[flows.places[flow, hop]] = link
     return int(first)
 
 
 @compiled
-def _take(flows: FlowColumns, links: LinkColumns, link: int, other: int, now_s: float) -> float:
-    """Let a link fix the flows that it shares with another one, which has fixed them; returns what they had, together."""
-    taken = 0.0
-    for entry in range(links.first[link] + links.num_fixed[link], links.first[link] + links.num_members[link]):
-        if links.fixed_by[entry] != other:
-            continue
-        flow = links.members[entry]
-        taken += links.level[other] * (links.weights[entry] if links.weights.size else 1.0)
-        settle(links, link, now_s)
-        settle(links, other, now_s)
-        left_bytes = 0.0
-        for hop in range(flows.links.shape[1]):
-            if flows.links[flow, hop] == other:
-                left_bytes = _release(flows, links, other, flows.places[flow, hop])
-                break
-        # What was first of the rest comes here, and was looked at.
-        _fix(flows, links, link, entry, left_bytes)
-    return taken
-
-
-@compiled
-def _rate(level: FloatArray, fixed_by: Int32Array, weights: FloatArray, begin: int, end: int) -> float:
+def _rate(level: FloatArray, fixed_by: Uint32Array, weights: FloatArray, begin: int, end: int) -> float:
     """Of the flows at some entries, together."""
-    if weights.size:
-        total = 0.0
-        for entry in range(begin, end):
-            total += weights[entry] * level[fixed_by[entry]]
-        return total
-    # Four sums, because each addition waits for the one before.
-    one, two, three, four = 0.0, 0.0, 0.0, 0.0
-    entry = begin
-    while entry + 3 < end:
-        one += level[fixed_by[entry]]
-        two += level[fixed_by[entry + 1]]
-        three += level[fixed_by[entry + 2]]
-        four += level[fixed_by[entry + 3]]
-        entry += 4
-    while entry < end:
-        one += level[fixed_by[entry]]
-        entry += 1
-    return (one + two) + (three + four)
+    rate = 0.0
+    for entry in range(begin, end):
+        rate += level[fixed_by[entry]] * (weights[entry] if weights.size else 1.0)
+    return rate
 
 
 @compiled
@@ -150,13 +91,20 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float)
 
     False where it came to no end in time, and rates are wrong.
     """
-    # Named once, and all in one function: to take an array out of a table, or to hand one on, costs as much as to use it.
+    # Named once, and all in one function: to take an array out of a table, or to hand one on, costs two atomic operations.
+    paths, places, full_link, due, spare_bytes = flows.links, flows.places, flows.full_link, flows.due, flows.spare_bytes
     first, num_members, num_fixed, load = links.first, links.num_members, links.num_fixed, links.load
-    members, fixed_by, entry_weights = links.members, links.fixed_by, links.weights
+    members, fixed_by, weights = links.members, links.fixed_by, links.weights
     order, position, level, priority, capacity = links.order, links.position, links.level, links.priority, links.capacity
-    served, since_s, soonest_s = links.served, links.since_s, links.soonest_s
-    least_due, least_early, due, spare_bytes = links.least_due, links.least_early, flows.due, flows.spare_bytes
-    num_links, layered, limited = order.size, links.above.size > 0, links.is_limit.size > 0
+    served, since_s, soonest_s, least_due, least_early = (
+        links.served,
+        links.since_s,
+        links.soonest_s,
+        links.least_due,
+        links.least_early,
+    )
+    num_links, width, weighted = order.size, paths.shape[1], weights.size > 0
+    layered, limited = links.above.size > 0, links.is_limit.size > 0
     moves = _MOVES_PER_LINK * num_links
     at = unchanged
     while at < num_links:
@@ -171,9 +119,25 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float)
             if num_fixed[link] > 0 or _too_fast(links, link):
                 mine = capacity[link]
         else:
-            left = capacity[link] - _rate(level, fixed_by, entry_weights, begin + num_fixed[link], end)
+            entry = begin + num_fixed[link]
+            if weighted:
+                left = _rate(level, fixed_by, weights, entry, end)
+            else:
+                # Four sums, because each addition waits for the one before.
+                two, three, four = 0.0, 0.0, 0.0
+                while entry + 3 < end:
+                    left += level[fixed_by[entry]]
+                    two += level[fixed_by[entry + 1]]
+                    three += level[fixed_by[entry + 2]]
+                    four += level[fixed_by[entry + 3]]
+                    entry += 4
+                while entry < end:
+                    left += level[fixed_by[entry]]
+                    entry += 1
+                left = (left + two) + (three + four)
             if layered:
-                left -= _rate_above(links, link)
+                left += _rate_above(links, link)
+            left = capacity[link] - left
             if num_fixed[link] > 0:
                 mine = max(left, 0.0) / load[link]
             elif begin < end and left < -_OVERFULL * capacity[link]:
@@ -191,21 +155,61 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float)
         place, again = at, at + 1
         while place > 0 and mine < np.inf:
             other = order[place - 1]
-            if level[other] < np.inf and not priority[link] < priority[other]:
-                if priority[link] > priority[other] or mine >= level[other] * (1.0 - _ROUNDING):
-                    break
-            if num_fixed[other] > 0:
-                shared = False
-                for entry in range(begin + num_fixed[link], end):
-                    if fixed_by[entry] == other:
-                        shared = True
-                        break
-                if shared:
-                    left += _take(flows, links, link, other, now_s)
-                    if not is_limit:
-                        mine = max(left, 0.0) / load[link]
-                if shared or (layered and priority[other] > priority[link]):
-                    again = place
+            in_order = priority[link] > priority[other] or mine >= level[other] * (1.0 - _ROUNDING)
+            if in_order and level[other] < np.inf and priority[link] >= priority[other]:
+                break
+            before = num_fixed[other]
+            for entry in range(begin + num_fixed[link], end if before > 0 else 0):
+                if fixed_by[entry] != other:
+                    continue
+                flow = members[entry]
+                if since_s[other] < now_s:
+                    served[other] += level[other] * (now_s - since_s[other])
+                    since_s[other] = now_s
+                if due[flow] <= least_due[other] or due[flow] - spare_bytes[flow] <= least_early[other]:
+                    least_due[other] = UNKNOWN
+                due[flow] = served[link] + max(due[flow] - served[other], 0.0)
+                full_link[flow] = link
+                if least_due[link] != UNKNOWN:
+                    least_due[link] = min(least_due[link], due[flow])
+                    least_early[link] = min(least_early[link], due[flow] - spare_bytes[flow])
+                # The last of those that the other fixed, and the first here that it does not fix yet (which was looked at).
+                num_fixed[other] -= 1
+                for side in range(2):
+                    row = link if side else other
+                    target = first[row] + num_fixed[row]
+                    source = entry
+                    for hop in range(width):
+                        if paths[flow, hop] == row:
+                            source = places[flow, hop]
+                    if weighted:
+                        load[row] += weights[source] if side else -weights[source]
+                        left += 0.0 if side == 0 else weights[source] * level[other]
+                        weights[source], weights[target] = weights[target], weights[source]
+                    moved = members[target]
+                    for hop in range(width):
+                        if paths[moved, hop] == row:
+                            places[moved, hop] = source
+                        if paths[flow, hop] == row:
+                            places[flow, hop] = target
+                    members[source], members[target] = moved, flow
+                    fixed_by[source] = fixed_by[target]
+                num_fixed[link] += 1
+                for hop in range(width):
+                    if paths[flow, hop] >= 0:
+                        fixed_by[places[flow, hop]] = link
+                if not weighted:
+                    left += level[other]
+                    load[link] += 1.0
+                    load[other] -= 1.0
+            if num_fixed[other] < before:
+                if num_fixed[other] == 0:
+                    load[other] = 0.0
+                if not is_limit:
+                    mine = max(left, 0.0) / load[link]
+                again = place
+            elif layered and priority[other] > priority[link]:
+                again = place
             order[place] = other
             position[other] = place
             place -= 1
@@ -221,7 +225,11 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float)
         if num_fixed[link] == 0:
             least_due[link] = least_early[link] = np.inf
         elif least_due[link] == UNKNOWN:
-            least_due[link], least_early[link] = first_ends(members, due, spare_bytes, begin, begin + num_fixed[link])
+            least, early = np.inf, np.inf
+            for entry in range(begin, begin + num_fixed[link]):
+                least = min(least, due[members[entry]])
+                early = min(early, due[members[entry]] - spare_bytes[members[entry]])
+            least_due[link], least_early[link] = least, early
         # Flows of links that are cut, or taken whole by flows of higher priority, wait.
         waits = not 0.0 < mine < np.inf
         soonest_s[link] = np.inf if waits else now_s + max(least_due[link] - served[link], 0.0) / mine

@@ -38,7 +38,7 @@ class Scenario(Strict):
     """How far the order of popularity moves per step under Zipf's law."""
     seed: int = 0
     fabric: str | None = None
-    """A shipped fabric's name or a file: what joins the sites, and the machines inside each. One step only."""
+    """A shipped fabric's name or a file: what joins the sites, and the machines inside each."""
     conditions: Conditions = Conditions()
     course: Course = Course()
     tolerance: float = Field(default=EXACT, ge=EXACT, lt=0.1)
@@ -48,8 +48,6 @@ class Scenario(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
-        if self.fabric is not None and (self.course.steps > 1 or self.course.losses):
-            raise ValueError("fabric: a run of many steps cannot have one yet; leave out course")
         for key, values in self.grid.items():
             if not values:
                 raise ValueError(f"grid.{key}: needs at least one value")

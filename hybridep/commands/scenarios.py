@@ -126,7 +126,15 @@ def simulate_scenario(scenario: Scenario) -> Outcome:
             made = planning(scenario, plan.workload)(cluster)
             return made.with_popularity(plan.popularity) if plan.popularity else made
 
-        run = simulate_run(plan, scenario.course, scenario.conditions, routing, anew, scenario.tolerance)
+        run = simulate_run(
+            plan,
+            scenario.course,
+            scenario.conditions,
+            routing,
+            anew,
+            scenario.tolerance,
+            fabric=fabric_of(scenario.fabric),
+        )
     return Outcome(plan=plan, report=report, run=run)
 
 

@@ -1,5 +1,7 @@
 """Max-min fairness by its definition and by the textbook, to hold the network against."""
 
+from functools import partial
+
 import numpy as np
 
 from simulator.arrays import FloatArray, IntArray
@@ -58,10 +60,16 @@ def random_network(seed: int, *, weighted: bool = False) -> tuple[FloatArray, In
 
 
 class Run:
-    """Flows that all start at once, and when each ended."""
+    """Flows that start at their times, or all at once, and when each ended."""
 
     def __init__(
-        self, capacity: FloatArray, paths: IntArray, weights: FloatArray, sizes: FloatArray, tolerance: float = EXACT
+        self,
+        capacity: FloatArray,
+        paths: IntArray,
+        weights: FloatArray,
+        sizes: FloatArray,
+        tolerance: float = EXACT,
+        start_s: FloatArray | None = None,
     ) -> None:
         self.engine = Engine()
         self.network = Network(self.engine, capacity, tolerance)
@@ -73,22 +81,32 @@ class Run:
             weights=None if (weights == 1).all() else weights,
         )
         self.batch: Batch = self.network.prepare(transfers, self._note)
-        self.network.start(self.batch)
+        if start_s is None:
+            self.network.start(self.batch)
+            return
+        for flow, at_s in enumerate(start_s.tolist()):
+            self.engine.at(at_s, partial(self.network.start, self.batch, np.array([flow])))
 
     def _note(self, groups: IntArray, last: IntArray) -> None:
         self.end_s[groups] = self.engine.now_s
 
 
-def fluid_end_s(capacity: FloatArray, paths: IntArray, weights: FloatArray, sizes: FloatArray) -> FloatArray:
-    """When each flow ends, all started at once: from one end to the next at the textbook's rates."""
+def fluid_end_s(
+    capacity: FloatArray, paths: IntArray, weights: FloatArray, sizes: FloatArray, start_s: FloatArray | None = None
+) -> FloatArray:
+    """When each flow ends: from one start or end to the next at the textbook's rates."""
     left, end_s, now_s = sizes.copy(), np.zeros(len(sizes)), 0.0
-    active = np.arange(len(sizes))
-    while active.size:
-        rates = max_min_rates(capacity, paths[active], weights[active])
-        needs_s = left[active] / rates
-        now_s += needs_s.min()
-        left[active] -= rates * needs_s.min()
-        done = needs_s <= needs_s.min() * (1 + 1e-10)
-        end_s[active[done]] = now_s
-        active = active[~done]
+    start_s = np.zeros(len(sizes)) if start_s is None else start_s
+    ended = np.zeros(len(sizes), dtype=bool)
+    while not ended.all():
+        active = np.flatnonzero(~ended & (start_s <= now_s))
+        later_s = start_s[start_s > now_s].min(initial=np.inf) - now_s
+        needs_s = left[active] / max_min_rates(capacity, paths[active], weights[active])
+        step_s = min(needs_s.min(initial=np.inf), later_s)
+        left[active] -= left[active] / needs_s * step_s
+        # The times themselves, where something starts: sums would miss them.
+        now_s = now_s + step_s if step_s < later_s else float(start_s[start_s > now_s].min())
+        done = active[needs_s <= step_s * (1 + 1e-10)]
+        end_s[done] = now_s
+        ended[done] = True
     return end_s

@@ -28,9 +28,37 @@ def test_flows_that_end_one_by_one_end_when_they_should(block: int, weighted: bo
         np.testing.assert_allclose(run.end_s, fluid_end_s(capacity, paths, weights, sizes), rtol=1e-7)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_flows_that_start_one_by_one(weighted: bool) -> None:
+    """Each start and end changes the rates a little: the order of links is mended, not found anew."""
+    for seed in range(25):
+        capacity, paths, weights = random_network(seed, weighted=weighted)
+        rng = np.random.default_rng(seed)
+        sizes = rng.lognormal(20, 1.5, len(paths))
+        all_at_once = Run(capacity, paths, weights, sizes)
+        all_at_once.engine.run()
+        start_s = rng.uniform(0, np.median(all_at_once.end_s), len(paths))
+        run = Run(capacity, paths, weights, sizes, start_s=start_s)
+        run.engine.run()
+        expected_s = fluid_end_s(capacity, paths, weights, sizes, start_s)
+        np.testing.assert_allclose(run.end_s - start_s, expected_s - start_s, rtol=1e-6, atol=1e-9 * expected_s.max())
+
+
+def test_the_check_tells_unfair_rates_from_fair_ones() -> None:
+    for seed in range(20):
+        capacity, paths, weights = random_network(seed, weighted=seed % 2 == 0)
+        rates = max_min_rates(capacity, paths, weights)
+        check_max_min(capacity, paths, weights, rates)
+        for factor in (0.999, 1.001):
+            wrong = rates.copy()
+            wrong[seed % len(rates)] *= factor
+            with pytest.raises(AssertionError):
+                check_max_min(capacity, paths, weights, wrong)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_uneven_all_to_all_ends_when_it_should(seed: int) -> None:
-    """Dense traffic, in which the order of the links changes often and filling resumes from saved states."""
+    """Dense traffic, in which the order of the links changes often."""
     rng = np.random.default_rng(seed)
     num_hosts = 14
     pairs = np.array([(a, b) for a in range(num_hosts) for b in range(num_hosts) if a != b])
