@@ -147,7 +147,7 @@ class _Run:
         self._plan, self._course, self._conditions = plan, course, conditions
         self._routing, self._planning, self._tolerance, self._on_stretch = routing, planning, tolerance, on_stretch
         self._fabric = fabric
-        self._factors_of: tuple[Cluster, LinkFactors] | None = None
+        self._factors_under: dict[str, LinkFactors] = {}
         self._now_s, self._step = 0.0, 0
         self._losses = sorted(course.losses, key=lambda loss: loss.at)
         self._stretches: list[Stretch] = []
@@ -204,14 +204,15 @@ class _Run:
 
     def _state(self, plan: Plan) -> tuple[tuple[object, ...], LinkFactors]:
         """All that the time of a step without changes depends on."""
-        factors = self._factors(plan.cluster)
+        factors = self._factors(plan)
         slowdown = self._conditions.slowdown(plan.cluster, self._now_s)
         return (plan.digest, factors.at(self._now_s).tobytes(), slowdown.tobytes()), factors
 
-    def _factors(self, cluster: Cluster) -> LinkFactors:
-        if self._factors_of is None or self._factors_of[0] != cluster:
-            self._factors_of = cluster, LinkFactors(self._conditions, wiring(cluster, self._fabric).link_names)
-        return self._factors_of[1]
+    def _factors(self, plan: Plan) -> LinkFactors:
+        if plan.digest not in self._factors_under:
+            names = wiring(plan.cluster, self._fabric).link_names
+            self._factors_under[plan.digest] = LinkFactors(self._conditions, names)
+        return self._factors_under[plan.digest]
 
     def _lose(self, loss: SiteLoss) -> None:
         assert self._planning is not None
@@ -228,7 +229,7 @@ class _Run:
     def _replan(self) -> None:
         assert self._planning is not None
         cluster = self._plan.cluster
-        names, factor = wiring(cluster, self._fabric).link_names, self._factors(cluster).at(self._now_s)
+        names, factor = wiring(cluster, self._fabric).link_names, self._factors(self._plan).at(self._now_s)
         present = dict(zip(names, factor.tolist(), strict=True))
         made = self._planning(cluster_at_present(cluster, [present.get(link.name, 1.0) for link in cluster.link_table]))
         found = build(

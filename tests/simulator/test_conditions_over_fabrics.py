@@ -1,0 +1,132 @@
+"""Traces, cuts, jitter, lost sites and drifting routing where sites share trunks."""
+
+from pathlib import Path
+
+import pytest
+from fabric_cases import FABRICS, fabric
+from simulated_plans import make_plan
+
+from hybridep.errors import UserError
+from hybridep.plan import Plan
+from hybridep.topology import Cluster
+from simulator.conditions import Conditions
+from simulator.errors import SimulationError
+from simulator.fabric_file import FabricFile
+from simulator.many_steps import Course, Happening, simulate_run, without_site
+from simulator.routing import zipf_routing
+from simulator.step import simulate_step
+
+PLAN = make_plan(6, 2, num_experts=60, num_layers=2, throughput=1e15)
+TRUNKS = FABRICS["trunks"]
+STEP_S = simulate_step(PLAN, fabric=TRUNKS).step_s
+
+
+def conditions(**values: object) -> Conditions:
+    return Conditions.model_validate(values)
+
+
+def course(**values: object) -> Course:
+    return Course.model_validate(values)
+
+
+def ep(cluster: Cluster) -> Plan:
+    return Plan(cluster=cluster, workload=PLAN.workload, layers=PLAN.layers)
+
+
+def with_rate(places: set[str], bandwidth: str) -> FabricFile:
+    """The trunks, with another rate between two places."""
+    data = TRUNKS.model_dump(mode="json", exclude_none=True)
+    for trunk in data["wan"]["graph"]["trunks"]:
+        if set(trunk["ends"]) == places:
+            trunk["bandwidth"] = bandwidth
+    return fabric(wan=data["wan"])
+
+
+def test_a_slower_trunk_is_as_if_it_was_written_so() -> None:
+    slow = conditions(changes=[{"links": "dc1 -> dc2", "factor": 0.2}, {"links": "dc2 -> dc1", "factor": 0.2}])
+    written = simulate_step(PLAN, fabric=with_rate({"dc1", "dc2"}, "0.1 Gbps"))
+    changed = simulate_step(PLAN, fabric=TRUNKS, conditions=slow)
+    assert changed.step_s == pytest.approx(written.step_s, rel=1e-9)
+    assert changed.step_s > 1.2 * STEP_S
+
+
+def test_a_trace_of_a_trunk_takes_effect_when_it_says(tmp_path: Path) -> None:
+    trace = tmp_path / "trunk.csv"
+    trace.write_text(f"seconds,links,factor\n0,dc1 -> dc2,1\n{STEP_S / 2},dc1 -> dc2,0.2\n{5 * STEP_S},dc1 -> dc2,1\n")
+    always = simulate_step(PLAN, fabric=TRUNKS, conditions=conditions(changes=[{"links": "dc1 -> dc2", "factor": 0.2}])).step_s
+    first, later, last = (
+        simulate_step(PLAN, fabric=TRUNKS, conditions=conditions(trace=str(trace)), start_s=start_s).step_s
+        for start_s in (0.0, STEP_S, 5 * STEP_S)
+    )
+    assert STEP_S < first < later
+    assert later == pytest.approx(always, rel=1e-9)
+    assert last == pytest.approx(STEP_S, rel=1e-9)
+
+
+def test_jitter_of_trunks_is_seeded() -> None:
+    def step_s(seed: int) -> float:
+        drawn = conditions(jitter=[{"links": "dc? -> dc?", "spread": 0.5, "period": "5 ms"}], seed=seed)
+        return simulate_step(PLAN, fabric=TRUNKS, conditions=drawn).step_s
+
+    assert step_s(1) == step_s(1) != step_s(2)
+    assert min(step_s(1), step_s(2)) > STEP_S
+
+
+def test_a_run_waits_for_a_trunk_that_is_cut() -> None:
+    cut = conditions(changes=[{"links": "dc4 -> dc5", "factor": 0, "start": f"{2.5 * STEP_S} s", "end": f"{2.5 * STEP_S + 9} s"}])
+    run = simulate_run(PLAN, course(steps=6), cut, fabric=TRUNKS)
+    steps = [stretch.duration_s for stretch in run.stretches]
+    assert steps[:2] + steps[3:] == pytest.approx([STEP_S] * 5)
+    assert steps[2] == pytest.approx(STEP_S + 9, rel=0.01)
+    with pytest.raises(UserError, match="no link is named 'dc0 -> dc2'"):
+        simulate_run(PLAN, course(), conditions(changes=[{"links": "dc0 -> dc2", "factor": 1}]), fabric=TRUNKS)
+
+
+@pytest.mark.parametrize("name", ["trunks", "ring", "hub"])
+def test_a_lost_site_leaves_the_rest_of_the_fabric(name: str) -> None:
+    before_s = simulate_step(PLAN, fabric=FABRICS[name]).step_s
+    loss = {"site": "dc3", "at": f"{3.5 * before_s} s"}
+    run = simulate_run(PLAN, course(steps=6, losses=[loss], checkpoint_every=2), planning=ep, fabric=FABRICS[name])
+    (at,) = [stretch for stretch in run.stretches if stretch.what is Happening.LOSS]
+    assert (at.step, at.sites) == (3, 5)
+    left_s = simulate_step(ep(without_site(PLAN.cluster, "dc3")), fabric=FABRICS[name]).step_s
+    assert run.stretches[-1].duration_s == pytest.approx(left_s)
+    assert run.stretches[0].duration_s == pytest.approx(before_s)
+
+
+def test_a_hub_cannot_be_lost() -> None:
+    lost = course(steps=6, losses=[{"site": "dc2", "at": "0 s"}])
+    with pytest.raises(SimulationError, match=r"wan\.hub\.at: no site 'dc2'"):
+        simulate_run(PLAN, lost, planning=ep, fabric=FABRICS["hub at a site"])
+
+
+def test_a_new_plan_is_judged_over_the_fabric() -> None:
+    """Copies and tokens take different times over the trunks than over the cluster's links, and only the former count."""
+    group = PLAN.layers[0].model_copy(update={"domains": {"dc": 6}, "migration": {"dc": 1.0}})
+    copies = Plan(cluster=PLAN.cluster, workload=PLAN.workload, layers=(group,))
+    copies_s = simulate_step(copies, fabric=TRUNKS).step_s
+    worse, better = (PLAN, copies) if copies_s < STEP_S else (copies, PLAN)
+    gain_s = abs(copies_s - STEP_S)
+    assert gain_s != pytest.approx(abs(simulate_step(copies).step_s - simulate_step(PLAN).step_s), rel=0.1)
+    for switch_s, taken in ((3.9 * gain_s, [2]), (4.1 * gain_s, [])):
+        pays = course(steps=6, replan_every=2, switch=f"{switch_s} s")
+        run = simulate_run(worse, pays, planning=lambda cluster: better, fabric=TRUNKS)
+        assert [stretch.step for stretch in run.stretches if stretch.what is Happening.REPLAN] == taken
+        assert run.stretches[-1].duration_s == pytest.approx(min(copies_s, STEP_S) if taken else max(copies_s, STEP_S))
+    stays = simulate_run(better, course(steps=6, replan_every=2), planning=lambda cluster: worse, fabric=TRUNKS)
+    assert stays.seconds(Happening.REPLAN) == 0
+
+
+def test_routing_drifts_over_the_steps_of_a_run() -> None:
+    def run(drift: float) -> list[float]:
+        def routing(plan: Plan, step: int):  # type: ignore[no-untyped-def]
+            return zipf_routing(plan, exponent=1.5, seed=3, step=step, drift=drift)
+
+        both = simulate_run(PLAN, course(steps=4), conditions(goodput=0.9), routing, fabric=TRUNKS)
+        assert both.simulated_steps == 4
+        return [stretch.duration_s for stretch in both.stretches]
+
+    drifting = run(0.5)
+    assert len(set(drifting)) == 4
+    assert drifting[0] == run(0.0)[0]
+    assert drifting[-1] != run(0.0)[-1]
