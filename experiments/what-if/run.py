@@ -1,4 +1,4 @@
-"""Five questions that a planner of infrastructure would ask, each a scenario file beside this script.
+"""Six questions that a planner of infrastructure would ask, each a scenario file beside this script.
 
     .venv/bin/python experiments/what-if/run.py [--only lose-site]
 

@@ -1,9 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
-from simulated_plans import PLANS
+from simulated_plans import PLANS, make_plan
 
 from hybridep.baselines import Baseline
+from hybridep.timeline import write_chrome_trace
 from simulator.report import simulate
 from simulator.step import simulate_step
 
@@ -23,3 +25,16 @@ def test_report_is_plain_data_with_what_the_command_line_promises() -> None:
 
 def test_no_baselines_unless_asked() -> None:
     assert simulate(PLANS["ep"]).as_dict()["baselines"] == {}
+
+
+@pytest.mark.parametrize("different", [False, True])
+def test_a_timeline_of_many_sites_stays_small(different: bool, tmp_path: Path) -> None:
+    """Browsers must open it: sites that are alike are one, and of those that differ the first are shown."""
+    sites = [{"name": f"s{site}"} | ({"up": f"{1 + site / 100} Gbps"} if different else {}) for site in range(40)]
+    step = simulate_step(make_plan(40, 2, num_experts=80, num_layers=4, sites=sites), tolerance=0.005)
+    write_chrome_trace(tmp_path / "trace.json", step.spans())
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    alike = [int(name.rsplit(" ", 2)[1]) for name in names]
+    assert alike == [1] * 32 if different else sum(alike) == 40 and len(names) <= 4
+    assert (tmp_path / "trace.json").stat().st_size < 2e4 * len(names)
