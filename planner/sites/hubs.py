@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from hybridep.placement import IntArray
@@ -40,3 +42,82 @@ def shares_of(total: int, weight: np.ndarray) -> IntArray:
     rest = np.argsort(-(exact - whole), kind="stable")[: total - int(whole.sum())]
     whole[rest] += 1
     return np.asarray(whole)
+
+
+STEPS = 48
+"""Times that are tried for each direction, and again near the best ones."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HubPlan:
+    """Sites that hold everything, and how many users each serves."""
+
+    hubs: IntArray
+    rooms: IntArray
+    """Users that each could serve."""
+    layer_s: float
+    """What rows and copies of one layer take."""
+
+
+def best_hubs(problem: SiteProblem, most_users: int) -> HubPlan | None:
+    """With at most so many users a hub: for each way to limit the busiest link's time forward and back, the fewest hubs whose
+    links serve all others; of these the fastest. A site whose links are too slow to send its tokens away in time is a hub whether
+    it serves anybody or not. None where paths between sites have limits of their own, or none serve all."""
+    if problem.pair_bytes_per_s is not None or problem.num_sites < 3:
+        return None
+    work, size = problem.workload, problem.num_sites
+    up, down, batches = problem.up_bytes_per_s, problem.down_bytes_per_s, work.training.micro_batches
+    rows = problem.num_inside * work.training.tokens
+    per_forward = batches * rows * (work.dispatch_row_bytes + work.combine_row_bytes)
+    per_back = batches * rows * (work.combine_row_bytes + work.dispatch_gradient_row_bytes)
+    best: HubPlan | None = None
+    at = 0, 0
+    ends = np.array([0.5, 16.0]) / np.median(np.minimum(up, down))
+    forwards = backs = np.geomspace(*ends, STEPS)
+    for _ in range(2):
+        for i, forward in enumerate(forwards):
+            for j, back in enumerate(backs):
+                lower_s = per_forward * forward + per_back * back
+                if best is not None and lower_s >= best.layer_s:
+                    break
+                rooms = np.floor(np.minimum(forward * down, back * up) * (1 + 1e-9)).astype(np.int64)
+                rooms = np.minimum(rooms, most_users)
+                stays = np.minimum(forward * up, back * down) * (1 + 1e-9) < 1.0
+                order = np.lexsort((-np.minimum(up, down), -rooms, ~stays))
+                enough = np.cumsum(rooms[order]) >= size - 1 - np.arange(size)
+                enough[: max(int(stays.sum()) - 1, 0)] = False
+                if not enough.any():
+                    continue
+                hubs = order[: int(enough.argmax()) + 1]
+                layer_s = lower_s + _copies_s(problem, hubs)
+                if best is None or layer_s < best.layer_s:
+                    best, at = HubPlan(hubs=hubs, rooms=rooms[hubs], layer_s=layer_s), (i, j)
+        step = (ends[1] / ends[0]) ** (1.0 / (STEPS - 1))
+        if best is not None:
+            near = np.geomspace(1 / step, step, STEPS // 2)
+            forwards, backs = forwards[at[0]] * near, backs[at[1]] * near
+    return best
+
+
+def _copies_s(problem: SiteProblem, hubs: IntArray) -> float:
+    """Of a gather and a return when ``hubs`` hold everything."""
+    weight, up, down = problem.workload.expert_bytes, problem.up_bytes_per_s, problem.down_bytes_per_s
+    is_hub = np.zeros(problem.num_sites, dtype=np.bool_)
+    is_hub[hubs] = True
+    sent = problem.homes * (len(hubs) - is_hub) * float(weight)
+    kept = np.where(is_hub, problem.num_experts - problem.homes, 0) * float(weight)
+    gather = max(float((sent / up).max()), float((kept / down).max()))
+    return gather + max(float((sent / down).max()), float((kept / up).max()))
+
+
+def served_table(problem: SiteProblem, plan: HubPlan) -> IntArray:
+    """[D, E]: each user finds everything at one hub."""
+    size = problem.num_sites
+    users = np.setdiff1d(np.arange(size), plan.hubs)
+    # The fullest are relieved where there is more room than users.
+    left = plan.rooms.copy()
+    for _ in range(int(left.sum()) - len(users)):
+        left[np.argmax(left)] -= 1
+    holder = np.arange(size)
+    holder[users] = np.repeat(plan.hubs, left)
+    return np.ascontiguousarray(np.repeat(holder[:, None], problem.num_experts, axis=1))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybridep.placement import IntArray
+from hybridep.plan import Residency
 from planner.cost import BlockTimes
 from planner.domains import divisors
 from planner.sites.cost import SiteCost, block_times, cost_of
@@ -29,13 +30,15 @@ from planner.sites.grouping import (
     nearest_groups,
     shares,
 )
-from planner.sites.hubs import hub_table
+from planner.sites.hubs import best_hubs, hub_table, served_table
 from planner.sites.problem import Configuration, Inside, SiteProblem
 
 SHARES = (Share(), Share(power=0.5), Share(power=1.0), Share(holders=1), Share(holders=2))
 """Ways for the members of a group to share the experts."""
 
 
+FEWER_USERS = 0.85
+"""How much fewer users each hub is given in the next attempt, at least one."""
 LIKELY = 4
 """Among many sites, numbers of groups that are tried: those of the best estimates."""
 
@@ -189,8 +192,10 @@ def run(search: Search, *, seed: int = 0) -> None:
             seen.add((groups, share))
             table = table_of(problem, groups, {members: shares(problem, members, share) for members in groups})
             tried.append((search.evaluate(table).rank, groups, share))
-    if large and not problem.equal_sites:
-        _try_hubs(search)
+    if not problem.equal_sites:
+        try_best_hubs(search)
+        if large:
+            _try_hubs(search)
     tried.sort(key=lambda entry: entry[0])
     if large and problem.equal_sites:
         return  # equal sites: nothing tells one move from another
@@ -202,6 +207,34 @@ def run(search: Search, *, seed: int = 0) -> None:
     search.max_evaluations = budget
     if search.best is not None:
         improve_table(search, search.best.table, rng)
+
+
+def try_best_hubs(search: Search) -> None:
+    """The best hubs for the links alone, then with ever fewer users each, until memory lets copies stay and fewer do not help."""
+    problem = search.problem
+    ranks: dict[int, tuple[int, float]] = {}
+
+    def attempt(most_users: int) -> Found | None:
+        plan = best_hubs(problem, most_users) if most_users > 0 and most_users not in ranks and not search.over else None
+        if plan is None:
+            return None
+        found = search.evaluate(served_table(problem, plan))
+        ranks[most_users] = found.rank
+        return found
+
+    most = problem.num_sites
+    plan = best_hubs(problem, most)
+    while plan is not None and most > 1:
+        most = min(int(plan.rooms.max()), most - 1, int(most * FEWER_USERS) if ranks else most)
+        found = attempt(most)
+        if found is None or found.configuration is None:
+            break
+        if found.rank > min(ranks.values()) and found.configuration.residency is Residency.STEP:
+            break
+    if ranks:
+        best = min(ranks, key=lambda users: ranks[users])
+        attempt(best + 1)
+        attempt(best - 1)
 
 
 def _try_hubs(search: Search) -> None:
