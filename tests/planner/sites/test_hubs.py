@@ -90,13 +90,13 @@ def test_paths_with_limits_have_no_hubs_of_this_kind() -> None:
 def test_many_sites_with_little_memory_have_hubs_with_few_users() -> None:
     """With users as links alone would have them, copies would have to be gathered for every micro-batch."""
     workload = many_experts()
-    ample = site_problem(cluster_of(2, 150, kinds=10), workload)
-    plan = best_hubs(ample, 150)
+    ample = site_problem(cluster_of(2, 60, kinds=10), workload)
+    plan = best_hubs(ample, 60)
     assert plan is not None
     costs = [Search(problem=ample).evaluate(served_table(ample, one)) for one in (plan, best_hubs(ample, 1)) if one is not None]
     needs = [one.cost.memory_bytes for one in costs if one.cost is not None]
     memory_bytes = (needs[0] + needs[1]) / 2
-    problem = site_problem(cluster_of(2, 150, kinds=10, memory=f"{memory_bytes:.0f} B"), workload)
+    problem = site_problem(cluster_of(2, 60, kinds=10, memory=f"{memory_bytes:.0f} B"), workload)
     assert Search(problem=problem).evaluate(served_table(problem, plan)).rank > costs[0].rank
     search = Search(problem=problem)
     try_best_hubs(search)
