@@ -72,8 +72,9 @@ def best_hubs(problem: SiteProblem, most_users: int) -> HubPlan | None:
     per_back = batches * rows * (work.combine_row_bytes + work.dispatch_gradient_row_bytes)
     best: HubPlan | None = None
     at = 0, 0
-    ends = np.array([0.5, 16.0]) / np.median(np.minimum(up, down))
-    forwards = backs = np.geomspace(*ends, STEPS)
+    middle = float(np.median(np.minimum(up, down)))
+    shortest, longest = 0.5 / middle, 16.0 / middle
+    forwards = backs = np.geomspace(shortest, longest, STEPS)
     for _ in range(2):
         for i, forward in enumerate(forwards):
             for j, back in enumerate(backs):
@@ -92,7 +93,7 @@ def best_hubs(problem: SiteProblem, most_users: int) -> HubPlan | None:
                 layer_s = lower_s + _copies_s(problem, hubs)
                 if best is None or layer_s < best.layer_s:
                     best, at = HubPlan(hubs=hubs, rooms=rooms[hubs], layer_s=layer_s), (i, j)
-        step = (ends[1] / ends[0]) ** (1.0 / (STEPS - 1))
+        step = (longest / shortest) ** (1.0 / (STEPS - 1))
         if best is not None:
             near = np.geomspace(1 / step, step, STEPS // 2)
             forwards, backs = forwards[at[0]] * near, backs[at[1]] * near
