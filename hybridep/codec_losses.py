@@ -60,7 +60,9 @@ def with_gates(codecs: Codecs) -> Codecs:
 
 def permitted(max_loss: float) -> list[Codecs]:
     """Codecs of one level, exact ones first, whose measured losses add up to at most ``max_loss``. Each was measured alone; one
-    that ended below the exact loss counts as none."""
+    that ended below the exact loss counts as none, but where no loss is allowed only exact ones are."""
+    if not max_loss:
+        return [EXACT]
     options: dict[str, list[MeasuredLoss | None]] = {kind: [None] for kind in KINDS}
     for one in measured_losses().losses:
         options[one.kind].append(one)

@@ -10,7 +10,7 @@ import pytest
 
 import planner
 from hybridep.codec_losses import measured_losses, permitted, with_gates
-from hybridep.codecs import Codecs, ExpertCodec, TokenCodec
+from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.errors import UserError
 from planner.check import check
@@ -32,7 +32,7 @@ def test_the_table_is_what_the_experiment_measured() -> None:
 
 
 def test_gates_are_given_to_what_was_measured_only() -> None:
-    coded = with_gates(Codecs(tokens=TokenCodec.FP8, experts=ExpertCodec.CHANGE_INT8))
+    coded = with_gates(Codecs(experts=ExpertCodec.CHANGE_INT8, gradients=GradientCodec.TOP_K, gradients_keep=0.5))
     assert set(coded.gates) == {"experts"} and coded.gates["experts"].relative == 0.00387
     sparse = {keep: with_gates(Codecs(experts=ExpertCodec.SHARED_RESIDUAL, experts_keep=keep)).gates for keep in (0.0133, 0.02)}
     assert sparse[0.0133]["experts"].relative == 0.07642 and not sparse[0.02]
@@ -44,6 +44,8 @@ def test_permitted_codecs_against_all_combinations(max_loss: float) -> None:
     wanted = set()
     for chosen in product([False, True], repeat=len(table)):
         used = [one for one, taken in zip(table, chosen, strict=True) if taken]
+        if used and not max_loss:
+            continue
         if len({one.kind for one in used}) == len(used) and sum(max(one.relative, 0) for one in used) <= max_loss:
             wanted.add(frozenset((one.kind, one.codec, one.keep) for one in used))
     found = permitted(max_loss)
