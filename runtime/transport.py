@@ -6,11 +6,11 @@ the next to the one after, so that no two of them send to the same site at once.
 one is handed to the kernel, not when everybody is done: uneven messages do not wait for each other. Of a long message
 one piece leaves per turn, or a site could be left with one large message to a busy peer at the end.
 
-Measured with 4 sites x 1 or 2 ranks and TCP (Reno) at 100 and 200 Mbit/s, all ranks on 2 busy cores, as time over bytes /
-rate of the busiest link, where 1.046 is the TCP/IP and Ethernet headers. From 1 MB per rank on, whole messages in this
-order took 1.03 to 1.19, but up to 1.28 where they are large and uneven; in pieces (2 ranks, 200 Mbit/s) 1.05 to 1.12,
-with pieces of 1 MiB 1.05 to 1.32; everything posted at once 1.04 to 1.31; a barrier between turns 1.03 to 1.10 for even
-but 1.21 to 1.51 for uneven messages. Smaller exchanges are ruled by the few milliseconds that a wake-up takes there.
+A send is done when the kernel has taken the bytes, so ``runtime.sockets`` lets it take little: else the order above would hold
+in this process only. Measured with 4 sites x 2 ranks and TCP (Reno) at 50 and 200 Mbit/s, all ranks on 2 cores, as time over
+bytes / rate of the busiest link, where 1.046 is the TCP/IP and Ethernet headers: 1.08 to 1.11 (experiments/link-use). Without
+the limit 1.11 to 1.13; everything posted at once 1.04 to 1.31; a barrier between turns 1.03 to 1.10 for even but 1.21 to 1.51
+for uneven messages. Smaller exchanges are ruled by the few milliseconds that a wake-up takes there.
 Sending before the receives are posted halves the speed, because gloo keeps a message back until
 the other side has announced its receive.
 
@@ -38,7 +38,7 @@ from runtime import staging
 _NUMBER_BITS = 15
 _LABEL_BITS = 16
 _SHORTEST_WAIT_S = 1e-3
-_PIECE_BYTES = 2 << 20
+_PIECE_BYTES = 256 << 10
 _BACKGROUND_PIECE_BYTES = 256 << 10
 _BACKGROUND_WINDOW = 2
 """Pieces that a receiver of a background exchange posts ahead, per peer."""
