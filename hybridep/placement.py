@@ -101,9 +101,14 @@ class Placement:
     @cached_property
     def serving_rank(self) -> IntArray:
         """[G, E]: the rank that computes expert e for tokens of each rank."""
+        return self.reached(len(self.serve))
+
+    def reached(self, num_hops: int) -> IntArray:
+        """[G, E]: where tokens of each rank for expert e are after so many hops."""
         ranks = np.zeros((self.num_gpus, self.num_experts), dtype=np.int64)
         for level, serve in enumerate(self.serve):
-            ranks = ranks * self.sizes[level] + serve[self.coordinates[:, level]]
+            own = self.coordinates[:, level]
+            ranks = ranks * self.sizes[level] + (serve[own] if level < num_hops else own[:, None])
         return ranks
 
     @cached_property
@@ -128,10 +133,20 @@ class Placement:
             reached = sent
         return tuple(moves)
 
-    @cached_property
+    @property
     def num_moved(self) -> tuple[IntArray, ...]:
         """Per level: [G, SF_l], how many experts each rank sends to each coordinate in one gather; the sizes of ``moves``
         without listing them."""
+        return tuple(moved for moved, _ in self._moved)
+
+    @property
+    def num_sent(self) -> tuple[IntArray, ...]:
+        """Per level: [G], how many different experts each rank sends in one gather."""
+        return tuple(sent for _, sent in self._moved)
+
+    @cached_property
+    def _moved(self) -> tuple[tuple[IntArray, IntArray], ...]:
+        """Per level (``num_moved``, ``num_sent``)."""
         shape = (*self.sizes, self.num_experts)
         reached = np.zeros((self.num_gpus, self.num_experts), dtype=np.bool_)
         reached[self.home, np.arange(self.num_experts)] = True
@@ -139,7 +154,8 @@ class Placement:
         for level, table in enumerate(self.holds_at):
             sent = (reached.astype(np.float64) @ table.T.astype(np.float64)).astype(np.int64)
             sent[np.arange(self.num_gpus), self.coordinates[:, level]] = 0
-            counts.append(sent)
+            elsewhere = table.sum(axis=0) > table[self.coordinates[:, level]]
+            counts.append((sent, (reached & elsewhere).sum(axis=1)))
             anywhere = reached.reshape(shape).any(axis=level, keepdims=True)
             reached = np.broadcast_to(anywhere, shape).reshape(reached.shape) & table[self.coordinates[:, level]]
         return tuple(counts)

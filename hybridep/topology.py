@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from scipy.sparse import csr_array
 
+from hybridep.codecs import Speeds
 from hybridep.config import Bandwidth, Duration, Rent, Size, Strict, Throughput, TransferPrice
 from hybridep.errors import ConfigError
 from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
@@ -64,6 +65,8 @@ class Gpu(Strict):
     All other figures are those of a rank while all compute."""
     message_overhead: Duration = 0.0
     """Time that each message of an exchange takes a rank, beyond the first; that one is in the level's latency."""
+    coding: Speeds | None = None
+    """How fast a rank codes and decodes payloads; coding takes no time where absent."""
     price: Rent | None = None
     """Of one rank; nothing where absent."""
 

@@ -103,9 +103,11 @@ def expected_rows(placement: Placement, gating: Gating, *, per_choice: bool = Fa
     return rows
 
 
-def arriving_rows(placement: Placement, gating: Gating) -> FloatArray:
-    """[G]: rows that end up at each rank in one dispatch as expected, those of its own tokens included."""
-    _, rank, rows = _visits(gating, placement.serving_rank, placement.num_gpus)
+def arriving_rows(placement: Placement, gating: Gating, num_hops: int | None = None) -> FloatArray:
+    """[G]: rows that end up at each rank in one dispatch as expected, or are there after its first ``num_hops``; those of its own
+    tokens included."""
+    place = placement.serving_rank if num_hops is None else placement.reached(num_hops)
+    _, rank, rows = _visits(gating, place, placement.num_gpus)
     return np.bincount(rank, weights=rows, minlength=placement.num_gpus).astype(np.float64)
 
 

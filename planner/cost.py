@@ -12,19 +12,23 @@ of it is hidden.
 With a prefetch depth copies set out ahead of their blocks and give way to tokens: then the chain of computation and
 tokens counts, and of copies what ``planner.ahead`` finds to show.
 
+Coding and decoding occupy the rank: tokens are coded before a hop and decoded after it, and what copies and their gradients take
+is added to the computation that they travel beside, so only their transfers can hide.
+
 With forward only, one level, no latency, top-1 routing and one expert per GPU it is Eq. 10 of the HybridEP paper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hybridep.codecs import Codecs
+from hybridep.coding import Coding, copy_coding, dense_coding, speed_of, token_coding
 from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
-from hybridep.topology import Gpu
+from hybridep.topology import Cluster, Gpu
 from hybridep.traffic import (
     FloatArray,
     Op,
@@ -48,9 +52,10 @@ EXPERTS = "experts"
 BLOCK_OVERHEAD = "block_overhead"
 HEAD = "head"
 OPTIMIZER = "optimizer"
+CODING = "coding"
 SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 """Transfers that keep a layer's shared expert in step, where copies are coded against one."""
-COMPUTATIONS = (PRE_EXPERT, EXPERTS, BLOCK_OVERHEAD, HEAD, OPTIMIZER)
+COMPUTATIONS = (PRE_EXPERT, EXPERTS, BLOCK_OVERHEAD, HEAD, OPTIMIZER, CODING)
 """Parts that occupy the compute stream; all other parts are named after ``hybridep.traffic.Op``."""
 
 
@@ -95,13 +100,16 @@ class BlockTimes:
     overhead_s: float
     exchanges_s: dict[Op, float]
     """Each kind's hops over all levels; the gather and the return of copies once."""
+    coding_s: dict[Op, float] = field(default_factory=dict)
+    """Of their payloads, before and after; absent where it takes no time."""
 
     def forward_s(self) -> float:
         """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
         hops = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE)
         gather = self.exchanges_s[Op.EXPERT_GATHER]
         exposed = max(self.pre_expert_s + self.overhead_s, gather)
-        return exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops)
+        coding = sum(self.coding_s.get(op, 0.0) for op in (*hops, Op.EXPERT_GATHER))
+        return exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops) + coding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +149,44 @@ def layer_traffic(placement: Placement, workload: Workload, gating: Gating, code
     return token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs)
 
 
-def block_times(network: Network, workload: Workload, placement: Placement, gating: Gating, traffic: Traffic) -> BlockTimes:
-    """Times of one MoE layer's operations, given ``layer_traffic``."""
+def layer_coding(
+    gpu: Gpu, placement: Placement, workload: Workload, gating: Gating, codecs: Sequence[Codecs]
+) -> dict[OpLevel, tuple[float, float]]:
+    """Seconds before and after each exchange of one layer (see ``layer_traffic``) in which ranks code and decode."""
+    if gpu.coding is None or not any(one.lossy for one in codecs):
+        return {}
+    rows = expected_rows(placement, gating)
+    coding = token_coding(placement, workload, rows, codecs, gating) | copy_coding(placement, workload, codecs)
+    return coded_s(gpu, coding, codecs)
+
+
+def coded_s(gpu: Gpu, coding: Coding, codecs: Sequence[Codecs]) -> dict[OpLevel, tuple[float, float]]:
+    """(seconds to encode, seconds to decode) by operation, until the last rank is done; those that take no time are left out."""
+    found = {}
+    for key, coded in coding.items():
+        speed = speed_of(gpu.coding, codecs, key) if gpu.coding is not None else None
+        if speed is not None:
+            found[key] = slowest_s(coded.encoded / speed.encode, gpu), slowest_s(coded.decoded / speed.decode, gpu)
+    return found
+
+
+def by_op(coding_s: Mapping[OpLevel, tuple[float, float]]) -> dict[Op, float]:
+    """Both together, over all levels."""
+    total: dict[Op, float] = {}
+    for key, seconds in coding_s.items():
+        total[key.op] = total.get(key.op, 0.0) + sum(seconds)
+    return total
+
+
+def block_times(
+    network: Network,
+    workload: Workload,
+    placement: Placement,
+    gating: Gating,
+    traffic: Traffic,
+    coding_s: Mapping[OpLevel, tuple[float, float]] | None = None,
+) -> BlockTimes:
+    """Times of one MoE layer's operations, given ``layer_traffic`` and ``layer_coding``."""
     gpu = network.cluster.gpu
     served = served_copies(placement, gating)
     products_s = served.sum(axis=1) * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
@@ -155,6 +199,7 @@ def block_times(network: Network, workload: Workload, placement: Placement, gati
         expert_s=expert_s,
         overhead_s=gpu.block_overhead,
         exchanges_s=exchanges,
+        coding_s=by_op(coding_s or {}),
     )
 
 
@@ -181,6 +226,9 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
     }
     for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD):
         parts[op.value] = batches * times.exchanges_s[op]
+    if times.coding_s:
+        often = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
+        parts[CODING] = sum(often.get(op, batches) * seconds for op, seconds in times.coding_s.items())
     hidden = {
         Op.EXPERT_GATHER.value: forward_gathers * hidden_gather,
         Op.GRADIENT_RETURN.value: returns * hidden_return,
@@ -227,7 +275,16 @@ def fixed_cost(
     }
     for key, sent in traffic.items():
         parts[key.op.value] += network.exchange_s(key, sent)
+    parts |= dense_coding_part(network.cluster, workload, codecs)
     return Cost(parts_s=parts, hidden_s={}, link_bytes=network.loads_bytes(traffic), wan_bytes=wan_bytes(traffic))
+
+
+def dense_coding_part(cluster: Cluster, workload: Workload, codecs: Sequence[Codecs]) -> dict[str, float]:
+    """What coding the dense gradients takes, as a part of the step; empty where it takes no time."""
+    if cluster.gpu.coding is None or not any("gradients" in one.lossy for one in codecs):
+        return {}
+    seconds = by_op(coded_s(cluster.gpu, dense_coding(cluster.sizes, workload, codecs), codecs))
+    return {CODING: sum(seconds.values())} if seconds else {}
 
 
 def optimizer_bytes_per_parameter(workload: Workload) -> int:
@@ -277,10 +334,11 @@ def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
     blocks: list[Block] = []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
-        times = block_times(network, plan.workload, placement, gating, traffic)
+        coding_s = layer_coding(plan.cluster.gpu, placement, plan.workload, gating, plan.level_codecs)
+        times = block_times(network, plan.workload, placement, gating, traffic, coding_s)
         groups.append((num_layers, layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)))
         if any(depths):
-            blocks += [_block(group, times, block_transfers(network, traffic))] * num_layers
+            blocks += [_block(group, times, block_transfers(network, traffic, coding_s))] * num_layers
     cost = combine(network, fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs), groups)
     return [_ahead(plan, cost, blocks, depth) if depth else cost for depth in depths]
 
@@ -291,6 +349,8 @@ def _block(group: LayerGroup, times: BlockTimes, transfers: dict[OpLevel, Transf
         pre_expert_s=times.pre_expert_s + times.overhead_s,
         expert_s=times.expert_s,
         transfers=transfers,
+        gather_coding_s=times.coding_s.get(Op.EXPERT_GATHER, 0.0),
+        return_coding_s=times.coding_s.get(Op.GRADIENT_RETURN, 0.0),
     )
 
 

@@ -19,7 +19,7 @@ from hybridep.plan import Objective, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
-from planner.cost import block_times, fixed_cost, layer_cost, layer_traffic
+from planner.cost import block_times, fixed_cost, layer_coding, layer_cost, layer_traffic
 from planner.domains import all_choices
 from planner.exchange import Network
 from planner.goal import FASTEST, Goal
@@ -214,7 +214,8 @@ def build_problem(
         placement = place(cluster, experts, choices, hotness=popularity)
         traffic = layer_traffic(placement, workload, expected, coded)
         copies = int(placement.holds.sum()) - experts
-        times = block_times(network, workload, placement, expected, traffic)
+        coding_s = layer_coding(cluster.gpu, placement, workload, expected, coded)
+        times = block_times(network, workload, placement, expected, traffic, coding_s)
         for residency in residencies if copies else (Residency.STEP,):
             cost = layer_cost(network, workload, times, traffic, residency, schedule)
             layer_usd = step_usd(cluster.rent_usd_per_s, egress_usd(cluster, cost.link_bytes), cost.total_s)

@@ -19,7 +19,8 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
-from runtime.probe_compute import ComputeProbe, probe_compute
+from runtime.probe_codecs import CodecProbe, probe_codecs
+from runtime.probe_compute import ComputeProbe, Timing, probe_compute
 from runtime.transport import Transport
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _BANDWIDTH_REPEATS = 9
 """More than of the others: TCP needs some exchanges to recover when packets were lost."""
 _IN_A_ROW = 8
 """Exchanges of almost nothing that are timed together, so that what ranks take to meet counts little."""
+_CODEC_SHARE = 0.3
+"""Of the time of other measurements: there are many codecs."""
 _ALTERNATIONS = 10
 """Of computation and an exchange of almost nothing."""
 _QUANTUM, _PRODUCTS = 256, 4
@@ -59,6 +62,7 @@ class Probe:
     jitter_s: float
     """What an exchange that follows computation takes longer."""
     compute: ComputeProbe
+    codecs: tuple[CodecProbe, ...] = ()
 
 
 def probe(
@@ -82,19 +86,22 @@ def probe_in_group(cluster: Cluster, workload: Workload, *, rank: int, seconds: 
     transport = Transport(timeout_s=timeout_s)
     found = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]
     compute = probe_compute(cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds)
+    codecs = probe_codecs(workload, Timing(barrier, seconds * _CODEC_SHARE, least=2))
     further_s = [each_s for _, each_s, _ in found if each_s is not None]
     return Probe(
         levels=tuple(level for level, _, _ in found),
         jitter_s=statistics.fmean(each_s for _, _, each_s in found) if found else 0.0,
         message_overhead_s=statistics.fmean(further_s) if further_s else 0.0,
         compute=compute,
+        codecs=codecs,
     )
 
 
 def probe_of(fields: dict[str, Any]) -> Probe:
     """Inverse of ``dataclasses.asdict``."""
     levels = tuple(LevelProbe(**level) for level in fields["levels"])
-    return Probe(**{**fields, "levels": levels, "compute": ComputeProbe(**fields["compute"])})
+    codecs = tuple(CodecProbe(**codec) for codec in fields["codecs"])
+    return Probe(**{**fields, "levels": levels, "compute": ComputeProbe(**fields["compute"]), "codecs": codecs})
 
 
 def summarise(probes: Sequence[Probe]) -> Probe:
@@ -115,6 +122,14 @@ def summarise(probes: Sequence[Probe]) -> Probe:
         jitter_s=statistics.median(one.jitter_s for one in probes),
         message_overhead_s=statistics.median(one.message_overhead_s for one in probes),
         compute=replace(probes[0].compute, **medians),
+        codecs=tuple(
+            replace(
+                same[0],
+                encode_bytes_per_s=statistics.median(one.encode_bytes_per_s for one in same),
+                decode_bytes_per_s=statistics.median(one.decode_bytes_per_s for one in same),
+            )
+            for same in zip(*(each.codecs for each in probes), strict=True)
+        ),
     )
 
 

@@ -13,6 +13,7 @@ import click
 from hybridep.commands.common import emit, note, set_option, verb
 
 if TYPE_CHECKING:
+    from hybridep.codecs import Speeds
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from runtime.probe import Probe
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, show_default=True, help="Per measurement.")
 @set_option
 def command(cluster: str, model: str, output: Path | None, seconds: float, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Measure each level's latency and bandwidth, and the computation of MODEL, with as many ranks as CLUSTER has.
+    """Measure each level's latency and bandwidth, and the computation and codecs of MODEL, with as many ranks as CLUSTER has.
 
     With RAY_ADDRESS set: on that Ray cluster. Without: with processes on this machine, in emulated datacenters where the kernel
     allows it (then the outermost level comes out as it is shaped). Sites and links per pair are copied, not measured.
@@ -103,9 +104,20 @@ def with_measurements(cluster: Cluster, found: Probe) -> Cluster:
             "pass_overhead": _rounded(found.compute.pass_overhead_s),
             "jitter": _rounded(found.jitter_s),
             "message_overhead": _rounded(found.message_overhead_s),
+            "coding": _speeds(found),
         }
     )
     return cluster.model_copy(update={"levels": levels, "gpu": gpu})
+
+
+def _speeds(found: Probe) -> Speeds | None:
+    from hybridep.codecs import Speeds
+
+    speeds: dict[str, dict[str, dict[str, str]]] = {}
+    for one in found.codecs:
+        rates = {"encode": one.encode_bytes_per_s, "decode": one.decode_bytes_per_s}
+        speeds.setdefault(one.kind, {})[one.codec] = {name: f"{_rounded(rate):.10g} B/s" for name, rate in rates.items()}
+    return Speeds.model_validate(speeds) if speeds else None
 
 
 def _rounded(value: float) -> float:
@@ -117,6 +129,7 @@ def _show(given: Cluster, measured: Cluster) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from hybridep.codecs import KINDS
     from hybridep.units import format_bandwidth, format_seconds, format_throughput
 
     table = Table("", "in the file", "measured", box=None, pad_edge=False)
@@ -133,4 +146,10 @@ def _show(given: Cluster, measured: Cluster) -> None:
     table.add_row("pass overhead", *(format_seconds(gpu.pass_overhead) for gpu in gpus))
     table.add_row("jitter", *(format_seconds(gpu.jitter) for gpu in gpus))
     table.add_row("expert overhead", *(format_seconds(gpu.expert_overhead) for gpu in gpus))
+    before, after = (gpu.coding for gpu in gpus)
+    for kind in KINDS:
+        for codec in getattr(after or before, kind, {}):
+            both = (speeds and getattr(speeds, kind).get(codec) for speeds in (before, after))
+            shown = (f"{format_bandwidth(one.encode)} + {format_bandwidth(one.decode)}" if one else "" for one in both)
+            table.add_row(f"{kind} {codec.value}, code + decode", *shown)
     Console(highlight=False).print(table)

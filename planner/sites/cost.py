@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from hybridep.codecs import Wire
+from hybridep.coding import Coding, moved_coding, row_coding
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, Op, OpLevel, gathers_and_returns, is_late
@@ -18,6 +19,9 @@ from planner.cost import (
     HEAD,
     OPTIMIZER,
     BlockTimes,
+    by_op,
+    coded_s,
+    dense_coding_part,
     layer_times,
     optimizer_bytes_per_parameter,
     slowest_s,
@@ -114,12 +118,30 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     products_s = layer.served * (work.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
     # Bounds leave the overhead of held experts out: it is never negative.
     held = problem.at_home + layer.copies_held
+    coding_s = {}
+    if gpu.coding is not None and any(one.lossy for one in problem.codecs):
+        coding_s = by_op(coded_s(gpu, _coding(problem, layer), problem.codecs))
     return BlockTimes(
         pre_expert_s=work.pre_expert_flops / gpu.throughput,
         expert_s=slowest_s(products_s + held * gpu.expert_overhead, gpu),
         overhead_s=gpu.block_overhead,
         exchanges_s=times,
+        coding_s=coding_s,
     )
+
+
+def _coding(problem: SiteProblem, layer: LayerExchanges) -> Coding:
+    """Of one layer and micro-batch, [D, n] each."""
+    work, coding = problem.workload, Coding()
+    for exchange in layer.rows:
+        level = 0 if exchange.outer else 1
+        if exchange.once is not None and "tokens" in problem.codecs[level].lossy:
+            coding |= row_coding(level, float(work.combine_row_bytes), exchange.once, exchange.out, exchange.into)
+    for exchange in layer.copies:
+        level = 0 if exchange.outer else 1
+        if exchange.once is not None:
+            coding |= moved_coding(level, work, problem.codecs[level], exchange.once, exchange.out, exchange.into)
+    return coding
 
 
 @lru_cache(maxsize=8)
@@ -140,6 +162,7 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
             OPTIMIZER: parameters * optimizer_bytes_per_parameter(work) / gpu.memory_bandwidth,
             Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, 1.0) for exchange in exchanges),
             Op.DENSE_ALL_GATHER.value: sum(exchange.reverse.seconds(problem, 1.0) for exchange in exchanges),
+            **dense_coding_part(problem.cluster, work, problem.codecs),
         },
         lasting_bytes=np.asarray(per_rank + unsent_bytes + at_home * per_home, dtype=np.float64),
         passing_bytes=fixed_passing_bytes(work, buffers),

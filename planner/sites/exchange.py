@@ -6,6 +6,7 @@ site with n_h of the E experts served at site h goes there with probability 1 - 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +31,8 @@ class Exchange:
     """[D, n] received."""
     pairs: FloatArray | None = None
     """[D, D] from site to site, all ranks together, zero on the diagonal; None inside sites."""
+    once: FloatArray | None = None
+    """[D, n] what each rank codes of what it sends: each once, however many ranks get it; None for everything."""
     messages: tuple[int, int] = (0, 0)
     """Of the rank that sends to most others, and of the one that receives from most."""
 
@@ -113,16 +116,19 @@ def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> La
     per_copy = problem.rows_per_choice
     inner_rows: tuple[Exchange, ...] = ()
     inner_counts: tuple[Exchange, ...] = ()
-    outer_rows, outer_counts = _alike(n, rows), _alike(n, COUNT_BYTES * talks.astype(np.float64))
+    outer_rows, outer_counts = _alike(n, rows, float(tokens)), _alike(n, COUNT_BYTES * talks.astype(np.float64))
     if inside is Inside.ALL or n == 1:
         loads = np.broadcast_to(served.sum(axis=0)[:, None] * per_copy, (size, n))
     else:
         by_rank = _served_by_rank(problem, table)
+        before = arrived
         loads = by_rank.sum(axis=0) * (n * per_copy)
         needed = tokens * problem.hit[by_rank].sum(axis=0)
         arrived = n * needed
         away = needed.sum(axis=1, keepdims=True) - needed
-        inner_rows = (Exchange(outer=False, out=away, into=(n - 1) * needed, messages=_all_to(needed > 0)),)
+        told = _all_to(needed > 0)
+        once = np.minimum(before, away)
+        inner_rows = (Exchange(outer=False, out=away, into=(n - 1) * needed, once=once, messages=told),)
         present = np.zeros(n)
         present[problem.home_inside] = 1.0
         peers = np.broadcast_to(present.sum() - present, (size, n))
@@ -180,14 +186,21 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire
     return tuple(exchanges)
 
 
-def _alike(n: int, per_rank: FloatArray) -> Exchange:
-    """Every rank of a site sends the same [D, D]."""
+def _alike(n: int, per_rank: FloatArray, most_coded: float = math.inf) -> Exchange:
+    """Every rank of a site sends the same [D, D]; it codes at most so many rows."""
     out, into = per_rank.sum(axis=1), per_rank.sum(axis=0)
     every = np.ones(n)
     talks = per_rank > 0
     messages = int(talks.sum(axis=1).max()), int(talks.sum(axis=0).max())
     pairs = n * per_rank
-    return Exchange(outer=True, out=out[:, None] * every, into=into[:, None] * every, pairs=pairs, messages=messages)
+    return Exchange(
+        outer=True,
+        out=out[:, None] * every,
+        into=into[:, None] * every,
+        once=np.minimum(out, most_coded)[:, None] * every,
+        pairs=pairs,
+        messages=messages,
+    )
 
 
 def _all_to(receives: NDArray[np.bool_]) -> tuple[int, int]:
@@ -217,10 +230,18 @@ def _copies(problem: SiteProblem, held: IntArray, inside: Inside) -> tuple[tuple
     between = np.zeros((size, n, size), dtype=np.bool_)
     between[problem.home_site[expert[moved]], problem.home_inside[expert[moved]], site[moved]] = True
     messages = int(between.sum(axis=2).max()), int(between.sum(axis=0).max())
-    outer = Exchange(outer=True, out=np.asarray(out, dtype=np.float64), into=held_at - at_home, pairs=pairs, messages=messages)
+    different = np.bincount(problem.home, weights=copies > 0, minlength=size * n).reshape(size, n)
+    outer = Exchange(
+        outer=True,
+        out=np.asarray(out, dtype=np.float64),
+        into=held_at - at_home,
+        once=np.asarray(different, dtype=np.float64),
+        pairs=pairs,
+        messages=messages,
+    )
     if inside is Inside.ONE or n == 1:
         return (outer,), held_at - at_home
     all_held = held_at.sum(axis=1, keepdims=True)
     spread = _all_to(held_at > 0)[::-1]
-    fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at, messages=spread)
+    fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at, once=held_at, messages=spread)
     return (outer, fan_out), np.asarray(all_held - at_home)

@@ -8,7 +8,12 @@ import pytest
 from rank_pool import ADDRESS, RankPool
 from training_cases import Case
 
+from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCodec
+from hybridep.commands.probe import with_measurements
+from hybridep.config import build
+from hybridep.topology import Cluster
 from runtime.probe import LevelProbe, Probe, probe_of, summarise
+from runtime.probe_codecs import CodecProbe
 from runtime.probe_compute import ComputeProbe
 
 pytestmark = pytest.mark.timeout(90)
@@ -45,6 +50,17 @@ def test_all_ranks_measure_plausible_numbers() -> None:
     assert 1 <= compute.sharing < 20
     assert 0 <= found.message_overhead_s < 0.5
     assert 1e5 < compute.memory_bandwidth_bytes_per_s < 1e12
+    measured = {(one.kind, one.codec) for one in found.codecs}
+    enums = zip(KINDS, (TokenCodec, ExpertCodec, GradientCodec), strict=True)
+    assert measured == {(kind, codec.value) for kind, enum in enums for codec in enum if codec.value != "exact"}
+    for one in found.codecs:
+        assert 1e5 < one.encode_bytes_per_s < 1e12 and 1e5 < one.decode_bytes_per_s < 1e12, one
+    cluster = with_measurements(case.plan().cluster, found)
+    assert cluster.gpu.coding is not None
+    assert build(Cluster, cluster.model_dump(mode="json", exclude_none=True), "written") == cluster
+    speed = cluster.gpu.coding.of("experts", Codecs(experts=ExpertCodec.CHANGE_INT4))
+    [same] = [one for one in found.codecs if one.codec == "change-int4"]
+    assert speed is not None and speed.decode == pytest.approx(same.decode_bytes_per_s, rel=1e-3)
 
 
 def test_one_slow_rank_does_not_decide() -> None:
@@ -58,12 +74,14 @@ def test_one_slow_rank_does_not_decide() -> None:
         memory_bandwidth_bytes_per_s=7.0,
         sharing=2.0,
     )
-    usual = Probe(levels=(level,), message_overhead_s=0.2, jitter_s=0.3, compute=compute)
+    codec = CodecProbe(kind="tokens", codec="int8", encode_bytes_per_s=3.0, decode_bytes_per_s=2.0)
+    usual = Probe(levels=(level,), message_overhead_s=0.2, jitter_s=0.3, compute=compute, codecs=(codec,))
     slow = Probe(
         levels=(replace(level, latency_s=99.0),),
         message_overhead_s=9.0,
         jitter_s=9.0,
         compute=replace(compute, throughput_flops_per_s=0.01),
+        codecs=(replace(codec, encode_bytes_per_s=0.1, decode_bytes_per_s=99.0),),
     )
     assert summarise([usual, slow, usual]) == usual
     assert probe_of(asdict(usual)) == usual
