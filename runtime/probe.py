@@ -32,7 +32,7 @@ _BANDWIDTH_REPEATS = 9
 """More than of the others: TCP needs some exchanges to recover when packets were lost."""
 _IN_A_ROW = 8
 """Exchanges of almost nothing that are timed together, so that what ranks take to meet counts little."""
-_CODEC_SHARE = 0.3
+_CODEC_SHARE = 0.1
 """Of the time of other measurements: there are many codecs."""
 _ALTERNATIONS = 10
 """Of computation and an exchange of almost nothing."""
