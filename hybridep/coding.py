@@ -14,7 +14,7 @@ import numpy as np
 from hybridep.codecs import Codecs, Speed, Speeds, wires
 from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
-from hybridep.traffic import Direct, FloatArray, Op, OpLevel, arriving_rows, reverse
+from hybridep.traffic import Direct, FloatArray, Op, OpLevel, arriving_rows, rank_sequences, reverse
 from hybridep.workload import Workload
 
 _KIND = {Op.EXPERT_GATHER: "experts"} | dict.fromkeys(
@@ -78,7 +78,7 @@ def _rows_before(placement: Placement, gating: Gating, level: int, routing: IntA
     """[G]: rows at each rank before the hop at ``level``."""
     num_gpus = placement.num_gpus
     if level == 0:
-        return np.full(num_gpus, float(gating.num_tokens))
+        return rank_sequences(placement, gating) * gating.sequence_length
     if routing is None:
         return arriving_rows(placement, gating, level)
     chosen = routing >= 0

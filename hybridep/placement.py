@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridep.errors import PlacementError
+from hybridep.shares import apportion
 from hybridep.topology import Cluster
 
 IntArray = NDArray[np.int64]
@@ -41,6 +42,15 @@ def expert_homes(num_experts: int, num_gpus: int) -> IntArray:
     """[E]: the rank that owns each expert: contiguous blocks whose sizes differ by at most one; where there are fewer
     experts than ranks, the homes are spread evenly."""
     return np.arange(num_experts, dtype=np.int64) * num_gpus // num_experts
+
+
+def home_blocks(cluster: Cluster, num_experts: int) -> IntArray:
+    """[E]: the same, with as many at each site as ``Site.experts`` says: contiguous, site after site."""
+    weights, inside = cluster.home_weights, cluster.num_gpus // cluster.sizes[0]
+    if np.ptp(weights) == 0:
+        return expert_homes(num_experts, cluster.num_gpus)
+    numbers = apportion(num_experts, weights)
+    return np.concatenate([dc * inside + expert_homes(int(number), inside) for dc, number in enumerate(numbers) if number])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,7 +204,7 @@ def place(
     ``choices`` maps level names to choices; a level that is absent has domains of one worker (plain expert parallelism).
     ``hotness`` orders each home's experts for partial migration (highest first; by index when absent).
     ``outer`` ([SF_0, E], see ``hybridep.serving``) takes the place of the outermost level's domains.
-    ``home`` ([E] ranks, see ``hybridep.homes``) takes the place of even blocks.
+    ``home`` ([E] ranks, see ``hybridep.homes``) takes the place of ``home_blocks``.
     Raises PlacementError for an unknown level, a size that does not divide, a ratio outside [0, 1], or a level given twice.
     """
     names = [level.name for level in cluster.levels]
@@ -204,7 +214,7 @@ def place(
     if outer is not None and names[0] in choices:
         raise PlacementError(f"domains.{names[0]}: the plan gives a serving table for this level; leave its domain size out")
     if home is None:
-        home = expert_homes(num_experts, cluster.num_gpus)
+        home = home_blocks(cluster, num_experts)
     home_coordinates = np.stack(np.unravel_index(home, cluster.sizes))
     order = np.argsort(-np.asarray(hotness if hotness is not None else np.zeros(num_experts)), kind="stable")
     place_at_home = np.empty(num_experts, dtype=np.int64)

@@ -68,7 +68,7 @@ class LayerGroup(Strict):
     serving: tuple[ServingGroup, ...] = ()
     """In place of a domain size for the outermost level: which site computes which experts for tokens of which sites."""
     homes: dict[str, str] = Field(default_factory=dict)
-    """Site or worker -> experts that live there (see ``hybridep.homes``); even blocks when empty."""
+    """Site or worker -> experts that live there (see ``hybridep.homes``); blocks as the cluster's sites have them when empty."""
 
     def placement(self, cluster: Cluster, num_experts: int, popularity: Sequence[float] | None = None) -> Placement:
         """Its serving tables on a cluster; partial migration copies each home's most popular experts. Raises PlacementError."""
@@ -200,7 +200,7 @@ class Plan(Strict):
             for first in range(group.first_layer, group.first_layer + group.num_layers, step):
                 popularity = self.popularity[first] if self.popularity else None
                 placement = group.placement(self.cluster, experts, popularity)
-                found.append(PlacedLayers(first, step, group, placement, gating(self.workload, popularity)))
+                found.append(PlacedLayers(first, step, group, placement, gating(self.workload, popularity, self.cluster)))
         return tuple(found)
 
     @property

@@ -44,6 +44,7 @@ from hybridep.traffic import (
 )
 from hybridep.workload import Workload
 from planner.ahead import Block, Transfer, block_transfers, exposed_s
+from planner.compute import Compute, compute_of_ranks, shared_s
 from planner.exchange import Network
 from planner.price import egress_usd, step_usd
 
@@ -55,8 +56,6 @@ OPTIMIZER = "optimizer"
 CODING = "coding"
 SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 """Transfers that keep a layer's shared expert in step, where copies are coded against one."""
-COMPUTATIONS = (PRE_EXPERT, EXPERTS, BLOCK_OVERHEAD, HEAD, OPTIMIZER, CODING)
-"""Parts that occupy the compute stream; all other parts are named after ``hybridep.traffic.Op``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,8 @@ class Cost(LayerTimes):
     """Per entry of ``Cluster.link_table``."""
     wan_bytes: float
     """Over the outermost level, all ranks together."""
+    compute_s: FloatArray
+    """Of each rank by itself (any shape): computation alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,8 @@ class BlockTimes:
     """Each kind's hops over all levels; the gather and the return of copies once."""
     coding_s: dict[Op, float] = field(default_factory=dict)
     """Of their payloads, before and after; absent where it takes no time."""
+    compute_s: FloatArray
+    """Forward of each rank by itself (any shape): computation alone."""
 
     def forward_s(self) -> float:
         """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
@@ -126,6 +129,7 @@ class StepCost:
     bound_by: str
     """Name of the busiest link, or ``computation``."""
     compute_s: float
+    """Computation alone, of the rank that has most."""
     link_bytes: FloatArray
     """Per entry of ``Cluster.link_table``."""
     link_s: FloatArray
@@ -166,7 +170,8 @@ def coded_s(gpu: Gpu, coding: Coding, codecs: Sequence[Codecs]) -> dict[OpLevel,
     for key, coded in coding.items():
         speed = speed_of(gpu.coding, codecs, key) if gpu.coding is not None else None
         if speed is not None:
-            found[key] = slowest_s(coded.encoded / speed.encode, gpu), slowest_s(coded.decoded / speed.decode, gpu)
+            both = coded.encoded / speed.encode, coded.decoded / speed.decode
+            found[key] = float(shared_s(both[0], gpu.sharing).max()), float(shared_s(both[1], gpu.sharing).max())
     return found
 
 
@@ -187,26 +192,30 @@ def block_times(
     coding_s: Mapping[OpLevel, tuple[float, float]] | None = None,
 ) -> BlockTimes:
     """Times of one MoE layer's operations, given ``layer_traffic`` and ``layer_coding``."""
-    gpu = network.cluster.gpu
-    served = served_copies(placement, gating)
-    products_s = served.sum(axis=1) * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
-    expert_s = slowest_s(products_s + placement.holds.sum(axis=1) * gpu.expert_overhead, gpu)
+    served, held = served_copies(placement, gating).sum(axis=1), placement.holds.sum(axis=1)
     exchanges = dict.fromkeys(Op, 0.0)
     for key, sent in traffic.items():
         exchanges[key.op] += network.exchange_s(key, sent)
+    return timed_block(compute_of_ranks(network.cluster, workload), served, held, exchanges, by_op(coding_s or {}))
+
+
+def timed_block(
+    compute: Compute,
+    served: FloatArray,
+    held: FloatArray | IntArray,
+    exchanges_s: dict[Op, float],
+    coding_s: dict[Op, float],
+) -> BlockTimes:
+    """Of ranks that compute ``served`` rows with ``held`` experts each."""
+    expert_s = compute.expert_s(served, held)
     return BlockTimes(
-        pre_expert_s=workload.pre_expert_flops / gpu.throughput,
-        expert_s=expert_s,
-        overhead_s=gpu.block_overhead,
-        exchanges_s=exchanges,
-        coding_s=by_op(coding_s or {}),
+        pre_expert_s=float(compute.pre_expert_s.flat[compute.slowest]),
+        expert_s=float(expert_s.max()),
+        overhead_s=float(compute.overhead_s.flat[compute.slowest]),
+        exchanges_s=exchanges_s,
+        compute_s=compute.pre_expert_s + compute.overhead_s + expert_s,
+        coding_s=coding_s,
     )
-
-
-def slowest_s(seconds: FloatArray, gpu: Gpu) -> float:
-    """When the last rank is done, if each computes for ``seconds`` (any shape) while all do. Ranks that share processors
-    (``Gpu.sharing``) also wait for each other, so part of it is the mean."""
-    return float(seconds.max() / gpu.sharing + seconds.mean() * (1 - 1 / gpu.sharing))
 
 
 def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule: Schedule) -> LayerTimes:
@@ -256,6 +265,7 @@ def layer_cost(
         hidden_s=times.hidden_s,
         link_bytes=network.loads_bytes(per_step),
         wan_bytes=wan_bytes(per_step),
+        compute_s=3 * batches * block.compute_s,
     )
 
 
@@ -264,19 +274,25 @@ def fixed_cost(
 ) -> Cost:
     """What does not depend on the placement of copies: head and dense layers, dense all-reduce, optimizer. ``home_experts``
     [G]: experts at home on each rank, all layers together."""
-    gpu, model = network.cluster.gpu, workload.model
     traffic = dense_traffic(placement, workload, codecs)
-    parameters = model.dense_params + int(home_experts.max()) * model.expert_params
-    parts = {
-        HEAD: 3 * workload.training.micro_batches * (workload.head_flops / gpu.throughput + gpu.pass_overhead),
-        OPTIMIZER: parameters * optimizer_bytes_per_parameter(workload) / gpu.memory_bandwidth,
-        Op.DENSE_REDUCE_SCATTER.value: 0.0,
-        Op.DENSE_ALL_GATHER.value: 0.0,
-    }
+    parts, compute_s = fixed_computation(compute_of_ranks(network.cluster, workload), home_experts)
+    parts |= dict.fromkeys((Op.DENSE_REDUCE_SCATTER.value, Op.DENSE_ALL_GATHER.value), 0.0)
     for key, sent in traffic.items():
         parts[key.op.value] += network.exchange_s(key, sent)
     parts |= dense_coding_part(network.cluster, workload, codecs)
-    return Cost(parts_s=parts, hidden_s={}, link_bytes=network.loads_bytes(traffic), wan_bytes=wan_bytes(traffic))
+    return Cost(
+        parts_s=parts,
+        hidden_s={},
+        link_bytes=network.loads_bytes(traffic),
+        wan_bytes=wan_bytes(traffic),
+        compute_s=compute_s,
+    )
+
+
+def fixed_computation(compute: Compute, home_experts: IntArray) -> tuple[dict[str, float], FloatArray]:
+    """Head and optimizer of the slowest rank, by kind, and both together of each."""
+    heads_s, optimizer_s = compute.heads_s, compute.optimizer_s(home_experts)
+    return {HEAD: float(heads_s.max()), OPTIMIZER: float(optimizer_s.max())}, heads_s + optimizer_s
 
 
 def dense_coding_part(cluster: Cluster, workload: Workload, codecs: Sequence[Codecs]) -> dict[str, float]:
@@ -287,23 +303,18 @@ def dense_coding_part(cluster: Cluster, workload: Workload, codecs: Sequence[Cod
     return {CODING: sum(seconds.values())} if seconds else {}
 
 
-def optimizer_bytes_per_parameter(workload: Workload) -> int:
-    """Memory traffic of AdamW: weight and states read and written, gradient read."""
-    dtype = workload.training.dtype
-    return 2 * (dtype.num_bytes + dtype.state_bytes) + dtype.num_bytes
-
-
 def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -> StepCost:
     """The step of ``fixed`` and (number of layers, cost of one) groups."""
     parts, hidden = dict(fixed.parts_s), dict(fixed.hidden_s)
-    loads, wan = fixed.link_bytes.copy(), fixed.wan_bytes
+    loads, wan, each_s = fixed.link_bytes.copy(), fixed.wan_bytes, fixed.compute_s
     for count, cost in layers:
         for total, values in ((parts, cost.parts_s), (hidden, cost.hidden_s)):
             for name, seconds in values.items():
                 total[name] = total.get(name, 0.0) + count * seconds
         loads += count * cost.link_bytes
         wan += count * cost.wan_bytes
-    compute = sum(parts.get(part, 0.0) for part in COMPUTATIONS)
+        each_s = each_s + count * cost.compute_s
+    compute = float(each_s.max())
     link_s = loads / network.bandwidths_bytes_per_s
     busiest = int(link_s.argmax())
     by_link = float(link_s[busiest]) > compute
@@ -361,7 +372,7 @@ def _ahead(plan: Plan, cost: StepCost, blocks: Sequence[Block], depth: int) -> S
         blocks,
         depth=depth,
         micro_batches=workload.training.micro_batches,
-        head_s=workload.head_flops / plan.cluster.gpu.throughput,
+        head_s=float(compute_of_ranks(plan.cluster, workload).head_s.max()),
     )
     parts, hidden = dict(cost.parts_s), dict(cost.hidden_s)
     for op, seconds in shown.items():

@@ -10,6 +10,7 @@ import numpy as np
 from hybridep.coding import Coded, Coding, copy_coding, dense_coding, direct_coding, speed_of, token_coding
 from hybridep.plan import PlacedLayers, Plan, Residency
 from hybridep.routing import Routing
+from hybridep.shares import site_shares
 from hybridep.traffic import (
     Direct,
     FloatArray,
@@ -175,10 +176,13 @@ class _Builder:
         self._released: list[int] = []
         """Ends of what used them last."""
         self._levels = range(len(plan.cluster.levels))
-        workload, gpu = plan.workload, plan.cluster.gpu
-        everybody = self._slowdown = conditions.slowdown(plan.cluster, start_s)
-        self._pre_expert_s = everybody * (workload.pre_expert_flops / gpu.throughput + gpu.block_overhead)
-        self._head_s = everybody * (workload.head_flops / gpu.throughput + gpu.pass_overhead)
+        workload, of_ranks = plan.workload, plan.cluster.of_ranks
+        self._slowdown = conditions.slowdown(plan.cluster, start_s)
+        rates, shares = of_ranks(lambda gpu: gpu.throughput), site_shares(plan.cluster, workload)
+        # Seconds that a FLOP of a rank with the mean number of tokens stands for.
+        each_s = np.repeat(shares, plan.cluster.num_gpus // shares.size) / rates
+        self._pre_expert_s = self._slowdown * (workload.pre_expert_flops * each_s + of_ranks(lambda gpu: gpu.block_overhead))
+        self._head_s = self._slowdown * (workload.head_flops * each_s + of_ranks(lambda gpu: gpu.pass_overhead))
         self._optimizer_s = self._optimizer()
         dense = dense_traffic(plan.placements[0], workload, plan.level_codecs)
         dense_coding_s = self._seconds(self._dense_coding())
@@ -198,7 +202,8 @@ class _Builder:
                     self._optimizer_s,
                     *(one.expert_s for one in expected.values()),
                     *(part for each in coding_s for part in each),
-                    everybody,
+                    self._pre_expert_s,
+                    self._head_s,
                 ],
                 LinkFactors(conditions, wiring.link_names).traits if conditions.of_links else None,
                 [pairs for one in expected.values() for op, pairs in one.direct.items() if op in _OUT],
@@ -209,7 +214,7 @@ class _Builder:
         self._one_of_each = alike.first
         self._program = Program(num_ranks=alike.num_kinds)
         self._expected = {first: self._block_of(sent) for first, sent in expected.items()}
-        self._dense = _Block(flows=self._flows(dense), expert_s=everybody, coding_s=dense_coding_s)
+        self._dense = _Block(flows=self._flows(dense), expert_s=self._slowdown, coding_s=dense_coding_s)
 
     def build(self) -> Program:
         last: list[int] = []
@@ -271,7 +276,8 @@ class _Builder:
         return self._block_of(self._traffic(layers, self._routing[layer, micro_batch]))
 
     def _traffic(self, layers: PlacedLayers, choices: IntArray | None) -> _Sent:
-        workload, gpu, placement = self._plan.workload, self._plan.cluster.gpu, layers.placement
+        workload, cluster, placement = self._plan.workload, self._plan.cluster, layers.placement
+        gpu = cluster.gpu
         codecs, per_choice, chunks = self._plan.level_codecs, self._exchange.per_choice, self._exchange.chunks
         traffic: Traffic = {}
         direct: dict[Op, Direct] = {}
@@ -287,8 +293,9 @@ class _Builder:
             traffic = {key: sent if key.op is Op.TOKEN_COUNTS else sent / chunks for key, sent in traffic.items()}
             direct = {op: pairs if op is Op.TOKEN_COUNTS else pairs.part(chunks) for op, pairs in direct.items()}
         copies = served_copies(placement, layers.gating, choices).sum(axis=1)
-        products_s = copies * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput)) / chunks
-        alone_s = (products_s + placement.holds.sum(axis=1) * gpu.expert_overhead) * self._slowdown
+        products_s = copies * workload.expert_flops_per_row / cluster.of_ranks(lambda gpu: gpu.expert_flops_per_s) / chunks
+        held_s = placement.holds.sum(axis=1) * cluster.of_ranks(lambda gpu: gpu.expert_overhead)
+        alone_s = (products_s + held_s) * self._slowdown
         # Ranks that share processors wait for each other's work, too.
         expert_s = alone_s / gpu.sharing + alone_s.mean() * (1 - 1 / gpu.sharing)
         coding: Coding = {}
@@ -491,7 +498,8 @@ class _Builder:
     def _optimizer(self) -> FloatArray:
         """[ranks] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts and of
         all dense parameters; memory bandwidth bounds it."""
-        model, dtype, gpu = self._plan.workload.model, self._plan.workload.training.dtype, self._plan.cluster.gpu
+        model, dtype = self._plan.workload.model, self._plan.workload.training.dtype
         params = self._plan.home_experts * float(model.expert_params) + model.dense_params
         size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
-        return np.asarray(size_bytes / gpu.memory_bandwidth * self._slowdown, dtype=np.float64)
+        rates = self._plan.cluster.of_ranks(lambda gpu: gpu.memory_bandwidth)
+        return np.asarray(size_bytes / rates * self._slowdown, dtype=np.float64)

@@ -61,7 +61,9 @@ def command(cluster: str, model: str, output: Path | None, seconds: float, overr
 
 def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3) -> Cluster:
     """Measure with all ranks of ``cluster``: on the Ray cluster at RAY_ADDRESS, else local processes, in the lab where inside
-    one. Returns the cluster with measured levels and computation; what was not measured stays."""
+    one. Returns the cluster with measured levels and computation; what was not measured stays. Raises UserError where sites have
+    GPUs of their own: the slowest rank counts, so one kind is measured."""
+    from hybridep.errors import UserError
     from hybridep.launch.backends import backend_for
     from hybridep.launch.controller import Controller
     from hybridep.launch.worker import Job
@@ -69,6 +71,12 @@ def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3)
     from planner import baseline
     from runtime.probe import probe_of, summarise
 
+    for site in cluster.sites:
+        if site.gpu is not None:
+            raise UserError(
+                f"sites.{site.name}.gpu: a probe measures one kind of GPU, that of the slowest rank; leave it out "
+                f"(--set sites.{site.name}.gpu=null) and give what differs by hand"
+            )
     with tempfile.TemporaryDirectory(prefix="hybridep-") as folder:
         run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=Path(folder), steps=1)
         job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds)

@@ -105,9 +105,8 @@ def served_counts(problem: SiteProblem, table: IntArray) -> IntArray:
 def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> LayerExchanges:
     """``table`` is [D, E]: the site that computes expert e for tokens of site d."""
     size, n = problem.num_sites, problem.num_inside
-    tokens = problem.workload.training.tokens
     served = served_counts(problem, table)
-    rows = tokens * problem.hit[served]
+    rows = problem.tokens[:, None] * problem.hit[served]
     arrived = np.broadcast_to(rows.sum(axis=0)[:, None], (size, n))
     np.fill_diagonal(rows, 0.0)
     talks = served > 0
@@ -116,14 +115,14 @@ def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> La
     per_copy = problem.rows_per_choice
     inner_rows: tuple[Exchange, ...] = ()
     inner_counts: tuple[Exchange, ...] = ()
-    outer_rows, outer_counts = _alike(n, rows, float(tokens)), _alike(n, COUNT_BYTES * talks.astype(np.float64))
+    outer_rows, outer_counts = _alike(n, rows, problem.tokens), _alike(n, COUNT_BYTES * talks.astype(np.float64))
     if inside is Inside.ALL or n == 1:
-        loads = np.broadcast_to(served.sum(axis=0)[:, None] * per_copy, (size, n))
+        loads = np.broadcast_to((per_copy @ served)[:, None], (size, n))
     else:
         by_rank = _served_by_rank(problem, table)
         before = arrived
-        loads = by_rank.sum(axis=0) * (n * per_copy)
-        needed = tokens * problem.hit[by_rank].sum(axis=0)
+        loads = n * np.tensordot(per_copy, by_rank, 1)
+        needed = np.tensordot(problem.tokens, problem.hit[by_rank], 1)
         arrived = n * needed
         away = needed.sum(axis=1, keepdims=True) - needed
         told = _all_to(needed > 0)
@@ -186,8 +185,8 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire
     return tuple(exchanges)
 
 
-def _alike(n: int, per_rank: FloatArray, most_coded: float = math.inf) -> Exchange:
-    """Every rank of a site sends the same [D, D]; it codes at most so many rows."""
+def _alike(n: int, per_rank: FloatArray, most_coded: FloatArray | float = math.inf) -> Exchange:
+    """Every rank of a site sends the same [D, D]; it codes at most so many rows ([D])."""
     out, into = per_rank.sum(axis=1), per_rank.sum(axis=0)
     every = np.ones(n)
     talks = per_rank > 0
