@@ -26,9 +26,10 @@ from dataclasses import dataclass, field, replace
 from hybridep.codecs import Codecs
 from hybridep.coding import Coding, copy_coding, dense_coding, speed_of, token_coding
 from hybridep.gating import Gating
+from hybridep.gpus import Gpu
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
-from hybridep.topology import Cluster, Gpu
+from hybridep.topology import Cluster
 from hybridep.traffic import (
     FloatArray,
     Op,
