@@ -13,7 +13,7 @@ from hybridep.workload import Workload
 def apportion(total: int, weights: NDArray[np.float64]) -> NDArray[np.int64]:
     """``total`` in whole parts in proportion to ``weights`` [n]: the largest remainders are rounded up, the first of equals."""
     exact = total * weights / weights.sum()
-    whole = np.floor(exact + 1e-9).astype(np.int64)
+    whole: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
     rest = np.argsort(np.round(whole - exact, 9), kind="stable")[: total - int(whole.sum())]
     whole[rest] += 1
     return whole
