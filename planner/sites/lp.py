@@ -197,7 +197,7 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     bounds[:num, 1] = many * holdable[all_a, all_h]
     bounds[num:first, 1] = copies[ca, ch]
     slowest = min(float(up.min()), float(down.min()), np.inf if pair_rate is None else float(pair_rate.min()))
-    most_rows = relaxation.rows * problem.num_sites * problem.num_experts
+    most_rows = float(relaxation.user_rows.max()) * problem.num_sites * problem.num_experts
     bounds[forward, 1], bounds[back, 1] = cost_forward * most_rows / slowest, cost_back * most_rows / slowest
     bounds[compute, 1] = float(work_s.max()) * problem.num_sites * problem.num_experts
     bounds[gather], bounds[give_back] = box.gather_s, box.return_s
