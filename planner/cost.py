@@ -130,7 +130,7 @@ class StepCost:
     bound_by: str
     """Name of the busiest link, or ``computation``."""
     compute_s: float
-    """Computation alone, of the rank that has most."""
+    """Computation alone, of the rank that has most; coding as the rank has it that codes most."""
     link_bytes: FloatArray
     """Per entry of ``Cluster.link_table``."""
     link_s: FloatArray
@@ -315,7 +315,7 @@ def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -
         loads += count * cost.link_bytes
         wan += count * cost.wan_bytes
         each_s = each_s + count * cost.compute_s
-    compute = float(each_s.max())
+    compute = float(each_s.max()) + parts.get(CODING, 0.0)
     link_s = loads / network.bandwidths_bytes_per_s
     busiest = int(link_s.argmax())
     by_link = float(link_s[busiest]) > compute
