@@ -146,10 +146,10 @@ def _show(given: Cluster, measured: Cluster) -> None:
     table.add_row("pass overhead", *(format_seconds(gpu.pass_overhead) for gpu in gpus))
     table.add_row("jitter", *(format_seconds(gpu.jitter) for gpu in gpus))
     table.add_row("expert overhead", *(format_seconds(gpu.expert_overhead) for gpu in gpus))
-    before, after = (gpu.coding for gpu in gpus)
+    codings = [gpu.coding for gpu in gpus]
     for kind in KINDS:
-        for codec in getattr(after or before, kind, {}):
-            both = (speeds and getattr(speeds, kind).get(codec) for speeds in (before, after))
+        for codec in getattr(codings[1] or codings[0], kind, {}):
+            both = (speeds and getattr(speeds, kind).get(codec) for speeds in codings)
             shown = (f"{format_bandwidth(one.encode)} + {format_bandwidth(one.decode)}" if one else "" for one in both)
             table.add_row(f"{kind} {codec.value}, code + decode", *shown)
     Console(highlight=False).print(table)

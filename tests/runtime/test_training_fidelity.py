@@ -34,7 +34,11 @@ from hybridep.plan import Residency
 
 pytestmark = pytest.mark.timeout(180)
 
-FOUR = [*cases((2, 2), 4), Case(sizes=(2, 2), domains=(1, 2), random_serving=1, micro_batches=2)]
+FOUR = [
+    *cases((2, 2), 4),
+    Case(sizes=(2, 2), domains=(1, 2), random_serving=1, micro_batches=2),
+    *(Case(sizes=(2, 2), domains=(2, 1), streams=3, prefetch=prefetch) for prefetch in (0, 1)),
+]
 EIGHT = [
     *cases((4, 2), 1),
     Case(sizes=(4, 2), domains=(1, 1), random_serving=2, residency=Residency.MICROBATCH),
