@@ -7,7 +7,6 @@ The counterpart of ``hybridep.traffic`` for the time that codecs take; planner a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -99,8 +98,9 @@ def direct_coding(direct: Mapping[Op, Direct], placement: Placement, workload: W
         for level, wire in enumerate(wires(workload, codecs, len(placement.sizes))):
             if op is not Op.TOKEN_COUNTS and "tokens" in codecs[level].lossy and (here := first == level).any():
                 exact = pairs.size_bytes[here] * (workload.combine_row_bytes / wire.combine_row_bytes)
-                by_rank = partial(np.bincount, weights=exact, minlength=placement.num_gpus)
-                coding[OpLevel(op, level)] = Coded(by_rank(pairs.source[here]), by_rank(pairs.destination[here]))
+                ends = (pairs.source[here], pairs.destination[here])
+                by_rank = (np.bincount(end, weights=exact, minlength=placement.num_gpus) for end in ends)
+                coding[OpLevel(op, level)] = Coded(*(np.asarray(one, dtype=np.float64) for one in by_rank))
     return coding
 
 
