@@ -103,7 +103,8 @@ def probe_in_group(
     found = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]
     compute = probe_compute(cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds)
     codecs = probe_codecs(workload, Timing(barrier, seconds * _CODEC_SHARE, least=2))
-    pairs, contention = (), None
+    pairs: tuple[PairProbe, ...] = ()
+    contention: Contention | None = None
     if thorough and mesh.sizes[0] > 1:
         pairs = probe_pairs(mesh, barrier, seconds=seconds, timeout_s=timeout_s)
         contention = probe_contention(mesh, barrier, seconds=seconds, timeout_s=timeout_s)
