@@ -236,7 +236,7 @@ def _show_pairs(cluster: Cluster, found: Probe) -> None:
     from hybridep.units import format_bandwidth, format_bytes, format_seconds
 
     sizes = sorted({point.size_bytes for pair in found.pairs for point in pair.points})
-    columns = ["pair", "latency", "connections", *(format_bytes(size) for size in sizes)]
+    columns = ["pair", "latency", "streams", *(format_bytes(size) for size in sizes)]
     table = Table(*columns, box=None, pad_edge=False)
     for pair in found.pairs:
         name, latency = f"{cluster.site_name(pair.src)} -> {cluster.site_name(pair.dst)}", format_seconds(pair.latency_s)
