@@ -98,11 +98,9 @@ def direct_coding(direct: Mapping[Op, Direct], placement: Placement, workload: W
         for level, wire in enumerate(wires(workload, codecs, len(placement.sizes))):
             if op is not Op.TOKEN_COUNTS and "tokens" in codecs[level].lossy and (here := first == level).any():
                 exact = pairs.size_bytes[here] * (workload.combine_row_bytes / wire.combine_row_bytes)
-                ends = (
-                    np.bincount(end[here], weights=exact, minlength=placement.num_gpus)
-                    for end in (pairs.source, pairs.destination)
-                )
-                coding[OpLevel(op, level)] = Coded(*ends)
+                ends = (pairs.source[here], pairs.destination[here])
+                by_rank = (np.bincount(end, weights=exact, minlength=placement.num_gpus) for end in ends)
+                coding[OpLevel(op, level)] = Coded(*(np.asarray(one, dtype=np.float64) for one in by_rank))
     return coding
 
 
@@ -122,10 +120,10 @@ def moved_coding(
     level: int, workload: Workload, codecs: Codecs, different: FloatArray | IntArray, sent: FloatArray, received: FloatArray
 ) -> Coding:
     """Of copies at one level, in experts: ``different`` ones that each rank sends, all that it sends, and those that it gets."""
-    each = float(workload.expert_bytes)
+    each = np.float64(workload.expert_bytes)
     coding: Coding = {}
     if "experts" in codecs.lossy:
-        coding[OpLevel(Op.EXPERT_GATHER, level)] = Coded(different * each, received * each)
+        coding[OpLevel(Op.EXPERT_GATHER, level)] = Coded(np.asarray(different * each), received * each)
     if "gradients" in codecs.lossy:
         coding[OpLevel(Op.GRADIENT_RETURN, level)] = Coded(received * each, sent * each)
     return coding
@@ -136,7 +134,7 @@ def dense_coding(sizes: Sequence[int], workload: Workload, codecs: Sequence[Code
     coding: Coding = {}
     num_gpus = int(np.prod(sizes))
     coordinates = np.unravel_index(np.arange(num_gpus), tuple(sizes))
-    each = workload.training.dtype.num_bytes
+    each = np.float64(workload.training.dtype.num_bytes)
     shard = np.full(num_gpus, workload.model.dense_params, dtype=np.int64)
     for level in reversed(range(len(sizes))):
         size, own = sizes[level], coordinates[level]
@@ -144,7 +142,7 @@ def dense_coding(sizes: Sequence[int], workload: Workload, codecs: Sequence[Code
             continue
         mine = shard // size + (own < shard % size)
         if "gradients" in codecs[level].lossy:
-            coding[OpLevel(Op.DENSE_REDUCE_SCATTER, level)] = Coded((shard - mine) * each, mine * ((size - 1) * each))
+            coding[OpLevel(Op.DENSE_REDUCE_SCATTER, level)] = Coded((shard - mine) * each, mine * (size - 1) * each)
             coding[OpLevel(Op.DENSE_ALL_GATHER, level)] = Coded(mine * each, shard * each)
         shard = mine
     return coding

@@ -50,7 +50,9 @@ class RankTrainer:
         text = read_text(run.data)
         self._batches = Batches(text, length=self._training.sequence_length, seed=run.seed)
         self.spans = SpanRecorder(mesh)
-        self.transport = Transport(timeout_s=run.exchange_timeout, on_span=self.spans.transfer)
+        self.transport = Transport(
+            timeout_s=run.exchange_timeout, on_span=self.spans.transfer, streams=mesh.plan.schedule.streams
+        )
         self._barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)

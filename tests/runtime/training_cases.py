@@ -72,6 +72,8 @@ class Case:
     micro_batches: int = 1
     overlap: bool = True
     prefetch: int = 0
+    streams: int = 1
+    """Of the outermost level."""
     dtype: str = "fp64"
     codecs: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     """Level -> (kind, codec) pairs; exact where absent."""
@@ -92,6 +94,7 @@ class Case:
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
         text += f"-{self.residency.value}-m{self.micro_batches}"
         text += f"-t{self.tokens}" if self.tokens else ""
+        text += f"-s{self.streams}" if self.streams > 1 else ""
         return f"{text}{'' if self.overlap else '-serial'}{f'-d{self.prefetch}' if self.prefetch else ''}"
 
     @property
@@ -128,7 +131,7 @@ class Case:
             serving=serving,
         )
         codecs = {level: build(Codecs, dict(pairs), "codecs") for level, pairs in self.codecs}
-        schedule = Schedule(overlap=self.overlap, prefetch=self.prefetch)
+        schedule = Schedule(overlap=self.overlap, prefetch=self.prefetch, streams={names[0]: self.streams})
         return Plan(cluster=cluster, workload=workload, layers=(group,), codecs=codecs, schedule=schedule)
 
 
