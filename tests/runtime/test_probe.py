@@ -56,7 +56,7 @@ def test_all_ranks_measure_plausible_numbers() -> None:
     for pair in found.pairs:
         assert 1e-6 < pair.latency_s < 0.5 and 1e6 < pair.bandwidth_bytes_per_s < 1e12
         assert {(point.size_bytes, point.streams) for point in pair.points} == set(product(SIZES_BYTES, STREAMS))
-        assert all(1e5 < point.bytes_per_s < 1e12 for point in pair.points)
+        assert all(1e3 < point.bytes_per_s < 1e12 for point in pair.points)
     both = found.contention
     assert both is not None and all(0 < value < 1e12 for value in asdict(both).values())
     measured = {(one.kind, one.codec) for one in found.codecs}
