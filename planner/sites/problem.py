@@ -161,9 +161,14 @@ class SiteProblem:
         return bool(access and self.pair_bytes_per_s is None and not self.cluster.trunks)
 
     @cached_property
+    def one_latency_s(self) -> float | None:
+        """Between any two sites; None where pairs have latencies of their own."""
+        return None if self.cluster.links else self.cluster.levels[0].latency
+
+    @cached_property
     def median_latency_s(self) -> float:
         """Between sites."""
-        return float(np.median(self.latency_s))
+        return float(np.median(self.latency_s)) if self.one_latency_s is None else self.one_latency_s
 
     @cached_property
     def beside_s(self) -> float:
