@@ -204,13 +204,15 @@ class Cluster(Strict):
     def link_table(self) -> tuple[Link, ...]:
         """All links: for each level and worker up, then down; then the DC pairs in row order, then trunks (where given)."""
         table: list[Link] = []
+        names: list[str] = []
         for depth, level in enumerate(self.levels):
-            for location in product(*(range(size) for size in self.sizes[: depth + 1])):
+            inner = [f"/{level.name}{x}" for x in range(level.size)]
+            names = [name + one for name in names for one in inner] if depth else [self.site_name(x) for x in range(level.size)]
+            for number, name in enumerate(names):
                 up = down = level.bandwidth
                 if depth == 0 and self.sites:
-                    site = self.sites[location[0]]
+                    site = self.sites[number]
                     up, down = site.up or up, site.down or down
-                name = self.worker_name(location)
                 table.append(Link(name=f"{name} up", bandwidth_bytes_per_s=up))
                 table.append(Link(name=f"{name} down", bandwidth_bytes_per_s=down))
         if self.links:

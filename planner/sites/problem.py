@@ -155,6 +155,11 @@ class SiteProblem:
         return float(gating(self.workload).rows[0])
 
     @cached_property
+    def alike_paths(self) -> bool:
+        """All pairs of sites are joined alike: what one sends to another meets its own and the other's access link only."""
+        return self.pair_bytes_per_s is None and self.one_latency_s is not None
+
+    @cached_property
     def equal_sites(self) -> bool:
         """All have the same links."""
         access = np.ptp(self.up_bytes_per_s) == 0 and np.ptp(self.down_bytes_per_s) == 0

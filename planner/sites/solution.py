@@ -116,7 +116,8 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         relaxation, boxes = Relaxation(problem=one), most // len(scenarios)
         try:
             by_size = _prove_sizes(relaxation, best_s, boxes, deadline_s)
-            if by_size is not None and by_size.bound_s >= best_s * (1 - ENOUGH_GAP):
+            # Many equal sites hold what they hold whoever they are: nothing to add for boxes that tell homes apart.
+            if by_size is not None and (one.equal_sites or by_size.bound_s >= best_s * (1 - ENOUGH_GAP)):
                 boxes = 2
             proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=deadline_s, report=told)
         except KeyboardInterrupt:
