@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
@@ -22,6 +21,9 @@ from scipy.sparse import csr_array
 from hybridep.config import Bandwidth, Duration, Rent, Size, Strict, Throughput, TransferPrice
 from hybridep.errors import ConfigError
 from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Location = tuple[int, ...]
 
@@ -330,6 +332,8 @@ class Cluster(Strict):
     def graph(self) -> nx.DiGraph[Any]:
         """The cluster as a directed graph: nodes are ranks (int) and switches (str), edges carry ``link`` (index in
         ``link_table``) and ``bandwidth_bytes_per_s``; without trunks. The unique shortest path between two ranks is ``path``."""
+        import networkx as nx  # a fifth of a second that only this needs
+
         graph: nx.DiGraph[Any] = nx.DiGraph()
         table = self.link_table
 

@@ -229,7 +229,7 @@ class Relaxation:
         from_home, to_home = (0.0, 0.0) if pair_rate is None else ((homes / pair_rate.T).max(), (homes / pair_rate).max())
 
         def seconds(out: FloatArray, into: FloatArray, pair: float, weight: float) -> float:
-            limit = weight * max((out / problem.up_bytes_per_s).max(), (into / problem.down_bytes_per_s).max(), pair)
+            limit = weight * float(max((out / problem.up_bytes_per_s).max(), (into / problem.down_bytes_per_s).max(), pair))
             # A rank's own link may be the narrower one.
             ranks = problem.cluster.num_gpus // size
             most = float(np.bincount(problem.home, minlength=size * ranks).max()) * (size - 1) + problem.num_experts
