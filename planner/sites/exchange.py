@@ -125,9 +125,7 @@ class _Served:
         first = np.ones(ordered.shape, dtype=np.bool_)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         start = np.flatnonzero(first)
-        return cls(
-            row=start // ordered.shape[1], place=ordered.ravel()[start], count=np.diff(start, append=ordered.size)
-        )
+        return cls(row=start // ordered.shape[1], place=ordered.ravel()[start], count=np.diff(start, append=ordered.size))
 
     def by_place(self, value: FloatArray, users: FloatArray, size: int) -> FloatArray:
         """[size]: ``value`` ([K]) of all users of all rows together, with so many users ([rows]) each."""
@@ -274,9 +272,7 @@ def _copies(problem: SiteProblem, held: IntArray, inside: Inside) -> tuple[tuple
         np.add.at(moved, home_site, held.T)
         return _away(moved)
 
-    outer = Exchange(
-        outer=True, out=np.asarray(out, dtype=np.float64), into=held_at - at_home, messages=messages, pairs_of=pairs
-    )
+    outer = Exchange(outer=True, out=np.asarray(out, dtype=np.float64), into=held_at - at_home, messages=messages, pairs_of=pairs)
     if inside is Inside.ONE or n == 1:
         return (outer,), held_at - at_home
     all_held = held_at.sum(axis=1, keepdims=True)
