@@ -19,7 +19,6 @@ import numpy as np
 import yaml
 
 from hybridep.config import build, load
-from hybridep.plan import Plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import plan

@@ -104,7 +104,8 @@ def held_by_site(problem: SiteProblem, table: IntArray) -> IntArray:
 
 
 def distinct_rows(table: IntArray) -> tuple[IntArray, IntArray]:
-    """The rows of ``table`` ([D, E]) that differ, in the order of their first sites ([U, E]), and which one each site has ([D])."""
+    """The rows of ``table`` ([D, E]) that differ, in the order of their first sites ([U, E]), and which of them each site has
+    ([D])."""
     number: dict[bytes, int] = {}
     which = np.array([number.setdefault(row.tobytes(), len(number)) for row in table])
     return table[np.unique(which, return_index=True)[1]], which

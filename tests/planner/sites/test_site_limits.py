@@ -1,4 +1,4 @@
-"""What ends a search between sites: what it counts, wherever the time limit is far; else the limit, with a plan and an honest gap.
+"""What ends a search between sites: what it counts where the time limit is far; else the limit, with a plan and an honest gap.
 
 Time is this process's own computation here, as on a machine that does nothing else.
 """
