@@ -97,7 +97,7 @@ def searched_domains(problem: SiteProblem) -> Found:
 
 
 def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per planner, ours first; gains are its step over ours, ``off`` the simulated step over the predicted one, less 1."""
+    """One row per planner, ours first; gains are its step over ours, ``off`` is the simulated step over the predicted one - 1."""
     problem = site_problem(cluster, workload)
     started = time.process_time()
     ours = plan(cluster, workload, time_limit_s=config["time_limit_s"])
