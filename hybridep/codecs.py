@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from pydantic import Field, model_validator
 
-from hybridep.config import Strict
+from hybridep.config import Bandwidth, Strict
 from hybridep.workload import Workload
 
 SPAN = 128
@@ -108,6 +108,33 @@ class Codecs(Strict):
         if self.gradients is GradientCodec.TOP_K:
             texts["gradients"] += f", keep {self.gradients_keep:g}"
         return {kind: text for kind, text in texts.items() if text != "exact"}
+
+
+class Speed(Strict):
+    """Of one codec on one rank while all ranks compute: bytes of exact payload per second."""
+
+    encode: Bandwidth
+    decode: Bandwidth
+
+
+class Speeds(Strict):
+    """Of codecs, by kind of payload; those that are left out take no time."""
+
+    tokens: dict[TokenCodec, Speed] = Field(default_factory=dict)
+    experts: dict[ExpertCodec, Speed] = Field(default_factory=dict)
+    gradients: dict[GradientCodec, Speed] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Speeds:
+        for kind in KINDS:
+            if any(codec.value == "exact" for codec in getattr(self, kind)):
+                raise ValueError(f"{kind}.exact: what is not coded takes no time; leave it out")
+        return self
+
+    def of(self, kind: str, codecs: Codecs) -> Speed | None:
+        """Of the codec that ``codecs`` has for ``kind``; None where it takes no time."""
+        found: Speed | None = getattr(self, kind).get(getattr(codecs, kind))
+        return found
 
 
 KINDS = ("tokens", "experts", "gradients")

@@ -18,6 +18,8 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridep.shares import site_sequences
+from hybridep.topology import Cluster
 from hybridep.workload import DropPolicy, Workload
 
 FloatArray = NDArray[np.float64]
@@ -32,13 +34,13 @@ _RARE = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Gating:
-    """The choices of one rank's tokens in one micro-batch of one layer."""
+    """The choices of each rank's tokens in one micro-batch of one layer."""
 
     num_experts: int
     top_k: int
     sequence_length: int
-    num_sequences: int
-    """Of one rank and micro-batch."""
+    sequences: tuple[int, ...]
+    """Of one rank of each site in one micro-batch; one number where it is the same at all."""
     popularity: tuple[float, ...] | None = None
     """[E]: each expert's share of all choices; they add up to 1. None: all alike."""
     capacity: int | None = None
@@ -47,11 +49,6 @@ class Gating:
     """An expert without room drops the last tokens of the sequence, else those with the smallest probability."""
     padded: bool = False
     """An expert computes its full capacity, whatever came."""
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.sequence_length * self.num_sequences
 
     @cached_property
     def chosen(self) -> FloatArray:
@@ -89,15 +86,15 @@ class Gating:
 
     @cached_property
     def travelling(self) -> FloatArray:
-        """[E]: choices of each expert by the tokens of one rank, those that are dropped left out."""
-        return self.num_tokens * self.chosen * self.kept
+        """[E]: choices of each expert by the tokens of one sequence, those that are dropped left out."""
+        return self.sequence_length * self.chosen * self.kept
 
     @cached_property
     def rows(self) -> FloatArray:
-        """[E]: rows that an expert computes for the tokens of one rank."""
+        """[E]: rows that an expert computes for the tokens of one sequence."""
         if self.padded:
             assert self.capacity is not None
-            return np.full(self.num_experts, float(self.capacity * self.num_sequences))
+            return np.full(self.num_experts, float(self.capacity))
         return self.travelling
 
     @cached_property
@@ -178,19 +175,20 @@ def _prefixes(drawn: FloatArray, most: int) -> FloatArray:
     return count
 
 
-def gating(workload: Workload, popularity: Sequence[float] | None = None) -> Gating:
-    """Of one layer; without ``popularity`` all experts are alike."""
-    return _gating(workload, None if popularity is None else tuple(popularity))
+def gating(workload: Workload, popularity: Sequence[float] | None = None, cluster: Cluster | None = None) -> Gating:
+    """Of one layer; without ``popularity`` all experts are alike, and without ``cluster`` all sites have as many tokens."""
+    sequences = (workload.training.micro_batch_size,) if cluster is None else site_sequences(cluster, workload)
+    return _gating(workload, None if popularity is None else tuple(popularity), sequences)
 
 
 @lru_cache(maxsize=256)
-def _gating(workload: Workload, popularity: tuple[float, ...] | None) -> Gating:
+def _gating(workload: Workload, popularity: tuple[float, ...] | None, sequences: tuple[int, ...]) -> Gating:
     model, training = workload.model, workload.training
     return Gating(
         num_experts=model.num_experts,
         top_k=model.top_k,
         sequence_length=training.sequence_length,
-        num_sequences=training.micro_batch_size,
+        sequences=sequences,
         popularity=popularity,
         capacity=workload.expert_capacity,
         last_dropped=model.token_drop_policy is DropPolicy.POSITION,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridep.errors import PlacementError
-from hybridep.placement import expert_homes
+from hybridep.placement import expert_homes, home_blocks
 from hybridep.serving import format_experts, parse_experts
 from hybridep.topology import Cluster
 
@@ -20,7 +20,7 @@ def home_table(cluster: Cluster, num_experts: int, homes: Mapping[str, str]) -> 
     Raises PlacementError for an unknown worker, and an expert without or with two homes. Ranks without experts are fine.
     """
     if not homes:
-        return expert_homes(num_experts, cluster.num_gpus)
+        return home_blocks(cluster, num_experts)
     ranks = _workers(cluster)
     table = np.full(num_experts, -1, dtype=np.int64)
     for name, text in homes.items():

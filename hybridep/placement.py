@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridep.errors import PlacementError
+from hybridep.shares import apportion
 from hybridep.topology import Cluster
 
 IntArray = NDArray[np.int64]
@@ -41,6 +42,15 @@ def expert_homes(num_experts: int, num_gpus: int) -> IntArray:
     """[E]: the rank that owns each expert: contiguous blocks whose sizes differ by at most one; where there are fewer
     experts than ranks, the homes are spread evenly."""
     return np.arange(num_experts, dtype=np.int64) * num_gpus // num_experts
+
+
+def home_blocks(cluster: Cluster, num_experts: int) -> IntArray:
+    """[E]: the same, with as many at each site as ``Site.experts`` says: contiguous, site after site."""
+    weights, inside = cluster.home_weights, cluster.num_gpus // cluster.sizes[0]
+    if np.ptp(weights) == 0:
+        return expert_homes(num_experts, cluster.num_gpus)
+    numbers = apportion(num_experts, weights)
+    return np.concatenate([dc * inside + expert_homes(int(number), inside) for dc, number in enumerate(numbers) if number])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,9 +111,14 @@ class Placement:
     @cached_property
     def serving_rank(self) -> IntArray:
         """[G, E]: the rank that computes expert e for tokens of each rank."""
+        return self.reached(len(self.serve))
+
+    def reached(self, num_hops: int) -> IntArray:
+        """[G, E]: where tokens of each rank for expert e are after so many hops."""
         ranks = np.zeros((self.num_gpus, self.num_experts), dtype=np.int64)
         for level, serve in enumerate(self.serve):
-            ranks = ranks * self.sizes[level] + serve[self.coordinates[:, level]]
+            own = self.coordinates[:, level]
+            ranks = ranks * self.sizes[level] + (serve[own] if level < num_hops else own[:, None])
         return ranks
 
     @cached_property
@@ -128,10 +143,20 @@ class Placement:
             reached = sent
         return tuple(moves)
 
-    @cached_property
+    @property
     def num_moved(self) -> tuple[IntArray, ...]:
         """Per level: [G, SF_l], how many experts each rank sends to each coordinate in one gather; the sizes of ``moves``
         without listing them."""
+        return tuple(moved for moved, _ in self._moved)
+
+    @property
+    def num_sent(self) -> tuple[IntArray, ...]:
+        """Per level: [G], how many different experts each rank sends in one gather."""
+        return tuple(sent for _, sent in self._moved)
+
+    @cached_property
+    def _moved(self) -> tuple[tuple[IntArray, IntArray], ...]:
+        """Per level (``num_moved``, ``num_sent``)."""
         shape = (*self.sizes, self.num_experts)
         reached = np.zeros((self.num_gpus, self.num_experts), dtype=np.bool_)
         reached[self.home, np.arange(self.num_experts)] = True
@@ -139,7 +164,8 @@ class Placement:
         for level, table in enumerate(self.holds_at):
             sent = (reached.astype(np.float64) @ table.T.astype(np.float64)).astype(np.int64)
             sent[np.arange(self.num_gpus), self.coordinates[:, level]] = 0
-            counts.append(sent)
+            elsewhere = table.sum(axis=0) > table[self.coordinates[:, level]]
+            counts.append((sent, (reached & elsewhere).sum(axis=1)))
             anywhere = reached.reshape(shape).any(axis=level, keepdims=True)
             reached = np.broadcast_to(anywhere, shape).reshape(reached.shape) & table[self.coordinates[:, level]]
         return tuple(counts)
@@ -178,7 +204,7 @@ def place(
     ``choices`` maps level names to choices; a level that is absent has domains of one worker (plain expert parallelism).
     ``hotness`` orders each home's experts for partial migration (highest first; by index when absent).
     ``outer`` ([SF_0, E], see ``hybridep.serving``) takes the place of the outermost level's domains.
-    ``home`` ([E] ranks, see ``hybridep.homes``) takes the place of even blocks.
+    ``home`` ([E] ranks, see ``hybridep.homes``) takes the place of ``home_blocks``.
     Raises PlacementError for an unknown level, a size that does not divide, a ratio outside [0, 1], or a level given twice.
     """
     names = [level.name for level in cluster.levels]
@@ -188,7 +214,7 @@ def place(
     if outer is not None and names[0] in choices:
         raise PlacementError(f"domains.{names[0]}: the plan gives a serving table for this level; leave its domain size out")
     if home is None:
-        home = expert_homes(num_experts, cluster.num_gpus)
+        home = home_blocks(cluster, num_experts)
     home_coordinates = np.stack(np.unravel_index(home, cluster.sizes))
     order = np.argsort(-np.asarray(hotness if hotness is not None else np.zeros(num_experts)), kind="stable")
     place_at_home = np.empty(num_experts, dtype=np.int64)

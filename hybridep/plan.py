@@ -68,7 +68,7 @@ class LayerGroup(Strict):
     serving: tuple[ServingGroup, ...] = ()
     """In place of a domain size for the outermost level: which site computes which experts for tokens of which sites."""
     homes: dict[str, str] = Field(default_factory=dict)
-    """Site or worker -> experts that live there (see ``hybridep.homes``); even blocks when empty."""
+    """Site or worker -> experts that live there (see ``hybridep.homes``); blocks as the cluster's sites have them when empty."""
 
     def placement(self, cluster: Cluster, num_experts: int, popularity: Sequence[float] | None = None) -> Placement:
         """Its serving tables on a cluster; partial migration copies each home's most popular experts. Raises PlacementError."""
@@ -95,8 +95,14 @@ class Schedule(Strict):
     beside tokens. d > 0: a block's gather may set out with the block d before it and must be there before its experts
     compute; gradients return until the end of the step; copies give way to tokens."""
 
+    streams: dict[str, int] = Field(default_factory=dict)
+    """Level name -> connections per pair of ranks, each of which has at most a window of bytes under way; one where absent."""
+
     @model_validator(mode="after")
     def _consistent(self) -> Schedule:
+        for name, number in self.streams.items():
+            if number < 1:
+                raise ValueError(f"streams.{name}: {number} must be at least 1")
         if self.prefetch and not self.overlap:
             raise ValueError(f"prefetch: {self.prefetch} needs overlap, which is off")
         return self
@@ -179,6 +185,9 @@ class Plan(Strict):
             raise ValueError(f"layers: {covered} layers are placed, the model has {self.workload.model.num_moe_layers}")
         _check_popularity(self.popularity, self.workload)
         levels = [level.name for level in self.cluster.levels]
+        for name in self.schedule.streams:
+            if name not in levels:
+                raise ValueError(f"schedule.streams.{name}: no such level; the cluster has {', '.join(levels)}")
         for name, codecs in self.codecs.items():
             if name not in levels:
                 raise ValueError(f"codecs.{name}: no such level; the cluster has {', '.join(levels)}")
@@ -200,7 +209,7 @@ class Plan(Strict):
             for first in range(group.first_layer, group.first_layer + group.num_layers, step):
                 popularity = self.popularity[first] if self.popularity else None
                 placement = group.placement(self.cluster, experts, popularity)
-                found.append(PlacedLayers(first, step, group, placement, gating(self.workload, popularity)))
+                found.append(PlacedLayers(first, step, group, placement, gating(self.workload, popularity, self.cluster)))
         return tuple(found)
 
     @property

@@ -15,10 +15,12 @@ from hybridep.config import write_bytes
 from hybridep.errors import UserError
 from hybridep.placement import IntArray
 from hybridep.plan import Plan
+from hybridep.shares import site_sequences
 from hybridep.workload import Workload
 
 Routing = Mapping[tuple[int, int], IntArray]
-"""(MoE layer, micro-batch) -> [G, T, K] expert ids of one step, -1 for a dropped choice."""
+"""(MoE layer, micro-batch) -> [G, T, K] expert ids of one step, -1 for a dropped choice. Where ranks have different numbers of
+tokens, T is the largest, and -1 fills the rows that a rank lacks."""
 
 _CHOSEN = "chosen"
 
@@ -58,7 +60,8 @@ class RoutingRecord:
         """Raises UserError when the record is of another model, or its choices are of another batch or number of ranks."""
         model, training = plan.workload.model, plan.workload.training
         self.require_model(plan.workload, where)
-        shape = (plan.cluster.num_gpus, training.tokens, model.top_k)
+        most = max(site_sequences(plan.cluster, plan.workload)) * training.sequence_length
+        shape = (plan.cluster.num_gpus, most, model.top_k)
         keys = {(layer, batch) for layer in range(model.num_moe_layers) for batch in range(training.micro_batches)}
         if self.choices and (set(self.choices) != keys or any(ids.shape != shape for ids in self.choices.values())):
             found = next(iter(self.choices.values())).shape

@@ -6,7 +6,7 @@ Ranks are numbered by location ``(x_0 .. x_{L-1})`` in mixed radix over the leve
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations, product
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from scipy.sparse import csr_array
 
-from hybridep.config import Bandwidth, Duration, Rent, Size, Strict, Throughput, TransferPrice
+from hybridep.config import Bandwidth, Duration, Strict, TransferPrice
 from hybridep.errors import ConfigError
+from hybridep.gpus import Gpu, SiteGpu
 from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
 
 if TYPE_CHECKING:
@@ -41,42 +42,19 @@ class Level(Strict):
     """Of the outermost level: what each byte costs that leaves a site for another one; nothing where absent."""
 
 
-class Gpu(Strict):
-    """What one rank computes with."""
-
-    throughput: Throughput
-    """Effective, as matrix products reach it, not the data sheet's peak."""
-    memory: Size
-    memory_bandwidth: Bandwidth
-    """Effective; bounds the optimizer step."""
-    block_overhead: Duration = 0.0
-    """Fixed cost of one MoE block's forward pass (kernel launches, interpreter); twice that for backward."""
-    expert_throughput: Throughput | None = None
-    """Of the routed experts' products, which are many and small; as ``throughput`` when absent."""
-    expert_overhead: Duration = 0.0
-    """Fixed cost of each expert that a rank holds, its own or a copy, in one block's forward pass (launches, reading the
-    weights, writing their gradients); twice that for backward."""
-    pass_overhead: Duration = 0.0
-    """Fixed cost of one micro-batch's forward outside the MoE blocks (embedding, loss); twice that for backward."""
-    jitter: Duration = 0.0
-    """How late the last rank comes to an exchange after computation, beyond what uneven work explains. Counted where little
-    else hides it: for copies, which travel amid computation, and for tokens inside sites."""
-    sharing: float = Field(default=1.0, ge=1)
-    """How many times as fast a rank computes while all others wait; above 1 where ranks share processors, as in an emulation.
-    All other figures are those of a rank while all compute."""
-    message_overhead: Duration = 0.0
-    """Time that each message of an exchange takes a rank, beyond the first; that one is in the level's latency."""
-    price: Rent | None = None
-    """Of one rank; nothing where absent."""
-
-
 class Site(Strict):
-    """One datacenter by name; its access rates, and what sending costs, where they differ from the level's."""
+    """One datacenter by name; its access rates, what sending costs, and its ranks' GPUs, where they differ from the level's and
+    the cluster's; and its share of the work."""
 
     name: str
     up: Bandwidth | None = None
     down: Bandwidth | None = None
     egress: TransferPrice | None = None
+    gpu: SiteGpu | None = None
+    tokens: float | None = Field(default=None, gt=0)
+    """How much of the global batch its ranks take, against the other sites' (see ``hybridep.shares``); 1 where absent."""
+    experts: float | None = Field(default=None, ge=0)
+    """How many experts live there, against the other sites; 1 where absent, 0 for none."""
 
 
 class PairLink(Strict):
@@ -133,6 +111,13 @@ class Cluster(Strict):
             raise ValueError(f"sites: {len(sites)} are named but level {names[0]!r} has size {self.levels[0].size}")
         if len(set(sites)) != len(sites):
             raise ValueError(f"sites: names repeat: {sites}")
+        for at, site in enumerate(self.sites):
+            try:
+                _ = site.gpu and site.gpu.of(self.gpu)
+            except ValueError as error:
+                raise ValueError(f"sites.{at}.gpu: {error}") from None
+        if not self.home_weights.any():
+            raise ValueError("sites: experts is 0 at every site; they must live somewhere")
         for at, trunk in enumerate(self.trunks):
             self._check_carried(f"trunks.{at}.carries", trunk.carries)
         if self.links:
@@ -195,12 +180,51 @@ class Cluster(Strict):
         inner = [f"{level.name}{x}" for level, x in zip(self.levels[1:], location[1:], strict=False)]
         return "/".join([self.site_name(location[0]), *inner])
 
+    # --- what ranks compute with -----------------------------------------------------------------------------------
+
+    @property
+    def site_gpus(self) -> tuple[Gpu, ...]:
+        """[DCs]: what the ranks of each compute with."""
+        if not self.has_uneven_gpus:
+            return (self.gpu,) * self.levels[0].size
+        return tuple(self.gpu if site.gpu is None else site.gpu.of(self.gpu) for site in self.sites)
+
+    @property
+    def has_uneven_gpus(self) -> bool:
+        """Some site's differ from the cluster's."""
+        return any(site.gpu is not None for site in self.sites)
+
+    def of_sites(self, figure: Callable[[Gpu], float]) -> NDArray[np.float64]:
+        """[DCs]: one figure of each site's GPUs."""
+        return np.array([figure(gpu) for gpu in self.site_gpus], dtype=np.float64)
+
+    def of_ranks(self, figure: Callable[[Gpu], float]) -> NDArray[np.float64]:
+        """[G]: the same of each rank."""
+        return np.repeat(self.of_sites(figure), self.num_gpus // self.levels[0].size)
+
+    @property
+    def token_weights(self) -> NDArray[np.float64]:
+        """[DCs]: tokens of a rank of each, against the others'."""
+        return np.array([site.tokens or 1.0 for site in self.sites] or [1.0] * self.levels[0].size)
+
+    @property
+    def home_weights(self) -> NDArray[np.float64]:
+        """[DCs]: experts at home in each, against the others."""
+        given = [1.0 if site.experts is None else site.experts for site in self.sites]
+        return np.array(given or [1.0] * self.levels[0].size)
+
+    @property
+    def has_alike_ranks(self) -> bool:
+        """The same GPUs and shares of the batch and of the experts at all sites."""
+        return not self.has_uneven_gpus and float(np.ptp(self.token_weights) + np.ptp(self.home_weights)) == 0
+
     # --- links -----------------------------------------------------------------------------------------------------
 
     @property
     def is_symmetric(self) -> bool:
-        """Every worker of a level has the same links."""
-        return not self.links and not self.trunks and all(site.up is None and site.down is None for site in self.sites)
+        """Every worker of a level has the same links, and every rank the same GPU and share of the batch."""
+        alike = all(site.up is None and site.down is None for site in self.sites)
+        return alike and not self.links and not self.trunks and self.has_alike_ranks
 
     @cached_property
     def link_table(self) -> tuple[Link, ...]:
@@ -268,7 +292,7 @@ class Cluster(Strict):
     @property
     def has_prices(self) -> bool:
         """Something costs money."""
-        return self.gpu.price is not None or self.has_egress_prices
+        return any(gpu.price is not None for gpu in self.site_gpus) or self.has_egress_prices
 
     @property
     def has_egress_prices(self) -> bool:
@@ -279,7 +303,7 @@ class Cluster(Strict):
     @property
     def rent_usd_per_s(self) -> float:
         """Of all ranks."""
-        return self.num_gpus * (self.gpu.price or 0.0)
+        return self.num_gpus // self.levels[0].size * sum(gpu.price or 0.0 for gpu in self.site_gpus)
 
     @cached_property
     def egress_usd_per_byte(self) -> NDArray[np.float64]:

@@ -59,6 +59,12 @@ def is_late(key: OpLevel) -> bool:
     return key.op in (Op.EXPERT_GATHER, Op.GRADIENT_RETURN) or (key.level > 0 and not dense)
 
 
+def rank_sequences(placement: Placement, gating: Gating) -> FloatArray:
+    """[G]: sequences of each rank in one micro-batch."""
+    of_sites = np.broadcast_to(np.array(gating.sequences, dtype=np.float64), placement.sizes[0])
+    return np.repeat(of_sites, placement.num_gpus // placement.sizes[0])
+
+
 def reverse(placement: Placement, level: int, sent: FloatArray) -> FloatArray:
     """The same bytes in the other direction: out[peer(g, c), x_l(g)] = sent[g, c]."""
     shape = (*placement.sizes, placement.sizes[level])
@@ -66,9 +72,9 @@ def reverse(placement: Placement, level: int, sent: FloatArray) -> FloatArray:
 
 
 def routed_rows(placement: Placement, routing: IntArray, *, per_choice: bool = False) -> list[FloatArray]:
-    """Token rows of one dispatch, exactly. ``routing`` is [G, T, K], expert ids (-1 for none); returns per level
-    [G, SF_l] rows sent. A token crosses to a coordinate once, however many of its experts are served there; or once for each
-    of them (``per_choice``)."""
+    """Token rows of one dispatch, exactly. ``routing`` is [G, T, K], expert ids (-1 for none, and for tokens that a rank lacks);
+    returns per level [G, SF_l] rows sent. A token crosses to a coordinate once, however many of its experts are served there; or
+    once for each of them (``per_choice``)."""
     num_gpus, num_tokens, _ = routing.shape
     chosen = routing >= 0
     experts = np.where(chosen, routing, 0)
@@ -91,27 +97,30 @@ def expected_rows(placement: Placement, gating: Gating, *, per_choice: bool = Fa
     """Token rows of one dispatch as expected: a place is visited when one of the experts that it serves is chosen and takes
     the token; or once for each of them (``per_choice``)."""
     prefix = np.zeros((placement.num_gpus, placement.num_experts), dtype=np.int64)
+    sequences = rank_sequences(placement, gating)
     rows = []
     for level, size in enumerate(placement.sizes):
         prefix = prefix * size + placement.serve[level][placement.coordinates[:, level]]
         num_places = int(np.prod(placement.sizes[: level + 1]))
         if per_choice:
-            visits = _choices(prefix, num_places, np.broadcast_to(gating.travelling, prefix.shape))
+            visits = _choices(prefix, num_places, np.outer(sequences, gating.travelling))
         else:
-            visits = _visits(gating, prefix, num_places)
+            visits = _visits(gating, sequences, prefix, num_places)
         rows.append(_rows_at(placement, level, *visits))
     return rows
 
 
-def arriving_rows(placement: Placement, gating: Gating) -> FloatArray:
-    """[G]: rows that end up at each rank in one dispatch as expected, those of its own tokens included."""
-    _, rank, rows = _visits(gating, placement.serving_rank, placement.num_gpus)
+def arriving_rows(placement: Placement, gating: Gating, num_hops: int | None = None) -> FloatArray:
+    """[G]: rows that end up at each rank in one dispatch as expected, or are there after its first ``num_hops``; those of its own
+    tokens included."""
+    place = placement.serving_rank if num_hops is None else placement.reached(num_hops)
+    _, rank, rows = _visits(gating, rank_sequences(placement, gating), place, placement.num_gpus)
     return np.bincount(rank, weights=rows, minlength=placement.num_gpus).astype(np.float64)
 
 
-def _visits(gating: Gating, place: IntArray, num_places: int) -> tuple[IntArray, IntArray, FloatArray]:
-    """(ranks, places, rows): how many tokens of each rank are expected to visit each place; ``place`` [G, E] is where each rank's
-    tokens find each expert."""
+def _visits(gating: Gating, sequences: FloatArray, place: IntArray, num_places: int) -> tuple[IntArray, IntArray, FloatArray]:
+    """(ranks, places, rows): how many tokens of each rank, with so many ``sequences`` [G], are expected to visit each place;
+    ``place`` [G, E] is where each rank's tokens find each expert."""
     keys = np.arange(len(place))[:, None] * num_places + place
     # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
     found, where, served = np.unique(keys, return_inverse=True, return_counts=True)
@@ -121,7 +130,8 @@ def _visits(gating: Gating, place: IntArray, num_places: int) -> tuple[IntArray,
         member = np.zeros((len(found), gating.num_experts), dtype=np.bool_)
         member[where.reshape(keys.shape), np.arange(gating.num_experts)] = True
         hit = gating.hit(member)
-    return found // num_places, found % num_places, gating.num_tokens * hit
+    rank = found // num_places
+    return rank, found % num_places, sequences[rank] * gating.sequence_length * hit
 
 
 def _choices(place: IntArray, num_places: int, chosen: FloatArray) -> tuple[IntArray, IntArray, FloatArray]:
@@ -150,7 +160,7 @@ def served_copies(placement: Placement, gating: Gating, routing: IntArray | None
     copies = np.zeros((placement.num_gpus, placement.num_experts))
     if routing is None or gating.padded:
         experts = np.broadcast_to(np.arange(placement.num_experts), placement.serving_rank.shape)
-        np.add.at(copies, (placement.serving_rank, experts), np.broadcast_to(gating.rows, experts.shape))
+        np.add.at(copies, (placement.serving_rank, experts), np.outer(rank_sequences(placement, gating), gating.rows))
         return copies
     flat = routing.reshape(placement.num_gpus, -1)
     source, slot = np.nonzero(flat >= 0)
@@ -183,7 +193,7 @@ def direct_traffic(
     with the token. As expected where there is no ``routing`` ([G, T, K], -1 for none)."""
     num_gpus, num_experts = placement.num_gpus, placement.num_experts
     if routing is None:
-        chosen = np.broadcast_to(gating.travelling, (num_gpus, num_experts))
+        chosen = np.outer(rank_sequences(placement, gating), gating.travelling)
     else:
         flat = np.where(routing >= 0, routing + np.arange(num_gpus)[:, None, None] * num_experts, -1).ravel()
         chosen = np.bincount(flat[flat >= 0], minlength=num_gpus * num_experts).reshape(num_gpus, num_experts).astype(np.float64)

@@ -1,6 +1,7 @@
 """What is trained: a Mixture-of-Experts transformer and its batch, with the bytes, FLOPs and parameters that follow.
 
-Counts are per rank unless a name says otherwise. A multiply-add is two FLOPs. Backward costs twice the forward.
+Counts are per rank (with the mean number of tokens) unless a name says otherwise. A multiply-add is two FLOPs. Backward costs
+twice the forward.
 """
 
 from __future__ import annotations
@@ -154,14 +155,14 @@ class Training(Strict):
 
     sequence_length: int = Field(ge=1)
     micro_batch_size: int = Field(ge=1)
-    """Sequences per rank and micro-batch."""
+    """Sequences per rank and micro-batch; the mean, where sites take different shares (``Site.tokens``)."""
     micro_batches: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step (gradient accumulation)."""
     dtype: Dtype = Dtype.FP32
 
     @property
     def tokens(self) -> int:
-        """Tokens of one rank in one micro-batch."""
+        """Tokens of one rank in one micro-batch (the mean)."""
         return self.sequence_length * self.micro_batch_size
 
 

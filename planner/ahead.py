@@ -9,7 +9,7 @@ that shows. So the step is found by walking along the chain once. Where all work
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridep.plan import Residency
@@ -31,11 +31,10 @@ class Transfer:
     """The busiest link's bytes over its bandwidth."""
     link_s: FloatArray
     """[links]: of every link."""
-
-    @property
-    def total_s(self) -> float:
-        """From the first byte's start to the last one's arrival."""
-        return self.busy_s + self.latency_s
+    encode_s: float = 0.0
+    """Before the first byte leaves."""
+    decode_s: float = 0.0
+    """After the last one has arrived."""
 
     def pace_beside(self, urgent: Transfer) -> float:
         """Share of its own speed that this one reaches with what ``urgent`` leaves free."""
@@ -56,6 +55,10 @@ class Block:
     expert_s: float
     transfers: dict[OpLevel, Transfer]
     """Those that move anything."""
+    gather_coding_s: float = 0.0
+    """What coding and decoding its copies takes from computation."""
+    return_coding_s: float = 0.0
+    """And their gradients."""
 
     def hops(self, op: Op, *, inwards: bool) -> list[Transfer]:
         """Of one kind, by level, outermost or innermost first."""
@@ -63,14 +66,24 @@ class Block:
         return [self.transfers[OpLevel(op, level)] for level in levels]
 
 
-def block_transfers(network: Network, traffic: Traffic) -> dict[OpLevel, Transfer]:
-    """Of ``planner.cost.layer_traffic``."""
+def block_transfers(
+    network: Network, traffic: Traffic, coding_s: Mapping[OpLevel, tuple[float, float]] | None = None
+) -> dict[OpLevel, Transfer]:
+    """Of ``planner.cost.layer_traffic`` and ``planner.cost.layer_coding``."""
     found = {}
     for key, sent in traffic.items():
         if sent.any():
             link_s = network.loads_bytes({key: sent}) / network.bandwidths_bytes_per_s
             latency_s = network.latency_s(key.level, sent)
-            found[key] = Transfer(op=key.op, latency_s=latency_s, busy_s=float(link_s.max()), link_s=link_s)
+            encode_s, decode_s = (coding_s or {}).get(key, (0.0, 0.0))
+            found[key] = Transfer(
+                op=key.op,
+                latency_s=latency_s,
+                busy_s=float(link_s.max()),
+                link_s=link_s,
+                encode_s=encode_s,
+                decode_s=decode_s,
+            )
     return found
 
 
@@ -82,7 +95,7 @@ class _Hop:
     left_s: float
     """Of its busy time, at full pace."""
     arrives_s: float
-    """Left of its latency once that is over."""
+    """Left of its latency, and of decoding, once that is over. What is left of encoding is such a hop of its own."""
 
     @property
     def is_done(self) -> bool:
@@ -100,7 +113,14 @@ class Walk:
 
     def enqueue(self, transfers: Sequence[Transfer]) -> _Hop | None:
         """Returns the last."""
-        hops = [_Hop(transfer, transfer.busy_s, transfer.latency_s) for transfer in transfers]
+        hops = [
+            hop
+            for transfer in transfers
+            for hop in (
+                _Hop(transfer, 0.0, transfer.encode_s),
+                _Hop(transfer, transfer.busy_s, transfer.latency_s + transfer.decode_s),
+            )
+        ]
         self.queue.extend(hops)
         return hops[-1] if hops else None
 
@@ -124,8 +144,9 @@ class Walk:
     def tokens(self, transfers: Sequence[Transfer]) -> None:
         """The main stream exchanges tokens."""
         for transfer in transfers:
+            self.run(transfer.encode_s)
             self.run(transfer.busy_s, transfer)
-            self.run(transfer.latency_s)
+            self.run(transfer.latency_s + transfer.decode_s)
 
     def wait(self, last: _Hop | None) -> None:
         """The main stream needs what the queue holds up to and with ``last``."""
@@ -164,6 +185,8 @@ def _forward(walk: Walk, blocks: Sequence[Block], depth: int, *, is_first: bool)
         for layer in range(here, min(here + depth + 1, len(blocks))):
             if layer not in gathers and (is_first or blocks[layer].residency is Residency.MICROBATCH):
                 gathers[layer] = walk.enqueue(blocks[layer].hops(Op.EXPERT_GATHER, inwards=True))
+        if is_first or block.residency is Residency.MICROBATCH:
+            walk.run(block.gather_coding_s)
         walk.run(block.pre_expert_s)
         # Level by level: how many rows follow, then the rows.
         for level in sorted({level for _, level in block.transfers}):
@@ -188,10 +211,11 @@ def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *,
     walk.run(2 * head_s)
     for here in range(top, -1, -1):
         block = blocks[here]
+        each_time = block.residency is Residency.MICROBATCH
         gather(here - depth, here)
+        walk.run(block.gather_coding_s if each_time else 0.0)
         walk.tokens(block.hops(Op.COMBINE_BACKWARD, inwards=True))
         walk.wait(gathers.get(here))
-        each_time = block.residency is Residency.MICROBATCH
         above = here + depth + 1
         if above <= top and blocks[above].residency is Residency.MICROBATCH:
             walk.wait(returns.get(above))
@@ -199,4 +223,6 @@ def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *,
         if each_time or is_last:
             returns[here] = walk.enqueue(block.hops(Op.GRADIENT_RETURN, inwards=False))
         walk.tokens(block.hops(Op.DISPATCH_BACKWARD, inwards=False))
+        if each_time or is_last:
+            walk.run(block.return_coding_s)
         walk.run(2 * block.pre_expert_s)

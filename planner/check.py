@@ -8,6 +8,7 @@ from hybridep.plan import Objective, Plan, Prediction, SolverReport, Status
 from hybridep.units import format_bytes, format_dollars, format_seconds
 from planner.evaluate import MOST_RANKS, evaluate
 from planner.goal import Goal
+from planner.memory import memory_knob
 from planner.plans import BASELINES, goal_of, predict, rank_order_plans
 from planner.problem import TIE, build_problem
 from planner.solve import PROVEN_GAP, gap
@@ -41,7 +42,8 @@ def check(plan: Plan) -> None:
         raise CheckError(
             "layers",
             f"{memory.fullest_name} needs {format_bytes(memory.fullest_bytes)} and has "
-            f"{format_bytes(memory.capacity_bytes)}: {format_bytes(missing)} are missing; raise gpu.memory or plan again",
+            f"{format_bytes(memory.capacity_bytes)}: {format_bytes(missing)} are missing; raise "
+            f"{memory_knob(plan.cluster, memory.fullest_rank)} or plan again",
         )
     if plan.prediction is None:
         raise CheckError("prediction", "is missing; a planner's plan has one")

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from hybridep.config import Strict, load
 from hybridep.errors import InfeasibleError, PlacementError, UserError
-from hybridep.placement import IntArray, expert_homes
+from hybridep.placement import IntArray, home_blocks
 from hybridep.serving import parse_experts
 from hybridep.topology import Cluster
 
@@ -131,7 +131,7 @@ class Permissions:
 def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> Permissions:
     """Of these rules together. Raises UserError for a site that no rule can mean and PlacementError for experts."""
     size = cluster.sizes[0]
-    home_site = expert_homes(num_experts, cluster.num_gpus) // (cluster.num_gpus // size)
+    home_site = home_blocks(cluster, num_experts) // (cluster.num_gpus // size)
     serve, hold = np.ones((size, size), dtype=np.bool_), np.ones((size, num_experts), dtype=np.bool_)
     for rule in rules:
         chosen = _sites(cluster, rule, rule.sites)

@@ -12,19 +12,24 @@ of it is hidden.
 With a prefetch depth copies set out ahead of their blocks and give way to tokens: then the chain of computation and
 tokens counts, and of copies what ``planner.ahead`` finds to show.
 
+Coding and decoding occupy the rank: tokens are coded before a hop and decoded after it, and what copies and their gradients take
+is added to the computation that they travel beside, so only their transfers can hide.
+
 With forward only, one level, no latency, top-1 routing and one expert per GPU it is Eq. 10 of the HybridEP paper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hybridep.codecs import Codecs
+from hybridep.coding import Coding, copy_coding, dense_coding, speed_of, token_coding
 from hybridep.gating import Gating
+from hybridep.gpus import Gpu
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
-from hybridep.topology import Gpu
+from hybridep.topology import Cluster
 from hybridep.traffic import (
     FloatArray,
     Op,
@@ -40,6 +45,7 @@ from hybridep.traffic import (
 )
 from hybridep.workload import Workload
 from planner.ahead import Block, Transfer, block_transfers, exposed_s
+from planner.compute import Compute, compute_of_ranks, shared_s
 from planner.exchange import Network
 from planner.price import egress_usd, step_usd
 
@@ -48,10 +54,9 @@ EXPERTS = "experts"
 BLOCK_OVERHEAD = "block_overhead"
 HEAD = "head"
 OPTIMIZER = "optimizer"
+CODING = "coding"
 SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 """Transfers that keep a layer's shared expert in step, where copies are coded against one."""
-COMPUTATIONS = (PRE_EXPERT, EXPERTS, BLOCK_OVERHEAD, HEAD, OPTIMIZER)
-"""Parts that occupy the compute stream; all other parts are named after ``hybridep.traffic.Op``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,8 @@ class Cost(LayerTimes):
     """Per entry of ``Cluster.link_table``."""
     wan_bytes: float
     """Over the outermost level, all ranks together."""
+    compute_s: FloatArray
+    """Of each rank by itself (any shape): computation alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +102,18 @@ class BlockTimes:
     overhead_s: float
     exchanges_s: dict[Op, float]
     """Each kind's hops over all levels; the gather and the return of copies once."""
+    coding_s: dict[Op, float] = field(default_factory=dict)
+    """Of their payloads, before and after; absent where it takes no time."""
+    compute_s: FloatArray
+    """Forward of each rank by itself (any shape): computation alone."""
 
     def forward_s(self) -> float:
         """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
         hops = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE)
         gather = self.exchanges_s[Op.EXPERT_GATHER]
         exposed = max(self.pre_expert_s + self.overhead_s, gather)
-        return exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops)
+        coding = sum(self.coding_s.get(op, 0.0) for op in (*hops, Op.EXPERT_GATHER))
+        return exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops) + coding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +130,7 @@ class StepCost:
     bound_by: str
     """Name of the busiest link, or ``computation``."""
     compute_s: float
+    """Computation alone, of the rank that has most; coding as the rank has it that codes most."""
     link_bytes: FloatArray
     """Per entry of ``Cluster.link_table``."""
     link_s: FloatArray
@@ -141,27 +154,69 @@ def layer_traffic(placement: Placement, workload: Workload, gating: Gating, code
     return token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs)
 
 
-def block_times(network: Network, workload: Workload, placement: Placement, gating: Gating, traffic: Traffic) -> BlockTimes:
-    """Times of one MoE layer's operations, given ``layer_traffic``."""
-    gpu = network.cluster.gpu
-    served = served_copies(placement, gating)
-    products_s = served.sum(axis=1) * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
-    expert_s = slowest_s(products_s + placement.holds.sum(axis=1) * gpu.expert_overhead, gpu)
+def layer_coding(
+    gpu: Gpu, placement: Placement, workload: Workload, gating: Gating, codecs: Sequence[Codecs]
+) -> dict[OpLevel, tuple[float, float]]:
+    """Seconds before and after each exchange of one layer (see ``layer_traffic``) in which ranks code and decode."""
+    if gpu.coding is None or not any(one.lossy for one in codecs):
+        return {}
+    rows = expected_rows(placement, gating)
+    coding = token_coding(placement, workload, rows, codecs, gating) | copy_coding(placement, workload, codecs)
+    return coded_s(gpu, coding, codecs)
+
+
+def coded_s(gpu: Gpu, coding: Coding, codecs: Sequence[Codecs]) -> dict[OpLevel, tuple[float, float]]:
+    """(seconds to encode, seconds to decode) by operation, until the last rank is done; those that take no time are left out."""
+    found = {}
+    for key, coded in coding.items():
+        speed = speed_of(gpu.coding, codecs, key) if gpu.coding is not None else None
+        if speed is not None:
+            both = coded.encoded / speed.encode, coded.decoded / speed.decode
+            found[key] = float(shared_s(both[0], gpu.sharing).max()), float(shared_s(both[1], gpu.sharing).max())
+    return found
+
+
+def by_op(coding_s: Mapping[OpLevel, tuple[float, float]]) -> dict[Op, float]:
+    """Both together, over all levels."""
+    total: dict[Op, float] = {}
+    for key, seconds in coding_s.items():
+        total[key.op] = total.get(key.op, 0.0) + sum(seconds)
+    return total
+
+
+def block_times(
+    network: Network,
+    workload: Workload,
+    placement: Placement,
+    gating: Gating,
+    traffic: Traffic,
+    coding_s: Mapping[OpLevel, tuple[float, float]] | None = None,
+) -> BlockTimes:
+    """Times of one MoE layer's operations, given ``layer_traffic`` and ``layer_coding``."""
+    served, held = served_copies(placement, gating).sum(axis=1), placement.holds.sum(axis=1)
     exchanges = dict.fromkeys(Op, 0.0)
     for key, sent in traffic.items():
         exchanges[key.op] += network.exchange_s(key, sent)
+    return timed_block(compute_of_ranks(network.cluster, workload), served, held, exchanges, by_op(coding_s or {}))
+
+
+def timed_block(
+    compute: Compute,
+    served: FloatArray,
+    held: FloatArray | IntArray,
+    exchanges_s: dict[Op, float],
+    coding_s: dict[Op, float],
+) -> BlockTimes:
+    """Of ranks that compute ``served`` rows with ``held`` experts each."""
+    expert_s = compute.expert_s(served, held)
     return BlockTimes(
-        pre_expert_s=workload.pre_expert_flops / gpu.throughput,
-        expert_s=expert_s,
-        overhead_s=gpu.block_overhead,
-        exchanges_s=exchanges,
+        pre_expert_s=float(compute.pre_expert_s.flat[compute.slowest]),
+        expert_s=float(expert_s.max()),
+        overhead_s=float(compute.overhead_s.flat[compute.slowest]),
+        exchanges_s=exchanges_s,
+        compute_s=compute.pre_expert_s + compute.overhead_s + expert_s,
+        coding_s=coding_s,
     )
-
-
-def slowest_s(seconds: FloatArray, gpu: Gpu) -> float:
-    """When the last rank is done, if each computes for ``seconds`` (any shape) while all do. Ranks that share processors
-    (``Gpu.sharing``) also wait for each other, so part of it is the mean."""
-    return float(seconds.max() / gpu.sharing + seconds.mean() * (1 - 1 / gpu.sharing))
 
 
 def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule: Schedule) -> LayerTimes:
@@ -181,6 +236,9 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
     }
     for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD):
         parts[op.value] = batches * times.exchanges_s[op]
+    if times.coding_s:
+        often = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
+        parts[CODING] = sum(often.get(op, batches) * seconds for op, seconds in times.coding_s.items())
     hidden = {
         Op.EXPERT_GATHER.value: forward_gathers * hidden_gather,
         Op.GRADIENT_RETURN.value: returns * hidden_return,
@@ -208,6 +266,7 @@ def layer_cost(
         hidden_s=times.hidden_s,
         link_bytes=network.loads_bytes(per_step),
         wan_bytes=wan_bytes(per_step),
+        compute_s=3 * batches * block.compute_s,
     )
 
 
@@ -216,37 +275,47 @@ def fixed_cost(
 ) -> Cost:
     """What does not depend on the placement of copies: head and dense layers, dense all-reduce, optimizer. ``home_experts``
     [G]: experts at home on each rank, all layers together."""
-    gpu, model = network.cluster.gpu, workload.model
     traffic = dense_traffic(placement, workload, codecs)
-    parameters = model.dense_params + int(home_experts.max()) * model.expert_params
-    parts = {
-        HEAD: 3 * workload.training.micro_batches * (workload.head_flops / gpu.throughput + gpu.pass_overhead),
-        OPTIMIZER: parameters * optimizer_bytes_per_parameter(workload) / gpu.memory_bandwidth,
-        Op.DENSE_REDUCE_SCATTER.value: 0.0,
-        Op.DENSE_ALL_GATHER.value: 0.0,
-    }
+    parts, compute_s = fixed_computation(compute_of_ranks(network.cluster, workload), home_experts)
+    parts |= dict.fromkeys((Op.DENSE_REDUCE_SCATTER.value, Op.DENSE_ALL_GATHER.value), 0.0)
     for key, sent in traffic.items():
         parts[key.op.value] += network.exchange_s(key, sent)
-    return Cost(parts_s=parts, hidden_s={}, link_bytes=network.loads_bytes(traffic), wan_bytes=wan_bytes(traffic))
+    parts |= dense_coding_part(network.cluster, workload, codecs)
+    return Cost(
+        parts_s=parts,
+        hidden_s={},
+        link_bytes=network.loads_bytes(traffic),
+        wan_bytes=wan_bytes(traffic),
+        compute_s=compute_s,
+    )
 
 
-def optimizer_bytes_per_parameter(workload: Workload) -> int:
-    """Memory traffic of AdamW: weight and states read and written, gradient read."""
-    dtype = workload.training.dtype
-    return 2 * (dtype.num_bytes + dtype.state_bytes) + dtype.num_bytes
+def fixed_computation(compute: Compute, home_experts: IntArray) -> tuple[dict[str, float], FloatArray]:
+    """Head and optimizer of the slowest rank, by kind, and both together of each."""
+    heads_s, optimizer_s = compute.heads_s, compute.optimizer_s(home_experts)
+    return {HEAD: float(heads_s.max()), OPTIMIZER: float(optimizer_s.max())}, heads_s + optimizer_s
+
+
+def dense_coding_part(cluster: Cluster, workload: Workload, codecs: Sequence[Codecs]) -> dict[str, float]:
+    """What coding the dense gradients takes, as a part of the step; empty where it takes no time."""
+    if cluster.gpu.coding is None or not any("gradients" in one.lossy for one in codecs):
+        return {}
+    seconds = by_op(coded_s(cluster.gpu, dense_coding(cluster.sizes, workload, codecs), codecs))
+    return {CODING: sum(seconds.values())} if seconds else {}
 
 
 def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -> StepCost:
     """The step of ``fixed`` and (number of layers, cost of one) groups."""
     parts, hidden = dict(fixed.parts_s), dict(fixed.hidden_s)
-    loads, wan = fixed.link_bytes.copy(), fixed.wan_bytes
+    loads, wan, each_s = fixed.link_bytes.copy(), fixed.wan_bytes, fixed.compute_s
     for count, cost in layers:
         for total, values in ((parts, cost.parts_s), (hidden, cost.hidden_s)):
             for name, seconds in values.items():
                 total[name] = total.get(name, 0.0) + count * seconds
         loads += count * cost.link_bytes
         wan += count * cost.wan_bytes
-    compute = sum(parts.get(part, 0.0) for part in COMPUTATIONS)
+        each_s = each_s + count * cost.compute_s
+    compute = float(each_s.max()) + parts.get(CODING, 0.0)
     link_s = loads / network.bandwidths_bytes_per_s
     busiest = int(link_s.argmax())
     by_link = float(link_s[busiest]) > compute
@@ -277,10 +346,11 @@ def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
     blocks: list[Block] = []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
-        times = block_times(network, plan.workload, placement, gating, traffic)
+        coding_s = layer_coding(plan.cluster.gpu, placement, plan.workload, gating, plan.level_codecs)
+        times = block_times(network, plan.workload, placement, gating, traffic, coding_s)
         groups.append((num_layers, layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)))
         if any(depths):
-            blocks += [_block(group, times, block_transfers(network, traffic))] * num_layers
+            blocks += [_block(group, times, block_transfers(network, traffic, coding_s))] * num_layers
     cost = combine(network, fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs), groups)
     return [_ahead(plan, cost, blocks, depth) if depth else cost for depth in depths]
 
@@ -291,6 +361,8 @@ def _block(group: LayerGroup, times: BlockTimes, transfers: dict[OpLevel, Transf
         pre_expert_s=times.pre_expert_s + times.overhead_s,
         expert_s=times.expert_s,
         transfers=transfers,
+        gather_coding_s=times.coding_s.get(Op.EXPERT_GATHER, 0.0),
+        return_coding_s=times.coding_s.get(Op.GRADIENT_RETURN, 0.0),
     )
 
 
@@ -301,7 +373,7 @@ def _ahead(plan: Plan, cost: StepCost, blocks: Sequence[Block], depth: int) -> S
         blocks,
         depth=depth,
         micro_batches=workload.training.micro_batches,
-        head_s=workload.head_flops / plan.cluster.gpu.throughput,
+        head_s=float(compute_of_ranks(plan.cluster, workload).head_s.max()),
     )
     parts, hidden = dict(cost.parts_s), dict(cost.hidden_s)
     for op, seconds in shown.items():

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from hybridep.placement import LevelChoice, expert_homes
+from hybridep.placement import LevelChoice, home_blocks
 from hybridep.topology import Cluster
 
 
@@ -66,7 +66,7 @@ def level_choices(size: int, num_at_home: int, max_steps: int) -> tuple[LevelCho
 
 def all_choices(cluster: Cluster, num_experts: int, max_steps: int) -> tuple[dict[str, LevelChoice], ...]:
     """Every combination of the levels' choices, by level name."""
-    num_at_home = int(np.bincount(expert_homes(num_experts, cluster.num_gpus), minlength=cluster.num_gpus).max())
+    num_at_home = int(np.bincount(home_blocks(cluster, num_experts)).max())
     names = [level.name for level in cluster.levels]
     choices = [level_choices(size, num_at_home, max_steps) for size in cluster.sizes]
     return tuple(dict(zip(names, combination, strict=True)) for combination in product(*choices))

@@ -7,8 +7,8 @@
                 fixed[r] + sum_c lasting[c, r] n_c + passing[r] <= capacity       on every rank r
                 fixed + sum_c price[c] n_c <= budget                              where there is one
 
-with n integer and u binary. Bytes are in units of the capacity, prices in units of the budget and the objective in units of the
-best candidate's, so that the solvers' absolute tolerances mean the same for every problem.
+with n integer and u binary. Bytes are in units of the rank's capacity, prices in units of the budget and the objective in units
+of the best candidate's, so that the solvers' absolute tolerances mean the same for every problem.
 """
 
 from __future__ import annotations
@@ -71,6 +71,6 @@ def _memory_rows(problem: Problem, used: list[int]) -> list[tuple[float, float, 
         *problem.lasting_bytes[used],
         *problem.passing_bytes[used],
     ]
-    rows = np.unique(np.round(np.column_stack(columns) / problem.capacity_bytes, 12), axis=0)
+    rows = np.unique(np.round(np.column_stack(columns) / problem.capacity_bytes[:, None], 12), axis=0)
     split = 2 + len(used)
     return [(float(row[0]), float(row[1]), row[2:split].tolist(), row[split:].tolist()) for row in rows]

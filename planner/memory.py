@@ -19,6 +19,7 @@ from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray, Op, Traffic, arriving_rows, dense_traffic, reverse, served_copies
 from hybridep.workload import Ffn, Workload
+from planner.compute import compute_of_ranks
 from planner.cost import layer_traffic
 
 DENSE = "dense"
@@ -65,10 +66,11 @@ class MemoryUse:
     fullest_name: str
     """Site and worker, for example ``us-east/gpu3``."""
     capacity_bytes: float
+    """What that rank has."""
 
     @property
     def fullest_bytes(self) -> float:
-        """Bytes of the fullest rank."""
+        """Bytes of the fullest rank: the one that needs most of what it has."""
         return float(self.total_bytes[self.fullest_rank])
 
     @property
@@ -82,9 +84,17 @@ def fits(used_bytes: float, capacity_bytes: float) -> bool:
     return used_bytes <= capacity_bytes * (1 + TOLERANCE)
 
 
-def fixed_rank_bytes(workload: Workload) -> tuple[float, float]:
-    """What every rank keeps whatever the placement, and what each expert at home adds, for all layers together."""
-    return workload.model.dense_params * _state_bytes(workload) + dense_activation_bytes(workload), (
+def memory_knob(cluster: Cluster, rank: int) -> str:
+    """The key that gives a rank its memory."""
+    dc = rank // (cluster.num_gpus // cluster.sizes[0])
+    gpu = cluster.sites[dc].gpu if cluster.sites else None
+    return "gpu.memory" if gpu is None or gpu.memory is None else f"sites.{cluster.site_name(dc)}.gpu.memory"
+
+
+def fixed_rank_bytes(workload: Workload, share: FloatArray) -> tuple[FloatArray, float]:
+    """What ranks keep whatever the placement, and what each expert at home adds, for all layers together; ``share``: each rank's
+    tokens as a multiple of the mean, here and below."""
+    return workload.model.dense_params * _state_bytes(workload) + share * dense_activation_bytes(workload), (
         workload.model.num_moe_layers * workload.model.expert_params * _state_bytes(workload)
     )
 
@@ -95,7 +105,7 @@ def _state_bytes(workload: Workload) -> int:
 
 
 def dense_activation_bytes(workload: Workload) -> float:
-    """Kept for backward by one rank and micro-batch, without the routed experts and the head."""
+    """Kept for backward by a rank with the mean number of tokens, one micro-batch, without the routed experts and the head."""
     model, width = workload.model, workload.training.dtype.num_bytes
     wide = max(width, 4)
     # Two norms, each with its input and the normalised input, in fp32 at least, and the output of the first; then query, key,
@@ -148,13 +158,13 @@ def passing_bytes(
     return passing
 
 
-def fixed_passing_bytes(workload: Workload, largest_reduction: FloatArray) -> FloatArray:
+def fixed_passing_bytes(workload: Workload, share: FloatArray, largest_reduction: FloatArray) -> FloatArray:
     """Held by the head when backward begins: log-probabilities and their gradient, in fp32 at least; or after backward, when no
     activations are left, by the reduction of the dense gradients."""
     width = workload.training.dtype.num_bytes
     wide = max(width, 4)
     head = float(workload.training.tokens * workload.model.vocab_size * (2 * wide + (width if width < wide else 0)))
-    return np.maximum(head, largest_reduction - dense_activation_bytes(workload))
+    return np.asarray(np.maximum(share * head, largest_reduction - share * dense_activation_bytes(workload)))
 
 
 def fixed_memory(
@@ -163,18 +173,18 @@ def fixed_memory(
     """What does not depend on the placement of copies, for all layers together. ``home_experts`` [G]: experts at home on
     each rank, all layers together."""
     reduction = exchange_bytes(placement, dense_traffic(placement, workload, codecs))
-    lasting = fixed_lasting(workload, home_experts)
+    share = compute_of_ranks(cluster, workload).share
+    lasting = fixed_lasting(workload, share, home_experts)
     lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(cluster, workload, codecs)
-    return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, reduction)})
+    return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, share, reduction)})
 
 
-def fixed_lasting(workload: Workload, home_experts: IntArray) -> dict[str, FloatArray]:
+def fixed_lasting(workload: Workload, share: FloatArray, home_experts: IntArray) -> dict[str, FloatArray]:
     """Bytes by kind of ranks ([G]) without copies and routed tokens."""
-    every_rank = np.ones(len(home_experts))
     return {
-        DENSE: every_rank * workload.model.dense_params * _state_bytes(workload),
+        DENSE: np.full(len(home_experts), float(workload.model.dense_params * _state_bytes(workload))),
         HOME_EXPERTS: home_experts.astype(np.float64) * (workload.model.expert_params * _state_bytes(workload)),
-        ACTIVATIONS: every_rank * dense_activation_bytes(workload),
+        ACTIVATIONS: share * dense_activation_bytes(workload),
     }
 
 
@@ -287,7 +297,8 @@ def total_memory(cluster: Cluster, fixed: LayerMemory, groups: Iterable[tuple[in
             lasting[name] = lasting.get(name, np.zeros(cluster.num_gpus)) + count * value
     passing = np.maximum.reduce([fixed.passing_bytes, *(memory.passing_bytes for _, memory in groups)])
     total = _total(lasting.values()) + passing
-    rank = int(total.argmax())
+    capacity = cluster.of_ranks(lambda gpu: gpu.memory)
+    rank = int((total / capacity).argmax())
     for _, memory in groups:
         if memory.passing_bytes[rank] > largest.passing_bytes[rank]:
             largest = memory
@@ -299,7 +310,7 @@ def total_memory(cluster: Cluster, fixed: LayerMemory, groups: Iterable[tuple[in
         parts_bytes=parts,
         fullest_rank=rank,
         fullest_name=cluster.worker_name(cluster.location(rank)),
-        capacity_bytes=cluster.gpu.memory,
+        capacity_bytes=float(capacity[rank]),
     )
 
 

@@ -19,7 +19,7 @@ from hybridep.plan import Objective, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
-from planner.cost import block_times, fixed_cost, layer_cost, layer_traffic
+from planner.cost import block_times, fixed_cost, layer_coding, layer_cost, layer_traffic
 from planner.domains import all_choices
 from planner.exchange import Network
 from planner.goal import FASTEST, Goal
@@ -91,8 +91,8 @@ class Problem:
     """[G]."""
     fixed_passing_bytes: FloatArray
     """[G]: what another part of the step holds for a moment; counts only where it exceeds that of every layer."""
-    capacity_bytes: float
-    """Of one rank."""
+    capacity_bytes: FloatArray
+    """[G]."""
     fixed_usd: float = 0.0
     """What a step outside the MoE layers costs."""
     goal: Goal = FASTEST
@@ -208,13 +208,14 @@ def build_problem(
     residencies = (Residency.STEP,) if any(one.experts.is_change for one in coded) else tuple(Residency)
     network = Network(cluster=cluster)
     experts = workload.model.num_experts
-    expected = gating(workload, popularity)
+    expected = gating(workload, popularity, cluster)
     candidates = []
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
         placement = place(cluster, experts, choices, hotness=popularity)
         traffic = layer_traffic(placement, workload, expected, coded)
         copies = int(placement.holds.sum()) - experts
-        times = block_times(network, workload, placement, expected, traffic)
+        coding_s = layer_coding(cluster.gpu, placement, workload, expected, coded)
+        times = block_times(network, workload, placement, expected, traffic, coding_s)
         for residency in residencies if copies else (Residency.STEP,):
             cost = layer_cost(network, workload, times, traffic, residency, schedule)
             layer_usd = step_usd(cluster.rent_usd_per_s, egress_usd(cluster, cost.link_bytes), cost.total_s)
@@ -246,7 +247,7 @@ def build_problem(
         fixed_s=outside.total_s,
         fixed_lasting_bytes=fixed.lasting_bytes,
         fixed_passing_bytes=fixed.passing_bytes,
-        capacity_bytes=cluster.gpu.memory,
+        capacity_bytes=cluster.of_ranks(lambda gpu: gpu.memory),
         fixed_usd=step_usd(cluster.rent_usd_per_s, egress_usd(cluster, outside.link_bytes), outside.total_s),
         goal=goal,
     )

@@ -120,11 +120,18 @@ def _pairs(problem: SiteProblem, factor: float) -> Iterator[_Option]:
 
 
 def _more_memory(problem: SiteProblem, factor: float) -> _Option:
-    gpu = problem.cluster.gpu
-    more = problem.cluster.model_copy(update={"gpu": gpu.model_copy(update={"memory": gpu.memory * factor})})
+    cluster = problem.cluster
+    sites = tuple(
+        site.model_copy(update={"gpu": site.gpu.model_copy(update={"memory": site.gpu.memory * factor})})
+        if site.gpu is not None and site.gpu.memory is not None
+        else site
+        for site in cluster.sites
+    )
+    gpu = cluster.gpu.model_copy(update={"memory": cluster.gpu.memory * factor})
+    has = sorted({one.memory for one in cluster.site_gpus})
     return _Option(
         name="memory of every rank",
-        before=format_bytes(gpu.memory),
-        after=format_bytes(gpu.memory * factor),
-        problem=replace(problem, cluster=more),
+        before=" or ".join(map(format_bytes, has)),
+        after=" or ".join(format_bytes(one * factor) for one in has),
+        problem=replace(problem, cluster=cluster.model_copy(update={"gpu": gpu, "sites": sites})),
     )

@@ -19,9 +19,11 @@ import pulp
 
 from hybridep.errors import HybridEPError, InfeasibleError, NoSolutionError, UserError
 from hybridep.plan import Objective, Status
+from hybridep.topology import Cluster
 from hybridep.units import format_bytes, format_dollars, format_seconds
 from planner.goal import FASTEST, Goal
 from planner.ilp import Program, build_program
+from planner.memory import memory_knob
 from planner.problem import TIE, Problem
 
 PROVEN_GAP = 1e-6
@@ -145,17 +147,24 @@ def outcome(sol_status: int) -> Status:
 
 
 def missing_memory(problem: Problem) -> str:
-    """How much is missing where, in the configuration whose fullest rank needs least."""
+    """How much is missing where, in the configuration whose fullest rank needs least of what it has."""
     needs = [problem.memory_bytes(problem.uniform(c)) for c in range(len(problem.candidates))]
-    least = min(range(len(needs)), key=lambda c: float(needs[c].max()))
-    rank = int(needs[least].argmax())
-    need = float(needs[least][rank])
-    cluster, candidate = problem.cluster, problem.candidates[least]
+    least = min(range(len(needs)), key=lambda c: float((needs[c] / problem.capacity_bytes).max()))
+    rank = int((needs[least] / problem.capacity_bytes).argmax())
+    label = problem.candidates[least].label
+    return too_small(problem.cluster, rank, float(needs[least][rank]), f"with the configuration that needs least ({label})")
+
+
+def too_small(cluster: Cluster, rank: int, need_bytes: float, when: str, more_knobs: str = "") -> str:
+    """That a rank lacks memory, and what helps."""
+    capacity_bytes = cluster.of_ranks(lambda gpu: gpu.memory)[rank]
+    site = cluster.site_name(rank // (cluster.num_gpus // cluster.sizes[0]))
+    less = f"sites.{site}.experts, sites.{site}.tokens, " if len(cluster.sites) > 1 else ""
     return (
-        f"no plan fits: {cluster.worker_name(cluster.location(rank))} needs {format_bytes(need)} with the configuration that "
-        f"needs least ({candidate.label}) and has {format_bytes(problem.capacity_bytes)}: "
-        f"{format_bytes(need - problem.capacity_bytes)} are missing. "
-        f"Raise gpu.memory, add GPUs, or lower training.micro_batch_size (activations) or the model's size"
+        f"no plan fits: {cluster.worker_name(cluster.location(rank))} needs {format_bytes(need_bytes)} {when} and has "
+        f"{format_bytes(capacity_bytes)}: {format_bytes(need_bytes - capacity_bytes)} are missing. "
+        f"Raise {memory_knob(cluster, rank)}, add GPUs, {more_knobs}or lower {less}training.micro_batch_size "
+        f"(activations) or the model's size"
     )
 
 

@@ -43,7 +43,7 @@ class Dispatcher:
     """Dispatch and combine of one rank under one placement. Stateless between calls.
 
     On a level with a token codec, hidden vectors and partial sums, and the gradients of both, travel coded and are decoded
-    on arrival; gate weights and ids are exact, and so are rows that stay.
+    on arrival; gate weights and ids are exact, and so are rows that stay (``hybridep.coding`` counts what is coded).
     """
 
     def __init__(self, mesh: Mesh, placement: Placement, transport: Transport) -> None:
@@ -103,9 +103,12 @@ class Dispatcher:
         """Send rows of ``x``, and ``beside(c)`` (blocks [n_c, *] for coordinate c), along the hop; returns the arrived blocks
         in order. One message per peer: its blocks one after the other."""
         own, coder = self.mesh.location[hop.level], self._coders[hop.level]
-        coded = coder.encode(x_NH)
+        leaving = {c: rows for c, rows in enumerate(hop.sent) if c != own and len(rows)}
+        # Each row once, however many ranks it goes to; unless that would code more rows than leave.
+        once = coder.encode(x_NH) if sum(map(len, leaving.values())) > len(x_NH) else None
         sends = {
-            c: pack([*(block[rows] for block in coded), *beside(c)]) for c, rows in enumerate(hop.sent) if c != own and len(rows)
+            c: pack([*(coder.encode(x_NH[rows]) if once is None else [block[rows] for block in once]), *beside(c)])
+            for c, rows in leaving.items()
         }
         stay = beside(own)
         messages = self._exchange(hop, op, sends, hop.received, _blocks(coder, x_NH, stay))
@@ -120,10 +123,14 @@ class Dispatcher:
     def back(self, hop: Hop, op: Op, x_NH: Tensor, beside: Sequence[Tensor] = ()) -> list[Tensor]:
         """The reverse of ``forth``: rows [N', *] return to their origin and are added there: [N, *]."""
         own, coder = self.mesh.location[hop.level], self._coders[hop.level]
-        coded = [torch.split(block, list(hop.received)) for block in (*coder.encode(x_NH), *beside)]
-        sends = {c: pack([block[c] for block in coded]) for c, number in enumerate(hop.received) if c != own and number}
+        parts = [torch.split(block, list(hop.received)) for block in (x_NH, *beside)]
+        sends = {
+            c: pack([*coder.encode(parts[0][c]), *(part[c] for part in parts[1:])])
+            for c, number in enumerate(hop.received)
+            if c != own and number
+        }
         messages = self._exchange(hop, op, sends, [len(rows) for rows in hop.sent], _blocks(coder, x_NH, beside))
-        stay = [torch.split(block, list(hop.received))[own] for block in (x_NH, *beside)]
+        stay = [part[own] for part in parts]
         sums = [block.new_zeros(hop.num_rows, block.shape[1]) for block in (x_NH, *beside)]
         for c, rows in enumerate(hop.sent):
             if len(rows):

@@ -15,6 +15,7 @@ from hybridep.plan import Plan
 from hybridep.traffic import Op
 from hybridep.workload import Dtype
 from runtime.device import CPU
+from runtime.sockets import keeping_little_unsent
 
 TORCH_DTYPE = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
 
@@ -109,7 +110,8 @@ def _store(address: str, port: int, *, is_master: bool, timeout_s: float) -> TCP
 def open_process_group(store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
     """Join the gloo process group of all ranks. Raises TransportError when some rank does not come within the timeout."""
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+        with keeping_little_unsent():
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise TransportError(
             f"process group of {world_size} ranks", f"rank {rank} could not join: {_first_line(error)}"

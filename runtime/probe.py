@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,11 +19,15 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
-from runtime.probe_compute import ComputeProbe, probe_compute
+from runtime.probe_codecs import CodecProbe, probe_codecs
+from runtime.probe_compute import ComputeProbe, Timing, probe_compute
+from runtime.probe_links import Contention, PairPoint, PairProbe, probe_contention, probe_pairs
 from runtime.transport import Transport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+_Measured = TypeVar("_Measured", ComputeProbe, CodecProbe, Contention)
 
 _SMALL_BYTES, _FIRST_BYTES, _LARGEST_BYTES = 8, 2**15, 2**26
 _REPEATS = 5
@@ -31,10 +35,13 @@ _BANDWIDTH_REPEATS = 9
 """More than of the others: TCP needs some exchanges to recover when packets were lost."""
 _IN_A_ROW = 8
 """Exchanges of almost nothing that are timed together, so that what ranks take to meet counts little."""
-_ALTERNATIONS = 20
+_CODEC_SHARE = 0.1
+"""Of the time of other measurements: there are many codecs."""
+_ALTERNATIONS = 10
 """Of computation and an exchange of almost nothing."""
-_QUANTUM = 256
-"""Width of the product before an exchange; about a millisecond on one core."""
+_QUANTUM, _PRODUCTS = 256, 4
+"""Width and number of the products before an exchange: about 2 ms on one core, 8 where four ranks share it. After shorter ones
+ranks are less far apart than in a training; after longer ones no farther (7.7, 8.2 and 7.2 ms more after 8, 30 and 90 ms)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +65,36 @@ class Probe:
     jitter_s: float
     """What an exchange that follows computation takes longer."""
     compute: ComputeProbe
+    codecs: tuple[CodecProbe, ...] = ()
+    pairs: tuple[PairProbe, ...] = ()
+    """Of sites; of one rank those that it is the source of. Measured only when asked for, as is contention."""
+    contention: Contention | None = None
 
 
 def probe(
-    cluster: Cluster, workload: Workload, *, rank: int, store: Store, seconds: float = 0.3, timeout_s: float = 60.0
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    rank: int,
+    store: Store,
+    seconds: float = 0.3,
+    timeout_s: float = 60.0,
+    thorough: bool = False,
 ) -> Probe:
     """Measure as one rank; all ranks of ``cluster`` call it. ``seconds`` is about how long each measurement of a link or of
-    computation lasts. ``store`` is the rendezvous, as for ``trainer.train``. Raises TransportError when a peer is gone."""
+    computation lasts; ``thorough`` measures pairs of sites and contention, too. ``store`` is the rendezvous, as for
+    ``trainer.train``. Raises TransportError when a peer is gone."""
     torch.set_num_threads(1)
     open_process_group(store, rank=rank, world_size=cluster.num_gpus, timeout_s=JOIN_TIMEOUT_S)
     try:
-        return probe_in_group(cluster, workload, rank=rank, seconds=seconds, timeout_s=timeout_s)
+        return probe_in_group(cluster, workload, rank=rank, seconds=seconds, timeout_s=timeout_s, thorough=thorough)
     finally:
         close_process_group()
 
 
-def probe_in_group(cluster: Cluster, workload: Workload, *, rank: int, seconds: float, timeout_s: float = 60.0) -> Probe:
+def probe_in_group(
+    cluster: Cluster, workload: Workload, *, rank: int, seconds: float, timeout_s: float = 60.0, thorough: bool = False
+) -> Probe:
     """As ``probe``, in a process group that is open."""
     group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
     mesh = Mesh(plan=Plan(cluster=cluster, workload=workload, layers=(group,)), rank=rank)
@@ -81,19 +102,34 @@ def probe_in_group(cluster: Cluster, workload: Workload, *, rank: int, seconds: 
     transport = Transport(timeout_s=timeout_s)
     found = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]
     compute = probe_compute(cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds)
+    codecs = probe_codecs(workload, Timing(barrier, seconds * _CODEC_SHARE, least=2))
+    pairs: tuple[PairProbe, ...] = ()
+    contention: Contention | None = None
+    if thorough and mesh.sizes[0] > 1:
+        pairs = probe_pairs(mesh, barrier, seconds=seconds, timeout_s=timeout_s)
+        contention = probe_contention(mesh, barrier, seconds=seconds, timeout_s=timeout_s)
     further_s = [each_s for _, each_s, _ in found if each_s is not None]
     return Probe(
         levels=tuple(level for level, _, _ in found),
         jitter_s=statistics.fmean(each_s for _, _, each_s in found) if found else 0.0,
         message_overhead_s=statistics.fmean(further_s) if further_s else 0.0,
         compute=compute,
+        codecs=codecs,
+        pairs=pairs,
+        contention=contention,
     )
 
 
 def probe_of(fields: dict[str, Any]) -> Probe:
     """Inverse of ``dataclasses.asdict``."""
     levels = tuple(LevelProbe(**level) for level in fields["levels"])
-    return Probe(**{**fields, "levels": levels, "compute": ComputeProbe(**fields["compute"])})
+    codecs = tuple(CodecProbe(**codec) for codec in fields["codecs"])
+    pairs = tuple(
+        PairProbe(**{**pair, "points": tuple(PairPoint(**point) for point in pair["points"])}) for pair in fields["pairs"]
+    )
+    inner = {"levels": levels, "compute": ComputeProbe(**fields["compute"]), "codecs": codecs, "pairs": pairs}
+    contention = fields["contention"] and Contention(**fields["contention"])
+    return Probe(**{**fields, **inner, "contention": contention})
 
 
 def summarise(probes: Sequence[Probe]) -> Probe:
@@ -106,15 +142,22 @@ def summarise(probes: Sequence[Probe]) -> Probe:
         )
         for same in zip(*(each.levels for each in probes), strict=True)
     ]
-    medians = {
-        field.name: statistics.median(getattr(one.compute, field.name) for one in probes) for field in fields(ComputeProbe)
-    }
+    contentions = [one.contention for one in probes if one.contention is not None]
     return Probe(
         levels=tuple(levels),
         jitter_s=statistics.median(one.jitter_s for one in probes),
         message_overhead_s=statistics.median(one.message_overhead_s for one in probes),
-        compute=replace(probes[0].compute, **medians),
+        compute=_medians([one.compute for one in probes]),
+        codecs=tuple(_medians(same) for same in zip(*(each.codecs for each in probes), strict=True)),
+        pairs=tuple(sorted((pair for one in probes for pair in one.pairs), key=lambda pair: (pair.src, pair.dst))),
+        contention=_medians(contentions) if contentions else None,
     )
+
+
+def _medians(same: Sequence[_Measured]) -> _Measured:
+    """Of every number."""
+    numbers = (field.name for field in fields(same[0]) if isinstance(getattr(same[0], field.name), float))
+    return replace(same[0], **{name: statistics.median(getattr(one, name) for one in same) for name in numbers})
 
 
 def _timed(barrier: Barrier, work: Callable[[], object], repeats: int, rounds: int = 1) -> float:
@@ -181,7 +224,8 @@ def _amid_computation(barrier: Barrier, exchange: Callable[[], None]) -> float:
     def alternate(between: Callable[[], object]) -> Callable[[], None]:
         def work() -> None:
             for _ in range(_ALTERNATIONS):
-                torch.mm(a, a)
+                for _ in range(_PRODUCTS):
+                    torch.mm(a, a)
                 between()
             barrier.wait()
 

@@ -99,8 +99,8 @@ def probe_compute(
 class Timing:
     """Medians of repeated work that all ranks start together. The same on all ranks: the slowest counts."""
 
-    def __init__(self, barrier: Barrier, seconds: float) -> None:
-        self.barrier, self.seconds = barrier, seconds
+    def __init__(self, barrier: Barrier, seconds: float, least: int = _REPEATS) -> None:
+        self.barrier, self.seconds, self.least = barrier, seconds, least
 
     def once(self, work: Callable[[], object]) -> float:
         """Seconds of one ``work``, the same on all ranks."""
@@ -112,7 +112,7 @@ class Timing:
     def __call__(self, work: Callable[[], object]) -> float:
         """Seconds of one ``work`` until all ranks have done theirs: the median."""
         work()
-        repeats = max(_REPEATS, min(_MOST_REPEATS, int(self.seconds / max(self.once(work), 1e-6))))
+        repeats = max(self.least, min(_MOST_REPEATS, int(self.seconds / max(self.once(work), 1e-6))))
         taken = []
         for _ in range(repeats):
             self.barrier.wait()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridep.routing import RoutingRecord
@@ -18,8 +19,11 @@ from runtime.moe import MoeBlock
 class RoutingRecorder:
     """Counts every choice of one rank; while ``whole`` is set, keeps the choices themselves too."""
 
-    def __init__(self, blocks: Iterable[MoeBlock], *, num_layers: int, num_experts: int, device: torch.device) -> None:
-        self.whole = False
+    def __init__(
+        self, blocks: Iterable[MoeBlock], *, num_layers: int, num_experts: int, most_tokens: int, device: torch.device
+    ) -> None:
+        """``most_tokens``: of any rank in one micro-batch; records of ranks with fewer are filled up with -1."""
+        self.whole, self._most_tokens = False, most_tokens
         self._chosen_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
         self._choices: dict[tuple[int, int], Tensor] = {}
         self._seen: Counter[int] = Counter()
@@ -31,7 +35,8 @@ class RoutingRecorder:
         chosen = gated.chosen_TK.flatten()
         self._chosen_LE[layer].index_add_(0, chosen, torch.ones_like(chosen))
         if self.whole:
-            self._choices[layer, self._seen[layer]] = gated.ids_TK.detach().to(torch.int32, copy=True)
+            ids_TK = gated.ids_TK.detach().to(torch.int32, copy=True)
+            self._choices[layer, self._seen[layer]] = F.pad(ids_TK, (0, 0, 0, self._most_tokens - len(ids_TK)), value=-1)
             self._seen[layer] += 1
 
     @property

@@ -11,6 +11,7 @@ import torch
 
 from hybridep.plan import Plan
 from hybridep.run import Run, StepReport
+from hybridep.shares import first_sequence, site_sequences
 from hybridep.traffic import Op
 from runtime.barrier import Barrier
 from runtime.build import build_rank_model
@@ -42,10 +43,16 @@ class RankTrainer:
     def __init__(self, run: Run, mesh: Mesh) -> None:
         self.run, self.mesh = run, mesh
         self._training, self._model_config = mesh.plan.workload.training, mesh.plan.workload.model
+        cluster, workload = mesh.plan.cluster, mesh.plan.workload
+        sequences = site_sequences(cluster, workload)
+        self._num_sequences = sequences[mesh.location[0]]
+        self._first_sequence = first_sequence(cluster, workload, mesh.rank)
         text = read_text(run.data)
         self._batches = Batches(text, length=self._training.sequence_length, seed=run.seed)
         self.spans = SpanRecorder(mesh)
-        self.transport = Transport(timeout_s=run.exchange_timeout, on_span=self.spans.transfer)
+        self.transport = Transport(
+            timeout_s=run.exchange_timeout, on_span=self.spans.transfer, streams=mesh.plan.schedule.streams
+        )
         self._barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)
@@ -58,6 +65,7 @@ class RankTrainer:
             self.model.transformer.moe_blocks(),
             num_layers=model.num_moe_layers,
             num_experts=model.num_experts,
+            most_tokens=max(sequences) * self._training.sequence_length,
             device=mesh.device,
         )
         self.optimizer = HomeOptimizer(run.optimizer, {**self.dense, **self.model.home_parameters()})
@@ -84,7 +92,7 @@ class RankTrainer:
             step=step,
             loss_sum=loss_sum,
             balance_loss=balance,
-            tokens=self._training.tokens * self._training.micro_batches,
+            tokens=self._num_sequences * self._training.sequence_length * self._training.micro_batches,
             step_s=step_s,
             sent_bytes=dict(sent),
             wan_bytes=sum(number for label, number in sent.items() if label in outermost),
@@ -93,16 +101,17 @@ class RankTrainer:
 
     def _gradients(self, step: int) -> tuple[float, float]:
         """Forward and backward of all micro-batches: (sum of token losses, weighted load-balancing loss) of this rank."""
-        num_micro_batches, num_sequences = self._training.micro_batches, self._training.micro_batch_size
-        global_sequences = num_sequences * num_micro_batches * self.mesh.world_size
+        num_micro_batches = self._training.micro_batches
+        of_micro_batch = self._training.micro_batch_size * self.mesh.world_size
+        global_sequences = of_micro_batch * num_micro_batches
         global_tokens = global_sequences * self._training.sequence_length
         weight = self._model_config.balance_loss_weight / global_sequences
         loss_sum = balance_sum = 0.0
         for micro_batch in range(num_micro_batches):
             for experts in self.model.routed:
                 experts.exchange.last_micro_batch = micro_batch == num_micro_batches - 1
-            first = (micro_batch * self.mesh.world_size + self.mesh.rank) * num_sequences
-            tokens, targets = (part.to(self.mesh.device) for part in self._batches(step, first, num_sequences))
+            first = micro_batch * of_micro_batch + self._first_sequence
+            tokens, targets = (part.to(self.mesh.device) for part in self._batches(step, first, self._num_sequences))
             loss, balance = self.model.transformer(tokens, targets)
             self.model.start_backward()
             self.spans.begin(HEAD + BACKWARD)

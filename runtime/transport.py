@@ -6,13 +6,16 @@ the next to the one after, so that no two of them send to the same site at once.
 one is handed to the kernel, not when everybody is done: uneven messages do not wait for each other. Of a long message
 one piece leaves per turn, or a site could be left with one large message to a busy peer at the end.
 
-Measured with 4 sites x 1 or 2 ranks and TCP (Reno) at 100 and 200 Mbit/s, all ranks on 2 busy cores, as time over bytes /
-rate of the busiest link, where 1.046 is the TCP/IP and Ethernet headers. From 1 MB per rank on, whole messages in this
-order took 1.03 to 1.19, but up to 1.28 where they are large and uneven; in pieces (2 ranks, 200 Mbit/s) 1.05 to 1.12,
-with pieces of 1 MiB 1.05 to 1.32; everything posted at once 1.04 to 1.31; a barrier between turns 1.03 to 1.10 for even
-but 1.21 to 1.51 for uneven messages. Smaller exchanges are ruled by the few milliseconds that a wake-up takes there.
+A send is done when the kernel has taken the bytes, so ``runtime.sockets`` lets it take little: else the order above would hold
+in this process only. Measured with 4 sites x 2 ranks and TCP (Reno) at 50 and 200 Mbit/s, all ranks on 2 cores, as time over
+bytes / rate of the busiest link, where 1.046 is the TCP/IP and Ethernet headers: 1.08 to 1.11 (experiments/link-use). Without
+the limit 1.11 to 1.13; everything posted at once 1.04 to 1.31; a barrier between turns 1.03 to 1.10 for even but 1.21 to 1.51
+for uneven messages. Smaller exchanges are ruled by the few milliseconds that a wake-up takes there.
 Sending before the receives are posted halves the speed, because gloo keeps a message back until
 the other side has announced its receive.
+
+A level may have several streams: TCP connections per pair of ranks, each with a process group of its own, because one connection
+has at most a window of bytes under way per round trip. Pieces take turns on them and as many are under way at once.
 
 Background exchanges (copies that are needed later) leave in small pieces, each only while no other exchange of this rank runs at
 the same level; and a receiver posts few pieces ahead, so that little of them lies in sockets and queues when tokens come.
@@ -34,16 +37,36 @@ from torch import Tensor
 
 from hybridep.errors import TransportError
 from runtime import staging
+from runtime.sockets import keeping_little_unsent
 
 _NUMBER_BITS = 15
 _LABEL_BITS = 16
 _SHORTEST_WAIT_S = 1e-3
-_PIECE_BYTES = 2 << 20
+_PIECE_BYTES = 256 << 10
+_SMALLEST_PIECE_BYTES = 64 << 10
+"""What is shorter stays on one stream."""
 _BACKGROUND_PIECE_BYTES = 256 << 10
 _BACKGROUND_WINDOW = 2
-"""Pieces that a receiver of a background exchange posts ahead, per peer."""
+"""Pieces that a receiver of a background exchange posts ahead, per peer and stream."""
 _BACKGROUND_PATIENCE = 1.25
 """A background exchange waits longer than the timeout: the one that it gave way to must fail first, for it names the cause."""
+
+
+_opened: tuple[dist.ProcessGroup | None, list[dist.ProcessGroup | None]] = (None, [None])
+"""The default group, and the groups of streams that were opened beside it."""
+
+
+def stream_groups(number: int) -> list[dist.ProcessGroup | None]:
+    """Process groups of all ranks, the default one first; each has connections of its own. All ranks call it in the same order
+    with the same numbers."""
+    global _opened
+    if _opened[0] is not dist.group.WORLD:
+        _opened = dist.group.WORLD, [None]
+    groups = _opened[1]
+    while len(groups) < number:
+        with keeping_little_unsent():
+            groups.append(dist.new_group(backend="gloo"))
+    return groups
 
 
 class Handle:
@@ -75,8 +98,18 @@ class Transport:
     must start its messages in the same order; under different labels the order is free.
     """
 
-    def __init__(self, *, timeout_s: float, on_span: Callable[[str, float, float], None] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        on_span: Callable[[str, float, float], None] | None = None,
+        streams: Mapping[str, int] | None = None,
+    ) -> None:
+        """``streams``: level (what follows the ``@`` of a label) -> connections per pair of ranks, one where absent. With more
+        than one all ranks must make their transports in the same order."""
         self.timeout_s = timeout_s
+        self._streams = dict(streams or {})
+        self._groups = stream_groups(max(self._streams.values(), default=1))
         self.sent_bytes: Counter[tuple[str, int]] = Counter()
         """Payload bytes handed over so far, by (label, peer)."""
         self._on_span = on_span  # called with (label, start, end), both by time.perf_counter, in seconds
@@ -104,14 +137,14 @@ class Transport:
         start = time.perf_counter()
         rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         arrivals = Handle(lambda: self._receive_pieces({peer: room.host for peer, room in rooms.items()}, label))
-        for peer, piece in _in_turn(sends, self._distance, _BACKGROUND_PIECE_BYTES):
+        for peer, piece in _in_turn(sends, self._distance, _BACKGROUND_PIECE_BYTES, self._num_streams(label)):
             self._give_way(label)
             with self._lock:
-                tag = self._next_tag("send", label, peer)
+                tag, group = self._next_tag("send", label, peer)
                 self.sent_bytes[label, peer] += piece.numel()
             begin = time.perf_counter()
             with self._naming("send to", peer, label, begin):
-                self._wait(dist.isend(staging.outgoing(piece), peer, tag=tag), begin, _BACKGROUND_PATIENCE)
+                self._wait(dist.isend(staging.outgoing(piece), peer, group, tag), begin, _BACKGROUND_PATIENCE)
         arrivals.wait()
         for room in rooms.values():
             room.deliver()
@@ -130,25 +163,36 @@ class Transport:
 
     def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> Callable[[], None]:
         """Post the receives; what is returned sends, then waits for everything."""
-        start = time.perf_counter()
-        outgoing: list[tuple[int, Tensor, int]] = []
+        start, streams = time.perf_counter(), self._num_streams(label)
+        outgoing: list[tuple[int, Tensor, int, dist.ProcessGroup | None]] = []
         incoming: list[tuple[int, dist.Work | None]] = []
         arrivals = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         with self._lock:
             for peer, room in arrivals.items():
-                for piece in _pieces(room.host, _PIECE_BYTES):
-                    tag = self._next_tag("receive", label, peer)
+                for piece in _pieces(room.host, _PIECE_BYTES, streams):
+                    tag, group = self._next_tag("receive", label, peer)
                     with self._naming("receive from", peer, label, start):
-                        incoming.append((peer, dist.irecv(piece, peer, tag=tag)))
-            for peer, piece in _in_turn(sends, self._distance, _PIECE_BYTES):
-                outgoing.append((peer, piece, self._next_tag("send", label, peer)))
+                        incoming.append((peer, dist.irecv(piece, peer, group, tag)))
+            for peer, piece in _in_turn(sends, self._distance, _PIECE_BYTES, streams):
+                outgoing.append((peer, piece, *self._next_tag("send", label, peer)))
                 self.sent_bytes[label, peer] += piece.numel()
 
         def finish() -> None:
-            with self._urgently(label):
-                for peer, message, tag in outgoing:
+            leaving: deque[tuple[int, Tensor, dist.Work | None]] = deque()
+
+            def let_go(most: int) -> None:
+                while len(leaving) > most:
+                    peer, _, work = leaving.popleft()
                     with self._naming("send to", peer, label, start):
-                        self._wait(dist.isend(staging.outgoing(message), peer, tag=tag), start)
+                        self._wait(work, start)
+
+            with self._urgently(label):
+                for peer, message, tag, group in outgoing:
+                    let_go(streams - 1)
+                    held = staging.outgoing(message)
+                    with self._naming("send to", peer, label, start):
+                        leaving.append((peer, held, dist.isend(held, peer, group, tag)))
+                let_go(0)
                 for peer, work in incoming:
                     with self._naming("receive from", peer, label, start):
                         self._wait(work, start)
@@ -161,20 +205,21 @@ class Transport:
 
     def _receive_pieces(self, receives: Mapping[int, Tensor], label: str) -> None:
         """A few pieces per peer are announced at a time; what arrives makes room for the next."""
-        queue = _in_turn(receives, lambda peer: -self._distance(peer) % self._num_ranks, _BACKGROUND_PIECE_BYTES)
-        ahead: dict[int, deque[tuple[Tensor, int]]] = {peer: deque() for peer in receives}
+        streams = self._num_streams(label)
+        queue = _in_turn(receives, lambda peer: -self._distance(peer) % self._num_ranks, _BACKGROUND_PIECE_BYTES, streams)
+        ahead: dict[int, deque[tuple[Tensor, int, dist.ProcessGroup | None]]] = {peer: deque() for peer in receives}
         with self._lock:
             for peer, piece in queue:
-                ahead[peer].append((piece, self._next_tag("receive", label, peer)))
+                ahead[peer].append((piece, *self._next_tag("receive", label, peer)))
         posted: dict[int, deque[dist.Work | None]] = {peer: deque() for peer in receives}
 
         def post(peer: int) -> None:
             if ahead[peer]:
-                piece, tag = ahead[peer].popleft()
-                posted[peer].append(dist.irecv(piece, peer, tag=tag))
+                piece, tag, group = ahead[peer].popleft()
+                posted[peer].append(dist.irecv(piece, peer, group, tag))
 
         for peer in receives:
-            for _ in range(_BACKGROUND_WINDOW):
+            for _ in range(_BACKGROUND_WINDOW * streams):
                 with self._naming("receive from", peer, label, time.perf_counter()):
                     post(peer)
         for peer, _ in queue:
@@ -212,15 +257,19 @@ class Transport:
             left_s = start + patience * self.timeout_s - time.perf_counter()
             work.wait(timedelta(seconds=max(left_s, _SHORTEST_WAIT_S)))
 
-    def _next_tag(self, direction: str, label: str, peer: int) -> int:
-        """The same number at both ends for the n-th piece of a label between two ranks; 31 bits is what gloo takes."""
+    def _num_streams(self, label: str) -> int:
+        return self._streams.get(_level(label), 1)
+
+    def _next_tag(self, direction: str, label: str, peer: int) -> tuple[int, dist.ProcessGroup | None]:
+        """The same number and stream at both ends for the n-th piece of a label between two ranks; 31 bits is what gloo takes."""
         label_bits = zlib.crc32(label.encode()) % (1 << _LABEL_BITS)
         other = self._labels.setdefault(label_bits, label)
         if other != label:
             raise ValueError(f"exchange labels {label!r} and {other!r} share a tag: rename one")
         number = self._messages[direction, label, peer] % (1 << _NUMBER_BITS)
         self._messages[direction, label, peer] += 1
-        return label_bits << _NUMBER_BITS | number
+        stream = self._messages[direction, label, peer] % self._num_streams(label)
+        return label_bits << _NUMBER_BITS | number, self._groups[stream]
 
     @contextmanager
     def _naming(self, what: str, peer: int, label: str, start: float) -> Iterator[None]:
@@ -239,16 +288,23 @@ def _level(label: str) -> str:
     return label.rpartition("@")[2]
 
 
-def _in_turn(messages: Mapping[int, Tensor], distance: Callable[[int], int], piece_bytes: int) -> list[tuple[int, Tensor]]:
-    """(peer, piece) of all messages: one piece of each peer's per turn, peers by distance."""
-    queues = [(peer, _pieces(messages[peer], piece_bytes)) for peer in sorted(messages, key=distance)]
-    turns = max((len(pieces) for _, pieces in queues), default=0)
-    return [(peer, pieces[turn]) for turn in range(turns) for peer, pieces in queues if turn < len(pieces)]
+def _in_turn(
+    messages: Mapping[int, Tensor], distance: Callable[[int], int], piece_bytes: int, streams: int
+) -> list[tuple[int, Tensor]]:
+    """(peer, piece) of all messages: per turn a piece of each peer's for every stream, peers by distance."""
+    queues = [(peer, _pieces(messages[peer], piece_bytes, streams)) for peer in sorted(messages, key=distance)]
+    most = max((len(pieces) for _, pieces in queues), default=0)
+    return [
+        (peer, piece) for turn in range(0, most, streams) for peer, pieces in queues for piece in pieces[turn : turn + streams]
+    ]
 
 
-def _pieces(tensor: Tensor, piece_bytes: int) -> list[Tensor]:
-    """The tensor's bytes in views of at most ``piece_bytes``; none for a tensor of no bytes."""
+def _pieces(tensor: Tensor, piece_bytes: int, streams: int) -> list[Tensor]:
+    """The tensor's bytes in views of at most ``piece_bytes``, one for each stream unless they would be too short; none for a
+    tensor of no bytes."""
     if not tensor.numel():
         return []
     message = tensor.detach().view(-1).view(torch.uint8)
+    if streams > 1:
+        piece_bytes = min(piece_bytes, max(-(-message.numel() // streams), _SMALLEST_PIECE_BYTES))
     return [message[begin : begin + piece_bytes] for begin in range(0, message.numel(), piece_bytes)]

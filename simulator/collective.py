@@ -50,6 +50,8 @@ class Operation:
     """Of an exchange."""
     level: int | None = None
     """Of the hierarchy, between whose workers an exchange runs; only shown."""
+    beside: bool = False
+    """A computation beside the rank's own chain; only shown."""
     priority: int = 0
     """An exchange gets what those of lower numbers leave on the links."""
     name: str = ""
@@ -63,11 +65,11 @@ class Program:
     num_ranks: int
     operations: list[Operation] = field(default_factory=list)
 
-    def compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "") -> int:
+    def compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "", *, beside: bool = False) -> int:
         """Add a computation of `seconds` [ranks]; return its position."""
         if seconds.shape != (self.num_ranks,) or not (np.isfinite(seconds).all() and (seconds >= 0).all()):
             raise SimulationError(f"{label} {name}: needs {self.num_ranks} finite durations that are not negative")
-        return self._add(Operation(label=label, after=tuple(after), seconds=seconds, name=name))
+        return self._add(Operation(label=label, after=tuple(after), seconds=seconds, name=name, beside=beside))
 
     def exchange(
         self, label: str, flows: Flows, after: Sequence[int], name: str = "", *, level: int | None = None, priority: int = 0

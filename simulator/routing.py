@@ -8,6 +8,7 @@ import numpy as np
 
 from hybridep.plan import Plan
 from hybridep.routing import Routing
+from hybridep.shares import site_sequences
 from simulator.errors import SimulationError
 
 
@@ -17,7 +18,8 @@ def zipf_routing(plan: Plan, *, exponent: float, seed: int, step: int = 0, drift
     exponent: 0 is uniform. Each token draws its top-k without replacement (Gumbel's trick; Kool et al., ICML 2019).
     drift: how far the order of popularity moves per step, from 0 (never) to 1 (a new order each step): scores whose order
     it is follow an autoregressive process. The same seed and step give the same choices, whatever the plan's placement.
-    Returns (MoE layer, micro-batch) -> [G, T, K] expert ids. Raises SimulationError for values out of range.
+    Returns (MoE layer, micro-batch) -> [G, T, K] expert ids, -1 for tokens that a rank lacks. Raises SimulationError for values
+    out of range.
     """
     if not (exponent >= 0 and math.isfinite(exponent) and 0 <= drift <= 1 and step >= 0):
         raise SimulationError(
@@ -32,11 +34,13 @@ def zipf_routing(plan: Plan, *, exponent: float, seed: int, step: int = 0, drift
     rank = np.argsort(np.argsort(-score, axis=1), axis=1)
     log_share = -exponent * np.log1p(rank)
     tokens = np.random.default_rng([seed, 1, step])
-    shape = (plan.cluster.num_gpus, training.tokens, num_experts)
+    own_tokens = training.sequence_length * np.array(site_sequences(plan.cluster, plan.workload))
+    shape = (plan.cluster.num_gpus, int(own_tokens.max()), num_experts)
+    lacks = np.arange(shape[1])[None, :] >= np.repeat(own_tokens, plan.cluster.num_gpus // own_tokens.size)[:, None]
     choices = {}
     for layer in range(num_layers):
         for micro_batch in range(training.micro_batches):
             drawn = log_share[layer] + tokens.gumbel(size=shape)
             top = np.argpartition(-drawn, model.top_k - 1, axis=-1)[..., : model.top_k]
-            choices[layer, micro_batch] = top.astype(np.int64)
+            choices[layer, micro_batch] = np.where(lacks[..., None], -1, top)
     return choices

@@ -14,7 +14,7 @@ import numpy as np
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.homes import homes_text
-from hybridep.placement import IntArray, expert_homes
+from hybridep.placement import IntArray, home_blocks
 from hybridep.plan import LayerGroup, Plan
 from hybridep.routing import Routing
 from hybridep.serving import serving_groups
@@ -127,7 +127,7 @@ def _shadowed(plan: Plan, popularity: Sequence[FloatArray]) -> Iterator[tuple[st
     experts = plan.workload.model.num_experts
     sites = plan.cluster.sizes[0]
     inner = {level.name: 1 for level in plan.cluster.levels[1:]}
-    home = expert_homes(experts, plan.cluster.num_gpus) // (plan.cluster.num_gpus // sites)
+    home = home_blocks(plan.cluster, experts) // (plan.cluster.num_gpus // sites)
     orders = [np.argsort(-loads, kind="stable") for loads in popularity] or [np.arange(experts)]
     yield "no shadows, ", plan
     counts = [1 << power for power in range(experts.bit_length()) if 1 << power < experts]
@@ -146,9 +146,9 @@ def _spread(plan: Plan, loads: FloatArray) -> dict[str, object]:
 
 def spread_homes(cluster: Cluster, loads: FloatArray) -> IntArray:
     """[E]: the hottest expert first, each to the least loaded rank that has room (then site, then order); as many places per
-    rank as with homes in even blocks. loads: [E]."""
+    rank as with homes in blocks. loads: [E]."""
     ranks, sites = cluster.num_gpus, cluster.sizes[0]
-    room = np.bincount(expert_homes(loads.size, ranks), minlength=ranks)
+    room = np.bincount(home_blocks(cluster, loads.size), minlength=ranks)
     of_rank, of_site = np.zeros(ranks), np.zeros(sites)
     site = np.arange(ranks) // (ranks // sites)
     home = np.empty(loads.size, dtype=np.int64)

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.coding import Coded, Coding, copy_coding, dense_coding, direct_coding, speed_of, token_coding
 from hybridep.plan import PlacedLayers, Plan, Residency
 from hybridep.routing import Routing
+from hybridep.shares import site_shares
 from hybridep.traffic import (
     Direct,
     FloatArray,
@@ -42,9 +44,13 @@ HEAD = "head"
 BACKWARD = "_backward"
 OPTIMIZER = "optimizer"
 RECONFIGURATION = "reconfiguration"
+CODING = "coding"
 
 _OUT = (Op.EXPERT_GATHER, Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.SHARED_REDUCE_SCATTER)
 """Transfers of a layer; its others are these, or their reverse, in other units."""
+
+_MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN)
+_ROWS = (Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)
 
 _TOKENS, _COPIES = 0, 1
 """Priorities on the links."""
@@ -74,6 +80,8 @@ class _Sent(NamedTuple):
     direct: dict[Op, Direct]
     expert_s: FloatArray
     """[ranks of the cluster] forward of the routed experts."""
+    coding_s: Mapping[OpLevel, Coded]
+    """[ranks of the cluster] seconds before and after each exchange."""
 
 
 class _Block(NamedTuple):
@@ -82,6 +90,8 @@ class _Block(NamedTuple):
     flows: Mapping[OpLevel, Flows]
     expert_s: FloatArray
     """[ranks of the cluster] forward of the routed experts."""
+    coding_s: Mapping[OpLevel, Coded]
+    """[ranks of the cluster] seconds before and after each exchange in which ranks code and decode."""
     light: Traffic | None = None
     """Of its flows that may use circuits."""
     demand_bytes: FloatArray | None = None
@@ -123,6 +133,8 @@ def step_program(
     out that many blocks ahead and are waited for by the experts, returns by the end of the step; both are one queue per rank
     and give way to tokens. Tokens travel as `exchange` says, as the runtime has it where it is left out; chunks and a prefetch
     depth do not go together (SimulationError).
+    Tokens are coded before a hop and decoded after it. Copies and their gradients are coded beside the rank's own chain, which
+    stands still for as long.
     Without `routing`, rows are the number that the plan's popularity of experts lets expect (all alike where it has none).
     The program's ranks are then the kinds of ranks that differ; with routing all do.
     """
@@ -164,23 +176,35 @@ class _Builder:
         self._released: list[int] = []
         """Ends of what used them last."""
         self._levels = range(len(plan.cluster.levels))
-        workload, gpu = plan.workload, plan.cluster.gpu
-        everybody = self._slowdown = conditions.slowdown(plan.cluster, start_s)
-        self._pre_expert_s = everybody * (workload.pre_expert_flops / gpu.throughput + gpu.block_overhead)
-        self._head_s = everybody * (workload.head_flops / gpu.throughput + gpu.pass_overhead)
+        workload, of_ranks = plan.workload, plan.cluster.of_ranks
+        self._slowdown = conditions.slowdown(plan.cluster, start_s)
+        rates, shares = of_ranks(lambda gpu: gpu.throughput), site_shares(plan.cluster, workload)
+        # Seconds that a FLOP of a rank with the mean number of tokens stands for.
+        each_s = np.repeat(shares, plan.cluster.num_gpus // shares.size) / rates
+        self._pre_expert_s = self._slowdown * (workload.pre_expert_flops * each_s + of_ranks(lambda gpu: gpu.block_overhead))
+        self._head_s = self._slowdown * (workload.head_flops * each_s + of_ranks(lambda gpu: gpu.pass_overhead))
         self._optimizer_s = self._optimizer()
         dense = dense_traffic(plan.placements[0], workload, plan.level_codecs)
+        dense_coding_s = self._seconds(self._dense_coding())
         expected = {}
         # Shares of routes over trunks are not compared where rows go directly; circuits join some nodes and not others.
         comparable = exchange.route is Route.HOPS or wiring.wan is None
         if routing is None and not self._jitter and comparable and self._controller is None:
             for layers in plan.placed:
                 expected[layers.first_layer] = self._traffic(layers, None)
+            all_coding_s = (dense_coding_s, *(one.coding_s for one in expected.values()))
+            coding_s = [each for by_key in all_coding_s for each in by_key.values()]
             alike = symmetry(
                 wiring,
                 [Exchange(key.level, sent) for one in expected.values() for key, sent in one.traffic.items() if key.op in _OUT]
                 + [Exchange(key.level, sent) for key, sent in dense.items() if key.op is Op.DENSE_REDUCE_SCATTER],
-                [self._optimizer_s, *(one.expert_s for one in expected.values()), everybody],
+                [
+                    self._optimizer_s,
+                    *(one.expert_s for one in expected.values()),
+                    *(part for each in coding_s for part in each),
+                    self._pre_expert_s,
+                    self._head_s,
+                ],
                 LinkFactors(conditions, wiring.link_names).traits if conditions.of_links else None,
                 [pairs for one in expected.values() for op, pairs in one.direct.items() if op in _OUT],
             )
@@ -190,7 +214,7 @@ class _Builder:
         self._one_of_each = alike.first
         self._program = Program(num_ranks=alike.num_kinds)
         self._expected = {first: self._block_of(sent) for first, sent in expected.items()}
-        self._dense = self._flows(dense)
+        self._dense = _Block(flows=self._flows(dense), expert_s=self._slowdown, coding_s=dense_coding_s)
 
     def build(self) -> Program:
         last: list[int] = []
@@ -222,12 +246,12 @@ class _Builder:
         self._compute(OPTIMIZER, self._optimizer_s, last)
         return self._program
 
-    def _compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "") -> int:
+    def _compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "", *, beside: bool = False) -> int:
         """seconds: [ranks of the cluster]."""
         seconds = seconds[self._one_of_each]
         if self._jitter:
             seconds = seconds * np.exp(self._random.normal(0.0, self._jitter, seconds.size))
-        return self._program.compute(label, seconds, after, name)
+        return self._program.compute(label, seconds, after, name, beside=beside)
 
     def _step(self, layer: int, layers: PlacedLayers, micro_batch: int) -> _Step:
         each_time = layers.group.residency is Residency.MICROBATCH
@@ -252,7 +276,8 @@ class _Builder:
         return self._block_of(self._traffic(layers, self._routing[layer, micro_batch]))
 
     def _traffic(self, layers: PlacedLayers, choices: IntArray | None) -> _Sent:
-        workload, gpu, placement = self._plan.workload, self._plan.cluster.gpu, layers.placement
+        workload, cluster, placement = self._plan.workload, self._plan.cluster, layers.placement
+        gpu = cluster.gpu
         codecs, per_choice, chunks = self._plan.level_codecs, self._exchange.per_choice, self._exchange.chunks
         traffic: Traffic = {}
         direct: dict[Op, Direct] = {}
@@ -268,23 +293,52 @@ class _Builder:
             traffic = {key: sent if key.op is Op.TOKEN_COUNTS else sent / chunks for key, sent in traffic.items()}
             direct = {op: pairs if op is Op.TOKEN_COUNTS else pairs.part(chunks) for op, pairs in direct.items()}
         copies = served_copies(placement, layers.gating, choices).sum(axis=1)
-        products_s = copies * (workload.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput)) / chunks
-        alone_s = (products_s + placement.holds.sum(axis=1) * gpu.expert_overhead) * self._slowdown
+        products_s = copies * workload.expert_flops_per_row / cluster.of_ranks(lambda gpu: gpu.expert_flops_per_s) / chunks
+        held_s = placement.holds.sum(axis=1) * cluster.of_ranks(lambda gpu: gpu.expert_overhead)
+        alone_s = (products_s + held_s) * self._slowdown
         # Ranks that share processors wait for each other's work, too.
         expert_s = alone_s / gpu.sharing + alone_s.mean() * (1 - 1 / gpu.sharing)
-        return _Sent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s)
+        coding: Coding = {}
+        if gpu.coding is not None:
+            if self._exchange.route is Route.DIRECT:
+                tokens = direct_coding(direct, placement, workload, codecs)
+            else:
+                # Each chunk takes its share.
+                tokens = token_coding(placement, workload, rows, codecs, layers.gating, choices, per_choice=per_choice)
+                tokens = {key: Coded(one.encoded / chunks, one.decoded / chunks) for key, one in tokens.items()}
+            coding = tokens | copy_coding(placement, workload, codecs)
+        return _Sent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s, self._seconds(coding))
+
+    def _dense_coding(self) -> Coding:
+        plan = self._plan
+        return {} if plan.cluster.gpu.coding is None else dense_coding(plan.cluster.sizes, plan.workload, plan.level_codecs)
+
+    def _seconds(self, coding: Coding) -> dict[OpLevel, Coded]:
+        """Of each rank while all code; operations that take no time are left out."""
+        gpu, found = self._plan.cluster.gpu, {}
+        for key, coded in coding.items():
+            speed = speed_of(gpu.coding, self._plan.level_codecs, key) if gpu.coding is not None else None
+            if speed is not None:
+                alone = [coded.encoded / speed.encode * self._slowdown, coded.decoded / speed.decode * self._slowdown]
+                found[key] = Coded(*(one / gpu.sharing + one.mean() * (1 - 1 / gpu.sharing) for one in alone))
+        if self._exchange.route is Route.DIRECT:
+            # One exchange over all levels.
+            for key in [key for key in found if key.level > 0 and key.op in _ROWS]:
+                one, first = found.pop(key), OpLevel(key.op, 0)
+                found[first] = Coded(*(a + b for a, b in zip(found[first], one, strict=True))) if first in found else one
+        return found
 
     def _block_of(self, sent: _Sent) -> _Block:
         control, jitter_s = self._controller, self._plan.cluster.gpu.jitter
         if control is None:
             direct = {OpLevel(op, 0): self.fabric.direct(pairs, jitter_s) for op, pairs in sent.direct.items()}
-            return _Block(flows=self._flows(sent.traffic) | direct, expert_s=sent.expert_s)
+            return _Block(flows=self._flows(sent.traffic) | direct, expert_s=sent.expert_s, coding_s=sent.coding_s)
         demand = control.demand_bytes(sent.traffic)
         circuits = control.circuits(demand)
         light = {key: part for key, part in sent.traffic.items() if control.is_light(key)}
         dark = {key: part for key, part in sent.traffic.items() if key not in light}
         flows = self._flows(dark) | self._flows(light, circuits)
-        return _Block(flows=flows, expert_s=sent.expert_s, light=light, demand_bytes=demand, circuits=circuits)
+        return _Block(flows, sent.expert_s, sent.coding_s, light=light, demand_bytes=demand, circuits=circuits)
 
     def _ahead(self, block: _Block, layer: int, layers: PlacedLayers, micro_batch: int) -> _Block | None:
         """A block as its forward is where circuits are set before its gate, for what is then expected of it."""
@@ -322,23 +376,34 @@ class _Builder:
 
     def _out(self, block: _Block, op: Op, after: list[int], circuits: list[int], name: str) -> list[int]:
         """Tokens to their experts or gradients to them, outermost level first; inside sites once circuits are set."""
-        last = self._hops(block.flows, op, self._levels[:1], after, name)
-        return self._hops(block.flows, op, self._levels[1:], [*last, *circuits], name)
+        last = self._hops(block, op, self._levels[:1], after, name)
+        return self._hops(block, op, self._levels[1:], [*last, *circuits], name)
 
     def _back(self, block: _Block, op: Op, after: list[int], name: str) -> list[int]:
         """And back, innermost level first."""
-        self._released = self._hops(block.flows, op, self._levels[:0:-1], after, name)
-        return self._hops(block.flows, op, self._levels[:1], self._released, name)
+        self._released = self._hops(block, op, self._levels[:0:-1], after, name)
+        return self._hops(block, op, self._levels[:1], self._released, name)
 
-    def _hops(self, flows: Mapping[OpLevel, Flows], op: Op, levels: Sequence[int], after: list[int], name: str) -> list[int]:
-        """One exchange per level, in the order given; a rank begins a hop when its part of the one before is done."""
-        gives_way = self._prefetch and op in (Op.EXPERT_GATHER, Op.GRADIENT_RETURN)
+    def _hops(self, block: _Block, op: Op, levels: Sequence[int], after: list[int], name: str) -> list[int]:
+        """One exchange per level, in the order given; a rank begins a hop when its part of the one before is done. It codes
+        before and decodes after."""
+        gives_way = self._prefetch and op in _MOVES
         priority = _COPIES if gives_way else _TOKENS
         for level in levels:
-            hop = flows.get(OpLevel(op, level))
+            key = OpLevel(op, level)
+            hop, coding_s = block.flows.get(key), block.coding_s.get(key)
             if hop is not None and hop.source.size:
+                if coding_s is not None:
+                    after = [self._compute(CODING, coding_s.encoded, after, name, beside=op in _MOVES)]
                 after = [self._program.exchange(op.value, hop, after, name, level=level, priority=priority)]
+                if coding_s is not None:
+                    after = [self._compute(CODING, coding_s.decoded, after, name, beside=op in _MOVES)]
         return after
+
+    def _coded_beside(self, block: _Block, op: Op, after: list[int], name: str) -> list[int]:
+        """A rank's own chain stands still for as long as it codes and decodes copies, or their gradients, beside it."""
+        seconds = [part for key, coding_s in block.coding_s.items() if key.op is op for part in coding_s]
+        return [self._compute(CODING, np.sum(seconds, axis=0), after, name)] if np.any(seconds) else after
 
     def _start_gathers(self, steps: Sequence[_Step], after: list[int]) -> None:
         """Queue gathers that are not queued yet."""
@@ -348,7 +413,7 @@ class _Builder:
 
     def _queued(self, step: _Step, op: Op, levels: Sequence[int], after: list[int]) -> list[int]:
         """The hops of copies or of their gradients, behind all that was queued before; none where none are due."""
-        done = self._hops(step.block.flows, op, levels, [*after, *self._queue], step.name)
+        done = self._hops(step.block, op, levels, [*after, *self._queue], step.name)
         if done == [*after, *self._queue]:
             return []
         self._queue = done
@@ -356,12 +421,13 @@ class _Builder:
 
     def _forward(self, step: _Step, after: list[int]) -> list[int]:
         block, name = step.ahead or step.block, step.name
-        flows = block.flows
         circuits = self._reconfigure(block, [], name) if step.ahead is not None else None
         gathered = after
         if step.gather and not self._prefetch:
-            gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name)
-        begin = after if self._plan.schedule.overlap else gathered
+            gathered = self._hops(block, Op.EXPERT_GATHER, self._levels, after, name)
+        begin = gathered
+        if self._plan.schedule.overlap:
+            begin = self._coded_beside(block, Op.EXPERT_GATHER, after, name) if step.gather else after
         ready = self._compute(PRE_EXPERT, self._pre_expert_s, begin, name)
         held = self._gathered.get(step.layer, [])
         return self._through_experts(block, _FORWARDS, [ready, *gathered], held, circuits, name)
@@ -371,18 +437,17 @@ class _Builder:
     ) -> list[int]:
         """Tokens to the experts and back, chunk by chunk; computation waits for `held` copies, too, and what is inside sites
         for `circuits`, ends of their setting (None: they are set once the first counts have told what will move)."""
-        flows = block.flows
         last, computed = after, list(held)
         results = []
         for _ in range(self._exchange.chunks):
             for level in self._levels:
                 if way is _FORWARDS:
-                    last = self._hops(flows, Op.TOKEN_COUNTS, [level], last, name)
+                    last = self._hops(block, Op.TOKEN_COUNTS, [level], last, name)
                 if circuits is None:
                     circuits = self._reconfigure(block, last, name)
                 if level == 1:
                     last = [*last, *circuits]
-                last = self._hops(flows, way.out, [level], last, name)
+                last = self._hops(block, way.out, [level], last, name)
             computed = [self._compute(way.label, block.expert_s * way.cost, [*last, *computed], name)]
             results += computed
         if self._exchange.chunks == 1:
@@ -393,25 +458,29 @@ class _Builder:
 
     def _backward(self, step: _Step, after: list[int]) -> list[int]:
         block, name = step.block, step.name
-        flows = block.flows
         if self._prefetch:
             return self._prefetched_backward(step, after)
         circuits = self._reconfigure(block, [], name)
-        gathered = self._hops(flows, Op.EXPERT_GATHER, self._levels, after, name) if step.regather else after
-        begin = after if self._plan.schedule.overlap else gathered
+        begin = gathered = self._hops(block, Op.EXPERT_GATHER, self._levels, after, name) if step.regather else after
+        if self._plan.schedule.overlap:
+            begin = self._coded_beside(block, Op.EXPERT_GATHER, after, name) if step.regather else after
         last = self._through_experts(block, _BACKWARDS, begin, gathered, circuits, name)
-        returned = self._hops(flows, Op.GRADIENT_RETURN, self._levels[::-1], last, name) if step.give_back else last
+        returned = self._hops(block, Op.GRADIENT_RETURN, self._levels[::-1], last, name) if step.give_back else last
         if step.is_last:
             # Renews the layer's shared expert, where copies are coded against one.
-            returned = self._hops(flows, Op.SHARED_REDUCE_SCATTER, self._levels[::-1], returned, name)
-            returned = self._hops(flows, Op.SHARED_ALL_GATHER, self._levels, returned, name)
-        begin = last if self._plan.schedule.overlap else returned
+            returned = self._hops(block, Op.SHARED_REDUCE_SCATTER, self._levels[::-1], returned, name)
+            returned = self._hops(block, Op.SHARED_ALL_GATHER, self._levels, returned, name)
+        begin = returned
+        if self._plan.schedule.overlap:
+            begin = self._coded_beside(block, Op.GRADIENT_RETURN, last, name) if step.give_back else last
         ready = self._compute(PRE_EXPERT + BACKWARD, self._pre_expert_s * _BACKWARD_COST, begin, name)
         return [ready, *returned]
 
     def _prefetched_backward(self, step: _Step, after: list[int]) -> list[int]:
         """Backward whose gather set out before, and whose gradients return while blocks below run theirs."""
         block, name = step.block, step.name
+        if step.regather:
+            after = self._coded_beside(block, Op.EXPERT_GATHER, after, name)
         last = self._out(block, Op.COMBINE_BACKWARD, after, self._reconfigure(block, [], name), name)
         # Gradients that the runtime does not keep while it makes new ones: with copies per micro-batch, memory is short.
         above = self._returned.get(step.layer + self._prefetch + 1, [])
@@ -422,12 +491,15 @@ class _Builder:
             if step.regather:
                 self._returned[step.layer] = returned
         last = self._back(block, Op.DISPATCH_BACKWARD, last, name)
+        if step.give_back:
+            last = self._coded_beside(block, Op.GRADIENT_RETURN, last, name)
         return [self._compute(PRE_EXPERT + BACKWARD, self._pre_expert_s * _BACKWARD_COST, last, name)]
 
     def _optimizer(self) -> FloatArray:
         """[ranks] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts and of
         all dense parameters; memory bandwidth bounds it."""
-        model, dtype, gpu = self._plan.workload.model, self._plan.workload.training.dtype, self._plan.cluster.gpu
+        model, dtype = self._plan.workload.model, self._plan.workload.training.dtype
         params = self._plan.home_experts * float(model.expert_params) + model.dense_params
         size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
-        return np.asarray(size_bytes / gpu.memory_bandwidth * self._slowdown, dtype=np.float64)
+        rates = self._plan.cluster.of_ranks(lambda gpu: gpu.memory_bandwidth)
+        return np.asarray(size_bytes / rates * self._slowdown, dtype=np.float64)

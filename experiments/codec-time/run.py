@@ -22,9 +22,7 @@ from hybridep.codecs import Codecs
 from hybridep.config import build, write_text
 from hybridep.provenance import provenance
 from hybridep.units import format_bandwidth
-from runtime.codecs.experts import ChangeCoder, expert_coder
-from runtime.codecs.gradients import gradient_coder
-from runtime.codecs.rows import row_coder
+from runtime.probe_codecs import expert_pair, gradient_pair, row_pair
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = ["device", "payload", "codec", "elements", "ratio", "encode_ms", "decode_ms", "min_ms", "max_ms", "pays_below_gbps"]
@@ -63,7 +61,13 @@ def measured(
     config: dict[str, Any], payload: str, name: str, options: dict[str, float], length: int, device: str
 ) -> dict[str, Any]:
     codecs = build(Codecs, {payload: name, **options}, "config.yaml")
-    encode, decode = pair(codecs, payload, length, config["hidden_size"], device)
+    x = torch.randn(length, device=device)
+    if payload == "tokens":
+        pair = row_pair(codecs.tokens, x.view(-1, config["hidden_size"]))
+    else:
+        pair = (expert_pair if payload == "experts" else gradient_pair)(codecs, x)
+    assert pair is not None
+    encode, decode = pair
     message = encode()
     coded_bytes = sum(part.numel() * part.element_size() for part in message)
     encode_s, decode_s = timed(encode, config["repeats"], device), timed(lambda: decode(message), config["repeats"], device)
@@ -80,27 +84,6 @@ def measured(
         "max_ms": round((max(encode_s) + max(decode_s)) * 1e3, 4),
         "pays_below_gbps": round((EXACT_BYTES * length - coded_bytes) * 8 / both_s / 1e9, 3),
     }
-
-
-def pair(
-    codecs: Codecs, payload: str, length: int, hidden: int, device: str
-) -> tuple[Callable[[], list[torch.Tensor]], Callable[[list[torch.Tensor]], object]]:
-    """Coding of one tensor, and decoding of what comes out."""
-    x = torch.randn(length, device=device)
-    if payload == "tokens":
-        rows, rows_of = x.view(-1, hidden), row_coder(codecs.tokens)
-        return lambda: rows_of.encode(rows), lambda message: rows_of.decode(message, hidden, x.dtype)
-    if payload == "gradients":
-        gradients = gradient_coder(codecs)
-        assert gradients is not None
-        return lambda: [gradients.encode("one", x)], lambda message: gradients.decode(message[0], length, x.dtype)
-    experts = expert_coder(codecs, length, x.dtype, shared=lambda: torch.zeros_like(x))
-    assert experts is not None
-    copy = x.clone()
-    if isinstance(experts, ChangeCoder):
-        # The optimizer's step moves weights by little; both ends know what was there before.
-        experts.sent[0] = x + 1e-3 * torch.randn_like(x)
-    return lambda: [experts.encode(0, x)], lambda message: experts.decode(message[0], copy)
 
 
 def timed(work: Callable[[], object], repeats: int, device: str) -> list[float]:

@@ -72,9 +72,11 @@ def draw(config: dict[str, Any], bench: Bench) -> list[Setting]:
             workload=build(Workload, fields, "config.yaml"),
             codecs={"dc": build(Codecs, codecs, "config.yaml")},
         )
-        expected_s = [step_cost(plan).step_s for plan in placements(bench.at(rate), setting)]
+        costs = [step_cost(plan) for plan in placements(bench.at(rate), setting)]
+        expected_s = [cost.step_s for cost in costs]
         in_range = min(expected_s) >= config["shortest_step_s"] and max(expected_s) <= config["longest_step_s"]
-        if in_range and sum(expected_s) <= config["all_steps_s"]:
+        computation = max(cost.compute_s / cost.step_s for cost in costs)
+        if in_range and sum(expected_s) <= config["all_steps_s"] and computation <= config["most_computation"]:
             found.append(setting)
     return found
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hybridep.units import format_bytes, format_dollars, format_seconds
+from hybridep.shares import site_sequences
+from hybridep.units import format_bytes, format_dollars, format_seconds, format_throughput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks in {cluster.sizes[0]} sites"
         f", {made.workload.model.num_moe_layers} MoE layers of {made.workload.model.num_experts} experts"
     )
+    if not cluster.has_alike_ranks:
+        console.print(f"  {_ranks(made)}")
     for group in made.layers:
         console.print(f"  {_placed(cluster.levels[0].name, group, served=not whole)}")
         for one in group.serving if whole else ():
@@ -78,6 +81,16 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         f"memory of the fullest rank ({explanation.fullest_rank}): {format_bytes(chosen.memory_bytes)} of "
         f"{format_bytes(explanation.memory_capacity_bytes)}: {memory}"
     )
+
+
+def _ranks(made: Plan) -> str:
+    """Sites by what their ranks are and do."""
+    cluster, kinds = made.cluster, dict[str, list[str]]()
+    sequences = site_sequences(cluster, made.workload)
+    for dc, (gpu, number) in enumerate(zip(cluster.site_gpus, sequences, strict=True)):
+        text = f"{format_throughput(gpu.throughput)}, {format_bytes(gpu.memory)}, micro-batch of {number}"
+        kinds.setdefault(text, []).append(cluster.site_name(dc))
+    return "ranks: " + "; ".join(f"{_few(names)} {text}" for text, names in kinds.items())
 
 
 def _minimised(report: SolverReport) -> str:

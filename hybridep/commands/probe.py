@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +16,15 @@ import click
 from hybridep.commands.common import emit, note, set_option, verb
 
 if TYPE_CHECKING:
+    from hybridep.codecs import Speeds
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from runtime.probe import Probe
+
+
+PAIRS_DIFFER = 0.2
+"""Share of the median by which a pair's bandwidth or latency may differ before all pairs get links of their own."""
+_OF_PAIRS = ("bandwidth_bytes_per_s", "latency_s")
 
 
 @verb(name="probe")
@@ -23,12 +32,32 @@ if TYPE_CHECKING:
 @click.argument("model", default="tiny")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Cluster file to write.  [default: CLUSTER-measured.yaml]")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, show_default=True, help="Per measurement.")
+@click.option(
+    "--thorough",
+    is_flag=True,
+    help="Measure every ordered pair of sites by itself, by message size and number of connections, and how much computation and "
+    "exchanges slow each other, too; some seconds per pair.",
+)
+@click.option(
+    "--links/--no-links",
+    default=None,
+    help="Write a link per pair (with --thorough).  [default: where the file has them or pairs differ by more than 20 %]",
+)
 @set_option
-def command(cluster: str, model: str, output: Path | None, seconds: float, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Measure each level's latency and bandwidth, and the computation of MODEL, with as many ranks as CLUSTER has.
+def command(
+    cluster: str,
+    model: str,
+    output: Path | None,
+    seconds: float,
+    thorough: bool,
+    links: bool | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Measure each level's latency and bandwidth, and the computation and codecs of MODEL, with as many ranks as CLUSTER has.
 
     With RAY_ADDRESS set: on that Ray cluster. Without: with processes on this machine, in emulated datacenters where the kernel
-    allows it (then the outermost level comes out as it is shaped). Sites and links per pair are copied, not measured.
+    allows it (then the outermost level comes out as it is shaped). Sites are copied, and so are links per pair unless --thorough.
     """
     from hybridep.commands.inputs import cluster_and_workload
     from hybridep.config import write_yaml
@@ -43,17 +72,28 @@ def command(cluster: str, model: str, output: Path | None, seconds: float, overr
         if reason is None:
             options = [cluster, model, "--seconds", str(seconds), *["--json"] * as_json]
             options += ["--output", str(output)] if output else []
+            options += ["--thorough"] * thorough
+            options += [] if links is None else ["--links" if links else "--no-links"]
             options += [word for override in overrides for word in ("--set", override)]
             again = [sys.executable, "-m", "hybridep.cli", "probe", *options]
             return run_in_lab(again, lab_spec(given), child_environment())
         note(f"hybridep probe: unshaped, links are not emulated: {reason}")
-    measured = measured_cluster(given, workload, seconds)
+    found = measure(given, workload, seconds, thorough=thorough)
+    measured = with_pairs(with_measurements(given, found), found, links)
     path = output or Path(f"{given.name}-measured.yaml")
     write_yaml(path, measured.model_dump(mode="json", exclude_none=True))
     if as_json:
-        emit({"output": str(path), "shaped": in_lab(), "cluster": measured.model_dump(mode="json")})
+        answer = {"output": str(path), "shaped": in_lab(), "cluster": measured.model_dump(mode="json")}
+        if found.pairs:
+            answer["pairs"] = [
+                {**asdict(pair), "src": given.site_name(pair.src), "dst": given.site_name(pair.dst)} for pair in found.pairs
+            ]
+            answer["contention"] = found.contention and asdict(found.contention)
+        emit(answer)
     else:
         _show(given, measured)
+        if found.pairs:
+            _show_pairs(given, found)
         click.echo(f"cluster written to {path}")
     return 0
 
@@ -61,6 +101,13 @@ def command(cluster: str, model: str, output: Path | None, seconds: float, overr
 def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3) -> Cluster:
     """Measure with all ranks of ``cluster``: on the Ray cluster at RAY_ADDRESS, else local processes, in the lab where inside
     one. Returns the cluster with measured levels and computation; what was not measured stays."""
+    return with_measurements(cluster, measure(cluster, workload, seconds))
+
+
+def measure(cluster: Cluster, workload: Workload, seconds: float, *, thorough: bool = False) -> Probe:
+    """What all ranks of ``cluster`` find together; see ``measured_cluster``. Raises UserError where sites have GPUs of their own:
+    the slowest rank counts, so one kind is measured."""
+    from hybridep.errors import UserError
     from hybridep.launch.backends import backend_for
     from hybridep.launch.controller import Controller
     from hybridep.launch.worker import Job
@@ -68,14 +115,19 @@ def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3)
     from planner import baseline
     from runtime.probe import probe_of, summarise
 
+    for site in cluster.sites:
+        if site.gpu is not None:
+            raise UserError(
+                f"sites.{site.name}.gpu: a probe measures one kind of GPU, that of the slowest rank; leave it out "
+                f"(--set sites.{site.name}.gpu=null) and give what differs by hand"
+            )
     with tempfile.TemporaryDirectory(prefix="hybridep-") as folder:
         run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=Path(folder), steps=1)
-        job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds)
+        job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds, thorough=thorough)
         with backend_for(job, local=not os.environ.get("RAY_ADDRESS")) as backend:
             controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
             controller.run()
-    probes = [probe_of(fields) for fields in controller.results.values()]
-    return with_measurements(cluster, summarise(probes))
+    return summarise([probe_of(fields) for fields in controller.results.values()])
 
 
 def with_measurements(cluster: Cluster, found: Probe) -> Cluster:
@@ -103,9 +155,51 @@ def with_measurements(cluster: Cluster, found: Probe) -> Cluster:
             "pass_overhead": _rounded(found.compute.pass_overhead_s),
             "jitter": _rounded(found.jitter_s),
             "message_overhead": _rounded(found.message_overhead_s),
+            "coding": _speeds(found),
         }
     )
     return cluster.model_copy(update={"levels": levels, "gpu": gpu})
+
+
+def with_pairs(cluster: Cluster, found: Probe, links: bool | None = None) -> Cluster:
+    """The cluster with a link for each measured pair of sites where ``links`` says so; where it says nothing, if the cluster has
+    links or a pair is further than ``PAIRS_DIFFER`` from the median one."""
+    from hybridep.topology import Cluster
+
+    if not found.pairs or links is False:
+        return cluster
+    if (
+        links is None
+        and not cluster.links
+        and not any(_differ([getattr(pair, name) for pair in found.pairs]) for name in _OF_PAIRS)
+    ):
+        return cluster
+    given = {(link.src, link.dst): link for link in cluster.links}
+    names = [cluster.site_name(number) for number in range(cluster.sizes[0])]
+    fields = cluster.model_dump(mode="json", exclude_none=True)
+    fields["sites"] = fields["sites"] or [{"name": name} for name in names]
+    fields["links"] = []
+    for pair in found.pairs:
+        src, dst = names[pair.src], names[pair.dst]
+        kept = given[src, dst].model_dump(mode="json", exclude_none=True) if (src, dst) in given else {}
+        bandwidth, latency = f"{_rounded(pair.bandwidth_bytes_per_s):.10g} B/s", f"{_rounded(pair.latency_s):.10g} s"
+        fields["links"].append({**kept, "src": src, "dst": dst, "bandwidth": bandwidth, "latency": latency})
+    return Cluster.model_validate(fields)
+
+
+def _differ(values: Sequence[float]) -> bool:
+    median = statistics.median(values)
+    return any(abs(value - median) > PAIRS_DIFFER * median for value in values)
+
+
+def _speeds(found: Probe) -> Speeds | None:
+    from hybridep.codecs import Speeds
+
+    speeds: dict[str, dict[str, dict[str, str]]] = {}
+    for one in found.codecs:
+        rates = {"encode": one.encode_bytes_per_s, "decode": one.decode_bytes_per_s}
+        speeds.setdefault(one.kind, {})[one.codec] = {name: f"{_rounded(rate):.10g} B/s" for name, rate in rates.items()}
+    return Speeds.model_validate(speeds) if speeds else None
 
 
 def _rounded(value: float) -> float:
@@ -117,6 +211,7 @@ def _show(given: Cluster, measured: Cluster) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from hybridep.codecs import KINDS
     from hybridep.units import format_bandwidth, format_seconds, format_throughput
 
     table = Table("", "in the file", "measured", box=None, pad_edge=False)
@@ -133,4 +228,35 @@ def _show(given: Cluster, measured: Cluster) -> None:
     table.add_row("pass overhead", *(format_seconds(gpu.pass_overhead) for gpu in gpus))
     table.add_row("jitter", *(format_seconds(gpu.jitter) for gpu in gpus))
     table.add_row("expert overhead", *(format_seconds(gpu.expert_overhead) for gpu in gpus))
+    codings = [gpu.coding for gpu in gpus]
+    for kind in KINDS:
+        for codec in getattr(codings[1] or codings[0], kind, {}):
+            both = (speeds and getattr(speeds, kind).get(codec) for speeds in codings)
+            shown = (f"{format_bandwidth(one.encode)} + {format_bandwidth(one.decode)}" if one else "" for one in both)
+            table.add_row(f"{kind} {codec.value}, code + decode", *shown)
     Console(highlight=False).print(table)
+
+
+def _show_pairs(cluster: Cluster, found: Probe) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybridep.units import format_bandwidth, format_bytes, format_seconds
+
+    sizes = sorted({point.size_bytes for pair in found.pairs for point in pair.points})
+    columns = ["pair", "latency", "streams", *(format_bytes(size) for size in sizes)]
+    table = Table(*columns, box=None, pad_edge=False)
+    for pair in found.pairs:
+        name, latency = f"{cluster.site_name(pair.src)} -> {cluster.site_name(pair.dst)}", format_seconds(pair.latency_s)
+        for streams in sorted({point.streams for point in pair.points}):
+            rates = {point.size_bytes: point.bytes_per_s for point in pair.points if point.streams == streams}
+            table.add_row(name, latency, str(streams), *(format_bandwidth(rates[size]) for size in sizes))
+            name = latency = ""
+    console = Console(highlight=False)
+    console.print(table)
+    if (both := found.contention) is not None:
+        slower = both.products_per_s_beside / both.products_per_s, both.bytes_per_s_beside / both.bytes_per_s
+        console.print(
+            f"computation keeps {slower[0]:.0%} of its speed beside exchanges between sites, which keep {slower[1]:.0%} of "
+            f"{format_bandwidth(both.bytes_per_s)} per rank beside computation"
+        )

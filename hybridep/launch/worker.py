@@ -35,6 +35,8 @@ class Job:
     resume: bool = False
     probe_s: float | None = None
     """Instead of training, measure links and computation, each for about this long."""
+    thorough: bool = False
+    """Measure pairs of sites, and contention, too."""
     trials: tuple[Plan, ...] = ()
     """Instead of training ``plan``, train each of these for the run's steps and report times only."""
 
@@ -48,7 +50,7 @@ class Job:
         """One line of JSON."""
         plan = self.plan.model_dump(mode="json", exclude={"provenance"}, exclude_none=True)
         trials = [one.model_dump(mode="json", exclude={"provenance"}, exclude_none=True) for one in self.trials]
-        more = {"resume": self.resume, "probe_s": self.probe_s, "trials": trials}
+        more = {"resume": self.resume, "probe_s": self.probe_s, "thorough": self.thorough, "trials": trials}
         return json.dumps({"run": self.run.model_dump(mode="json"), "plan": plan, **more})
 
     @classmethod
@@ -93,7 +95,7 @@ def run_rank(
         if job.probe_s is not None:
             from runtime.probe import probe
 
-            found = probe(job.plan.cluster, job.plan.workload, rank=rank, store=store, seconds=job.probe_s)
+            found = probe(job.plan.cluster, job.plan.workload, rank=rank, store=store, seconds=job.probe_s, thorough=job.thorough)
             report(Finished(rank=rank, result=asdict(found)))
             return
 

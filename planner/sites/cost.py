@@ -10,24 +10,17 @@ from functools import lru_cache
 import numpy as np
 
 from hybridep.codecs import Wire
+from hybridep.coding import Coding, moved_coding, row_coding
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, Op, OpLevel, gathers_and_returns, is_late
-from planner.cost import (
-    COMPUTATIONS,
-    HEAD,
-    OPTIMIZER,
-    BlockTimes,
-    layer_times,
-    optimizer_bytes_per_parameter,
-    slowest_s,
-)
+from planner.cost import BlockTimes, by_op, coded_s, dense_coding_part, fixed_computation, layer_times, timed_block
 from planner.memory import (
     ACTIVATIONS,
     CODECS,
     COPIES,
-    TOLERANCE,
     LayerMemory,
+    fits,
     fixed_passing_bytes,
     fixed_rank_bytes,
     kept_by_codecs,
@@ -48,19 +41,18 @@ class SiteCost:
     step_s: float
     parts_s: dict[str, float]
     memory_bytes: float
-    """Of the fullest rank."""
+    """Of the fullest rank: the one that needs most of what it has."""
+    fullest_rank: int
+    capacity_bytes: float
+    """What that rank has."""
     wan_bytes: float
     step_usd: float
     """What the step costs."""
 
     @property
-    def compute_s(self) -> float:
-        """The computation alone."""
-        return sum(self.parts_s.get(part, 0.0) for part in COMPUTATIONS)
-
-    def fits(self, problem: SiteProblem) -> bool:
+    def fits(self) -> bool:
         """Every rank has room."""
-        return self.memory_bytes <= problem.cluster.gpu.memory * (1 + TOLERANCE)
+        return fits(self.memory_bytes, self.capacity_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,6 +66,8 @@ class FixedCost:
     """[D, n]."""
     wan_bytes: float
     egress_usd: float
+    compute_s: FloatArray
+    """[D, n]: computation alone."""
 
     @property
     def total_s(self) -> float:
@@ -88,7 +82,7 @@ def wire_of(problem: SiteProblem, exchange: Exchange) -> Wire:
 
 def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     """Of one layer and micro-batch."""
-    work, gpu = problem.workload, problem.cluster.gpu
+    gpu = problem.cluster.gpu
     times = dict.fromkeys(Op, 0.0)
 
     def add(op: Op, exchange: Exchange, unit_bytes: float) -> None:
@@ -111,40 +105,49 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     for exchange in shared_exchanges(problem, layer):
         add(Op.SHARED_REDUCE_SCATTER, exchange, 1.0)
         add(Op.SHARED_ALL_GATHER, exchange.reverse, 1.0)
-    products_s = layer.served * (work.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput))
     # Bounds leave the overhead of held experts out: it is never negative.
-    held = problem.at_home + layer.copies_held
-    return BlockTimes(
-        pre_expert_s=work.pre_expert_flops / gpu.throughput,
-        expert_s=slowest_s(products_s + held * gpu.expert_overhead, gpu),
-        overhead_s=gpu.block_overhead,
-        exchanges_s=times,
-    )
+    coding_s = {}
+    if gpu.coding is not None and any(one.lossy for one in problem.codecs):
+        coding_s = by_op(coded_s(gpu, _coding(problem, layer), problem.codecs))
+    return timed_block(problem.compute, layer.served, problem.at_home + layer.copies_held, times, coding_s)
+
+
+def _coding(problem: SiteProblem, layer: LayerExchanges) -> Coding:
+    """Of one layer and micro-batch, [D, n] each."""
+    work, coding = problem.workload, Coding()
+    for exchange in layer.rows:
+        level = 0 if exchange.outer else 1
+        if exchange.once is not None and "tokens" in problem.codecs[level].lossy:
+            coding |= row_coding(level, float(work.combine_row_bytes), exchange.once, exchange.out, exchange.into)
+    for exchange in layer.copies:
+        level = 0 if exchange.outer else 1
+        if exchange.once is not None:
+            coding |= moved_coding(level, work, problem.codecs[level], exchange.once, exchange.out, exchange.into)
+    return coding
 
 
 @lru_cache(maxsize=8)
 def fixed_cost(problem: SiteProblem) -> FixedCost:
     """Head, dense all-reduce and optimizer; weights, states and the activations of the dense parts."""
-    work, gpu = problem.workload, problem.cluster.gpu
-    model = work.model
-    at_home = problem.at_home
-    parameters = model.dense_params + model.num_moe_layers * int(at_home.max()) * model.expert_params
+    work, at_home = problem.workload, problem.at_home
+    parts, compute_s = fixed_computation(problem.compute, work.model.num_moe_layers * at_home)
     exchanges = dense_exchanges(problem)
     moved = [(one, 1.0) for exchange in exchanges for one in (exchange, exchange.reverse)]
-    per_rank, per_home = fixed_rank_bytes(work)
+    per_rank, per_home = fixed_rank_bytes(work, problem.compute.share)
     buffers = _largest([exchange.both for exchange in exchanges], at_home.shape)
     unsent_bytes = unsent_dense_bytes(problem.cluster, work, problem.codecs)
     return FixedCost(
-        parts_s={
-            HEAD: 3 * work.training.micro_batches * (work.head_flops / gpu.throughput + gpu.pass_overhead),
-            OPTIMIZER: parameters * optimizer_bytes_per_parameter(work) / gpu.memory_bandwidth,
+        parts_s=parts
+        | {
             Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, 1.0) for exchange in exchanges),
             Op.DENSE_ALL_GATHER.value: sum(exchange.reverse.seconds(problem, 1.0) for exchange in exchanges),
+            **dense_coding_part(problem.cluster, work, problem.codecs),
         },
         lasting_bytes=np.asarray(per_rank + unsent_bytes + at_home * per_home, dtype=np.float64),
-        passing_bytes=fixed_passing_bytes(work, buffers),
+        passing_bytes=fixed_passing_bytes(work, problem.compute.share, buffers),
         wan_bytes=bytes_between(moved),
         egress_usd=egress_usd(problem, moved),
+        compute_s=compute_s,
     )
 
 
@@ -164,10 +167,14 @@ def cost_of(problem: SiteProblem, layer: LayerExchanges, residency: Residency, k
     step_s = sum(parts.values())
     moved = list(moved_in_a_step(problem, layer, residency))
     egress = fixed.egress_usd + layers * egress_usd(problem, moved)
+    needs, has = _memory(problem, fixed, layer, residency), problem.compute.memory_bytes
+    fullest = int((needs / has).argmax())
     return SiteCost(
         step_s=step_s,
         parts_s=parts,
-        memory_bytes=float(_memory(problem, fixed, layer, residency).max()),
+        memory_bytes=float(needs.flat[fullest]),
+        fullest_rank=fullest,
+        capacity_bytes=float(has.flat[fullest // problem.num_inside]),
         wan_bytes=fixed.wan_bytes + layers * bytes_between(moved),
         step_usd=step_usd(problem.cluster.rent_usd_per_s, egress, step_s),
     )

@@ -36,12 +36,12 @@ def _layer_usd(problem: SiteProblem, prices: FloatArray, gathers: int, returns: 
     back = wire.combine_row_bytes + wire.dispatch_gradient_row_bytes
     row_usd = prices * there + prices.T * back
     np.fill_diagonal(row_usd, np.inf)
-    rows = problem.num_inside * problem.workload.training.tokens * problem.hit[experts - np.arange(experts + 1)]
+    rows = problem.num_inside * problem.hit[experts - np.arange(experts + 1)]
     # [home site, holder]
     copy_usd = prices * (gathers * wire.expert_bytes) + prices.T * (returns * wire.expert_gradient_bytes)
     total = 0.0
     for site in range(size):
         foreign = np.sort(copy_usd[problem.home_site[problem.home_site != site], site])
         copies = np.concatenate([np.zeros(experts - len(foreign) + 1), np.cumsum(foreign)])
-        total += float((copies + _batches(problem) * rows * row_usd[site].min()).min())
+        total += float((copies + _batches(problem) * problem.tokens[site] * rows * row_usd[site].min()).min())
     return total

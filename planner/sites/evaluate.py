@@ -56,20 +56,28 @@ def inside_of(plan: Plan, group: LayerGroup) -> Inside | None:
 
 def _layer_cost(problem: SiteProblem, layer: LayerExchanges, group: LayerGroup) -> Cost:
     batches = problem.workload.training.micro_batches
-    times = layer_times(block_times(problem, layer), batches, group.residency, problem.schedule)
+    block = block_times(problem, layer)
+    times = layer_times(block, batches, group.residency, problem.schedule)
     moved = list(moved_in_a_step(problem, layer, group.residency))
     return Cost(
         parts_s=times.parts_s,
         hidden_s=times.hidden_s,
         link_bytes=_link_bytes(problem, moved),
         wan_bytes=bytes_between(moved),
+        compute_s=3 * batches * block.compute_s,
     )
 
 
 def _fixed_cost(problem: SiteProblem) -> Cost:
     fixed = fixed_cost(problem)
     moved = [(one, 1.0) for exchange in dense_exchanges(problem) for one in (exchange, exchange.reverse)]
-    return Cost(parts_s=dict(fixed.parts_s), hidden_s={}, link_bytes=_link_bytes(problem, moved), wan_bytes=fixed.wan_bytes)
+    return Cost(
+        parts_s=dict(fixed.parts_s),
+        hidden_s={},
+        link_bytes=_link_bytes(problem, moved),
+        wan_bytes=fixed.wan_bytes,
+        compute_s=fixed.compute_s,
+    )
 
 
 def _link_bytes(problem: SiteProblem, moved: Iterable[tuple[Exchange, float]]) -> FloatArray:
@@ -95,7 +103,7 @@ def _link_bytes(problem: SiteProblem, moved: Iterable[tuple[Exchange, float]]) -
 def _fixed_memory(problem: SiteProblem) -> LayerMemory:
     at_home = np.bincount(problem.home, minlength=problem.cluster.num_gpus).astype(np.int64) * problem.num_layers
     buffers = fixed_cost(problem).passing_bytes.ravel()
-    lasting = fixed_lasting(problem.workload, at_home)
+    lasting = fixed_lasting(problem.workload, np.repeat(problem.compute.share[:, 0], problem.num_inside), at_home)
     lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(problem.cluster, problem.workload, problem.codecs)
     return LayerMemory(lasting=lasting, passing={BUFFERS: buffers})
 

@@ -6,6 +6,7 @@ site with n_h of the E experts served at site h goes there with probability 1 - 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -29,6 +30,8 @@ class Exchange:
     """[D, n] sent by each rank."""
     into: FloatArray
     """[D, n] received."""
+    once: FloatArray | None = None
+    """[D, n] what each rank codes of what it sends: each once, however many ranks get it; None for everything."""
     messages: tuple[int, int] = (0, 0)
     """Of the rank that sends to most others, and of the one that receives from most."""
     pairs_of: Callable[[], FloatArray] | None = None
@@ -136,28 +139,30 @@ class _Served:
 def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> LayerExchanges:
     """``table`` is [D, E]: the site that computes expert e for tokens of site d. Sites with equal rows are counted together."""
     size, n = problem.num_sites, problem.num_inside
-    tokens = problem.workload.training.tokens
     distinct, which = distinct_rows(table)
-    users = np.bincount(which).astype(np.float64)
+    # What all users of a row send together: tokens, and the choices that those make of each expert.
+    tokens = np.bincount(which, weights=problem.tokens)
+    per_copy = np.bincount(which, weights=problem.rows_per_choice)
     served = _Served.of(distinct)
     own = (distinct[which] == np.arange(size)[:, None]).sum(axis=1)
-    per_copy = problem.rows_per_choice
     inner_rows: tuple[Exchange, ...] = ()
     inner_counts: tuple[Exchange, ...] = ()
-    outer_rows = _alike(problem, tokens * problem.hit, served, which, own)
+    outer_rows = _alike(problem, problem.hit, served, which, own, problem.tokens, problem.tokens)
     told_bytes = COUNT_BYTES * (np.arange(problem.num_experts + 1) > 0).astype(np.float64)
-    outer_counts = _alike(problem, told_bytes, served, which, own)
+    outer_counts = _alike(problem, told_bytes, served, which, own, np.ones(size))
+    arrived = np.broadcast_to(served.by_place(problem.hit[served.count], tokens, size)[:, None], (size, n))
     if inside is Inside.ALL or n == 1:
-        rows = served.by_place(tokens * problem.hit[served.count], users, size)
-        arrived = np.broadcast_to(rows[:, None], (size, n))
-        loads = np.broadcast_to(served.by_place(served.count * per_copy, users, size)[:, None], (size, n))
+        loads = np.broadcast_to(served.by_place(served.count, per_copy, size)[:, None], (size, n))
     else:
         by_rank = _Served.of(distinct * n + problem.home_inside)
-        loads = by_rank.by_place(by_rank.count * (n * per_copy), users, size * n).reshape(size, n)
-        needed = by_rank.by_place(tokens * problem.hit[by_rank.count], users, size * n).reshape(size, n)
+        before = arrived
+        loads = by_rank.by_place(by_rank.count * n, per_copy, size * n).reshape(size, n)
+        needed = by_rank.by_place(problem.hit[by_rank.count], tokens, size * n).reshape(size, n)
         arrived = n * needed
         away = needed.sum(axis=1, keepdims=True) - needed
-        inner_rows = (Exchange(outer=False, out=away, into=(n - 1) * needed, messages=_all_to(needed > 0)),)
+        told = _all_to(needed > 0)
+        once = np.minimum(before, away)
+        inner_rows = (Exchange(outer=False, out=away, into=(n - 1) * needed, once=once, messages=told),)
         present = np.zeros(n)
         present[problem.home_inside] = 1.0
         peers = np.broadcast_to(present.sum() - present, (size, n))
@@ -218,27 +223,37 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire
     return tuple(exchanges)
 
 
-def _alike(problem: SiteProblem, by_count: FloatArray, served: _Served, which: IntArray, own: IntArray) -> Exchange:
-    """Every rank of a site sends the same to each other site: ``by_count`` ([E + 1]) of the number of experts served there.
-    ``which`` is the row of each site, ``own`` what it serves itself ([D])."""
+def _alike(
+    problem: SiteProblem,
+    by_count: FloatArray,
+    served: _Served,
+    which: IntArray,
+    own: IntArray,
+    scale: FloatArray,
+    most_coded: FloatArray | float = math.inf,
+) -> Exchange:
+    """Every rank of a site sends the same to each other site: its ``scale`` ([D]) times ``by_count`` ([E + 1]) of the number of
+    experts served there; it codes at most ``most_coded`` of that. ``which`` is the row of each site, ``own`` what it serves
+    itself ([D])."""
     size, n, every = problem.num_sites, problem.num_inside, np.ones(problem.num_inside)
-    users = np.bincount(which).astype(np.float64)
-    sent, kept, one = by_count[served.count], by_count[own], np.ones(len(served.count))
+    users = np.bincount(which, weights=scale)
+    sent, kept, one = by_count[served.count], scale * by_count[own], np.ones(len(served.count))
     to = np.bincount(served.row)[which] - (own > 0)
-    of = served.by_place(one, users, size) - (own > 0)
+    of = served.by_place(one, np.bincount(which).astype(np.float64), size) - (own > 0)
     # Where all was taken away from a sum, what is left is rounding.
-    out = np.where(to > 0, np.bincount(served.row, weights=sent)[which] - kept, 0.0)
+    out = np.where(to > 0, scale * np.bincount(served.row, weights=sent)[which] - kept, 0.0)
     into = np.where(of > 0, served.by_place(sent, users, size) - kept, 0.0)
 
     def pairs() -> FloatArray:
         by_row = np.zeros((len(users), size))
         by_row[served.row, served.place] = n * sent
-        return _away(by_row[which])
+        return _away(scale[:, None] * by_row[which])
 
     return Exchange(
         outer=True,
         out=out[:, None] * every,
         into=into[:, None] * every,
+        once=np.minimum(out, most_coded)[:, None] * every,
         messages=(int(to.max()), int(of.max())),
         pairs_of=pairs,
     )
@@ -273,10 +288,18 @@ def _copies(problem: SiteProblem, held: IntArray, inside: Inside) -> tuple[tuple
         np.add.at(moved, home_site, held.T)
         return _away(moved)
 
-    outer = Exchange(outer=True, out=np.asarray(out, dtype=np.float64), into=held_at - at_home, messages=messages, pairs_of=pairs)
+    different = np.bincount(problem.home, weights=held.sum(axis=0) > 1, minlength=size * n).reshape(size, n)
+    outer = Exchange(
+        outer=True,
+        out=np.asarray(out, dtype=np.float64),
+        into=held_at - at_home,
+        once=np.asarray(different, dtype=np.float64),
+        messages=messages,
+        pairs_of=pairs,
+    )
     if inside is Inside.ONE or n == 1:
         return (outer,), held_at - at_home
     all_held = held_at.sum(axis=1, keepdims=True)
     spread = _all_to(held_at > 0)[::-1]
-    fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at, messages=spread)
+    fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at, once=held_at, messages=spread)
     return (outer, fan_out), np.asarray(all_held - at_home)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridep.placement import IntArray
+from hybridep.shares import apportion
 from planner.sites.grouping import assign, distance
 from planner.sites.problem import SiteProblem
 
@@ -17,7 +18,7 @@ def hub_table(problem: SiteProblem, count: int, team: int) -> IntArray:
     rate = np.minimum(problem.up_bytes_per_s, problem.down_bytes_per_s)
     order = np.argsort(-rate, kind="stable")
     hubs = order[: count * team].reshape(count, team)
-    room = shares_of(len(order) - count * team, rate[hubs].min(axis=1))
+    room = apportion(len(order) - count * team, rate[hubs].min(axis=1))
     table = np.empty((problem.num_sites, problem.num_experts), dtype=np.int64)
     even = np.full(team, problem.num_experts // team) + (np.arange(team) < problem.num_experts % team)
     rows = [assign(problem, [int(site) for site in members], even) for members in hubs]
@@ -33,15 +34,6 @@ def hub_table(problem: SiteProblem, count: int, team: int) -> IntArray:
             room[chosen] -= 1
         table[user] = rows[chosen]
     return table
-
-
-def shares_of(total: int, weight: np.ndarray) -> IntArray:
-    """``total`` in whole parts in proportion to ``weight``: the largest remainders are rounded up."""
-    exact = total * weight / weight.sum()
-    whole = np.floor(exact).astype(np.int64)
-    rest = np.argsort(-(exact - whole), kind="stable")[: total - int(whole.sum())]
-    whole[rest] += 1
-    return np.asarray(whole)
 
 
 STEPS = 48

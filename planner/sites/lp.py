@@ -154,16 +154,16 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
             np.zeros(count),
         )
 
-    busiest(d, away, cost_forward * q[h] / up[d], forward, size)
-    busiest(h, away, cost_forward * q[h] * crowd / down[h], forward, size)
-    busiest(h, away, cost_back * q[h] * crowd / up[h], back, size)
-    busiest(d, away, cost_back * q[h] / down[d], back, size)
-    work_s = cost_compute * problem.expert_s_per_choice
-    busiest(all_h, np.arange(num), work_s * np.concatenate([crowd, np.ones(len(own_d))]), compute, size)
+    busiest(d, away, cost_forward * q[d, h] / up[d], forward, size)
+    busiest(h, away, cost_forward * q[d, h] * crowd / down[h], forward, size)
+    busiest(h, away, cost_back * q[d, h] * crowd / up[h], back, size)
+    busiest(d, away, cost_back * q[d, h] / down[d], back, size)
+    work_s = cost_compute * relaxation.expert_s
+    busiest(all_h, np.arange(num), work_s[all_h] * np.concatenate([crowd, np.ones(len(own_d))]), compute, size)
     if pair_rate is not None and len(away):
         joined, row = np.unique(d * size + h, return_inverse=True)
-        busiest(row, away, cost_forward * q[h] / pair_rate[d, h], forward, len(joined))
-        busiest(row, away, cost_back * q[h] / pair_rate[h, d], back, len(joined))
+        busiest(row, away, cost_forward * q[d, h] / pair_rate[d, h], forward, len(joined))
+        busiest(row, away, cost_back * q[d, h] / pair_rate[h, d], back, len(joined))
 
     # Copies leave and arrive within the gather's time, their gradients within the return's.
     if len(ca):
@@ -197,9 +197,9 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     bounds[:num, 1] = many * holdable[all_a, all_h]
     bounds[num:first, 1] = copies[ca, ch]
     slowest = min(float(up.min()), float(down.min()), np.inf if pair_rate is None else float(pair_rate.min()))
-    most_rows = relaxation.rows * problem.num_sites * problem.num_experts
+    most_rows = float(relaxation.user_rows.max()) * problem.num_sites * problem.num_experts
     bounds[forward, 1], bounds[back, 1] = cost_forward * most_rows / slowest, cost_back * most_rows / slowest
-    bounds[compute, 1] = work_s * problem.num_sites * problem.num_experts
+    bounds[compute, 1] = float(work_s.max()) * problem.num_sites * problem.num_experts
     bounds[gather], bounds[give_back] = box.gather_s, box.return_s
     bounds[gather_cost, 1], bounds[return_cost, 1] = gathers * box.gather_s[1], returns * box.return_s[1]
     costs = np.zeros(variables)

@@ -54,7 +54,7 @@ def _better(
         if configuration.inside is inside:
             cost = cost_of(problem, layer, configuration.residency)
             value = problem.goal.value(cost.step_s, cost.step_usd)
-            if (best is None or value < best[2]) and cost.fits(problem) and not problem.goal.overdraft(cost.step_usd):
+            if (best is None or value < best[2]) and cost.fits and not problem.goal.overdraft(cost.step_usd):
                 best = table, configuration, value
     return best
 
@@ -64,7 +64,7 @@ def _best_of(problem: SiteProblem, tables: IntArray) -> tuple[IntArray, Configur
     for residency in problem.residencies if len(tables) else ():
         steps_s, memory_bytes, prices_usd = costs_at_once(problem, tables, residency)
         values = prices_usd.copy() if problem.goal.objective is Objective.DOLLARS else steps_s.copy()
-        values[memory_bytes > problem.cluster.gpu.memory * (1 + TOLERANCE)] = np.inf
+        values[(memory_bytes > problem.compute.memory_bytes[:, 0] * (1 + TOLERANCE)).any(axis=1)] = np.inf
         values[[problem.goal.overdraft(float(price)) > 0 for price in prices_usd]] = np.inf
         first = int(np.argmin(values))
         if np.isfinite(values[first]) and (best is None or values[first] < best[2]):
@@ -73,13 +73,13 @@ def _best_of(problem: SiteProblem, tables: IntArray) -> tuple[IntArray, Configur
 
 
 def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(step seconds [N], bytes of the fullest rank [N], dollars [N]) of ``tables`` ([N, D, E]) on sites of one rank: the
+    """(step seconds [N], bytes of each rank [N, D], dollars [N]) of ``tables`` ([N, D, E]) on sites of one rank: the
     formulas of ``planner.cost`` written out once more, which also checks the other way of computing them."""
-    work, training, gpu = problem.workload, problem.workload.training, problem.cluster.gpu
+    work, training, each = problem.workload, problem.workload.training, problem.compute
     batches, layers, size, wire = training.micro_batches, problem.num_layers, problem.num_sites, problem.wire
     served = (tables[:, :, :, None] == np.arange(size)).sum(axis=2)  # [N, d, h]
     away = ~np.eye(size, dtype=np.bool_)
-    rows = training.tokens * problem.hit[served] * away
+    rows = problem.tokens[:, None] * problem.hit[served] * away
     at_home = problem.home_site == np.arange(size)[:, None]  # [D, E]
     held = at_home | (tables[:, :, :, None] == np.arange(size)).any(axis=1).swapaxes(1, 2)  # [N, h, E]
     copies = np.einsum("ae,nhe->nah", at_home.astype(np.float64), held.astype(np.float64)) * away
@@ -106,12 +106,12 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     beside = problem.beside_s
     moving = gathers * gather - min(gathers, batches) * np.minimum(gather, beside)
     moving = moving + returns * (give_back - np.minimum(give_back, 2 * beside))
-    choices = served.sum(axis=1).astype(np.float64)  # [N, h]
-    compute = work.pre_expert_flops / gpu.throughput + gpu.block_overhead + choices.max(axis=1) * problem.expert_s_per_choice
+    computed = np.einsum("d,ndh->nh", problem.rows_per_choice, served)
+    compute = problem.block_s + (computed * each.expert_s_per_row[:, 0]).max(axis=1) / each.sharing
     steps_s = fixed_cost(problem).total_s + layers * (batches * (exchanges + 3 * compute) + moving)
 
     fixed = fixed_cost(problem)
-    computed, arrived = choices * problem.rows_per_choice, (training.tokens * problem.hit[served]).sum(axis=1)
+    arrived = (problem.tokens[:, None] * problem.hit[served]).sum(axis=1)
     kept = (held.sum(axis=2) - at_home.sum(axis=1)).astype(np.float64)
     moved = rows.sum(axis=1) + rows.sum(axis=2)
     largest = np.maximum(moved * wire.dispatch_row_bytes, copies.sum(axis=2) * wire.expert_bytes)
@@ -123,4 +123,4 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     sent = one_way + batches * back * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
     sent = sent + gathers * wire.expert_bytes * copies + returns * wire.expert_gradient_bytes * copies.swapaxes(1, 2)
     egress = fixed.egress_usd + layers * (sent * problem.cluster.egress_usd_per_byte).sum(axis=(1, 2))
-    return np.asarray(steps_s), np.asarray(memory.max(axis=1)), egress + problem.cluster.rent_usd_per_s * steps_s
+    return np.asarray(steps_s), np.asarray(memory), egress + problem.cluster.rent_usd_per_s * steps_s

@@ -15,7 +15,6 @@ from hybridep.plan import LayerGroup, Objective, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
-from hybridep.units import format_bytes
 from hybridep.workload import Workload
 from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS
@@ -26,7 +25,7 @@ from planner.sites.evaluate import inside_of
 from planner.sites.problem import Configuration, SiteProblem, site_problem
 from planner.sites.search import Found
 from planner.sites.solution import Wishes, solve_sites
-from planner.solve import over_budget
+from planner.solve import over_budget, too_small
 
 
 def plan_sites(
@@ -97,7 +96,7 @@ def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Foun
     InfeasibleError where it is not either, or memory is missing."""
     budget_usd, cost = problem.goal.budget_usd, least.cost
     assert cost is not None
-    if budget_usd is None or not cost.fits(problem):
+    if budget_usd is None or not cost.fits:
         raise InfeasibleError(_missing(problem, least))
     cheap = plan_sites(
         problem.cluster,
@@ -149,12 +148,12 @@ def chosen_table(plan: Plan) -> tuple[IntArray, Configuration] | None:
 def _missing(problem: SiteProblem, least: Found) -> str:
     cost = least.cost
     assert isinstance(cost, SiteCost)
-    capacity = problem.cluster.gpu.memory
-    return (
-        f"no plan fits: the fullest rank needs {format_bytes(cost.memory_bytes)} in the plan found that needs least and has "
-        f"{format_bytes(capacity)}: {format_bytes(cost.memory_bytes - capacity)} are missing. "
-        f"Raise gpu.memory, add GPUs, {'relax the rules, ' if problem.permissions else ''}or lower training.micro_batch_size "
-        f"(activations) or the model's size"
+    return too_small(
+        problem.cluster,
+        cost.fullest_rank,
+        cost.memory_bytes,
+        "in the plan found that needs least",
+        "relax the rules, " if problem.permissions else "",
     )
 
 

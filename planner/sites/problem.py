@@ -18,11 +18,12 @@ from scipy.sparse import csr_array
 from hybridep.codecs import Codecs, Wire, level_codecs, wires
 from hybridep.errors import UserError
 from hybridep.gating import gating
-from hybridep.placement import IntArray, LevelChoice, expert_homes
+from hybridep.placement import IntArray, LevelChoice, home_blocks
 from hybridep.plan import Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
+from planner.compute import Compute, compute_of_sites
 from planner.constraints import Constraints, Permissions, require_possible
 from planner.goal import FASTEST, Goal
 
@@ -150,9 +151,14 @@ class SiteProblem:
         return gating(self.workload).hit_by_count
 
     @cached_property
-    def rows_per_choice(self) -> float:
-        """Rows that an expert computes for one rank's tokens: T K / E without a capacity."""
-        return float(gating(self.workload).rows[0])
+    def tokens(self) -> FloatArray:
+        """[D]: of one rank in one micro-batch."""
+        return self.compute.share[:, 0] * self.workload.training.tokens
+
+    @cached_property
+    def rows_per_choice(self) -> FloatArray:
+        """[D]: rows that an expert computes for the tokens of one rank of each site: T K / E without a capacity."""
+        return self.compute.share[:, 0] * (self.workload.training.micro_batch_size * float(gating(self.workload).rows[0]))
 
     @cached_property
     def alike_paths(self) -> bool:
@@ -161,9 +167,10 @@ class SiteProblem:
 
     @cached_property
     def equal_sites(self) -> bool:
-        """All have the same links."""
+        """All have the same links, GPUs and shares of the batch."""
         access = np.ptp(self.up_bytes_per_s) == 0 and np.ptp(self.down_bytes_per_s) == 0
-        return bool(access and self.pair_bytes_per_s is None and not self.cluster.trunks)
+        alike = access and self.cluster.has_alike_ranks
+        return bool(alike and self.pair_bytes_per_s is None and not self.cluster.trunks)
 
     @cached_property
     def one_latency_s(self) -> float | None:
@@ -180,15 +187,29 @@ class SiteProblem:
         """What a gather can hide under in forward; twice that in backward."""
         if not self.schedule.overlap:
             return 0.0
-        gpu = self.cluster.gpu
-        return self.workload.pre_expert_flops / gpu.throughput + gpu.block_overhead
+        return self.block_s
 
     @cached_property
-    def expert_s_per_choice(self) -> float:
-        """Seconds one rank computes at least for each of n experts that it serves for one rank's tokens, forward. For bounds,
-        so what ranks that share processors wait for each other is left out."""
-        work, gpu = self.workload, self.cluster.gpu
-        return self.rows_per_choice * work.expert_flops_per_row / (gpu.expert_throughput or gpu.throughput) / gpu.sharing
+    def block_s(self) -> float:
+        """Forward of one layer and micro-batch on the slowest rank, without routed experts."""
+        return float((self.compute.pre_expert_s + self.compute.overhead_s).max())
+
+    @cached_property
+    def expert_s_per_choice(self) -> FloatArray:
+        """[D]: seconds one rank of a site computes at least for each of n experts that it serves for any rank's tokens, forward.
+        For bounds, so what ranks that share processors wait for each other is left out."""
+        return float(self.rows_per_choice.min()) * self.compute.expert_s_per_row[:, 0] / self.compute.sharing
+
+    @cached_property
+    def least_expert_s(self) -> float:
+        """Seconds the last rank computes at least, forward, whoever serves what: all would be done at once."""
+        rates = self.compute.sharing / self.compute.expert_s_per_row
+        return self.num_experts * float(self.rows_per_choice.sum() / rates.sum())
+
+    @cached_property
+    def compute(self) -> Compute:
+        """Of ranks, [D, 1]."""
+        return compute_of_sites(self.cluster, self.workload)
 
     def choices(self, inside: Inside) -> dict[str, LevelChoice]:
         """Of the levels below the sites, as plans give them."""
@@ -240,7 +261,7 @@ def site_problem(
         down_bytes_per_s=down,
         pair_bytes_per_s=pairs,
         latency_s=latency,
-        home=expert_homes(workload.model.num_experts, cluster.num_gpus),
+        home=home_blocks(cluster, workload.model.num_experts),
         permissions=require_possible(cluster, workload.model.num_experts, constraints) if constraints else None,
         goal=goal,
         codecs=level_codecs([level.name for level in cluster.levels], codecs or {}),

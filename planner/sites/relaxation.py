@@ -128,7 +128,8 @@ def site_classes(problem: SiteProblem) -> SiteClasses:
     alike = problem.alike_paths and size > 1
     label = np.arange(size)
     if alike:
-        keys = np.column_stack([problem.up_bytes_per_s, problem.down_bytes_per_s, problem.homes])
+        ranks = problem.tokens, problem.expert_s_per_choice, problem.compute.memory_bytes[:, 0]
+        keys = np.column_stack([problem.up_bytes_per_s, problem.down_bytes_per_s, problem.homes, *ranks])
         label = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
     if label.max(initial=0) >= (MOST_CLASSES if alike else MOST_SITES):
         side = int(np.sqrt(MOST_CLASSES / 2))
@@ -192,9 +193,13 @@ class Relaxation:
     @cached_property
     def base_s(self) -> float:
         """Step time that no plan changes."""
-        work, gpu = self.problem.workload, self.problem.cluster.gpu
-        block = work.pre_expert_flops / gpu.throughput + gpu.block_overhead
-        return fixed_cost(self.problem).total_s + self.num_layers * 3 * work.training.micro_batches * block
+        passes = 3 * self.problem.workload.training.micro_batches
+        return fixed_cost(self.problem).total_s + self.num_layers * passes * self.problem.block_s
+
+    @cached_property
+    def expert_s(self) -> FloatArray:
+        """[C]: ``SiteProblem.expert_s_per_choice`` of the fastest site of each class."""
+        return -self.classes.best(-self.problem.expert_s_per_choice)
 
     @property
     def num_layers(self) -> int:
@@ -203,8 +208,14 @@ class Relaxation:
 
     @cached_property
     def rows(self) -> float:
-        """Tokens of one site and micro-batch."""
-        return float(self.problem.num_inside * self.problem.workload.training.tokens)
+        """Tokens of one site and micro-batch, at least."""
+        return self.problem.num_inside * float(self.problem.tokens.min())
+
+    @cached_property
+    def user_rows(self) -> FloatArray:
+        """[C]: the same of the sites of each class."""
+        tokens = self.problem.tokens
+        return self.rows * -self.classes.best(-tokens) / float(tokens.min())
 
     @cached_property
     def token_latency_s(self) -> FloatArray:
@@ -244,7 +255,8 @@ class Relaxation:
         """What one layer takes at most when every site gets every expert, beside what no plan changes."""
         _, _, compute = self.budgets_s
         copies_s = self.copies_s(Residency.MICROBATCH, *self.full_gather_s)
-        return copies_s + compute * self.problem.expert_s_per_choice * self.problem.num_experts * self.problem.num_sites
+        expert_s = float(self.problem.expert_s_per_choice.max())
+        return copies_s + compute * expert_s * self.problem.num_experts * self.problem.num_sites
 
     def roots(self) -> list[Box]:
         """Boxes that hold every plan."""
@@ -313,18 +325,19 @@ class Relaxation:
     @cached_property
     def room_bytes(self) -> FloatArray:
         """[D]: memory of a site's ranks beside what they need in any case; negative where some rank is too small."""
-        room = self.problem.cluster.gpu.memory * (1 + TOLERANCE) - fixed_cost(self.problem).lasting_bytes
+        room = self.problem.compute.memory_bytes * (1 + TOLERANCE) - fixed_cost(self.problem).lasting_bytes
         return np.where((room < 0).any(axis=1), -1.0, room.sum(axis=1))
 
     def unit_seconds(self, limits: Limits) -> FloatArray:
-        """[C]: rows of one of n <= M_h experts that a site of the class serves for another site's tokens, at least."""
+        """[C, C]: rows of one of n <= M_h experts that a site of the column's class serves for tokens of one of the row's, at
+        least."""
         held = np.maximum(limits.most_held, 1.0)
-        return np.asarray(self.rows * self.problem.hit[held.astype(np.int64)] / held)
+        return np.outer(self.user_rows, self.problem.hit[held.astype(np.int64)] / held)
 
     def unit_costs(self, limits: Limits, weights: Weights) -> FloatArray:
         """[C, C]: what each expert that a site of class h serves for another one of class d costs at least, in seconds
         per layer."""
-        problem, kinds = self.problem, self.classes
+        kinds = self.classes
         up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
         site = weights.out / up + weights.back_into / down
         holder = weights.into / down + weights.back_out / up
@@ -334,8 +347,8 @@ class Relaxation:
                 rate = rate + weights.pair / kinds.pair_bytes_per_s
             if weights.back_pair is not None:
                 rate = rate + weights.back_pair / kinds.pair_bytes_per_s.T
-        costs = rate * self.unit_seconds(limits)[None, :]
-        return np.asarray(costs + weights.compute[None, :] * problem.expert_s_per_choice)
+        costs = rate * self.unit_seconds(limits)
+        return np.asarray(costs + (weights.compute * self.expert_s)[None, :])
 
     def within_budget(self, weights: Weights) -> Weights:
         """Scaled down where weights add up to more than a second on the busiest link costs; then they prove something."""
@@ -369,7 +382,7 @@ class Relaxation:
         own, taken, costs = self.cheapest(limits, weights)
         if (own + taken.sum(axis=1) < self.problem.num_experts - 1e-6).any():
             return float("inf")
-        each = own * weights.compute * self.problem.expert_s_per_choice + (taken * costs).sum(axis=1)
+        each = own * weights.compute * self.expert_s + (taken * costs).sum(axis=1)
         tokens_s = float(each @ self.classes.count)
         return self.base_s + self.num_layers * (self.corner_s(box) + tokens_s)
 
@@ -381,12 +394,12 @@ class Relaxation:
         kinds, limits, experts = self.classes, self.limits(box), self.problem.num_experts
         total = float(kinds.homes @ kinds.count) + limits.most_copies
         forward, back, compute = self.budgets_s
-        away = self.rows * self.problem.hit[experts - np.arange(experts + 1)]
+        away = np.outer(self.user_rows, self.problem.hit[experts - np.arange(experts + 1)])
         if (limits.most_held < kinds.homes).any():
             return float("inf")
 
         def least_s(rates: FloatArray) -> float:
-            times = away[None, :] / rates[:, None]
+            times = away / rates[:, None]
             candidates = np.unique(times)
             low, high = 0, len(candidates) - 1
             while low < high:
@@ -402,8 +415,7 @@ class Relaxation:
         up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
         tokens_s = forward * max(least_s(up), self._serving_s(limits, total, down))
         tokens_s += back * max(least_s(down), self._serving_s(limits, total, up))
-        # Somebody computes at least the mean.
-        tokens_s += compute * self.problem.expert_s_per_choice * experts
+        tokens_s += compute * self.problem.least_expert_s
         return self.base_s + self.num_layers * (self.corner_s(box) + tokens_s)
 
     def _serving_s(self, limits: Limits, total: float, rates: FloatArray) -> float:
@@ -441,7 +453,7 @@ class Relaxation:
         costs = self.unit_costs(limits, weights)
         size = len(kinds.count)
         # The last column is the site itself, which needs no link.
-        all_costs = np.column_stack([costs, weights.compute * self.problem.expert_s_per_choice])
+        all_costs = np.column_stack([costs, weights.compute * self.expert_s])
         caps = np.column_stack([limits.most_held[None, :] * kinds.others * limits.allowed, limits.most_held])
         order = np.argsort(all_costs, axis=1, kind="stable")
         sorted_caps = np.take_along_axis(caps, order, axis=1)

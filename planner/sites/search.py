@@ -105,10 +105,9 @@ class Search:
                 cost_of(one, layer, configuration.residency, known) for one, known in zip(self.scenarios, times, strict=True)
             ]
             cost = costs[0]
-            capacity = self.problem.cluster.gpu.memory
-            missing = 0 if cost.fits(self.problem) else int(cost.memory_bytes - capacity)
+            missing = 0 if cost.fits else max(int(cost.memory_bytes - cost.capacity_bytes), 1)
             if overdraft := goal.overdraft(cost.step_usd):
-                missing += math.ceil(capacity * overdraft)
+                missing += math.ceil(cost.capacity_bytes * overdraft)
             rank = missing, at_quantile([goal.value(one.step_s, one.step_usd) for one in costs], self.quantile)
             if found is None or rank < found.rank:
                 found = Found(table=table, configuration=configuration, cost=cost, rank=rank)

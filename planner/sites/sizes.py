@@ -102,10 +102,7 @@ class SizeRelaxation:
             moving_s = max(moving_s, (program or self.program(box)).value_s(duals))
         if box.forward_s[0] > 0:
             moving_s += problem.workload.training.micro_batches * float(relaxation.reaches_s[1])
-        # Somebody computes at least the mean.
-        return relaxation.base_s + relaxation.num_layers * (
-            moving_s + compute * problem.expert_s_per_choice * problem.num_experts
-        )
+        return relaxation.base_s + relaxation.num_layers * (moving_s + compute * problem.least_expert_s)
 
     def main_sizes(self, own: IntArray, rows: FloatArray) -> IntArray:
         """[U]: how many experts a site that holds at most ``own`` ([U]) finds at least at that other site where it finds most,
@@ -201,7 +198,8 @@ class SizeRelaxation:
         # Rows that a site computes and, per residency, its copies need room on its ranks, however they share them.
         work, layers, one = problem.workload, relaxation.num_layers, np.ones(1)
         copy_bytes = layers * float(lasting_copy_bytes(work, one, box.residency)[0])
-        chosen = problem.num_inside * problem.rows_per_choice * experts  # rows that one site's tokens need of all experts
+        # Rows that one site's tokens need of all experts.
+        chosen = problem.num_inside * float(problem.rows_per_choice.min()) * experts
         computed_bytes = layers * chosen * float(routed_activation_bytes(work, one, 0 * one)[0])
         arrived_bytes = layers * relaxation.rows * float(routed_activation_bytes(work, 0 * one, one)[0])
         room = kinds.best(relaxation.room_bytes) + copy_bytes * kinds.homes

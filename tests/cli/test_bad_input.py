@@ -139,6 +139,14 @@ def test_wrong_usage(call: Call) -> None:
         (("--prefetch", "--within", "0.1"), ["--prefetch", "leave one out"]),
         (("--set", "levels.gpu.egress=1 $/GB"), ["levels.1.egress", "give it to level 'dc'"]),
         (("--set", "levels.dc.egress=1 $"), ["levels.0.egress", "0.02 $/GB"]),
+        (("--set", "sites=[{name: a}, {name: b, tokens: 0.1}]"), ["sites.b.tokens: 0.1", "training.micro_batch_size (1"]),
+        (("--set", "sites=[{name: a}, {name: b, tokens: 0}]"), ["sites.1.tokens", "greater than 0"]),
+        (("--set", "sites=[{name: a}, {name: b, gpu: {memory: 1}}]"), ["sites.1.gpu.memory", "no unit"]),
+        (("--set", "sites=[{name: a}, {name: b, gpu: {jitter: 1 ms}}]"), ["sites.1.gpu.jitter", "unknown key"]),
+        (
+            ("--set", "gpu.expert_throughput=1 GFLOPS", "--set", "sites=[{name: a}, {name: b, gpu: {throughput: 1 GFLOPS}}]"),
+            ["sites.1.gpu: throughput", "expert_throughput"],
+        ),
     ],
 )
 def test_wishes_that_make_no_sense(inputs: Inputs, call: Call, options: tuple[str, ...], named: list[str]) -> None:

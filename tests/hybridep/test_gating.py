@@ -17,7 +17,7 @@ def skewed(num_experts: int, exponent: float, seed: int = 0) -> tuple[float, ...
 
 
 def gate(num_experts: int = 8, top_k: int = 3, tokens: int = 64, **changes: object) -> Gating:
-    return Gating(num_experts=num_experts, top_k=top_k, sequence_length=tokens, num_sequences=2, **changes)  # type: ignore[arg-type]
+    return Gating(num_experts=num_experts, top_k=top_k, sequence_length=tokens, sequences=(2,), **changes)  # type: ignore[arg-type]
 
 
 def draw(gating: Gating, number: int, rng: np.random.Generator) -> np.ndarray:
@@ -85,12 +85,12 @@ def test_drops_are_those_of_sampled_sequences(
     spread = 5 * kept.mean(axis=1).std() / np.sqrt(sequences)
     np.testing.assert_allclose(kept.mean(axis=(0, 1)), gating.chosen * gating.kept, atol=spread)
     np.testing.assert_allclose(gating.kept_along.mean(axis=0), gating.kept, atol=0.01)
-    np.testing.assert_allclose(gating.rows, 2 * tokens * gating.chosen * gating.kept)
+    np.testing.assert_allclose(gating.rows, tokens * gating.chosen * gating.kept)
     members = rng.random((20, 8)) < 0.4
     for member, hit in zip(members, gating.hit(members), strict=True):
         assert kept[:, :, member].any(axis=2).mean() == pytest.approx(hit, abs=0.01)
 
 
 def test_padded_experts_compute_their_capacity() -> None:
-    assert gate(capacity=7, padded=True).rows.tolist() == [14.0] * 8
+    assert gate(capacity=7, padded=True).rows.tolist() == [7.0] * 8
     assert gate(tokens=100, capacity=100).kept.tolist() == [1.0] * 8

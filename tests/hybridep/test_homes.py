@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 
 from hybridep.config import build
-from hybridep.errors import PlacementError
+from hybridep.errors import ConfigError, PlacementError
 from hybridep.homes import home_table, homes_text
 from hybridep.placement import expert_homes
 from hybridep.topology import Cluster
 
 
-def cluster() -> Cluster:
+def cluster(*experts: float) -> Cluster:
     levels = [{"name": name, "size": size, "bandwidth": "1 Gbps", "latency": "1 ms"} for name, size in (("dc", 3), ("gpu", 2))]
     gpu = {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "100 GB/s"}
-    sites = [{"name": name} for name in ("east", "west", "north")]
+    given = experts or (None, None, None)
+    sites = [{"name": name, "experts": each} for name, each in zip(("east", "west", "north"), given, strict=True)]
     return build(Cluster, {"name": "test", "levels": levels, "gpu": gpu, "sites": sites}, "test")
 
 
@@ -26,6 +27,14 @@ def test_sites_spread_their_experts_and_ranks_keep_theirs() -> None:
 
 def test_nothing_said_is_even_blocks() -> None:
     np.testing.assert_array_equal(home_table(cluster(), 11, {}), expert_homes(11, 6))
+
+
+def test_sites_have_as_many_homes_as_they_are_given() -> None:
+    assert home_table(cluster(2, 1, 1), 8, {}).tolist() == [0, 0, 1, 1, 2, 3, 4, 5]
+    assert home_table(cluster(0, 2, 1), 9, {}).tolist() == [2, 2, 2, 3, 3, 3, 4, 4, 5]
+    np.testing.assert_array_equal(home_table(cluster(3, 3, 3), 11, {}), expert_homes(11, 6))
+    with pytest.raises(ConfigError, match="experts is 0 at every site"):
+        cluster(0, 0, 0)
 
 
 def test_any_homes_can_be_written(rng: np.random.Generator) -> None:

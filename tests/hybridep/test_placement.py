@@ -66,7 +66,7 @@ def test_communications_of_the_paper(shape: tuple[int, int], counts: tuple[int, 
     """Ordered pairs with token traffic and with gather moves, on one level with one expert per GPU."""
     gpus, domain = shape
     placed = place(cluster(gpus), gpus, {"l0": LevelChoice(domain_size=domain)})
-    (rows,) = expected_rows(placed, Gating(num_experts=placed.num_experts, top_k=2, sequence_length=16, num_sequences=1))
+    (rows,) = expected_rows(placed, Gating(num_experts=placed.num_experts, top_k=2, sequence_length=16, sequences=(1,)))
     assert (np.count_nonzero(rows), len(placed.moves)) == counts
 
 

@@ -100,3 +100,11 @@ def test_overrides_ask_what_the_same_placement_would_do_elsewhere(tmp_path):
     assert faster.layers == plan().layers
     with pytest.raises(ConfigError, match=r"cluster\.levels\.0\.bandwith.*did you mean 'bandwidth'"):
         load_plan(path, overrides=["cluster.levels.dc.bandwith=1 Gbps"])
+
+
+@pytest.mark.parametrize(("streams", "message"), [({"wan": 2}, "no such level"), ({"dc": 0}, "at least 1")])
+def test_streams_are_of_levels(streams, message):
+    made = plan().model_dump(mode="json")
+    assert build(Plan, made | {"schedule": {"streams": {"dc": 4}}}, "plan").schedule.streams == {"dc": 4}
+    with pytest.raises(ConfigError, match=message):
+        build(Plan, made | {"schedule": {"streams": streams}}, "plan")

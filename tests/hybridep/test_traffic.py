@@ -61,7 +61,7 @@ def workload(num_experts: int = 16, top_k: int = 4, micro_batches: int = 1) -> W
 
 
 def even(placed: Placement, tokens: int, top_k: int) -> Gating:
-    return Gating(num_experts=placed.num_experts, top_k=top_k, sequence_length=tokens, num_sequences=1)
+    return Gating(num_experts=placed.num_experts, top_k=top_k, sequence_length=tokens, sequences=(1,))
 
 
 def choose(rng: np.random.Generator, gpus: int, tokens: int, num_experts: int, top_k: int) -> np.ndarray:

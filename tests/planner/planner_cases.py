@@ -120,7 +120,7 @@ def random_problem(seed: int) -> Problem:
         fixed_s=float(rng.uniform(0, 1)),
         fixed_lasting_bytes=fixed,
         fixed_passing_bytes=rng.uniform(0, 1e9, ranks),
-        capacity_bytes=float(rng.uniform(0.8, 2.5) * least + rng.uniform(0, 1e9)),
+        capacity_bytes=np.full(ranks, rng.uniform(0.8, 2.5) * least + rng.uniform(0, 1e9)),
     )
 
 

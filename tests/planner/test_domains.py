@@ -50,7 +50,7 @@ def test_algorithm_1_agrees_with_the_serving_tables(sizes: tuple[int, ...]) -> N
         gathers = {(move.src, move.dst) for move in placed.moves}
         tokens = set()
         for level, rows in enumerate(
-            expected_rows(placed, Gating(num_experts=placed.num_experts, top_k=2, sequence_length=8, num_sequences=1))
+            expected_rows(placed, Gating(num_experts=placed.num_experts, top_k=2, sequence_length=8, sequences=(1,)))
         ):
             tokens |= {(int(rank), cluster.peer(int(rank), level, int(c))) for rank, c in np.argwhere(rows)}
         for src, dst in permutations(range(cluster.num_gpus), 2):

@@ -55,7 +55,7 @@ def test_small_clusters_agree_with_enumeration(solver: str) -> None:
         problem = replace(whole, candidates=tuple(whole.candidates[c] for c in few))
         needs = [float(problem.memory_bytes(problem.uniform(c)).max()) for c in range(len(few))]
         capacity = rng.uniform(0.97 * min(needs), 1.03 * max(needs))
-        outcomes.append(agree(replace(problem, capacity_bytes=capacity), solver))
+        outcomes.append(agree(replace(problem, capacity_bytes=np.full_like(problem.capacity_bytes, capacity)), solver))
     assert len(set(outcomes)) == 3, set(outcomes)
 
 
@@ -64,7 +64,7 @@ def test_solvers_agree_on_all_candidates() -> None:
     for _ in range(10):
         problem = build_problem(random_cluster(rng), random_workload(rng), Schedule())
         needs = [float(problem.memory_bytes(problem.uniform(c)).max()) for c in range(len(problem.candidates))]
-        problem = replace(problem, capacity_bytes=float(np.quantile(needs, 0.3)))
+        problem = replace(problem, capacity_bytes=np.full_like(problem.capacity_bytes, np.quantile(needs, 0.3)))
         highs, cbc = solve(problem, solver="highs"), solve(problem, solver="cbc")
         assert highs.objective_s == pytest.approx(cbc.objective_s, rel=1e-8)
         assert solve(problem, solver="highs").counts == highs.counts
@@ -84,7 +84,7 @@ def test_dominated_candidates_are_left_out_without_loss() -> None:
 def test_equal_candidates_resolve_to_the_preferred_one() -> None:
     problem = random_problem(3)
     twin = replace(problem.candidates[0], num_copies=99)
-    doubled = replace(problem, candidates=(problem.candidates[0], twin), capacity_bytes=1e12)
+    doubled = replace(problem, candidates=(problem.candidates[0], twin), capacity_bytes=np.full(4, 1e12))
     for solver in ("highs", "cbc"):
         assert solve(doubled, solver=solver).counts == (problem.num_layers, 0)
     assert doubled.undominated() == [0]
@@ -116,7 +116,7 @@ def hard_problem(capacity_bytes: float) -> Problem:
         )
         for candidate in problem.candidates
     ]
-    return replace(problem, candidates=tuple(noise), num_layers=200, capacity_bytes=capacity_bytes)
+    return replace(problem, candidates=tuple(noise), num_layers=200, capacity_bytes=np.full(16, capacity_bytes))
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])

@@ -79,7 +79,8 @@ def enumerable(rng: np.random.Generator, goal: Goal) -> Problem:
     few = sorted(rng.choice(len(whole.candidates), size=min(6, len(whole.candidates)), replace=False))
     problem = replace(whole, candidates=tuple(whole.candidates[c] for c in few))
     needs = [float(problem.memory_bytes(problem.uniform(c)).max()) for c in range(len(few))]
-    return replace(problem, capacity_bytes=1.01 * max(needs) if rng.random() < 0.5 else float(np.median(needs)))
+    capacity = 1.01 * max(needs) if rng.random() < 0.5 else float(np.median(needs))
+    return replace(problem, capacity_bytes=np.full_like(problem.capacity_bytes, capacity))
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])

@@ -4,7 +4,10 @@ stays near the exact one, and a resumed run goes on as if nothing had happened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,10 @@ from numpy.typing import NDArray
 from rank_pool import RankPool
 from training_cases import Case, Outcome, check_bytes, reference, train_case, training_run
 
+from hybridep.codecs import TokenCodec
+from hybridep.coding import Coding, copy_coding, dense_coding, token_coding
 from hybridep.plan import Residency
+from hybridep.traffic import Op, gathers_and_returns, routed_rows
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 12
@@ -61,6 +67,8 @@ class Coded:
 
     outcome: Outcome
     copies: dict[tuple[int, int], NDArray[np.float32]]
+    coded_bytes: dict[tuple[str, str], int]
+    """(kind of payload, encode or decode) -> bytes of exact payload in the last step."""
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +79,62 @@ def pool() -> Iterator[RankPool]:
 
 def train_coded(rank: int, case: Case) -> Coded:
     kept: dict[str, Any] = {}
-    outcome = train_case(rank, case, lambda trainer: kept.update(trainer=trainer), steps=STEPS)
+    coded_bytes: Counter[tuple[str, str]] = Counter()
+
+    def prepare(trainer: Any) -> None:
+        kept.update(trainer=trainer)
+        count_coding(coded_bytes)
+        step = trainer.step
+
+        def counted(number: int) -> Any:
+            coded_bytes.clear()
+            return step(number)
+
+        trainer.step = counted
+
+    outcome = train_case(rank, case, prepare, steps=STEPS)
     copies = {}
     for layer, experts in enumerate(kept["trainer"].model.routed):
         exchange = experts.exchange
         if exchange.copies_bytes:
             for expert, row in zip(exchange.held[-len(exchange._copies) :], exchange._copies.data, strict=True):
                 copies[layer, expert] = row.numpy().copy()
-    return Coded(outcome=outcome, copies=copies)
+    return Coded(outcome=outcome, copies=copies, coded_bytes=dict(coded_bytes))
+
+
+def count_coding(found: Counter[tuple[str, str]]) -> None:
+    """Count what this process's coders are given from now on."""
+    from runtime.codecs import ExpertCoder, GradientCoder, RowCoder
+    from runtime.codecs.rows import row_coder
+
+    inside = threading.local()
+
+    def count(coder: Any, kind: str, way: str, elements: Callable[..., int]) -> None:
+        work = getattr(coder, way)
+
+        def counted(*given: Any) -> Any:
+            # What a coder decodes by itself to know what it left out is part of its encoding.
+            if getattr(inside, "coding", False):
+                return work(*given)
+            found[kind, way] += 4 * elements(*given)
+            inside.coding = True
+            try:
+                return work(*given)
+            finally:
+                inside.coding = False
+
+        setattr(coder, way, counted)
+
+    for one in gc.get_objects():
+        if isinstance(one, RowCoder) and not isinstance(one, type(row_coder(TokenCodec.EXACT))):
+            count(one, "tokens", "encode", lambda x: x.numel())
+            count(one, "tokens", "decode", lambda blocks, hidden, dtype: len(blocks[0]) * hidden)
+        elif isinstance(one, ExpertCoder):
+            count(one, "experts", "encode", lambda expert, row: row.numel())
+            count(one, "experts", "decode", lambda message, row: row.numel())
+        elif isinstance(one, GradientCoder):
+            count(one, "gradients", "encode", lambda key, gradient: gradient.numel())
+            count(one, "gradients", "decode", lambda message, length, dtype: length)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,6 +144,7 @@ def test_bytes_copies_and_loss(name: str, pool: RankPool) -> None:
     outcomes = [one.outcome for one in found]
     check_bytes(case, outcomes)
     check_copies(case, found)
+    check_coding(case, found)
     for name, values in outcomes[0].parameters.items():
         if not name.endswith(".experts"):
             assert all(np.array_equal(values, outcome.parameters[name]) for outcome in outcomes), name
@@ -101,6 +158,34 @@ def test_bytes_copies_and_loss(name: str, pool: RankPool) -> None:
     # It is training that goes on, too. A sparse gradient lags behind at first: what it leaves out comes later.
     share = 0.6 if "top-k" in str(case) else 0.95
     assert losses[0] - losses[-1] > share * (expected[0] - expected[STEPS - 1])
+
+
+def check_coding(case: Case, found: list[Coded]) -> None:
+    """Every rank coded and decoded, of every kind of payload, exactly the bytes that ``hybridep.coding`` says."""
+    plan = case.plan()
+    workload, batches = plan.workload, plan.workload.training.micro_batches
+    expected: Counter[tuple[int, str, str]] = Counter()
+
+    def add(coding: Coding, kind: str, times: dict[Op, int] | None = None) -> None:
+        for key, coded in coding.items():
+            for way, ranks in (("encode", coded.encoded), ("decode", coded.decoded)):
+                for rank, number in enumerate(ranks.tolist()):
+                    of = "experts" if key.op is Op.EXPERT_GATHER else kind
+                    expected[rank, of, way] += round(number) * (times or {}).get(key.op, 1)
+
+    for layer, _, group, placement, gating in plan.placed:
+        gathers, returns = gathers_and_returns(group.residency, batches)
+        for each in range(layer, layer + workload.model.num_moe_layers):
+            copies = copy_coding(placement, workload, plan.level_codecs)
+            add(copies, "gradients", {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns})
+            for batch in range(batches):
+                routing = np.stack([one.outcome.routing[each, batch] for one in found])
+                rows = routed_rows(placement, routing)
+                add(token_coding(placement, workload, rows, plan.level_codecs, gating, routing), "tokens")
+    add(dense_coding(case.sizes, workload, plan.level_codecs), "gradients")
+    counted = {(rank, *key): number for rank, one in enumerate(found) for key, number in one.coded_bytes.items()}
+    assert {key: number for key, number in counted.items() if number} == {key: n for key, n in expected.items() if n}
+    assert counted
 
 
 def check_copies(case: Case, found: list[Coded]) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import permutations, product
 
 import pytest
 from rank_pool import ADDRESS, RankPool
 from training_cases import Case
 
+from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCodec
+from hybridep.commands.probe import with_measurements, with_pairs
+from hybridep.config import build
+from hybridep.topology import Cluster
 from runtime.probe import LevelProbe, Probe, probe_of, summarise
+from runtime.probe_codecs import CodecProbe
 from runtime.probe_compute import ComputeProbe
+from runtime.probe_links import SIZES_BYTES, STREAMS, Contention, PairPoint, PairProbe
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -20,7 +27,7 @@ def probe_job(rank: int, port: int, case: Case) -> Probe:
 
     plan = case.plan()
     store = join_store(ADDRESS, port, timeout_s=30)
-    return probe(plan.cluster, plan.workload, rank=rank, store=store, seconds=0.02)
+    return probe(plan.cluster, plan.workload, rank=rank, store=store, seconds=0.02, thorough=True)
 
 
 def test_all_ranks_measure_plausible_numbers() -> None:
@@ -45,25 +52,78 @@ def test_all_ranks_measure_plausible_numbers() -> None:
     assert 1 <= compute.sharing < 20
     assert 0 <= found.message_overhead_s < 0.5
     assert 1e5 < compute.memory_bandwidth_bytes_per_s < 1e12
+    assert [(pair.src, pair.dst) for pair in found.pairs] == [(0, 1), (1, 0)]
+    for pair in found.pairs:
+        assert 1e-6 < pair.latency_s < 0.5 and 1e6 < pair.bandwidth_bytes_per_s < 1e12
+        assert {(point.size_bytes, point.streams) for point in pair.points} == set(product(SIZES_BYTES, STREAMS))
+        assert all(1e5 < point.bytes_per_s < 1e12 for point in pair.points)
+    both = found.contention
+    assert both is not None and all(0 < value < 1e12 for value in asdict(both).values())
+    measured = {(one.kind, one.codec) for one in found.codecs}
+    enums = zip(KINDS, (TokenCodec, ExpertCodec, GradientCodec), strict=True)
+    assert measured == {(kind, codec.value) for kind, enum in enums for codec in enum if codec.value != "exact"}
+    for one in found.codecs:
+        assert 1e5 < one.encode_bytes_per_s < 1e12 and 1e5 < one.decode_bytes_per_s < 1e12, one
+    cluster = with_measurements(case.plan().cluster, found)
+    assert cluster.gpu.coding is not None
+    assert build(Cluster, cluster.model_dump(mode="json", exclude_none=True), "written") == cluster
+    speed = cluster.gpu.coding.of("experts", Codecs(experts=ExpertCodec.CHANGE_INT4))
+    [same] = [one for one in found.codecs if one.codec == "change-int4"]
+    assert speed is not None and speed.decode == pytest.approx(same.decode_bytes_per_s, rel=1e-3)
+
+
+LEVEL = LevelProbe(name="dc", latency_s=1.0, bandwidth_bytes_per_s=10.0)
+COMPUTE = ComputeProbe(
+    throughput_flops_per_s=5.0,
+    block_overhead_s=0.1,
+    pass_overhead_s=0.1,
+    expert_throughput_flops_per_s=4.0,
+    expert_overhead_s=0.01,
+    memory_bandwidth_bytes_per_s=7.0,
+    sharing=2.0,
+)
+CODEC = CodecProbe(kind="tokens", codec="int8", encode_bytes_per_s=3.0, decode_bytes_per_s=2.0)
+USUAL = Probe(levels=(LEVEL,), message_overhead_s=0.2, jitter_s=0.3, compute=COMPUTE, codecs=(CODEC,))
 
 
 def test_one_slow_rank_does_not_decide() -> None:
-    level = LevelProbe(name="dc", latency_s=1.0, bandwidth_bytes_per_s=10.0)
-    compute = ComputeProbe(
-        throughput_flops_per_s=5.0,
-        block_overhead_s=0.1,
-        pass_overhead_s=0.1,
-        expert_throughput_flops_per_s=4.0,
-        expert_overhead_s=0.01,
-        memory_bandwidth_bytes_per_s=7.0,
-        sharing=2.0,
-    )
-    usual = Probe(levels=(level,), message_overhead_s=0.2, jitter_s=0.3, compute=compute)
     slow = Probe(
-        levels=(replace(level, latency_s=99.0),),
+        levels=(replace(LEVEL, latency_s=99.0),),
         message_overhead_s=9.0,
         jitter_s=9.0,
-        compute=replace(compute, throughput_flops_per_s=0.01),
+        compute=replace(COMPUTE, throughput_flops_per_s=0.01),
+        codecs=(replace(CODEC, encode_bytes_per_s=0.1, decode_bytes_per_s=99.0),),
     )
-    assert summarise([usual, slow, usual]) == usual
-    assert probe_of(asdict(usual)) == usual
+    assert summarise([USUAL, slow, USUAL]) == USUAL
+    pair = PairProbe(
+        src=0, dst=1, latency_s=0.1, bandwidth_bytes_per_s=9.0, points=(PairPoint(size_bytes=8, streams=2, bytes_per_s=3.0),)
+    )
+    both = Contention(products_per_s=1.0, products_per_s_beside=2.0, bytes_per_s=3.0, bytes_per_s_beside=4.0)
+    for probe in (USUAL, replace(USUAL, pairs=(pair,), contention=both)):
+        assert probe_of(asdict(probe)) == summarise([probe]) == probe
+    assert summarise([replace(USUAL, pairs=(pair,)), USUAL]).pairs == (pair,)
+
+
+def test_links_are_written_where_pairs_differ() -> None:
+    cluster = Case(sizes=(3, 1), domains=(1, 1)).plan().cluster
+
+    def pairs(slow: float) -> Probe:
+        found = [
+            PairProbe(
+                src=src, dst=dst, latency_s=0.01, bandwidth_bytes_per_s=slow if (src, dst) == (2, 0) else 1.23456e8, points=()
+            )
+            for src, dst in permutations(range(3), 2)
+        ]
+        return replace(USUAL, pairs=tuple(found))
+
+    alike, uneven = pairs(1.1e8), pairs(0.9e8)
+    assert with_pairs(cluster, USUAL, True) == cluster
+    assert with_pairs(cluster, alike) == cluster and not with_pairs(cluster, uneven, False).links
+    for linked in (with_pairs(cluster, alike, True), with_pairs(cluster, uneven)):
+        assert [site.name for site in linked.sites] == ["dc0", "dc1", "dc2"] and len(linked.links) == 6
+        assert linked.links[0].bandwidth == pytest.approx(1.235e8) and linked.links[0].latency == pytest.approx(0.01)
+    # Measured again: links stay links, and keep what was not measured.
+    priced = linked.model_copy(update={"links": tuple(link.model_copy(update={"egress": 1e-11}) for link in linked.links)})
+    again = with_pairs(priced, alike)
+    slow = next(link for link in again.links if (link.src, link.dst) == ("dc2", "dc0"))
+    assert slow.bandwidth == pytest.approx(1.1e8) and slow.egress == pytest.approx(1e-11)

@@ -34,7 +34,13 @@ from hybridep.plan import Residency
 
 pytestmark = pytest.mark.timeout(180)
 
-FOUR = [*cases((2, 2), 4), Case(sizes=(2, 2), domains=(1, 2), random_serving=1, micro_batches=2)]
+FOUR = [
+    *cases((2, 2), 4),
+    Case(sizes=(2, 2), domains=(1, 2), random_serving=1, micro_batches=2),
+    Case(sizes=(2, 2), domains=(1, 1), tokens=(3, 1), model="top1-gelu-shared", micro_batches=2),
+    Case(sizes=(2, 2), domains=(2, 1), tokens=(1, 3), model="drop-padded", residency=Residency.MICROBATCH),
+    *(Case(sizes=(2, 2), domains=(2, 1), streams=3, prefetch=prefetch) for prefetch in (0, 1)),
+]
 EIGHT = [
     *cases((4, 2), 1),
     Case(sizes=(4, 2), domains=(1, 1), random_serving=2, residency=Residency.MICROBATCH),
@@ -121,7 +127,7 @@ def test_random_placements_equal_the_reference(pools: Pools, case: Case) -> None
 
 def test_cases_cover_what_plans_can_say() -> None:
     for sizes, found in (((2, 2), FOUR), ((4, 2), EIGHT)):
-        same = [case for case in found if case.sizes == sizes and case.random_serving is None]
+        same = [case for case in found if case.sizes == sizes and case.random_serving is None and not case.tokens]
         assert {case.residency for case in same} == set(Residency)
         assert {case.micro_batches for case in same} == {1, 2}
         assert {case.model for case in same} == set(MODELS)

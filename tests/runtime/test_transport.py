@@ -131,6 +131,32 @@ def test_messages_arrive_and_are_counted(tmp_path: Path) -> None:
         assert code == 0, output
 
 
+def test_streams_share_a_message(tmp_path: Path) -> None:
+    program = """
+        used = set()
+        isend = dist.isend
+        def counted(tensor, peer, group=None, tag=0):
+            used.add((label, peer, group))
+            return isend(tensor, peer, group, tag)
+        dist.isend = counted
+        transport = Transport(timeout_s=20, streams={"far": 3})
+        # Of one piece, of one piece per stream, and of many pieces; uneven, and in the background.
+        for label, send in (("near@near", transport.exchange), ("far@far", transport.exchange),
+                            ("copies@far", transport.exchange_in_background)):
+            for size in (5, 40_000, 1_200_001):
+                receives = {peer: torch.zeros(size + peer, dtype=torch.int64) for peer in peers}
+                send({peer: message(rank, peer, size + rank) for peer in peers}, receives, label)
+                assert all(torch.equal(receives[peer], message(peer, rank, size + peer)) for peer in peers)
+            assert all(transport.sent_bytes[label, peer] == 8 * (1_240_006 + 3 * rank) for peer in peers)
+            for peer in peers:
+                assert len({group for name, to, group in used if (name, to) == (label, peer)}) == (1 if "near" in label else 3)
+        # Another transport of this process group finds the same connections.
+        assert Transport(timeout_s=20, streams={"far": 2})._groups[1] is transport._groups[1]
+    """
+    for code, output in run_ranks(program, 3, tmp_path):
+        assert code == 0, output
+
+
 def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
     program = """
         transport = Transport(timeout_s=20)

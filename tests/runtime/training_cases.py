@@ -72,11 +72,15 @@ class Case:
     micro_batches: int = 1
     overlap: bool = True
     prefetch: int = 0
+    streams: int = 1
+    """Of the outermost level."""
     dtype: str = "fp64"
     codecs: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     """Level -> (kind, codec) pairs; exact where absent."""
     random_serving: int | None = None
     """Seed of a serving table that sends each outermost worker's tokens anywhere, in place of its domain size."""
+    tokens: tuple[float, ...] = ()
+    """Of each outermost worker's ranks; all alike where absent."""
     wild: int | None = None
     """Seed of homes, domains or serving tables, ratios and residency that differ in every layer, and of the popularity by which
     partial migration copies; in place of what is said above."""
@@ -89,6 +93,8 @@ class Case:
         text += "".join(f"-{level}-{'-'.join(str(value) for _, value in pairs)}" for level, pairs in self.codecs)
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
         text += f"-{self.residency.value}-m{self.micro_batches}"
+        text += f"-t{self.tokens}" if self.tokens else ""
+        text += f"-s{self.streams}" if self.streams > 1 else ""
         return f"{text}{'' if self.overlap else '-serial'}{f'-d{self.prefetch}' if self.prefetch else ''}"
 
     @property
@@ -102,7 +108,8 @@ class Case:
             for name, size in zip(names, self.sizes, strict=True)
         ]
         gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
-        cluster = build(Cluster, {"name": "test", "levels": levels, "gpu": gpu}, "cluster")
+        sites = [{"name": f"s{dc}", "tokens": weight} for dc, weight in enumerate(self.tokens)]
+        cluster = build(Cluster, {"name": "test", "levels": levels, "gpu": gpu, "sites": sites}, "cluster")
         training = {"sequence_length": 6, "micro_batch_size": 2, "micro_batches": self.micro_batches, "dtype": self.dtype}
         workload = build(
             Workload, {"name": "test", "model": (MODELS | CROSS | CAPACITY)[self.model], "training": training}, "workload"
@@ -124,7 +131,7 @@ class Case:
             serving=serving,
         )
         codecs = {level: build(Codecs, dict(pairs), "codecs") for level, pairs in self.codecs}
-        schedule = Schedule(overlap=self.overlap, prefetch=self.prefetch)
+        schedule = Schedule(overlap=self.overlap, prefetch=self.prefetch, streams={names[0]: self.streams})
         return Plan(cluster=cluster, workload=workload, layers=(group,), codecs=codecs, schedule=schedule)
 
 
@@ -316,7 +323,14 @@ def check_bytes(case: Case, outcomes: Sequence[Outcome]) -> None:
     """Every rank sent to every peer, in every operation, exactly the bytes that the traffic function says."""
     plan = case.plan()
     keys = outcomes[0].routing.keys()
-    routing = {key: np.stack([outcome.routing[key] for outcome in outcomes]) for key in keys}
+    most = max(len(ids) for outcome in outcomes for ids in outcome.routing.values())
+    routing = {
+        # Ranks with fewer tokens than others choose nothing for those that they lack.
+        key: np.stack(
+            [np.pad(one.routing[key], ((0, most - len(one.routing[key])), (0, 0)), constant_values=-1) for one in outcomes]
+        )
+        for key in keys
+    }
     expected: dict[tuple[int, str, int], int] = {}
     for (op, level), sent in step_traffic(plan, routing).items():
         for rank, coordinate in zip(*np.nonzero(sent), strict=True):

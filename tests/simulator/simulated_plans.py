@@ -98,4 +98,16 @@ PLANS = {
     "pairs gathered": make_plan(3, 2, domains={"dc": 3}, migration={"dc": 0.67}, pairs=True, micro_batches=2),
     "fewer experts than ranks": make_plan(2, 2, 8, domains={"node": 2}, num_experts=16, throughput=1e10),
     "one rank": make_plan(1),
+    "ranks that differ": make_plan(
+        3,
+        2,
+        domains={"gpu": 2},
+        num_experts=18,
+        throughput=1e10,
+        sites=[
+            {"name": "a", "tokens": 2},
+            {"name": "b", "gpu": {"throughput": "5 GFLOPS", "memory_bandwidth": "0.5 TB/s", "block_overhead": "2 ms"}},
+            {"name": "c"},
+        ],
+    ),
 }

@@ -49,6 +49,18 @@ def uneven_cluster(
             "jitter": f"{own.uniform(0, 3):.3f} ms",
             "sharing": float(own.uniform(1, 4)),
         }
+    # And another: sites whose ranks differ.
+    uneven = rng.spawn(1)[0]
+    if uneven.random() < 0.5:
+        for site in data["sites"]:
+            more = {"expert_throughput": f"{uneven.uniform(10, 90):.3f} GFLOPS"} if "expert_throughput" in data["gpu"] else {}
+            site["gpu"] = more | {
+                "throughput": f"{uneven.uniform(20, 4000):.3f} GFLOPS",
+                "memory_bandwidth": f"{uneven.uniform(0.1, 2):.3f} TB/s",
+                "block_overhead": f"{uneven.uniform(0, 2):.3f} ms",
+            }
+            site["tokens"] = float(uneven.uniform(0.5, 2))
+            site["experts"] = float(uneven.choice([0.3, 1, 2]))
     if inside == 0:
         del data["levels"][1]
     if pairs:
@@ -70,8 +82,8 @@ def small_workload(rng: np.random.Generator, experts: int) -> Workload:
         "expert_ffn_size": int(rng.choice([16, 64, 256, 1024])),
     }
     training = {
-        "sequence_length": int(rng.choice([64, 256, 1024])),
-        "micro_batch_size": 1,
+        "sequence_length": int(rng.choice([16, 64, 256])),
+        "micro_batch_size": 4,
         "micro_batches": int(rng.choice([1, 1, 4])),
     }
     return build(Workload, {"name": "test", "model": model, "training": training}, "test")

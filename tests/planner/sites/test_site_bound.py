@@ -50,6 +50,15 @@ def test_bound_and_plan_against_every_table(seed: int) -> None:
     check_instance(seed)
 
 
+def test_bound_where_ranks_and_their_tokens_differ() -> None:
+    """A site's rows are its own, and more than those of the site that has fewest."""
+    problem = random_problem(28, 3, 1)
+    assert np.ptp(problem.tokens) > 0 and problem.cluster.has_uneven_gpus
+    optimum = best_table(problem)
+    assert optimum is not None
+    assert 0.2 * optimum[2] < prove(Relaxation(problem=problem), 2 * optimum[2], max_boxes=30).bound_s <= optimum[2] * (1 + 1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(1000, 1300, 30))

@@ -9,7 +9,7 @@ import pytest
 from site_cases import as_plan, random_problem, random_table
 
 import planner
-from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
+from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, Speed, Speeds, TokenCodec
 from hybridep.plan import Residency
 from planner.check import check
 from planner.cost import step_cost
@@ -29,11 +29,21 @@ CODECS = {
 }
 
 
+SPEED = Speed(encode="3 GB/s", decode="5 GB/s")
+SPEEDS = Speeds(
+    tokens=dict.fromkeys((TokenCodec.FP8,), SPEED),
+    experts=dict.fromkeys((ExpertCodec.CHANGE_INT4, ExpertCodec.SHARED_RESIDUAL, ExpertCodec.BF16), SPEED),
+    gradients=dict.fromkeys((GradientCodec.INT8, GradientCodec.TOP_K), SPEED),
+)
+
+
 def coded(problem: SiteProblem, name: str, *, inside: bool = False) -> SiteProblem:
-    """The outermost level coded; ``inside`` the one below it, too."""
+    """The outermost level coded, which takes time; ``inside`` the one below it, too."""
     levels = problem.cluster.levels[: 2 if inside else 1]
     codecs = {level.name: CODECS[name] for level in levels}
-    return site_problem(problem.cluster, problem.workload, problem.schedule, codecs=codecs)
+    gpu = problem.cluster.gpu.model_copy(update={"coding": SPEEDS})
+    cluster = problem.cluster.model_copy(update={"gpu": gpu})
+    return site_problem(cluster, problem.workload, problem.schedule, codecs=codecs)
 
 
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in CODECS for seed in range(4)])
@@ -47,6 +57,7 @@ def test_the_closed_form_equals_the_models_on_ranks(name: str, seed: int) -> Non
         expected, memory = step_cost(plan), memory_use(plan)
         found, over_sites = site_cost(problem, table, configuration), evaluate_sites(plan)
         assert found.parts_s == pytest.approx(expected.parts_s, rel=1e-9, abs=1e-15)
+        assert found.parts_s["coding"] > 0
         assert found.wan_bytes == pytest.approx(expected.wan_bytes, rel=1e-12)
         assert found.memory_bytes == pytest.approx(memory.fullest_bytes, rel=1e-12)
         assert over_sites is not None

@@ -1,0 +1,102 @@
+"""How long computations take when each rank has its own GPU: per phase the slowest rank counts, since exchanges wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from hybridep.shares import site_shares
+from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray
+from hybridep.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Compute:
+    """Seconds of computations on each rank. Arrays over ranks are [G], or [D, 1] where they stand for [D, n]."""
+
+    workload: Workload
+    sharing: float
+    share: FloatArray
+    """Tokens as a multiple of the mean."""
+    pre_expert_s: FloatArray
+    """Forward of one layer and micro-batch before the routed experts, without ``overhead_s``."""
+    overhead_s: FloatArray
+    """Fixed cost of one block's forward."""
+    expert_s_per_row: FloatArray
+    """Forward of one expert on one row."""
+    expert_overhead_s: FloatArray
+    """Fixed cost of each expert held."""
+    head_s: FloatArray
+    """Forward of one micro-batch outside the MoE layers, without ``pass_overhead_s``."""
+    pass_overhead_s: FloatArray
+    optimizer_s_per_parameter: FloatArray
+    memory_bytes: FloatArray
+    """What each rank has."""
+
+    @property
+    def slowest(self) -> int:
+        """Index of the rank that is last before the routed experts."""
+        return int((self.pre_expert_s + self.overhead_s).argmax())
+
+    def expert_s(self, served: FloatArray, held: FloatArray | IntArray) -> FloatArray:
+        """Forward of the routed experts of one layer and micro-batch: ``served`` rows, experts ``held``."""
+        return shared_s(served * self.expert_s_per_row + held * self.expert_overhead_s, self.sharing)
+
+    @property
+    def heads_s(self) -> FloatArray:
+        """Forward and backward of what lies outside the MoE layers, all micro-batches of a step."""
+        return 3 * self.workload.training.micro_batches * (self.head_s + self.pass_overhead_s)
+
+    def optimizer_s(self, home_experts: IntArray) -> FloatArray:
+        """One step of the optimizer; ``home_experts``: experts at home, all layers together."""
+        model = self.workload.model
+        return np.asarray((model.dense_params + home_experts * float(model.expert_params)) * self.optimizer_s_per_parameter)
+
+
+def compute_of_ranks(cluster: Cluster, workload: Workload) -> Compute:
+    """Arrays [G]."""
+    return _compute(cluster, workload, cluster.num_gpus // cluster.sizes[0])
+
+
+def compute_of_sites(cluster: Cluster, workload: Workload) -> Compute:
+    """Arrays [D, 1]: all ranks of a site are alike."""
+    return _compute(cluster, workload, 0)
+
+
+def _compute(cluster: Cluster, workload: Workload, ranks: int) -> Compute:
+    gpus, share = cluster.site_gpus, site_shares(cluster, workload)
+
+    def spread(values: Sequence[float] | FloatArray) -> FloatArray:
+        each = np.array(values, dtype=np.float64)
+        return np.repeat(each, ranks) if ranks else each[:, None]
+
+    optimizer_bytes = optimizer_bytes_per_parameter(workload)
+    return Compute(
+        workload=workload,
+        sharing=cluster.gpu.sharing,
+        share=spread(share),
+        pre_expert_s=spread([workload.pre_expert_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
+        overhead_s=spread([gpu.block_overhead for gpu in gpus]),
+        expert_s_per_row=spread([workload.expert_flops_per_row / gpu.expert_flops_per_s for gpu in gpus]),
+        expert_overhead_s=spread([gpu.expert_overhead for gpu in gpus]),
+        head_s=spread([workload.head_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
+        pass_overhead_s=spread([gpu.pass_overhead for gpu in gpus]),
+        optimizer_s_per_parameter=spread([optimizer_bytes / gpu.memory_bandwidth for gpu in gpus]),
+        memory_bytes=spread([gpu.memory for gpu in gpus]),
+    )
+
+
+def shared_s(alone_s: FloatArray, sharing: float) -> FloatArray:
+    """When each rank is done (any shape), if it computes for ``alone_s`` while all do. Ranks that share processors
+    (``Gpu.sharing``) also wait for each other, so part of it is the mean."""
+    return np.asarray(alone_s / sharing + alone_s.mean() * (1 - 1 / sharing))
+
+
+def optimizer_bytes_per_parameter(workload: Workload) -> int:
+    """Memory traffic of AdamW: weight and states read and written, gradient read."""
+    dtype = workload.training.dtype
+    return 2 * (dtype.num_bytes + dtype.state_bytes) + dtype.num_bytes

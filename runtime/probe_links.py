@@ -1,0 +1,174 @@
+"""Measures each ordered pair of sites by itself, by message size and number of connections; and how much computation and
+exchanges slow each other.
+
+While a pair is measured all other ranks wait, so what is found is what one transfer gets where nothing else moves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+
+from runtime.barrier import Barrier
+from runtime.mesh import Mesh
+from runtime.transport import Transport
+
+SIZES_BYTES = (2**16, 2**18, 2**20, 2**23)
+STREAMS = (1, 2, 4)
+_PINGS = 10
+_MOST_REPEATS = 5
+_WIDTH = 256
+"""Of the products beside an exchange."""
+_CONTENTION_BYTES = 2**22
+_ANSWER_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPoint:
+    """What messages of one size get over so many connections."""
+
+    size_bytes: int
+    streams: int
+    bytes_per_s: float
+    """With the latency in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairProbe:
+    """From one site to another; sites by number."""
+
+    src: int
+    dst: int
+    latency_s: float
+    """Half a round trip of almost no bytes."""
+    bandwidth_bytes_per_s: float
+    """Of the largest message over one connection, the latency left out."""
+    points: tuple[PairPoint, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contention:
+    """Of one rank, all ranks doing the same."""
+
+    products_per_s: float
+    products_per_s_beside: float
+    """While exchanges between sites run."""
+    bytes_per_s: float
+    """Sent in exchanges between sites."""
+    bytes_per_s_beside: float
+    """While products run."""
+
+
+def probe_pairs(mesh: Mesh, barrier: Barrier, *, seconds: float, timeout_s: float) -> tuple[PairProbe, ...]:
+    """Pairs that this rank, the first of its site, is the source of. All ranks call it; each point takes about ``seconds``."""
+    transport = Transport(timeout_s=timeout_s, streams={_level(streams): streams for streams in STREAMS})
+    inner = mesh.world_size // mesh.sizes[0]
+    found = []
+    for src, dst in permutations(range(mesh.sizes[0]), 2):
+        barrier.wait()
+        if mesh.rank == src * inner:
+            found.append(_source(transport, src, dst, dst * inner, seconds))
+        elif mesh.rank == dst * inner:
+            _destination(transport, src * inner)
+    barrier.wait()
+    return tuple(found)
+
+
+def _level(streams: int) -> str:
+    return f"pair over {streams}"
+
+
+def _source(transport: Transport, src: int, dst: int, peer: int, seconds: float) -> PairProbe:
+    def round_trip_s(size_bytes: int, streams: int) -> float:
+        _tell(transport, peer, size_bytes, streams)
+        message, answer = torch.zeros(size_bytes, dtype=torch.uint8), torch.zeros(_ANSWER_BYTES, dtype=torch.uint8)
+        start_s = time.perf_counter()
+        transport.exchange({peer: message}, {peer: answer}, f"probe@{_level(streams)}")
+        return time.perf_counter() - start_s
+
+    round_trip_s(_ANSWER_BYTES, 1)
+    there_and_back_s = statistics.median(round_trip_s(_ANSWER_BYTES, 1) for _ in range(_PINGS))
+    latency_s = there_and_back_s / 2
+    points, alone_s = [], 0.0
+    for streams in STREAMS:
+        for size_bytes in SIZES_BYTES:
+            # The first one also opens the connections' windows.
+            repeats = max(1, min(_MOST_REPEATS, int(seconds / round_trip_s(size_bytes, streams))))
+            taken_s = statistics.median(round_trip_s(size_bytes, streams) for _ in range(repeats))
+            points.append(
+                PairPoint(size_bytes=size_bytes, streams=streams, bytes_per_s=size_bytes / max(taken_s - latency_s, 1e-9))
+            )
+            if streams == 1:
+                alone_s = taken_s
+    _tell(transport, peer, 0, 1)
+    bandwidth = SIZES_BYTES[-1] / max(alone_s - there_and_back_s, 1e-9)
+    return PairProbe(src=src, dst=dst, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, points=tuple(points))
+
+
+def _destination(transport: Transport, peer: int) -> None:
+    order = torch.zeros(2, dtype=torch.int64)
+    while True:
+        transport.exchange({}, {peer: order}, "probe orders")
+        size_bytes, streams = (int(number) for number in order)
+        if not size_bytes:
+            return
+        label = f"probe@{_level(streams)}"
+        transport.exchange({}, {peer: torch.zeros(size_bytes, dtype=torch.uint8)}, label)
+        transport.exchange({peer: torch.zeros(_ANSWER_BYTES, dtype=torch.uint8)}, {}, label)
+
+
+def _tell(transport: Transport, peer: int, size_bytes: int, streams: int) -> None:
+    """The destination must post its receive before the clock runs."""
+    transport.exchange({peer: torch.tensor([size_bytes, streams])}, {}, "probe orders")
+
+
+def probe_contention(mesh: Mesh, barrier: Barrier, *, seconds: float, timeout_s: float) -> Contention:
+    """All ranks call it; takes about three times ``seconds``."""
+    transport = Transport(timeout_s=timeout_s)
+    peers = [mesh.peer(0, coordinate) for coordinate in range(mesh.sizes[0]) if coordinate != mesh.location[0]]
+    content = torch.zeros(_CONTENTION_BYTES, dtype=torch.uint8)
+    a = torch.ones(_WIDTH, _WIDTH)
+
+    def exchange() -> None:
+        transport.exchange(dict.fromkeys(peers, content), {peer: torch.empty_like(content) for peer in peers}, "probe@contention")
+
+    def products(until: threading.Event, done: list[float]) -> None:
+        number, start_s = 0, time.perf_counter()
+        while not until.is_set():
+            torch.mm(a, a)
+            number += 1
+        done.append(number / (time.perf_counter() - start_s))
+
+    def exchanges_per_s(rounds: int) -> float:
+        barrier.wait()
+        start_s = time.perf_counter()
+        for _ in range(rounds):
+            exchange()
+        return rounds / (time.perf_counter() - start_s)
+
+    rates: list[float] = []
+    barrier.wait()
+    ended = threading.Timer(seconds, (alone := threading.Event()).set)
+    ended.start()
+    products(alone, rates)
+    exchange()
+    rounds = max(1, int(barrier.agree(seconds * exchanges_per_s(1))))
+    moved = exchanges_per_s(rounds)
+    worker = threading.Thread(target=products, args=(stop := threading.Event(), rates))
+    barrier.wait()
+    worker.start()
+    moved_beside = exchanges_per_s(rounds)
+    stop.set()
+    worker.join()
+    size_bytes = len(peers) * _CONTENTION_BYTES
+    return Contention(
+        products_per_s=rates[0],
+        products_per_s_beside=rates[1],
+        bytes_per_s=moved * size_bytes,
+        bytes_per_s_beside=moved_beside * size_bytes,
+    )

@@ -1,0 +1,115 @@
+"""The time to code and decode: planner and simulator agree on it, and the planner leaves codecs aside that take longer than
+they save."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import planner
+from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, Speeds, TokenCodec
+from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.config import build
+from hybridep.errors import ConfigError
+from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.topology import Cluster
+from planner.check import check
+from planner.cost import CODING, step_cost
+from simulator.step import simulate_step
+from simulator.token_exchange import Route, TokenExchange
+
+SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
+CHANGE = Codecs(tokens=TokenCodec.INT8, experts=ExpertCodec.CHANGE_INT8, gradients=GradientCodec.INT8)
+BF16 = Codecs(tokens=TokenCodec.BF16, experts=ExpertCodec.BF16, gradients=GradientCodec.TOP_K)
+ALL = {
+    kind: [codec.value for codec in enum if codec.value != "exact"]
+    for kind, enum in zip(KINDS, (TokenCodec, ExpertCodec, GradientCodec), strict=True)
+}
+
+
+def with_speeds(cluster: Cluster, encode: str, decode: str) -> Cluster:
+    speeds = {kind: {codec: {"encode": encode, "decode": decode} for codec in codecs} for kind, codecs in ALL.items()}
+    return cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"coding": build(Speeds, speeds, "speeds")})})
+
+
+def coded_plan(cluster: Cluster, domains: tuple[int, int], coded: tuple[str, ...], codecs: Codecs, **changes) -> Plan:
+    workload = load_workload("tiny", SMALL)
+    outer, inner = (level.name for level in cluster.levels)
+    group = LayerGroup(
+        first_layer=0,
+        num_layers=workload.model.num_moe_layers,
+        domains={outer: domains[0], inner: domains[1]},
+        migration={},
+        residency=changes.pop("residency", Residency.STEP),
+    )
+    by_level = dict.fromkeys(coded, codecs)
+    return Plan(cluster=cluster, workload=workload, layers=(group,), codecs=by_level, schedule=Schedule(**changes))
+
+
+@pytest.mark.parametrize("schedule", [{}, {"overlap": False}, {"prefetch": 1}], ids=["beside", "serial", "ahead"])
+@pytest.mark.parametrize("coded", [("dc",), ("dc", "gpu")], ids="-".join)
+def test_even_clusters_agree(coded: tuple[str, ...], schedule: dict[str, int]) -> None:
+    cluster = with_speeds(load_cluster("lab-4dc", ["gpu.sharing=3", "gpu.message_overhead=1 ms"]), "20 MB/s", "35 MB/s")
+    for domains in ((1, 1), (2, 1), (2, 2), (4, 2)):
+        for codecs, residency in ((CHANGE, Residency.STEP), (BF16, Residency.MICROBATCH)):
+            plan = coded_plan(cluster, domains, coded, codecs, residency=residency, **schedule)
+            cost, simulated = step_cost(plan), simulate_step(plan)
+            # As in test_predicted_against_simulated: what runs beside the combine's gradients is added up in the closed form.
+            loose = residency is Residency.MICROBATCH and not schedule
+            assert (0.9 if loose else 1 - 1e-9) < simulated.step_s / cost.step_s < 1 + 1e-9, domains
+            assert cost.parts_s[CODING] > 0.1 * cost.step_s
+            assert cost.bound_s <= simulated.step_s * (1 + 1e-9)
+            # Nothing of it hides where computation would otherwise hide the transfers.
+            free = step_cost(plan.model_copy(update={"cluster": load_cluster("lab-4dc", ["gpu.sharing=3"])}))
+            assert cost.compute_s == pytest.approx(free.compute_s + cost.parts_s[CODING], rel=1e-12)
+
+
+def test_other_routes_and_recorded_routing_take_the_time_too() -> None:
+    slow, free = (with_speeds(load_cluster("lab-4dc"), rate, rate) for rate in ("20 MB/s", "1000 TB/s"))
+    plans = [coded_plan(cluster, (1, 1), ("dc", "gpu"), CHANGE) for cluster in (slow, free)]
+    for exchange in (
+        TokenExchange(),
+        TokenExchange(per_choice=True, chunks=2),
+        TokenExchange(route=Route.DIRECT, per_choice=True),
+    ):
+        with_time, without = (simulate_step(plan, exchange=exchange) for plan in plans)
+        assert with_time.step_s > 1.2 * without.step_s
+        longer_s = with_time.step_s - without.step_s
+        # While a chunk is coded another one travels.
+        assert longer_s <= with_time.parts["coding"] * (1 + 1e-6)
+        assert exchange.chunks > 1 or longer_s == pytest.approx(with_time.parts["coding"], rel=1e-6)
+    model, training = plans[0].workload.model, plans[0].workload.training
+    rng = np.random.default_rng(3)
+    drawn = {
+        (layer, batch): np.stack(
+            [[rng.permutation(model.num_experts)[: model.top_k] for _ in range(training.tokens)] for _ in range(8)]
+        )
+        for layer in range(3)
+        for batch in range(2)
+    }
+    found = simulate_step(plans[0], routing=drawn).parts["coding"]
+    assert found == pytest.approx(step_cost(plans[0]).parts_s[CODING], rel=0.1)
+
+
+def test_a_codec_is_chosen_where_it_saves_more_than_it_takes() -> None:
+    workload = load_workload("tiny", SMALL)
+
+    def chosen(cluster: Cluster) -> Plan:
+        made = planner.plan(cluster, workload, max_loss=0.004, time_limit_s=10)
+        check(made)
+        return made
+
+    # Nothing that transfers could hide beside.
+    small = ["levels.dc.size=2", "levels.gpu.size=1", "gpu.throughput=100 TFLOPS", "gpu.block_overhead=0 s"]
+    for bandwidth, pays in (("100 Mbps", True), ("5 Gbps", False)):
+        free = load_cluster("lab-4dc", [*small, f"levels.dc.bandwidth={bandwidth}"])
+        assert bool(chosen(with_speeds(free, "200 MB/s", "200 MB/s")).codecs) is pays, bandwidth
+    # Where coding takes no time, fewer bytes are faster.
+    assert chosen(free).codecs
+
+
+def test_speeds_of_what_is_not_coded_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tokens\.exact"):
+        build(Speeds, {"tokens": {"exact": {"encode": "1 GB/s", "decode": "1 GB/s"}}}, "speeds")
+    with pytest.raises(ConfigError, match="decode"):
+        load_cluster("lab-4dc", ["gpu.coding.tokens.int8.encode=1 GB/s"])

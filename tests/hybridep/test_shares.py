@@ -1,0 +1,71 @@
+"""Shares of the global batch: whole sequences, none lost, in proportion to what sites are given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hybridep.config import build
+from hybridep.errors import PlacementError
+from hybridep.shares import first_sequence, site_sequences, site_shares
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+
+
+def inputs(weights: list[float | None], micro_batch_size: int, inside: int = 2) -> tuple[Cluster, Workload]:
+    cluster = {
+        "name": "c",
+        "levels": [
+            {"name": "dc", "size": len(weights), "bandwidth": "1 Gbps", "latency": "1 ms"},
+            {"name": "gpu", "size": inside, "bandwidth": "8 Gbps", "latency": "0 s"},
+        ],
+        "gpu": {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 TB/s"},
+        "sites": [{"name": f"s{at}", "tokens": weight} for at, weight in enumerate(weights)],
+    }
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8, "num_experts": 2, "top_k": 1}
+    workload = {
+        "name": "w",
+        "model": model | {"expert_ffn_size": 8},
+        "training": {"sequence_length": 4, "micro_batch_size": micro_batch_size},
+    }
+    return build(Cluster, cluster, "c"), build(Workload, workload, "w")
+
+
+@pytest.mark.parametrize(
+    ("weights", "micro_batch_size", "expected"),
+    [
+        ([None, None, None], 5, (5, 5, 5)),
+        ([2.0, 2.0], 3, (3, 3)),
+        ([3.0, 1.0], 4, (6, 2)),
+        ([2.0, None, None], 4, (6, 3, 3)),
+        ([2.0, 1.0], 2, (3, 1)),
+        ([1.0, 2.5, 1.0], 2, (2, 3, 1)),
+    ],
+)
+def test_shares_are_whole_and_in_proportion(
+    weights: list[float | None], micro_batch_size: int, expected: tuple[int, ...]
+) -> None:
+    cluster, workload = inputs(weights, micro_batch_size)
+    assert site_sequences(cluster, workload) == expected
+    assert site_shares(cluster, workload).mean() == pytest.approx(1.0)
+
+
+def test_any_weights_keep_the_global_batch(rng: np.random.Generator) -> None:
+    for _ in range(50):
+        weights = rng.uniform(0.5, 4, int(rng.integers(1, 7))).tolist()
+        cluster, workload = inputs(weights, int(rng.integers(8, 40)), inside=int(rng.integers(1, 4)))
+        sequences = np.array(site_sequences(cluster, workload))
+        mean = workload.training.micro_batch_size
+        assert sequences.sum() == mean * len(weights)
+        assert np.abs(sequences - mean * len(weights) * np.array(weights) / sum(weights)).max() < 1
+        # Ranks follow each other without a gap.
+        inside = cluster.num_gpus // len(weights)
+        firsts = [first_sequence(cluster, workload, rank) for rank in range(cluster.num_gpus)]
+        np.testing.assert_array_equal(np.diff([*firsts, mean * cluster.num_gpus]), np.repeat(sequences, inside))
+
+
+def test_a_site_without_a_sequence_is_an_error_with_its_knobs() -> None:
+    with pytest.raises(
+        PlacementError, match=r"sites\.s1\.tokens: 0\.1 is 0\.36 sequences per rank.*micro_batch_size \(2, the mean\)"
+    ):
+        site_sequences(*inputs([1.0, 0.1], 2))
