@@ -91,5 +91,7 @@ def parse_experts(text: str, num_experts: int) -> NDArray[np.int64]:
 def format_experts(experts: Sequence[int] | NDArray[np.int64]) -> str:
     """[0, 1, 2, 3, 8] -> ``"0-3,8"``; ascending input."""
     values = np.asarray(experts, dtype=np.int64)
-    runs = np.split(values, np.flatnonzero(np.diff(values) != 1) + 1)
-    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    ends = np.flatnonzero(np.diff(values, append=-2) != 1)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    runs = zip(values[starts].tolist(), values[ends].tolist(), strict=True)
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
@@ -23,6 +22,9 @@ from hybridep.config import Bandwidth, Duration, Strict, TransferPrice
 from hybridep.errors import ConfigError
 from hybridep.gpus import Gpu, SiteGpu
 from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Location = tuple[int, ...]
 
@@ -228,13 +230,15 @@ class Cluster(Strict):
     def link_table(self) -> tuple[Link, ...]:
         """All links: for each level and worker up, then down; then the DC pairs in row order, then trunks (where given)."""
         table: list[Link] = []
+        names: list[str] = []
         for depth, level in enumerate(self.levels):
-            for location in product(*(range(size) for size in self.sizes[: depth + 1])):
+            inner = [f"/{level.name}{x}" for x in range(level.size)]
+            names = [name + one for name in names for one in inner] if depth else [self.site_name(x) for x in range(level.size)]
+            for number, name in enumerate(names):
                 up = down = level.bandwidth
                 if depth == 0 and self.sites:
-                    site = self.sites[location[0]]
+                    site = self.sites[number]
                     up, down = site.up or up, site.down or down
-                name = self.worker_name(location)
                 table.append(Link(name=f"{name} up", bandwidth_bytes_per_s=up))
                 table.append(Link(name=f"{name} down", bandwidth_bytes_per_s=down))
         if self.links:
@@ -352,6 +356,8 @@ class Cluster(Strict):
     def graph(self) -> nx.DiGraph[Any]:
         """The cluster as a directed graph: nodes are ranks (int) and switches (str), edges carry ``link`` (index in
         ``link_table``) and ``bandwidth_bytes_per_s``; without trunks. The unique shortest path between two ranks is ``path``."""
+        import networkx as nx  # a fifth of a second that only this needs
+
         graph: nx.DiGraph[Any] = nx.DiGraph()
         table = self.link_table
 

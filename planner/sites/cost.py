@@ -201,7 +201,7 @@ def moved_in_a_step(problem: SiteProblem, layer: LayerExchanges, residency: Resi
 
 def bytes_between(moved: Sequence[tuple[Exchange, float]]) -> float:
     """Of (exchange, bytes per unit) pairs, between sites."""
-    return sum(unit_bytes * float(exchange.pairs.sum()) for exchange, unit_bytes in moved if exchange.pairs is not None)
+    return sum(unit_bytes * float(exchange.out.sum()) for exchange, unit_bytes in moved if exchange.outer)
 
 
 def egress_usd(problem: SiteProblem, moved: Sequence[tuple[Exchange, float]]) -> float:
@@ -209,9 +209,7 @@ def egress_usd(problem: SiteProblem, moved: Sequence[tuple[Exchange, float]]) ->
     prices = problem.egress_usd_per_byte
     if prices is None:
         return 0.0
-    return sum(
-        unit_bytes * float((exchange.pairs * prices).sum()) for exchange, unit_bytes in moved if exchange.pairs is not None
-    )
+    return sum(unit_bytes * float((exchange.pairs * prices).sum()) for exchange, unit_bytes in moved if exchange.outer)
 
 
 def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> LayerMemory:

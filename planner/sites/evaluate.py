@@ -84,17 +84,19 @@ def _link_bytes(problem: SiteProblem, moved: Iterable[tuple[Exchange, float]]) -
     """[number of links], as in ``Cluster.link_table``, of (exchange, bytes per unit) pairs."""
     cluster, size = problem.cluster, problem.num_sites
     loads = np.zeros(len(cluster.link_table))
-    between = np.zeros((size, size))
+    access, own = loads[: 2 * size], loads[2 * size : cluster.pair_links.start]
+    between = np.zeros((size, size)) if cluster.links or cluster.trunks else None
     for exchange, unit_bytes in moved:
-        if exchange.pairs is not None:
-            between += exchange.pairs * unit_bytes
+        if exchange.outer:
+            access[::2] += exchange.out.sum(axis=1) * unit_bytes
+            access[1::2] += exchange.into.sum(axis=1) * unit_bytes
+            if between is not None:
+                between += exchange.pairs * unit_bytes
         if len(cluster.sizes) == 2:
-            own = slice(2 * size, cluster.pair_links.start)
-            loads[own][::2] += exchange.out.ravel() * unit_bytes
-            loads[own][1::2] += exchange.into.ravel() * unit_bytes
-    loads[: 2 * size : 2] = between.sum(axis=1)
-    loads[1 : 2 * size : 2] = between.sum(axis=0)
-    add_between_sites(cluster, loads, between)
+            own[::2] += exchange.out.ravel() * unit_bytes
+            own[1::2] += exchange.into.ravel() * unit_bytes
+    if between is not None:
+        add_between_sites(cluster, loads, between)
     return loads
 
 

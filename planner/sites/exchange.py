@@ -7,8 +7,9 @@ site with n_h of the E experts served at site h goes there with probability 1 - 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,18 +30,24 @@ class Exchange:
     """[D, n] sent by each rank."""
     into: FloatArray
     """[D, n] received."""
-    pairs: FloatArray | None = None
-    """[D, D] from site to site, all ranks together, zero on the diagonal; None inside sites."""
     once: FloatArray | None = None
     """[D, n] what each rank codes of what it sends: each once, however many ranks get it; None for everything."""
     messages: tuple[int, int] = (0, 0)
     """Of the rank that sends to most others, and of the one that receives from most."""
+    pairs_of: Callable[[], FloatArray] | None = None
+    """Makes ``pairs``, which most questions about many sites can do without; None inside sites."""
 
-    @property
+    @cached_property
+    def pairs(self) -> FloatArray:
+        """[D, D] from site to site, all ranks together, zero on the diagonal."""
+        assert self.pairs_of is not None
+        return self.pairs_of()
+
+    @cached_property
     def reverse(self) -> Exchange:
         """The same in the other direction."""
-        pairs = None if self.pairs is None else self.pairs.T
-        return Exchange(outer=self.outer, out=self.into, into=self.out, pairs=pairs, messages=self.messages[::-1])
+        turned = None if self.pairs_of is None else lambda: self.pairs.T
+        return Exchange(outer=self.outer, out=self.into, into=self.out, messages=self.messages[::-1], pairs_of=turned)
 
     @property
     def both(self) -> FloatArray:
@@ -54,15 +61,18 @@ class Exchange:
             return 0.0, 0.0
         further_s = (self.messages[0] - 1) * problem.cluster.gpu.message_overhead
         busiest = max(float(self.out.max()), float(self.into.max())) / problem.gpu_bytes_per_s
-        if self.pairs is None:
+        if not self.outer:
             return problem.gpu_latency_s + further_s, busiest
-        up, down = self.pairs.sum(axis=1) / problem.up_bytes_per_s, self.pairs.sum(axis=0) / problem.down_bytes_per_s
+        up, down = self.out.sum(axis=1) / problem.up_bytes_per_s, self.into.sum(axis=1) / problem.down_bytes_per_s
         busiest = max(busiest, float(up.max()), float(down.max()))
         if problem.pair_bytes_per_s is not None:
             busiest = max(busiest, float((self.pairs / problem.pair_bytes_per_s).max()))
         if problem.cluster.trunks:
             busiest = max(busiest, float((problem.trunk_s_per_byte @ self.pairs.ravel()).max()))
-        return float((problem.latency_s * (self.pairs > 0)).max()) + further_s, busiest
+        latency_s = problem.one_latency_s
+        if latency_s is None:
+            latency_s = float((problem.latency_s * (self.pairs > 0)).max())
+        return latency_s + further_s, busiest
 
     def seconds(self, problem: SiteProblem, unit_bytes: float) -> float:
         """With ``unit_bytes`` per row or expert: latency plus the busiest link's time."""
@@ -87,7 +97,8 @@ class LayerExchanges:
 
 
 def held_by_site(problem: SiteProblem, table: IntArray) -> IntArray:
-    """[D, E]: 1 where a site holds an expert: the home's, and those that serve somebody."""
+    """[D, E]: 1 where a site holds an expert: the home's, and those that serve somebody. ``table`` may leave out rows that
+    another one equals."""
     experts = np.arange(problem.num_experts)
     held = np.zeros((problem.num_sites, problem.num_experts), dtype=np.int64)
     held[problem.home_site, experts] = 1
@@ -95,34 +106,58 @@ def held_by_site(problem: SiteProblem, table: IntArray) -> IntArray:
     return held
 
 
-def served_counts(problem: SiteProblem, table: IntArray) -> IntArray:
-    """[D, D]: number of experts that site h serves for tokens of site d."""
-    size = problem.num_sites
-    keys = np.arange(size)[:, None] * size + table
-    return np.bincount(keys.ravel(), minlength=size * size).reshape(size, size)
+def distinct_rows(table: IntArray) -> tuple[IntArray, IntArray]:
+    """The rows of ``table`` ([D, E]) that differ, in the order of their first sites ([U, E]), and which of them each site has
+    ([D])."""
+    number: dict[bytes, int] = {}
+    which = np.array([number.setdefault(row.tobytes(), len(number)) for row in table])
+    return table[np.unique(which, return_index=True)[1]], which
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Served:
+    """How many experts each place serves for each row of a table, where that is any: [K] each."""
+
+    row: IntArray
+    place: IntArray
+    count: IntArray
+
+    @classmethod
+    def of(cls, places: IntArray) -> _Served:
+        """``places`` is [rows, E]: where each expert is computed."""
+        ordered = np.sort(places, axis=1)
+        first = np.ones(ordered.shape, dtype=np.bool_)
+        first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        start = np.flatnonzero(first)
+        return cls(row=start // ordered.shape[1], place=ordered.ravel()[start], count=np.diff(start, append=ordered.size))
+
+    def by_place(self, value: FloatArray, users: FloatArray, size: int) -> FloatArray:
+        """[size]: ``value`` ([K]) of all users of all rows together, with so many users ([rows]) each."""
+        return np.bincount(self.place, weights=users[self.row] * value, minlength=size)
 
 
 def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> LayerExchanges:
-    """``table`` is [D, E]: the site that computes expert e for tokens of site d."""
+    """``table`` is [D, E]: the site that computes expert e for tokens of site d. Sites with equal rows are counted together."""
     size, n = problem.num_sites, problem.num_inside
-    served = served_counts(problem, table)
-    rows = problem.tokens[:, None] * problem.hit[served]
-    arrived = np.broadcast_to(rows.sum(axis=0)[:, None], (size, n))
-    np.fill_diagonal(rows, 0.0)
-    talks = served > 0
-    np.fill_diagonal(talks, False)
-    held = held_by_site(problem, table)
-    per_copy = problem.rows_per_choice
+    distinct, which = distinct_rows(table)
+    # What all users of a row send together: tokens, and the choices that those make of each expert.
+    tokens = np.bincount(which, weights=problem.tokens)
+    per_copy = np.bincount(which, weights=problem.rows_per_choice)
+    served = _Served.of(distinct)
+    own = (distinct[which] == np.arange(size)[:, None]).sum(axis=1)
     inner_rows: tuple[Exchange, ...] = ()
     inner_counts: tuple[Exchange, ...] = ()
-    outer_rows, outer_counts = _alike(n, rows, problem.tokens), _alike(n, COUNT_BYTES * talks.astype(np.float64))
+    outer_rows = _alike(problem, problem.hit, served, which, own, problem.tokens, problem.tokens)
+    told_bytes = COUNT_BYTES * (np.arange(problem.num_experts + 1) > 0).astype(np.float64)
+    outer_counts = _alike(problem, told_bytes, served, which, own, np.ones(size))
+    arrived = np.broadcast_to(served.by_place(problem.hit[served.count], tokens, size)[:, None], (size, n))
     if inside is Inside.ALL or n == 1:
-        loads = np.broadcast_to((per_copy @ served)[:, None], (size, n))
+        loads = np.broadcast_to(served.by_place(served.count, per_copy, size)[:, None], (size, n))
     else:
-        by_rank = _served_by_rank(problem, table)
+        by_rank = _Served.of(distinct * n + problem.home_inside)
         before = arrived
-        loads = n * np.tensordot(per_copy, by_rank, 1)
-        needed = np.tensordot(problem.tokens, problem.hit[by_rank], 1)
+        loads = by_rank.by_place(by_rank.count * n, per_copy, size * n).reshape(size, n)
+        needed = by_rank.by_place(problem.hit[by_rank.count], tokens, size * n).reshape(size, n)
         arrived = n * needed
         away = needed.sum(axis=1, keepdims=True) - needed
         told = _all_to(needed > 0)
@@ -134,6 +169,7 @@ def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> La
         into = np.broadcast_to((n - 1) * present, (size, n))
         told = _all_to(np.broadcast_to(present > 0, (size, n)))
         inner_counts = (Exchange(outer=False, out=COUNT_BYTES * peers, into=COUNT_BYTES * into, messages=told),)
+    held = held_by_site(problem, distinct)
     copies, held_at = _copies(problem, held, inside)
     return LayerExchanges(
         rows=(outer_rows, *inner_rows),
@@ -177,29 +213,56 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire
     if size > 1:
         # [n, D]: what a rank sends to each site.
         parts = by_level[0].dense_bytes(shards[:, None] // size + (np.arange(size) < shards[:, None] % size))
-        pairs = np.tile(parts.sum(axis=0), (size, 1))
-        np.fill_diagonal(pairs, 0.0)
         out = (parts.sum(axis=1, keepdims=True) - parts).T
         into = parts.T * float(size - 1)
-        exchanges.append(Exchange(outer=True, out=out, into=into, pairs=pairs, messages=(size - 1, size - 1)))
+
+        def pairs() -> FloatArray:
+            return _away(np.tile(parts.sum(axis=0), (size, 1)))
+
+        exchanges.append(Exchange(outer=True, out=out, into=into, messages=(size - 1, size - 1), pairs_of=pairs))
     return tuple(exchanges)
 
 
-def _alike(n: int, per_rank: FloatArray, most_coded: FloatArray | float = math.inf) -> Exchange:
-    """Every rank of a site sends the same [D, D]; it codes at most so many rows ([D])."""
-    out, into = per_rank.sum(axis=1), per_rank.sum(axis=0)
-    every = np.ones(n)
-    talks = per_rank > 0
-    messages = int(talks.sum(axis=1).max()), int(talks.sum(axis=0).max())
-    pairs = n * per_rank
+def _alike(
+    problem: SiteProblem,
+    by_count: FloatArray,
+    served: _Served,
+    which: IntArray,
+    own: IntArray,
+    scale: FloatArray,
+    most_coded: FloatArray | float = math.inf,
+) -> Exchange:
+    """Every rank of a site sends the same to each other site: its ``scale`` ([D]) times ``by_count`` ([E + 1]) of the number of
+    experts served there; it codes at most ``most_coded`` of that. ``which`` is the row of each site, ``own`` what it serves
+    itself ([D])."""
+    size, n, every = problem.num_sites, problem.num_inside, np.ones(problem.num_inside)
+    users = np.bincount(which, weights=scale)
+    sent, kept, one = by_count[served.count], scale * by_count[own], np.ones(len(served.count))
+    to = np.bincount(served.row)[which] - (own > 0)
+    of = served.by_place(one, np.bincount(which).astype(np.float64), size) - (own > 0)
+    # Where all was taken away from a sum, what is left is rounding.
+    out = np.where(to > 0, scale * np.bincount(served.row, weights=sent)[which] - kept, 0.0)
+    into = np.where(of > 0, served.by_place(sent, users, size) - kept, 0.0)
+
+    def pairs() -> FloatArray:
+        by_row = np.zeros((len(users), size))
+        by_row[served.row, served.place] = n * sent
+        return _away(scale[:, None] * by_row[which])
+
     return Exchange(
         outer=True,
         out=out[:, None] * every,
         into=into[:, None] * every,
         once=np.minimum(out, most_coded)[:, None] * every,
-        pairs=pairs,
-        messages=messages,
+        messages=(int(to.max()), int(of.max())),
+        pairs_of=pairs,
     )
+
+
+def _away(pairs: FloatArray) -> FloatArray:
+    """``pairs`` with nothing on its diagonal."""
+    np.fill_diagonal(pairs, 0.0)
+    return pairs
 
 
 def _all_to(receives: NDArray[np.bool_]) -> tuple[int, int]:
@@ -208,35 +271,31 @@ def _all_to(receives: NDArray[np.bool_]) -> tuple[int, int]:
     return int(others.max()), receives.shape[1] - 1
 
 
-def _served_by_rank(problem: SiteProblem, table: IntArray) -> IntArray:
-    """[D, D, n]: experts that rank c of site h serves for one rank of site d."""
-    size, n = problem.num_sites, problem.num_inside
-    keys = (np.arange(size)[:, None] * size + table) * n + problem.home_inside
-    return np.bincount(keys.ravel(), minlength=size * size * n).reshape(size, size, n)
-
-
 def _copies(problem: SiteProblem, held: IntArray, inside: Inside) -> tuple[tuple[Exchange, ...], FloatArray]:
     """The gather's exchanges in experts, and copies per rank ([D, n])."""
-    size, n = problem.num_sites, problem.num_inside
-    at_home = np.bincount(problem.home, minlength=size * n).reshape(size, n).astype(np.float64)
-    site, expert = np.nonzero(held)
-    held_at = np.bincount(site * n + problem.home_inside[expert], minlength=size * n).reshape(size, n).astype(np.float64)
-    pairs = np.bincount(problem.home_site[expert] * size + site, minlength=size * size).reshape(size, size).astype(np.float64)
-    np.fill_diagonal(pairs, 0.0)
-    copies = np.bincount(expert, minlength=problem.num_experts) - 1.0
-    out = np.bincount(problem.home, weights=copies, minlength=size * n).reshape(size, n)
-    moved = site != problem.home_site[expert]
-    between = np.zeros((size, n, size), dtype=np.bool_)
-    between[problem.home_site[expert[moved]], problem.home_inside[expert[moved]], site[moved]] = True
-    messages = int(between.sum(axis=2).max()), int(between.sum(axis=0).max())
-    different = np.bincount(problem.home, weights=copies > 0, minlength=size * n).reshape(size, n)
+    size, n, home_site = problem.num_sites, problem.num_inside, problem.home_site
+    at_home = problem.at_home.astype(np.float64)
+    held_at = held @ np.eye(n)[problem.home_inside]
+    out = np.bincount(problem.home, weights=held.sum(axis=0) - 1.0, minlength=size * n).reshape(size, n)
+    # Which ranks send anything to each site; homes are in the order of ranks.
+    ranks, first = np.unique(problem.home, return_index=True)
+    sends = np.maximum.reduceat(held, first, axis=1)
+    sends[ranks // n, np.arange(len(ranks))] = 0
+    messages = int(sends.sum(axis=0).max()), int((sends @ np.eye(n)[ranks % n]).max())
+
+    def pairs() -> FloatArray:
+        moved = np.zeros((size, size))
+        np.add.at(moved, home_site, held.T)
+        return _away(moved)
+
+    different = np.bincount(problem.home, weights=held.sum(axis=0) > 1, minlength=size * n).reshape(size, n)
     outer = Exchange(
         outer=True,
         out=np.asarray(out, dtype=np.float64),
         into=held_at - at_home,
         once=np.asarray(different, dtype=np.float64),
-        pairs=pairs,
         messages=messages,
+        pairs_of=pairs,
     )
     if inside is Inside.ONE or n == 1:
         return (outer,), held_at - at_home

@@ -161,6 +161,11 @@ class SiteProblem:
         return self.compute.share[:, 0] * (self.workload.training.micro_batch_size * float(gating(self.workload).rows[0]))
 
     @cached_property
+    def alike_paths(self) -> bool:
+        """All pairs of sites are joined alike: what one sends to another meets its own and the other's access link only."""
+        return self.pair_bytes_per_s is None and self.one_latency_s is not None
+
+    @cached_property
     def equal_sites(self) -> bool:
         """All have the same links, GPUs and shares of the batch."""
         access = np.ptp(self.up_bytes_per_s) == 0 and np.ptp(self.down_bytes_per_s) == 0
@@ -168,9 +173,14 @@ class SiteProblem:
         return bool(alike and self.pair_bytes_per_s is None and not self.cluster.trunks)
 
     @cached_property
+    def one_latency_s(self) -> float | None:
+        """Between any two sites; None where pairs have latencies of their own."""
+        return None if self.cluster.links else self.cluster.levels[0].latency
+
+    @cached_property
     def median_latency_s(self) -> float:
         """Between sites."""
-        return float(np.median(self.latency_s))
+        return float(np.median(self.latency_s)) if self.one_latency_s is None else self.one_latency_s
 
     @cached_property
     def beside_s(self) -> float:

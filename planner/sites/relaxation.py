@@ -125,9 +125,7 @@ class SiteClasses:
 def site_classes(problem: SiteProblem) -> SiteClasses:
     """Equal sites together; where more than ``MOST_CLASSES`` differ, those with similar access links."""
     size = problem.num_sites
-    away = ~np.eye(size, dtype=np.bool_)
-    latency = problem.latency_s[away]
-    alike = problem.pair_bytes_per_s is None and size > 1 and np.ptp(latency) == 0
+    alike = problem.alike_paths and size > 1
     label = np.arange(size)
     if alike:
         ranks = problem.tokens, problem.expert_s_per_choice, problem.compute.memory_bytes[:, 0]
@@ -143,8 +141,11 @@ def site_classes(problem: SiteProblem) -> SiteClasses:
     _, label, count = np.unique(label, return_inverse=True, return_counts=True)
     num = len(count)
     shortest = np.full((num, num), np.inf)
-    row, column = np.nonzero(away)
-    np.minimum.at(shortest, (label[row], label[column]), latency)
+    if problem.one_latency_s is not None:
+        shortest[~np.eye(num, dtype=np.bool_) | (count > 1)] = problem.one_latency_s
+    else:
+        row, column = np.nonzero(~np.eye(size, dtype=np.bool_))
+        np.minimum.at(shortest, (label[row], label[column]), problem.latency_s[row, column])
     made = SiteClasses(
         label=label,
         count=count.astype(np.float64),
@@ -232,24 +233,22 @@ class Relaxation:
     def full_gather_s(self) -> tuple[float, float]:
         """Between sites, when every site gets every expert; no gather or return takes longer."""
         problem, size = self.problem, self.problem.num_sites
-        pairs = np.tile(problem.homes[:, None].astype(np.float64), (1, size))
-        np.fill_diagonal(pairs, 0.0)
-        if not pairs.any():
+        if size < 2:
             return 0.0, 0.0
+        homes, pair_rate = problem.homes.astype(np.float64), problem.pair_bytes_per_s
+        given, taken = homes * (size - 1), homes.sum() - homes
+        from_home, to_home = (0.0, 0.0) if pair_rate is None else ((homes / pair_rate.T).max(), (homes / pair_rate).max())
 
-        def seconds(experts: FloatArray, weight: float) -> float:
-            sent = experts * weight
-            up, down = sent.sum(axis=1) / problem.up_bytes_per_s, sent.sum(axis=0) / problem.down_bytes_per_s
-            limit = max(float(up.max()), float(down.max()))
-            if problem.pair_bytes_per_s is not None:
-                limit = max(limit, float((sent / problem.pair_bytes_per_s).max()))
+        def seconds(out: FloatArray, into: FloatArray, pair: float, weight: float) -> float:
+            limit = weight * float(max((out / problem.up_bytes_per_s).max(), (into / problem.down_bytes_per_s).max(), pair))
             # A rank's own link may be the narrower one.
             ranks = problem.cluster.num_gpus // size
             most = float(np.bincount(problem.home, minlength=size * ranks).max()) * (size - 1) + problem.num_experts
             limit = max(limit, most * weight / problem.gpu_bytes_per_s)
             return limit * (1 + SLACK) + float(problem.latency_s.max())
 
-        return seconds(pairs, problem.wire.expert_bytes), seconds(pairs.T, problem.wire.expert_gradient_bytes)
+        there, back = problem.wire.expert_bytes, problem.wire.expert_gradient_bytes
+        return seconds(given, taken, from_home, there), seconds(taken, given, to_home, back)
 
     @cached_property
     def full_gather_cost_s(self) -> float:

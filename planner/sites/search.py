@@ -156,11 +156,9 @@ def starts(problem: SiteProblem) -> Iterator[tuple[str, IntArray]]:
 
 def group_starts(problem: SiteProblem, counts: Iterable[int]) -> Iterator[tuple[Groups, Share]]:
     """Groups of near sites, or of equal strength, of every number of groups in ``counts``, and how members share."""
-    near, latency = distance(problem), problem.latency_s + problem.latency_s.T
+    apart = [] if problem.pair_bytes_per_s is None else [distance(problem), problem.latency_s + problem.latency_s.T]
     for count in counts:
-        made = [even_groups(problem, count)]
-        if problem.pair_bytes_per_s is not None:
-            made += [nearest_groups(near, count), nearest_groups(latency, count)]
+        made = [even_groups(problem, count), *(nearest_groups(one, count) for one in apart)]
         for groups in dict.fromkeys(made):
             for share in SHARES[:1] if problem.equal_sites else SHARES:
                 yield groups, share

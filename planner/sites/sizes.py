@@ -91,14 +91,15 @@ class SizeRelaxation:
                 made.append(SizeBox(residency=residency, forward_s=ends[0], back_s=ends[1]))
         return made
 
-    def proven_s(self, box: SizeBox, duals: Duals | None) -> float:
-        """No plan of the box has a shorter step, whatever the multipliers; without any, the corner alone."""
+    def proven_s(self, box: SizeBox, duals: Duals | None, program: BoxProgram | None = None) -> float:
+        """No plan of the box has a shorter step, whatever the multipliers; without any, the corner alone. ``program`` is the
+        box's, where it is known."""
         relaxation = self.relaxation
         forward, back, compute = relaxation.budgets_s
         problem = relaxation.problem
         moving_s = forward * box.forward_s[0] + back * box.back_s[0]
         if duals is not None:
-            moving_s = max(moving_s, self.program(box).value_s(duals))
+            moving_s = max(moving_s, (program or self.program(box)).value_s(duals))
         if box.forward_s[0] > 0:
             moving_s += problem.workload.training.micro_batches * float(relaxation.reaches_s[1])
         return relaxation.base_s + relaxation.num_layers * (moving_s + compute * problem.least_expert_s)
@@ -128,37 +129,42 @@ class SizeRelaxation:
         most = np.minimum(kinds.homes + np.maximum(relaxation.copies_in_memory(box.residency), 0.0), experts)
         user_kind, user_low = np.nonzero((points[1:][None, :] >= kinds.homes[:, None]) & (points[:-1][None, :] <= most[:, None]))
         users = len(user_kind)
-        hold_kind, hold_size = np.divmod(np.arange(num * last), last)
+        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
+        # Kinds that only differ in how many experts live there send and receive alike: what they find is counted together.
+        links, linked = np.unique(np.column_stack([up, down]), axis=0, return_inverse=True)
+        linked, num_linked = linked.reshape(-1), len(links)
+        linked_share = np.bincount(linked, weights=share)
+        groups, group = np.unique(linked[user_kind] * last + user_low, return_inverse=True)
+        group_kind, finders = groups // last, len(groups)
+        hold_kind, hold_size = np.divmod(np.arange(num_linked * last), last)
         hold_size = hold_size + 1
         holders = len(hold_kind)
         low, high = np.arange(users), users + np.arange(users)
-        found = 2 * users + np.arange(users * holders)
-        user, holder = np.divmod(np.arange(users * holders), holders)
-        gather = 2 * users + users * holders
+        found = 2 * users + np.arange(finders * holders)
+        finder, holder = np.divmod(np.arange(finders * holders), holders)
+        gather = 2 * users + finders * holders
         give_back, gather_cost, return_cost = gather + 1, gather + 2, gather + 3
         forward_cost, back_cost = gather + 4, gather + 5
-        unserved = gather + 6 + np.arange(users)
-        variables = gather + 6 + users
+        unserved = gather + 6 + np.arange(finders)
+        variables = gather + 6 + finders
         per_expert = experts * problem.hit[self.points[1:]] / points[1:]
         row_cost = per_expert[hold_size[holder] - 1]
-        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
         forward, back = box.forward_s[1] * (1 + 1e-9), box.back_s[1] * (1 + 1e-9)
         out_rows = np.minimum(forward * up, back * down) / relaxation.rows
         in_rows = np.minimum(forward * down, back * up) / relaxation.rows
         rows = Rows()
 
         # What each group of users sends.
-        each = np.arange(users)
         rows.add(
-            np.concatenate([user, each, each]),
+            np.concatenate([finder, group, group]),
             np.concatenate([found, low, high]),
             np.concatenate([row_cost, -out_rows[user_kind], -out_rows[user_kind]]),
-            np.zeros(users),
+            np.zeros(finders),
         )
         # What each group of holders receives: sites of a size are the upper ends of one interval and the lower ends of the next.
-        place = np.full((num, last + 1), -1)
+        place = np.full((num_linked, last + 1), -1)
         place[hold_kind, hold_size] = np.arange(holders)
-        lower, upper = place[user_kind, user_low], place[user_kind, user_low + 1]
+        lower, upper = place[linked[user_kind], user_low], place[linked[user_kind], user_low + 1]
         holds = lower >= 0
         rows.add(
             np.concatenate([holder, lower[holds], upper]),
@@ -168,13 +174,13 @@ class SizeRelaxation:
         )
         # All sites of a kind together send and receive what the busiest link's true times allow, which cost something.
         forward_cost_s, back_cost_s, _ = relaxation.budgets_s
-        for kind, rates in ((user_kind[user], (up, down)), (hold_kind[holder], (down, up))):
+        for kind, rates in ((group_kind[finder], links.T), (hold_kind[holder], links.T[::-1])):
             for rate, cost_s, variable in zip(rates, (forward_cost_s, back_cost_s), (forward_cost, back_cost), strict=True):
                 rows.add(
-                    np.concatenate([kind, np.arange(num)]),
-                    np.concatenate([found, np.full(num, variable)]),
-                    np.concatenate([row_cost, -rate * share / (relaxation.rows * cost_s)]),
-                    np.zeros(num),
+                    np.concatenate([kind, np.arange(num_linked)]),
+                    np.concatenate([found, np.full(num_linked, variable)]),
+                    np.concatenate([row_cost, -rate * linked_share / (relaxation.rows * cost_s)]),
+                    np.zeros(num_linked),
                 )
         # Whoever finds experts elsewhere within what it may send has a main holder with at least ``need`` of them, and a holder
         # receives from few users that much: main users are whole.
@@ -240,13 +246,13 @@ class SizeRelaxation:
         rows.add(zero, np.array([give_back, return_cost]), np.array([returns, -1.0]), np.array([2 * returns * beside]))
 
         # All sites are somewhere, and find all experts that they do not hold.
-        row = np.concatenate([both_kind, num + user, num + np.concatenate([each, each]), num + each])
+        row = np.concatenate([both_kind, num + finder, num + group, num + group, num + np.arange(finders)])
         column = np.concatenate([both, found, both, unserved])
-        value = np.concatenate([np.ones(2 * users), np.ones(users * holders), sizes / experts - 1.0, np.ones(users)])
+        value = np.concatenate([np.ones(2 * users), np.ones(finders * holders), sizes / experts - 1.0, np.ones(finders)])
         bounds = np.zeros((variables, 2))
         bounds[: 2 * users, 1] = share[both_kind]
-        bounds[found, 1] = share[user_kind[user]]
-        bounds[unserved, 1] = share[user_kind]
+        bounds[found, 1] = linked_share[group_kind[finder]]
+        bounds[unserved, 1] = linked_share[group_kind]
         most_gather, most_back = relaxation.full_gather_s
         bounds[gather, 1], bounds[give_back, 1] = most_gather, most_back
         bounds[gather_cost, 1], bounds[return_cost, 1] = gathers * most_gather, returns * most_back
@@ -256,15 +262,15 @@ class SizeRelaxation:
         bounds[back_cost] = np.array(box.back_s) * back_cost_s
         # Empty boxes shall have a bound too.
         costs[unserved] = 1e3 * relaxation.full_gather_cost_s
-        costs[np.concatenate([low, high])] = np.where(need > problem.num_experts, 1e3 * relaxation.full_gather_cost_s, 0.0)[
-            np.concatenate([each, each])
-        ]
+        costs[np.concatenate([low, high])] = np.tile(
+            np.where(need > problem.num_experts, 1e3 * relaxation.full_gather_cost_s, 0.0), 2
+        )
         return BoxProgram(
             costs=costs,
             inequality=rows.matrix(variables),
             right=np.concatenate(rows.right),
-            equality=coo_array((value, (row, column)), shape=(num + users, variables)).tocsr(),
-            total=np.concatenate([share, np.zeros(users)]),
+            equality=coo_array((value, (row, column)), shape=(num + finders, variables)).tocsr(),
+            total=np.concatenate([share, np.zeros(finders)]),
             bounds=bounds,
         )
 
@@ -272,9 +278,7 @@ class SizeRelaxation:
 def size_relaxation(relaxation: Relaxation) -> SizeRelaxation | None:
     """None where paths between sites have limits or latencies of their own, or there are too many kinds of sites."""
     problem, kinds = relaxation.problem, relaxation.classes
-    away = ~np.eye(problem.num_sites, dtype=np.bool_)
-    alike = problem.num_sites > 1 and problem.pair_bytes_per_s is None and np.ptp(problem.latency_s[away]) == 0
-    if not alike or len(kinds.count) > MOST_KINDS or problem.num_experts < 2:
+    if problem.num_sites < 2 or not problem.alike_paths or len(kinds.count) > MOST_KINDS or problem.num_experts < 2:
         return None
     experts, number = problem.num_experts, max(MOST_TYPES // len(kinds.count), 4)
     # Dense where few experts make a difference, and near all of them.
@@ -292,21 +296,22 @@ def prove_sizes(
     done: list[tuple[float, SizeBox, Duals | None]] = []
     count = 0
 
-    def enter(box: SizeBox, parent: Duals | None) -> None:
+    def enter(box: SizeBox) -> None:
         nonlocal count
         count += 1
         duals, value_s = None, sizes.proven_s(box, None)
         if value_s < target_s:
-            # What bounds the whole box bounds its half.
-            duals = sizes.program(box).solve() if time.perf_counter() < deadline_s else parent
-            value_s = sizes.proven_s(box, duals)
+            program = sizes.program(box)
+            duals = program.solve()
+            value_s = sizes.proven_s(box, duals, program)
         if value_s >= target_s:
             done.append((value_s, box, duals))
         else:
             heapq.heappush(heap, (value_s, count, box, duals))
 
     for root in sizes.roots(best_s):
-        enter(root, None)
+        enter(root)
+    # Both halves or none: a half without multipliers of its own would be bounded worse than the whole.
     while heap and count < max_boxes and time.perf_counter() < deadline_s:
         value_s, _, box, duals = heapq.heappop(heap)
         halves = _halves(sizes, box)
@@ -314,7 +319,7 @@ def prove_sizes(
             done.append((value_s, box, duals))
             break
         for half in halves:
-            enter(half, duals)
+            enter(half)
     parts = [*done, *((value_s, box, duals) for value_s, _, box, duals in heap)]
     return SizeProof(
         best_s=best_s,

@@ -28,6 +28,8 @@ MOST_BOXES = 500
 """Of one proof."""
 EQUAL_BOXES = 40
 """Of one proof for many equal sites."""
+STUCK_BOXES = 120
+"""Of the other proof for those, where it has more to say."""
 FEW_SITES = 24
 """Below, the bound by numbers of experts held is not tried: the other one is better there."""
 ENOUGH_GAP = 0.005
@@ -115,9 +117,12 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         most = EQUAL_BOXES if one.equal_sites and one.num_sites > MANY else MOST_BOXES
         relaxation, boxes = Relaxation(problem=one), most // len(scenarios)
         try:
-            by_size = _prove_sizes(relaxation, best_s, boxes, deadline_s)
+            by_size, stuck = _prove_sizes(relaxation, best_s, boxes, deadline_s)
             if by_size is not None and by_size.bound_s >= best_s * (1 - ENOUGH_GAP):
                 boxes = 2
+            elif by_size is not None and most == EQUAL_BOXES:
+                # Whether many equal sites are better told apart by their homes shows in what keeps the first bound low.
+                boxes = STUCK_BOXES if stuck else 2
             proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=deadline_s, report=told)
         except KeyboardInterrupt:
             interrupted = True
@@ -143,16 +148,19 @@ def least_usd(problem: SiteProblem, bound_s: float) -> float:
     return step_usd(problem.cluster.rent_usd_per_s, least_egress_usd(problem), bound_s)
 
 
-def _prove_sizes(relaxation: Relaxation, best_s: float, boxes: int, deadline_s: float) -> SizeProof | None:
-    """Among few sites the other argument, which tells experts' homes apart, is better."""
+def _prove_sizes(relaxation: Relaxation, best_s: float, boxes: int, deadline_s: float) -> tuple[SizeProof | None, bool]:
+    """The proof, and whether plans that move no tokens keep its bound low, which more boxes would not change. None among few
+    sites: the other argument, which tells experts' homes apart, is better there."""
     if relaxation.problem.num_sites < FEW_SITES:
-        return None
+        return None, False
     sizes = size_relaxation(relaxation)
     if sizes is None:
-        return None
+        return None, False
     # Half of the time that is left.
     half_s = (time.perf_counter() + deadline_s) / 2
-    return prove_sizes(sizes, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=half_s)
+    proof = prove_sizes(sizes, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=half_s)
+    unmoved = [sizes.proven_s(box, duals) for box, duals in proof.parts if box.forward_s[0] == 0]
+    return proof, min(unmoved) <= proof.bound_s * (1 + 1e-9)
 
 
 def _look(search: Search, seeds: tuple[IntArray, ...]) -> None:
