@@ -100,9 +100,9 @@ def _source(transport: Transport, src: int, dst: int, peer: int, seconds: float)
             # The first one also opens the connections' windows.
             repeats = max(1, min(_MOST_REPEATS, int(seconds / round_trip_s(size_bytes, streams))))
             taken_s = statistics.median(round_trip_s(size_bytes, streams) for _ in range(repeats))
-            points.append(
-                PairPoint(size_bytes=size_bytes, streams=streams, bytes_per_s=size_bytes / max(taken_s - latency_s, 1e-9))
-            )
+            # The answer is never the slower half, whatever the pings took.
+            there_s = max(taken_s - latency_s, taken_s / 2)
+            points.append(PairPoint(size_bytes=size_bytes, streams=streams, bytes_per_s=size_bytes / there_s))
             if streams == 1:
                 alone_s = taken_s
     _tell(transport, peer, 0, 1)
