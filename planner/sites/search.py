@@ -32,6 +32,7 @@ from planner.sites.grouping import (
 )
 from planner.sites.hubs import best_hubs, hub_table, served_table
 from planner.sites.problem import Configuration, Inside, SiteProblem
+from planner.sites.spread import best_spread, equal_spread, spread_table
 
 SHARES = (Share(), Share(power=0.5), Share(power=1.0), Share(holders=1), Share(holders=2))
 """Ways for the members of a group to share the experts."""
@@ -193,6 +194,8 @@ def run(search: Search, *, seed: int = 0) -> None:
         try_best_hubs(search)
         if large:
             _try_hubs(search)
+    elif not search.over and (spread := equal_spread(problem)) is not None:
+        search.evaluate(spread_table(problem, spread))
     tried.sort(key=lambda entry: entry[0])
     if large and problem.equal_sites:
         return  # equal sites: nothing tells one move from another
@@ -207,7 +210,8 @@ def run(search: Search, *, seed: int = 0) -> None:
 
 
 def try_best_hubs(search: Search) -> None:
-    """The best hubs for the links alone, then with ever fewer users each, until memory lets copies stay and fewer do not help."""
+    """The best hubs for the links alone, then with ever fewer users each, until memory lets copies stay and fewer do not help; each
+    with everything, and without what its users find elsewhere."""
     problem = search.problem
     ranks: dict[int, tuple[int, float]] = {}
 
@@ -216,6 +220,8 @@ def try_best_hubs(search: Search) -> None:
         if plan is None:
             return None
         found = search.evaluate(served_table(problem, plan))
+        if not search.over and (spread := best_spread(problem, plan)).left_out.any():
+            found = min(found, search.evaluate(spread_table(problem, spread)), key=lambda one: one.rank)
         ranks[most_users] = found.rank
         return found
 
