@@ -1,9 +1,10 @@
 """Hubs that leave experts out, which their users find spread thinly over all sites.
 
-A hub with u users receives u rows where each of its users sends one, so most sites' links carry little while the hubs' are full. A
-token needs a holder of one expert only with the small chance P(1), so a site whose links have room for s more rows finds s / P(1)
-experts elsewhere, one by one, and its hub need not hold them. What limits the gather are the homes with the slowest links, so it is
-their experts that hubs leave out. Each left-out expert has a few holders among the users, who serve it to as many sites as fit.
+A hub with u users receives u rows where each of its users sends one, so most sites' links carry little while the hubs' are full.
+A token needs a holder of one expert only with the small chance P(1), so a site whose links have room for s more rows finds
+s / P(1) experts elsewhere, one by one, and its hub need not hold them. What limits the gather are the homes with the slowest
+links, so it is their experts that hubs leave out. Each expert left out has a few holders among the users, who serve it to as many
+sites as their links allow.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _fewest_copies(problem: SiteProblem, count: int, left_out: IntArray) -> tupl
 
 
 def spread_table(problem: SiteProblem, spread: Spread) -> IntArray:
-    """[D, E]: hubs compute for their users what they hold; of the rest each expert has a few holders, which compute it for all."""
+    """[D, E]: hubs compute for their users what they hold; the rest is computed by each expert's few other holders."""
     size, hubs, hub_of = problem.num_sites, spread.plan.hubs, spread.hub_of
     missing = np.zeros((size, problem.num_experts), dtype=np.bool_)
     missing[hubs] = _left_out(problem, spread)
