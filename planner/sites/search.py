@@ -213,7 +213,7 @@ def run(search: Search, *, seed: int = 0) -> None:
 
 def try_best_hubs(search: Search) -> bool:
     """The best hubs for the links alone, then with ever fewer users each, until memory lets copies stay and fewer do not help;
-    each with everything, and without what users find elsewhere. True if the best plan is then one of these and its copies stay."""
+    each with everything, and without what users find elsewhere. True if one of these is best then, and its copies stay."""
     problem = search.problem
     ranks: dict[int, tuple[int, float]] = {}
 
