@@ -111,13 +111,13 @@ def layer_bytes(problem: SiteProblem) -> tuple[float, float]:
 
 def _copies_s(problem: SiteProblem, hubs: IntArray) -> float:
     """Of a gather and a return when ``hubs`` hold everything."""
-    weight, up, down = problem.workload.expert_bytes, problem.up_bytes_per_s, problem.down_bytes_per_s
+    wire, up, down = problem.wire, problem.up_bytes_per_s, problem.down_bytes_per_s
     is_hub = np.zeros(problem.num_sites, dtype=np.bool_)
     is_hub[hubs] = True
-    sent = problem.homes * (len(hubs) - is_hub) * float(weight)
-    kept = np.where(is_hub, problem.num_experts - problem.homes, 0) * float(weight)
-    gather = max(float((sent / up).max()), float((kept / down).max()))
-    return gather + max(float((sent / down).max()), float((kept / up).max()))
+    sent = (problem.homes * (len(hubs) - is_hub)).astype(np.float64)
+    kept = np.where(is_hub, problem.num_experts - problem.homes, 0).astype(np.float64)
+    gather = wire.expert_bytes * max(float((sent / up).max()), float((kept / down).max()))
+    return gather + wire.expert_gradient_bytes * max(float((sent / down).max()), float((kept / up).max()))
 
 
 def served_table(problem: SiteProblem, plan: HubPlan) -> IntArray:
