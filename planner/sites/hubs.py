@@ -8,6 +8,7 @@ import numpy as np
 
 from hybridep.placement import IntArray
 from hybridep.shares import apportion
+from hybridep.traffic import FloatArray
 from planner.sites.grouping import assign, distance
 from planner.sites.problem import SiteProblem
 
@@ -49,6 +50,15 @@ class HubPlan:
     """Users that each could serve."""
     layer_s: float
     """What rows and copies of one layer take."""
+    forward: float
+    """Sites' rows that a link of one byte per second carries while the busiest one is busy, on the way to the experts."""
+    back: float
+    """Likewise on the way back."""
+
+    def rows(self, problem: SiteProblem) -> tuple[FloatArray, FloatArray]:
+        """Rows of how many sites each may send ([D]) and receive ([D]) while the busiest link is busy."""
+        up, down = problem.up_bytes_per_s, problem.down_bytes_per_s
+        return np.minimum(self.forward * up, self.back * down), np.minimum(self.forward * down, self.back * up)
 
 
 def best_hubs(problem: SiteProblem, most_users: int) -> HubPlan | None:
@@ -57,17 +67,20 @@ def best_hubs(problem: SiteProblem, most_users: int) -> HubPlan | None:
     it serves anybody or not. None where paths between sites have limits of their own, or none serve all."""
     if problem.pair_bytes_per_s is not None or problem.num_sites < 3:
         return None
-    work, size = problem.workload, problem.num_sites
-    up, down, batches = problem.up_bytes_per_s, problem.down_bytes_per_s, work.training.micro_batches
-    rows = problem.num_inside * work.training.tokens
-    per_forward = batches * rows * (work.dispatch_row_bytes + work.combine_row_bytes)
-    per_back = batches * rows * (work.combine_row_bytes + work.dispatch_gradient_row_bytes)
+    size, up, down = problem.num_sites, problem.up_bytes_per_s, problem.down_bytes_per_s
+    per_forward, per_back = layer_bytes(problem)
     best: HubPlan | None = None
     at = 0, 0
     middle = float(np.median(np.minimum(up, down)))
     shortest, longest = 0.5 / middle, 16.0 / middle
     forwards = backs = np.geomspace(shortest, longest, STEPS)
-    for _ in range(2):
+    for fine in (False, True):
+        if fine:
+            if best is None:
+                break
+            step = (longest / shortest) ** (1.0 / (STEPS - 1))
+            near = np.geomspace(1 / step, step, STEPS // 2)
+            forwards, backs = forwards[at[0]] * near, backs[at[1]] * near
         for i, forward in enumerate(forwards):
             for j, back in enumerate(backs):
                 lower_s = per_forward * forward + per_back * back
@@ -84,33 +97,41 @@ def best_hubs(problem: SiteProblem, most_users: int) -> HubPlan | None:
                 hubs = order[: int(enough.argmax()) + 1]
                 layer_s = lower_s + _copies_s(problem, hubs)
                 if best is None or layer_s < best.layer_s:
-                    best, at = HubPlan(hubs=hubs, rooms=rooms[hubs], layer_s=layer_s), (i, j)
-        step = (longest / shortest) ** (1.0 / (STEPS - 1))
-        if best is not None:
-            near = np.geomspace(1 / step, step, STEPS // 2)
-            forwards, backs = forwards[at[0]] * near, backs[at[1]] * near
+                    best, at = HubPlan(hubs=hubs, rooms=rooms[hubs], layer_s=layer_s, forward=forward, back=back), (i, j)
     return best
+
+
+def layer_bytes(problem: SiteProblem) -> tuple[float, float]:
+    """Of the rows of all of one site's tokens in one layer's step: on the way to the experts, and back."""
+    training, wire = problem.workload.training, problem.wire
+    rows = training.micro_batches * problem.num_inside * training.tokens
+    there = wire.dispatch_row_bytes + wire.combine_row_bytes
+    return float(rows * there), float(rows * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes))
 
 
 def _copies_s(problem: SiteProblem, hubs: IntArray) -> float:
     """Of a gather and a return when ``hubs`` hold everything."""
-    weight, up, down = problem.workload.expert_bytes, problem.up_bytes_per_s, problem.down_bytes_per_s
+    wire, up, down = problem.wire, problem.up_bytes_per_s, problem.down_bytes_per_s
     is_hub = np.zeros(problem.num_sites, dtype=np.bool_)
     is_hub[hubs] = True
-    sent = problem.homes * (len(hubs) - is_hub) * float(weight)
-    kept = np.where(is_hub, problem.num_experts - problem.homes, 0) * float(weight)
-    gather = max(float((sent / up).max()), float((kept / down).max()))
-    return gather + max(float((sent / down).max()), float((kept / up).max()))
+    sent = (problem.homes * (len(hubs) - is_hub)).astype(np.float64)
+    kept = np.where(is_hub, problem.num_experts - problem.homes, 0).astype(np.float64)
+    gather = wire.expert_bytes * max(float((sent / up).max()), float((kept / down).max()))
+    return gather + wire.expert_gradient_bytes * max(float((sent / down).max()), float((kept / up).max()))
 
 
 def served_table(problem: SiteProblem, plan: HubPlan) -> IntArray:
     """[D, E]: each user finds everything at one hub."""
     size = problem.num_sites
     users = np.setdiff1d(np.arange(size), plan.hubs)
-    # The fullest are relieved where there is more room than users.
-    left = plan.rooms.copy()
-    for _ in range(int(left.sum()) - len(users)):
-        left[np.argmax(left)] -= 1
     holder = np.arange(size)
-    holder[users] = np.repeat(plan.hubs, left)
+    holder[users] = np.repeat(plan.hubs, users_of(plan, len(users)))
     return np.ascontiguousarray(np.repeat(holder[:, None], problem.num_experts, axis=1))
+
+
+def users_of(plan: HubPlan, num_users: int) -> IntArray:
+    """Of each hub: the fullest are relieved where there is more room than users."""
+    left = plan.rooms.copy()
+    for _ in range(int(left.sum()) - num_users):
+        left[np.argmax(left)] -= 1
+    return left

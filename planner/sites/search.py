@@ -32,6 +32,7 @@ from planner.sites.grouping import (
 )
 from planner.sites.hubs import best_hubs, hub_table, served_table
 from planner.sites.problem import Configuration, Inside, SiteProblem
+from planner.sites.spread import best_spread, equal_spread, spread_table
 
 SHARES = (Share(), Share(power=0.5), Share(power=1.0), Share(holders=1), Share(holders=2))
 """Ways for the members of a group to share the experts."""
@@ -154,13 +155,13 @@ def starts(problem: SiteProblem) -> Iterator[tuple[str, IntArray]]:
         yield f"domains of {domain} in rank order", home // domain * domain + sites % domain
 
 
-def group_starts(problem: SiteProblem, counts: Iterable[int]) -> Iterator[tuple[Groups, Share]]:
+def group_starts(problem: SiteProblem, counts: Iterable[int], sharing: Sequence[Share]) -> Iterator[tuple[Groups, Share]]:
     """Groups of near sites, or of equal strength, of every number of groups in ``counts``, and how members share."""
     apart = [] if problem.pair_bytes_per_s is None else [distance(problem), problem.latency_s + problem.latency_s.T]
     for count in counts:
         made = [even_groups(problem, count), *(nearest_groups(one, count) for one in apart)]
         for groups in dict.fromkeys(made):
-            for share in SHARES[:1] if problem.equal_sites else SHARES:
+            for share in sharing:
                 yield groups, share
 
 
@@ -177,25 +178,29 @@ def run(search: Search, *, seed: int = 0) -> None:
     if not large:
         for _, table in starts(problem):
             search.evaluate(np.ascontiguousarray(table))
+    # Hubs first among many sites, where the time may be over before all groups are tried.
+    hubs_are_best = large and not problem.equal_sites and try_best_hubs(search)
+    if problem.equal_sites and not search.over and (spread := equal_spread(problem)) is not None:
+        search.evaluate(spread_table(problem, spread))
     tried: list[tuple[tuple[int, float], Groups, Share]] = []
     seen: set[tuple[Groups, Share]] = set()
     counts = group_counts(problem.num_sites)
     if large:
         counts = sorted(sorted(counts, key=lambda count: estimate_s(problem, count))[:LIKELY])
-    for groups, share in group_starts(problem, counts):
+    for groups, share in group_starts(problem, counts, SHARES[:1] if problem.equal_sites or hubs_are_best else SHARES):
         if search.over:
             return
         if (groups, share) not in seen:
             seen.add((groups, share))
             table = table_of(problem, groups, {members: shares(problem, members, share) for members in groups})
             tried.append((search.evaluate(table).rank, groups, share))
-    if not problem.equal_sites:
+    if not large and not problem.equal_sites:
         try_best_hubs(search)
-        if large:
-            _try_hubs(search)
+    if large and not problem.equal_sites and not hubs_are_best:
+        _try_hubs(search)
     tried.sort(key=lambda entry: entry[0])
-    if large and problem.equal_sites:
-        return  # equal sites: nothing tells one move from another
+    if large and (problem.equal_sites or hubs_are_best):
+        return  # a single move hardly changes the step of many sites, and takes as long to cost as all of them
     rng = np.random.default_rng(seed)
     budget = search.max_evaluations
     for rank, (_, groups, share) in enumerate(tried[:3]):
@@ -206,8 +211,9 @@ def run(search: Search, *, seed: int = 0) -> None:
         improve_table(search, search.best.table, rng)
 
 
-def try_best_hubs(search: Search) -> None:
-    """The best hubs for the links alone, then with ever fewer users each, until memory lets copies stay and fewer do not help."""
+def try_best_hubs(search: Search) -> bool:
+    """The best hubs for the links alone, then with ever fewer users each, until memory lets copies stay and fewer do not help;
+    each with everything, and without what users find elsewhere. True if one of these is best then, and its copies stay."""
     problem = search.problem
     ranks: dict[int, tuple[int, float]] = {}
 
@@ -216,6 +222,8 @@ def try_best_hubs(search: Search) -> None:
         if plan is None:
             return None
         found = search.evaluate(served_table(problem, plan))
+        if not search.over and (spread := best_spread(problem, plan)).left_out.any():
+            found = min(found, search.evaluate(spread_table(problem, spread)), key=lambda one: one.rank)
         ranks[most_users] = found.rank
         return found
 
@@ -232,6 +240,10 @@ def try_best_hubs(search: Search) -> None:
         best = min(ranks, key=lambda users: ranks[users])
         attempt(best + 1)
         attempt(best - 1)
+    found = search.best
+    if not ranks or found is None or found.configuration is None or found.rank > min(ranks.values()):
+        return False
+    return found.rank[0] == 0 and found.configuration.residency is Residency.STEP
 
 
 def _try_hubs(search: Search) -> None:

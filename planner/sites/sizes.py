@@ -65,8 +65,8 @@ class SizeRelaxation:
     @property
     def tied(self) -> bool:
         """Every site's links are equally fast up and down, so the way back takes as long as the way there."""
-        kinds = self.relaxation.classes
-        return bool((kinds.up_bytes_per_s == kinds.down_bytes_per_s).all())
+        problem = self.relaxation.problem
+        return bool((problem.up_bytes_per_s == problem.down_bytes_per_s).all())
 
     @property
     def least_s(self) -> float:

@@ -239,3 +239,21 @@ def test_size_proofs_that_leave_plans_out_are_refused() -> None:
         parts = tuple(part for index, part in enumerate(proof.parts) if index != left_out)
         with pytest.raises(ValueError, match="leaves out"):
             verify_sizes(sizes, replace(proof, parts=parts))
+
+
+def test_classes_whose_best_links_are_equal_both_ways_are_not_tied() -> None:
+    """The best of the members' uplinks may equal the best of their downlinks where no member's links are equal."""
+    cluster = uneven_cluster(np.random.default_rng(1), 64, 0, pairs=False)
+    cluster = cluster.model_copy(
+        update={
+            "sites": tuple(
+                site.model_copy(update={"up": 1e7 + (i // 2 * 2 + i % 2) * 1e3, "down": 1e7 + (i // 2 * 2 + 1 - i % 2) * 1e3})
+                for i, site in enumerate(cluster.sites)
+            )
+        }
+    )
+    problem = site_problem(cluster, small_workload(np.random.default_rng(1), 64))
+    relaxation = Relaxation(problem=problem)
+    assert relaxation.classes.merged
+    sizes = size_relaxation(relaxation)
+    assert sizes is not None and not sizes.tied

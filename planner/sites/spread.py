@@ -1,0 +1,163 @@
+"""Hubs that leave experts out, which their users find spread thinly over all sites.
+
+A hub with u users receives u rows where each of its users sends one, so most sites' links carry little while the hubs' are full.
+A token needs a holder of one expert only with the small chance P(1), so a site whose links have room for s more rows finds
+s / P(1) experts elsewhere, one by one, and its hub need not hold them. What limits the gather are the homes with the slowest
+links, so it is their experts that hubs leave out. Each expert left out has a few holders among the users, who serve it to as many
+sites as their links allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from hybridep.traffic import FloatArray
+from planner.sites.hubs import HubPlan, layer_bytes, users_of
+from planner.sites.problem import SiteProblem
+
+SCALES = (1.0, 1.1, 1.25, 1.5, 2.0)
+"""How much longer than the hubs need the busiest link may carry rows, so that hubs can leave more out."""
+MOST_USERS = 8
+"""Of each hub of equal sites."""
+THIN_COPIES = 2
+"""Further copies of each expert that is left out anywhere, about: what hubs must leave out more to make up for them."""
+STEPS = 20
+"""Lengths of a gather that are tried, and halvings of a return's."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spread:
+    """Hubs, their users, and how much each hub leaves out."""
+
+    plan: HubPlan
+    hub_of: IntArray
+    """[D]: hubs are their own."""
+    left_out: IntArray
+    """[hubs]: experts that each may leave out."""
+    most_copies: FloatArray
+    """[E]: how many hubs are to hold each expert at most."""
+    layer_s: float
+    """About what rows and copies of one layer take."""
+
+
+def equal_hubs(problem: SiteProblem, users: int) -> HubPlan:
+    """Of equal sites, each with so many users; they own as few experts as can be, since owners serve theirs as users."""
+    count = -(-problem.num_sites // (users + 1))
+    hubs = np.argsort(problem.homes, kind="stable")[:count]
+    rate = float(min(problem.up_bytes_per_s.min(), problem.down_bytes_per_s.min()))
+    return HubPlan(hubs=hubs, rooms=np.full(count, users), layer_s=np.inf, forward=users / rate, back=users / rate)
+
+
+def equal_spread(problem: SiteProblem) -> Spread | None:
+    """The best number of users per hub of equal sites; None where no hub would leave anything out."""
+    most = min(MOST_USERS, problem.num_sites - 1)
+    best = min((_spread(problem, equal_hubs(problem, users)) for users in range(1, most + 1)), key=lambda one: one.layer_s)
+    return best if best.left_out.any() else None
+
+
+def best_spread(problem: SiteProblem, plan: HubPlan) -> Spread:
+    """``plan`` with links busy for as long as is best."""
+    scaled = (replace(plan, forward=plan.forward * a, back=plan.back * b) for a, b in product(SCALES, SCALES))
+    return min((_spread(problem, one) for one in scaled), key=lambda one: one.layer_s)
+
+
+def _spread(problem: SiteProblem, plan: HubPlan) -> Spread:
+    size, one = problem.num_sites, float(problem.hit[1])
+    out, _ = plan.rows(problem)
+    users = np.setdiff1d(np.arange(size), plan.hubs)
+    # Users with equally much room share hubs.
+    users = users[np.argsort(out[users], kind="stable")]
+    hub_of = np.arange(size)
+    hub_of[users] = np.repeat(plan.hubs, users_of(plan, len(users)))
+    spare = out - 1.0
+    spare[plan.hubs] = out[plan.hubs]
+    room = np.full(size, np.inf)
+    np.minimum.at(room, hub_of, spare)
+    most = np.maximum(room[plan.hubs], 0.0) / one * (1 + 1e-9)
+    left_out = np.minimum(most, problem.num_experts // 2).astype(np.int64)
+    most_copies, copies_s = _fewest_copies(problem, len(plan.hubs), left_out)
+    per_forward, per_back = layer_bytes(problem)
+    return Spread(
+        plan=plan,
+        hub_of=hub_of,
+        left_out=left_out,
+        most_copies=most_copies,
+        layer_s=per_forward * plan.forward + per_back * plan.back + copies_s,
+    )
+
+
+def _fewest_copies(problem: SiteProblem, count: int, left_out: IntArray) -> tuple[FloatArray, float]:
+    """([E] copies of each expert at ``count`` hubs that together leave so many out, seconds of a gather and a return): those of
+    the homes with the slowest links are the fewest."""
+    there_s = (problem.wire.expert_bytes * problem.homes / problem.up_bytes_per_s)[problem.home_site]
+    back_s = (problem.wire.expert_gradient_bytes * problem.homes / problem.down_bytes_per_s)[problem.home_site]
+    budget, least = float(left_out.sum()), count - int((left_out > 0).sum())
+
+    def copies(gather_s: float, return_s: float) -> FloatArray:
+        return np.minimum(np.minimum(gather_s / there_s, return_s / back_s), count)
+
+    def fits(gather_s: float, return_s: float) -> bool:
+        kept = copies(gather_s, return_s)
+        return bool(kept.min() >= least and (count - kept).sum() + THIN_COPIES * (kept < count).sum() <= budget)
+
+    def shortest_s(gather_s: float) -> float:
+        low, high = float(back_s.max()) * least, float(back_s.max()) * count
+        if not fits(gather_s, high):
+            return np.inf
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if fits(gather_s, middle) else (middle, high)
+        return high
+
+    gathers = float(there_s.max()) * count * np.linspace(max(least / count, 0.5 / STEPS), 1.0, STEPS)
+    best = min(((gather_s, shortest_s(gather_s)) for gather_s in gathers), key=sum)
+    return copies(*best), float(sum(best))
+
+
+def spread_table(problem: SiteProblem, spread: Spread) -> IntArray:
+    """[D, E]: hubs compute for their users what they hold; the rest is computed by each expert's few other holders."""
+    size, hubs, hub_of = problem.num_sites, spread.plan.hubs, spread.hub_of
+    missing = np.zeros((size, problem.num_experts), dtype=np.bool_)
+    missing[hubs] = _left_out(problem, spread)
+    table = np.repeat(hub_of[:, None], problem.num_experts, axis=1)
+    # Hubs are full: of rows, or of what rows leave in memory.
+    free = (spread.plan.rows(problem)[1] / problem.hit[1] * (1 + 1e-9)).astype(np.int64)
+    free[hubs] = 0
+    lacks = missing[hub_of]
+    for expert, home in enumerate(problem.home_site):
+        table[home, expert] = home
+        lacks[home, expert] = False
+        asking = np.flatnonzero(lacks[:, expert])
+        # The home, then users by room.
+        order = np.lexsort((-free, np.arange(size) != home))
+        order = order[free[order] > 0]
+        holders = order[: int(np.searchsorted(np.cumsum(free[order]), len(asking))) + 1]
+        places = np.repeat(holders, free[holders])
+        if len(places) > len(asking) > 0:
+            places = places[np.arange(len(asking)) * len(places) // len(asking)]
+        # What nobody has room for stays at the hub.
+        places, asking = places[: len(asking)], asking[: len(places)]
+        table[asking, expert] = places
+        free -= np.bincount(places, minlength=size)
+        own = holders[lacks[holders, expert]]
+        table[own, expert] = own
+    return table
+
+
+def _left_out(problem: SiteProblem, spread: Spread) -> np.ndarray:
+    """[hubs, E]: which experts each hub leaves out."""
+    hubs = spread.plan.hubs
+    wanted = len(hubs) - spread.most_copies
+    wanted = np.ceil(wanted + THIN_COPIES * (wanted > 0))
+    chosen = np.zeros((len(hubs), problem.num_experts), dtype=np.bool_)
+    for hub in np.argsort(-spread.left_out, kind="stable"):
+        own = problem.home_site == hubs[hub]
+        first = np.argsort(-np.where(own, -1.0, wanted), kind="stable")[: spread.left_out[hub]]
+        first = first[wanted[first] > 0]
+        chosen[hub, first] = True
+        wanted[first] -= 1
+    return chosen

@@ -1,0 +1,95 @@
+"""Hubs that leave experts out: links keep to their time, copies become fewer, and steps shorter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_hubs import cluster_of, many_experts
+
+from hybridep.config import build
+from hybridep.topology import Cluster
+from planner.sites import spread as module
+from planner.sites.exchange import held_by_site, layer_exchanges
+from planner.sites.hubs import best_hubs, served_table
+from planner.sites.problem import Inside, SiteProblem, site_problem
+from planner.sites.search import Search, run
+from planner.sites.spread import Spread, best_spread, equal_hubs, equal_spread, spread_table
+
+
+def busiest(problem: SiteProblem, table: np.ndarray) -> tuple[float, float]:
+    """Sites' rows over rates on the busiest link, to the experts and back."""
+    (rows,) = layer_exchanges(problem, table, Inside.ALL).rows
+    tokens = problem.num_inside * problem.workload.training.tokens
+    return rows.line(problem)[1] / tokens, rows.reverse.line(problem)[1] / tokens
+
+
+def within_times(problem: SiteProblem, spread: Spread) -> bool:
+    forward, back = busiest(problem, spread_table(problem, spread))
+    return forward <= spread.plan.forward * (1 + 1e-6) and back <= spread.plan.back * (1 + 1e-6)
+
+
+def spread_of(seed: int, sites: int, most_users: int = 3) -> tuple[SiteProblem, Spread]:
+    problem = site_problem(cluster_of(seed, sites, kinds=10 if seed % 2 else None), many_experts())
+    plan = best_hubs(problem, most_users)
+    assert plan is not None
+    return problem, best_spread(problem, plan)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_links_keep_to_their_time(seed: int) -> None:
+    problem, spread = spread_of(seed, 40 + 7 * seed)
+    assert spread.left_out.any()
+    assert within_times(problem, spread)
+    table = spread_table(problem, spread)
+    assert (table == spread_table(problem, spread)).all()
+
+
+def test_one_expert_more_left_out_is_too_many() -> None:
+    """So what hubs leave out is what links have room for."""
+    found = []
+    for seed in range(2):
+        problem, spread = spread_of(seed, 50)
+        more = replace(spread, left_out=spread.left_out + 4, most_copies=np.zeros(problem.num_experts))
+        found.append(within_times(problem, more))
+    assert not all(found)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_slow_homes_send_fewer_copies_and_the_step_is_shorter(seed: int) -> None:
+    problem, spread = spread_of(seed, 60)
+    full, table = served_table(problem, spread.plan), spread_table(problem, spread)
+    copies, before = (held_by_site(problem, one).sum(axis=0) for one in (table, full))
+    slowest = np.argmin(np.minimum(problem.up_bytes_per_s, problem.down_bytes_per_s)[problem.home_site])
+    assert copies[slowest] < before[slowest]
+    search = Search(problem=problem)
+    assert search.evaluate(table).rank < search.evaluate(full).rank
+
+
+def equal_sites(sites: int) -> SiteProblem:
+    data = cluster_of(0, sites).model_dump(mode="json", exclude_none=True)
+    del data["sites"]
+    return site_problem(build(Cluster, data, "test"), many_experts())
+
+
+def test_equal_sites_share_what_hubs_leave_out() -> None:
+    problem = equal_sites(200)
+    spread = equal_spread(problem)
+    assert spread is not None and within_times(problem, spread)
+    search = Search(problem=problem, max_evaluations=40)
+    run(search)
+    table = spread_table(problem, spread)
+    assert table.tobytes() in search._seen
+    assert search.evaluate(table).rank < search.evaluate(served_table(problem, spread.plan)).rank
+
+
+def test_each_expert_left_out_is_found_where_few_hold_it() -> None:
+    problem = equal_sites(200)
+    spread = module._spread(problem, equal_hubs(problem, 3))
+    table = spread_table(problem, spread)
+    held = held_by_site(problem, table)
+    others = np.setdiff1d(np.arange(200), spread.plan.hubs)
+    assert held[spread.plan.hubs].sum(axis=1).max() == problem.num_experts - spread.left_out.min()
+    assert held[others].sum(axis=1).max() <= 3
+    assert (held[table, np.arange(problem.num_experts)] == 1).all()
