@@ -37,7 +37,7 @@ class FlowColumns(NamedTuple):
     """[flows, width]: the flow's entry on each of its links."""
     status: ByteArray
     due: FloatArray
-    """What `served` of the link that fixed the rate will be when the flow ends; the bytes it has left where none has yet."""
+    """What `served` of the link that fixed the rate will be when the flow must end; the bytes it has left where none has yet."""
     spare_bytes: FloatArray
     """With no more left a flow may end together with another."""
     full_link: Int32Array

@@ -64,13 +64,18 @@ class Clock(NamedTuple):
     now_s: FloatArray
     """[1]"""
     cut: FloatArray
-    """[1] Largest share of a flow's bytes that was left out."""
+    """[1] Largest share of a flow's bytes that was left out, or sent beyond them."""
+    late: FloatArray
+    """[1] Share of its bytes that a flow may send beyond them."""
     counts: IntArray
-    """[4]: rows not done, first changed position of the order, whether rates are out of date, and so much that the order is of
-    no use."""
+    """[6]: rows not done, first changed position of the order, whether rates are out of date, and so much that the order is of
+    no use; how often to fill from nothing after refilling was in vain, and how often still."""
 
 
-NOT_DONE, UNCHANGED, STALE, ANEW = 0, 1, 2, 3
+NOT_DONE, UNCHANGED, STALE, ANEW, VAIN, REST = 0, 1, 2, 3, 4, 5
+
+_MOST_REST = 15
+"""Refilling that was in vain is not tried for so long at most: what changes the order much once may well do so again."""
 
 _MANY = 8
 """If one in so many flows is new, filling from nothing is faster."""
@@ -139,7 +144,7 @@ def activate(
             num_told = _hand_in(cargo, tickets, flow, now_s, told, num_told)
             continue
         flows.status[flow] = ACTIVE
-        flows.due[flow] = cargo.size_bytes[flow]
+        flows.due[flow] = cargo.size_bytes[flow] * (1.0 + clock.late[0])
         for hop in range(cargo.path.shape[1]):
             link = cargo.path[flow, hop]
             if link < 0:
@@ -222,9 +227,17 @@ def _finish(
 def _bring_up_to_date(flows: FlowColumns, links: LinkColumns, clock: Clock) -> None:
     """Rates, after flows began or ended."""
     now_s = clock.now_s[0]
-    if clock.counts[ANEW] or not refill(flows, links, clock.counts[UNCHANGED], now_s):
+    counts = clock.counts
+    is_done = False
+    if not counts[ANEW] and counts[REST] == 0:
+        is_done = refill(flows, links, counts[UNCHANGED], now_s)
+        counts[VAIN] = 0 if is_done else min(2 * counts[VAIN] + 1, _MOST_REST)
+        counts[REST] = counts[VAIN]
+    elif counts[REST] > 0:
+        counts[REST] -= 1
+    if not is_done:
         fill(flows, links, now_s)
-    clock.counts[STALE] = clock.counts[ANEW] = 0
+    counts[STALE] = counts[ANEW] = 0
     clock.counts[UNCHANGED] = links.order.size
 
 
@@ -241,12 +254,14 @@ def drain(
 ) -> tuple[int, int, float]:
     """Let flows end up to `until_s`, or up to when the first ticket is due if that is sooner.
 
-    A flow with no more left than it may spare ends together with one that ends.
+    A flow with no more left than it may spare ends together with one that ends; where flows may be late, the first is through
+    when it has sent its bytes, or later if others can then end with it.
     Returns why it stopped, how many tickets are told, and when the next flow ends.
     """
     level, soonest_s, first, members, num_fixed = links.level, links.soonest_s, links.first, links.members, links.num_fixed
     least_due, least_early, position = links.least_due, links.least_early, links.position
-    due, spare_bytes, served, since_s = flows.due, flows.spare_bytes, links.served, links.since_s
+    due, spare_bytes, full_link, served, since_s = flows.due, flows.spare_bytes, flows.full_link, links.served, links.since_s
+    size_bytes, late = cargo.size_bytes, clock.late[0]
     done = np.empty(clock.counts[NOT_DONE], np.int64)
     num_told = 0
     num_links = level.size
@@ -257,11 +272,11 @@ def drain(
         next_s = np.inf
         for link in range(num_links):
             next_s = min(next_s, soonest_s[link])
-        if next_s == np.inf or next_s > until_s:
+        if next_s == np.inf or (late == 0.0 and next_s > until_s):
             return WAIT, num_told, next_s
-        clock.now_s[0] = next_s
         step_s = _CLOCK_STEPS * (np.nextafter(next_s, np.inf) - next_s)
-        num_done = 0
+        # All flows that may have ended when the first must; the last of these that may do so, and the first that is through.
+        num_done, last_s, first_s = 0, 0.0, np.inf
         for link in range(num_links):
             rate = level[link]
             if not 0.0 < rate < np.inf:
@@ -269,17 +284,27 @@ def drain(
             given = served[link] + rate * (next_s - since_s[link])
             if least_early[link] - given > 0.0 and least_due[link] - given > step_s * rate:
                 continue
-            found = num_done
             for entry in range(first[link], first[link] + num_fixed[link]):
                 flow = members[entry]
                 over_bytes = due[flow] - given
                 if over_bytes > step_s * rate and over_bytes > spare_bytes[flow]:
                     continue
-                clock.cut[0] = max(clock.cut[0], over_bytes / cargo.size_bytes[flow])
+                if late > 0.0:
+                    last_s = max(last_s, next_s - (spare_bytes[flow] - over_bytes) / rate)
+                    first_s = min(first_s, next_s - (late * size_bytes[flow] - over_bytes) / rate)
                 done[num_done] = flow
                 num_done += 1
-            if num_done > found:
-                clock.counts[UNCHANGED] = min(clock.counts[UNCHANGED], position[link])
+        if late > 0.0:
+            next_s = min(next_s, max(last_s, first_s, clock.now_s[0]))
+            if next_s > until_s:
+                return WAIT, num_told, next_s
+        clock.now_s[0] = next_s
+        for index in range(num_done):
+            flow = done[index]
+            link = full_link[flow]
+            over_bytes = due[flow] - (served[link] + level[link] * (next_s - since_s[link]))
+            clock.cut[0] = max(clock.cut[0], abs(over_bytes / size_bytes[flow] - late))
+            clock.counts[UNCHANGED] = min(clock.counts[UNCHANGED], position[link])
         first_told = num_told
         num_told = _finish(flows, links, cargo, usage, tickets, clock, done[:num_done], told, num_told)
         for new in range(first_told, num_told):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hybridep.traffic import Direct
@@ -11,7 +13,11 @@ from simulator.compiled import compiled
 from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.network import EXACT, Network, Transfers
+from simulator.sent import Sent, dense
 from simulator.symmetry import HashArray, Symmetry, hash_of_number
+
+_PART = 2**19
+"""Transfers whose paths are looked at together: memory for several times their links."""
 
 
 class Fabric:
@@ -24,12 +30,13 @@ class Fabric:
         self._conditions = conditions or Conditions()
         self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 
-    def flows(self, level: int, sent: FloatArray, late_s: float = 0.0, circuits: IntArray | None = None) -> Flows:
+    def flows(self, level: int, sent: Sent, late_s: float = 0.0, circuits: IntArray | None = None) -> Flows:
         """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate; ``late_s`` longer,
         over `circuits` [regions, nodes of one, again] where these join the two."""
         cluster = self.symmetry.cluster
         stride, size = int(np.prod(cluster.sizes[level + 1 :])), cluster.sizes[level]
-        kind, coordinate = np.nonzero(sent[self.symmetry.first])
+        sent = dense(sent[self.symmetry.first])
+        kind, coordinate = np.nonzero(sent)
         source = self.symmetry.first[kind]
         own = source // stride % size
         moves = coordinate != own
@@ -37,7 +44,7 @@ class Fabric:
         # All arrive with the last: which of a rank's messages leaves first is not followed.
         further_s = (np.bincount(source, minlength=cluster.num_gpus)[source] - 1) * cluster.gpu.message_overhead
         destination = source + (coordinate - own) * stride
-        return self.transfers(source, destination, sent[source, coordinate], late_s + further_s, circuits)
+        return self.transfers(source, destination, sent[kind[moves], coordinate], late_s + further_s, circuits)
 
     def direct(self, pairs: Direct, late_s: float = 0.0) -> Flows:
         """Transfers between any two ranks; those inside a site take ``late_s`` longer."""
@@ -59,9 +66,25 @@ class Fabric:
         circuits: IntArray | None = None,
     ) -> Flows:
         """Transfers between pairs of ranks, [n] each: all that the first rank of each kind sends; as `flows`."""
+        late_s = np.zeros(source.size) if late_s is None else late_s
+        # No two ends of parts are alike, because each kind has all of its transfers in one.
+        cuts = _cuts(source)
+        parts = [
+            self._transfers(source[part], destination[part], size_bytes[part], late_s[part], circuits)
+            for part in map(slice, cuts[:-1], cuts[1:])
+        ]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _transfers(
+        self,
+        source: IntArray,
+        destination: IntArray,
+        size_bytes: FloatArray,
+        further_s: FloatArray,
+        circuits: IntArray | None,
+    ) -> Flows:
         symmetry = self.symmetry
         links, shares, latency_s = symmetry.wiring.paths(source, destination, circuits)
-        further_s = np.zeros(source.size) if late_s is None else late_s
         # Links may be alike where no ranks are: those that nobody uses, or one behind the other.
         one_by_one = symmetry.num_kinds == symmetry.cluster.num_gpus and symmetry.link_size.size == symmetry.link_kind.size
         if not one_by_one:
@@ -100,6 +123,44 @@ class Fabric:
                 limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s[alike]),
             ),
         )
+
+
+def _cuts(source: IntArray) -> list[int]:
+    """Where to cut transfers into parts of bounded size, all of a source in one; [0, n] where sources are in no order."""
+    if source.size <= _PART or (np.diff(source) < 0).any():
+        return [0, source.size]
+    first = np.flatnonzero(np.diff(source, prepend=-1))
+    cuts = [0]
+    for begin, end in zip(first.tolist(), [*first[1:].tolist(), source.size], strict=True):
+        if end - cuts[-1] > _PART and begin > cuts[-1]:
+            cuts.append(begin)
+    return [*cuts, source.size]
+
+
+def _joined(parts: list[Flows]) -> Flows:
+    transfers = [part.transfers for part in parts]
+    width = max(part.links.shape[1] for part in transfers)
+    weights = [part.weights for part in transfers]
+    limits = [part.limit_bytes_per_s for part in transfers]
+
+    def wide(columns: FloatArray | IntArray, missing: float) -> Any:
+        return np.pad(columns, ((0, 0), (0, width - columns.shape[1])), constant_values=missing)
+
+    return Flows(
+        source=np.concatenate([part.source for part in parts]),
+        destination=np.concatenate([part.destination for part in parts]),
+        transfers=Transfers(
+            links=np.concatenate([wide(part.links, -1) for part in transfers]),
+            latency_s=np.concatenate([part.latency_s for part in transfers]),
+            size_bytes=np.concatenate([part.size_bytes for part in transfers]),
+            weights=None
+            if all(each is None for each in weights)
+            else np.concatenate(
+                [wide(np.ones(part.links.shape) if part.weights is None else part.weights, 1.0) for part in transfers]
+            ),
+            limit_bytes_per_s=None if limits[0] is None else np.concatenate([each for each in limits if each is not None]),
+        ),
+    )
 
 
 def _alike(ends: IntArray, size_bytes: FloatArray) -> tuple[IntArray, IntArray]:

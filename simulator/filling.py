@@ -17,6 +17,7 @@ from simulator.arrays import FloatArray
 from simulator.columns import (
     ACTIVE,
     RESIDUE,
+    UNKNOWN,
     ByteArray,
     FlowColumns,
     Int32Array,
@@ -60,130 +61,173 @@ def _load(links: LinkColumns, link: int) -> float:
 
 
 @compiled
-def _taken(flows: FlowColumns, links: LinkColumns, link: int) -> float:
-    """What flows that are fixed have of a row and of those above it."""
+def _taken(flows: FlowColumns, links: LinkColumns, level: FloatArray, link: int) -> float:
+    """What flows of the rows above a row have, each at the least level of its path."""
     taken = 0.0
     row = links.above[link]
     while row >= 0:
         for entry in range(links.first[row], links.first[row] + links.num_members[row]):
-            rate = links.level[flows.full_link[links.members[entry]]]
+            flow, rate = links.members[entry], np.inf
+            for hop in range(flows.links.shape[1]):
+                if flows.links[flow, hop] >= 0:
+                    rate = min(rate, level[flows.links[flow, hop]])
             taken += rate * (links.weights[entry] if links.weights.size else 1.0)
         row = links.above[row]
     return taken
 
 
 @compiled
-def _share(rest: FloatArray, is_limit: ByteArray, link: int) -> float:
-    """What each flow would have if the link were next; infinite without open flows."""
-    if rest[link, _LOAD] <= 0.0:
-        return np.inf
-    if is_limit.size and is_limit[link]:
-        # A limit is each flow's: nothing is taken of it.
-        return float(rest[link, _LEFT])
-    return float(max(rest[link, _LEFT], 0.0) / rest[link, _LOAD])
-
-
-@compiled
-def _fix_all(flows: FlowColumns, links: LinkColumns, rest: FloatArray, block: Int32Array, touched: ByteArray, link: int) -> None:
-    """A link has filled: its open flows are fixed, and what they take is taken from their other links."""
+def _fix_all(flows: FlowColumns, links: LinkColumns, rest: FloatArray, is_open: ByteArray, link: int, rate: float) -> float:
+    """A link has filled: its open flows are not open any more, and what they take is taken from their other links. Returns
+    their weight."""
     # Named once: to take an array out of a tuple costs as much as to use it.
-    paths, weights, full_link, members = flows.links, flows.weights, flows.full_link, links.members
-    places, fixed_by, entry_weights, is_limit = flows.places, links.fixed_by, links.weights, links.is_limit
-    weighted, rate, still_open = weights.shape[0] > 0, links.level[link], rest[link, _LOAD]
+    paths, weights, members, is_limit = flows.links, flows.weights, links.members, links.is_limit
+    weighted, still_open, load = weights.shape[0] > 0, rest[link, _LOAD], 0.0
     rest[link, _LOAD] = 0.0
-    front = links.first[link]
-    for entry in range(front, front + links.num_members[link]):
+    # Those that it fixed before come first, and most of them are fixed by it again.
+    for entry in range(links.first[link], links.first[link] + links.num_members[link]):
         flow = members[entry]
-        if full_link[flow] >= 0:
+        if not is_open[flow]:
             continue
-        full_link[flow] = link
-        swap_entries(paths, places, members, fixed_by, entry_weights, link, entry, front)
-        front += 1
+        is_open[flow] = 0
         for hop in range(paths.shape[1]):
             other = paths[flow, hop]
             if other < 0:
                 break
             weight = weights[flow, hop] if weighted else 1.0
             if other == link:
-                links.load[link] += weight
+                load += weight
                 still_open -= weight
                 continue
             if not (is_limit.size and is_limit[other]):
                 rest[other, _LEFT] -= weight * rate
             left = rest[other, _LOAD] - weight
             rest[other, _LOAD] = left if left > RESIDUE * weight else 0.0
-            touched[block[other]] = 1
         if still_open <= 0.0:
             break
-    links.num_fixed[link] = front - links.first[link]
+    return load
 
 
 @compiled
-def _fill_rows(flows: FlowColumns, links: LinkColumns, rows: Int32Array, at: int, now_s: float) -> int:
-    """Fill the links of one priority, and enter them in the order from a position on; return how many have filled."""
-    rest, is_limit = np.zeros((links.order.size, 2)), links.is_limit
+def _fill_rows(
+    flows: FlowColumns,
+    links: LinkColumns,
+    rows: Int32Array,
+    is_open: ByteArray,
+    level: FloatArray,
+    load: FloatArray,
+    order: Int32Array,
+    at: int,
+) -> int:
+    """Fill the links of one priority: level and load of each [links], and the order from a position on; return how many have
+    filled."""
+    rest, is_limit = np.zeros((order.size, 2)), links.is_limit
     for link in rows:
-        rest[link, _LEFT] = links.capacity[link] - (_taken(flows, links, link) if links.above.size else 0.0)
+        rest[link, _LEFT] = links.capacity[link] - (_taken(flows, links, level, link) if links.above.size else 0.0)
         rest[link, _LOAD] = _load(links, link)
-    # The least share in each block of the links that are not filled, which of them has it, and how many these are.
+    # The least share in each block of the links that are not filled, and which of them has it. Shares only grow while others
+    # fill: what was the least once is a bound, and only a block that looks least is looked at again.
     num_blocks = (rows.size + _BLOCK - 1) // _BLOCK
-    block = np.zeros(links.order.size, np.int32)
     size = np.full(num_blocks, _BLOCK)
     size[-1] = rows.size - (num_blocks - 1) * _BLOCK
-    touched = np.ones(num_blocks, np.int8)
-    least = np.empty(num_blocks)
+    is_new = np.zeros(num_blocks, np.int8)
+    least = np.zeros(num_blocks)
     who = np.zeros(num_blocks, np.int32)
-    for place in range(rows.size):
-        block[rows[place]] = place // _BLOCK
     num_filled, previous = 0, 0.0
     while True:
         best, chosen = np.inf, -1
         for index in range(num_blocks):
-            if touched[index]:
-                touched[index] = 0
-                least[index] = np.inf
-                for place in range(index * _BLOCK, index * _BLOCK + size[index]):
-                    share = _share(rest, is_limit, rows[place])
-                    if share < least[index]:
-                        least[index], who[index] = share, place
             if least[index] < best:
                 best, chosen = least[index], index
         if chosen < 0:
             return num_filled
+        if not is_new[chosen]:
+            is_new[chosen] = 1
+            least[chosen] = np.inf
+            for place in range(chosen * _BLOCK, chosen * _BLOCK + size[chosen]):
+                link = rows[place]
+                if rest[link, _LOAD] <= 0.0:
+                    continue
+                share = max(rest[link, _LEFT], 0.0) / rest[link, _LOAD]
+                if is_limit.size and is_limit[link]:
+                    # A limit is each flow's: nothing is taken of it.
+                    share = rest[link, _LEFT]
+                if share < least[chosen]:
+                    least[chosen], who[chosen] = share, place
+            continue
         link = rows[who[chosen]]
         size[chosen] -= 1
         last = chosen * _BLOCK + size[chosen]
         rows[who[chosen]], rows[last] = rows[last], link
-        touched[chosen] = 1
         # Never below the level reached: what is missing then is rounding.
-        links.level[link] = previous = max(best, previous)
-        _fix_all(flows, links, rest, block, touched, link)
-        begin, end = links.first[link], links.first[link] + links.num_fixed[link]
-        ends = first_ends(links.members, flows.due, flows.spare_bytes, begin, end)
-        links.least_due[link], links.least_early[link] = ends
-        # Flows of links that are cut, or taken whole by flows of higher priority, wait.
-        links.soonest_s[link] = now_s + ends[0] / previous if previous > 0.0 else np.inf
-        links.order[at + num_filled] = link
+        level[link] = previous = max(best, previous)
+        load[link] = _fix_all(flows, links, rest, is_open, link, previous)
+        is_new[:] = 0
+        order[at + num_filled] = link
         num_filled += 1
 
 
 @compiled
+def _hand_over(flows: FlowColumns, links: LinkColumns) -> None:
+    """Fix all active flows by the first links of their paths."""
+    # Named once, and all in one function: to hand a table on for each flow costs more than all the rest.
+    paths, places, due, full_link, status = flows.links, flows.places, flows.due, flows.full_link, flows.status
+    order, position, served, least_due = links.order, links.position, links.served, links.least_due
+    first, num_fixed, members, fixed_by, weights = links.first, links.num_fixed, links.members, links.fixed_by, links.weights
+    for flow in range(status.size):
+        earliest = order.size
+        if status[flow] == ACTIVE:
+            for hop in range(paths.shape[1]):
+                if paths[flow, hop] >= 0:
+                    earliest = min(earliest, position[paths[flow, hop]])
+        if earliest == order.size or order[earliest] == full_link[flow]:
+            continue
+        link, before = order[earliest], full_link[flow]
+        if before >= 0:
+            due[flow] = max(due[flow] - served[before], 0.0)
+            least_due[before] = UNKNOWN
+        due[flow] += served[link]
+        least_due[link] = UNKNOWN
+        full_link[flow] = link
+        for hop in range(paths.shape[1]):
+            row = paths[flow, hop]
+            if row >= 0 and row in (before, link):
+                # To behind those that the link before fixes, or to those that this one does.
+                num_fixed[row] -= row == before
+                target = first[row] + num_fixed[row]
+                swap_entries(paths, places, members, fixed_by, weights, row, places[flow, hop], target)
+                num_fixed[row] += row == link
+        for hop in range(paths.shape[1]):
+            if paths[flow, hop] >= 0:
+                fixed_by[places[flow, hop]] = link
+
+
+@compiled
 def fill(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
-    """Find the rates of all active flows and the order of the links."""
-    unfix(flows, links, now_s)
+    """Find the rates of all active flows and the order of the links. What is written is little where little has changed."""
     num_links, at = links.order.size, 0
+    level, load, order = np.full(num_links, np.inf), np.zeros(num_links), links.order
+    is_open = (flows.status == ACTIVE).astype(np.int8)
     for priority in range(links.priority.max() + 1 if num_links else 0):
         rows = np.flatnonzero(links.priority == priority).astype(np.int32)
         if rows.size:
-            at += _fill_rows(flows, links, rows, at, now_s)
+            at += _fill_rows(flows, links, rows, is_open, level, load, order, at)
     for link in range(num_links):
-        if links.level[link] == np.inf:
-            links.least_due[link] = links.least_early[link] = links.soonest_s[link] = np.inf
-            links.order[at] = link
+        if level[link] == np.inf:
+            order[at] = link
             at += 1
-    members, fixed_by, full_link = links.members, links.fixed_by, flows.full_link
-    for at in range(num_links):
-        link = links.order[at]
-        links.position[link] = at
-        for entry in range(links.first[link], links.first[link] + links.num_members[link]):
-            fixed_by[entry] = full_link[members[entry]]
+        if links.level[link] < np.inf:
+            links.served[link] += links.level[link] * (now_s - links.since_s[link])
+    links.position[order] = np.arange(num_links).astype(np.int32)
+    links.since_s[:], links.level[:], links.load[:] = now_s, level, load
+    _hand_over(flows, links)
+    for link in range(num_links):
+        if links.num_fixed[link] == 0:
+            links.least_due[link] = links.least_early[link] = np.inf
+        elif links.least_due[link] == UNKNOWN:
+            begin, end = links.first[link], links.first[link] + links.num_fixed[link]
+            ends = first_ends(links.members, flows.due, flows.spare_bytes, begin, end)
+            links.least_due[link], links.least_early[link] = ends
+        # Flows of links that are cut, or taken whole by flows of higher priority, wait.
+        waits = not 0.0 < level[link] < np.inf
+        links.soonest_s[link] = np.inf if waits else now_s + max(links.least_due[link] - links.served[link], 0.0) / level[link]

@@ -67,9 +67,9 @@ class Network:
 
     Flows of one priority share what those before leave. A link that is cut (`set_capacity` to 0) holds its flows up.
 
-    tolerance: share of its bytes that a flow may leave out to end together with another. Every time is then exact for
-    sizes that are smaller by at most `largest_cut` of each: no more than the tolerance, or what the clock can resolve. EXACT
-    is the least.
+    tolerance: share of its bytes that a flow may leave out, or send beyond them, to end together with another. Every time is
+    then exact for sizes that differ by at most `largest_cut` of each: no more than the tolerance, or what the clock can
+    resolve. With EXACT, the least, nothing is sent beyond.
     """
 
     def __init__(self, engine: Engine, link_capacity_bytes_per_s: Sequence[float] | FloatArray, tolerance: float = EXACT) -> None:
@@ -90,12 +90,13 @@ class Network:
         self._tickets = Tickets(none, np.zeros(0), none, none)
         self._num_tickets = 0
         self._outstanding = 0
-        self._clock = Clock(np.zeros(1), np.zeros(1), np.zeros(4, dtype=np.int64))
+        self._late = tolerance if tolerance > EXACT else 0.0
+        self._clock = Clock(np.zeros(1), np.zeros(1), np.full(1, self._late), np.zeros(6, dtype=np.int64))
         self._batches: dict[int, Batch] = {}
         self._num_batches = 0
         nothing = Transfers(links=np.zeros((0, 0), np.int64), latency_s=np.zeros(0), size_bytes=np.zeros(0))
         self._cargo = _cargo_of(nothing, 0)
-        self._flows, self._links = _index(self._cargo, capacity, tolerance)
+        self._flows, self._links = _index(self._cargo, capacity, tolerance + self._late)
         self._arrivals: list[Cargo] = []
         self._event: Event | None = None
 
@@ -116,7 +117,7 @@ class Network:
 
     @property
     def largest_cut(self) -> float:
-        """Largest share of its bytes that any flow left out so far."""
+        """Largest share of its bytes that any flow left out, or sent beyond them, so far."""
         return float(self._clock.cut[0])
 
     def rates_bytes_per_s(self, batch: Batch) -> FloatArray:
@@ -201,13 +202,17 @@ class Network:
         old = self._flows
         unfix(old, self._links, float(self._clock.now_s[0]))
         alive = np.flatnonzero(old.status != DONE)
-        self._cargo = _join([_select(self._cargo, alive), *self._arrivals])
-        self._arrivals = []
-        self._flows, self._links = _index(self._cargo, self._capacity, self._tolerance)
+        status, due = old.status[alive], old.due[alive]
+        # Of millions of rows one table at a time is enough.
+        del old, self._flows, self._links
+        parts, self._arrivals = [_select(self._cargo, alive), *self._arrivals], []
+        del self._cargo
+        self._cargo = _join(parts)
+        del parts
+        self._flows, self._links = _index(self._cargo, self._capacity, self._tolerance + self._late)
         flows = self._flows
-        flows.status[: alive.size] = old.status[alive]
-        flows.due[: alive.size] = old.due[alive]
-        self._clock.counts[:] = (flows.status.size, 0, 1, 1)
+        flows.status[: alive.size], flows.due[: alive.size] = status, due
+        self._clock.counts[:4] = (flows.status.size, 0, 1, 1)
         put_on_links(flows, self._links)
         for serial in np.unique(self._cargo.batch).tolist():
             mine = np.flatnonzero(self._cargo.batch == serial)
@@ -313,6 +318,8 @@ def _select(cargo: Cargo, rows: IntArray) -> Cargo:
 def _join(parts: list[Cargo]) -> Cargo:
     """One table of several, as wide as the widest."""
     parts = [part for part in parts if part.size_bytes.size] or parts[:1]
+    if len(parts) == 1:
+        return parts[0]
     width = max(part.path.shape[1] for part in parts)
     per_flow = max(part.tickets.shape[1] for part in parts)
     if len({part.tickets.shape[1] for part in parts}) > 1:
@@ -348,8 +355,9 @@ def _with_limits(cargo: Cargo, capacity: FloatArray) -> tuple[Int32Array, FloatA
     return paths, weights, np.concatenate([capacity, limits])
 
 
-def _index(cargo: Cargo, capacity: FloatArray, tolerance: float) -> tuple[FlowColumns, LinkColumns]:
-    """Tables for the filling: paths over the links that can be full, and the flows on each of these."""
+def _index(cargo: Cargo, capacity: FloatArray, spare: float) -> tuple[FlowColumns, LinkColumns]:
+    """Tables for the filling: paths over the links that can be full, and the flows on each of these. spare: share of a flow's
+    bytes that may be left when it ends."""
     num_shared = capacity.size
     all_paths, all_weights, capacity = _with_limits(cargo, capacity)
     first, members = members_by_link(all_paths, capacity.size)
@@ -378,7 +386,7 @@ def _index(cargo: Cargo, capacity: FloatArray, tolerance: float) -> tuple[FlowCo
         places=np.zeros(paths.shape, dtype=np.int32),
         status=np.full(num_flows, WAITING, dtype=np.int8),
         due=np.zeros(num_flows),
-        spare_bytes=tolerance * cargo.size_bytes,
+        spare_bytes=spare * cargo.size_bytes,
         full_link=np.full(num_flows, -1, dtype=np.int32),
     )
     links = LinkColumns(

@@ -42,7 +42,7 @@ class Scenario(Strict):
     conditions: Conditions = Conditions()
     course: Course = Course()
     tolerance: float = Field(default=EXACT, ge=EXACT, lt=0.1)
-    """Share of its bytes that a transfer may leave out, for speed."""
+    """Share of its bytes by which a transfer may differ, for speed."""
     grid: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     """Key of this file, or ``cluster.<key>`` and ``workload.<key>`` of these, -> values; every combination is a point."""
 

@@ -56,7 +56,7 @@ class StepResult:
     link_busy_s: FloatArray
     """[links]"""
     largest_cut: float
-    """Every time is exact for transfers smaller by at most this share each; a rounding error unless a tolerance was given."""
+    """Every time is exact for transfers that differ by at most this share each; a rounding error unless a tolerance was given."""
 
     @property
     def step_s(self) -> float:
@@ -174,7 +174,7 @@ def simulate_step(
     """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly; without `fabric`, the
     cluster's own links are all there is; without `exchange`, tokens travel as in the runtime.
 
-    tolerance: share of its bytes that a transfer may leave out to end together with another, for speed at thousands of
+    tolerance: share of its bytes by which a transfer may differ to end together with another, for speed at thousands of
     different datacenters; `largest_cut` says how much any did.
     conditions: what links and workers meet, in a step that begins `start_s` into the run.
     """

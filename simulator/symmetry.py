@@ -22,6 +22,7 @@ from hybridep.traffic import Direct
 from simulator.arrays import BoolArray, FloatArray, IntArray
 from simulator.compiled import compiled
 from simulator.errors import SimulationError
+from simulator.sent import Sent, blocks, dense
 from simulator.wiring import Wiring
 
 HashArray = npt.NDArray[np.uint64]
@@ -31,7 +32,7 @@ class Exchange(NamedTuple):
     """Bytes of one kind of transfer: sent[g, c] from rank g to its peer at coordinate c of the level."""
 
     level: int
-    sent: FloatArray
+    sent: Sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,8 @@ def symmetry(
         about_pair = np.zeros(pair_kind.size, dtype=np.uint64)
         for salt, exchange in enumerate(exchanges):
             if exchange.level == 0:
-                _far(exchange.sent, ranks // sites, np.uint64(salt), names, pair_names, about, about_pair, used)
+                for start, block in blocks(exchange.sent):
+                    _far(block, start, ranks // sites, np.uint64(salt), names, pair_names, about, about_pair, used)
         for salt, one in enumerate(inner):
             _near(*one, np.uint64(salt), names, link_names, about, about_link)
         for salt, owned in enumerate(wiring.owners()):
@@ -143,7 +145,8 @@ class _Inner(NamedTuple):
 
     @staticmethod
     def of(wiring: Wiring, exchange: Exchange) -> _Inner:
-        source, coordinate = np.nonzero(exchange.sent)
+        sent = dense(exchange.sent)
+        source, coordinate = np.nonzero(sent)
         stride, size = int(np.prod(wiring.cluster.sizes[exchange.level + 1 :])), wiring.cluster.sizes[exchange.level]
         own = source // stride % size
         moves = coordinate != own
@@ -152,7 +155,7 @@ class _Inner(NamedTuple):
         return _Inner(
             source,
             destination,
-            exchange.sent[source, coordinate],
+            sent[source, coordinate],
             wiring.inner(source, destination),
             wiring.inner(destination, source),
         )
@@ -205,6 +208,7 @@ def hash_of_number(bits: np.uint64, salt: np.uint64) -> np.uint64:
 @compiled
 def _far(
     sent: FloatArray,
+    start: int,
     per_site: int,
     salt: np.uint64,
     names: HashArray,
@@ -213,16 +217,18 @@ def _far(
     about_pair: HashArray,
     used: BoolArray,
 ) -> None:
-    """Transfers between sites: what each rank sends to whom, and gets from whom, in any order; and what each pair carries."""
+    """Transfers between sites: what each rank, from `start` on, sends to whom, and gets from whom, in any order; and what each
+    pair carries."""
     num_ranks, sites = sent.shape
     bits = sent.view(np.uint64)
-    for rank in range(num_ranks):
+    for row in range(num_ranks):
+        rank = start + row
         own = rank // per_site
         for site in range(sites):
-            if site == own or bits[rank, site] == 0:
+            if site == own or bits[row, site] == 0:
                 continue
             peer = rank + (site - own) * per_site
-            size = hash_of_number(bits[rank, site], salt)
+            size = hash_of_number(bits[row, site], salt)
             route = np.uint64(0)
             if pair_names.size:
                 forth, reverse = own * sites + site, site * sites + own

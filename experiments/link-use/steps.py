@@ -27,15 +27,8 @@ def main() -> None:
     store = join_store(settings["host"], settings["port"], timeout_s=60.0)
     open_process_group(store, rank=rank, world_size=settings["num_ranks"], timeout_s=60.0)
     plan = build(Plan, settings["plan"], "plan")
-    run = Run(
-        name="link-use",
-        cluster="lab",
-        workload="lab",
-        output=Path("unused"),
-        steps=1,
-        data=Data(path=Path(__file__)),
-        exchange_timeout="60 s",
-    )
+    described = {"name": "link-use", "cluster": "lab", "workload": "lab", "output": Path("unused"), "steps": 1}
+    run = Run.model_validate({**described, "data": Data(path=Path(__file__)), "exchange_timeout": "60 s"})
     for turn in range(settings["turns"]):
         for depth in settings["depths"]:
             scheduled = plan.model_copy(update={"schedule": Schedule(prefetch=depth)})
@@ -57,7 +50,8 @@ def emulate_computation(trainer: RankTrainer, plan: Plan) -> None:
     expert_s = training.tokens * workload.model.top_k * workload.expert_flops_per_row / gpu.throughput
     head_s = workload.head_flops / gpu.throughput
     transformer = trainer.model.transformer
-    for module, seconds in [*((layer.attention, pre_s) for layer in transformer.layers), (transformer.head, head_s)]:
+    attention = [layer.get_submodule("attention") for layer in transformer.layers]
+    for module, seconds in [*((each, pre_s) for each in attention), (transformer.get_submodule("head"), head_s)]:
         module.register_forward_hook(lambda *_, seconds=seconds: time.sleep(seconds))
         module.register_full_backward_hook(lambda *_, seconds=seconds: time.sleep(2 * seconds))
     for experts in trainer.model.routed:
@@ -67,10 +61,10 @@ def emulate_computation(trainer: RankTrainer, plan: Plan) -> None:
             output: Tensor = compute(*inputs)
             time.sleep(expert_s)
             if output.requires_grad:
-                output.register_hook(lambda _: time.sleep(2 * expert_s))
+                output.register_hook(lambda _: time.sleep(2 * expert_s))  # type: ignore[no-untyped-call]
             return output
 
-        experts.compute = slow  # type: ignore[method-assign]
+        experts.compute = slow  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

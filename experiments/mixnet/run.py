@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def main(part: tuple[str, ...], smoke: bool, results: Path) -> None:
         for point, simulate in makers[name](config):
             if tuple(map(str, point)) in known:
                 continue
-            row = dict(zip(KEYS[name], map(str, point), strict=True)) | simulate()
+            row: Row = dict(zip(KEYS[name], map(str, point), strict=True))
+            row |= simulate()
             rows.append({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
             click.echo("  ".join(map(str, rows[-1].values())))
             columns = list(dict.fromkeys(key for each in rows for key in each))
@@ -81,7 +83,7 @@ def main(part: tuple[str, ...], smoke: bool, results: Path) -> None:
 
 
 def smaller(config: dict[str, Any]) -> dict[str, Any]:
-    few = {"rates_gbps": [400], "models": {"llama-moe": config["models"]["llama-moe"]}}
+    few: dict[str, Any] = {"rates_gbps": [400], "models": {"llama-moe": config["models"]["llama-moe"]}}
     few["models"]["llama-moe"]["model"]["num_layers"] = 4
     few["fabrics"] = {name: config["fabrics"][name] for name in ("fat_tree", "mixnet")}
     few["delay"] = {"rate_gbps": 400, "exponent": 0.3, "models": ["llama-moe"], "fabrics": ["mixnet"], "delays": ["0 s", "25 ms"]}
@@ -107,18 +109,21 @@ def dollars(config: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Callable[
     def cost(fabric: str, gbps: float) -> Row:
         return {"network_usd": network(fabric)(gpus).cost_usd(prices, gbps_to_bytes_per_s(gbps))}
 
+    def published(fabric: str, gbps: float, iteration_s: float) -> Row:
+        return cost(fabric, gbps) | {"iteration_s": iteration_s}
+
+    def simulated(group: Group, fabric: str, gbps: float, inside: dict[str, Any]) -> Row:
+        return cost(fabric, gbps) | group.iteration_s(gbps, inside)
+
     for model, fabrics in config["published"].items():
         for fabric, times in fabrics.items():
             for gbps, time in zip((100, 200, 400, 800), times, strict=True):
-                yield ("published", model, gbps, fabric), lambda f=fabric, g=gbps, t=time: cost(f, g) | {"iteration_s": t}
+                yield ("published", model, gbps, fabric), partial(published, fabric, gbps, time)
     for model in config["models"]:
         group = Group(name=model, config=config)
         for gbps in config["rates_gbps"]:
             for fabric, inside in config["fabrics"].items():
-                yield (
-                    ("simulated", model, gbps, fabric),
-                    lambda f=fabric, g=gbps, i=inside, group=group: cost(f, g) | group.iteration_s(g, i),
-                )
+                yield ("simulated", model, gbps, fabric), partial(simulated, group, fabric, gbps, inside)
 
 
 def delay(config: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Callable[[], Row]]]:
@@ -131,7 +136,7 @@ def delay(config: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Callable[[]
             inside = config["fabrics"][fabric]
             for text in config["delay"]["delays"]:
                 settings = {"mixnet": inside["mixnet"] | {"reconfiguration": text}}
-                yield (model, gbps, fabric, text), lambda s=settings, group=group: group.iteration_s(gbps, s)
+                yield (model, gbps, fabric, text), partial(group.iteration_s, gbps, settings)
 
 
 def sites(config: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Callable[[], Row]]]:

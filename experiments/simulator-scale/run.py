@@ -28,18 +28,23 @@ from hybridep.config import write_text
 from hybridep.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
-COLUMNS = ("kind", "sites", "gpus", "tolerance", "cpu_s", "wall_s", "step_s", "largest_cut", "peak_memory_gb")
+COLUMNS = (
+    *("kind", "sites", "gpus", "tolerance", "cpu_s", "wall_s", "step_s", "largest_cut", "peak_memory_gb"),
+    *("trace_mb", "trace_s"),
+)
 
 
 def measure(kind: str, sites: int, tolerance: float) -> dict[str, Any]:
     """In a process of its own, after the compiled code has been loaded."""
     import resource
+    import tempfile
 
     import numpy as np
 
     from hybridep.baselines import Baseline, baseline_plan
     from hybridep.commands.inputs import load_workload
     from hybridep.config import build
+    from hybridep.timeline import write_chrome_trace
     from hybridep.topology import Cluster
     from simulator.step import simulate_step
 
@@ -67,16 +72,26 @@ def measure(kind: str, sites: int, tolerance: float) -> dict[str, Any]:
     step(3)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     result = step(sites)
+    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+    peak_memory_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        trace_s = time.process_time()
+        write_chrome_trace(trace, result.spans())
+        trace_s = time.process_time() - trace_s
+        trace_mb = trace.stat().st_size / 1e6
     return {
         "kind": kind,
         "sites": sites,
         "gpus": 8 * sites,
         "tolerance": tolerance,
-        "cpu_s": round(time.process_time() - cpu_s, 3),
-        "wall_s": round(time.perf_counter() - wall_s, 3),
+        "cpu_s": round(cpu_s, 3),
+        "wall_s": round(wall_s, 3),
         "step_s": result.step_s,
         "largest_cut": result.largest_cut,
-        "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 3),
+        "peak_memory_gb": round(peak_memory_gb, 3),
+        "trace_mb": round(trace_mb, 2),
+        "trace_s": round(trace_s, 2),
     }
 
 

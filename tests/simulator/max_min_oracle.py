@@ -110,3 +110,13 @@ def fluid_end_s(
         end_s[done] = now_s
         ended[done] = True
     return end_s
+
+
+def carried_bytes(capacity: FloatArray, paths: IntArray, weights: FloatArray, end_s: FloatArray) -> FloatArray:
+    """What the textbook's rates carry of flows that all start at 0 and end at these times: the sizes for which they are exact."""
+    carried, now_s = np.zeros(len(end_s)), 0.0
+    for then_s in np.unique(end_s).tolist():
+        active = np.flatnonzero(end_s >= then_s)
+        carried[active] += max_min_rates(capacity, paths[active], weights[active]) * (then_s - now_s)
+        now_s = then_s
+    return carried

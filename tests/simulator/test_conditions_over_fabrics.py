@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fabric_cases import FABRICS, fabric
 from simulated_plans import make_plan
 
+import simulator.blocks
 from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
@@ -15,6 +17,7 @@ from simulator.fabric_file import FabricFile
 from simulator.many_steps import Course, Happening, simulate_run, without_site
 from simulator.routing import zipf_routing
 from simulator.step import simulate_step
+from simulator.symmetry import no_symmetry
 
 PLAN = make_plan(6, 2, num_experts=60, num_layers=2, throughput=1e15)
 TRUNKS = FABRICS["trunks"]
@@ -70,6 +73,27 @@ def test_jitter_of_trunks_is_seeded() -> None:
 
     assert step_s(1) == step_s(1) != step_s(2)
     assert min(step_s(1), step_s(2)) > STEP_S
+
+
+@pytest.mark.parametrize("name", ["trunks", "hub", "all of it"])
+def test_a_straggler_makes_everybody_wait_and_no_link_slower(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, over = make_plan(6, 2, 4, num_experts=48, num_layers=2, throughput=2e7), FABRICS[name]
+    slow = conditions(stragglers=[{"worker": "dc3/node1", "slowdown": 3, "start": "5 s", "end": "1 min"}])
+    plain, met = simulate_step(plan, fabric=over), simulate_step(plan, fabric=over, conditions=slow, start_s=5.0)
+    # Its own computation takes three times as long, and hides some of what others send it meanwhile.
+    computing_s = sum(seconds for label, seconds in plain.parts.items() if label.startswith(("pre_expert", "expert", "head")))
+    computing_s += plain.parts["optimizer"]
+    assert computing_s > 0.5 * plain.step_s
+    assert met.step_s - plain.step_s == pytest.approx(2 * computing_s, rel=0.1)
+    assert met.parts["expert"] == pytest.approx(3 * plain.parts["expert"], rel=1e-6)
+    np.testing.assert_allclose(met.link_bytes, plain.link_bytes, rtol=1e-9)
+    for start_s in (4.999, 60.0):
+        assert simulate_step(plan, fabric=over, conditions=slow, start_s=start_s).step_s == pytest.approx(plain.step_s, rel=1e-9)
+    # Ranks that are alike but for whom they wait for are told apart.
+    monkeypatch.setattr(simulator.blocks, "symmetry", lambda wiring, *described: no_symmetry(wiring))
+    one_by_one = simulate_step(plan, fabric=over, conditions=slow, start_s=5.0)
+    assert one_by_one.step_s == pytest.approx(met.step_s, rel=1e-8)
+    np.testing.assert_allclose(met.execution.end_s[:, met.symmetry.kind], one_by_one.execution.end_s, rtol=1e-7)
 
 
 def test_a_run_waits_for_a_trunk_that_is_cut() -> None:

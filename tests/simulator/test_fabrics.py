@@ -8,7 +8,7 @@ from fabric_cases import FABRICS, fabric
 from max_min_oracle import check_max_min
 from simulated_plans import RATES_GBPS, make_plan
 
-import simulator.training
+import simulator.blocks
 from hybridep.plan import Plan
 from simulator.engine import Engine
 from simulator.errors import SimulationError
@@ -111,7 +111,7 @@ def one_by_one(wires: Wiring, *described: object) -> Symmetry:
 )
 def test_kinds_give_what_all_ranks_give(name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     reduced = simulate_step(plan, fabric=FABRICS[name])
-    monkeypatch.setattr(simulator.training, "symmetry", one_by_one)
+    monkeypatch.setattr(simulator.blocks, "symmetry", one_by_one)
     full = simulate_step(plan, fabric=FABRICS[name])
     kind = reduced.symmetry.kind
     assert reduced.symmetry.num_kinds < full.symmetry.num_kinds
@@ -148,7 +148,7 @@ def test_links_may_be_alike_where_no_ranks_are(monkeypatch: pytest.MonkeyPatch) 
     plan = plan.with_popularity(((0.3, 0.28, 0.22, 0.2), (0.2, 0.22, 0.28, 0.3)))
     some = simulate_step(plan)
     assert (some.symmetry.num_kinds, some.symmetry.link_size.max()) == (4, 2)
-    monkeypatch.setattr(simulator.training, "symmetry", one_by_one)
+    monkeypatch.setattr(simulator.blocks, "symmetry", one_by_one)
     every = simulate_step(plan)
     assert some.step_s == pytest.approx(every.step_s, rel=1e-9)
     np.testing.assert_allclose(some.link_bytes, every.link_bytes, rtol=1e-9)

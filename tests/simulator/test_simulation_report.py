@@ -38,3 +38,13 @@ def test_a_timeline_of_many_sites_stays_small(different: bool, tmp_path: Path) -
     alike = [int(name.rsplit(" ", 2)[1]) for name in names]
     assert alike == [1] * 32 if different else sum(alike) == 40 and len(names) <= 4
     assert (tmp_path / "trace.json").stat().st_size < 2e4 * len(names)
+
+
+def test_a_timeline_does_not_grow_with_alike_ranks(tmp_path: Path) -> None:
+    sizes = {}
+    for num_sites, num_gpus in ((40, 2), (40, 8), (120, 2)):
+        step = simulate_step(make_plan(num_sites, num_gpus, num_experts=num_sites * num_gpus, num_layers=4))
+        write_chrome_trace(tmp_path / "trace.json", step.spans())
+        sizes[num_sites, num_gpus] = (tmp_path / "trace.json").stat().st_size
+    # But for the digits of numbers.
+    assert max(sizes.values()) < 1.02 * min(sizes.values())

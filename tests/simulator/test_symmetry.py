@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulated_plans import PLANS, make_plan
 
-import simulator.training
+import simulator.blocks
 from hybridep.plan import Plan
 from simulator.step import simulate_step
 from simulator.symmetry import Symmetry, no_symmetry
@@ -33,7 +33,7 @@ def one_by_one(wiring: Wiring, *described: object) -> Symmetry:
 )
 def test_kinds_give_what_all_ranks_give(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     reduced = simulate_step(plan)
-    monkeypatch.setattr(simulator.training, "symmetry", one_by_one)
+    monkeypatch.setattr(simulator.blocks, "symmetry", one_by_one)
     full = simulate_step(plan)
     assert full.symmetry.num_kinds == plan.cluster.num_gpus
     kind = reduced.symmetry.kind
@@ -61,7 +61,23 @@ def test_hundreds_of_sites_take_seconds_and_few_rows_in_a_timeline() -> None:
     assert len({span.process for span in result.spans()}) <= 32
 
 
-def test_a_tolerance_makes_a_step_early_by_no_more() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", ["few experts, uneven sites", "fewer experts than ranks", "part gathered"])
+def test_little_memory_gives_what_much_gives(name: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that are mostly zero kept as their entries, and transfers looked at a few at a time."""
+    plan = PLANS.get(name, make_plan(4, 2, 4, domains={"gpu": 2}, sites=UNEVEN, num_experts=8))
+    if whole:
+        monkeypatch.setattr(simulator.blocks, "symmetry", one_by_one)
+    much = simulate_step(plan)
+    for module, limit, value in (("sent", "_LARGE", 0), ("sent", "_SPARSE", 1.0), ("sent", "_BLOCK", 16), ("fabric", "_PART", 5)):
+        monkeypatch.setattr(f"simulator.{module}.{limit}", value)
+    little = simulate_step(plan)
+    np.testing.assert_array_equal(little.symmetry.kind, much.symmetry.kind)
+    np.testing.assert_allclose(little.execution.end_s, much.execution.end_s, rtol=1e-12)
+    np.testing.assert_allclose(little.link_bytes, much.link_bytes, rtol=1e-12)
+
+
+def test_a_tolerance_shifts_a_step_by_no_more() -> None:
     rng = np.random.default_rng(0)
     sites = [{"name": f"s{i}", "up": f"{rate:.3f} Gbps"} for i, rate in enumerate(rng.uniform(0.5, 2, 12))]
     plan = make_plan(12, 2, num_experts=24, sites=sites)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulated_plans import PLANS, RATES_GBPS, make_plan
 
-import simulator.training
+import simulator.blocks
 from hybridep.plan import Plan
 from hybridep.traffic import Direct, Op, OpLevel, direct_traffic, expected_rows, link_bytes, step_traffic, token_traffic
 from simulator.errors import SimulationError
@@ -100,7 +100,7 @@ def test_kinds_of_ranks_give_what_all_ranks_give(plan: Plan, route: Route, monke
     exchange = TokenExchange(route=route, per_choice=True, chunks=2)
     reduced = simulate_step(plan, exchange=exchange)
     assert reduced.symmetry.num_kinds < plan.cluster.num_gpus
-    monkeypatch.setattr(simulator.training, "symmetry", lambda wiring, *_: no_symmetry(wiring))
+    monkeypatch.setattr(simulator.blocks, "symmetry", lambda wiring, *_: no_symmetry(wiring))
     full = simulate_step(plan, exchange=exchange)
     assert full.symmetry.num_kinds == plan.cluster.num_gpus
     np.testing.assert_allclose(reduced.link_bytes, full.link_bytes, rtol=1e-9)

@@ -1,0 +1,243 @@
+"""What each MoE layer of a plan exchanges and computes, as transfers over a fabric of the ranks that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridep.coding import Coded, Coding, copy_coding, dense_coding, direct_coding, speed_of, token_coding
+from hybridep.plan import PlacedLayers, Plan
+from hybridep.routing import Routing
+from hybridep.shares import site_shares
+from hybridep.traffic import (
+    Direct,
+    FloatArray,
+    Op,
+    OpLevel,
+    Traffic,
+    copy_traffic,
+    dense_traffic,
+    direct_traffic,
+    expected_rows,
+    is_late,
+    routed_rows,
+    served_copies,
+    token_traffic,
+)
+from simulator.arrays import IntArray
+from simulator.collective import Flows
+from simulator.conditions import Conditions, LinkFactors
+from simulator.engine import Engine
+from simulator.errors import SimulationError
+from simulator.fabric import Fabric
+from simulator.mixnet import CircuitController
+from simulator.sent import Sent, compact, dense
+from simulator.symmetry import Exchange, no_symmetry, symmetry
+from simulator.token_exchange import Route, TokenExchange
+from simulator.wiring import Wiring
+
+_OUT = (Op.EXPERT_GATHER, Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.SHARED_REDUCE_SCATTER)
+"""Transfers of a layer; its others are these, or their reverse, in other units."""
+
+_ROWS = (Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)
+
+
+class _LayerSent(NamedTuple):
+    """What one layer exchanges and computes in one micro-batch; tokens and computation of one chunk."""
+
+    traffic: Mapping[OpLevel, Sent]
+    direct: dict[Op, Direct]
+    expert_s: FloatArray
+    """[ranks of the cluster] forward of the routed experts."""
+    coding_s: Mapping[OpLevel, Coded]
+    """[ranks of the cluster] seconds before and after each exchange."""
+
+
+class Block(NamedTuple):
+    """What one MoE layer does in one micro-batch; the gather and return are those of a step in which they are due."""
+
+    flows: Mapping[OpLevel, Flows]
+    expert_s: FloatArray
+    """[ranks of the cluster] forward of the routed experts."""
+    coding_s: Mapping[OpLevel, Coded]
+    """[ranks of the cluster] seconds before and after each exchange in which ranks code and decode."""
+    light: Traffic | None = None
+    """Of its flows that may use circuits."""
+    demand_bytes: FloatArray | None = None
+    """[regions, nodes of one, again]: what circuits are for."""
+    circuits: IntArray | None = None
+    """[regions, nodes of one, again]: those that its flows use."""
+
+
+class Blocks:
+    """Of one step, as `simulator.training.step_program` has its arguments; each is made when it is asked for, or once where
+    layers do not differ."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        wiring: Wiring,
+        routing: Routing | None,
+        tolerance: float,
+        conditions: Conditions,
+        start_s: float,
+        exchange: TokenExchange,
+    ) -> None:
+        self._plan = plan
+        self._routing = routing
+        self._exchange = exchange
+        self.controller = CircuitController(wiring) if wiring.inside.mixnet is not None else None
+        if self.controller is not None and exchange.route is Route.DIRECT:
+            raise SimulationError("route direct: circuits of a MixNet are for exchanges hop by hop")
+        workload, of_ranks = plan.workload, plan.cluster.of_ranks
+        self._slowdown = conditions.slowdown(plan.cluster, start_s)
+        rates, shares = of_ranks(lambda gpu: gpu.throughput), site_shares(plan.cluster, workload)
+        # Seconds that a FLOP of a rank with the mean number of tokens stands for.
+        each_s = np.repeat(shares, plan.cluster.num_gpus // shares.size) / rates
+        self.pre_expert_s = self._slowdown * (workload.pre_expert_flops * each_s + of_ranks(lambda gpu: gpu.block_overhead))
+        self.head_s = self._slowdown * (workload.head_flops * each_s + of_ranks(lambda gpu: gpu.pass_overhead))
+        self.optimizer_s = self._optimizer()
+        reduction = dense_traffic(plan.placements[0], workload, plan.level_codecs)
+        reduction_coding_s = self._seconds(self._reduction_coding())
+        expected = {}
+        # Shares of routes over trunks are not compared where rows go directly; circuits join some nodes and not others.
+        comparable = exchange.route is Route.HOPS or wiring.wan is None
+        if routing is None and not conditions.compute_jitter and comparable and self.controller is None:
+            for layers in plan.placed:
+                expected[layers.first_layer] = self._traffic(layers, None)
+            all_coding_s = (reduction_coding_s, *(one.coding_s for one in expected.values()))
+            coding_s = [each for by_key in all_coding_s for each in by_key.values()]
+            alike = symmetry(
+                wiring,
+                [Exchange(key.level, sent) for one in expected.values() for key, sent in one.traffic.items() if key.op in _OUT]
+                + [Exchange(key.level, sent) for key, sent in reduction.items() if key.op is Op.DENSE_REDUCE_SCATTER],
+                [
+                    self.optimizer_s,
+                    *(one.expert_s for one in expected.values()),
+                    *(part for each in coding_s for part in each),
+                    self.pre_expert_s,
+                    self.head_s,
+                ],
+                LinkFactors(conditions, wiring.link_names).traits if conditions.of_links else None,
+                [pairs for one in expected.values() for op, pairs in one.direct.items() if op in _OUT],
+            )
+        else:
+            alike = no_symmetry(wiring)
+        self.fabric = Fabric(engine, alike, tolerance, conditions)
+        self._expected = {first: self._block_of(sent) for first, sent in expected.items()}
+        self.reduction = Block(flows=self._flows(reduction), expert_s=self._slowdown, coding_s=reduction_coding_s)
+        """Of the dense gradients."""
+
+    def of(self, layer: int, layers: PlacedLayers, micro_batch: int) -> Block:
+        if self._routing is None:
+            if layers.first_layer not in self._expected:
+                self._expected[layers.first_layer] = self._block_of(self._traffic(layers, None))
+            return self._expected[layers.first_layer]
+        return self._block_of(self._traffic(layers, self._routing[layer, micro_batch]))
+
+    def _traffic(self, layers: PlacedLayers, choices: IntArray | None) -> _LayerSent:
+        workload, cluster, placement = self._plan.workload, self._plan.cluster, layers.placement
+        gpu = cluster.gpu
+        codecs, per_choice, chunks = self._plan.level_codecs, self._exchange.per_choice, self._exchange.chunks
+        traffic: Traffic = {}
+        direct: dict[Op, Direct] = {}
+        if self._exchange.route is Route.DIRECT:
+            direct = direct_traffic(placement, workload, layers.gating, choices, codecs)
+        elif choices is None:
+            rows = expected_rows(placement, layers.gating, per_choice=per_choice)
+            traffic = token_traffic(placement, workload, rows, codecs, per_choice=per_choice)
+        else:
+            rows = routed_rows(placement, choices, per_choice=per_choice)
+            traffic = token_traffic(placement, workload, rows, codecs, per_choice=per_choice)
+        if chunks > 1:
+            traffic = {key: sent if key.op is Op.TOKEN_COUNTS else sent / chunks for key, sent in traffic.items()}
+            direct = {op: pairs if op is Op.TOKEN_COUNTS else pairs.part(chunks) for op, pairs in direct.items()}
+        computed = served_copies(placement, layers.gating, choices).sum(axis=1)
+        products_s = computed * workload.expert_flops_per_row / cluster.of_ranks(lambda gpu: gpu.expert_flops_per_s) / chunks
+        held_s = placement.holds.sum(axis=1) * cluster.of_ranks(lambda gpu: gpu.expert_overhead)
+        alone_s = (products_s + held_s) * self._slowdown
+        # Ranks that share processors wait for each other's work, too.
+        expert_s = alone_s / gpu.sharing + alone_s.mean() * (1 - 1 / gpu.sharing)
+        coding: Coding = {}
+        if gpu.coding is not None:
+            if self._exchange.route is Route.DIRECT:
+                tokens = direct_coding(direct, placement, workload, codecs)
+            else:
+                # Each chunk takes its share.
+                tokens = token_coding(placement, workload, rows, codecs, layers.gating, choices, per_choice=per_choice)
+                tokens = {key: Coded(one.encoded / chunks, one.decoded / chunks) for key, one in tokens.items()}
+            coding = tokens | copy_coding(placement, workload, codecs)
+        coding_s = self._seconds(coding)
+        if self.controller is not None or choices is not None:
+            return _LayerSent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s, coding_s)
+        # One after the other: at thousands of sites each of these arrays takes hundreds of megabytes.
+        sent = {key: compact(traffic.pop(key)) for key in list(traffic)}
+        sent |= {key: compact(part) for key, part in copy_traffic(placement, workload, codecs).items()}
+        return _LayerSent(sent, direct, expert_s, coding_s)
+
+    def _reduction_coding(self) -> Coding:
+        plan = self._plan
+        return {} if plan.cluster.gpu.coding is None else dense_coding(plan.cluster.sizes, plan.workload, plan.level_codecs)
+
+    def _seconds(self, coding: Coding) -> dict[OpLevel, Coded]:
+        """Of each rank while all code; operations that take no time are left out."""
+        gpu, found = self._plan.cluster.gpu, {}
+        for key, coded in coding.items():
+            speed = speed_of(gpu.coding, self._plan.level_codecs, key) if gpu.coding is not None else None
+            if speed is not None:
+                alone = [coded.encoded / speed.encode * self._slowdown, coded.decoded / speed.decode * self._slowdown]
+                found[key] = Coded(*(one / gpu.sharing + one.mean() * (1 - 1 / gpu.sharing) for one in alone))
+        if self._exchange.route is Route.DIRECT:
+            # One exchange over all levels.
+            for key in [key for key in found if key.level > 0 and key.op in _ROWS]:
+                one, first = found.pop(key), OpLevel(key.op, 0)
+                found[first] = Coded(*(a + b for a, b in zip(found[first], one, strict=True))) if first in found else one
+        return found
+
+    def _block_of(self, sent: _LayerSent) -> Block:
+        control, jitter_s = self.controller, self._plan.cluster.gpu.jitter
+        if control is None:
+            direct = {OpLevel(op, 0): self.fabric.direct(pairs, jitter_s) for op, pairs in sent.direct.items()}
+            return Block(flows=self._flows(sent.traffic) | direct, expert_s=sent.expert_s, coding_s=sent.coding_s)
+        traffic = {key: dense(part) for key, part in sent.traffic.items()}
+        demand = control.demand_bytes(traffic)
+        circuits = control.circuits(demand)
+        light = {key: part for key, part in traffic.items() if control.is_light(key)}
+        dark = {key: part for key, part in traffic.items() if key not in light}
+        flows = self._flows(dark) | self._flows(light, circuits)
+        return Block(flows, sent.expert_s, sent.coding_s, light=light, demand_bytes=demand, circuits=circuits)
+
+    def ahead(self, block: Block, layer: int, layers: PlacedLayers, micro_batch: int) -> Block | None:
+        """A block as its forward is where circuits are set before its gate, for what is then expected of it."""
+        if self.controller is None or block.demand_bytes is None or block.light is None:
+            return None
+        load = None
+        if self._routing is not None:
+            chosen = self._routing[layer, micro_batch].reshape(self._plan.cluster.num_gpus, -1)
+            num_experts = self._plan.workload.model.num_experts
+            load = np.stack([np.bincount(each[each >= 0], minlength=num_experts) for each in chosen]).astype(np.float64)
+        expected = self.controller.foreseen(layer, layers.placement, block.demand_bytes, load)
+        if expected is None:
+            return None
+        if np.array_equal(expected, block.demand_bytes):
+            return block
+        circuits = self.controller.circuits(expected)
+        return block._replace(flows={**block.flows, **self._flows(block.light, circuits)}, circuits=circuits)
+
+    def _flows(self, traffic: Mapping[OpLevel, Sent], circuits: IntArray | None = None) -> dict[OpLevel, Flows]:
+        jitter_s = self._plan.cluster.gpu.jitter
+        return {
+            key: self.fabric.flows(key.level, sent, jitter_s if is_late(key) else 0.0, circuits) for key, sent in traffic.items()
+        }
+
+    def _optimizer(self) -> FloatArray:
+        """[ranks] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts and of
+        all dense parameters; memory bandwidth bounds it."""
+        model, dtype = self._plan.workload.model, self._plan.workload.training.dtype
+        params = self._plan.home_experts * float(model.expert_params) + model.dense_params
+        size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
+        rates = self._plan.cluster.of_ranks(lambda gpu: gpu.memory_bandwidth)
+        return np.asarray(size_bytes / rates * self._slowdown, dtype=np.float64)
