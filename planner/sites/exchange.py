@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,9 +132,9 @@ class _Served:
         start = np.flatnonzero(first)
         return cls(row=start // ordered.shape[1], place=ordered.ravel()[start], count=np.diff(start, append=ordered.size))
 
-    def by_place(self, value: FloatArray, users: FloatArray, size: int) -> FloatArray:
+    def by_place(self, value: NDArray[Any], users: NDArray[Any], size: int) -> FloatArray:
         """[size]: ``value`` ([K]) of all users of all rows together, with so many users ([rows]) each."""
-        return np.bincount(self.place, weights=users[self.row] * value, minlength=size)
+        return np.asarray(np.bincount(self.place, weights=users[self.row] * value, minlength=size), dtype=np.float64)
 
 
 def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> LayerExchanges:
