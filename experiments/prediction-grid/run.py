@@ -20,6 +20,7 @@ import yaml
 from hybridep.codecs import Codecs
 from hybridep.commands.lab_settings import Bench, Setting, enter_lab, measure_all, placements, rows_of, write_rows
 from hybridep.config import build
+from hybridep.plan import Plan
 from hybridep.workload import Workload
 from planner import step_cost
 
@@ -72,13 +73,21 @@ def draw(config: dict[str, Any], bench: Bench) -> list[Setting]:
             workload=build(Workload, fields, "config.yaml"),
             codecs={"dc": build(Codecs, codecs, "config.yaml")},
         )
-        costs = [step_cost(plan) for plan in placements(bench.at(rate), setting)]
-        expected_s = [cost.step_s for cost in costs]
-        in_range = min(expected_s) >= config["shortest_step_s"] and max(expected_s) <= config["longest_step_s"]
-        computation = max(cost.compute_s / cost.step_s for cost in costs)
-        if in_range and sum(expected_s) <= config["all_steps_s"] and computation <= config["most_computation"]:
+        if fits(config, placements(bench.at(rate), setting)):
             found.append(setting)
     return found
+
+
+def fits(config: dict[str, Any], plans: Sequence[Plan]) -> bool:
+    """Are all steps as long, and computation as little of them, as the config asks for?"""
+    total_s = 0.0
+    for plan in plans:
+        cost = step_cost(plan)
+        in_range = config["shortest_step_s"] <= cost.step_s <= config["longest_step_s"]
+        if not in_range or cost.compute_s > config["most_computation"] * cost.step_s:
+            return False
+        total_s += cost.step_s
+    return total_s <= config["all_steps_s"]
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> int:
