@@ -16,7 +16,8 @@ cost of a pass is paid by every stage. Interleaved schedules are not simulated; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -77,7 +78,7 @@ class PipelineStep:
     @cached_property
     def work_s(self) -> float:
         """The busiest stage's own passes, exchanges and optimizer."""
-        return max(stage.busy_s for stage in self.stages)
+        return _busiest_s(self.stages)
 
     @property
     def bubble_s(self) -> float:
@@ -89,10 +90,9 @@ class PipelineStep:
         """What the activations' way adds to both."""
         return self.step_s - self.without_transfers_s
 
-    @property
-    def in_flight(self) -> int:
-        """Micro-batches whose activations the first stage keeps at a time, the most of all."""
-        return 1 + _forwards_ahead(0, len(self.stages), self.stages[0].forward_s.size - 1, self.ahead)
+    def in_flight(self, stage: int = 0) -> int:
+        """Micro-batches whose activations a stage keeps at a time; the first one keeps the most."""
+        return 1 + _forwards_ahead(stage, len(self.stages), self.stages[stage].forward_s.size - 1, self.ahead)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -105,7 +105,7 @@ class PipelineStep:
         share = (self.bubble_s / self.step_s, self.transfers_s / self.step_s)
         return (
             f"{len(self.stages)} stages of {self.stages[0].plan.cluster.sizes[0]} sites, {self.inside.value} in each, "
-            f"{self.in_flight} micro-batches in flight, bubble {share[0]:.0%}, activations {share[1]:.0%}"
+            f"{self.in_flight()} micro-batches in flight, bubble {share[0]:.0%}, activations {share[1]:.0%}"
         )
 
 
@@ -118,27 +118,35 @@ def fastest_pipeline(
     """The fastest of all numbers of stages from 2 that divide the sites and leave each stage a layer with experts, of both
     placements inside, and of running further ahead while that pays; arguments as `pipeline_step`. Raises PipelineError where there
     is none."""
-    cluster = plan.cluster
-    found: PipelineStep | None = None
-    why = f"{cluster.name} has one site"
-    for stages in [number for number in range(2, cluster.sizes[0] + 1) if cluster.sizes[0] % number == 0]:
-        for inside in INSIDE[: 2 if stages < cluster.sizes[0] else 1]:
+    sites = plan.cluster.sizes[0]
+    candidates: list[tuple[Baseline, list[Stage]]] = []
+    why = f"{plan.cluster.name} has one site"
+    for stages in [number for number in range(2, sites + 1) if sites % number == 0]:
+        for inside in INSIDE[: 2 if stages < sites else 1]:
             try:
-                timed_stages = time_stages(plan, stages, inside, routing, tolerance, conditions)
+                candidates.append((inside, time_stages(plan, stages, inside, routing, tolerance, conditions)))
             except PipelineError as error:
                 why = str(error)
-                continue
-            best: PipelineStep | None = None
-            for ahead in AHEAD:
-                made = run_stages(cluster, timed_stages, inside, ahead, tolerance, conditions)
-                if best is not None and made.step_s > best.step_s * (1 - _GAIN):
-                    break
-                best = made
-            if best is not None and (found is None or best.step_s < found.step_s):
-                found = best
+    found: PipelineStep | None = None
+    for inside, made in sorted(candidates, key=lambda one: _busiest_s(one[1])):
+        best_s = math.inf
+        for ahead in AHEAD:
+            # No schedule is faster than the busiest stage by itself.
+            if found is not None and _busiest_s(made) >= found.step_s:
+                break
+            step = run_stages(plan.cluster, made, inside, ahead, tolerance, conditions)
+            if found is None or step.step_s < found.step_s:
+                found = step
+            if step.step_s > best_s * (1 - _GAIN):
+                break
+            best_s = step.step_s
     if found is None:
         raise PipelineError(f"pipeline: no number of stages from 2 fits; {why}")
     return found
+
+
+def _busiest_s(stages: Sequence[Stage]) -> float:
+    return max(stage.busy_s for stage in stages)
 
 
 def pipeline_step(
