@@ -290,9 +290,7 @@ class _Schedule:
         for number, stage in enumerate(self._stages):
             if stage.gather_s:
                 self._compute(number, GATHER, stage.gather_s, [], "")
-        todo = [
-            list(order_of_passes(number, self._number, micro_batches, self._ahead))[::-1] for number in range(self._number)
-        ]
+        todo = [list(order_of_passes(number, self._number, micro_batches, self._ahead))[::-1] for number in range(self._number)]
         while any(todo):
             for number, passes in enumerate(todo):
                 while passes and self._can(number, *passes[-1]):
