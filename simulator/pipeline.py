@@ -47,8 +47,8 @@ _GAIN = 1e-3
 """Running further ahead must save more than this share of the step."""
 
 AHEAD = (1, 2, 3)
-"""Forwards that a stage runs ahead for each stage behind it: 1 is 1F1B, which waits for every way there and back; with 3 it waits for
-none that takes less than a micro-batch."""
+"""Forwards that a stage runs ahead for each stage behind it: 1 is 1F1B, which waits for every way there and back; with 3 it waits
+for none that takes less than a micro-batch."""
 
 INSIDE = (Baseline.EP, Baseline.EP_IN_DC)
 """Placements of experts inside a stage: over all its ranks, or inside each site with data parallelism across."""
@@ -116,8 +116,8 @@ def fastest_pipeline(
     conditions: Conditions | None = None,
 ) -> PipelineStep:
     """The fastest of all numbers of stages from 2 that divide the sites and leave each stage a layer with experts, of both
-    placements inside, and of running further ahead while that pays; arguments as `pipeline_step`. Raises PipelineError where there
-    is none."""
+    placements inside, and of running further ahead while that pays; arguments as `pipeline_step`. Raises PipelineError where
+    there is none."""
     sites = plan.cluster.sizes[0]
     candidates: list[tuple[Baseline, list[Stage]]] = []
     why = f"{plan.cluster.name} has one site"
@@ -160,9 +160,9 @@ def pipeline_step(
 ) -> PipelineStep:
     """One step of the plan's workload on its cluster, with its codecs and popularity, in so many stages of sites in a row.
 
-    inside: how a stage places its experts. ahead: as in ``AHEAD``. routing: (MoE layer, micro-batch) -> [G, T, K] expert ids, as of
-    the plan; tokens keep their choices wherever they are computed. Raises PipelineError for stages that do not divide the sites or
-    leave one without experts, and for links or computation that vary within a step.
+    inside: how a stage places its experts. ahead: as in ``AHEAD``. routing: (MoE layer, micro-batch) -> [G, T, K] expert ids, as
+    of the plan; tokens keep their choices wherever they are computed. Raises PipelineError for stages that do not divide the
+    sites or leave one without experts, and for links or computation that vary within a step.
     """
     made = time_stages(plan, stages, inside, routing, tolerance, conditions)
     return run_stages(plan.cluster, made, inside, ahead, tolerance, conditions)
@@ -203,8 +203,8 @@ def run_stages(
     tolerance: float = EXACT,
     conditions: Conditions | None = None,
 ) -> PipelineStep:
-    """The stages' passes in the order of 1F1B, or further `ahead`, with activations between them. The stages have equally many sites
-    of the cluster, in its order, and equally many micro-batches. Raises PipelineError for `ahead` below 1."""
+    """The stages' passes in the order of 1F1B, or further `ahead`, with activations between them. The stages have equally many
+    sites of the cluster, in its order, and equally many micro-batches. Raises PipelineError for `ahead` below 1."""
     if ahead < 1:
         raise PipelineError(f"pipeline: ahead {ahead} must be at least 1, or stages wait for each other in a circle")
     conditions = conditions or Conditions()
@@ -227,8 +227,8 @@ def run_stages(
 
 
 def order_of_passes(stage: int, stages: int, micro_batches: int, ahead: int = 1) -> Iterator[tuple[bool, int]]:
-    """(whether forward, micro-batch) in the order in which a stage computes: `ahead` forwards for each stage that follows, then one
-    backward after each forward, then the backwards that are left."""
+    """(whether forward, micro-batch) in the order in which a stage computes: `ahead` forwards for each stage that follows, then
+    one backward after each forward, then the backwards that are left."""
     warm_up = _forwards_ahead(stage, stages, micro_batches, ahead)
     for number in range(micro_batches + warm_up):
         if number < micro_batches:

@@ -59,8 +59,9 @@ class Stage:
 def cut(plan: Plan, stages: int, inside: Baseline) -> list[Plan]:
     """The plan's cluster and model in so many stages of equally many sites in a row, with `inside` as placement in each.
 
-    Layers are split as evenly as they can be, the first stages having one more. The first holds the embedding, the last the output
-    projection (tied ones are held by both). A stage has `stages` times the micro-batches, so that the global batch is the same.
+    Layers are split as evenly as they can be, the first stages having one more. The first holds the embedding, the last the
+    output projection (tied ones are held by both). A stage has `stages` times the micro-batches, so that the global batch is the
+    same.
     Raises PipelineError where sites or layers cannot be split so.
     """
     cluster, model = plan.cluster, plan.workload.model
@@ -132,8 +133,8 @@ def alike(plan: Plan) -> str:
 
 
 def routing_of(plan: Plan, routing: Routing | None, stages: int, number: int) -> Routing | None:
-    """What a stage's tokens choose: its micro-batches are those of all ranks at the same place of a stage, one stage's ranks after
-    the other's. The plan is the whole one."""
+    """What a stage's tokens choose: its micro-batches are those of all ranks at the same place of a stage, one stage's ranks
+    after the other's. The plan is the whole one."""
     if routing is None:
         return None
     model, micro_batches = plan.workload.model, plan.workload.training.micro_batches

@@ -18,7 +18,7 @@ from typing import Any
 import click
 import yaml
 
-from hybridep.baselines import Baseline
+from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_workload
 from hybridep.config import build, write_text
 from hybridep.plan import Plan
@@ -30,16 +30,14 @@ from planner import memory_use
 from planner import plan as search
 from planner.memory import ACTIVATIONS
 from simulator.pipeline import PipelineStep, fastest_pipeline
-from simulator.report import simulate
-from simulator.systems import System
+from simulator.stages import timed
+from simulator.step import simulate_step
+from simulator.token_exchange import Route, TokenExchange
 
 HERE = Path(__file__).resolve().parent
 Row = dict[str, str]
-OTHERS = (
-    *(Baseline.EP, Baseline.FULL_GATHER, Baseline.EP_IN_DC, System.FLAT_EP),
-    *(System.TUTEL, System.FASTER_MOE, System.SMART_MOE),
-)
-"""The first four take a simulation each, the others many."""
+BASELINES = (Baseline.EP, Baseline.FULL_GATHER, Baseline.EP_IN_DC)
+FLAT = TokenExchange(route=Route.DIRECT, per_choice=True)
 KEY = ("workload", "sites", "bandwidth")
 
 
@@ -56,6 +54,11 @@ def workload_of(name: str, recipe: dict[str, Any], sites: int) -> Workload:
     if model["num_experts"] == "per site":
         model = model | {"num_experts": sites}
     return build(Workload, {"name": name, "model": model, "training": recipe["training"]}, "config.yaml")
+
+
+def step_s(plan: Plan, exchange: TokenExchange | None = None) -> float:
+    """Simulated: the first, a middle and the last micro-batch, of which the middle one stands for all between; sites are equal."""
+    return timed(plan, lambda one, routing: simulate_step(one, routing, exchange=exchange)).busy_s
 
 
 def pipeline_bytes(pipeline: PipelineStep) -> float:
@@ -76,15 +79,18 @@ def row_of(config: dict[str, Any], name: str, sites: int, bandwidth: str) -> Row
     recipe = config["workloads"][name]
     cluster, workload = cluster_of(config, sites, bandwidth), workload_of(name, recipe, sites)
     plan = search(cluster, workload, time_limit_s=config["planning_time_s"])
-    report = simulate(plan, OTHERS if recipe["against"] == "all" else OTHERS[:4])
-    pipeline = fastest_pipeline(plan)
-    best = min(report.baselines, key=lambda other: report.baselines[other])
+    others_s = {
+        **{baseline.value: step_s(baseline_plan(cluster, workload, baseline)) for baseline in BASELINES},
+        "flat_ep": step_s(baseline_plan(cluster, workload, Baseline.EP), FLAT),
+    }
+    pipeline, plan_s = fastest_pipeline(plan), step_s(plan)
+    best = min(others_s, key=lambda other: others_s[other])
     inside = sum(wan_bytes(stage.plan) for stage in pipeline.stages)
     seconds = {
-        "plan_s": report.step.step_s,
-        **{f"{other.value}_s": report.baselines.get(other.value) for other in OTHERS},
+        "plan_s": plan_s,
+        **{f"{other}_s": value for other, value in others_s.items()},
         "pipeline_s": pipeline.step_s,
-        "plan_over_pipeline": report.step.step_s / pipeline.step_s,
+        "plan_over_pipeline": plan_s / pipeline.step_s,
         "work_s": pipeline.work_s,
         "bubble_s": pipeline.bubble_s,
         "activations_s": pipeline.transfers_s,
@@ -97,7 +103,7 @@ def row_of(config: dict[str, Any], name: str, sites: int, bandwidth: str) -> Row
     domains = " ".join(f"{level} {size}" for level, size in plan.layers[0].domains.items())
     return {
         **dict(zip(KEY, (name, str(sites), bandwidth), strict=True)),
-        **{column: "" if value is None else f"{value:.5g}" for column, value in seconds.items()},
+        **{column: f"{value:.5g}" for column, value in seconds.items()},
         "plan": f"{domains}, {plan.layers[0].residency.value}" + (f", {len(plan.layers)} groups" if len(plan.layers) > 1 else ""),
         "best_other": best,
         "stages": str(len(pipeline.stages)),
@@ -117,7 +123,12 @@ def main(smoke: bool, results: Path) -> None:
     table = results / "steps.csv"
     rows: list[Row] = list(csv.DictReader(table.open(newline="", encoding="utf-8"))) if table.exists() else []
     done = {tuple(row[key] for key in KEY) for row in rows}
-    for sites, name, bandwidth in product(chosen["sites"], chosen["workloads"], chosen["bandwidth"]):
+    points = [
+        (name, *point)
+        for name in chosen["workloads"]
+        for point in product(*(config["workloads"][name].get(key, chosen[key]) for key in ("sites", "bandwidth")))
+    ]
+    for name, sites, bandwidth in points:
         if (name, str(sites), bandwidth) in done:
             continue
         rows.append(row_of(config, name, sites, bandwidth))
