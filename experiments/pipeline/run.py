@@ -57,7 +57,7 @@ def workload_of(name: str, recipe: dict[str, Any], sites: int) -> Workload:
 
 
 def step_s(plan: Plan, exchange: TokenExchange | None = None) -> float:
-    """Simulated: the first, a middle and the last micro-batch, of which the middle one stands for all between; sites are equal."""
+    """Simulated: the first, a middle and the last micro-batch; the middle one stands for all between, which are alike."""
     return timed(plan, lambda one, routing: simulate_step(one, routing, exchange=exchange)).busy_s
 
 

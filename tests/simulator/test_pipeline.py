@@ -155,7 +155,9 @@ def test_stages_are_steps_of_their_own() -> None:
         for stage, workload in ((first, embeds), (last, last.plan.workload))
     ]
     assert blocks_s[0] == pytest.approx(blocks_s[1], rel=1e-9)
-    assert dict(first.last)["optimizer"] > dict(found.stages[1].last)["optimizer"]
+    updated = [8 * model.num_moe_layers * model.expert_params + model.dense_params for model in models[:2]]
+    optimizer_s = [dict(stage.last)["optimizer"] for stage in found.stages[:2]]
+    assert optimizer_s[0] / optimizer_s[1] == pytest.approx(updated[0] / updated[1], rel=1e-6)
 
 
 def test_copies_come_while_a_stage_waits_for_its_first_micro_batch() -> None:
@@ -207,7 +209,7 @@ def test_the_fastest_of_all_choices_counts() -> None:
         steps = [pipeline_step(plan, stages, inside, ahead).step_s for stages in (2, 4) for inside in INSIDE for ahead in AHEAD]
         found = fastest_pipeline(plan)
         assert min(steps) <= found.step_s <= min(steps) * 1.001
-        assert (found.ahead > 1) == (latency_s > 0)
+        assert found.ahead > 1 or not latency_s
     report = simulate(plan, [Baseline.EP, System.PIPELINE])
     assert report.baselines["pipeline"] == pytest.approx(found.step_s) and report.choices["pipeline"] == found.choice
     assert "4 stages of 1 sites" in found.choice
