@@ -8,10 +8,11 @@ the same place of the next stage, and their gradients back, exact and without co
 micro-batch after the other in each direction, and share links with each other, also those of the next pair of stages. Where
 links are slow a stage may run further ahead than 1F1B does, which takes memory (``ahead``).
 
-What that leaves out, all of it in the pipeline's favour: activations and a stage's own exchanges do not slow each other where
-they use the same links (a stage of several sites; inside a site they are next to nothing), nor do gradients that return at the
-end of one stage. Ranks of a stage begin a pass together. Gradients of tied embeddings are not summed over the two ends. The fixed
-cost of a pass is paid by every stage. Interleaved schedules are not simulated; ``bubble_s`` is what they could save at most.
+What that leaves out in the pipeline's favour: activations and a stage's own exchanges do not slow each other where they use the
+same links, which counts for stages of several sites (inside a site activations are next to nothing); nor do two stages' own
+exchanges on trunks that both use. Gradients of tied embeddings are not summed over the two ends. Against it: the ranks of a stage
+begin a pass together, when the last of them can, and every stage pays the fixed cost of a pass. Interleaved schedules are not
+simulated; ``bubble_s`` is what they could save at most.
 """
 
 from __future__ import annotations
