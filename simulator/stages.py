@@ -62,12 +62,17 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> list[Plan]:
     Layers are split as evenly as they can be, the first stages having one more. The first holds the embedding, the last the
     output projection (tied ones are held by both). A stage has `stages` times the micro-batches, so that the global batch is the
     same.
-    Raises PipelineError where sites or layers cannot be split so.
+    Raises PipelineError where sites or layers cannot be split so, or where sites take unequal shares of tokens or experts.
     """
     cluster, model = plan.cluster, plan.workload.model
     sites = cluster.sizes[0]
     if stages < 1 or sites % stages:
         raise PipelineError(f"pipeline: {stages} stages must divide the {sites} sites of {cluster.name}")
+    if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
+        raise PipelineError(
+            f"pipeline: sites of {cluster.name} have unequal shares of tokens or experts, but every stage computes all tokens "
+            "and holds all experts of its layers; leave out sites.*.tokens and sites.*.experts"
+        )
     names = [cluster.site_name(site) for site in range(sites)]
     training = plan.workload.training.model_copy(update={"micro_batches": plan.workload.training.micro_batches * stages})
     made, first_layer, per_stage = [], 0, sites // stages

@@ -197,6 +197,9 @@ def test_sites_that_differ_are_stages_that_differ() -> None:
     even, uneven = (pipeline_step(make_plan(4, 2, num_layers=9, micro_batches=2, sites=sites), 2) for sites in (None, slow))
     assert uneven.stages[0].busy_s == pytest.approx(even.stages[0].busy_s, rel=1e-9)
     assert uneven.stages[1].busy_s > 3 * even.stages[1].busy_s
+    faster: list[dict[str, Any]] = [{"name": "a", "gpu": {"throughput": "4 GFLOPS"}}, *({"name": name} for name in "bcd")]
+    found = pipeline_step(make_plan(4, 2, num_layers=9, throughput=1e9, sites=faster), 4)
+    assert found.stages[0].busy_s < 0.5 * found.stages[1].busy_s
     straggler = Conditions.model_validate({"stragglers": [{"worker": "dc2/gpu1", "slowdown": 2}]})
     found = pipeline_step(make_plan(4, 2, num_layers=9, throughput=1e9), 4, conditions=straggler)
     busy_s = [stage.busy_s for stage in found.stages]
@@ -241,6 +244,9 @@ def test_what_does_not_go_together_is_an_error() -> None:
         fastest_pipeline(make_plan(1))
     with pytest.raises(PipelineError, match="no number of stages"):
         fastest_pipeline(make_plan(3, num_layers=2))
+    sites: list[dict[str, Any]] = [{"name": "a", "tokens": 3.0}, {"name": "b"}, {"name": "c"}, {"name": "d"}]
+    with pytest.raises(PipelineError, match="unequal shares of tokens"):
+        fastest_pipeline(make_plan(4, 2, num_layers=9, sites=sites))
     with pytest.raises(PipelineError, match="ahead 0"):
         pipeline_step(plan, 2, ahead=0)
     for varying in ({"compute_jitter": 0.1}, {"changes": [{"links": "*", "factor": 0.5}]}):
