@@ -31,6 +31,9 @@ _NO_VOCABULARY = 2
 
 _ROUNDING = 1e-9
 
+RETURN = "stage_return"
+"""Of copies' gradients, after a stage's last micro-batch."""
+
 _KINDS = 3
 """Micro-batches that differ where nothing is recorded: the first, whose copies come, those between, and the last."""
 
@@ -48,7 +51,8 @@ class Stage:
     backward_s: FloatArray
     """[micro-batches]"""
     last: tuple[tuple[str, float], ...]
-    """Labels and seconds of what follows its last micro-batch: dense gradients, optimizer."""
+    """Labels and seconds of what follows its last micro-batch and no other stage waits for: copies' gradients, as far as they show,
+    dense gradients, optimizer."""
 
     @property
     def busy_s(self) -> float:
@@ -120,11 +124,19 @@ def timed(plan: Plan, simulate: SimulateStage, routing: Routing | None = None, *
     middle = [1] * (micro_batches - simulated)
     order = [0, *middle, *range(1, simulated)] if middle else list(range(simulated))
     forward_s, backward_s = passes[order, 0], passes[order, 1]
+    gather_s = return_s = 0.0
     # Recorded choices make every micro-batch another: what the copies take is then not told apart.
-    gather_s = float(forward_s[0] - forward_s[1]) if routing is None and micro_batches > 1 else 0.0
-    gather_s = gather_s if gather_s > _ROUNDING * forward_s[0] else 0.0
+    if routing is None and micro_batches > 1:
+        gather_s, return_s = _more(forward_s[0], forward_s[1]), _more(backward_s[-1], backward_s[-2])
     forward_s[0] -= gather_s
-    return Stage(plan=plan, gather_s=gather_s, forward_s=forward_s, backward_s=backward_s, last=last)
+    backward_s[-1] -= return_s
+    after = ((RETURN, return_s), *last) if return_s else last
+    return Stage(plan=plan, gather_s=gather_s, forward_s=forward_s, backward_s=backward_s, last=after)
+
+
+def _more(seconds: float, others_s: float) -> float:
+    """Than another pass takes; nothing where only rounding differs."""
+    return float(seconds - others_s) if seconds - others_s > _ROUNDING * seconds else 0.0
 
 
 def alike(plan: Plan) -> str:

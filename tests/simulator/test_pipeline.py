@@ -95,9 +95,9 @@ def test_latency_does_not_keep_links_idle() -> None:
 def test_each_pair_of_sites_has_its_own_link() -> None:
     plan = make_plan(3, num_layers=9, micro_batches=20, pairs=True, num_experts=18)
     rates = {(link.src, link.dst): link.bandwidth for link in plan.cluster.links}
-    found = made_up(plan, [(0.0, 0.0)] * 3, ahead=8)
+    found = made_up(plan, [(0.0, 0.0)] * 3, ahead=30)
     slowest_s = max(ACTIVATION_BYTES / rates[pair] for pair in [("s0", "s1"), ("s1", "s2"), ("s2", "s1"), ("s1", "s0")])
-    assert 60 * slowest_s < found.step_s < 60 * slowest_s + 0.2
+    assert 60 * slowest_s < found.step_s < 60 * slowest_s + 0.018
 
 
 @pytest.mark.parametrize("inside", INSIDE)
@@ -160,13 +160,14 @@ def test_stages_are_steps_of_their_own() -> None:
     assert optimizer_s[0] / optimizer_s[1] == pytest.approx(updated[0] / updated[1], rel=1e-6)
 
 
-def test_copies_come_while_a_stage_waits_for_its_first_micro_batch() -> None:
+def test_copies_come_and_return_while_stages_wait_for_others() -> None:
     plan = make_plan(4, 2, num_layers=9, micro_batches=2)
     found = pipeline_step(plan, 2, Baseline.EP_IN_DC)
     for stage in found.stages:
         assert stage.gather_s > 0
         np.testing.assert_allclose(stage.forward_s, stage.forward_s[0], rtol=1e-9)
-        assert stage.backward_s[-1] > stage.backward_s[0]
+        np.testing.assert_allclose(stage.backward_s, stage.backward_s[0], rtol=1e-9)
+        assert stage.last[0][0] == "stage_return" and stage.last[0][1] > 0
     later = found.execution.start_s[[one.label == "stage_gather" for one in found.program.operations]]
     assert (later == 0).all()
 
