@@ -51,8 +51,8 @@ class Stage:
     backward_s: FloatArray
     """[micro-batches]"""
     last: tuple[tuple[str, float], ...]
-    """Labels and seconds of what follows its last micro-batch and no other stage waits for: copies' gradients, as far as they show,
-    dense gradients, optimizer."""
+    """Labels and seconds of what follows its last micro-batch and no other stage waits for: copies' gradients, as far as they
+    show, dense gradients, optimizer."""
 
     @property
     def busy_s(self) -> float:
