@@ -216,7 +216,7 @@ def test_the_fastest_of_all_choices_counts() -> None:
         assert found.ahead > 1 or not latency_s
     report = simulate(plan, [Baseline.EP, System.PIPELINE])
     assert report.baselines["pipeline"] == pytest.approx(found.step_s) and report.choices["pipeline"] == found.choice
-    assert "4 stages of 1 sites" in found.choice
+    assert f"{len(found.stages)} stages of {4 // len(found.stages)} sites, {found.inside.value} in each" in found.choice
 
 
 def test_as_all_systems_it_runs_without_copies_ahead() -> None:
