@@ -9,3 +9,7 @@ class SimulationError(HybridEPError):
 
 class FabricError(UserError, SimulationError):
     """A fabric does not fit the cluster that it is to join."""
+
+
+class PipelineError(UserError, SimulationError):
+    """A cluster or a model cannot be cut into these pipeline stages, or a pipeline is not simulated under these conditions."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -245,12 +245,17 @@ class _Run:
 
 def without_site(cluster: Cluster, site: str) -> Cluster:
     """The cluster that is left when a site is lost; the others keep their names."""
+    return only_sites(cluster, {cluster.site_name(dc) for dc in range(cluster.sizes[0])} - {site})
+
+
+def only_sites(cluster: Cluster, sites: Collection[str]) -> Cluster:
+    """These sites of a cluster, in its order and by their names, and what joins them."""
     data = _named(cluster)
-    data["levels"][0]["size"] -= 1
-    data["sites"] = [each for each in data["sites"] if each["name"] != site]
-    data["links"] = [each for each in data["links"] if site not in (each["src"], each["dst"])]
+    data["sites"] = [each for each in data["sites"] if each["name"] in sites]
+    data["levels"][0]["size"] = len(data["sites"])
+    data["links"] = [each for each in data["links"] if each["src"] in sites and each["dst"] in sites]
     for trunk in data["trunks"]:
-        trunk["carries"] = {pair: part for pair, part in trunk["carries"].items() if site not in pair.split(" -> ")}
+        trunk["carries"] = {pair: part for pair, part in trunk["carries"].items() if set(pair.split(" -> ")) <= set(sites)}
     data["trunks"] = [trunk for trunk in data["trunks"] if trunk["carries"]]
     return build(Cluster, data, cluster.name)
 

@@ -13,8 +13,10 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from simulator.conditions import Conditions
+from simulator.errors import PipelineError
 from simulator.fabric_file import FabricFile
 from simulator.network import EXACT
+from simulator.pipeline import fastest_pipeline
 from simulator.step import StepResult, simulate_step
 from simulator.systems import System, popularity_of, system_step
 from simulator.token_exchange import TokenExchange
@@ -73,6 +75,12 @@ def simulate(
 
     baselines, choices = {}, {}
     for name in against:
+        if name is System.PIPELINE:
+            if fabric is not None:
+                raise PipelineError(f"pipeline: not simulated over a fabric ({fabric.name}); leave out one of the two")
+            pipeline = fastest_pipeline(plan, routing, tolerance, conditions)
+            baselines[name.value], choices[name.value] = pipeline.step_s, pipeline.choice
+            continue
         if isinstance(name, System):
             found = system_step(plan, name, simulate_system, popularity)
             baselines[name.value], choices[name.value] = found.step.step_s, found.choice

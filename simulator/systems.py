@@ -20,6 +20,7 @@ from hybridep.routing import Routing
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
+from simulator.errors import SimulationError
 from simulator.step import StepResult
 from simulator.token_exchange import Route, TokenExchange
 
@@ -46,6 +47,9 @@ class System(Enum):
     """SmartMoE (Zhai et al., USENIX ATC 2023): experts assigned anew to the same number of places, so that popular ones do not
     meet on one worker, and a pipelined All-to-All. Without measured popularity the places stay as they are. Not modelled:
     moving experts from place to place, and its pool of other parallelisms."""
+    PIPELINE = "pipeline"
+    """Pipeline parallelism across sites, expert parallelism inside each stage (Narayanan et al., Megatron-LM, SC 2021); number of
+    stages, placement inside and how far stages run ahead are the fastest. See ``simulator.pipeline``, which simulates it."""
 
 
 Simulate = Callable[[Plan, TokenExchange], StepResult]
@@ -73,6 +77,8 @@ def system_step(plan: Plan, system: System, simulate: Simulate, popularity: Sequ
         case System.SMART_MOE:
             spread = _with_groups(ep, [_spread(ep, loads) for loads in popularity]) if len(popularity) else ep
             return _fastest(simulate, [("", spread)], _pipelined(Route.DIRECT))
+        case System.PIPELINE:
+            raise SimulationError("pipeline: its stages are plans of their own; use simulator.pipeline.fastest_pipeline")
     # The number of shadows is chosen first, as the original does, whose latency model knows no schedule.
     shadowed = list(_shadowed(ep, popularity))
     first = _fastest(simulate, shadowed, _pipelined(Route.DIRECT)[:1]).step.plan

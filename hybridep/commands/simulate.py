@@ -27,7 +27,7 @@ _SHOWN_LINKS = 5
     default="",
     metavar="NAMES",
     help="What to simulate too, comma separated: baselines ep, full_gather, ep_in_dc, ep_in_node; schedules of other systems "
-    "flat_ep, tutel, faster_moe, smart_moe.",
+    "flat_ep, tutel, faster_moe, smart_moe, pipeline.",
 )
 @click.option(
     "--routing", metavar="uniform|zipf:S|FILE", help="What tokens choose; FILE as `hybridep train` records it (routing.npz)."

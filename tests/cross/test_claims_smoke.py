@@ -1,4 +1,4 @@
-"""The experiments on the paper's Fig. 17 and Table V run at their smallest size, and say what they must."""
+"""The experiments on the paper's Fig. 17 and Table V and on pipelines run at their smallest size, and say what they must."""
 
 from __future__ import annotations
 
@@ -42,3 +42,12 @@ def test_table_5(tmp_path: Path) -> None:
     assert step_s["planned"] <= min(step_s.values()) * 1.001
     assert step_s["tutel"] <= step_s["flat_ep"] and step_s["ep"] < step_s["flat_ep"]
     assert float(rows["hybridep"]["simulated_gain"]) == pytest.approx(step_s["tutel"] / step_s["hybridep"], rel=0.01)
+
+
+def test_pipeline(tmp_path: Path) -> None:
+    (row,) = rows_of("pipeline", "steps.csv", tmp_path)
+    seconds = {name: float(row[name]) for name in ("plan_s", "pipeline_s", "work_s", "bubble_s", "activations_s")}
+    assert seconds["work_s"] + seconds["bubble_s"] + seconds["activations_s"] == pytest.approx(seconds["pipeline_s"], rel=1e-3)
+    assert float(row["plan_over_pipeline"]) == pytest.approx(seconds["plan_s"] / seconds["pipeline_s"], rel=1e-3)
+    # What is planned freely is never behind what it could have chosen.
+    assert seconds["plan_s"] <= float(row[f"{row['best_other']}_s"]) * 1.001

@@ -1,0 +1,333 @@
+"""Pipeline parallelism over sites: stages of layers at groups of sites, expert parallelism inside each stage.
+
+What is composed: every stage by itself is simulated as a step of its own (``simulator.stages``), which gives the time of each of
+its passes over a micro-batch, of its copies, and of what follows its last micro-batch. A second simulation has a rank per stage
+that does these passes in the order of 1F1B (PipeDream-Flush; Narayanan et al., ICML 2021, and Megatron-LM, SC 2021), and all
+transfers between stages as flows over the whole cluster's links: from every rank the activations of its tokens to the rank at
+the same place of the next stage, and their gradients back, exact and without codecs. They run beside computation, one
+micro-batch after the other in each direction, and share links with each other, also those of the next pair of stages. Where
+links are slow a stage may run further ahead than 1F1B does, which takes memory (``ahead``).
+
+What that leaves out in the pipeline's favour: activations and a stage's own exchanges do not slow each other where they use the
+same links, which counts for stages of several sites (inside a site activations are next to nothing); nor do two stages' own
+exchanges on trunks that both use. Gradients of tied embeddings are not summed over the two ends. Against it: the ranks of a stage
+begin a pass together, when the last of them can, and every stage pays the fixed cost of a pass. Interleaved schedules are not
+simulated; ``bubble_s`` is what they could save at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridep.baselines import Baseline
+from hybridep.plan import Plan
+from hybridep.routing import Routing
+from hybridep.topology import Cluster
+from simulator.collective import Execution, Flows, Program, execute
+from simulator.conditions import Conditions
+from simulator.critical_path import seconds_by_label
+from simulator.engine import Engine
+from simulator.errors import PipelineError
+from simulator.fabric import Fabric
+from simulator.network import EXACT
+from simulator.stages import Stage, alike, cut, routing_of, timed
+from simulator.step import StepResult, simulate_step
+from simulator.symmetry import no_symmetry
+from simulator.wiring import wiring
+
+GATHER, FORWARD, BACKWARD = "stage_gather", "stage_forward", "stage_backward"
+ACTIVATIONS, GRADIENTS = "activations", "activation_gradients"
+
+_GAIN = 1e-3
+"""Running further ahead must save more than this share of the step."""
+
+AHEAD = (1, 2, 3)
+"""Forwards that a stage runs ahead for each stage behind it: 1 is 1F1B, which waits for every way there and back; with 3 it waits
+for none that takes less than a micro-batch."""
+
+INSIDE = (Baseline.EP, Baseline.EP_IN_DC)
+"""Placements of experts inside a stage: over all its ranks, or inside each site with data parallelism across."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """One step of a pipeline, and where its time goes: the three parts sum to it."""
+
+    stages: tuple[Stage, ...]
+    inside: Baseline
+    ahead: int
+    """As in ``AHEAD``."""
+    program: Program
+    """Its ranks are the stages."""
+    execution: Execution
+    without_transfers_s: float
+    """What the step would take if activations moved at once."""
+    activation_bytes: float
+    """Between stages, both ways, all ranks together."""
+
+    @property
+    def step_s(self) -> float:
+        """Until the last stage is done."""
+        return self.execution.makespan_s
+
+    @cached_property
+    def work_s(self) -> float:
+        """The busiest stage's own passes, exchanges and optimizer."""
+        return _busiest_s(self.stages)
+
+    @property
+    def bubble_s(self) -> float:
+        """What stages that wait for each other add to that: filling and draining, and stages of different speed."""
+        return self.without_transfers_s - self.work_s
+
+    @property
+    def transfers_s(self) -> float:
+        """What the activations' way adds to both."""
+        return self.step_s - self.without_transfers_s
+
+    def in_flight(self, stage: int = 0) -> int:
+        """Micro-batches whose activations a stage keeps at a time; the first one keeps the most."""
+        return 1 + _forwards_ahead(stage, len(self.stages), self.stages[stage].forward_s.size - 1, self.ahead)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by kind of operation along the critical path."""
+        return seconds_by_label(self.program, self.execution)
+
+    @property
+    def choice(self) -> str:
+        """In few words."""
+        share = (self.bubble_s / self.step_s, self.transfers_s / self.step_s)
+        return (
+            f"{len(self.stages)} stages of {self.stages[0].plan.cluster.sizes[0]} sites, {self.inside.value} in each, "
+            f"{self.in_flight()} micro-batches in flight, bubble {share[0]:.0%}, activations {share[1]:.0%}"
+        )
+
+
+def fastest_pipeline(
+    plan: Plan,
+    routing: Routing | None = None,
+    tolerance: float = EXACT,
+    conditions: Conditions | None = None,
+) -> PipelineStep:
+    """The fastest of all numbers of stages from 2 that divide the sites and leave each stage a layer with experts, of both
+    placements inside, and of running further ahead while that pays; arguments as `pipeline_step`. Raises PipelineError where
+    there is none."""
+    sites = plan.cluster.sizes[0]
+    candidates: list[tuple[Baseline, list[Stage]]] = []
+    why = f"{plan.cluster.name} has one site"
+    for stages in [number for number in range(2, sites + 1) if sites % number == 0]:
+        for inside in INSIDE[: 2 if stages < sites else 1]:
+            try:
+                candidates.append((inside, time_stages(plan, stages, inside, routing, tolerance, conditions)))
+            except PipelineError as error:
+                why = str(error)
+    found: PipelineStep | None = None
+    for inside, made in sorted(candidates, key=lambda one: _busiest_s(one[1])):
+        best_s = math.inf
+        for ahead in AHEAD:
+            # No schedule is faster than the busiest stage by itself.
+            if found is not None and _busiest_s(made) >= found.step_s:
+                break
+            step = run_stages(plan.cluster, made, inside, ahead, tolerance, conditions)
+            if found is None or step.step_s < found.step_s:
+                found = step
+            if step.step_s > best_s * (1 - _GAIN):
+                break
+            best_s = step.step_s
+    if found is None:
+        raise PipelineError(f"pipeline: no number of stages from 2 fits; {why}")
+    return found
+
+
+def _busiest_s(stages: Sequence[Stage]) -> float:
+    return max(stage.busy_s for stage in stages)
+
+
+def pipeline_step(
+    plan: Plan,
+    stages: int,
+    inside: Baseline = Baseline.EP,
+    ahead: int = 1,
+    routing: Routing | None = None,
+    tolerance: float = EXACT,
+    conditions: Conditions | None = None,
+) -> PipelineStep:
+    """One step of the plan's workload on its cluster, with its codecs and popularity, in so many stages of sites in a row.
+
+    inside: how a stage places its experts. ahead: as in ``AHEAD``. routing: (MoE layer, micro-batch) -> [G, T, K] expert ids, as
+    of the plan; tokens keep their choices wherever they are computed. Raises PipelineError for stages that do not divide the
+    sites or leave one without experts, and for links or computation that vary within a step.
+    """
+    made = time_stages(plan, stages, inside, routing, tolerance, conditions)
+    return run_stages(plan.cluster, made, inside, ahead, tolerance, conditions)
+
+
+def time_stages(
+    plan: Plan,
+    stages: int,
+    inside: Baseline,
+    routing: Routing | None = None,
+    tolerance: float = EXACT,
+    conditions: Conditions | None = None,
+) -> list[Stage]:
+    """Each stage by itself; arguments and errors as `pipeline_step`."""
+    settled = conditions or Conditions()
+    if settled.of_links or settled.compute_jitter:
+        raise PipelineError("pipeline: not simulated with links or computation that vary; leave out changes, trace and jitters")
+
+    def simulate(one: Plan, choices: Routing | None) -> StepResult:
+        return simulate_step(one, choices, tolerance, conditions)
+
+    known: dict[str, Stage] = {}
+    made: list[Stage] = []
+    for number, one in enumerate(cut(plan, stages, inside)):
+        embeds_only = number == 0 and stages > 1
+        key = f"{number if routing is not None or settled.stragglers else embeds_only} {alike(one)}"
+        if key not in known:
+            known[key] = timed(one, simulate, routing_of(plan, routing, stages, number), embeds_only=embeds_only)
+        made.append(replace(known[key], plan=one))
+    return made
+
+
+def run_stages(
+    cluster: Cluster,
+    stages: list[Stage],
+    inside: Baseline,
+    ahead: int = 1,
+    tolerance: float = EXACT,
+    conditions: Conditions | None = None,
+) -> PipelineStep:
+    """The stages' passes in the order of 1F1B, or further `ahead`, with activations between them. The stages have equally many
+    sites of the cluster, in its order, and equally many micro-batches. Raises PipelineError for `ahead` below 1."""
+    if ahead < 1:
+        raise PipelineError(f"pipeline: ahead {ahead} must be at least 1, or stages wait for each other in a circle")
+    conditions = conditions or Conditions()
+    engine = Engine()
+    fabric = Fabric(engine, no_symmetry(wiring(cluster)), tolerance, conditions)
+    forth, back = (_between(fabric, stages, down) for down in (True, False))
+    program, without_s = _Schedule(stages, forth, back, ahead).build()
+    capacity = fabric.network.link_capacity_bytes_per_s * conditions.goodput
+    execution = execute(program, engine, fabric.network, iter([(0.0, capacity)]))
+    micro_batches = stages[0].forward_s.size
+    return PipelineStep(
+        stages=tuple(stages),
+        inside=inside,
+        ahead=ahead,
+        program=program,
+        execution=execution,
+        without_transfers_s=without_s,
+        activation_bytes=micro_batches * sum(float(way.flows.transfers.size_bytes.sum()) for way in [*forth, *back]),
+    )
+
+
+def order_of_passes(stage: int, stages: int, micro_batches: int, ahead: int = 1) -> Iterator[tuple[bool, int]]:
+    """(whether forward, micro-batch) in the order in which a stage computes: `ahead` forwards for each stage that follows, then
+    one backward after each forward, then the backwards that are left."""
+    warm_up = _forwards_ahead(stage, stages, micro_batches, ahead)
+    for number in range(micro_batches + warm_up):
+        if number < micro_batches:
+            yield True, number
+        if number >= warm_up:
+            yield False, number - warm_up
+
+
+def _forwards_ahead(stage: int, stages: int, most: int, ahead: int) -> int:
+    return min(ahead * (stages - 1 - stage), most)
+
+
+class _Way(NamedTuple):
+    """One micro-batch's transfers from a stage to another."""
+
+    flows: Flows
+    """Until the bytes have left, so that the next can follow."""
+    latency_s: float
+    """Of the longest."""
+
+
+def _between(fabric: Fabric, stages: list[Stage], down: bool) -> list[_Way]:
+    """What each stage but the last sends to the next, or gets back from it."""
+    cluster, workload = fabric.symmetry.cluster, stages[0].plan.workload
+    ranks = cluster.num_gpus // len(stages)
+    found = []
+    for stage in range(len(stages) - 1):
+        here = np.arange(stage * ranks, (stage + 1) * ranks)
+        source, destination = (here, here + ranks) if down else (here + ranks, here)
+        size_bytes = np.full(ranks, float(workload.training.tokens * workload.combine_row_bytes))
+        flows = fabric.transfers(source, destination, size_bytes)
+        latency_s = flows.transfers.latency_s
+        transfers = replace(flows.transfers, latency_s=np.zeros(latency_s.size))
+        ends = {"source": flows.source // ranks, "destination": flows.destination // ranks}
+        found.append(_Way(replace(flows, transfers=transfers, **ends), float(latency_s.max())))
+    return found
+
+
+class _Schedule:
+    """All passes and transfers, each after what it needs; and when the last stage would be done if transfers took no time."""
+
+    def __init__(self, stages: list[Stage], forth: list[_Way], back: list[_Way], ahead: int) -> None:
+        self._stages, self._forth, self._back, self._ahead = stages, forth, back, ahead
+        self._number = len(stages)
+        self._program = Program(num_ranks=self._number)
+        self._last: list[list[int]] = [[] for _ in stages]
+        """Of each stage, the end of its last pass."""
+        self._free_s = [0.0] * self._number
+        """Of each stage, without transfers: when it has ended that."""
+        self._arrived: dict[tuple[bool, int, int], int] = {}
+        """(Whether activations, stage, micro-batch) -> the end of their transfer."""
+        self._ready_s: dict[tuple[bool, int, int], float] = {}
+        """The same without transfers."""
+        self._sent: dict[tuple[bool, int], int] = {}
+        """(Whether activations, from stage) -> the end of the transfer before."""
+
+    def build(self) -> tuple[Program, float]:
+        micro_batches = self._stages[0].forward_s.size
+        for number, stage in enumerate(self._stages):
+            if stage.gather_s:
+                self._compute(number, GATHER, stage.gather_s, [], "")
+        todo = [list(order_of_passes(number, self._number, micro_batches, self._ahead))[::-1] for number in range(self._number)]
+        while any(todo):
+            for number, passes in enumerate(todo):
+                while passes and self._can(number, *passes[-1]):
+                    self._pass(number, *passes.pop())
+        for number, stage in enumerate(self._stages):
+            for label, seconds in stage.last:
+                self._compute(number, label, seconds, [], "")
+        return self._program, max(self._free_s)
+
+    def _needs(self, stage: int, forward: bool) -> bool:
+        """Whether a pass waits for another stage's."""
+        return stage > 0 if forward else stage < self._number - 1
+
+    def _can(self, stage: int, forward: bool, micro_batch: int) -> bool:
+        return not self._needs(stage, forward) or (forward, stage, micro_batch) in self._arrived
+
+    def _pass(self, stage: int, forward: bool, micro_batch: int) -> None:
+        key = forward, stage, micro_batch
+        name = f"micro-batch {micro_batch}"
+        after = []
+        if self._needs(stage, forward):
+            after = [self._arrived[key]]
+            self._free_s[stage] = max(self._free_s[stage], self._ready_s[key])
+        seconds = self._stages[stage].forward_s if forward else self._stages[stage].backward_s
+        self._compute(stage, FORWARD if forward else BACKWARD, float(seconds[micro_batch]), after, name)
+        other = stage + 1 if forward else stage - 1
+        if 0 <= other < self._number:
+            label, way = (ACTIVATIONS, self._forth[stage]) if forward else (GRADIENTS, self._back[other])
+            before = self._sent.get((forward, stage))
+            waits = self._last[stage] if before is None else [*self._last[stage], before]
+            sent = self._sent[forward, stage] = self._program.exchange(label, way.flows, waits, name, level=0)
+            on_the_way = np.where(np.arange(self._number) == other, way.latency_s, 0.0)
+            self._arrived[forward, other, micro_batch] = self._program.compute(label, on_the_way, [sent], name)
+            self._ready_s[forward, other, micro_batch] = self._free_s[stage]
+
+    def _compute(self, stage: int, label: str, seconds: float, after: list[int], name: str) -> None:
+        mine = np.where(np.arange(self._number) == stage, seconds, 0.0)
+        self._last[stage] = [self._program.compute(label, mine, [*self._last[stage], *after], name)]
+        self._free_s[stage] += seconds

@@ -1,0 +1,260 @@
+"""Pipelines over sites: times that a person can add up, what a stage holds, and that the best of the choices counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from simulated_plans import PLANS, RATES_GBPS, make_plan
+
+from hybridep.baselines import Baseline, baseline_plan
+from hybridep.config import build
+from hybridep.plan import Plan
+from hybridep.routing import Routing
+from simulator.conditions import Conditions
+from simulator.errors import PipelineError, SimulationError
+from simulator.fabric_file import FabricFile
+from simulator.pipeline import AHEAD, INSIDE, PipelineStep, fastest_pipeline, order_of_passes, pipeline_step, run_stages
+from simulator.report import simulate
+from simulator.stages import Stage, cut, routing_of
+from simulator.step import simulate_step
+from simulator.systems import System, system_step
+
+ACTIVATION_BYTES = 64 * 64 * 4
+"""Of a rank's tokens in one micro-batch."""
+TRANSFER_S = ACTIVATION_BYTES / (RATES_GBPS["dc"] * 1e9 / 8)
+"""Over a site's link, alone."""
+
+
+def made_up(plan: Plan, times_s: list[tuple[float, float]], ahead: int = 1, **conditions: Any) -> PipelineStep:
+    """Stages of one site each with these seconds forward and backward."""
+    plans = cut(plan, len(times_s), Baseline.EP)
+    number = plans[0].workload.training.micro_batches
+    stages = [
+        Stage(plan=one, gather_s=0.0, forward_s=np.full(number, forward), backward_s=np.full(number, backward), last=())
+        for one, (forward, backward) in zip(plans, times_s, strict=True)
+    ]
+    return run_stages(plan.cluster, stages, Baseline.EP, ahead, conditions=Conditions(**conditions))
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (2, 4), (4, 1), (4, 3)])
+def test_equal_stages_take_as_many_passes_as_micro_batches_and_the_bubble(stages: int, micro_batches: int, ahead: int) -> None:
+    found = made_up(make_plan(stages, num_layers=9, micro_batches=micro_batches), [(1.0, 2.0)] * stages, ahead)
+    passes = micro_batches * stages
+    assert found.without_transfers_s == pytest.approx((passes + stages - 1) * 3.0, rel=1e-12)
+    assert found.bubble_s == pytest.approx((stages - 1) * 3.0, rel=1e-12)
+    assert found.step_s == pytest.approx(found.without_transfers_s, rel=1e-3)
+    # Each micro-batch at most once between each two stages, and back.
+    most_s = 2 * (stages - 1) * passes * TRANSFER_S
+    assert 0 <= found.transfers_s <= most_s + 1e-9 and (stages == 1) == (found.transfers_s < 1e-12)
+    assert found.work_s + found.bubble_s + found.transfers_s == pytest.approx(found.step_s)
+    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 3])
+def test_a_slow_stage_sets_the_pace(slow: int) -> None:
+    times_s = [(1.0, 2.0)] * 4
+    times_s[slow] = (4.0, 8.0)
+    found = made_up(make_plan(4, num_layers=9, micro_batches=5), times_s)
+    # It begins when the stages before it have done the first, and they end after it.
+    assert found.without_transfers_s == pytest.approx(slow * 1.0 + 20 * 12.0 + slow * 2.0, rel=1e-12)
+    assert found.work_s == pytest.approx(240.0)
+
+
+def test_slow_links_carry_all_activations_one_after_the_other() -> None:
+    found = made_up(make_plan(2, num_layers=9, micro_batches=6), [(0.0, 0.0)] * 2)
+    # Gradients of the last follow its activations.
+    assert found.step_s == pytest.approx((12 + 1) * TRANSFER_S, rel=1e-6)
+    assert found.activation_bytes == 2 * 12 * ACTIVATION_BYTES
+    # A stage in the middle sends activations on and gradients back over the same link.
+    found = made_up(make_plan(3, num_layers=9, micro_batches=20), [(0.0, 0.0)] * 3, ahead=3)
+    assert 60 * 2 * TRANSFER_S < found.step_s < 64 * 2 * TRANSFER_S
+    half = made_up(make_plan(3, num_layers=9, micro_batches=20), [(0.0, 0.0)] * 3, ahead=3, goodput=0.5)
+    assert half.step_s == pytest.approx(2 * found.step_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("latency_s", [0.1, 0.7])
+def test_running_further_ahead_hides_the_way_there_and_back(latency_s: float) -> None:
+    plan = make_plan(2, num_layers=9, micro_batches=4, latency_s=latency_s)
+    found = [made_up(plan, [(1.0, 2.0)] * 2, ahead) for ahead in (1, 3)]
+    # 1F1B waits for one way for each micro-batch (twice for every other one), plans ahead only to fill and to drain.
+    waits_s = [latency_s + TRANSFER_S, latency_s + TRANSFER_S]
+    assert found[0].step_s == pytest.approx(9 * 3.0 + 8 * waits_s[0], rel=1e-6)
+    assert found[1].step_s == pytest.approx(9 * 3.0 + 2 * waits_s[1], rel=1e-6)
+    assert [one.in_flight() for one in found] == [2, 4] and found[1].in_flight(1) == 1
+
+
+def test_latency_does_not_keep_links_idle() -> None:
+    plan = make_plan(2, num_layers=9, micro_batches=20, latency_s=TRANSFER_S)
+    found = made_up(plan, [(0.0, 0.0)] * 2, ahead=8)
+    assert found.step_s == pytest.approx((40 + 1) * TRANSFER_S + 2 * TRANSFER_S, rel=1e-3)
+
+
+def test_each_pair_of_sites_has_its_own_link() -> None:
+    plan = make_plan(3, num_layers=9, micro_batches=20, pairs=True, num_experts=18)
+    rates = {(link.src, link.dst): link.bandwidth for link in plan.cluster.links}
+    found = made_up(plan, [(0.0, 0.0)] * 3, ahead=30)
+    slowest_s = max(ACTIVATION_BYTES / rates[pair] for pair in [("s0", "s1"), ("s1", "s2"), ("s2", "s1"), ("s1", "s0")])
+    assert 60 * slowest_s < found.step_s < 60 * slowest_s + 0.018
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+@pytest.mark.parametrize("shape", [{}, {"latency_s": 1e-3, "throughput": 1e9}], ids=["plain", "slow"])
+def test_one_stage_is_the_placement_inside(shape: dict[str, float], micro_batches: int, inside: Baseline) -> None:
+    plan = make_plan(4, 2, micro_batches=micro_batches, **shape)  # type: ignore[arg-type]
+    same = baseline_plan(plan.cluster, plan.workload, inside)
+    found = pipeline_step(plan, 1, inside)
+    assert found.step_s == pytest.approx(simulate_step(same).step_s, rel=1e-9)
+    assert found.bubble_s == pytest.approx(0.0, abs=1e-9) and found.activation_bytes == 0
+
+
+def test_one_stage_between_uneven_sites_and_with_recorded_choices(rng: np.random.Generator) -> None:
+    plan = make_plan(3, 2, micro_batches=3, pairs=True, num_experts=18)
+    ep = baseline_plan(plan.cluster, plan.workload, Baseline.EP)
+    assert pipeline_step(plan, 1).step_s == pytest.approx(simulate_step(ep).step_s, rel=1e-9)
+    routing = choices(plan, rng)
+    assert pipeline_step(plan, 1, routing=routing).step_s == pytest.approx(simulate_step(ep, routing).step_s, rel=1e-9)
+
+
+def choices(plan: Plan, rng: np.random.Generator) -> Routing:
+    model, training = plan.workload.model, plan.workload.training
+    shape = (plan.cluster.num_gpus, training.tokens, model.num_experts)
+    return {
+        (layer, number): np.argsort(rng.random(shape), axis=2)[..., : model.top_k]
+        for layer in range(model.num_moe_layers)
+        for number in range(training.micro_batches)
+    }
+
+
+def test_stages_are_steps_of_their_own() -> None:
+    """Their passes add up to what simulating them says, and each holds its share of the model."""
+    plan = make_plan(4, 2, num_layers=10, micro_batches=2)
+    found = pipeline_step(plan, 4)
+    models = [stage.plan.workload.model for stage in found.stages]
+    assert [model.num_layers for model in models] == [3, 3, 2, 2]
+    assert [model.num_dense_layers for model in models] == [1, 0, 0, 0]
+    assert [model.vocab_size for model in models] == [100, 2, 2, 100]
+    # Stages without embeddings count a vocabulary of two, and every stage a norm at its end.
+    whole = plan.workload.model
+    assert sum(model.total_params for model in models) == whole.total_params + 2 * 2 * 64 + 3 * 64
+    for stage in found.stages[1:]:
+        few = stage.plan.workload.training.model_copy(update={"micro_batches": 3})
+        alone = stage.plan.model_copy(update={"workload": stage.plan.workload.model_copy(update={"training": few})})
+        same = baseline_plan(alone.cluster, alone.workload, Baseline.EP)
+        third_s = simulate_step(same).step_s
+        middle_s = float(stage.forward_s[1] + stage.backward_s[1])
+        assert stage.busy_s == pytest.approx(third_s + (8 - 3) * middle_s, rel=1e-9)
+    # The first has an embedding to update and to reduce, and no projection to compute.
+    first, last = found.stages[0], found.stages[3]
+    embeds = first.plan.workload.model_copy(update={"model": models[0].model_copy(update={"vocab_size": 2})})
+    blocks_s = [
+        stage.forward_s[0] - workload.head_flops / plan.cluster.gpu.throughput
+        for stage, workload in ((first, embeds), (last, last.plan.workload))
+    ]
+    assert blocks_s[0] == pytest.approx(blocks_s[1], rel=1e-9)
+    updated = [8 * model.num_moe_layers * model.expert_params + model.dense_params for model in models[:2]]
+    optimizer_s = [dict(stage.last)["optimizer"] for stage in found.stages[:2]]
+    assert optimizer_s[0] / optimizer_s[1] == pytest.approx(updated[0] / updated[1], rel=1e-6)
+
+
+def test_copies_come_and_return_while_stages_wait_for_others() -> None:
+    plan = make_plan(4, 2, num_layers=9, micro_batches=2)
+    found = pipeline_step(plan, 2, Baseline.EP_IN_DC)
+    for stage in found.stages:
+        assert stage.gather_s > 0
+        np.testing.assert_allclose(stage.forward_s, stage.forward_s[0], rtol=1e-9)
+        np.testing.assert_allclose(stage.backward_s, stage.backward_s[0], rtol=1e-9)
+        assert stage.last[0][0] == "stage_return" and stage.last[0][1] > 0
+    later = found.execution.start_s[[one.label == "stage_gather" for one in found.program.operations]]
+    assert (later == 0).all()
+
+
+def test_tokens_keep_their_choices(rng: np.random.Generator) -> None:
+    plan = make_plan(4, 2, num_layers=6, micro_batches=2)
+    routing = choices(plan, rng)
+    for stages in (2, 4):
+        seen: dict[int, list[Any]] = {}
+        for number, one in enumerate(cut(plan, stages, Baseline.EP)):
+            part = routing_of(plan, routing, stages, number)
+            assert part is not None
+            model = one.workload.model
+            assert len(part) == model.num_moe_layers * 2 * stages
+            assert {chosen.shape[0] for chosen in part.values()} == {8 // stages}
+            first = min(len(seen), 5)
+            for (layer, number_of), chosen in part.items():
+                seen.setdefault(first + layer, []).append((number_of, chosen))
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+        for layer, found in seen.items():
+            rows = np.concatenate([chosen for _, chosen in sorted(found, key=lambda one: (one[0] % 2, one[0]))])
+            np.testing.assert_array_equal(rows, np.concatenate([routing[layer, number] for number in range(2)]))
+    assert fastest_pipeline(plan, routing).step_s > 0
+
+
+def test_sites_that_differ_are_stages_that_differ() -> None:
+    slow = [{"name": "a"}, {"name": "b"}, {"name": "c", "up": "0.1 Gbps"}, {"name": "d"}]
+    even, uneven = (pipeline_step(make_plan(4, 2, num_layers=9, micro_batches=2, sites=sites), 2) for sites in (None, slow))
+    assert uneven.stages[0].busy_s == pytest.approx(even.stages[0].busy_s, rel=1e-9)
+    assert uneven.stages[1].busy_s > 3 * even.stages[1].busy_s
+    faster: list[dict[str, Any]] = [{"name": "a", "gpu": {"throughput": "4 GFLOPS"}}, *({"name": name} for name in "bcd")]
+    found = pipeline_step(make_plan(4, 2, num_layers=9, throughput=1e9, sites=faster), 4)
+    assert found.stages[0].busy_s < 0.5 * found.stages[1].busy_s
+    straggler = Conditions.model_validate({"stragglers": [{"worker": "dc2/gpu1", "slowdown": 2}]})
+    found = pipeline_step(make_plan(4, 2, num_layers=9, throughput=1e9), 4, conditions=straggler)
+    busy_s = [stage.busy_s for stage in found.stages]
+    assert busy_s[2] > 1.5 * busy_s[1]
+
+
+def test_the_fastest_of_all_choices_counts() -> None:
+    for latency_s in (0.0, 0.02):
+        plan = make_plan(4, 2, num_layers=9, micro_batches=2, latency_s=latency_s)
+        steps = [pipeline_step(plan, stages, inside, ahead).step_s for stages in (2, 4) for inside in INSIDE for ahead in AHEAD]
+        found = fastest_pipeline(plan)
+        assert min(steps) <= found.step_s <= min(steps) * 1.001
+        assert found.ahead > 1 or not latency_s
+    report = simulate(plan, [Baseline.EP, System.PIPELINE])
+    assert report.baselines["pipeline"] == pytest.approx(found.step_s) and report.choices["pipeline"] == found.choice
+    assert f"{len(found.stages)} stages of {4 // len(found.stages)} sites, {found.inside.value} in each" in found.choice
+
+
+def test_as_all_systems_it_runs_without_copies_ahead() -> None:
+    plain = PLANS["ahead"].model_copy(update={"schedule": PLANS["ep"].schedule})
+    assert fastest_pipeline(PLANS["ahead"]).step_s == fastest_pipeline(plain).step_s
+
+
+def test_a_stage_keeps_as_many_micro_batches_as_it_runs_ahead() -> None:
+    for stage in range(4):
+        kept = np.cumsum([1 if forward else -1 for forward, _ in order_of_passes(stage, 4, 6)])
+        assert kept.max() == 4 - stage and kept[-1] == 0
+    assert [number for forward, number in order_of_passes(0, 4, 6) if not forward] == list(range(6))
+    assert list(order_of_passes(3, 4, 2)) == [(True, 0), (False, 0), (True, 1), (False, 1)]
+
+
+def test_what_does_not_go_together_is_an_error() -> None:
+    plan = make_plan(4, 2)
+    for stages in (0, 3, 8):
+        with pytest.raises(PipelineError, match=f"{stages} stages must divide the 4 sites"):
+            pipeline_step(plan, stages)
+    # Of three layers the first has no experts.
+    with pytest.raises(PipelineError, match="each needs one with experts"):
+        pipeline_step(plan, 4)
+    assert len(fastest_pipeline(plan).stages) == 2
+    with pytest.raises(PipelineError, match="one site"):
+        fastest_pipeline(make_plan(1))
+    with pytest.raises(PipelineError, match="no number of stages"):
+        fastest_pipeline(make_plan(3, num_layers=2))
+    sites: list[dict[str, Any]] = [{"name": "a", "tokens": 3.0}, {"name": "b"}, {"name": "c"}, {"name": "d"}]
+    with pytest.raises(PipelineError, match="unequal shares of tokens"):
+        fastest_pipeline(make_plan(4, 2, num_layers=9, sites=sites))
+    with pytest.raises(PipelineError, match="ahead 0"):
+        pipeline_step(plan, 2, ahead=0)
+    for varying in ({"compute_jitter": 0.1}, {"changes": [{"links": "*", "factor": 0.5}]}):
+        with pytest.raises(PipelineError, match="vary"):
+            pipeline_step(plan, 2, conditions=Conditions.model_validate(varying))
+    fabric = build(FabricFile, {"name": "m", "wan": {"mesh": {"bandwidth": "1 Gbps"}}}, "test")
+    with pytest.raises(PipelineError, match="over a fabric"):
+        simulate(plan, [System.PIPELINE], fabric=fabric)
+    with pytest.raises(SimulationError, match="fastest_pipeline"):
+        system_step(plan, System.PIPELINE, lambda one, _: simulate_step(one))
