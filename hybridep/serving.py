@@ -63,8 +63,11 @@ def serving_groups(cluster: Cluster, table: NDArray[np.int64]) -> tuple[ServingG
         members.setdefault(row.tobytes(), []).append(dc)
     groups = []
     for sites in members.values():
-        row = table[sites[0]]
-        holders = {cluster.site_name(int(h)): format_experts(np.flatnonzero(row == h)) for h in np.unique(row)}
+        # Lists, not arrays: most holders of many sites have one expert or two.
+        held: dict[int, list[int]] = {}
+        for expert, holder in enumerate(table[sites[0]].tolist()):
+            held.setdefault(holder, []).append(expert)
+        holders = {cluster.site_name(holder): format_experts(held[holder]) for holder in sorted(held)}
         groups.append(ServingGroup(sites=tuple(cluster.site_name(dc) for dc in sites), holders=holders))
     return tuple(groups)
 
@@ -90,8 +93,10 @@ def parse_experts(text: str, num_experts: int) -> NDArray[np.int64]:
 
 def format_experts(experts: Sequence[int] | NDArray[np.int64]) -> str:
     """[0, 1, 2, 3, 8] -> ``"0-3,8"``; ascending input."""
-    values = np.asarray(experts, dtype=np.int64)
-    ends = np.flatnonzero(np.diff(values, append=-2) != 1)
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    runs = zip(values[starts].tolist(), values[ends].tolist(), strict=True)
+    runs: list[list[int]] = []
+    for expert in experts:
+        if runs and expert == runs[-1][1] + 1:
+            runs[-1][1] = int(expert)
+        else:
+            runs.append([int(expert), int(expert)])
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
