@@ -11,7 +11,7 @@ import pytest
 from site_cases import random_problem, random_table, small_workload, uneven_cluster
 
 from hybridep.config import build
-from hybridep.topology import Cluster
+from hybridep.topology import Cluster, Site
 from planner.sites.bound import Proof, even_weights, prove, proven_s, verify
 from planner.sites.cost import site_cost
 from planner.sites.lp import Duals, box_program
@@ -247,7 +247,7 @@ def test_classes_whose_best_links_are_equal_both_ways_are_not_tied() -> None:
     cluster = cluster.model_copy(
         update={
             "sites": tuple(
-                site.model_copy(update={"up": 1e7 + (i // 2 * 2 + i % 2) * 1e3, "down": 1e7 + (i // 2 * 2 + 1 - i % 2) * 1e3})
+                Site(name=site.name, up=1e7 + (i // 2 * 2 + i % 2) * 1e3, down=1e7 + (i // 2 * 2 + 1 - i % 2) * 1e3)
                 for i, site in enumerate(cluster.sites)
             )
         }
