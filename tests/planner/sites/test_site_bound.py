@@ -247,8 +247,8 @@ def test_classes_whose_best_links_are_equal_both_ways_are_not_tied() -> None:
     cluster = cluster.model_copy(
         update={
             "sites": tuple(
-                Site(name=site.name, up=1e7 + (i // 2 * 2 + i % 2) * 1e3, down=1e7 + (i // 2 * 2 + 1 - i % 2) * 1e3)
-                for i, site in enumerate(cluster.sites)
+                build(Site, {"name": f"s{i}", "up": f"{10_000 + i} kB/s", "down": f"{10_000 + (i ^ 1)} kB/s"}, "test")
+                for i in range(64)
             )
         }
     )
