@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,12 @@ def measure_all(bench: Bench, settings: Sequence[Setting]) -> None:
         for chunk in _chunks(missing, bench.at_once):
             plans = [placements(cluster, setting) for setting in chunk]
             measured, probes = measure([one for each in plans for one in each], steps=bench.steps, probe_s=bench.probe_s)
-            for setting, mine, probe in zip(chunk, plans, probes, strict=True):
-                trials, measured = measured[: len(mine)], measured[len(mine) :]
-                _keep(bench, setting, with_measurements(cluster, probe), trials)
+            # Neighbours with one workload, which differ in codecs, share a probe.
+            groups = zip(groupby(zip(chunk, plans, strict=True), key=lambda pair: pair[0].workload), probes, strict=True)
+            for (_, group), probe in groups:
+                for setting, mine in group:
+                    trials, measured = measured[: len(mine)], measured[len(mine) :]
+                    _keep(bench, setting, with_measurements(cluster, probe), trials)
 
 
 def _keep(bench: Bench, setting: Setting, probed: Cluster, trials: Sequence[Measured]) -> None:
