@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import cos, pi
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hybridep.config import Duration, Strict
 
@@ -38,6 +39,32 @@ class Optimizer(Strict):
     epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
+    """The rate rises in even steps to ``learning_rate``."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Step at which the rate has fallen, along half a cosine from the end of the warm-up, to ``final_learning_rate``; it stays
+    there. 0: it does not fall."""
+    final_learning_rate: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _decays_after_warming_up(self) -> Optimizer:
+        if self.decay_steps and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps {self.decay_steps} must come after warmup_steps {self.warmup_steps}; 0 turns the decay off"
+            )
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate {self.final_learning_rate:g} must not exceed learning_rate {self.learning_rate:g}"
+            )
+        return self
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of a step; steps count from 1."""
+        if step < self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        if not self.decay_steps:
+            return self.learning_rate
+        done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * (1 + cos(pi * done)) / 2
 
 
 class Checkpoints(Strict):

@@ -1,4 +1,4 @@
-"""AdamW at each parameter's home, with warm-up and, for bf16 weights, fp32 master copies."""
+"""AdamW at each parameter's home, at the rate of the step, and, for bf16 weights, fp32 master copies."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ class HomeOptimizer:
 
     def step(self, step: int) -> None:
         """Update from the gradients, then set them to zero. Weight decay and moments move every parameter in every step."""
-        warm = min(1.0, step / self._config.warmup_steps) if self._config.warmup_steps else 1.0
         for group in self._adam.param_groups:
-            group["lr"] = self._config.learning_rate * warm
+            group["lr"] = self._config.rate_at(step)
         for name, parameter in self.parameters.items():
             master = self.masters[name]
             if master is not parameter:
