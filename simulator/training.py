@@ -29,7 +29,7 @@ OPTIMIZER = "optimizer"
 RECONFIGURATION = "reconfiguration"
 CODING = "coding"
 
-_MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN)
+_MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN, Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 
 _TOKENS, _COPIES = 0, 1
 """Priorities on the links."""
@@ -295,7 +295,8 @@ class _Builder:
         return [ready, *returned]
 
     def _prefetched_backward(self, step: _Step, after: list[int]) -> list[int]:
-        """Backward whose gather set out before, and whose gradients return while blocks below run theirs."""
+        """Backward whose gather set out before, and whose gradients return while blocks below run theirs; so is a shared expert
+        renewed."""
         block, name = step.block, step.name
         if step.regather:
             after = self._coded_beside(block, Op.EXPERT_GATHER, after, name)
@@ -306,6 +307,9 @@ class _Builder:
         last = [self._compute(EXPERT + BACKWARD, block.expert_s * _BACKWARD_COST, last, name)]
         if step.give_back:
             returned = self._queued(step, Op.GRADIENT_RETURN, self._levels[::-1], last)
+            if step.is_last:
+                returned = self._queued(step, Op.SHARED_REDUCE_SCATTER, self._levels[::-1], last) or returned
+                returned = self._queued(step, Op.SHARED_ALL_GATHER, self._levels, last) or returned
             if step.regather:
                 self._returned[step.layer] = returned
         last = self._back(block, Op.DISPATCH_BACKWARD, last, name)
