@@ -20,6 +20,13 @@ _FULL = 1e-9
 """Share of a link below which nothing is left of it."""
 
 
+SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
+"""Transfers that keep a layer's shared expert in step, where copies are coded against one."""
+
+MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN, *SHARED)
+"""What can travel ahead of its block, or after it."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfer:
     """One exchange that has the links to itself."""
@@ -106,7 +113,7 @@ class _Hop:
 class Walk:
     """The two streams at one moment of the chain."""
 
-    exposed_s: dict[Op, float] = field(default_factory=lambda: {Op.EXPERT_GATHER: 0.0, Op.GRADIENT_RETURN: 0.0})
+    exposed_s: dict[Op, float] = field(default_factory=lambda: dict.fromkeys(MOVES, 0.0))
     """Seconds that the main stream waited, by what travelled meanwhile."""
     queue: deque[_Hop] = field(default_factory=deque)
     _paces: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -168,8 +175,8 @@ class Walk:
 
 
 def exposed_s(blocks: Sequence[Block], *, depth: int, micro_batches: int, head_s: float) -> dict[Op, float]:
-    """Seconds of one step in which computation and tokens wait for gathers and for gradient returns. ``blocks`` has one entry
-    per MoE layer, in order; ``head_s`` is the forward of what follows them."""
+    """Seconds of one step in which computation and tokens wait for each of ``MOVES``. ``blocks`` has one entry per MoE layer, in
+    order; ``head_s`` is the forward of what follows them."""
     walk = Walk()
     for batch in range(micro_batches):
         _forward(walk, blocks, depth, is_first=batch == 0)
@@ -221,7 +228,10 @@ def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *,
             walk.wait(returns.get(above))
         walk.run(2 * block.expert_s)
         if each_time or is_last:
-            returns[here] = walk.enqueue(block.hops(Op.GRADIENT_RETURN, inwards=False))
+            returned = block.hops(Op.GRADIENT_RETURN, inwards=False)
+            if is_last:
+                returned += block.hops(SHARED[0], inwards=False) + block.hops(SHARED[1], inwards=True)
+            returns[here] = walk.enqueue(returned)
         walk.tokens(block.hops(Op.DISPATCH_BACKWARD, inwards=False))
         if each_time or is_last:
             walk.run(block.return_coding_s)

@@ -44,7 +44,7 @@ from hybridep.traffic import (
     wan_bytes,
 )
 from hybridep.workload import Workload
-from planner.ahead import Block, Transfer, block_transfers, exposed_s
+from planner.ahead import MOVES, SHARED, Block, Transfer, block_transfers, exposed_s
 from planner.compute import Compute, compute_of_ranks, shared_s
 from planner.exchange import Network
 from planner.price import egress_usd, step_usd
@@ -55,8 +55,6 @@ BLOCK_OVERHEAD = "block_overhead"
 HEAD = "head"
 OPTIMIZER = "optimizer"
 CODING = "coding"
-SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
-"""Transfers that keep a layer's shared expert in step, where copies are coded against one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +73,9 @@ class LayerTimes:
 
     @property
     def chain_s(self) -> float:
-        """Without copies and their gradients: what no schedule hides."""
-        copies = (Op.EXPERT_GATHER.value, Op.GRADIENT_RETURN.value)
-        return sum(seconds for name, seconds in self.parts_s.items() if name not in copies)
+        """Without what copies travel for: what no schedule hides."""
+        moves = {op.value for op in MOVES}
+        return sum(seconds for name, seconds in self.parts_s.items() if name not in moves)
 
 
 @dataclass(frozen=True, kw_only=True)

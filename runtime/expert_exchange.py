@@ -103,7 +103,7 @@ class ExpertExchange:
         self._num_home = len(own)
         self._num_copies = len(self.held) - len(own)
         self._copies = home_nP.new_empty(self._num_copies, home_nP.shape[1])
-        self.codecs = CopyCodecs(mesh, transport.exchange, placement, home_nP.detach())
+        self.codecs = CopyCodecs(mesh, self._exchange, placement, home_nP.detach())
         self._gradient: Tensor | None = None
         self._gathering: Future[Tensor | None] | None = None
         self._returning: Future[Tensor | None] | None = None

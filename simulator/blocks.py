@@ -128,7 +128,9 @@ class Blocks:
             alike = no_symmetry(wiring)
         self.fabric = Fabric(engine, alike, tolerance, conditions)
         self._expected = {first: self._block_of(sent) for first, sent in expected.items()}
-        self.reduction = Block(flows=self._flows(reduction), expert_s=self._slowdown, coding_s=reduction_coding_s)
+        # One after the other: at thousands of sites each takes hundreds of megabytes.
+        flows = {key: made for key in list(reduction) for made in self._flows({key: reduction.pop(key)}).values()}
+        self.reduction = Block(flows=flows, expert_s=self._slowdown, coding_s=reduction_coding_s)
         """Of the dense gradients."""
 
     def of(self, layer: int, layers: PlacedLayers, micro_batch: int) -> Block:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from hybridep.traffic import Direct
@@ -91,7 +89,7 @@ class Fabric:
             links = np.where(links >= 0, symmetry.link_kind[links], -1)
         path = np.zeros(source.size, dtype=np.uint64)
         length = _merge(links, shares, path)
-        links, shares = links[:, :length], shares[:, :length]
+        links, shares = links[:, :length].astype(np.int32), shares[:, :length]
         if one_by_one:
             return Flows(
                 source=source,
@@ -139,25 +137,24 @@ def _cuts(source: IntArray) -> list[int]:
 
 def _joined(parts: list[Flows]) -> Flows:
     transfers = [part.transfers for part in parts]
-    width = max(part.links.shape[1] for part in transfers)
-    weights = [part.weights for part in transfers]
+    num_flows, width = sum(part.source.size for part in parts), max(part.links.shape[1] for part in transfers)
     limits = [part.limit_bytes_per_s for part in transfers]
-
-    def wide(columns: FloatArray | IntArray, missing: float) -> Any:
-        return np.pad(columns, ((0, 0), (0, width - columns.shape[1])), constant_values=missing)
-
+    links = np.full((num_flows, width), -1, dtype=np.int32)
+    weights = None if all(part.weights is None for part in transfers) else np.ones((num_flows, width))
+    begin = 0
+    for part in transfers:
+        here = slice(begin, begin := begin + len(part.links)), slice(part.links.shape[1])
+        links[here] = part.links
+        if weights is not None and part.weights is not None:
+            weights[here] = part.weights
     return Flows(
         source=np.concatenate([part.source for part in parts]),
         destination=np.concatenate([part.destination for part in parts]),
         transfers=Transfers(
-            links=np.concatenate([wide(part.links, -1) for part in transfers]),
+            links=links,
             latency_s=np.concatenate([part.latency_s for part in transfers]),
             size_bytes=np.concatenate([part.size_bytes for part in transfers]),
-            weights=None
-            if all(each is None for each in weights)
-            else np.concatenate(
-                [wide(np.ones(part.links.shape) if part.weights is None else part.weights, 1.0) for part in transfers]
-            ),
+            weights=weights,
             limit_bytes_per_s=None if limits[0] is None else np.concatenate([each for each in limits if each is not None]),
         ),
     )

@@ -28,7 +28,7 @@ EXACT = 1e-9
 class Transfers:
     """Flows to send, one row each; a row may stand for many alike, over links that stand for many alike."""
 
-    links: IntArray
+    links: IntArray | Int32Array
     """[n, longest path] link ids, -1 behind the end of a shorter path. Their order does not matter."""
     latency_s: FloatArray
     """[n]"""

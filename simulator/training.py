@@ -29,7 +29,7 @@ OPTIMIZER = "optimizer"
 RECONFIGURATION = "reconfiguration"
 CODING = "coding"
 
-_MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN)
+_MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN, Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 
 _TOKENS, _COPIES = 0, 1
 """Priorities on the links."""
@@ -90,28 +90,18 @@ def step_program(
     Without `routing`, rows are the number that the plan's popularity of experts lets expect (all alike where it has none).
     The program's ranks are then the kinds of ranks that differ; with routing all do.
     """
-    builder = _Builder(plan, engine, wiring, routing, tolerance, conditions or Conditions(), start_s, exchange or TokenExchange())
-    return builder.build(), builder.fabric
+    conditions, exchange = conditions or Conditions(), exchange or TokenExchange()
+    if exchange.chunks > 1 and plan.schedule.prefetch:
+        raise SimulationError(f"chunks: {exchange.chunks} with prefetch {plan.schedule.prefetch}; only one of them can be")
+    blocks = Blocks(plan, engine, wiring, routing, tolerance, conditions, start_s, exchange)
+    random = np.random.default_rng([conditions.seed, int(start_s * 1e6)])
+    return _Builder(plan, blocks, exchange.chunks, conditions.compute_jitter, random).build(), blocks.fabric
 
 
 class _Builder:
-    def __init__(
-        self,
-        plan: Plan,
-        engine: Engine,
-        wiring: Wiring,
-        routing: Routing | None,
-        tolerance: float,
-        conditions: Conditions,
-        start_s: float,
-        exchange: TokenExchange,
-    ) -> None:
-        if exchange.chunks > 1 and plan.schedule.prefetch:
-            raise SimulationError(f"chunks: {exchange.chunks} with prefetch {plan.schedule.prefetch}; only one of them can be")
-        self._plan = plan
-        self._chunks = exchange.chunks
-        self._jitter = conditions.compute_jitter
-        self._random = np.random.default_rng([conditions.seed, int(start_s * 1e6)])
+    def __init__(self, plan: Plan, blocks: Blocks, chunks: int, compute_jitter: float, random: np.random.Generator) -> None:
+        self._plan, self._blocks, self._chunks = plan, blocks, chunks
+        self._jitter, self._random = compute_jitter, random
         self._prefetch = plan.schedule.prefetch
         self._queue: list[int] = []
         """Ends of what was queued last, of copies and their gradients."""
@@ -124,10 +114,9 @@ class _Builder:
         self._released: list[int] = []
         """Ends of what used them last."""
         self._levels = range(len(plan.cluster.levels))
-        self._blocks = Blocks(plan, engine, wiring, routing, tolerance, conditions, start_s, exchange)
-        self.fabric = self._blocks.fabric
-        self._one_of_each = self.fabric.symmetry.first
-        self._program = Program(num_ranks=self.fabric.symmetry.num_kinds)
+        symmetry = blocks.fabric.symmetry
+        self._one_of_each = symmetry.first
+        self._program = Program(num_ranks=symmetry.num_kinds)
 
     def build(self) -> Program:
         last: list[int] = []
@@ -295,7 +284,8 @@ class _Builder:
         return [ready, *returned]
 
     def _prefetched_backward(self, step: _Step, after: list[int]) -> list[int]:
-        """Backward whose gather set out before, and whose gradients return while blocks below run theirs."""
+        """Backward whose gather set out before, and whose gradients return while blocks below run theirs; so is a shared expert
+        renewed."""
         block, name = step.block, step.name
         if step.regather:
             after = self._coded_beside(block, Op.EXPERT_GATHER, after, name)
@@ -306,6 +296,9 @@ class _Builder:
         last = [self._compute(EXPERT + BACKWARD, block.expert_s * _BACKWARD_COST, last, name)]
         if step.give_back:
             returned = self._queued(step, Op.GRADIENT_RETURN, self._levels[::-1], last)
+            if step.is_last:
+                returned = self._queued(step, Op.SHARED_REDUCE_SCATTER, self._levels[::-1], last) or returned
+                returned = self._queued(step, Op.SHARED_ALL_GATHER, self._levels, last) or returned
             if step.regather:
                 self._returned[step.layer] = returned
         last = self._back(block, Op.DISPATCH_BACKWARD, last, name)

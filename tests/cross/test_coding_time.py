@@ -13,6 +13,7 @@ from hybridep.config import build
 from hybridep.errors import ConfigError
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
+from hybridep.traffic import Op
 from planner.check import check
 from planner.cost import CODING, step_cost
 from simulator.step import simulate_step
@@ -20,6 +21,7 @@ from simulator.token_exchange import Route, TokenExchange
 
 SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
 CHANGE = Codecs(tokens=TokenCodec.INT8, experts=ExpertCodec.CHANGE_INT8, gradients=GradientCodec.INT8)
+SHARED = Codecs(tokens=TokenCodec.INT8, experts=ExpertCodec.SHARED_RESIDUAL, gradients=GradientCodec.INT8)
 BF16 = Codecs(tokens=TokenCodec.BF16, experts=ExpertCodec.BF16, gradients=GradientCodec.TOP_K)
 ALL = {
     kind: [codec.value for codec in enum if codec.value != "exact"]
@@ -51,7 +53,11 @@ def coded_plan(cluster: Cluster, domains: tuple[int, int], coded: tuple[str, ...
 def test_even_clusters_agree(coded: tuple[str, ...], schedule: dict[str, int]) -> None:
     cluster = with_speeds(load_cluster("lab-4dc", ["gpu.sharing=3", "gpu.message_overhead=1 ms"]), "20 MB/s", "35 MB/s")
     for domains in ((1, 1), (2, 1), (2, 2), (4, 2)):
-        for codecs, residency in ((CHANGE, Residency.STEP), (BF16, Residency.MICROBATCH)):
+        for codecs, residency in (
+            (CHANGE, Residency.STEP),
+            (BF16, Residency.MICROBATCH),
+            (SHARED, Residency.STEP),
+        ):
             plan = coded_plan(cluster, domains, coded, codecs, residency=residency, **schedule)
             cost, simulated = step_cost(plan), simulate_step(plan)
             # As in test_predicted_against_simulated: what runs beside the combine's gradients is added up in the closed form.
@@ -62,6 +68,18 @@ def test_even_clusters_agree(coded: tuple[str, ...], schedule: dict[str, int]) -
             # Nothing of it hides where computation would otherwise hide the transfers.
             free = step_cost(plan.model_copy(update={"cluster": load_cluster("lab-4dc", ["gpu.sharing=3"])}))
             assert cost.compute_s == pytest.approx(free.compute_s + cost.parts_s[CODING], rel=1e-12)
+
+
+@pytest.mark.parametrize("residency", list(Residency))
+def test_a_shared_expert_is_renewed_behind_the_returns(residency: Residency) -> None:
+    """With little computation to hide it: what follows a gradient's return waits for the renewal, too."""
+    cluster = load_cluster("lab-4dc", ["gpu.throughput=1 TFLOPS", "gpu.block_overhead=0 s", "levels.gpu.bandwidth=400 Mbps"])
+    for depth in (1, 2):
+        for domains in ((2, 1), (2, 2), (4, 2)):
+            plan = coded_plan(cluster, domains, ("dc", "gpu"), SHARED, residency=residency, prefetch=depth)
+            cost = step_cost(plan)
+            assert simulate_step(plan).step_s == pytest.approx(cost.step_s, rel=1e-9), (depth, domains)
+            assert cost.parts_s[Op.SHARED_ALL_GATHER.value] > 0.01 * cost.step_s
 
 
 def test_other_routes_and_recorded_routing_take_the_time_too() -> None:

@@ -25,6 +25,7 @@ from hybridep.traffic import Op, gathers_and_returns, routed_rows
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 12
+COPIES = {op.value for op in (Op.EXPERT_GATHER, Op.GRADIENT_RETURN, Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)}
 
 
 def wan(**codecs: Any) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
@@ -51,6 +52,7 @@ CASES = {
             migration=(0.5, 1.0),
             micro_batches=2,
             residency=Residency.MICROBATCH,
+            prefetch=1,
             codecs=wan(experts="sr", experts_keep=0.3, gradients="top-k", gradients_keep=0.3, tokens="int8"),
         ),
         5e-2,
@@ -69,6 +71,8 @@ class Coded:
     copies: dict[tuple[int, int], NDArray[np.float32]]
     coded_bytes: dict[tuple[str, str], int]
     """(kind of payload, encode or decode) -> bytes of exact payload in the last step."""
+    gave_way: set[str]
+    """Labels of the exchanges that were in the background."""
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +84,12 @@ def pool() -> Iterator[RankPool]:
 def train_coded(rank: int, case: Case) -> Coded:
     kept: dict[str, Any] = {}
     coded_bytes: Counter[tuple[str, str]] = Counter()
+    gave_way: set[str] = set()
 
     def prepare(trainer: Any) -> None:
         kept.update(trainer=trainer)
+        give_way = trainer.transport._give_way
+        trainer.transport._give_way = lambda label: gave_way.add(label) or give_way(label)
         count_coding(coded_bytes)
         step = trainer.step
 
@@ -99,7 +106,7 @@ def train_coded(rank: int, case: Case) -> Coded:
         if exchange.copies_bytes:
             for expert, row in zip(exchange.held[-len(exchange._copies) :], exchange._copies.data, strict=True):
                 copies[layer, expert] = row.numpy().copy()
-    return Coded(outcome=outcome, copies=copies, coded_bytes=dict(coded_bytes))
+    return Coded(outcome=outcome, copies=copies, coded_bytes=dict(coded_bytes), gave_way=gave_way)
 
 
 def count_coding(found: Counter[tuple[str, str]]) -> None:
@@ -145,6 +152,9 @@ def test_bytes_copies_and_loss(name: str, pool: RankPool) -> None:
     check_bytes(case, outcomes)
     check_copies(case, found)
     check_coding(case, found)
+    for one in found:
+        copies = {label for label, _ in one.outcome.sent_bytes if label.partition("@")[0] in COPIES}
+        assert one.gave_way == (copies if case.prefetch else set())
     for name, values in outcomes[0].parameters.items():
         if not name.endswith(".experts"):
             assert all(np.array_equal(values, outcome.parameters[name]) for outcome in outcomes), name

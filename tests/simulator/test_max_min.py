@@ -12,7 +12,7 @@ from simulator.refilling import refill
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("block", range(5))
-def test_a_thousand_random_networks_are_max_min_fair(block: int, weighted: bool) -> None:
+def test_a_thousand_random_networks_are_max_min_fair_and_conserve_bytes(block: int, weighted: bool) -> None:
     for seed in range(block * 100, block * 100 + 100):
         capacity, paths, weights = random_network(seed, weighted=weighted)
         run = Run(capacity, paths, weights, np.ones(len(paths)) * 1e9)
@@ -20,6 +20,16 @@ def test_a_thousand_random_networks_are_max_min_fair(block: int, weighted: bool)
         rates = run.network.rates_bytes_per_s(run.batch)
         check_max_min(capacity, paths, weights, rates)
         np.testing.assert_allclose(rates, max_min_rates(capacity, paths, weights), rtol=1e-8)
+        run.engine.run()
+        # The fastest have their first rate to the end. No link carries more than its rate, nor after its last flow.
+        assert run.end_s.min() == pytest.approx(1e9 / rates.max(), rel=1e-8)
+        used = paths >= 0
+        size_bytes = np.bincount(paths[used], weights[used] * 1e9, minlength=len(capacity))
+        np.testing.assert_allclose(run.network.link_bytes, size_bytes, rtol=1e-12)
+        assert (run.network.link_busy_s >= size_bytes / capacity * (1 - 1e-8)).all()
+        last_s = np.zeros(len(capacity))
+        np.maximum.at(last_s, paths[used], np.broadcast_to(run.end_s[:, None], paths.shape)[used])
+        np.testing.assert_allclose(run.network.link_busy_s, last_s, rtol=1e-12)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
