@@ -85,10 +85,9 @@ def searched_domains(problem: SiteProblem) -> Found:
     for _, table in starts(problem):
         search.evaluate(np.ascontiguousarray(table))
     even, ranked = Share(), []
-    for groups, share in group_starts(problem, divisors(problem.num_sites)):
-        if share == even:
-            table = table_of(problem, groups, {members: shares(problem, members, even) for members in groups})
-            ranked.append((search.evaluate(table).rank, groups))
+    for groups, _ in group_starts(problem, divisors(problem.num_sites), (even,)):
+        table = table_of(problem, groups, {members: shares(problem, members, even) for members in groups})
+        ranked.append((search.evaluate(table).rank, groups))
     for _, groups in sorted(ranked)[:2]:
         search.max_evaluations = search.evaluations + SWAPS // 2
         improve_groups(search, groups, even, np.random.default_rng(0))
