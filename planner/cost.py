@@ -124,11 +124,11 @@ class StepCost:
     hidden_s: dict[str, float]
     """Seconds of transfers that computation hides, by kind."""
     bound_s: float
-    """No schedule of this plan is faster: the busiest link's bytes over its bandwidth, or the computation alone."""
+    """No schedule of this plan is faster: the busiest link's bytes over its bandwidth, or the computation alone, without coding."""
     bound_by: str
     """Name of the busiest link, or ``computation``."""
     compute_s: float
-    """Computation alone, of the rank that has most; coding as the rank has it that codes most."""
+    """Computation alone, of the rank that has most, and coding, in each operation of the rank that codes most."""
     link_bytes: FloatArray
     """Per entry of ``Cluster.link_table``."""
     link_s: FloatArray
@@ -313,7 +313,8 @@ def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -
         loads += count * cost.link_bytes
         wan += count * cost.wan_bytes
         each_s = each_s + count * cost.compute_s
-    compute = float(each_s.max()) + parts.get(CODING, 0.0)
+    # The bound leaves coding out: its slowest rank may be another one in each operation.
+    compute = float(each_s.max())
     link_s = loads / network.bandwidths_bytes_per_s
     busiest = int(link_s.argmax())
     by_link = float(link_s[busiest]) > compute
@@ -323,7 +324,7 @@ def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -
         hidden_s=hidden,
         bound_s=max(float(link_s[busiest]), compute),
         bound_by=network.cluster.link_table[busiest].name if by_link else "computation",
-        compute_s=compute,
+        compute_s=compute + parts.get(CODING, 0.0),
         link_bytes=loads,
         link_s=link_s,
         wan_bytes=wan,

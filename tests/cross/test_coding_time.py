@@ -82,6 +82,16 @@ def test_a_shared_expert_is_renewed_behind_the_returns(residency: Residency) -> 
             assert cost.parts_s[Op.SHARED_ALL_GATHER.value] > 0.01 * cost.step_s
 
 
+def test_the_bound_leaves_out_coding_of_different_ranks() -> None:
+    """One rank encodes and another decodes at the same time, so their sum bounds nothing."""
+    fast = ["levels.dc.bandwidth=100 Tbps", "levels.gpu.bandwidth=100 Tbps"]
+    cluster = with_speeds(load_cluster("lab-4dc", fast), "2 MB/s", "2 MB/s")
+    cost = step_cost(coded_plan(cluster, (2, 1), ("dc",), CHANGE))
+    free_s = step_cost(coded_plan(load_cluster("lab-4dc", fast), (2, 1), ("dc",), CHANGE)).compute_s
+    assert (cost.bound_by, cost.bound_s) == ("computation", pytest.approx(free_s, rel=1e-12))
+    assert cost.compute_s > 1.1 * cost.bound_s
+
+
 def test_other_routes_and_recorded_routing_take_the_time_too() -> None:
     slow, free = (with_speeds(load_cluster("lab-4dc"), rate, rate) for rate in ("20 MB/s", "1000 TB/s"))
     plans = [coded_plan(cluster, (1, 1), ("dc", "gpu"), CHANGE) for cluster in (slow, free)]
