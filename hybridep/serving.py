@@ -32,6 +32,7 @@ def serving_table(cluster: Cluster, num_experts: int, groups: Iterable[ServingGr
     size = cluster.sizes[0]
     index = {cluster.site_name(dc): dc for dc in range(size)}
     table = np.full((size, num_experts), -1, dtype=np.int64)
+    known: dict[str, list[int]] = {}  # plans of many sites name the same experts over and over
 
     def site(name: str) -> int:
         if name not in index:
@@ -39,18 +40,22 @@ def serving_table(cluster: Cluster, num_experts: int, groups: Iterable[ServingGr
         return index[name]
 
     for group in groups:
-        row = np.full(num_experts, -1, dtype=np.int64)
+        row = [-1] * num_experts
         for holder, text in group.holders.items():
-            experts = parse_experts(text, num_experts)
-            if len(taken := experts[row[experts] >= 0]):
-                raise PlacementError(f"serving of {group.sites[0]}: expert {taken[0]} has two holders, the second is {holder}")
-            row[experts] = site(holder)
-        if (row < 0).any():
-            raise PlacementError(f"serving of {group.sites[0]}: expert {int(np.argmax(row < 0))} has no holder")
+            if text not in known:
+                known[text] = parse_experts(text, num_experts).tolist()
+            number = site(holder)
+            for expert in known[text]:
+                if row[expert] >= 0:
+                    raise PlacementError(f"serving of {group.sites[0]}: expert {expert} has two holders, the second is {holder}")
+                row[expert] = number
+        if -1 in row:
+            raise PlacementError(f"serving of {group.sites[0]}: expert {row.index(-1)} has no holder")
+        found = np.array(row, dtype=np.int64)
         for name in group.sites:
             if table[site(name), 0] >= 0:
                 raise PlacementError(f"serving: site {name} is in two groups")
-            table[site(name)] = row
+            table[site(name)] = found
     if (table[:, 0] < 0).any():
         raise PlacementError(f"serving: site {cluster.site_name(int(np.argmax(table[:, 0] < 0)))} is in no group")
     return table
@@ -62,13 +67,20 @@ def serving_groups(cluster: Cluster, table: NDArray[np.int64]) -> tuple[ServingG
     for dc, row in enumerate(table):
         members.setdefault(row.tobytes(), []).append(dc)
     groups = []
+    names = [cluster.site_name(dc) for dc in range(len(table))]
+    known: dict[tuple[int, ...], str] = {}
     for sites in members.values():
         # Lists, not arrays: most holders of many sites have one expert or two.
         held: dict[int, list[int]] = {}
         for expert, holder in enumerate(table[sites[0]].tolist()):
             held.setdefault(holder, []).append(expert)
-        holders = {cluster.site_name(holder): format_experts(held[holder]) for holder in sorted(held)}
-        groups.append(ServingGroup(sites=tuple(cluster.site_name(dc) for dc in sites), holders=holders))
+        holders = {}
+        for holder in sorted(held):
+            experts = tuple(held[holder])
+            if experts not in known:
+                known[experts] = format_experts(experts)
+            holders[names[holder]] = known[experts]
+        groups.append(ServingGroup(sites=tuple(names[dc] for dc in sites), holders=holders))
     return tuple(groups)
 
 
@@ -76,9 +88,6 @@ def parse_experts(text: str, num_experts: int) -> NDArray[np.int64]:
     """``"0-3,8"`` -> [0, 1, 2, 3, 8]. Raises PlacementError."""
     experts: list[int] = []
     for part in text.split(","):
-        if part.isdecimal() and int(part) < num_experts:
-            experts.append(int(part))  # plans of many sites have hundreds of thousands of these
-            continue
         match = _RANGE.fullmatch(part)
         if match is None:
             raise PlacementError(f"serving: {text!r} are no experts; write them like 0-3,8")

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,9 +76,8 @@ class SharedTrunk(Strict):
     """``from -> to`` -> the share of that pair's bytes that crosses the trunk: 1, or less where they are split over routes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """One directed resource that transfers share."""
+class Link(NamedTuple):
+    """One directed resource that transfers share. A tuple, because many sites have tens of thousands."""
 
     name: str
     bandwidth_bytes_per_s: float

@@ -75,15 +75,16 @@ def _compute(cluster: Cluster, workload: Workload, ranks: int) -> Compute:
         return np.repeat(each, ranks) if ranks else each[:, None]
 
     optimizer_bytes = optimizer_bytes_per_parameter(workload)
+    pre_expert_flops, head_flops, row_flops = workload.pre_expert_flops, workload.head_flops, workload.expert_flops_per_row
     return Compute(
         workload=workload,
         sharing=cluster.gpu.sharing,
         share=spread(share),
-        pre_expert_s=spread([workload.pre_expert_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
+        pre_expert_s=spread([pre_expert_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
         overhead_s=spread([gpu.block_overhead for gpu in gpus]),
-        expert_s_per_row=spread([workload.expert_flops_per_row / gpu.expert_flops_per_s for gpu in gpus]),
+        expert_s_per_row=spread([row_flops / gpu.expert_flops_per_s for gpu in gpus]),
         expert_overhead_s=spread([gpu.expert_overhead for gpu in gpus]),
-        head_s=spread([workload.head_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
+        head_s=spread([head_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
         pass_overhead_s=spread([gpu.pass_overhead for gpu in gpus]),
         optimizer_s_per_parameter=spread([optimizer_bytes / gpu.memory_bandwidth for gpu in gpus]),
         memory_bytes=spread([gpu.memory for gpu in gpus]),

@@ -138,26 +138,63 @@ class _Served:
 
 
 def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> LayerExchanges:
-    """``table`` is [D, E]: the site that computes expert e for tokens of site d. Sites with equal rows are counted together."""
-    size, n = problem.num_sites, problem.num_inside
+    """``table`` is [D, E]: the site that computes expert e for tokens of site d."""
+    return with_inside(problem, between_sites(problem, table), inside)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BetweenSites:
+    """What of a layer no choice inside sites changes. Sites with equal rows of the table are counted together."""
+
+    distinct: IntArray
+    """[U, E]: the rows that differ."""
+    tokens: FloatArray
+    """[U]: of all users of a row."""
+    per_copy: FloatArray
+    """[U]: the choices that those make of each expert."""
+    served: _Served
+    rows: Exchange
+    counts: Exchange
+    copies: Exchange
+    held_at: FloatArray
+    """[D, n]: experts that a site holds, by their homes' place inside its site."""
+
+
+def between_sites(problem: SiteProblem, table: IntArray) -> BetweenSites:
+    """``table`` is [D, E]."""
+    size = problem.num_sites
     distinct, which = distinct_rows(table)
-    # What all users of a row send together: tokens, and the choices that those make of each expert.
-    tokens = np.bincount(which, weights=problem.tokens)
-    per_copy = np.bincount(which, weights=problem.rows_per_choice)
     served = _Served.of(distinct)
-    own = (distinct[which] == np.arange(size)[:, None]).sum(axis=1)
+    own = (table == np.arange(size)[:, None]).sum(axis=1)
+    told_bytes = COUNT_BYTES * (np.arange(problem.num_experts + 1) > 0).astype(np.float64)
+    copies, held_at = _copies(problem, held_by_site(problem, distinct))
+    return BetweenSites(
+        distinct=distinct,
+        tokens=np.bincount(which, weights=problem.tokens),
+        per_copy=np.bincount(which, weights=problem.rows_per_choice),
+        served=served,
+        rows=_alike(problem, problem.hit, served, which, own, problem.tokens, problem.tokens),
+        counts=_alike(problem, told_bytes, served, which, own, np.ones(size)),
+        copies=copies,
+        held_at=held_at,
+    )
+
+
+def with_inside(problem: SiteProblem, between: BetweenSites, inside: Inside) -> LayerExchanges:
+    """All exchanges of a layer."""
+    size, n = problem.num_sites, problem.num_inside
+    distinct, tokens, served, held_at = between.distinct, between.tokens, between.served, between.held_at
     inner_rows: tuple[Exchange, ...] = ()
     inner_counts: tuple[Exchange, ...] = ()
-    outer_rows = _alike(problem, problem.hit, served, which, own, problem.tokens, problem.tokens)
-    told_bytes = COUNT_BYTES * (np.arange(problem.num_experts + 1) > 0).astype(np.float64)
-    outer_counts = _alike(problem, told_bytes, served, which, own, np.ones(size))
+    inner_copies: tuple[Exchange, ...] = ()
+    copies_held = held_at - problem.at_home
     arrived = np.broadcast_to(served.by_place(problem.hit[served.count], tokens, size)[:, None], (size, n))
     if inside is Inside.ALL or n == 1:
-        loads = np.broadcast_to(served.by_place(served.count, per_copy, size)[:, None], (size, n))
+        loads = np.broadcast_to(served.by_place(served.count, between.per_copy, size)[:, None], (size, n))
     else:
         by_rank = _Served.of(distinct * n + problem.home_inside)
         before = arrived
-        loads = by_rank.by_place(by_rank.count * n, per_copy, size * n).reshape(size, n)
+        loads = by_rank.by_place(by_rank.count * n, between.per_copy, size * n).reshape(size, n)
         needed = by_rank.by_place(problem.hit[by_rank.count], tokens, size * n).reshape(size, n)
         arrived = n * needed
         away = needed.sum(axis=1, keepdims=True) - needed
@@ -170,15 +207,18 @@ def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> La
         into = np.broadcast_to((n - 1) * present, (size, n))
         told = _all_to(np.broadcast_to(present > 0, (size, n)))
         inner_counts = (Exchange(outer=False, out=COUNT_BYTES * peers, into=COUNT_BYTES * into, messages=told),)
-    held = held_by_site(problem, distinct)
-    copies, held_at = _copies(problem, held, inside)
+    if inside is Inside.ALL and n > 1:
+        all_held = held_at.sum(axis=1, keepdims=True)
+        spread = _all_to(held_at > 0)[::-1]
+        fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at, once=held_at, messages=spread)
+        inner_copies, copies_held = (fan_out,), all_held - problem.at_home
     return LayerExchanges(
-        rows=(outer_rows, *inner_rows),
-        copies=copies,
-        counts=(outer_counts, *inner_counts),
+        rows=(between.rows, *inner_rows),
+        copies=(between.copies, *inner_copies),
+        counts=(between.counts, *inner_counts),
         served=np.asarray(loads, dtype=np.float64),
         arrived=np.asarray(arrived, dtype=np.float64),
-        copies_held=held_at,
+        copies_held=np.asarray(copies_held, dtype=np.float64),
     )
 
 
@@ -272,35 +312,33 @@ def _all_to(receives: NDArray[np.bool_]) -> tuple[int, int]:
     return int(others.max()), receives.shape[1] - 1
 
 
-def _copies(problem: SiteProblem, held: IntArray, inside: Inside) -> tuple[tuple[Exchange, ...], FloatArray]:
-    """The gather's exchanges in experts, and copies per rank ([D, n])."""
+def _copies(problem: SiteProblem, held: IntArray) -> tuple[Exchange, FloatArray]:
+    """The gather's exchange between sites in experts, and what each site holds by the homes' places inside ([D, n])."""
     size, n, home_site = problem.num_sites, problem.num_inside, problem.home_site
-    at_home = problem.at_home.astype(np.float64)
     held_at = held @ np.eye(n)[problem.home_inside]
-    out = np.bincount(problem.home, weights=held.sum(axis=0) - 1.0, minlength=size * n).reshape(size, n)
-    # Which ranks send anything to each site; homes are in the order of ranks.
+    into = held_at - problem.at_home
+    copies = held.sum(axis=0) - 1.0
+    out = np.bincount(problem.home, weights=copies, minlength=size * n).reshape(size, n)
+    messages = int(copies.max()), int(into.max())
     ranks, first = np.unique(problem.home, return_index=True)
-    sends = np.maximum.reduceat(held, first, axis=1)
-    sends[ranks // n, np.arange(len(ranks))] = 0
-    messages = int(sends.sum(axis=0).max()), int((sends @ np.eye(n)[ranks % n]).max())
+    if len(ranks) < problem.num_experts:
+        # Which ranks send anything to each site; homes are in the order of ranks.
+        sends = np.maximum.reduceat(held, first, axis=1)
+        sends[ranks // n, np.arange(len(ranks))] = 0
+        messages = int(sends.sum(axis=0).max()), int((sends @ np.eye(n)[ranks % n]).max())
 
     def pairs() -> FloatArray:
         moved = np.zeros((size, size))
         np.add.at(moved, home_site, held.T)
         return _away(moved)
 
-    different = np.bincount(problem.home, weights=held.sum(axis=0) > 1, minlength=size * n).reshape(size, n)
+    different = np.bincount(problem.home, weights=copies > 0, minlength=size * n).reshape(size, n)
     outer = Exchange(
         outer=True,
         out=np.asarray(out, dtype=np.float64),
-        into=held_at - at_home,
+        into=into,
         once=np.asarray(different, dtype=np.float64),
         messages=messages,
         pairs_of=pairs,
     )
-    if inside is Inside.ONE or n == 1:
-        return (outer,), held_at - at_home
-    all_held = held_at.sum(axis=1, keepdims=True)
-    spread = _all_to(held_at > 0)[::-1]
-    fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at, once=held_at, messages=spread)
-    return (outer, fan_out), np.asarray(all_held - at_home)
+    return outer, held_at

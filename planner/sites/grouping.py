@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -163,13 +164,19 @@ def assign(problem: SiteProblem, members: Sequence[int], targets: IntArray) -> I
     row = np.full(problem.num_experts, -1, dtype=np.int64)
     room = np.array(targets, dtype=np.int64)
     for position, site in enumerate(members):
-        own = np.flatnonzero(problem.home_site == site)[: room[position]]
-        row[own] = site
-        room[position] -= len(own)
-    left = np.flatnonzero(row < 0)
-    left = left[np.lexsort((left, problem.home_inside[left]))]
-    owner = np.repeat(np.arange(len(room)), room)
-    turn = np.concatenate([(np.arange(count) + 0.5) / count for count in room if count] or [np.zeros(0)])
-    order = np.lexsort((owner, turn))
-    row[left] = np.asarray(members, dtype=np.int64)[owner[order]]
+        if problem.homes[site]:
+            own = np.flatnonzero(problem.home_site == site)[: room[position]]
+            row[own] = site
+            room[position] -= len(own)
+    by_place = np.argsort(problem.home_inside, kind="stable")
+    row[by_place[row[by_place] < 0]] = np.asarray(members, dtype=np.int64)[_dealt(tuple(room.tolist()))]
     return row
+
+
+@lru_cache(maxsize=4096)
+def _dealt(counts: tuple[int, ...]) -> IntArray:
+    """[sum of ``counts``]: which of so many takes the next one, if each shall take as many as its count, evenly in turn."""
+    taker = np.repeat(np.arange(len(counts)), counts)
+    turn = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count] or [np.zeros(0)])
+    dealt: IntArray = taker[np.lexsort((taker, turn))]
+    return dealt

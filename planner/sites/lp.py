@@ -58,8 +58,19 @@ class BoxProgram:
     def solve(self) -> Duals | None:
         """The best multipliers; None when the program is infeasible or the solver fails."""
         solver: Any = linprog  # its stubs know dense matrices only
-        unit = max(float(np.abs(self.costs).max()), 1e-300)
-        found = solver(self.costs / unit, self.inequality, self.right, self.equality, self.total, self.bounds, method="highs")
+        # Scaled by the cheapest variable: by the price of what stays unserved, all else would be within the solver's tolerance.
+        # Its presolve takes longer than it saves here.
+        unit = float(self.costs[self.costs > 0].min())
+        found = solver(
+            self.costs / unit,
+            self.inequality,
+            self.right,
+            self.equality,
+            self.total,
+            self.bounds,
+            method="highs",
+            options={"presolve": False},
+        )
         if found.status != 0:
             return None
         return Duals(

@@ -17,7 +17,7 @@ from hybridep.plan import Residency
 from planner.cost import BlockTimes
 from planner.domains import divisors
 from planner.sites.cost import SiteCost, block_times, cost_of
-from planner.sites.exchange import LayerExchanges, layer_exchanges
+from planner.sites.exchange import LayerExchanges, between_sites, with_inside
 from planner.sites.grouping import (
     MANY,
     Groups,
@@ -97,9 +97,10 @@ class Search:
         goal = self.problem.goal
         found: Found | None = None
         layers: dict[Inside, tuple[LayerExchanges, list[BlockTimes]]] = {}
+        between = between_sites(self.problem, table)
         for configuration in self.configurations:
             if configuration.inside not in layers:
-                layer = layer_exchanges(self.problem, table, configuration.inside)
+                layer = with_inside(self.problem, between, configuration.inside)
                 layers[configuration.inside] = layer, [block_times(one, layer) for one in self.scenarios]
             layer, times = layers[configuration.inside]
             costs = [

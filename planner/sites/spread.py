@@ -114,8 +114,12 @@ def _fewest_copies(problem: SiteProblem, count: int, left_out: IntArray) -> tupl
         return high
 
     gathers = float(there_s.max()) * count * np.linspace(max(least / count, 0.5 / STEPS), 1.0, STEPS)
-    best = min(((gather_s, shortest_s(gather_s)) for gather_s in gathers), key=sum)
-    return copies(*best), float(sum(best))
+    best = float(gathers[0]), shortest_s(float(gathers[0]))
+    for gather_s in gathers[1:].tolist():
+        if gather_s + float(back_s.max()) * least >= sum(best):
+            break
+        best = min(best, (gather_s, shortest_s(gather_s)), key=sum)
+    return copies(*best), sum(best)
 
 
 def spread_table(problem: SiteProblem, spread: Spread) -> IntArray:
