@@ -124,7 +124,7 @@ class StepCost:
     hidden_s: dict[str, float]
     """Seconds of transfers that computation hides, by kind."""
     bound_s: float
-    """No schedule of this plan is faster: the busiest link's bytes over its bandwidth, or the computation alone, without coding."""
+    """No schedule of this plan is faster: the busiest link's bytes over its bandwidth, or computation alone, without coding."""
     bound_by: str
     """Name of the busiest link, or ``computation``."""
     compute_s: float

@@ -170,8 +170,8 @@ def between_sites(problem: SiteProblem, table: IntArray) -> BetweenSites:
     copies, held_at = _copies(problem, held_by_site(problem, distinct))
     return BetweenSites(
         distinct=distinct,
-        tokens=np.bincount(which, weights=problem.tokens),
-        per_copy=np.bincount(which, weights=problem.rows_per_choice),
+        tokens=np.asarray(np.bincount(which, weights=problem.tokens), dtype=np.float64),
+        per_copy=np.asarray(np.bincount(which, weights=problem.rows_per_choice), dtype=np.float64),
         served=served,
         rows=_alike(problem, problem.hit, served, which, own, problem.tokens, problem.tokens),
         counts=_alike(problem, told_bytes, served, which, own, np.ones(size)),
