@@ -2,7 +2,8 @@
 
     .venv/bin/python experiments/planner-scale/run.py [--sites 10,30,100] [--figure TABLE]
 
-Synthetic access links (no measured data): equal sites, ten kinds, all different. One row each in ``results/scale.csv``.
+Synthetic access links (no measured data): equal sites, ten kinds, all different. One row each in ``results/scale.csv``. Limits are
+seconds of computation of the planner's process, not of wall time.
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ def workload() -> Workload:
 def planned(kind: str, size: int, time_limit_s: float) -> dict[str, Any]:
     """One row; in a process of its own, whose peak memory counts everything that it imports."""
     cluster = cluster_of(kind, size)
-    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    # The limit counts this process's own computation, as on a machine that does nothing else.
+    time.perf_counter = time.process_time
+    started_s, started_cpu_s = time.monotonic(), time.process_time()
     made = plan(cluster, workload(), time_limit_s=time_limit_s)
-    cpu_s, wall_s = time.process_time() - started_cpu_s, time.perf_counter() - started_s
+    cpu_s, wall_s = time.process_time() - started_cpu_s, time.monotonic() - started_s
     assert made.solver is not None and made.prediction is not None
     return {
         "kind": kind,
@@ -106,9 +109,10 @@ def draw(table: Path, figure: Path) -> None:
 
 @click.command(help=__doc__)
 @click.option("--sites", default="10,30,100,300,1000,3000", show_default=True)
+@click.option("--kinds", default=",".join(KINDS), show_default=True)
 @click.option("--time-limit", "time_limit_s", default=60.0, show_default=True)
 @click.option("--figure", "table", type=click.Path(path_type=Path), help="Only draw this table again, beside it.")
-def main(sites: str, time_limit_s: float, table: Path | None) -> None:
+def main(sites: str, kinds: str, time_limit_s: float, table: Path | None) -> None:
     if table is not None:
         draw(table, table.with_name("scale.png"))
         return
@@ -118,7 +122,7 @@ def main(sites: str, time_limit_s: float, table: Path | None) -> None:
         writer = csv.DictWriter(stream, COLUMNS)
         writer.writeheader()
         for size in (int(text) for text in sites.split(",")):
-            for kind in KINDS:
+            for kind in kinds.split(","):
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
                     row = alone.submit(planned, kind, size, time_limit_s).result()
                 writer.writerow(row)
