@@ -79,8 +79,9 @@ def cluster_of(name: str, recipe: Mapping[str, Any], site: Mapping[str, Any], ta
 
 
 def searched_domains(problem: SiteProblem) -> Found:
-    """Equal domains whose members are searched, experts spread evenly among the sites that a token can reach: what HybridEP's
-    scheme gains from knowing the links, without sites of unequal parts."""
+    """Domains whose members are searched, experts spread evenly among the sites that a token can reach: what HybridEP's scheme
+    gains from knowing the links, without sites of unequal parts. As many groups of such sites as divide the sites, which begin
+    equally large; the search may make them unequal."""
     search = Search(problem=problem)
     for _, table in starts(problem):
         search.evaluate(np.ascontiguousarray(table))

@@ -2,8 +2,8 @@
 
     .venv/bin/python experiments/planner-scale/run.py [--sites 10,30,100] [--figure TABLE]
 
-Synthetic access links (no measured data): equal sites, ten kinds, all different. One row each in ``results/scale.csv``. Limits are
-seconds of computation of the planner's process, not of wall time.
+Synthetic access links (no measured data): equal sites, ten kinds, all different. One row each in ``results/scale.csv``.
+Limits are seconds of computation of the planner's process, not of wall time.
 """
 
 from __future__ import annotations
