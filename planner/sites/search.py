@@ -219,7 +219,9 @@ def try_best_hubs(search: Search) -> bool:
     ranks: dict[int, tuple[int, float]] = {}
 
     def attempt(most_users: int) -> Found | None:
-        plan = best_hubs(problem, most_users) if most_users > 0 and most_users not in ranks and not search.over else None
+        # Whatever the time limit, one plan is looked at: finding hubs among many sites may take all of a short one.
+        late = search.over and search.best is not None
+        plan = best_hubs(problem, most_users) if most_users > 0 and most_users not in ranks and not late else None
         if plan is None:
             return None
         found = search.evaluate(served_table(problem, plan))
