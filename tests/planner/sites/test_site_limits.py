@@ -85,7 +85,7 @@ def test_a_thousand_equal_sites_plan_in_a_second_and_always_alike(monkeypatch: p
         made.append(planner.plan(cluster, workload))
         used_s.append(time.process_time() - started_s)
     assert text_of(made[0]) == text_of(made[1])
-    assert made[0].solver is not None and made[0].solver.gap < 0.08
+    assert made[0].solver is not None and made[0].solver.gap < 0.04
     # A second on the machine it was measured on; twice that for slower ones.
     assert min(used_s) < 2.0
 
