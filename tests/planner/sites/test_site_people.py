@@ -77,10 +77,10 @@ def test_plans_are_equally_fast_where_switching_pays() -> None:
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_plans_for_scenarios_are_never_worse_there(quantile: float) -> None:
     cluster, workload = given(seed=6)
-    scenarios = planner.interval_scenarios(cluster, 0.6, draws=5)
-    robust = planner.plan_for_scenarios(cluster, workload, scenarios, quantile=quantile, time_limit_s=20)
+    scenarios = planner.interval_scenarios(cluster, 0.6, draws=3)
+    robust = planner.plan_for_scenarios(cluster, workload, scenarios, quantile=quantile, time_limit_s=8)
     assert robust.bound_s <= robust.step_s <= robust.nominal_step_s * (1 + 1e-9)
-    assert robust.step_s in robust.steps_s and len(robust.steps_s) == 6
+    assert robust.step_s in robust.steps_s and len(robust.steps_s) == 4
     if quantile == 1.0:
         # All links at the lower end is the worst case for every plan.
         assert robust.step_s == robust.steps_s[0] == max(robust.steps_s)
