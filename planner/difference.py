@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from hybridep.plan import Plan
-from hybridep.topology import Cluster, Level, PairLink, SharedTrunk, Site
+from hybridep.sites import Level, PairLink, SharedTrunk, Site
+from hybridep.topology import Cluster
 from planner.evaluate import evaluate
 
 WIDEST = 64.0
