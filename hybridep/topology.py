@@ -142,6 +142,10 @@ class Cluster(Strict):
         """Name of the worker ``dc`` of the outermost level."""
         return self.sites[dc].name if self.sites else f"{self.levels[0].name}{dc}"
 
+    def site_labels(self, dc: int) -> tuple[str, ...]:
+        """``site_name``, and that of the site whose pod it is."""
+        return self.sites[dc].labels if self.sites else (self.site_name(dc),)
+
     def worker_name(self, location: Sequence[int]) -> str:
         """``us-east/gpu3``; a prefix of a location names a worker of an outer level."""
         inner = [f"{level.name}{x}" for level, x in zip(self.levels[1:], location[1:], strict=False)]
