@@ -146,6 +146,10 @@ class Cluster(Strict):
         """``site_name``, and that of the site whose pod it is."""
         return self.sites[dc].labels if self.sites else (self.site_name(dc),)
 
+    def in_one_site(self, a: int, b: int) -> bool:
+        """Whether two of the outermost level are the same, or pods of the same site."""
+        return self.site_labels(a)[-1] == self.site_labels(b)[-1]
+
     def worker_name(self, location: Sequence[int]) -> str:
         """``us-east/gpu3``; a prefix of a location names a worker of an outer level."""
         inner = [f"{level.name}{x}" for level, x in zip(self.levels[1:], location[1:], strict=False)]
@@ -224,6 +228,12 @@ class Cluster(Strict):
         """Of ``link_table``: the DC pairs; empty where none are given."""
         size = self.sizes[0]
         return slice(self._first_link[-1], self._first_link[-1] + (size * (size - 1) if self.links else 0))
+
+    @cached_property
+    def pairs_in_one_site(self) -> NDArray[np.bool_]:
+        """[pair links]: those that join pods of a site."""
+        pairs = permutations(range(self.sizes[0]), 2) if self.links else ()
+        return np.array([self.in_one_site(*pair) for pair in pairs], dtype=np.bool_)
 
     @cached_property
     def trunk_shares(self) -> csr_array:

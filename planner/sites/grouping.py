@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
 
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
@@ -76,6 +78,12 @@ def _nearest_of_many(apart: FloatArray, num_groups: int) -> Groups:
         left -= take
         groups.append(tuple(int(d) for d in np.sort(chosen)))
     return tuple(groups)
+
+
+def grown_groups(apart: FloatArray, num_groups: int) -> Groups:
+    """Groups of any size: the nearest are joined first (average linkage), as the pods of a site are."""
+    tree = linkage(squareform(apart, checks=False), "average")
+    return groups_of(fcluster(tree, num_groups, "maxclust"))
 
 
 def even_groups(problem: SiteProblem, num_groups: int) -> Groups:
