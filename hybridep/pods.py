@@ -8,15 +8,13 @@ nothing. Links per pair of pods carry the latencies; they are as wide as the pat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import permutations, product
 
 from hybridep.sites import Level, PairLink, SharedTrunk, Site
 
 MOST_PODS = 256
 """In all: every ordered pair gets a link."""
-
-Pair = tuple[str, str]
 
 
 def expanded(
@@ -38,7 +36,8 @@ def expanded(
     pods = {site.name: _pods(site, outer.pods.bandwidth) for site in sites}
     within = [pair for site in sites for pair in permutations(pods[site.name], 2)]
     # Nothing is paid inside a site; said only where something is paid elsewhere.
-    free = 0.0 if any(one.egress is not None for one in (outer, *sites, *links)) else None
+    payers: tuple[Level | Site | PairLink, ...] = (outer, *sites, *links)
+    free = 0.0 if any(one.egress is not None for one in payers) else None
     made = [_link(a.name, b.name, outer.pods.bandwidth, outer.pods.latency, free) for a, b in within]
     given = {(link.src, link.dst): link for link in links}
     for x, y in permutations(sites, 2):
@@ -46,26 +45,26 @@ def expanded(
         path = (min(access, pair.bandwidth), pair.latency, pair.egress) if pair else (access, outer.latency, None)
         made += [_link(a.name, b.name, *path) for a, b in product(pods[x.name], pods[y.name])]
 
-    def shared(name: str, bandwidth: float, pairs: Mapping[Pair, float] | Iterable[Pair]) -> SharedTrunk:
-        """A trunk that carries pairs of sites, as one that carries their pods."""
-        shares = pairs.items() if isinstance(pairs, Mapping) else ((pair, 1.0) for pair in pairs)
-        carries = {
-            f"{a.name} -> {b.name}": share for (x, y), share in shares for a in pods[x] for b in pods[y]
-        }
-        return SharedTrunk.model_construct(name=name, bandwidth=bandwidth, carries=carries)
+    def shared(name: str, bandwidth: float, carries: Mapping[str, float]) -> SharedTrunk:
+        """What carries these pairs of sites, as a trunk that carries their pods."""
+        spread: dict[str, float] = {}
+        for way, share in carries.items():
+            src, _, dst = way.partition(" -> ")
+            spread |= {f"{a.name} -> {b.name}": share for a, b in product(pods[src], pods[dst])}
+        return SharedTrunk.model_construct(name=name, bandwidth=bandwidth, carries=spread)
 
     cables = []
     for site in sites if len(sites) > 1 else ():
         if site.num_pods > 1:
             others = [other.name for other in sites if other is not site]
-            cables.append(shared(f"{site.name} up", site.up or outer.bandwidth, product([site.name], others)))
-            cables.append(shared(f"{site.name} down", site.down or outer.bandwidth, product(others, [site.name])))
-    for (x, y), link in given.items():
-        if len(pods[x]) * len(pods[y]) > 1:
-            cables.append(shared(f"{x} -> {y}", link.bandwidth, [(x, y)]))
-    for trunk in trunks:
-        carried = {(way.partition(" -> ")[0], way.partition(" -> ")[2]): share for way, share in trunk.carries.items()}
-        cables.append(shared(trunk.name, trunk.bandwidth, carried))
+            out = {f"{site.name} -> {other}": 1.0 for other in others}
+            back = {f"{other} -> {site.name}": 1.0 for other in others}
+            cables.append(shared(f"{site.name} up", site.up or outer.bandwidth, out))
+            cables.append(shared(f"{site.name} down", site.down or outer.bandwidth, back))
+    for (src, dst), link in given.items():
+        if len(pods[src]) * len(pods[dst]) > 1:
+            cables.append(shared(f"{src} -> {dst}", link.bandwidth, {f"{src} -> {dst}": 1.0}))
+    cables += [shared(trunk.name, trunk.bandwidth, trunk.carries) for trunk in trunks]
     return {
         "levels": (outer.model_copy(update={"size": total, "pods": None}), *levels[1:]),
         "sites": tuple(pod for site in sites for pod in pods[site.name]),

@@ -83,7 +83,7 @@ def _nearest_of_many(apart: FloatArray, num_groups: int) -> Groups:
 def grown_groups(apart: FloatArray, num_groups: int) -> Groups:
     """Groups of any size: the nearest are joined first (average linkage), as the pods of a site are."""
     tree = linkage(squareform(apart, checks=False), "average")
-    return groups_of(fcluster(tree, num_groups, "maxclust"))
+    return groups_of([int(label) for label in fcluster(tree, num_groups, "maxclust")])
 
 
 def even_groups(problem: SiteProblem, num_groups: int) -> Groups:

@@ -170,7 +170,7 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
         if problem.cluster.trunks and pair_rate is not None:
             crossed = problem.trunk_s_per_byte[:, src * size + dst].tocoo()
             seconds = crossed.data * unit_bytes[crossed.col]
-            busiest(crossed.row, variable[crossed.col], seconds, maximum, crossed.shape[0])
+            busiest(crossed.row.astype(np.int64), variable[crossed.col], seconds, maximum, crossed.shape[0])
 
     shared(d, h, away, cost_forward * q[d, h], forward)
     shared(h, d, away, cost_back * q[d, h], back)

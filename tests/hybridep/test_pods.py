@@ -86,7 +86,15 @@ def test_pods_share_the_links_per_pair_and_the_trunks_of_their_sites() -> None:
     data["trunks"] = [{"name": "cable", "bandwidth": "3 Gbps", "carries": {"big -> small": 0.5, "mid -> small": 1}}]
     cluster = build(Cluster, data, "test")
     rates = {trunk.name: trunk.bandwidth / GBPS for trunk in cluster.trunks}
-    assert rates == {"big up": 8, "big down": 5, "big -> mid": 1, "big -> small": 2, "mid -> big": 3, "small -> big": 5, "cable": 3}
+    assert rates == {
+        "big up": 8,
+        "big down": 5,
+        "big -> mid": 1,
+        "big -> small": 2,
+        "mid -> big": 3,
+        "small -> big": 5,
+        "cable": 3,
+    }
     assert {"big -> small", "big-pod0 -> small", "big up", "cable"} < set(loads(cluster, 0, 3))
     assert loads(cluster, 1, 3)["cable"] == 4 and loads(cluster, 2, 3)["cable"] == 8
     assert cluster.latency_s(0, 6) == pytest.approx(2e-3) and cluster.latency_s(6, 2) == pytest.approx(5e-3)
