@@ -229,11 +229,14 @@ class Cluster(Strict):
         size = self.sizes[0]
         return slice(self._first_link[-1], self._first_link[-1] + (size * (size - 1) if self.links else 0))
 
-    @cached_property
+    @property
     def pairs_in_one_site(self) -> NDArray[np.bool_]:
         """[pair links]: those that join pods of a site."""
-        pairs = permutations(range(self.sizes[0]), 2) if self.links else ()
-        return np.array([self.in_one_site(*pair) for pair in pairs], dtype=np.bool_)
+        if not self.links:
+            return np.zeros(0, dtype=np.bool_)
+        names = np.array([site.labels[-1] for site in self.sites])
+        same: NDArray[np.bool_] = names[:, None] == names[None, :]
+        return same[~np.eye(len(names), dtype=np.bool_)]
 
     @cached_property
     def trunk_shares(self) -> csr_array:
