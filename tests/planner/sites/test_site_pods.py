@@ -23,6 +23,8 @@ from planner.sites.search import Search, run
 
 SHAPES = [((2, 1), 2, 0), ((3, 1), 1, 0), ((2, 1), 1, 2)]
 """Pods of each site, experts, ranks of a pod (0: a level less)."""
+TIGHT = [11, 18, 37, 43]
+"""Seeds at which a bound that counts too much on a trunk, or leaves slow gathers out, exceeds the optimum."""
 
 
 def pod_cluster(rng: np.random.Generator, pods: tuple[int, ...], inside: int) -> Cluster:
@@ -41,7 +43,7 @@ def pod_problem(seed: int, pods: tuple[int, ...], experts: int, inside: int) -> 
     return site_problem(pod_cluster(rng, pods, inside), small_workload(rng, experts))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", TIGHT)
 def test_bound_and_search_against_every_table(seed: int) -> None:
     problem = pod_problem(seed, *SHAPES[seed % len(SHAPES)])
     search = Search(problem=problem, max_evaluations=150)
@@ -56,14 +58,26 @@ def test_bound_and_search_against_every_table(seed: int) -> None:
 
 
 def test_the_bound_knows_the_access_link_that_pods_share() -> None:
-    """Three pods behind one link: no pair of pods is slow, only all together."""
-    problem = pod_problem(1, (3, 1), 4, 2)
-    blind = site_problem(problem.cluster.model_copy(update={"trunks": ()}), problem.workload)
-    search = Search(problem=problem, max_evaluations=40)
+    """Three pods behind one link: no pair of pods is slow, only all together. Without that link: 0.54 of this plan's step."""
+    problem = pod_problem(4, (3, 1), 4, 0)
+    search = Search(problem=problem, max_evaluations=60)
     run(search)
     assert search.best is not None
-    bounds = [prove(Relaxation(problem=one), search.best.rank[1], max_boxes=8).bound_s for one in (problem, blind)]
-    assert bounds[0] > 1.05 * bounds[1]
+    best_s = search.best.rank[1]
+    assert 0.7 * best_s < prove(Relaxation(problem=problem), best_s, max_boxes=8).bound_s <= best_s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(12))
+def test_no_bound_exceeds_what_a_long_search_finds(seed: int) -> None:
+    problem = pod_problem(seed, ((3, 1), (2, 2, 1), (4, 2, 1, 1))[seed % 3], 8, 2)
+    search = Search(problem=problem)
+    run(search)
+    assert search.best is not None
+    assert prove(Relaxation(problem=problem), search.best.rank[1] * 1.0001, max_boxes=60).bound_s <= search.best.rank[1] * (
+        1 + 1e-9
+    )
 
 
 def test_plans_are_checked_and_never_worse_than_what_needs_no_search() -> None:
