@@ -117,7 +117,7 @@ class Prediction(Strict):
     parts: dict[str, Duration]
     """Seconds by kind of operation; hidden transfers are counted only as far as they show."""
     wan_bytes: float
-    """Over the outermost level's links, all ranks together."""
+    """Between sites, all ranks together."""
     memory_bytes: float
     """Of the fullest rank."""
     baselines: dict[str, Duration]

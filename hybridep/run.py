@@ -123,6 +123,6 @@ class StepReport:
     sent_bytes: dict[str, int] = field(default_factory=dict)
     """``operation@level`` -> payload bytes that this rank sent, for example ``token_dispatch@dc``."""
     wan_bytes: int = 0
-    """Bytes of it over the outermost level."""
+    """Bytes of it to other sites."""
     peak_bytes: int = 0
     """Largest memory so far: resident, or of tensors on a GPU."""

@@ -14,66 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from scipy.sparse import csr_array
 
-from hybridep.config import Bandwidth, Duration, Strict, TransferPrice
+from hybridep.config import Strict
 from hybridep.errors import ConfigError
-from hybridep.gpus import Gpu, SiteGpu
+from hybridep.gpus import Gpu
+from hybridep.pods import expanded
+from hybridep.sites import Level, PairLink, SharedTrunk, Site
 from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
 
 if TYPE_CHECKING:
     import networkx as nx
 
 Location = tuple[int, ...]
-
-
-class Level(Strict):
-    """One level of the hierarchy; ``size`` workers below each worker of the level above."""
-
-    name: str
-    size: int = Field(ge=1)
-    bandwidth: Bandwidth
-    """Of the up link, and of the down link, of each worker of this level (shared by the GPUs below it)."""
-    latency: Duration
-    """One way, between two workers of this level; includes the software's cost of one message (see ``Gpu.message_overhead``)."""
-    egress: TransferPrice | None = None
-    """Of the outermost level: what each byte costs that leaves a site for another one; nothing where absent."""
-
-
-class Site(Strict):
-    """One datacenter by name; its access rates, what sending costs, and its ranks' GPUs, where they differ from the level's and
-    the cluster's; and its share of the work."""
-
-    name: str
-    up: Bandwidth | None = None
-    down: Bandwidth | None = None
-    egress: TransferPrice | None = None
-    gpu: SiteGpu | None = None
-    tokens: float | None = Field(default=None, gt=0)
-    """How much of the global batch its ranks take, against the other sites' (see ``hybridep.shares``); 1 where absent."""
-    experts: float | None = Field(default=None, ge=0)
-    """How many experts live there, against the other sites; 1 where absent, 0 for none."""
-
-
-class PairLink(Strict):
-    """The path from one datacenter to another, in that direction."""
-
-    src: str
-    dst: str
-    bandwidth: Bandwidth
-    latency: Duration
-    egress: TransferPrice | None = None
-    """Where it differs from the source's."""
-
-
-class SharedTrunk(Strict):
-    """A cable between sites, in one direction, that transfers of several pairs of sites share."""
-
-    name: str
-    bandwidth: Bandwidth
-    carries: dict[str, float] = Field(min_length=1)
-    """``from -> to`` -> the share of that pair's bytes that crosses the trunk: 1, or less where they are split over routes."""
 
 
 class Link(NamedTuple):
@@ -84,7 +38,8 @@ class Link(NamedTuple):
 
 
 class Cluster(Strict):
-    """A bandwidth profile. ``levels`` are outermost first; the last one counts GPUs (one rank each)."""
+    """A bandwidth profile. ``levels`` are outermost first; the last one counts GPUs (one rank each). Loading makes sites
+    of the pods of a site, so all sites have equally many ranks; ``Site.part_of`` says which belong together."""
 
     name: str
     levels: tuple[Level, ...] = Field(min_length=1)
@@ -104,6 +59,8 @@ class Cluster(Strict):
                 raise ValueError(
                     f"levels.{depth}.egress: only what leaves a {names[0]} has a price; give it to level {names[0]!r}"
                 )
+            if level.pods is not None:
+                raise ValueError(f"levels.{depth}.pods: only a {names[0]} has pods; give it to level {names[0]!r}")
         sites = [site.name for site in self.sites]
         if sites and len(sites) != self.levels[0].size:
             raise ValueError(f"sites: {len(sites)} are named but level {names[0]!r} has size {self.levels[0].size}")
@@ -131,6 +88,16 @@ class Cluster(Strict):
                 if pair not in given:
                     raise ValueError(f"links: no link {pair[0]} -> {pair[1]}; give every ordered pair or none")
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without_pods(cls, data: object, validated: ModelWrapValidatorHandler[Cluster]) -> Cluster:
+        # Once as written, so that errors speak of what was written; then with the pods as sites.
+        cluster = validated(data)
+        if all(site.num_pods == 1 for site in cluster.sites):
+            return cluster
+        rest = {"name": cluster.name, "gpu": cluster.gpu}
+        return validated(rest | expanded(cluster.levels, cluster.sites, cluster.links, cluster.trunks))
 
     def _check_carried(self, where: str, carries: dict[str, float]) -> None:
         known = {self.site_name(dc) for dc in range(self.levels[0].size)}
@@ -172,6 +139,14 @@ class Cluster(Strict):
     def site_name(self, dc: int) -> str:
         """Name of the worker ``dc`` of the outermost level."""
         return self.sites[dc].name if self.sites else f"{self.levels[0].name}{dc}"
+
+    def site_labels(self, dc: int) -> tuple[str, ...]:
+        """``site_name``, and that of the site whose pod it is."""
+        return self.sites[dc].labels if self.sites else (self.site_name(dc),)
+
+    def in_one_site(self, a: int, b: int) -> bool:
+        """Whether two of the outermost level are the same, or pods of the same site."""
+        return self.site_labels(a)[-1] == self.site_labels(b)[-1]
 
     def worker_name(self, location: Sequence[int]) -> str:
         """``us-east/gpu3``; a prefix of a location names a worker of an outer level."""
@@ -251,6 +226,15 @@ class Cluster(Strict):
         """Of ``link_table``: the DC pairs; empty where none are given."""
         size = self.sizes[0]
         return slice(self._first_link[-1], self._first_link[-1] + (size * (size - 1) if self.links else 0))
+
+    @property
+    def pairs_in_one_site(self) -> NDArray[np.bool_]:
+        """[pair links]: those that join pods of a site."""
+        if not self.links:
+            return np.zeros(0, dtype=np.bool_)
+        names = np.array([site.labels[-1] for site in self.sites])
+        same: NDArray[np.bool_] = names[:, None] == names[None, :]
+        return same[~np.eye(len(names), dtype=np.bool_)]
 
     @cached_property
     def trunk_shares(self) -> csr_array:

@@ -49,7 +49,7 @@ class Rule(Strict):
     name: str
     kind: Kind
     sites: tuple[str, ...] = Field(min_length=1)
-    """Names, or patterns such as ``eu-*``."""
+    """Names, or patterns such as ``eu-*``; that of a site with pods means all of them."""
     to: tuple[str, ...] = ()
     """The other sites of ``no_link``; all others when absent."""
     experts: str = ""
@@ -189,12 +189,12 @@ def smallest_clash(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) 
 
 def _sites(cluster: Cluster, rule: Rule, patterns: tuple[str, ...]) -> BoolArray:
     """[D]: the sites that any of the patterns names."""
-    names = [cluster.site_name(dc) for dc in range(cluster.sizes[0])]
-    chosen = np.zeros(len(names), dtype=np.bool_)
+    labels = [cluster.site_labels(dc) for dc in range(cluster.sizes[0])]
+    chosen = np.zeros(len(labels), dtype=np.bool_)
     for pattern in patterns:
-        matching = [fnmatchcase(name, pattern) for name in names]
+        matching = [any(fnmatchcase(label, pattern) for label in each) for each in labels]
         if not any(matching):
-            shown = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+            shown = ", ".join(each[0] for each in labels[:8]) + (" ..." if len(labels) > 8 else "")
             raise UserError(f"rule {rule.name}: no site is called {pattern!r}; there are {shown}")
         chosen |= np.array(matching)
     return chosen

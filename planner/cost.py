@@ -134,8 +134,9 @@ class StepCost:
     link_s: FloatArray
     """Those bytes over each link's bandwidth."""
     wan_bytes: float
+    """Between sites; between pods of one site not counted."""
     egress_usd: float
-    """Of the bytes between sites."""
+    """Of the same."""
     rent_usd_per_s: float
     """Of all ranks."""
 
@@ -313,6 +314,7 @@ def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -
         loads += count * cost.link_bytes
         wan += count * cost.wan_bytes
         each_s = each_s + count * cost.compute_s
+    wan -= float(loads[network.cluster.pair_links][network.cluster.pairs_in_one_site].sum())
     # The bound leaves coding out: its slowest rank may be another one in each operation.
     compute = float(each_s.max())
     link_s = loads / network.bandwidths_bytes_per_s

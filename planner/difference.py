@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from hybridep.plan import Plan
-from hybridep.topology import Cluster, Level, PairLink, SharedTrunk, Site
+from hybridep.sites import Level, PairLink, SharedTrunk, Site
+from hybridep.topology import Cluster
 from planner.evaluate import evaluate
 
 WIDEST = 64.0
@@ -112,13 +113,19 @@ def _ahead(first: Plan, second: Plan, factor: float) -> float:
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:
-    """Every bandwidth between sites times ``factor``."""
+    """Every bandwidth between sites times ``factor``; what joins the pods of a site stays."""
     outer = cluster.levels[0].model_copy(update={"bandwidth": cluster.levels[0].bandwidth * factor})
     sites = [
         site.model_copy(update={"up": site.up and site.up * factor, "down": site.down and site.down * factor})
+        if site.part_of is None
+        else site
         for site in cluster.sites
     ]
-    links = [link.model_copy(update={"bandwidth": link.bandwidth * factor}) for link in cluster.links]
+    place = {site.name: site.labels[-1] for site in cluster.sites}
+    links = [
+        link if place[link.src] == place[link.dst] else link.model_copy(update={"bandwidth": link.bandwidth * factor})
+        for link in cluster.links
+    ]
     trunks = [trunk.model_copy(update={"bandwidth": trunk.bandwidth * factor}) for trunk in cluster.trunks]
     return with_links(cluster, outer=outer, sites=tuple(sites), links=tuple(links), trunks=tuple(trunks))
 

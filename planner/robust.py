@@ -10,7 +10,8 @@ import numpy as np
 from hybridep.codecs import Codecs
 from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
-from hybridep.topology import Cluster, Site
+from hybridep.sites import Site
+from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.constraints import Constraints
 from planner.difference import scaled, with_links

@@ -84,9 +84,11 @@ class RankTrainer:
         settle(self.mesh.device)
         step_s = time.perf_counter() - started_s
         sent: Counter[str] = Counter()
-        for (label, _), number in (self.transport.sent_bytes - before).items():
+        outermost, wan_bytes = {self.mesh.label(op, 0) for op in Op}, 0
+        for (label, peer), number in (self.transport.sent_bytes - before).items():
             sent[label] += number
-        outermost = {self.mesh.label(op, 0) for op in Op}
+            if label in outermost and not self._in_my_site(peer):
+                wan_bytes += number
         return StepReport(
             rank=self.mesh.rank,
             step=step,
@@ -95,9 +97,13 @@ class RankTrainer:
             tokens=self._num_sequences * self._training.sequence_length * self._training.micro_batches,
             step_s=step_s,
             sent_bytes=dict(sent),
-            wan_bytes=sum(number for label, number in sent.items() if label in outermost),
+            wan_bytes=wan_bytes,
             peak_bytes=peak_bytes(self.mesh.device),
         )
+
+    def _in_my_site(self, peer: int) -> bool:
+        cluster = self.mesh.plan.cluster
+        return cluster.in_one_site(self.mesh.location[0], cluster.location(peer)[0])
 
     def _gradients(self, step: int) -> tuple[float, float]:
         """Forward and backward of all micro-batches: (sum of token losses, weighted load-balancing loss) of this rank."""

@@ -34,7 +34,7 @@ _LEAST_FACTOR = 1e-3
 
 
 class SiteLoss(Strict):
-    """A datacenter that is gone from then on."""
+    """A datacenter that is gone from then on, or one pod of it."""
 
     site: str
     at: Duration
@@ -217,10 +217,10 @@ class _Run:
     def _lose(self, loss: SiteLoss) -> None:
         assert self._planning is not None
         before = self._plan.cluster
-        names = [before.site_name(site) for site in range(before.sizes[0])]
-        if loss.site not in names:
-            raise UserError(f"losses: no site {loss.site!r}; there are {', '.join(names)}")
-        if len(names) == 1:
+        labels = [before.site_labels(site) for site in range(before.sizes[0])]
+        if not any(loss.site in each for each in labels):
+            raise UserError(f"losses: no site {loss.site!r}; there are {', '.join(each[0] for each in labels)}")
+        if all(loss.site in each for each in labels):
             raise UserError(f"losses: {loss.site} is the last site")
         lost_s = max(loss.at, self._now_s) - self._now_s
         self._plan = self._planning(without_site(before, loss.site))
@@ -244,8 +244,9 @@ class _Run:
 
 
 def without_site(cluster: Cluster, site: str) -> Cluster:
-    """The cluster that is left when a site is lost; the others keep their names."""
-    return only_sites(cluster, {cluster.site_name(dc) for dc in range(cluster.sizes[0])} - {site})
+    """The cluster that is left when a site is lost, with all its pods; the others keep their names."""
+    labels = [cluster.site_labels(dc) for dc in range(cluster.sizes[0])]
+    return only_sites(cluster, {each[0] for each in labels if site not in each})
 
 
 def only_sites(cluster: Cluster, sites: Collection[str]) -> Cluster:

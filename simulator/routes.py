@@ -57,10 +57,12 @@ class Routes:
 def routes(cluster: Cluster, wan: Wan | None) -> Routes | None:
     """The routes of a fabric, or else over the cluster's links per pair and trunks; None where the core is never full.
 
-    Raises FabricError for places that are not joined, and for more routes than memory should hold.
+    Raises FabricError for places that are not joined, for more routes than memory should hold, and where sites have pods.
     """
     if wan is None:
         return _own(cluster) if cluster.trunks else _pairs(cluster) if cluster.links else None
+    if any(site.part_of is not None for site in cluster.sites):
+        raise FabricError(f"wan: some site of cluster {cluster.name} has several pods, which a fabric would join like sites")
     if wan.mesh is not None:
         return _mesh(cluster, wan.mesh)
     if wan.hub is not None:

@@ -25,8 +25,10 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     cluster, chosen = made.cluster, explanation.plan
+    pods, sites = cluster.sizes[0], len({cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])})
+    where = f"{sites} sites" if sites == pods else f"{pods} pods of {sites} sites"
     console.print(
-        f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks in {cluster.sizes[0]} sites"
+        f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks in {where}"
         f", {made.workload.model.num_moe_layers} MoE layers of {made.workload.model.num_experts} experts"
     )
     if not cluster.has_alike_ranks:

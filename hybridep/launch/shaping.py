@@ -17,7 +17,10 @@ def site_names(cluster: Cluster) -> list[str]:
 
 def lab_spec(cluster: Cluster) -> LabSpec:
     """Access rates of the cluster's sites. Links per pair and latencies cannot be emulated and are left out. Raises
-    ConfigError for rates or numbers that the lab cannot carry."""
+    ConfigError for rates or numbers that the lab cannot carry, and where pods share the access link of a site."""
+    for site in cluster.sites:
+        if site.part_of is not None:
+            raise ConfigError("lab", f"sites.{site.part_of}.pods", "access links that pods share cannot be emulated")
     links = cluster.link_table
     return LabSpec(
         dcs=tuple(

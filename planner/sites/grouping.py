@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
 
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
@@ -77,6 +79,12 @@ def _nearest_of_many(apart: FloatArray, num_groups: int) -> Groups:
         left -= take
         groups.append(tuple(int(d) for d in np.sort(chosen)))
     return tuple(groups)
+
+
+def grown_groups(apart: FloatArray, num_groups: int) -> Groups:
+    """Groups of any size: the nearest are joined first (average linkage), as the pods of a site are."""
+    tree = linkage(squareform(apart, checks=False), "average")
+    return groups_of([int(label) for label in fcluster(tree, num_groups, "maxclust")])
 
 
 def even_groups(problem: SiteProblem, num_groups: int) -> Groups:

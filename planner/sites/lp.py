@@ -176,6 +176,16 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
         busiest(row, away, cost_forward * q[d, h] / pair_rate[d, h], forward, len(joined))
         busiest(row, away, cost_back * q[d, h] / pair_rate[h, d], back, len(joined))
 
+    def shared(src: IntArray, dst: IntArray, variable: IntArray, unit_bytes: FloatArray, maximum: int) -> None:
+        """The same of trunks, which know sites: only where each is a class."""
+        if problem.cluster.trunks and pair_rate is not None:
+            crossed = problem.trunk_s_per_byte[:, src * size + dst].tocoo()
+            seconds = crossed.data * unit_bytes[crossed.col]
+            busiest(crossed.row.astype(np.int64), variable[crossed.col], seconds, maximum, crossed.shape[0])
+
+    shared(d, h, away, cost_forward * q[d, h], forward)
+    shared(h, d, away, cost_back * q[d, h], back)
+
     # Copies leave and arrive within the gather's time, their gradients within the return's.
     if len(ca):
         busiest(ch, y, weight / down[ch], gather, size)
@@ -188,6 +198,8 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
                 order = np.arange(len(ca))
                 busiest(order, y, weight / pair_rate[home, ch], gather, len(ca))
                 busiest(order, y, weight_back / pair_rate[ch, home], give_back, len(ca))
+            shared(home, ch, y, np.full(len(ca), weight), gather)
+            shared(ch, home, y, np.full(len(ca), weight_back), give_back)
         else:
             none = np.zeros(len(ca), dtype=np.int64)
             owners = kinds.count[sites]
@@ -208,6 +220,7 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     bounds[:num, 1] = many * holdable[all_a, all_h]
     bounds[num:first, 1] = copies[ca, ch]
     slowest = min(float(up.min()), float(down.min()), np.inf if pair_rate is None else float(pair_rate.min()))
+    slowest = min([slowest, *(trunk.bandwidth for trunk in problem.cluster.trunks)])
     most_rows = float(relaxation.user_rows.max()) * problem.num_sites * problem.num_experts
     bounds[forward, 1], bounds[back, 1] = cost_forward * most_rows / slowest, cost_back * most_rows / slowest
     bounds[compute, 1] = float(work_s.max()) * problem.num_sites * problem.num_experts

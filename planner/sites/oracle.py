@@ -23,9 +23,8 @@ def best_table(problem: SiteProblem) -> tuple[IntArray, Configuration, float] | 
     """(table, configuration, step's seconds, or dollars if those are the goal) of the best plan that fits and the budget allows;
     None when there is none. Looks at all D ** (D E) tables; with rules, of those that keep them."""
     best: tuple[IntArray, Configuration, float] | None = None
-    plain = _plain(problem)
     for tables in _chunks(problem):
-        if plain:
+        if problem.num_inside == 1 and not any(one.lossy for one in problem.codecs):
             found = _best_of(problem, tables)
             if found is not None and (best is None or found[2] < best[2]):
                 best = found
@@ -34,13 +33,6 @@ def best_table(problem: SiteProblem) -> tuple[IntArray, Configuration, float] | 
             for inside in dict.fromkeys(one.inside for one in problem.configurations()):
                 best = _better(problem, table, inside, best)
     return best
-
-
-def _plain(problem: SiteProblem) -> bool:
-    """``costs_at_once`` has all that counts."""
-    gpu = problem.cluster.gpu
-    measured = gpu.sharing > 1 or gpu.jitter or gpu.message_overhead or problem.compute.expert_overhead_s.any()
-    return problem.num_inside == 1 and not measured and not any(one.lossy for one in problem.codecs)
 
 
 def _chunks(problem: SiteProblem) -> Iterator[IntArray]:
@@ -81,11 +73,11 @@ def _best_of(problem: SiteProblem, tables: IntArray) -> tuple[IntArray, Configur
 
 
 def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(step seconds [N], bytes of each rank [N, D], dollars [N]) of ``tables`` ([N, D, E]) on sites of one rank, without
-    what is measured (``expert_overhead``, ``jitter``, ``message_overhead``, ``sharing``) and exact: the formulas of
-    ``planner.cost`` written out once more, which also checks the other way of computing them."""
+    """(step seconds [N], bytes of each rank [N, D], dollars [N]) of ``tables`` ([N, D, E]) on sites of one rank: the
+    formulas of ``planner.cost`` written out once more, which also checks the other way of computing them."""
     work, training, each = problem.workload, problem.workload.training, problem.compute
     batches, layers, size, wire = training.micro_batches, problem.num_layers, problem.num_sites, problem.wire
+    gpu = problem.cluster.gpu
     served = (tables[:, :, :, None] == np.arange(size)).sum(axis=2)  # [N, d, h]
     away = ~np.eye(size, dtype=np.bool_)
     rows = problem.tokens[:, None] * problem.hit[served] * away
@@ -100,7 +92,8 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
             busiest = np.maximum(busiest, (sent / problem.pair_bytes_per_s).max(axis=(1, 2)))
         if problem.cluster.trunks:
             busiest = np.maximum(busiest, (problem.trunk_s_per_byte @ sent.reshape(len(sent), -1).T).max(axis=0))
-        return (problem.latency_s * (sent > 0)).max(axis=(1, 2)), busiest
+        further = np.maximum((sent > 0).sum(axis=2).max(axis=1) - 1, 0)
+        return (problem.latency_s * (sent > 0)).max(axis=(1, 2)) + further * gpu.message_overhead, busiest
 
     def seconds(sent: FloatArray, *units: float) -> FloatArray:
         latency, busiest = line(sent)
@@ -111,12 +104,16 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     exchanges = exchanges + seconds(back, wire.combine_row_bytes, wire.dispatch_gradient_row_bytes)
     exchanges = exchanges + seconds(((served > 0) & away).astype(np.float64), COUNT_BYTES)
     gather, give_back = seconds(copies, wire.expert_bytes), seconds(copies.swapaxes(1, 2), wire.expert_gradient_bytes)
+    late_s = gpu.jitter * copies.any(axis=(1, 2))
+    gather, give_back = gather + late_s, give_back + late_s
     gathers, returns = gathers_and_returns(residency, batches)
     beside = problem.beside_s
     moving = gathers * gather - min(gathers, batches) * np.minimum(gather, beside)
     moving = moving + returns * (give_back - np.minimum(give_back, 2 * beside))
     computed = np.einsum("d,ndh->nh", problem.rows_per_choice, served)
-    compute = problem.block_s + (computed * each.expert_s_per_row[:, 0]).max(axis=1)
+    alone = computed * each.expert_s_per_row[:, 0] + held.sum(axis=2) * each.expert_overhead_s[:, 0]
+    waited = alone.mean(axis=1, keepdims=True) * (1 - 1 / each.sharing)
+    compute = problem.block_s + (alone / each.sharing + waited).max(axis=1)
     steps_s = fixed_cost(problem).total_s + layers * (batches * (exchanges + 3 * compute) + moving)
 
     fixed = fixed_cost(problem)

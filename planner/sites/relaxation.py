@@ -146,6 +146,10 @@ class Relaxation:
         homes, pair_rate = problem.homes.astype(np.float64), problem.pair_bytes_per_s
         given, taken = homes * (size - 1), homes.sum() - homes
         from_home, to_home = (0.0, 0.0) if pair_rate is None else ((homes / pair_rate.T).max(), (homes / pair_rate).max())
+        if problem.cluster.trunks:
+            away = homes[:, None] * ~np.eye(size, dtype=np.bool_)
+            from_home = max(from_home, float((problem.trunk_s_per_byte @ away.ravel()).max()))
+            to_home = max(to_home, float((problem.trunk_s_per_byte @ away.T.ravel()).max()))
 
         def seconds(out: FloatArray, into: FloatArray, pair: float, weight: float) -> float:
             limit = weight * float(max((out / problem.up_bytes_per_s).max(), (into / problem.down_bytes_per_s).max(), pair))

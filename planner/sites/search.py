@@ -27,6 +27,7 @@ from planner.sites.grouping import (
     estimate_s,
     even_groups,
     groups_of,
+    grown_groups,
     nearest_groups,
     shares,
 )
@@ -159,8 +160,11 @@ def starts(problem: SiteProblem) -> Iterator[tuple[str, IntArray]]:
 def group_starts(problem: SiteProblem, counts: Iterable[int], sharing: Sequence[Share]) -> Iterator[tuple[Groups, Share]]:
     """Groups of near sites, or of equal strength, of every number of groups in ``counts``, and how members share."""
     apart = [] if problem.pair_bytes_per_s is None else [distance(problem), problem.latency_s + problem.latency_s.T]
+    has_pods = any(site.part_of is not None for site in problem.cluster.sites)
     for count in counts:
         made = [even_groups(problem, count), *(nearest_groups(one, count) for one in apart)]
+        if has_pods:
+            made.append(grown_groups(distance(problem), count))
         for groups in dict.fromkeys(made):
             for share in sharing:
                 yield groups, share

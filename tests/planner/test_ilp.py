@@ -47,7 +47,7 @@ def test_random_numbers_agree_with_enumeration(solver: str, seeds: range) -> Non
     """Problems of every outcome; fewer for CBC, which is a process of its own each time."""
     outcomes = [agree(random_problem(seed), solver) for seed in seeds]
     for kind in ("infeasible", "mixed", "uniform"):
-        assert outcomes.count(kind) >= 10, {kind: outcomes.count(kind) for kind in set(outcomes)}
+        assert outcomes.count(kind) >= len(seeds) // 50, {kind: outcomes.count(kind) for kind in set(outcomes)}
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])

@@ -111,8 +111,10 @@ def test_no_room_says_how_much_is_missing_where() -> None:
         assert least > 5e6
 
 
-def test_plans_are_deterministic() -> None:
-    first, second = (planner.plan(shipped_cluster("dtfm-10"), shipped_workload("tiny")) for _ in range(2))
+@pytest.mark.parametrize(("cluster", "workload"), [("paper-l", "gpt-large"), pytest.param(*UNEVEN[1], marks=pytest.mark.slow)])
+def test_plans_are_deterministic(cluster: str, workload: str) -> None:
+    """Of uneven sites many more in ``sites/test_site_limits.py``."""
+    first, second = (planner.plan(shipped_cluster(cluster), shipped_workload(workload)) for _ in range(2))
     assert first.digest == second.digest
     assert first.prediction == second.prediction
 

@@ -40,6 +40,7 @@ FOUR = [
     Case(sizes=(2, 2), domains=(1, 1), tokens=(3, 1), model="top1-gelu-shared", micro_batches=2),
     Case(sizes=(2, 2), domains=(2, 1), tokens=(1, 3), model="drop-padded", residency=Residency.MICROBATCH),
     *(Case(sizes=(2, 2), domains=(2, 1), streams=3, prefetch=prefetch) for prefetch in (0, 1)),
+    Case(sizes=(4, 1), domains=(1, 1), pods=(2, 1, 1), random_serving=3, residency=Residency.MICROBATCH, micro_batches=2),
 ]
 EIGHT = [
     *cases((4, 2), 1),

@@ -81,6 +81,8 @@ class Case:
     """Seed of a serving table that sends each outermost worker's tokens anywhere, in place of its domain size."""
     tokens: tuple[float, ...] = ()
     """Of each outermost worker's ranks; all alike where absent."""
+    pods: tuple[int, ...] = ()
+    """Of each site, as many as ``sizes`` has outermost workers; every one of those a site where absent."""
     wild: int | None = None
     """Seed of homes, domains or serving tables, ratios and residency that differ in every layer, and of the popularity by which
     partial migration copies; in place of what is said above."""
@@ -94,6 +96,7 @@ class Case:
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
         text += f"-{self.residency.value}-m{self.micro_batches}"
         text += f"-t{self.tokens}" if self.tokens else ""
+        text += f"-pods{self.pods}" if self.pods else ""
         text += f"-s{self.streams}" if self.streams > 1 else ""
         return f"{text}{'' if self.overlap else '-serial'}{f'-d{self.prefetch}' if self.prefetch else ''}"
 
@@ -109,6 +112,9 @@ class Case:
         ]
         gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
         sites = [{"name": f"s{dc}", "tokens": weight} for dc, weight in enumerate(self.tokens)]
+        if self.pods:
+            sites = [{"name": f"s{dc}", "pods": number} for dc, number in enumerate(self.pods)]
+            levels[0] |= {"size": len(self.pods), "pods": {"bandwidth": "10 Gbps", "latency": "0.1 ms"}}
         cluster = build(Cluster, {"name": "test", "levels": levels, "gpu": gpu, "sites": sites}, "cluster")
         training = {"sequence_length": 6, "micro_batch_size": 2, "micro_batches": self.micro_batches, "dtype": self.dtype}
         workload = build(

@@ -12,7 +12,8 @@ import pytest
 from site_cases import random_problem, random_table, small_workload, uneven_cluster
 
 from hybridep.config import build
-from hybridep.topology import Cluster, Site
+from hybridep.sites import Site
+from hybridep.topology import Cluster
 from planner.sites.bound import Proof, even_weights, prove, proven_s, verify
 from planner.sites.cost import site_cost
 from planner.sites.lp import Duals, box_program

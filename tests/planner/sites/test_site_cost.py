@@ -10,6 +10,8 @@ from planner.cost import step_cost
 from planner.memory import memory_use
 from planner.sites.cost import site_cost
 from planner.sites.evaluate import evaluate_sites
+from planner.sites.oracle import costs_at_once
+from planner.sites.problem import Configuration, Inside
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -46,3 +48,15 @@ def test_whole_plans_equal_link_by_link_and_rank_by_rank(seed: int) -> None:
         assert found[0].parts_s == pytest.approx(cost.parts_s, rel=1e-9, abs=1e-15)
         assert found[0].hidden_s == pytest.approx(cost.hidden_s, rel=1e-9, abs=1e-15)
         assert found[1].parts_bytes == pytest.approx(memory.parts_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_oracle_costs_tables_as_the_closed_form_does(seed: int) -> None:
+    """What a probe measures (overheads, jitter, shared processors) included."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, sites=int(rng.integers(2, 6)), experts=int(rng.integers(1, 12)), inside=seed % 2)
+    tables = np.stack([random_table(rng, problem) for _ in range(4)])
+    for residency in problem.residencies:
+        configuration = Configuration(inside=Inside.ALL, residency=residency)
+        expected_s = [site_cost(problem, table, configuration).step_s for table in tables]
+        assert costs_at_once(problem, tables, residency)[0] == pytest.approx(expected_s, rel=1e-12)

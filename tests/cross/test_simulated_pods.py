@@ -1,0 +1,51 @@
+"""Sites of several pods: predicted and simulated agree, and what else must know them does."""
+
+from __future__ import annotations
+
+import pytest
+
+import planner
+from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.config import build
+from hybridep.errors import ConfigError
+from hybridep.launch.shaping import lab_spec
+from hybridep.topology import Cluster
+from planner.check import check
+from simulator.errors import FabricError
+from simulator.fabric_file import Wan
+from simulator.many_steps import without_site
+from simulator.routes import with_fabric
+from simulator.step import simulate_step
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return load_cluster("pods-4dc", ["levels.gpu.size=2"])
+
+
+@pytest.mark.parametrize("which", ["plan", "ep", "full_gather"])
+def test_predicted_and_simulated_steps_agree_within_a_tenth(cluster: Cluster, which: str) -> None:
+    sets = ["model.num_layers=2", "model.num_experts=16", "model.vocab_size=256", "training.micro_batches=2"]
+    workload = load_workload("gpt-medium", sets)
+    made = planner.plan(cluster, workload, time_limit_s=0.5) if which == "plan" else planner.baseline(cluster, workload, which)
+    check(made)
+    assert made.prediction is not None
+    simulated = simulate_step(made)
+    assert simulated.step_s == pytest.approx(made.prediction.step, rel=0.1)
+    loads = {link.name: link.size_bytes for link in simulated.links}
+    wan = sum(loads[name] for name in ("large up", "middle up", "small-a up", "small-b up"))
+    assert wan == pytest.approx(made.prediction.wan_bytes, rel=1e-9)
+
+
+def test_a_site_is_lost_with_all_its_pods(cluster: Cluster) -> None:
+    left = without_site(cluster, "large")
+    assert [site.name for site in left.sites] == ["middle-pod0", "middle-pod1", "small-a", "small-b"]
+    assert [trunk.name for trunk in left.trunks] == ["middle up", "middle down"]
+    assert without_site(cluster, "large-pod3").sizes == (7, 2)
+
+
+def test_what_cannot_know_pods_says_so(cluster: Cluster) -> None:
+    with pytest.raises(FabricError, match="several pods"):
+        with_fabric(cluster, build(Wan, {"hub": {"bandwidth": "1 Gbps"}}, "hub"))
+    with pytest.raises(ConfigError, match=r"sites.large.pods: .* cannot be emulated"):
+        lab_spec(cluster)
