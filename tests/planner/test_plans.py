@@ -23,12 +23,16 @@ PAIRS = [
     ("paper-l", "gpt-medium"),
     ("paper-l", "gpt-large"),
 ]
-UNEVEN = [("aws-9", "gpt-large"), ("dtfm-10", "gpt-medium")]
-"""Searched site by site, where the solver counts little."""
+LARGE_UNEVEN = ("dtfm-10", "gpt-medium")
 
 
 @pytest.mark.parametrize(
-    ("cluster", "workload", "solver"), [(*pair, "highs") for pair in PAIRS + UNEVEN] + [(*pair, "cbc") for pair in PAIRS]
+    ("cluster", "workload", "solver"),
+    [
+        *((*pair, solver) for pair in PAIRS for solver in ("highs", "cbc")),
+        ("aws-9", "gpt-large", "highs"),
+        pytest.param(*LARGE_UNEVEN, "highs", marks=pytest.mark.slow),
+    ],
 )
 def test_shipped_configurations(cluster: str, workload: str, solver: str) -> None:
     """Proven best where sites are alike, never slower than the two end points, and never slower than equal domains."""
@@ -111,7 +115,7 @@ def test_no_room_says_how_much_is_missing_where() -> None:
         assert least > 5e6
 
 
-@pytest.mark.parametrize(("cluster", "workload"), [("paper-l", "gpt-large"), pytest.param(*UNEVEN[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cluster", "workload"), [("paper-l", "gpt-large"), pytest.param(*LARGE_UNEVEN, marks=pytest.mark.slow)])
 def test_plans_are_deterministic(cluster: str, workload: str) -> None:
     """Of uneven sites many more in ``sites/test_site_limits.py``."""
     first, second = (planner.plan(shipped_cluster(cluster), shipped_workload(workload)) for _ in range(2))

@@ -106,7 +106,7 @@ def test_matrices_count_experts(found: list[Plan]) -> None:
     assert max(matrices.up_s.max(), matrices.down_s.max(), matrices.pair_s.max()) <= cost.link_s.max()
 
 
-@pytest.mark.parametrize("after", [("plan", 1), ("plan", 20), ("bound", 3)])
+@pytest.mark.parametrize("after", [("plan", 1), ("plan", 2), ("bound", 3)])
 def test_an_interrupted_search_gives_its_best_plan(after: tuple[str, int]) -> None:
     """Ctrl-C while tables are tried, and while the bound rises."""
     told: list[str] = []
@@ -117,7 +117,8 @@ def test_an_interrupted_search_gives_its_best_plan(after: tuple[str, int]) -> No
             raise KeyboardInterrupt
 
     rng = np.random.default_rng(0)
-    cluster, workload = uneven_cluster(rng, 7, 2), small_workload(rng, 16)
+    cluster, workload = uneven_cluster(rng, 6, 2), small_workload(rng, 12)
     plan = plan_sites(cluster, workload, wishes=Wishes(time_limit_s=60, report=interrupt))[0]
+    assert told.count(after[0]) >= after[1], "was not interrupted"
     assert plan.solver is not None and 0 <= plan.solver.gap < 1
     planner.check(plan)
