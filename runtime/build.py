@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -67,6 +68,10 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     transformer.initialise(seed)
     # In place: the experts are there already, and exchanges hold their parameters.
     transformer.to(mesh.device)
+    for below, above in pairwise(routed):
+        above.below = below
+    if routed:
+        routed[-1].is_top = True
     _look_ahead(routed, mesh.plan.schedule.prefetch, [group.residency for _, group, _ in mesh.plan.each_layer()])
     return RankModel(transformer=transformer, routed=tuple(routed))
 

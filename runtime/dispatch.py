@@ -9,8 +9,8 @@ coordinates, so a run is reproducible bit by bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,29 @@ from hybridep.traffic import Op
 from runtime.codecs import row_coder
 from runtime.codecs.messages import pack, unpack
 from runtime.mesh import Mesh
-from runtime.transport import Transport
+from runtime.transport import Posted, Transport
 
 NO_EXPERT = -1
 """Id of a slot whose expert is served elsewhere."""
+
+
+class Counts(NamedTuple):
+    """How many rows come with the next dispatch over one hop."""
+
+    came_C: Tensor
+    """int64; from each coordinate, once the exchange is over."""
+    posted: Posted
+
+
+class _Coming(NamedTuple):
+    """Messages that are awaited from the other coordinates of a level."""
+
+    shapes: list[tuple[torch.dtype, int]]
+    """Type and width of a message's blocks."""
+    buffers: dict[int, Tensor]
+    whole_NH: Tensor | None
+    """All rows, of which the buffers are parts, where messages need not be taken apart."""
+    posted: Posted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +59,15 @@ class Hop:
     """Rows that went to each coordinate."""
     received: tuple[int, ...]
     """Rows that came from each coordinate, own coordinate included; they lie one after the other: N' after the hop."""
+    coming: dict[Op, _Coming] = field(default_factory=dict)
+    """Messages that the peers know to be awaited, by kind of transfer."""
 
 
 class Dispatcher:
     """Dispatch and combine of one rank under one placement. Stateless between calls.
+
+    What comes is announced to its senders as soon as its size is known (``announce_*``), before there is anything to send back:
+    on a long link that saves half a round trip per exchange (``transport.Transport.post``).
 
     On a level with a token codec, hidden vectors and partial sums, and the gradients of both, travel coded and are decoded
     on arrival; gate weights and ids are exact, and so are rows that stay (``hybridep.coding`` counts what is coded).
@@ -63,15 +87,33 @@ class Dispatcher:
             self._peers.append(placement.token_peers(mesh.rank, level))
             self._sources.append(placement.token_sources(mesh.rank, level))
 
-    def dispatch(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Hop]]:
+    def announce_counts(self) -> list[Counts]:
+        """Of the next dispatch, one for each of its hops."""
+        announced = []
+        for level in self._levels:
+            came_C = torch.zeros(self.mesh.sizes[level], dtype=torch.int64)
+            receives = {self.mesh.peer(level, c): came_C[c : c + 1] for c in self._sources[level]}
+            announced.append(Counts(came_C, self.transport.post(receives, self.mesh.label(Op.TOKEN_COUNTS, level))))
+        return announced
+
+    def announce(self, op: Op, hops: Sequence[Hop], x_NH: Tensor, weights_NK: Tensor | None = None) -> None:
+        """Of all hops of a combine, or of the way back of one or of a dispatch, which has weights; rows are as those of ``x``."""
+        beside = [] if weights_NK is None else [(weights_NK.dtype, weights_NK.shape[1])]
+        for hop in hops:
+            expected = hop.received if op is Op.COMBINE_BACKWARD else hop.sent
+            hop.coming[op] = self._announce(hop.level, op, expected, x_NH, beside)
+
+    def dispatch(
+        self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, announced: Sequence[Counts] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, list[Hop]]:
         """Rows at the ranks that serve them: (hidden [N', H], weights [N', K], ids [N', K], hops to ``combine`` over).
 
-        In what arrives, id -1 marks slots that other ranks serve.
+        In what arrives, id -1 marks slots that other ranks serve. ``announced``: the counts, where they are.
         """
         hops: list[Hop] = []
         ids_NK = ids_NK.to(torch.int32)
-        for level in self._levels:
-            hop, mask_MK = self._route(level, ids_NK)
+        for level, counts in zip(self._levels, announced or self.announce_counts(), strict=True):
+            hop, mask_MK = self._route(level, ids_NK, counts)
             ids_MK = torch.where(mask_MK, ids_NK.index_select(0, hop.rows_M), NO_EXPERT)
             x_NH, weights_NK, ids_NK = _DispatchHop.apply(  # type: ignore[no-untyped-call]
                 x_NH, weights_NK, ids_MK, mask_MK, hop, self
@@ -85,18 +127,14 @@ class Dispatcher:
             y_NH = _CombineHop.apply(y_NH, hop, self)  # type: ignore[no-untyped-call]
         return y_NH
 
-    def _route(self, level: int, ids_NK: Tensor) -> tuple[Hop, Tensor]:
+    def _route(self, level: int, ids_NK: Tensor, counts: Counts) -> tuple[Hop, Tensor]:
         """Which rows go where; exchanges the counts. The mask [M, K] marks the slots that go with a row."""
-        size, own = self.mesh.sizes[level], self.mesh.location[level]
+        own = self.mesh.location[level]
         mask_CNK = self._served_at[level][ids_NK] == self._coordinates[level]
         goes_CN = mask_CNK.any(dim=2)
         coordinate_M, rows_M = goes_CN.nonzero(as_tuple=True)
-        counts_C, came_C = goes_CN.sum(dim=1).cpu(), torch.zeros(size, dtype=torch.int64)
-        self.transport.exchange(
-            {self.mesh.peer(level, c): counts_C[c : c + 1] for c in self._peers[level]},
-            {self.mesh.peer(level, c): came_C[c : c + 1] for c in self._sources[level]},
-            self.mesh.label(Op.TOKEN_COUNTS, level),
-        )
+        counts_C, came_C = goes_CN.sum(dim=1).cpu(), counts.came_C
+        counts.posted.exchange({self.mesh.peer(level, c): counts_C[c : c + 1] for c in self._peers[level]})
         came_C[own] = counts_C[own]
         sent, received = tuple(counts_C.tolist()), tuple(came_C.tolist())
         hop = Hop(level=level, num_rows=len(ids_NK), rows_M=rows_M, sent=sent, received=received)
@@ -107,10 +145,10 @@ class Dispatcher:
         message per peer: its blocks one after the other."""
         own, coder = self.mesh.location[hop.level], self._coders[hop.level]
         leaving = [c for c, number in enumerate(hop.sent) if c != own and number]
-        parts = [torch.split(block, hop.sent) for block in (x_NH.index_select(0, hop.rows_M), *beside)]
+        parts = [block.split_with_sizes(hop.sent) for block in (x_NH.index_select(0, hop.rows_M), *beside)]
         # Each row once, however many ranks it goes to; unless that would code more rows than leave.
         if sum(hop.sent[c] for c in leaving) > len(x_NH):
-            once = [torch.split(block.index_select(0, hop.rows_M), hop.sent) for block in coder.encode(x_NH)]
+            once = [block.index_select(0, hop.rows_M).split_with_sizes(hop.sent) for block in coder.encode(x_NH)]
             coded = {c: [part[c] for part in once] for c in leaving}
         else:
             coded = {c: coder.encode(parts[0][c]) for c in leaving}
@@ -120,7 +158,7 @@ class Dispatcher:
     def back(self, hop: Hop, op: Op, x_NH: Tensor, beside: Sequence[Tensor] = ()) -> list[Tensor]:
         """The reverse of ``forth``: rows [N', *] return to their origin and are added there: [N, *]."""
         own, coder = self.mesh.location[hop.level], self._coders[hop.level]
-        parts = [torch.split(block, hop.received) for block in (x_NH, *beside)]
+        parts = [block.split_with_sizes(hop.received) for block in (x_NH, *beside)]
         sends = {
             c: _message([*coder.encode(parts[0][c]), *(part[c] for part in parts[1:])])
             for c, number in enumerate(hop.received)
@@ -129,45 +167,50 @@ class Dispatcher:
         arrived = self._exchange(hop, op, sends, [part[own] for part in parts], hop.sent)
         sums = [block.new_zeros(hop.num_rows, block.shape[1]) for block in arrived]
         # One coordinate's rows are all different: on a GPU, too, the order of the additions is that of coordinates.
-        rows = torch.split(hop.rows_M, hop.sent)
+        rows = hop.rows_M.split_with_sizes(hop.sent)
         for total, block in zip(sums, arrived, strict=True):
-            for rows_m, part in zip(rows, torch.split(block, hop.sent), strict=True):
+            for rows_m, part in zip(rows, block.split_with_sizes(hop.sent), strict=True):
                 total.index_add_(0, rows_m, part)
         return sums
+
+    def _announce(
+        self, level: int, op: Op, expected: Sequence[int], x_NH: Tensor, beside: Sequence[tuple[torch.dtype, int]]
+    ) -> _Coming:
+        """``expected`` rows from each coordinate, as those of ``x`` and, by type and width, what travels ``beside`` them."""
+        own, hidden, dtype = self.mesh.location[level], x_NH.shape[1], x_NH.dtype
+        shapes = [*self._coders[level].blocks(hidden, dtype), *beside]
+        coming = [c for c, rows in enumerate(expected) if c != own and rows]
+        whole_NH = None
+        if shapes == [(dtype, hidden)]:
+            # Nothing to take apart: every message lands where it belongs.
+            whole_NH = x_NH.new_empty(sum(expected), hidden)
+            parts = whole_NH.split_with_sizes(list(expected))
+            buffers = {c: parts[c] for c in coming}
+        else:
+            row_bytes = sum(each.itemsize * width for each, width in shapes)
+            buffers = {c: x_NH.new_empty(expected[c] * row_bytes, dtype=torch.uint8) for c in coming}
+        receives = {self.mesh.peer(level, c): buffer for c, buffer in buffers.items()}
+        return _Coming(shapes, buffers, whole_NH, self.transport.post(receives, self.mesh.label(op, level)))
 
     def _exchange(
         self, hop: Hop, op: Op, sends: Mapping[int, Tensor], stay: Sequence[Tensor], expected: Sequence[int]
     ) -> list[Tensor]:
         """The blocks that come with ``expected`` rows from each coordinate, one after the other; ``stay`` are the own ones."""
         level, own, coder = hop.level, self.mesh.location[hop.level], self._coders[hop.level]
-        hidden, dtype = stay[0].shape[1], stay[0].dtype
-        shapes = coder.blocks(hidden, dtype) + [(block.dtype, block.shape[1]) for block in stay[1:]]
-        coming = [c for c, rows in enumerate(expected) if c != own and rows]
-        in_place = shapes == [(dtype, hidden)]
-        if in_place:
-            # Nothing to take apart: every message lands where it belongs.
-            x_NH = stay[0].new_empty(sum(expected), hidden)
-            parts = torch.split(x_NH, list(expected))
-            parts[own].copy_(stay[0])
-            buffers = {c: parts[c] for c in coming}
-        else:
-            row_bytes = sum(dtype.itemsize * width for dtype, width in shapes)
-            buffers = {c: stay[0].new_empty(expected[c] * row_bytes, dtype=torch.uint8) for c in coming}
-        peer = self.mesh.peer
-        self.transport.exchange(
-            {peer(level, c): message for c, message in sends.items()},
-            {peer(level, c): buffer for c, buffer in buffers.items()},
-            self.mesh.label(op, level),
-        )
-        if in_place:
-            return [x_NH]
-        coded = len(shapes) - len(stay) + 1
+        beside = [(block.dtype, block.shape[1]) for block in stay[1:]]
+        coming = hop.coming.pop(op, None) or self._announce(level, op, expected, stay[0], beside)
+        coming.posted.exchange({self.mesh.peer(level, c): message for c, message in sends.items()})
+        if coming.whole_NH is not None:
+            coming.whole_NH.split_with_sizes(list(expected))[own].copy_(stay[0])
+            return [coming.whole_NH]
+        hidden, dtype, coded = stay[0].shape[1], stay[0].dtype, len(coming.shapes) - len(beside)
         arrived = []
-        for c in sorted([*coming, own]):
+        for c in sorted([*coming.buffers, own]):
             if c == own:
                 arrived.append(stay)
                 continue
-            blocks = [part.view(expected[c], -1) for part in unpack(buffers[c], [(d, expected[c] * w) for d, w in shapes])]
+            lengths = [(each, expected[c] * width) for each, width in coming.shapes]
+            blocks = [part.view(expected[c], -1) for part in unpack(coming.buffers[c], lengths)]
             arrived.append([coder.decode(blocks[:coded], hidden, dtype), *blocks[coded:]])
         return [torch.cat(blocks) for blocks in zip(*arrived, strict=True)]
 

@@ -27,6 +27,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 
@@ -106,7 +107,7 @@ class Transport:
         Raises :class:`TransportError` naming this rank, the peer, the label and the seconds waited, if the peer is gone
         or the timeout passes. The process group is of no use after that.
         """
-        self._begin(sends, receives, label)()
+        self.post(receives, label).exchange(sends)
 
     def exchange_in_background(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
         """As :meth:`exchange`, but whenever an exchange that is not in the background runs at the same level (what follows
@@ -137,20 +138,29 @@ class Transport:
 
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> Handle:
         """As :meth:`exchange`, but in the background."""
-        return Handle(self._begin(sends, receives, label))
+        return Handle(self.post(receives, label).begin(sends))
 
-    def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> Callable[[], None]:
-        """Post the receives; what is returned sends, then waits for everything."""
+    def post(self, receives: Mapping[int, Tensor], label: str) -> Posted:
+        """The receives of an exchange alone, announced to the peers; what is returned does the rest. A message leaves when its
+        receive has been announced at its sender, so on a long link a receive that is posted at the last moment costs a round
+        trip where one that is posted half a round trip before costs half of one."""
         now, channel = _Naming(self._rank, label), self._channels.of(label)
-        arrivals = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
+        rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         incoming: list[tuple[int, dist.Work]] = []
-        outgoing: list[tuple[int, Tensor, dist.ProcessGroup, int]] = []
         with self._lock, now:
             now.doing = "receive from"
-            for now.peer, room in arrivals.items():
+            for now.peer, room in rooms.items():
                 for piece in channel.pieces(room.host, _PIECE_BYTES):
                     group, tag = channel.come(now.peer)
                     incoming.append((now.peer, group.recv([piece], now.peer, tag)))
+        return Posted(self, channel, tuple(rooms.values()), tuple(incoming))
+
+    def _begin(self, posted: Posted, sends: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Number the messages to send; what is returned sends them, then waits for everything."""
+        channel, label = posted.channel, posted.channel.label
+        now = _Naming(self._rank, label)
+        outgoing: list[tuple[int, Tensor, dist.ProcessGroup, int]] = []
+        with self._lock:
             for peer, piece in channel.in_turn(sends, self._distance, _PIECE_BYTES):
                 outgoing.append((peer, piece, *channel.to(peer)))
                 self.sent_bytes[label, peer] += piece.nbytes
@@ -176,13 +186,13 @@ class Transport:
                         leaving.append((peer, held, group.send([held], peer, tag)))
                     let_go(0)
                     now.doing = "receive from"
-                    for now.peer, work in incoming:
+                    for now.peer, work in posted.incoming:
                         self._wait(work, now.start)
             finally:
                 with self._calm:
                     self._urgent[channel.level] -= 1
                     self._calm.notify_all()
-            for room in arrivals.values():
+            for room in posted.rooms:
                 room.deliver()
             if self._on_span is not None:
                 self._on_span(label, now.start, time.perf_counter())
@@ -228,6 +238,24 @@ class Transport:
         # Once per message and never again: gloo would wait for a second message that does not come.
         left_s = start + patience * self.timeout_s - time.perf_counter()
         work.wait(timedelta(seconds=max(left_s, _SHORTEST_WAIT_S)))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Posted:
+    """An exchange whose receives are announced. Those of one label must begin in the order in which they were posted."""
+
+    transport: Transport
+    channel: Channel
+    rooms: tuple[staging.Incoming, ...]
+    incoming: tuple[tuple[int, dist.Work], ...]
+
+    def exchange(self, sends: Mapping[int, Tensor]) -> None:
+        """Send, and wait until everything has arrived; as :meth:`Transport.exchange`."""
+        self.begin(sends)()
+
+    def begin(self, sends: Mapping[int, Tensor]) -> Callable[[], None]:
+        """The same in two parts: what is returned sends and waits."""
+        return self.transport._begin(self, sends)
 
 
 class _Naming:
