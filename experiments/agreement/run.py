@@ -25,8 +25,8 @@ from hybridep.plan import LayerGroup, Plan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner import expected_s
 from planner import plan as search
-from planner import step_cost
 from planner.domains import divisors
 from simulator.step import simulate_step
 
@@ -52,7 +52,7 @@ def rows_of(name: str, model: str, config: dict[str, Any], planning_s: float) ->
     cluster, workload = load_cluster(name), load_workload(model, config["overrides"])
     kind = "measured" if cluster.sites or cluster.links else "even"
     for label, plan in plans(cluster, workload, planning_s):
-        predicted_s, simulated_s = step_cost(plan).step_s, simulate_step(plan).step_s
+        predicted_s, simulated_s = expected_s(plan), simulate_step(plan).step_s
         difference = simulated_s / predicted_s - 1
         values = (predicted_s, simulated_s)
         yield {
