@@ -147,6 +147,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "baselines": dict(baselines),
         "memory_bytes": memory.fullest_bytes,
         "step_s": cost.step_s,
+        "expected_s": expected_s(plan, cost),
         "step_usd": cost.step_usd if plan.cluster.has_prices else None,
         "minimised": report.minimised.value if report else Objective.TIME.value,
         "cost_bound_usd": report.cost_bound if report else None,
