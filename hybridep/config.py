@@ -21,6 +21,12 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    def __eq__(self, other: object) -> bool:
+        """By fields alone: pydantic's own compares cached arrays, too, which have no truth value."""
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
+
 
 def _quantity(dimension: Dimension, *, positive: bool) -> tuple[BeforeValidator, PlainSerializer]:
     def read(value: object) -> float:

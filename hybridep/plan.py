@@ -112,8 +112,11 @@ class Prediction(Strict):
     """What the cost model expects of one optimizer step."""
 
     step: Duration
+    """Where every exchange waits for the slowest: what was minimised."""
     bound: Duration
     """Lower bound: the busiest link's bytes over its bandwidth, or the computation alone."""
+    expected: Duration | None = None
+    """Of the step where ranks that are done go on: what simulations and runs are compared with."""
     parts: dict[str, Duration]
     """Seconds by kind of operation; hidden transfers are counted only as far as they show."""
     wan_bytes: float
@@ -124,6 +127,11 @@ class Prediction(Strict):
     """Step time of the alternatives, and of nothing else."""
     cost: Price | None = None
     """Of one step: what leaves sites, and all ranks for as long as it takes; absent where nothing has a price."""
+
+    @property
+    def expected_s(self) -> float:
+        """The same, and that of the step in a file that lacks it."""
+        return self.step if self.expected is None else self.expected
 
 
 class SolverReport(Strict):

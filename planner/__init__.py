@@ -5,6 +5,7 @@ from planner.choose import plan, plans
 from planner.constraints import Constraints, load_constraints
 from planner.cost import StepCost, step_cost
 from planner.difference import PlanDifference, compare_plans
+from planner.evaluate import expected_s
 from planner.explain import Alternative, Explanation, LinkLoad, explain, summary
 from planner.goal import Goal
 from planner.matrices import PlanMatrices, plan_matrices
@@ -34,6 +35,7 @@ __all__ = [
     "check",
     "compare_planners",
     "compare_plans",
+    "expected_s",
     "explain",
     "interval_scenarios",
     "load_constraints",

@@ -133,6 +133,7 @@ def _numbers(prediction: Prediction) -> dict[str, float]:
         "memory_bytes": prediction.memory_bytes,
         **{f"parts.{name}": value for name, value in prediction.parts.items()},
         **{f"baselines.{name}": value for name, value in prediction.baselines.items()},
+        **({} if prediction.expected is None else {"expected": prediction.expected}),
         **({} if prediction.cost is None else {"cost": prediction.cost}),
     }
 

@@ -166,12 +166,17 @@ def layer_coding(
 
 def coded_s(gpu: Gpu, coding: Coding, codecs: Sequence[Codecs]) -> dict[OpLevel, tuple[float, float]]:
     """(seconds to encode, seconds to decode) by operation, until the last rank is done; those that take no time are left out."""
+    return {key: (float(one.max()), float(other.max())) for key, (one, other) in coded_ranks_s(gpu, coding, codecs).items()}
+
+
+def coded_ranks_s(gpu: Gpu, coding: Coding, codecs: Sequence[Codecs]) -> dict[OpLevel, tuple[FloatArray, FloatArray]]:
+    """The same of each rank, shaped as ``coding`` is."""
     found = {}
     for key, coded in coding.items():
         speed = speed_of(gpu.coding, codecs, key) if gpu.coding is not None else None
         if speed is not None:
             both = coded.encoded / speed.encode, coded.decoded / speed.decode
-            found[key] = float(shared_s(both[0], gpu.sharing).max()), float(shared_s(both[1], gpu.sharing).max())
+            found[key] = shared_s(both[0], gpu.sharing), shared_s(both[1], gpu.sharing)
     return found
 
 

@@ -6,6 +6,7 @@ from hybridep.plan import Plan
 from planner.cost import StepCost, step_cost
 from planner.memory import MemoryUse, memory_use
 from planner.sites.evaluate import evaluate_sites
+from planner.staggered import staggered_s
 
 MOST_RANKS = 1024
 """Above, arrays over ranks take seconds and gigabytes."""
@@ -16,3 +17,12 @@ def evaluate(plan: Plan) -> tuple[StepCost, MemoryUse]:
     if plan.cluster.num_gpus > MOST_RANKS and (found := evaluate_sites(plan)) is not None:
         return found
     return step_cost(plan), memory_use(plan)
+
+
+def expected_s(plan: Plan, cost: StepCost | None = None) -> float:
+    """Seconds of a step in which ranks that are done go on; ``cost`` is the plan's, where it is known. That of the cost where
+    copies set out ahead of their blocks, or with too many ranks to follow each."""
+    cost = cost or evaluate(plan)[0]
+    if plan.schedule.prefetch or plan.cluster.num_gpus > MOST_RANKS:
+        return cost.step_s
+    return staggered_s(plan, cost)

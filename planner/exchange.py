@@ -24,7 +24,7 @@ class Network:
         return np.array([link.bandwidth_bytes_per_s for link in self.cluster.link_table])
 
     @cached_property
-    def _site_latencies_s(self) -> FloatArray:
+    def site_latencies_s(self) -> FloatArray:
         """[SF_0, SF_0]: latency between workers of the outermost level."""
         size = self.cluster.sizes[0]
         inner = self.cluster.num_gpus // size
@@ -49,7 +49,7 @@ class Network:
             return self.cluster.levels[level].latency + further_s
         size = self.cluster.sizes[0]
         talks = sent.reshape(size, -1, size).any(axis=1)
-        return float(self._site_latencies_s[talks].max()) + further_s
+        return float(self.site_latencies_s[talks].max()) + further_s
 
     def exchange_s(self, key: OpLevel, sent: FloatArray) -> float:
         """Seconds of one exchange whose bytes are ``sent`` ([G, SF_l])."""

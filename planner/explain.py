@@ -12,7 +12,7 @@ from hybridep.plan import LayerGroup, Objective, Plan, Residency
 from planner.constraints import Constraints, Permissions, permissions
 from planner.cost import StepCost
 from planner.domains import divisors
-from planner.evaluate import evaluate
+from planner.evaluate import evaluate, expected_s
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, layer_group
 
@@ -68,6 +68,8 @@ class Explanation:
     binds: str
     """What keeps the step from being shorter: ``memory of <rank>`` when a neighbour or a baseline would be faster but does
     not fit; else what the lower bound comes from: the name of the busiest link, or ``computation``."""
+    expected_s: float
+    """Of the chosen plan's step where ranks that are done go on."""
     lower_bound_s: float
     """No schedule of the chosen plan is faster."""
     lower_bound_by: str
@@ -105,6 +107,7 @@ def explain(plan: Plan, constraints: Constraints | None = None) -> Explanation:
         baselines=baselines,
         neighbours=neighbours,
         binds=f"memory of {memory.fullest_name}" if blocked else cost.bound_by,
+        expected_s=expected_s(plan, cost),
         lower_bound_s=cost.bound_s,
         lower_bound_by=cost.bound_by,
         egress_usd=cost.egress_usd,
@@ -144,6 +147,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "baselines": dict(baselines),
         "memory_bytes": memory.fullest_bytes,
         "step_s": cost.step_s,
+        "expected_s": expected_s(plan, cost),
         "step_usd": cost.step_usd if plan.cluster.has_prices else None,
         "minimised": report.minimised.value if report else Objective.TIME.value,
         "cost_bound_usd": report.cost_bound if report else None,

@@ -14,7 +14,7 @@ from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
 from hybridep.workload import Workload
 from planner.domains import divisors
-from planner.evaluate import evaluate
+from planner.evaluate import evaluate, expected_s
 from planner.goal import FASTEST, Goal
 from planner.problem import Problem, build_problem
 from planner.solve import PROVEN_GAP, Solution, gap, solve
@@ -174,6 +174,7 @@ def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction
     return Prediction(
         step=seconds(cost.step_s),
         bound=seconds(cost.bound_s),
+        expected=seconds(expected_s(made, cost)),
         parts={name: seconds(value) for name, value in cost.parts_s.items()},
         wan_bytes=cost.wan_bytes,
         memory_bytes=memory.fullest_bytes,

@@ -4,7 +4,7 @@
 
 CLUSTER: files or names, instead of those in config.yaml; a cluster whose sites or links are listed counts as measured, others
 as even. Plans: every size of the outermost domain with whole experts copied, experts inside sites, and what the planner
-makes of it. Rows land in results/agreement.csv (a cluster that is there is not done again).
+makes of it, where anything fits. Rows land in results/agreement.csv (a cluster that is there is not done again).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ import yaml
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.config import write_text
+from hybridep.errors import InfeasibleError
 from hybridep.plan import LayerGroup, Plan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner import expected_s
 from planner import plan as search
-from planner import step_cost
 from planner.domains import divisors
 from simulator.step import simulate_step
 
@@ -44,7 +46,8 @@ def plans(cluster: Cluster, workload: Workload, planning_s: float) -> Iterator[t
         yield f"domain {size}", Plan(cluster=cluster, workload=workload, layers=(group,))
     yield "ep_in_dc", baseline_plan(cluster, workload, Baseline.EP_IN_DC)
     if planning_s:
-        yield "planned", search(cluster, workload, time_limit_s=planning_s)
+        with suppress(InfeasibleError):
+            yield "planned", search(cluster, workload, time_limit_s=planning_s)
 
 
 def rows_of(name: str, model: str, config: dict[str, Any], planning_s: float) -> Iterator[dict[str, str]]:
@@ -52,7 +55,7 @@ def rows_of(name: str, model: str, config: dict[str, Any], planning_s: float) ->
     cluster, workload = load_cluster(name), load_workload(model, config["overrides"])
     kind = "measured" if cluster.sites or cluster.links else "even"
     for label, plan in plans(cluster, workload, planning_s):
-        predicted_s, simulated_s = step_cost(plan).step_s, simulate_step(plan).step_s
+        predicted_s, simulated_s = expected_s(plan), simulate_step(plan).step_s
         difference = simulated_s / predicted_s - 1
         values = (predicted_s, simulated_s)
         yield {

@@ -160,7 +160,7 @@ def _train(run: Run, name: str, made: Plan) -> Outcome:
         domains=_domains(made),
         measured_s=summary["step_s"]["median"],
         spread_s=summary["step_s"]["stdev"],
-        predicted_s=made.prediction.step,
+        predicted_s=made.prediction.expected_s,
         simulated_s=report.step.step_s,
         wan_bytes=summary["wan_bytes_per_step"],
         wire_bytes=None if before_bytes is None else (wire_bytes - before_bytes) / run.steps,

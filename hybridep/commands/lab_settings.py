@@ -27,7 +27,7 @@ from hybridep.plan import LayerGroup, Plan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import plan, step_cost
+from planner import expected_s, plan, step_cost
 from planner.domains import divisors
 from simulator.report import simulate
 
@@ -154,7 +154,7 @@ def _chunks(items: Sequence[Setting], size: int) -> Iterator[Sequence[Setting]]:
 
 def rows_of(bench: Bench, settings: Sequence[Setting]) -> list[dict[str, Any]]:
     """A row (``COLUMNS``) per measured setting and placement; ``uniform_s`` is predicted as if all experts were equally
-    popular. Where the planner was asked, its plan is ``chosen``, else the placement with the shortest prediction."""
+    popular. Where the planner was asked, its plan is ``chosen``, else the placement that it would choose of these."""
     rows = []
     for setting in settings:
         if bench.path(setting).exists():
@@ -171,19 +171,20 @@ def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
     times, wan_bytes = record["step_s"], record["wan_bytes"]
     rows = []
     for made, even, steps_s, sent in zip(plans, uniform, times, wan_bytes, strict=True):
-        rows.append(_row(setting, made, steps_s, sent) | {"uniform_s": step_cost(even).step_s})
+        rows.append(_row(setting, made, steps_s, sent) | {"uniform_s": expected_s(even)})
     if "plan" in record:
         chosen = build(Plan, record["plan"], str(path))
         for row, made in zip(rows, plans, strict=True):
             row["chosen"] = int(_same(chosen, made))
         if "plan_trial" in record:
-            trial, expected_s = record["plan_trial"], step_cost(chosen).step_s
+            trial, uniform_s = record["plan_trial"], expected_s(chosen)
             row = _row(setting, chosen, trial["step_s"], trial["wan_bytes"])
-            rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": expected_s})
+            rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": uniform_s})
     else:
-        shortest = min(row["predicted_s"] for row in rows)
-        for row in rows:
-            row["chosen"] = int(row["predicted_s"] == shortest)
+        # As the planner does: by the step that it minimises.
+        steps_s = [step_cost(made).step_s for made in plans]
+        for row, step_s in zip(rows, steps_s, strict=True):
+            row["chosen"] = int(step_s == min(steps_s))
     return rows
 
 
@@ -195,7 +196,7 @@ def _row(setting: Setting, made: Plan, steps_s: Sequence[float], wan_bytes: floa
         "measured_s": statistics.median(steps_s),
         "min_s": min(steps_s),
         "max_s": max(steps_s),
-        "predicted_s": cost.step_s,
+        "predicted_s": expected_s(made, cost),
         "simulated_s": simulate(made).step.step_s,
         "bound_s": cost.bound_s,
         "wan_mb": wan_bytes / 1e6,

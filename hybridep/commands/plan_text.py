@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from hybridep.plan import LayerGroup, Plan, SolverReport
     from planner import Alternative, Explanation, OtherPlan, PlanDifference, PooledPlan, RobustPlan, Upgrade
 
+_TOLD = 1e-3
+"""Share of a step below which two figures need not both be shown."""
+
 
 def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
     """Print the choice, its alternatives, where the time goes, the busiest links, the bound and the memory; ``whole``: every
@@ -59,6 +62,12 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         row(option)
     console.print(table)
     console.print("(copies: experts that a rank holds of others, per layer)")
+    earlier = 1 - explanation.expected_s / chosen.step_s
+    if earlier >= _TOLD:
+        console.print(
+            f"expected {format_seconds(explanation.expected_s)} ({earlier:.1%} less): in these steps each exchange waits for the "
+            "slowest, but ranks that are done go on"
+        )
     if chosen.step_usd is not None:
         rent_usd = chosen.step_usd - explanation.egress_usd
         console.print(

@@ -129,7 +129,7 @@ def _show(report: Report) -> None:
         console.print(f"  {baseline}: {format_seconds(other_s)} (x {other_s / step_s:.2f}{chosen})")
     prediction = report.step.plan.prediction
     if prediction is not None:
-        console.print(f"  the plan's own prediction: {format_seconds(prediction.step)}")
+        console.print(f"  the plan's own prediction: {format_seconds(prediction.expected_s)}")
     parts = sorted(report.step.parts.items(), key=lambda item: -item[1])
     console.print("critical path: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value > 0))
     links = Table("busiest links", "bytes", "busy", "load", box=None, pad_edge=False)

@@ -85,7 +85,7 @@ def summarise(job: Job, backend: Backend, records: list[StepRecord], error: Hybr
         "steps": len(records),
         "losses": [record.loss for record in records],
         "step_s": _spread(times),
-        "predicted_step_s": prediction.step if prediction else None,
+        "predicted_step_s": prediction.expected_s if prediction else None,
         "tokens_per_s": statistics.median(record.tokens_per_s for record in timed) if timed else None,
         "wan_bytes_per_step": statistics.fmean(record.wan_bytes for record in records) if records else None,
         "planned_wan_bytes_per_step": planned_bytes,

@@ -63,6 +63,8 @@ def test_plan_reads_a_matrix(inputs: Inputs, call: Call) -> None:
     assert result.code == 0, result.err
     plan = load_plan(inputs.folder / "plan.yaml")
     assert [site.name for site in plan.cluster.sites] == ["paris", "oslo", "rome"] and plan.cluster.num_gpus == 6
+    assert plan.prediction is not None and plan.prediction.expected_s == pytest.approx(result.json["expected_s"])
+    assert result.json["lower_bound_s"] <= result.json["expected_s"] <= result.json["step_s"]
 
 
 def test_simulate_keys_of_the_contract(inputs: Inputs, call: Call) -> None:

@@ -75,3 +75,12 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="cannot be written"):
         write_yaml(cluster_file(tmp_path, "x") / "below-a-file.yaml", {"a": 1})
+
+
+def test_what_is_cached_in_them_does_not_make_clusters_differ(tmp_path):
+    """Arrays among it have no truth value."""
+    path = cluster_file(tmp_path, GOOD)
+    first, second, other = load(Cluster, path), load(Cluster, path), load(Cluster, path, ["gpu.jitter=1 ms"])
+    assert first.coordinates is not second.coordinates
+    assert first == second and hash(first) == hash(second)
+    assert first != other and first != "two"

@@ -1,0 +1,239 @@
+"""A step in which a rank goes on as soon as its own transfers are done.
+
+``planner.cost`` adds up what the slowest rank or the busiest link takes in each operation, as if all ranks entered every one
+together: a sum can be minimised and bounded. In fact ranks wait only for those that they exchange with. So here the step is
+walked through with a moment for every rank, in (max, +) algebra: a transfer begins when both its ends are there, and takes its
+latency and the time in which its links, shared evenly by all that the exchange sends over them, carry its bytes. It is never
+longer than the sum, equal to it where all ranks do the same, and closer to what links do where sites differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridep.coding import Coding, copy_coding, dense_coding, token_coding
+from hybridep.placement import IntArray
+from hybridep.plan import PlacedLayers, Plan, Residency
+from hybridep.topology import Cluster
+from hybridep.traffic import (
+    FloatArray,
+    Op,
+    OpLevel,
+    Traffic,
+    copy_traffic,
+    dense_traffic,
+    expected_rows,
+    is_late,
+    served_copies,
+    token_traffic,
+)
+from planner.compute import compute_of_ranks
+from planner.cost import StepCost, coded_ranks_s
+from planner.exchange import Network
+
+_ALIKE = 1e-12
+"""Ranks that grew by the same time up to this share of it grow so again."""
+
+_NOTHING: tuple[FloatArray, FloatArray] = np.zeros(1), np.zeros(1)
+
+
+class Pairs(NamedTuple):
+    """The transfers of one exchange, [n] each."""
+
+    source: IntArray
+    destination: IntArray
+    seconds: FloatArray
+    """From when both ends are there."""
+
+    def ends(self, ready_s: FloatArray) -> FloatArray:
+        """[G]: when each rank is done with all its own, entered at ``ready_s`` [G]."""
+        end_s = np.maximum(ready_s[self.source], ready_s[self.destination]) + self.seconds
+        done_s = ready_s.copy()
+        np.maximum.at(done_s, self.source, end_s)
+        np.maximum.at(done_s, self.destination, end_s)
+        return done_s
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Layer:
+    """One MoE layer in one micro-batch."""
+
+    residency: Residency
+    expert_s: FloatArray
+    """[G]"""
+    exchanges: Exchanges
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exchanges:
+    """Of one layer, or of the dense gradients."""
+
+    pairs: Mapping[OpLevel, Pairs]
+    coding_s: Mapping[OpLevel, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+    """[G] each: before and after; absent where it takes no time."""
+
+    def hops(self, op: Op, ready_s: FloatArray, *, inwards: bool) -> FloatArray:
+        """[G]: when each rank is done with one kind, level by level, outermost or innermost first."""
+        for level in sorted({level for kind, level in self.pairs if kind is op}, reverse=not inwards):
+            ready_s = self.hop(OpLevel(op, level), ready_s)
+        return ready_s
+
+    def hop(self, key: OpLevel, ready_s: FloatArray) -> FloatArray:
+        """The same at one level."""
+        if key not in self.pairs:
+            return ready_s
+        before_s, after_s = self.coding_s.get(key, _NOTHING)
+        return self.pairs[key].ends(ready_s + before_s) + after_s
+
+    def coding_of(self, op: Op) -> FloatArray | float:
+        """[G]: both together, over all levels."""
+        return sum((before_s + after_s for key, (before_s, after_s) in self.coding_s.items() if key.op is op), start=np.zeros(1))
+
+
+def staggered_s(plan: Plan, cost: StepCost) -> float:
+    """Seconds of one step of ``plan``, whose ``planner.cost`` is ``cost``; what its links and its computation need at least.
+    Copies do not set out ahead of their blocks (ValueError)."""
+    if plan.schedule.prefetch:
+        raise ValueError("copies that set out ahead of their blocks are walked by planner.ahead")
+    # On one link transfers of neighbouring exchanges may meet, which the walk does not see.
+    return min(max(_Walk(plan).step_s(), cost.bound_s), cost.step_s)
+
+
+class _Walk:
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._compute = plan, compute_of_ranks(plan.cluster, plan.workload)
+        self._pre_expert_s = self._compute.pre_expert_s + self._compute.overhead_s
+        self._network = Network(cluster=plan.cluster)
+        self._groups = [(layers.num_layers, self._layer(layers)) for layers in plan.placed]
+
+    def step_s(self) -> float:
+        plan, compute = self._plan, self._compute
+        ready_s, last = np.zeros(plan.cluster.num_gpus), plan.workload.training.micro_batches - 1
+        for batch in range(last + 1):
+            for count, layer in self._groups:
+                ready_s = _repeated(count, ready_s, partial(self._forward, layer, is_first=batch == 0))
+            ready_s = ready_s + 3 * (compute.head_s + compute.pass_overhead_s)
+            for count, layer in reversed(self._groups):
+                ready_s = _repeated(count, ready_s, partial(self._backward, layer, is_last=batch == last))
+        dense = self._exchanges(
+            dense_traffic(plan.placements[0], plan.workload, plan.level_codecs),
+            dense_coding(plan.cluster.sizes, plan.workload, plan.level_codecs),
+        )
+        ready_s = dense.hops(Op.DENSE_REDUCE_SCATTER, ready_s, inwards=False)
+        ready_s = dense.hops(Op.DENSE_ALL_GATHER, ready_s, inwards=True)
+        return float((ready_s + compute.optimizer_s(plan.home_experts)).max())
+
+    def _forward(self, layer: _Layer, ready_s: FloatArray, *, is_first: bool) -> FloatArray:
+        exchanges, gathered_s, begin_s = layer.exchanges, ready_s, ready_s
+        if is_first or layer.residency is Residency.MICROBATCH:
+            gathered_s = exchanges.hops(Op.EXPERT_GATHER, ready_s, inwards=True)
+            begin_s = ready_s + exchanges.coding_of(Op.EXPERT_GATHER) if self._plan.schedule.overlap else gathered_s
+        ready_s = np.maximum(begin_s + self._pre_expert_s, gathered_s)
+        for level in range(len(self._plan.cluster.sizes)):
+            for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH):
+                ready_s = exchanges.hop(OpLevel(op, level), ready_s)
+        return exchanges.hops(Op.TOKEN_COMBINE, ready_s + layer.expert_s, inwards=False)
+
+    def _backward(self, layer: _Layer, ready_s: FloatArray, *, is_last: bool) -> FloatArray:
+        exchanges, each_time = layer.exchanges, layer.residency is Residency.MICROBATCH
+        ready_s = exchanges.hops(Op.COMBINE_BACKWARD, ready_s, inwards=True)
+        if each_time:
+            # Both share the links, so nothing of the gather is hidden.
+            ready_s = exchanges.hops(Op.EXPERT_GATHER, ready_s, inwards=True)
+        ready_s = exchanges.hops(Op.DISPATCH_BACKWARD, ready_s + 2 * layer.expert_s, inwards=False)
+        returned_s, begin_s = ready_s, ready_s
+        if each_time or is_last:
+            returned_s = exchanges.hops(Op.GRADIENT_RETURN, ready_s, inwards=False)
+            if is_last:
+                returned_s = exchanges.hops(Op.SHARED_REDUCE_SCATTER, returned_s, inwards=False)
+                returned_s = exchanges.hops(Op.SHARED_ALL_GATHER, returned_s, inwards=True)
+            begin_s = ready_s + exchanges.coding_of(Op.GRADIENT_RETURN) if self._plan.schedule.overlap else returned_s
+        return np.maximum(begin_s + 2 * self._pre_expert_s, returned_s)
+
+    def _layer(self, layers: PlacedLayers) -> _Layer:
+        placement, workload, gating, codecs = layers.placement, self._plan.workload, layers.gating, self._plan.level_codecs
+        rows = expected_rows(placement, gating)
+        served, held = served_copies(placement, gating).sum(axis=1), placement.holds.sum(axis=1)
+        return _Layer(
+            residency=layers.group.residency,
+            expert_s=self._compute.expert_s(served, held),
+            exchanges=self._exchanges(
+                token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs),
+                token_coding(placement, workload, rows, codecs, gating) | copy_coding(placement, workload, codecs),
+            ),
+        )
+
+    def _exchanges(self, traffic: Traffic, coding: Coding) -> Exchanges:
+        return Exchanges(
+            pairs={key: pairs_of(self._network, key, sent) for key, sent in traffic.items() if sent.any()},
+            coding_s=coded_ranks_s(self._plan.cluster.gpu, coding, self._plan.level_codecs),
+        )
+
+
+def pairs_of(network: Network, key: OpLevel, sent: FloatArray) -> Pairs:
+    """Each pair's time when all transfers of one exchange (``sent`` [G, SF_l]) begin together and every link is shared evenly
+    by those that it still has to carry: the longest that one of the pair's links takes, and the pair's latency."""
+    cluster, shape = network.cluster, network.cluster.sizes
+    source, coordinate = np.nonzero(sent)
+    size_bytes = sent[source, coordinate]
+    stride = int(np.prod(shape[key.level + 1 :]))
+    destination = source + (coordinate - cluster.coordinates[source, key.level]) * stride
+    busy_s = np.zeros(source.size)
+    for link, transfer, share in _crossed(cluster, key.level, source, destination):
+        needs_s = _evenly_shared_s(link, size_bytes[transfer], share, network.bandwidths_bytes_per_s)
+        np.maximum.at(busy_s, transfer, needs_s)
+    messages = np.bincount(source, minlength=cluster.num_gpus)
+    further_s = (messages[source] - 1) * cluster.gpu.message_overhead
+    late_s = cluster.gpu.jitter if is_late(key) else 0.0
+    sites = source // (cluster.num_gpus // shape[0]), destination // (cluster.num_gpus // shape[0])
+    latency_s = network.site_latencies_s[sites] if key.level == 0 else cluster.levels[key.level].latency
+    return Pairs(source, destination, latency_s + further_s + late_s + busy_s)
+
+
+def _crossed(
+    cluster: Cluster, level: int, source: IntArray, destination: IntArray
+) -> Iterator[tuple[IntArray, IntArray, FloatArray]]:
+    """(link, transfer, share of its bytes) of all that transfers cross, each kind of link by itself."""
+    every, whole = np.arange(source.size), np.ones(source.size)
+    for depth in range(level, len(cluster.sizes)):
+        inner = int(np.prod(cluster.sizes[depth + 1 :]))
+        yield cluster.up_link(depth, 0) + 2 * (source // inner), every, whole
+        yield cluster.down_link(depth, 0) + 2 * (destination // inner), every, whole
+    if level > 0:
+        return
+    size = cluster.sizes[0]
+    first, second = source // (cluster.num_gpus // size), destination // (cluster.num_gpus // size)
+    if cluster.links:
+        yield cluster.pair_links.start + first * (size - 1) + second - (second > first), every, whole
+    if cluster.trunks:
+        crossing = cluster.trunk_shares[:, first * size + second].tocoo()
+        yield cluster.pair_links.stop + crossing.row.astype(np.int64), crossing.col.astype(np.int64), crossing.data
+
+
+def _evenly_shared_s(link: IntArray, size_bytes: FloatArray, share: FloatArray, bandwidths_bytes_per_s: FloatArray) -> FloatArray:
+    """[n]: when a transfer of ``size_bytes``, of which a ``share`` crosses a ``link``, is done there, if it and all others on it
+    begin together and move equally fast: those that are smaller have moved whole, the larger as much as itself."""
+    order = np.lexsort((size_bytes, link))
+    link, size_bytes, share = link[order], size_bytes[order], share[order]
+    carried_bytes, begun = np.cumsum(size_bytes * share), np.cumsum(share)
+    first, last = np.searchsorted(link, link), np.searchsorted(link, link, side="right") - 1
+    smaller_bytes = carried_bytes - (carried_bytes - size_bytes * share)[first]
+    moved_bytes = smaller_bytes + size_bytes * (begun[last] - begun)
+    done_s = np.empty(link.size)
+    done_s[order] = moved_bytes / bandwidths_bytes_per_s[link]
+    return done_s
+
+
+def _repeated(count: int, ready_s: FloatArray, once: Callable[[FloatArray], FloatArray]) -> FloatArray:
+    """``once`` applied ``count`` times. It adds and takes maxima only, so ranks that have all grown by one time go on so."""
+    for done in range(1, count + 1):
+        before_s, ready_s = ready_s, once(ready_s)
+        grown_s = ready_s - before_s
+        if grown_s.max() - grown_s.min() <= _ALIKE * ready_s.max():
+            return ready_s + (count - done) * float(grown_s.mean())
+    return ready_s
