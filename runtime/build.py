@@ -69,9 +69,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     # In place: the experts are there already, and exchanges hold their parameters.
     transformer.to(mesh.device)
     for below, above in pairwise(routed):
-        above.below = below
-    if routed:
-        routed[-1].is_top = True
+        above.below, below.above = below, above
     _look_ahead(routed, mesh.plan.schedule.prefetch, [group.residency for _, group, _ in mesh.plan.each_layer()])
     return RankModel(transformer=transformer, routed=tuple(routed))
 

@@ -66,7 +66,7 @@ class Hop:
 class Dispatcher:
     """Dispatch and combine of one rank under one placement. Stateless between calls.
 
-    What comes is announced to its senders as soon as its size is known (``announce_*``), before there is anything to send back:
+    What comes is announced to its senders an exchange ahead, where its size is known by then (all but the rows of a dispatch):
     on a long link that saves half a round trip per exchange (``transport.Transport.post``).
 
     On a level with a token codec, hidden vectors and partial sums, and the gradients of both, travel coded and are decoded
@@ -96,12 +96,12 @@ class Dispatcher:
             announced.append(Counts(came_C, self.transport.post(receives, self.mesh.label(Op.TOKEN_COUNTS, level))))
         return announced
 
-    def announce(self, op: Op, hops: Sequence[Hop], x_NH: Tensor, weights_NK: Tensor | None = None) -> None:
-        """Of all hops of a combine, or of the way back of one or of a dispatch, which has weights; rows are as those of ``x``."""
-        beside = [] if weights_NK is None else [(weights_NK.dtype, weights_NK.shape[1])]
+    def announce_backward(self, hops: Sequence[Hop], x_NH: Tensor, weights_NK: Tensor) -> None:
+        """Of the way back of a combine and of a dispatch over ``hops``, whose rows and weights are like these."""
+        beside = [(weights_NK.dtype, weights_NK.shape[1])]
         for hop in hops:
-            expected = hop.received if op is Op.COMBINE_BACKWARD else hop.sent
-            hop.coming[op] = self._announce(hop.level, op, expected, x_NH, beside)
+            hop.coming[Op.COMBINE_BACKWARD] = self._announce(hop.level, Op.COMBINE_BACKWARD, hop.received, x_NH, [])
+            hop.coming[Op.DISPATCH_BACKWARD] = self._announce(hop.level, Op.DISPATCH_BACKWARD, hop.sent, x_NH, beside)
 
     def dispatch(
         self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, announced: Sequence[Counts] | None = None
@@ -113,7 +113,7 @@ class Dispatcher:
         hops: list[Hop] = []
         ids_NK = ids_NK.to(torch.int32)
         for level, counts in zip(self._levels, announced or self.announce_counts(), strict=True):
-            hop, mask_MK = self._route(level, ids_NK, counts)
+            hop, mask_MK = self._route(level, x_NH, ids_NK, counts)
             ids_MK = torch.where(mask_MK, ids_NK.index_select(0, hop.rows_M), NO_EXPERT)
             x_NH, weights_NK, ids_NK = _DispatchHop.apply(  # type: ignore[no-untyped-call]
                 x_NH, weights_NK, ids_MK, mask_MK, hop, self
@@ -127,17 +127,20 @@ class Dispatcher:
             y_NH = _CombineHop.apply(y_NH, hop, self)  # type: ignore[no-untyped-call]
         return y_NH
 
-    def _route(self, level: int, ids_NK: Tensor, counts: Counts) -> tuple[Hop, Tensor]:
-        """Which rows go where; exchanges the counts. The mask [M, K] marks the slots that go with a row."""
+    def _route(self, level: int, x_NH: Tensor, ids_NK: Tensor, counts: Counts) -> tuple[Hop, Tensor]:
+        """Which rows go where; exchanges the counts, and announces what the combine will bring. The mask [M, K] marks the slots
+        that go with a row."""
         own = self.mesh.location[level]
         mask_CNK = self._served_at[level][ids_NK] == self._coordinates[level]
         goes_CN = mask_CNK.any(dim=2)
         coordinate_M, rows_M = goes_CN.nonzero(as_tuple=True)
         counts_C, came_C = goes_CN.sum(dim=1).cpu(), counts.came_C
+        sent = tuple(counts_C.tolist())
+        coming = {Op.TOKEN_COMBINE: self._announce(level, Op.TOKEN_COMBINE, sent, x_NH.detach(), [])}
         counts.posted.exchange({self.mesh.peer(level, c): counts_C[c : c + 1] for c in self._peers[level]})
         came_C[own] = counts_C[own]
-        sent, received = tuple(counts_C.tolist()), tuple(came_C.tolist())
-        hop = Hop(level=level, num_rows=len(ids_NK), rows_M=rows_M, sent=sent, received=received)
+        received = tuple(came_C.tolist())
+        hop = Hop(level=level, num_rows=len(ids_NK), rows_M=rows_M, sent=sent, received=received, coming=coming)
         return hop, mask_CNK[coordinate_M, rows_M]
 
     def forth(self, hop: Hop, op: Op, x_NH: Tensor, beside: Sequence[Tensor] = ()) -> list[Tensor]:

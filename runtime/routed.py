@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridep.traffic import Op
 from hybridep.workload import Model
 from runtime.dispatch import Counts, Dispatcher, Hop
 from runtime.expert_exchange import ExpertExchange
@@ -43,20 +42,19 @@ class DistributedExperts(RoutedExperts):
         """Whose gradients must be home before this layer makes new ones: with copies per micro-batch, memory is short."""
         self.below: DistributedExperts | None = None
         """The layer whose backward follows; None for the lowest."""
-        self.is_top = False
-        """No other layer's backward comes first."""
+        self.above: DistributedExperts | None = None
+        """The layer whose forward follows; None for the topmost."""
         self._counts: list[Counts] | None = None
         self._over: tuple[list[Hop], Tensor, Tensor] | None = None
-        """What the backward of the combine goes over, and rows and weights as they travel."""
+        """What the last forward went over, and rows and weights as they travel."""
         self._ffn, self._padded_E = model.ffn, padded_E
         place_E = torch.full((model.num_experts,), -1, dtype=torch.int32)
         place_E[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held), dtype=torch.int32)
         self._place_E = place_E.to(home.device)
 
     def prepare(self) -> None:
-        """Copies set out while attention and gate compute, and other ranks hear that their counts are awaited."""
+        """Copies set out while attention and gate compute."""
         self.spans.begin(PRE_EXPERT, self.name)
-        self._counts = self.dispatcher.announce_counts()
         for exchange in self.ahead:
             exchange.start_gather()
 
@@ -69,28 +67,24 @@ class DistributedExperts(RoutedExperts):
             x_TH.register_hook(self._dispatch_returned)  # type: ignore[no-untyped-call]
         counts, self._counts = self._counts, None
         x_NH, weights_NK, ids_NK, hops = self.dispatcher.dispatch(x_TH, weights_TK, ids_TK, counts)
-        self.dispatcher.announce(Op.TOKEN_COMBINE, hops[::-1], x_NH.detach())
+        # Peers hear of what is awaited after the combine before the combine itself.
+        if self.above is not None:
+            self.above._counts = self.above.dispatcher.announce_counts()
+        if x_NH.requires_grad:
+            # No elements: type and width is what counts.
+            self._over = hops, x_NH.detach()[:0], weights_NK.detach()[:0]
+            if self.above is None:
+                self.announce_backward()
         y_NH = _Experts.apply(x_NH, weights_NK, self.home, ids_NK, self)  # type: ignore[no-untyped-call]
         combined = self.dispatcher.combine(y_NH, hops)
         if combined.requires_grad:
             combined.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
-            # A few elements of each: their type and width is what counts.
-            self._over = hops, x_NH.detach()[:0], weights_NK.detach()[:0]
-            if self.is_top:
-                self.announce_backward()
         return combined
 
     def announce_backward(self) -> None:
-        """Other ranks hear that the gradients of this layer's combine are awaited."""
+        """Other ranks hear that the gradients of this layer's combine and dispatch are awaited."""
         if self._over is not None:
-            hops, x_NH, _ = self._over
-            self.dispatcher.announce(Op.COMBINE_BACKWARD, hops, x_NH)
-
-    def announce_return(self) -> None:
-        """The same of the gradients of its dispatch."""
-        if self._over is not None:
-            hops, x_NH, weights_NK = self._over
-            self.dispatcher.announce(Op.DISPATCH_BACKWARD, hops[::-1], x_NH, weights_NK)
+            self.dispatcher.announce_backward(*self._over)
             self._over = None
 
     def _backward_starts(self, _: Tensor) -> None:
@@ -104,8 +98,6 @@ class DistributedExperts(RoutedExperts):
     def _dispatch_returned(self, _: Tensor) -> None:
         self.exchange.start_return()
         self.spans.begin(PRE_EXPERT + BACKWARD, self.name)
-        if self.below is not None:
-            self.below.announce_backward()
 
     def compute(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:
         """[N, H]: for each row the weighted sum over its experts that are served here."""
@@ -155,7 +147,8 @@ class _Experts(torch.autograd.Function):
         if ctx.layer.returned_by_now is not None:
             ctx.layer.returned_by_now.finish_return()
         exchange.copies()
-        ctx.layer.announce_return()
+        if ctx.layer.below is not None:
+            ctx.layer.below.announce_backward()
         spans.begin(EXPERT + BACKWARD, ctx.layer.name)
         x, weights, home, copies = torch.autograd.grad(
             ctx.output, ctx.inputs, gradients[0], allow_unused=True, materialize_grads=True

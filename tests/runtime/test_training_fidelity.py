@@ -126,6 +126,46 @@ def test_random_placements_equal_the_reference(pools: Pools, case: Case) -> None
     check_bytes(case, outcomes)
 
 
+def log_exchanges(rank: int, case: Case) -> list[tuple[str, str]]:
+    """("posted" or "begun", label) of one step's exchanges of tokens, in order."""
+    log: list[tuple[str, str]] = []
+
+    def prepare(trainer: Any) -> None:
+        post, begin = trainer.transport.post, trainer.transport._begin
+
+        def logged_post(receives: Any, label: str) -> Any:
+            log.append(("posted", label))
+            return post(receives, label)
+
+        def logged_begin(posted: Any, sends: Any) -> Any:
+            log.append(("begun", posted.channel.label))
+            return begin(posted, sends)
+
+        trainer.transport.post, trainer.transport._begin = logged_post, logged_begin
+
+    train_case(rank, case, prepare, steps=1)
+    return [(what, label) for what, label in log if label.startswith(("token", "combine", "dispatch"))]
+
+
+def test_receives_are_posted_an_exchange_ahead(pools: Pools) -> None:
+    """All but the rows of a dispatch, whose number is not known, and the first counts of a micro-batch."""
+    late = []
+    for log in pools.run(log_exchanges, Case(sizes=(2, 2), domains=(1, 1), micro_batches=2)):
+        waiting: dict[str, list[int]] = {}
+        begun = 0
+        for what, label in log:
+            if what == "posted":
+                waiting.setdefault(label, []).append(begun)
+            else:
+                if waiting[label].pop(0) == begun:
+                    late.append(label.split("@")[0])
+                begun += 1
+        assert not any(waiting.values())
+    assert set(late) == {"token_dispatch", "token_counts"}
+    assert late.count("token_dispatch") == 4 * 2 * 2 * MODELS["plain"]["num_layers"], "ranks, micro-batches, hops, layers"
+    assert late.count("token_counts") == 4 * 2, "the first of each micro-batch: the second hop's are posted with it"
+
+
 def test_cases_cover_what_plans_can_say() -> None:
     for sizes, found in (((2, 2), FOUR), ((4, 2), EIGHT)):
         same = [case for case in found if case.sizes == sizes and case.random_serving is None and not case.tokens]

@@ -159,6 +159,25 @@ def test_streams_share_a_message(tmp_path: Path) -> None:
         assert code == 0, output
 
 
+def test_a_message_leaves_when_its_receive_is_posted(tmp_path: Path) -> None:
+    """Though the receiver's exchange begins only when the sender says that its own is over."""
+    program = """
+        transport = Transport(timeout_s=20)
+        size, note = 1_000_000, torch.zeros(1)
+        if rank == 0:
+            received = {1: torch.zeros(size, dtype=torch.int64)}
+            posted = transport.post(received, "early")
+            dist.recv(note, 1, tag=7)
+            posted.exchange({})
+            assert torch.equal(received[1], message(1, 0, size))
+        else:
+            transport.exchange({0: message(1, 0, size)}, {}, "early")
+            dist.send(note, 0, tag=7)
+    """
+    for code, output in run_ranks(program, 2, tmp_path):
+        assert code == 0, output
+
+
 def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
     program = """
         transport = Transport(timeout_s=20)
