@@ -8,16 +8,17 @@ coordinates, so a run is reproducible bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridep.placement import Placement
 from hybridep.traffic import Op
-from runtime.codecs import RowCoder, row_coder
+from runtime.codecs import row_coder
 from runtime.codecs.messages import pack, unpack
 from runtime.mesh import Mesh
 from runtime.transport import Transport
@@ -33,8 +34,10 @@ class Hop:
     level: int
     num_rows: int
     """N before the hop."""
-    sent: tuple[Tensor, ...]
-    """int64 row numbers that went to each coordinate, own coordinate included."""
+    rows_M: Tensor
+    """int64 row numbers that went to each coordinate, own coordinate included, one after the other."""
+    sent: tuple[int, ...]
+    """Rows that went to each coordinate."""
     received: tuple[int, ...]
     """Rows that came from each coordinate, own coordinate included; they lie one after the other: N' after the hop."""
 
@@ -53,8 +56,10 @@ class Dispatcher:
         self._served_at = []
         self._peers: list[tuple[int, ...]] = []
         self._sources: list[tuple[int, ...]] = []
+        self._coordinates = [torch.arange(size, device=mesh.device)[:, None, None] for size in mesh.sizes]
         for level, own in enumerate(mesh.location):
-            self._served_at.append(torch.from_numpy(placement.serve[level][own].copy()).to(mesh.device))
+            # One more place at the end, where id -1 finds it: nowhere.
+            self._served_at.append(F.pad(torch.from_numpy(placement.serve[level][own].copy()), (0, 1), value=-1).to(mesh.device))
             self._peers.append(placement.token_peers(mesh.rank, level))
             self._sources.append(placement.token_sources(mesh.rank, level))
 
@@ -66,10 +71,10 @@ class Dispatcher:
         hops: list[Hop] = []
         ids_NK = ids_NK.to(torch.int32)
         for level in self._levels:
-            hop, masks = self._route(level, ids_NK)
-            ids = [torch.where(mask, ids_NK[rows], NO_EXPERT) for rows, mask in zip(hop.sent, masks, strict=True)]
+            hop, mask_MK = self._route(level, ids_NK)
+            ids_MK = torch.where(mask_MK, ids_NK.index_select(0, hop.rows_M), NO_EXPERT)
             x_NH, weights_NK, ids_NK = _DispatchHop.apply(  # type: ignore[no-untyped-call]
-                x_NH, weights_NK, ids, masks, hop, self
+                x_NH, weights_NK, ids_MK, mask_MK, hop, self
             )
             hops.append(hop)
         return x_NH, weights_NK, ids_NK, hops
@@ -80,95 +85,101 @@ class Dispatcher:
             y_NH = _CombineHop.apply(y_NH, hop, self)  # type: ignore[no-untyped-call]
         return y_NH
 
-    def _route(self, level: int, ids_NK: Tensor) -> tuple[Hop, list[Tensor]]:
-        """Which rows go where; exchanges the counts. Masks [n_c, K] mark the slots that each coordinate gets."""
+    def _route(self, level: int, ids_NK: Tensor) -> tuple[Hop, Tensor]:
+        """Which rows go where; exchanges the counts. The mask [M, K] marks the slots that go with a row."""
         size, own = self.mesh.sizes[level], self.mesh.location[level]
-        goes_to = torch.where(ids_NK >= 0, self._served_at[level][ids_NK.long().clamp(min=0)], -1)
-        sent, masks = [], []
-        for coordinate in range(size):
-            mask = goes_to == coordinate
-            rows = mask.any(dim=1).nonzero().squeeze(1)
-            sent.append(rows)
-            masks.append(mask[rows])
-        counts = {source: torch.zeros(1, dtype=torch.int64) for source in self._sources[level]}
+        mask_CNK = self._served_at[level][ids_NK] == self._coordinates[level]
+        goes_CN = mask_CNK.any(dim=2)
+        coordinate_M, rows_M = goes_CN.nonzero(as_tuple=True)
+        counts_C, came_C = goes_CN.sum(dim=1).cpu(), torch.zeros(size, dtype=torch.int64)
         self.transport.exchange(
-            {self.mesh.peer(level, c): torch.tensor([len(sent[c])]) for c in self._peers[level]},
-            {self.mesh.peer(level, c): count for c, count in counts.items()},
+            {self.mesh.peer(level, c): counts_C[c : c + 1] for c in self._peers[level]},
+            {self.mesh.peer(level, c): came_C[c : c + 1] for c in self._sources[level]},
             self.mesh.label(Op.TOKEN_COUNTS, level),
         )
-        received = tuple(len(sent[own]) if c == own else int(counts[c]) if c in counts else 0 for c in range(size))
-        return Hop(level=level, num_rows=len(ids_NK), sent=tuple(sent), received=received), masks
+        came_C[own] = counts_C[own]
+        sent, received = tuple(counts_C.tolist()), tuple(came_C.tolist())
+        hop = Hop(level=level, num_rows=len(ids_NK), rows_M=rows_M, sent=sent, received=received)
+        return hop, mask_CNK[coordinate_M, rows_M]
 
-    def forth(self, hop: Hop, op: Op, x_NH: Tensor, beside: Callable[[int], list[Tensor]] = lambda _: []) -> list[Tensor]:
-        """Send rows of ``x``, and ``beside(c)`` (blocks [n_c, *] for coordinate c), along the hop; returns the arrived blocks
-        in order. One message per peer: its blocks one after the other."""
+    def forth(self, hop: Hop, op: Op, x_NH: Tensor, beside: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Send rows of ``x``, and with them those of ``beside`` [M, *], along the hop; returns the arrived blocks in order. One
+        message per peer: its blocks one after the other."""
         own, coder = self.mesh.location[hop.level], self._coders[hop.level]
-        leaving = {c: rows for c, rows in enumerate(hop.sent) if c != own and len(rows)}
+        leaving = [c for c, number in enumerate(hop.sent) if c != own and number]
+        parts = [torch.split(block, hop.sent) for block in (x_NH.index_select(0, hop.rows_M), *beside)]
         # Each row once, however many ranks it goes to; unless that would code more rows than leave.
-        once = coder.encode(x_NH) if sum(map(len, leaving.values())) > len(x_NH) else None
-        sends = {
-            c: pack([*(coder.encode(x_NH[rows]) if once is None else [block[rows] for block in once]), *beside(c)])
-            for c, rows in leaving.items()
-        }
-        stay = beside(own)
-        messages = self._exchange(hop, op, sends, hop.received, _blocks(coder, x_NH, stay))
-        arrived = []
-        for c, number in enumerate(hop.received):
-            if c == own:
-                arrived.append([x_NH[hop.sent[own]], *stay])
-            elif number:
-                arrived.append(_read(messages[c], number, coder, x_NH, stay))
-        return [torch.cat(blocks) for blocks in zip(*arrived, strict=True)]
+        if sum(hop.sent[c] for c in leaving) > len(x_NH):
+            once = [torch.split(block.index_select(0, hop.rows_M), hop.sent) for block in coder.encode(x_NH)]
+            coded = {c: [part[c] for part in once] for c in leaving}
+        else:
+            coded = {c: coder.encode(parts[0][c]) for c in leaving}
+        sends = {c: _message([*coded[c], *(part[c] for part in parts[1:])]) for c in leaving}
+        return self._exchange(hop, op, sends, [part[own] for part in parts], hop.received)
 
     def back(self, hop: Hop, op: Op, x_NH: Tensor, beside: Sequence[Tensor] = ()) -> list[Tensor]:
         """The reverse of ``forth``: rows [N', *] return to their origin and are added there: [N, *]."""
         own, coder = self.mesh.location[hop.level], self._coders[hop.level]
-        parts = [torch.split(block, list(hop.received)) for block in (x_NH, *beside)]
+        parts = [torch.split(block, hop.received) for block in (x_NH, *beside)]
         sends = {
-            c: pack([*coder.encode(parts[0][c]), *(part[c] for part in parts[1:])])
+            c: _message([*coder.encode(parts[0][c]), *(part[c] for part in parts[1:])])
             for c, number in enumerate(hop.received)
             if c != own and number
         }
-        messages = self._exchange(hop, op, sends, [len(rows) for rows in hop.sent], _blocks(coder, x_NH, beside))
-        stay = [part[own] for part in parts]
-        sums = [block.new_zeros(hop.num_rows, block.shape[1]) for block in (x_NH, *beside)]
-        for c, rows in enumerate(hop.sent):
-            if len(rows):
-                arrived = stay if c == own else _read(messages[c], len(rows), coder, x_NH, beside)
-                for total, block in zip(sums, arrived, strict=True):
-                    total.index_add_(0, rows, block)
+        arrived = self._exchange(hop, op, sends, [part[own] for part in parts], hop.sent)
+        sums = [block.new_zeros(hop.num_rows, block.shape[1]) for block in arrived]
+        # One coordinate's rows are all different: on a GPU, too, the order of the additions is that of coordinates.
+        rows = torch.split(hop.rows_M, hop.sent)
+        for total, block in zip(sums, arrived, strict=True):
+            for rows_m, part in zip(rows, torch.split(block, hop.sent), strict=True):
+                total.index_add_(0, rows_m, part)
         return sums
 
     def _exchange(
-        self, hop: Hop, op: Op, sends: Mapping[int, Tensor], expected: Sequence[int], blocks: Sequence[tuple[torch.dtype, int]]
-    ) -> dict[int, Tensor]:
-        """The messages that arrive, by coordinate; ``expected`` rows from each."""
-        own, peer = self.mesh.location[hop.level], self.mesh.peer
-        row_bytes = sum(dtype.itemsize * width for dtype, width in blocks)
-        buffers = {
-            c: torch.empty(rows * row_bytes, dtype=torch.uint8, device=self.mesh.device)
-            for c, rows in enumerate(expected)
-            if c != own and rows
-        }
+        self, hop: Hop, op: Op, sends: Mapping[int, Tensor], stay: Sequence[Tensor], expected: Sequence[int]
+    ) -> list[Tensor]:
+        """The blocks that come with ``expected`` rows from each coordinate, one after the other; ``stay`` are the own ones."""
+        level, own, coder = hop.level, self.mesh.location[hop.level], self._coders[hop.level]
+        hidden, dtype = stay[0].shape[1], stay[0].dtype
+        shapes = coder.blocks(hidden, dtype) + [(block.dtype, block.shape[1]) for block in stay[1:]]
+        coming = [c for c, rows in enumerate(expected) if c != own and rows]
+        in_place = shapes == [(dtype, hidden)]
+        if in_place:
+            # Nothing to take apart: every message lands where it belongs.
+            x_NH = stay[0].new_empty(sum(expected), hidden)
+            parts = torch.split(x_NH, list(expected))
+            parts[own].copy_(stay[0])
+            buffers = {c: parts[c] for c in coming}
+        else:
+            row_bytes = sum(dtype.itemsize * width for dtype, width in shapes)
+            buffers = {c: stay[0].new_empty(expected[c] * row_bytes, dtype=torch.uint8) for c in coming}
+        peer = self.mesh.peer
         self.transport.exchange(
-            {peer(hop.level, c): message for c, message in sends.items()},
-            {peer(hop.level, c): buffer for c, buffer in buffers.items()},
-            self.mesh.label(op, hop.level),
+            {peer(level, c): message for c, message in sends.items()},
+            {peer(level, c): buffer for c, buffer in buffers.items()},
+            self.mesh.label(op, level),
         )
-        return buffers
+        if in_place:
+            return [x_NH]
+        coded = len(shapes) - len(stay) + 1
+        arrived = []
+        for c in sorted([*coming, own]):
+            if c == own:
+                arrived.append(stay)
+                continue
+            blocks = [part.view(expected[c], -1) for part in unpack(buffers[c], [(d, expected[c] * w) for d, w in shapes])]
+            arrived.append([coder.decode(blocks[:coded], hidden, dtype), *blocks[coded:]])
+        return [torch.cat(blocks) for blocks in zip(*arrived, strict=True)]
 
 
 class _DispatchHop(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, weights_NK: Tensor, ids: list[Tensor], masks: list[Tensor], hop: Hop, dispatcher: Dispatcher
+        ctx: Any, x_NH: Tensor, weights_NK: Tensor, ids_MK: Tensor, mask_MK: Tensor, hop: Hop, dispatcher: Dispatcher
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.hop, ctx.dispatcher = hop, dispatcher
-
-        def beside(c: int) -> list[Tensor]:
-            return [weights_NK[hop.sent[c]] * masks[c], ids[c]]
-
-        x, weights, arrived_ids = dispatcher.forth(hop, Op.TOKEN_DISPATCH, x_NH, beside)
+        weights_MK = weights_NK.index_select(0, hop.rows_M) * mask_MK
+        x, weights, arrived_ids = dispatcher.forth(hop, Op.TOKEN_DISPATCH, x_NH, (weights_MK, ids_MK))
         ctx.mark_non_differentiable(arrived_ids)
         return x, weights, arrived_ids
 
@@ -191,15 +202,6 @@ class _CombineHop(torch.autograd.Function):
         return y, None, None
 
 
-def _blocks(coder: RowCoder, x_NH: Tensor, beside: Sequence[Tensor]) -> list[tuple[torch.dtype, int]]:
-    """Type and width of the blocks of a message."""
-    return coder.blocks(x_NH.shape[1], x_NH.dtype) + [(block.dtype, block.shape[1]) for block in beside]
-
-
-def _read(message: Tensor, number: int, coder: RowCoder, x_NH: Tensor, beside: Sequence[Tensor]) -> list[Tensor]:
-    """[number, H] decoded rows, and what came beside them."""
-    shapes = _blocks(coder, x_NH, beside)
-    parts = unpack(message, [(dtype, number * width) for dtype, width in shapes])
-    blocks = [part.view(number, -1) for part in parts]
-    coded = len(blocks) - len(beside)
-    return [coder.decode(blocks[:coded], x_NH.shape[1], x_NH.dtype), *blocks[coded:]]
+def _message(blocks: Sequence[Tensor]) -> Tensor:
+    """The blocks' elements, one block after the other; a single block as it is."""
+    return pack(blocks) if len(blocks) > 1 else blocks[0].contiguous()

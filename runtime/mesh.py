@@ -15,6 +15,7 @@ from hybridep.plan import Plan
 from hybridep.traffic import Op
 from hybridep.workload import Dtype
 from runtime.device import CPU
+from runtime.event_threads import waiting_their_turn
 from runtime.sockets import keeping_little_unsent
 
 TORCH_DTYPE = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
@@ -65,11 +66,21 @@ class Mesh:
 
     def peer(self, level: int, coordinate: int) -> int:
         """The global rank that differs from this one only in its coordinate at ``level``."""
-        return self.plan.cluster.peer(self.rank, level, coordinate)
+        return self._peers[level][coordinate]
 
     def label(self, op: Op, level: int) -> str:
         """``token_dispatch@dc``: the name under which a transfer's bytes and times are booked."""
-        return f"{op.value}@{self.plan.cluster.levels[level].name}"
+        return self._labels[level][op]
+
+    @cached_property
+    def _peers(self) -> list[list[int]]:
+        """By level and coordinate. Asked for with every message: a table costs less than numpy's arithmetic on a few numbers."""
+        peer = self.plan.cluster.peer
+        return [[peer(self.rank, level, coordinate) for coordinate in range(size)] for level, size in enumerate(self.sizes)]
+
+    @cached_property
+    def _labels(self) -> list[dict[Op, str]]:
+        return [{op: f"{op.value}@{level.name}" for op in Op} for level in self.plan.cluster.levels]
 
 
 def check_trainable(plan: Plan) -> None:
@@ -110,7 +121,7 @@ def _store(address: str, port: int, *, is_master: bool, timeout_s: float) -> TCP
 def open_process_group(store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
     """Join the gloo process group of all ranks. Raises TransportError when some rank does not come within the timeout."""
     try:
-        with keeping_little_unsent():
+        with keeping_little_unsent(), waiting_their_turn():
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise TransportError(

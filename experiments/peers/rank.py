@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,11 @@ def main() -> None:
             time.sleep(0.1)
         place = json.loads(meeting.read_text())
         store = join_store(place["address"], place["port"], timeout_s=180)
-    open_process_group(store, rank=rank, world_size=mesh.world_size, timeout_s=180)
+    if job["transport"] == "ours":
+        open_process_group(store, rank=rank, world_size=mesh.world_size, timeout_s=180)
+    else:
+        # As a peer would open it: its connections and threads as gloo makes them.
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=mesh.world_size, timeout=timedelta(seconds=180))
     if job["peer"] == "deepspeed":
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(mesh.world_size), DS_ACCELERATOR="cpu")
         from deepspeed import comm

@@ -1,15 +1,17 @@
-"""Connections between ranks keep a sender's order; others of the process are left alone."""
+"""Connections between ranks keep a sender's order, and their threads wait their turn; others of the process are left alone."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from rank_pool import RankPool
 
+from runtime.event_threads import waiting_their_turn
 from runtime.sockets import UNSENT_BYTES, keeping_little_unsent
 
 pytestmark = [
@@ -46,3 +48,28 @@ def test_only_what_is_opened_meanwhile_is_limited() -> None:
             assert _limit_bytes(meanwhile) == UNSENT_BYTES != usual_bytes
             assert _limit_bytes(before) == _limit_bytes(after) == usual_bytes
             meanwhile.sendall(b"still open")
+
+
+def _policies_of_gloo(rank: int) -> set[int]:
+    """How the threads that serve this rank's connections are scheduled."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
+    return {os.sched_getscheduler(int(task.name)) for task in tasks}
+
+
+@pytest.mark.skipif(os.sched_getscheduler(0) != os.SCHED_OTHER, reason="this process is scheduled in a way of its own")
+def test_the_threads_of_connections_wait_their_turn() -> None:
+    with RankPool(2) as ranks:
+        assert ranks.run(_policies_of_gloo) == [{os.SCHED_BATCH}] * 2
+
+
+@pytest.mark.skipif(os.sched_getscheduler(0) != os.SCHED_OTHER, reason="this process is scheduled in a way of its own")
+def test_only_threads_started_meanwhile_wait_their_turn() -> None:
+    leave = threading.Event()
+    threads = [threading.Thread(target=leave.wait, daemon=True) for _ in range(3)]
+    threads[0].start()
+    with waiting_their_turn():
+        threads[1].start()
+    threads[2].start()
+    found = [os.sched_getscheduler(thread.native_id or 0) for thread in threads]
+    leave.set()
+    assert found == [os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_OTHER]

@@ -13,11 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from hybridep.launch.lab import LabSpec, run_in_lab
-from runtime.transport import Transport
+from runtime.channels import Channels
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -134,12 +132,16 @@ def test_messages_arrive_and_are_counted(tmp_path: Path) -> None:
 def test_streams_share_a_message(tmp_path: Path) -> None:
     program = """
         used = set()
-        isend = dist.isend
-        def counted(tensor, peer, group=None, tag=0):
-            used.add((label, peer, group))
-            return isend(tensor, peer, group, tag)
-        dist.isend = counted
         transport = Transport(timeout_s=20, streams={"far": 3})
+        class Counted:
+            def __init__(self, group):
+                self.recv, self._group = group.recv, group
+            def send(self, tensors, peer, tag):
+                used.add((label, peer, self._group))
+                return self._group.send(tensors, peer, tag)
+        from runtime.channels import stream_groups
+        groups = stream_groups(3)
+        transport._channels._groups = [Counted(group) for group in groups]
         # Of one piece, of one piece per stream, and of many pieces; uneven, and in the background.
         for label, send in (("near@near", transport.exchange), ("far@far", transport.exchange),
                             ("copies@far", transport.exchange_in_background)):
@@ -151,7 +153,7 @@ def test_streams_share_a_message(tmp_path: Path) -> None:
             for peer in peers:
                 assert len({group for name, to, group in used if (name, to) == (label, peer)}) == (1 if "near" in label else 3)
         # Another transport of this process group finds the same connections.
-        assert Transport(timeout_s=20, streams={"far": 2})._groups[1] is transport._groups[1]
+        assert Transport(timeout_s=20, streams={"far": 2})._channels._groups[1] is groups[1]
     """
     for code, output in run_ranks(program, 3, tmp_path):
         assert code == 0, output
@@ -269,14 +271,12 @@ def test_a_silent_and_a_dead_peer_are_named(tmp_path: Path) -> None:
         assert "rank 2 dead True True" in output
 
 
-def test_labels_that_would_share_a_tag_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    transport = Transport(timeout_s=1)
-    transport.exchange({1: torch.zeros(0)}, {}, "a")  # nothing to send: no tag, no process group needed
+def test_labels_that_would_share_a_tag_are_refused() -> None:
+    channels = Channels([], {})
+    assert channels.of("a") is channels.of("a")
     with pytest.raises(ValueError, match="share a tag"):
         for number in range(10_000):
-            transport._next_tag("send", f"label {number}", 1)
+            channels.of(f"label {number}")
 
 
 LAB_RANK = """
