@@ -107,10 +107,10 @@ class Dispatcher:
         message per peer: its blocks one after the other."""
         own, coder = self.mesh.location[hop.level], self._coders[hop.level]
         leaving = [c for c, number in enumerate(hop.sent) if c != own and number]
-        parts = [torch.split(block, hop.sent) for block in (x_NH.index_select(0, hop.rows_M), *beside)]
+        parts = [block.split_with_sizes(hop.sent) for block in (x_NH.index_select(0, hop.rows_M), *beside)]
         # Each row once, however many ranks it goes to; unless that would code more rows than leave.
         if sum(hop.sent[c] for c in leaving) > len(x_NH):
-            once = [torch.split(block.index_select(0, hop.rows_M), hop.sent) for block in coder.encode(x_NH)]
+            once = [block.index_select(0, hop.rows_M).split_with_sizes(hop.sent) for block in coder.encode(x_NH)]
             coded = {c: [part[c] for part in once] for c in leaving}
         else:
             coded = {c: coder.encode(parts[0][c]) for c in leaving}
@@ -120,7 +120,7 @@ class Dispatcher:
     def back(self, hop: Hop, op: Op, x_NH: Tensor, beside: Sequence[Tensor] = ()) -> list[Tensor]:
         """The reverse of ``forth``: rows [N', *] return to their origin and are added there: [N, *]."""
         own, coder = self.mesh.location[hop.level], self._coders[hop.level]
-        parts = [torch.split(block, hop.received) for block in (x_NH, *beside)]
+        parts = [block.split_with_sizes(hop.received) for block in (x_NH, *beside)]
         sends = {
             c: _message([*coder.encode(parts[0][c]), *(part[c] for part in parts[1:])])
             for c, number in enumerate(hop.received)
@@ -129,9 +129,9 @@ class Dispatcher:
         arrived = self._exchange(hop, op, sends, [part[own] for part in parts], hop.sent)
         sums = [block.new_zeros(hop.num_rows, block.shape[1]) for block in arrived]
         # One coordinate's rows are all different: on a GPU, too, the order of the additions is that of coordinates.
-        rows = torch.split(hop.rows_M, hop.sent)
+        rows = hop.rows_M.split_with_sizes(hop.sent)
         for total, block in zip(sums, arrived, strict=True):
-            for rows_m, part in zip(rows, torch.split(block, hop.sent), strict=True):
+            for rows_m, part in zip(rows, block.split_with_sizes(hop.sent), strict=True):
                 total.index_add_(0, rows_m, part)
         return sums
 
@@ -147,7 +147,7 @@ class Dispatcher:
         if in_place:
             # Nothing to take apart: every message lands where it belongs.
             x_NH = stay[0].new_empty(sum(expected), hidden)
-            parts = torch.split(x_NH, list(expected))
+            parts = x_NH.split_with_sizes(expected)
             parts[own].copy_(stay[0])
             buffers = {c: parts[c] for c in coming}
         else:
