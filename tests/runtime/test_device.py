@@ -50,12 +50,17 @@ def test_messages_of_a_device_pass_through_host_memory(tmp_path: Path) -> None:
         from runtime import staging, transport as transport_module
         staging.needs_staging = lambda tensor: True
         handed = []
-        for name in ("isend", "irecv"):
-            def call(tensor, *rest, real=getattr(dist, name), **keywords):
-                handed.append(tensor.untyped_storage().data_ptr())
-                return real(tensor, *rest, **keywords)
-            setattr(dist, name, call)
+        class Handing:
+            def __init__(self, group):
+                self.group = group
+            def send(self, tensors, *rest):
+                handed.append(tensors[0].untyped_storage().data_ptr())
+                return self.group.send(tensors, *rest)
+            def recv(self, tensors, *rest):
+                handed.append(tensors[0].untyped_storage().data_ptr())
+                return self.group.recv(tensors, *rest)
         transport = Transport(timeout_s=20)
+        transport._channels._groups = [Handing(group) for group in transport._channels._groups]
         sends = {peer: message(rank, peer, 3_000_000 * (peer == 0)) for peer in peers}
         store = torch.full((world, 3_000_000), -1, dtype=torch.int64)
         receives = {peer: store[peer][: 3_000_000 * (rank == 0)] for peer in peers}
