@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridep.codecs import ExpertCodec, Wire, wires
 from hybridep.placement import IntArray
-from hybridep.traffic import COUNT_BYTES, FloatArray, split_sizes
+from hybridep.traffic import COUNT_BYTES, FloatArray
 from planner.sites.problem import Inside, SiteProblem
 
 
@@ -36,13 +35,15 @@ class Exchange:
     messages: tuple[int, int] = (0, 0)
     """Of the rank that sends to most others, and of the one that receives from most."""
     pairs_of: Callable[[], FloatArray] | None = None
-    """Makes ``pairs``, which most questions about many sites can do without; None inside sites."""
+    """Makes ``pairs`` with anything on the diagonal; most questions about many sites do without. None inside sites."""
 
     @cached_property
     def pairs(self) -> FloatArray:
         """[D, D] from site to site, all ranks together, zero on the diagonal."""
         assert self.pairs_of is not None
-        return self.pairs_of()
+        pairs = self.pairs_of()
+        np.fill_diagonal(pairs, 0.0)
+        return pairs
 
     @cached_property
     def reverse(self) -> Exchange:
@@ -222,48 +223,6 @@ def with_inside(problem: SiteProblem, between: BetweenSites, inside: Inside) -> 
     )
 
 
-def dense_exchanges(problem: SiteProblem) -> tuple[Exchange, ...]:
-    """Bytes of the reduce-scatter of dense gradients, innermost level first; the all-gather is the reverse."""
-    return _reduce_scatter(problem, problem.workload.model.dense_params, problem.wires)
-
-
-def shared_exchanges(problem: SiteProblem, layer: LayerExchanges) -> tuple[Exchange, ...]:
-    """Likewise of a layer's shared expert, exact: only where copies travel as the difference from it."""
-    coded = (
-        problem.wires[0 if one.outer else 1].codecs.experts is ExpertCodec.SHARED_RESIDUAL and one.out.any()
-        for one in layer.copies
-    )
-    return _shared(problem) if any(coded) else ()
-
-
-@lru_cache(maxsize=8)
-def _shared(problem: SiteProblem) -> tuple[Exchange, ...]:
-    exact = wires(problem.workload, (), 2)
-    return _reduce_scatter(problem, problem.workload.model.expert_params, (exact[0], exact[1]))
-
-
-def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire]) -> tuple[Exchange, ...]:
-    size, n = problem.num_sites, problem.num_inside
-    exchanges = []
-    shards = np.array([total])
-    if n > 1:
-        shards = np.array(split_sizes(total, n))
-        every, message = np.ones((size, 1)), by_level[1].dense_bytes(shards)
-        out, into = every * (message.sum() - message), every * ((n - 1) * message)
-        exchanges.append(Exchange(outer=False, out=out, into=into, messages=(n - 1, n - 1)))
-    if size > 1:
-        # [n, D]: what a rank sends to each site.
-        parts = by_level[0].dense_bytes(shards[:, None] // size + (np.arange(size) < shards[:, None] % size))
-        out = (parts.sum(axis=1, keepdims=True) - parts).T
-        into = parts.T * float(size - 1)
-
-        def pairs() -> FloatArray:
-            return _away(np.tile(parts.sum(axis=0), (size, 1)))
-
-        exchanges.append(Exchange(outer=True, out=out, into=into, messages=(size - 1, size - 1), pairs_of=pairs))
-    return tuple(exchanges)
-
-
 def _alike(
     problem: SiteProblem,
     by_count: FloatArray,
@@ -288,7 +247,7 @@ def _alike(
     def pairs() -> FloatArray:
         by_row = np.zeros((len(users), size))
         by_row[served.row, served.place] = n * sent
-        return _away(scale[:, None] * by_row[which])
+        return np.asarray(scale[:, None] * by_row[which])
 
     return Exchange(
         outer=True,
@@ -298,12 +257,6 @@ def _alike(
         messages=(int(to.max()), int(of.max())),
         pairs_of=pairs,
     )
-
-
-def _away(pairs: FloatArray) -> FloatArray:
-    """``pairs`` with nothing on its diagonal."""
-    np.fill_diagonal(pairs, 0.0)
-    return pairs
 
 
 def _all_to(receives: NDArray[np.bool_]) -> tuple[int, int]:
@@ -330,7 +283,7 @@ def _copies(problem: SiteProblem, held: IntArray) -> tuple[Exchange, FloatArray]
     def pairs() -> FloatArray:
         moved = np.zeros((size, size))
         np.add.at(moved, home_site, held.T)
-        return _away(moved)
+        return moved
 
     different = np.bincount(problem.home, weights=copies > 0, minlength=size * n).reshape(size, n)
     outer = Exchange(
