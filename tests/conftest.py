@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 # Before numpy or torch is imported: tests run several processes on few cores, and one thread each is also reproducible.
@@ -23,6 +25,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+from planner.clock import timed_by
+
 SEED = 20260101
 
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
@@ -36,6 +40,13 @@ def _seeds() -> None:
     np.random.seed(SEED)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _limits_count_computation() -> Iterator[None]:
+    """The planner's time limits: what a plan is must not depend on what else the machine does."""
+    with timed_by(time.process_time):
+        yield
 
 
 @pytest.fixture

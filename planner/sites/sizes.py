@@ -15,7 +15,6 @@ It speaks of sites whose paths have no limits of their own and one latency; inne
 from __future__ import annotations
 
 import heapq
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +23,7 @@ from scipy.sparse import coo_array
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
+from planner.clock import now_s
 from planner.memory import lasting_copy_bytes, routed_activation_bytes
 from planner.sites.lp import BoxProgram, Duals, Rows
 from planner.sites.relaxation import Relaxation, whole
@@ -312,7 +312,7 @@ def prove_sizes(
     for root in sizes.roots(best_s):
         enter(root)
     # Both halves or none: a half without multipliers of its own would be bounded worse than the whole.
-    while heap and count < max_boxes and time.perf_counter() < deadline_s:
+    while heap and count < max_boxes and now_s() < deadline_s:
         value_s, _, box, duals = heapq.heappop(heap)
         halves = _halves(sizes, box)
         if halves is None:
