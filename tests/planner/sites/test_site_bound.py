@@ -22,7 +22,8 @@ from planner.sites.oracle import best_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Limits, Relaxation, Weights
 from planner.sites.search import Search, run
-from planner.sites.sizes import SizeProof, SizeRelaxation, prove_sizes, size_relaxation, verify_sizes
+from planner.sites.size_proof import SizeProof, prove_sizes, verify_sizes
+from planner.sites.sizes import SizeRelaxation, size_relaxation
 from planner.sites.solution import Wishes, solve_sites
 
 SMALL = [(2, 2), (3, 1), (2, 3)]
