@@ -35,15 +35,13 @@ class Exchange:
     messages: tuple[int, int] = (0, 0)
     """Of the rank that sends to most others, and of the one that receives from most."""
     pairs_of: Callable[[], FloatArray] | None = None
-    """Makes ``pairs`` with anything on the diagonal; most questions about many sites do without. None inside sites."""
+    """Makes ``pairs``, which most questions about many sites can do without; None inside sites."""
 
     @cached_property
     def pairs(self) -> FloatArray:
         """[D, D] from site to site, all ranks together, zero on the diagonal."""
         assert self.pairs_of is not None
-        pairs = self.pairs_of()
-        np.fill_diagonal(pairs, 0.0)
-        return pairs
+        return self.pairs_of()
 
     @cached_property
     def reverse(self) -> Exchange:
@@ -247,7 +245,7 @@ def _alike(
     def pairs() -> FloatArray:
         by_row = np.zeros((len(users), size))
         by_row[served.row, served.place] = n * sent
-        return np.asarray(scale[:, None] * by_row[which])
+        return _away(scale[:, None] * by_row[which])
 
     return Exchange(
         outer=True,
@@ -257,6 +255,12 @@ def _alike(
         messages=(int(to.max()), int(of.max())),
         pairs_of=pairs,
     )
+
+
+def _away(pairs: FloatArray) -> FloatArray:
+    """``pairs`` with nothing on its diagonal."""
+    np.fill_diagonal(pairs, 0.0)
+    return pairs
 
 
 def _all_to(receives: NDArray[np.bool_]) -> tuple[int, int]:
@@ -283,7 +287,7 @@ def _copies(problem: SiteProblem, held: IntArray) -> tuple[Exchange, FloatArray]
     def pairs() -> FloatArray:
         moved = np.zeros((size, size))
         np.add.at(moved, home_site, held.T)
-        return moved
+        return _away(moved)
 
     different = np.bincount(problem.home, weights=copies > 0, minlength=size * n).reshape(size, n)
     outer = Exchange(

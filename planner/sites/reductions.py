@@ -51,7 +51,7 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire
         into = parts.T * float(size - 1)
 
         def pairs() -> FloatArray:
-            return np.tile(parts.sum(axis=0), (size, 1))
+            return np.tile(parts.sum(axis=0), (size, 1)) * (1.0 - np.eye(size))
 
         exchanges.append(Exchange(outer=True, out=out, into=into, messages=(size - 1, size - 1), pairs_of=pairs))
     return tuple(exchanges)
