@@ -9,6 +9,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
+WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := hybridep planner runtime simulator tests experiments
@@ -42,7 +43,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(wildcard $(SOURCES))

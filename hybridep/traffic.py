@@ -43,6 +43,14 @@ class Op(Enum):
     DENSE_ALL_GATHER = "dense_all_gather"
 
 
+DENSE = (Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER)
+"""The all-reduce of dense gradients."""
+SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
+"""What keeps a layer's shared expert in step, where copies are coded against one."""
+MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN, *SHARED)
+"""What can travel ahead of its block, or after it, beside tokens."""
+
+
 class OpLevel(NamedTuple):
     """One kind of transfer at one level of the hierarchy."""
 
@@ -55,8 +63,7 @@ Traffic = dict[OpLevel, FloatArray]
 
 def is_late(key: OpLevel) -> bool:
     """Whether ``Gpu.jitter`` counts: for copies at every level, for tokens below the outermost."""
-    dense = key.op in (Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER)
-    return key.op in (Op.EXPERT_GATHER, Op.GRADIENT_RETURN) or (key.level > 0 and not dense)
+    return key.op in (Op.EXPERT_GATHER, Op.GRADIENT_RETURN) or (key.level > 0 and key.op not in DENSE)
 
 
 def rank_sequences(placement: Placement, gating: Gating) -> FloatArray:
@@ -251,8 +258,7 @@ def copy_traffic(placement: Placement, workload: Workload, codecs: Sequence[Code
         needs_shared |= wire.codecs.experts is ExpertCodec.SHARED_RESIDUAL and bool(moved.any())
     if needs_shared:
         exact = wires(workload, (), len(placement.sizes))
-        ops = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
-        traffic |= _all_reduce_traffic(placement, workload.model.expert_params, exact, ops)
+        traffic |= _all_reduce_traffic(placement, workload.model.expert_params, exact, SHARED)
     return traffic
 
 
@@ -264,8 +270,7 @@ def split_sizes(length: int, parts: int) -> list[int]:
 def dense_traffic(placement: Placement, workload: Workload, codecs: Sequence[Codecs] = ()) -> Traffic:
     """Bytes of the hierarchical all-reduce of the dense gradients, once per step: reduce-scatter innermost level first,
     each rank sending every peer that peer's part; then all-gather outermost first, the same bytes reversed."""
-    ops = (Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER)
-    return _all_reduce_traffic(placement, workload.model.dense_params, wires(workload, codecs, len(placement.sizes)), ops)
+    return _all_reduce_traffic(placement, workload.model.dense_params, wires(workload, codecs, len(placement.sizes)), DENSE)
 
 
 def _all_reduce_traffic(placement: Placement, length: int, by_level: Sequence[Wire], ops: tuple[Op, Op]) -> Traffic:

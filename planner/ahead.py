@@ -13,18 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray, Op, OpLevel, Traffic
+from hybridep.traffic import MOVES, SHARED, FloatArray, Op, OpLevel, Traffic
 from planner.exchange import Network
 
 _FULL = 1e-9
 """Share of a link below which nothing is left of it."""
-
-
-SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
-"""Transfers that keep a layer's shared expert in step, where copies are coded against one."""
-
-MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN, *SHARED)
-"""What can travel ahead of its block, or after it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,6 +31,8 @@ from hybridep.placement import IntArray, Placement
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import (
+    MOVES,
+    SHARED,
     FloatArray,
     Op,
     OpLevel,
@@ -44,7 +46,7 @@ from hybridep.traffic import (
     wan_bytes,
 )
 from hybridep.workload import Workload
-from planner.ahead import MOVES, SHARED, Block, Transfer, block_transfers, exposed_s
+from planner.ahead import Block, Transfer, block_transfers, exposed_s
 from planner.compute import Compute, compute_of_ranks, shared_s
 from planner.exchange import Network
 from planner.price import egress_usd, step_usd

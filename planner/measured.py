@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -13,6 +12,7 @@ from hybridep.plan import Plan, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.clock import now_s
 from planner.plans import layer_group, predict, seconds
 from planner.problem import TIE, build_problem
 from planner.solve import PROVEN_GAP, gap, missing_memory
@@ -26,7 +26,7 @@ def plan_measured(
     Times add up over layers, so the fastest of each layer together are the fastest plan, if they fit the memory. If not, the
     fastest configuration that fits in all layers is taken, and the gap to the former is reported. Raises InfeasibleError.
     """
-    started = time.perf_counter()
+    started = now_s()
     problems = [build_problem(cluster, workload, schedule or Schedule(), shares) for shares in popularity]
     # Layers differ in time and memory, not in which configurations there are: those follow from counts of experts.
     layer_s = np.array([problem.layer_s for problem in problems])
@@ -69,6 +69,6 @@ def plan_measured(
         objective=seconds(prediction.step),
         bound=seconds(bound_s),
         gap=found,
-        solve=seconds(time.perf_counter() - started),
+        solve=seconds(now_s() - started),
     )
     return made.model_copy(update={"prediction": prediction, "solver": report})

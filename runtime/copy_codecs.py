@@ -8,10 +8,11 @@ from torch import Tensor
 
 from hybridep.codecs import EXACT, ExpertCodec
 from hybridep.placement import Placement
+from hybridep.traffic import SHARED
 from runtime.codecs import expert_coder, gradient_coder
 from runtime.codecs.experts import ChangeCoder
 from runtime.codecs.gradients import TopKCoder
-from runtime.dense_reduce import SHARED, DenseReduce, Exchange
+from runtime.dense_reduce import DenseReduce, Exchange
 from runtime.mesh import Mesh
 
 

@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybridep.traffic import Op, split_sizes
+from hybridep.traffic import DENSE, Op, split_sizes
 from runtime.codecs import gradient_coder
 from runtime.mesh import Mesh
 
 Exchange = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], str], None]
 """``Transport.exchange``."""
-DENSE = (Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER)
-SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 
 
 class DenseReduce:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridep.plan import PlacedLayers, Plan, Residency
 from hybridep.routing import Routing
-from hybridep.traffic import FloatArray, Op, OpLevel
+from hybridep.traffic import MOVES, FloatArray, Op, OpLevel
 from simulator.arrays import IntArray
 from simulator.blocks import Block, Blocks
 from simulator.collective import Program
@@ -28,8 +28,6 @@ BACKWARD = "_backward"
 OPTIMIZER = "optimizer"
 RECONFIGURATION = "reconfiguration"
 CODING = "coding"
-
-_MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN, Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 
 _TOKENS, _COPIES = 0, 1
 """Priorities on the links."""
@@ -194,17 +192,17 @@ class _Builder:
     def _hops(self, block: Block, op: Op, levels: Sequence[int], after: list[int], name: str) -> list[int]:
         """One exchange per level, in the order given; a rank begins a hop when its part of the one before is done. It codes
         before and decodes after."""
-        gives_way = self._prefetch and op in _MOVES
+        gives_way = self._prefetch and op in MOVES
         priority = _COPIES if gives_way else _TOKENS
         for level in levels:
             key = OpLevel(op, level)
             hop, coding_s = block.flows.get(key), block.coding_s.get(key)
             if hop is not None and hop.source.size:
                 if coding_s is not None:
-                    after = [self._compute(CODING, coding_s.encoded, after, name, beside=op in _MOVES)]
+                    after = [self._compute(CODING, coding_s.encoded, after, name, beside=op in MOVES)]
                 after = [self._program.exchange(op.value, hop, after, name, level=level, priority=priority)]
                 if coding_s is not None:
-                    after = [self._compute(CODING, coding_s.decoded, after, name, beside=op in _MOVES)]
+                    after = [self._compute(CODING, coding_s.decoded, after, name, beside=op in MOVES)]
         return after
 
     def _coded_beside(self, block: Block, op: Op, after: list[int], name: str) -> list[int]:

@@ -7,6 +7,9 @@ import os
 import random
 import signal
 import sys
+import time
+from collections.abc import Iterator
+from typing import Any
 
 # Before numpy or torch is imported: tests run several processes on few cores, and one thread each is also reproducible.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -21,6 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import hypothesis
 import numpy as np
 import pytest
+
+from planner.clock import timed_by
 
 SEED = 20260101
 
@@ -37,6 +42,13 @@ def _seeds() -> None:
         sys.modules["torch"].manual_seed(SEED)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _limits_count_computation() -> Iterator[None]:
+    """The planner's time limits: what a plan is must not depend on what else the machine does."""
+    with timed_by(time.process_time):
+        yield
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """A seeded generator of the test's own."""
@@ -48,6 +60,31 @@ def _why_no_lab() -> str | None:
     from hybridep.launch.lab import probe_lab
 
     return probe_lab()
+
+
+# Tests that start ranks, Ray nodes, emulated datacenters or commands. They run one after the other on one worker: two at a
+# time would fight for the processors, and what they wait for has time limits.
+_STARTING_PROCESSES = (
+    "tests/cli/test_train.py",
+    "tests/cross/test_memory_as_planned.py",
+    "tests/launch/",
+    "tests/runtime/codecs/test_emulated_sites.py",
+    "tests/runtime/test_",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``pytest -n``: whole files, so that what a file prepares is prepared once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "processes" if nodeid.startswith(_STARTING_PROCESSES) else super()._split_scope(nodeid)
+
+    # Files in their order: sorted by their number of tests, few long tests would come last.
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

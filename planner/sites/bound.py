@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.clock import now_s
 from planner.sites.lp import Duals, box_program
 from planner.sites.relaxation import Box, Relaxation, Weights, latency_s
 
@@ -74,7 +74,7 @@ def prove(
     report: Callable[[float], None] | None = None,
 ) -> Proof:
     """A bound for a problem whose best known plan takes ``best_s``: stops when the gap is at most ``enough_gap``, after
-    ``max_boxes`` boxes, or at ``deadline_s`` (of ``time.perf_counter``)."""
+    ``max_boxes`` boxes, or at ``deadline_s`` (of ``planner.clock``)."""
     target_s = best_s * (1 - enough_gap)
     even = even_weights(relaxation)
     heap: list[tuple[float, int, Box, _Part]] = []
@@ -85,7 +85,7 @@ def prove(
         nonlocal serial
         quick: tuple[Evidence, ...] = (even, Thresholds())
         part = max((_Part(box, one, proven_s(relaxation, box, one)) for one in quick), key=lambda one: one.value_s)
-        if part.value_s < target_s and time.perf_counter() < deadline_s:
+        if part.value_s < target_s and now_s() < deadline_s:
             quick_lp = len(relaxation.classes.count) <= FEW_CLASSES
             narrow = quick_lp or relaxation.num_layers * sum(spread_s(relaxation, box)) <= NARROW * best_s
             program = box_program(relaxation, box) if narrow else None
@@ -104,7 +104,7 @@ def prove(
 
     for root in relaxation.roots():
         enter(root, None)
-    while heap and serial < max_boxes and time.perf_counter() < deadline_s:
+    while heap and serial < max_boxes and now_s() < deadline_s:
         value_s, _, box, part = heapq.heappop(heap)
         try:
             if report is not None:

@@ -30,8 +30,9 @@ from planner.memory import (
     unsent_dense_bytes,
 )
 from planner.price import step_usd
-from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges, shared_exchanges
+from planner.sites.exchange import Exchange, LayerExchanges, layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem
+from planner.sites.reductions import dense_exchanges, shared_exchanges
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -20,8 +20,9 @@ from planner.memory import (
     unsent_dense_bytes,
 )
 from planner.sites.cost import block_times, bytes_between, fixed_cost, layer_memory, moved_in_a_step
-from planner.sites.exchange import Exchange, LayerExchanges, dense_exchanges, layer_exchanges
+from planner.sites.exchange import Exchange, LayerExchanges, layer_exchanges
 from planner.sites.problem import Inside, SiteProblem, site_problem
+from planner.sites.reductions import dense_exchanges
 
 
 def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridep.codecs import ExpertCodec, Wire, wires
 from hybridep.placement import IntArray
-from hybridep.traffic import COUNT_BYTES, FloatArray, split_sizes
+from hybridep.traffic import COUNT_BYTES, FloatArray
 from planner.sites.problem import Inside, SiteProblem
 
 
@@ -220,48 +219,6 @@ def with_inside(problem: SiteProblem, between: BetweenSites, inside: Inside) -> 
         arrived=np.asarray(arrived, dtype=np.float64),
         copies_held=np.asarray(copies_held, dtype=np.float64),
     )
-
-
-def dense_exchanges(problem: SiteProblem) -> tuple[Exchange, ...]:
-    """Bytes of the reduce-scatter of dense gradients, innermost level first; the all-gather is the reverse."""
-    return _reduce_scatter(problem, problem.workload.model.dense_params, problem.wires)
-
-
-def shared_exchanges(problem: SiteProblem, layer: LayerExchanges) -> tuple[Exchange, ...]:
-    """Likewise of a layer's shared expert, exact: only where copies travel as the difference from it."""
-    coded = (
-        problem.wires[0 if one.outer else 1].codecs.experts is ExpertCodec.SHARED_RESIDUAL and one.out.any()
-        for one in layer.copies
-    )
-    return _shared(problem) if any(coded) else ()
-
-
-@lru_cache(maxsize=8)
-def _shared(problem: SiteProblem) -> tuple[Exchange, ...]:
-    exact = wires(problem.workload, (), 2)
-    return _reduce_scatter(problem, problem.workload.model.expert_params, (exact[0], exact[1]))
-
-
-def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire]) -> tuple[Exchange, ...]:
-    size, n = problem.num_sites, problem.num_inside
-    exchanges = []
-    shards = np.array([total])
-    if n > 1:
-        shards = np.array(split_sizes(total, n))
-        every, message = np.ones((size, 1)), by_level[1].dense_bytes(shards)
-        out, into = every * (message.sum() - message), every * ((n - 1) * message)
-        exchanges.append(Exchange(outer=False, out=out, into=into, messages=(n - 1, n - 1)))
-    if size > 1:
-        # [n, D]: what a rank sends to each site.
-        parts = by_level[0].dense_bytes(shards[:, None] // size + (np.arange(size) < shards[:, None] % size))
-        out = (parts.sum(axis=1, keepdims=True) - parts).T
-        into = parts.T * float(size - 1)
-
-        def pairs() -> FloatArray:
-            return _away(np.tile(parts.sum(axis=0), (size, 1)))
-
-        exchanges.append(Exchange(outer=True, out=out, into=into, messages=(size - 1, size - 1), pairs_of=pairs))
-    return tuple(exchanges)
 
 
 def _alike(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from hybridep.provenance import provenance
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.clock import now_s
 from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS
 from planner.goal import FASTEST, Goal
@@ -47,7 +47,7 @@ def plan_sites(
     UserError.
     """
     wishes = wishes or Wishes()
-    started = time.perf_counter()
+    started = now_s()
     problem = site_problem(cluster, workload, schedule, constraints, goal=goal, codecs=codecs)
     domains = None
     if problem.permissions is None and cluster.num_gpus <= MOST_RANKS:
@@ -64,7 +64,7 @@ def plan_sites(
             )
         except (InfeasibleError, NoSolutionError):
             domains = None
-    left_s = max(wishes.time_limit_s - (time.perf_counter() - started), 0.1)
+    left_s = max(wishes.time_limit_s - (now_s() - started), 0.1)
     solution = solve_sites(problem, replace(wishes, time_limit_s=left_s))
     fits = solution.found.rank[0] == 0
     if not fits and domains is None:
@@ -86,7 +86,7 @@ def plan_sites(
         bound_s=min(bounds_s),
         cost_usd=_cost_usd(best),
         bound_usd=min(bounds_usd),
-        solve_s=time.perf_counter() - started,
+        solve_s=now_s() - started,
     )
     return [best.model_copy(update={"solver": report}), *more][: wishes.keep]
 

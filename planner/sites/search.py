@@ -6,7 +6,6 @@ Deterministic: a fixed seed, and limits that count evaluations; a deadline only 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
+from planner.clock import now_s
 from planner.cost import BlockTimes
 from planner.domains import divisors
 from planner.sites.cost import SiteCost, block_times, cost_of
@@ -63,7 +63,7 @@ class Search:
 
     problem: SiteProblem
     deadline_s: float = float("inf")
-    """Of ``time.perf_counter``."""
+    """Of ``planner.clock``."""
     max_evaluations: int = 6000
     scenarios: tuple[SiteProblem, ...] = ()
     """The same sites and work with other links, of which ``quantile`` counts; the problem alone when absent."""
@@ -85,7 +85,7 @@ class Search:
     @property
     def over(self) -> bool:
         """Time or evaluations are used up."""
-        return self.evaluations >= self.max_evaluations or time.perf_counter() >= self.deadline_s
+        return self.evaluations >= self.max_evaluations or now_s() >= self.deadline_s
 
     def evaluate(self, table: IntArray) -> Found:
         """Cost of a table in its best configuration, made to keep the problem's rules first; remembers the best table."""

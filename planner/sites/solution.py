@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import numpy as np
 from hybridep.errors import NoSolutionError
 from hybridep.placement import IntArray
 from hybridep.plan import Objective
+from planner.clock import now_s
 from planner.price import step_usd
 from planner.sites.bound import Proof, prove
 from planner.sites.egress_bound import least_egress_usd
@@ -20,7 +20,8 @@ from planner.sites.others import OTHERS
 from planner.sites.problem import SiteProblem
 from planner.sites.relaxation import Relaxation
 from planner.sites.search import Found, Search, at_quantile, run
-from planner.sites.sizes import SizeProof, prove_sizes, size_relaxation
+from planner.sites.size_proof import SizeProof, prove_sizes
+from planner.sites.sizes import size_relaxation
 
 FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""
@@ -74,7 +75,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     """The best serving table found and a proven bound on all; on KeyboardInterrupt the best so far, as when the time is over.
     Raises NoSolutionError when the time was over before one table was tried."""
     wishes = wishes or Wishes()
-    started, limit_s, report = time.perf_counter(), wishes.time_limit_s, wishes.report
+    started, limit_s, report = now_s(), wishes.time_limit_s, wishes.report
     in_dollars = problem.goal.objective is Objective.DOLLARS
     if in_dollars:
         report = None
@@ -96,7 +97,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
             bound_s=0.0 if in_dollars else best[2],
             bound_usd=best[2] if in_dollars else cheapest,
             proofs=(),
-            solve_s=time.perf_counter() - started,
+            solve_s=now_s() - started,
         )
     interrupted = False
     try:
@@ -138,7 +139,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         bound_usd=least_usd(problem, bound_s),
         proofs=tuple(proofs),
         size_proofs=tuple(sizes),
-        solve_s=time.perf_counter() - started,
+        solve_s=now_s() - started,
         pool=tuple(search.pool),
     )
 
@@ -157,7 +158,7 @@ def _prove_sizes(relaxation: Relaxation, best_s: float, boxes: int, deadline_s: 
     if sizes is None:
         return None, False
     # Half of the time that is left.
-    half_s = (time.perf_counter() + deadline_s) / 2
+    half_s = (now_s() + deadline_s) / 2
     proof = prove_sizes(sizes, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=half_s)
     unmoved = [sizes.proven_s(box, duals) for box, duals in proof.parts if box.forward_s[0] == 0]
     return proof, min(unmoved) <= proof.bound_s * (1 + 1e-9)

@@ -15,6 +15,7 @@ from training_cases import Case, training_run
 
 from hybridep.plan import Residency
 from hybridep.run import Checkpoints, Run, StepReport
+from hybridep.traffic import step_traffic
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -102,6 +103,17 @@ def test_reports_say_what_was_sent(ranks: RankPool, unbroken: tuple[Path, list[f
         outer = sum(number for label, number in report.sent_bytes.items() if label.endswith("@dc"))
         assert report.wan_bytes == outer > 0
         assert {label.split("@")[1] for label in report.sent_bytes} == {"dc", "gpu"}
+
+
+def test_bytes_between_pods_of_a_site_do_not_cross_the_wan(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(sizes=(4, 1), domains=(4, 1), pods=(2, 1, 1))
+    between = np.ones((4, 4), dtype=np.bool_)
+    between[:2, :2] = False  # the first two ranks are pods of one site
+    sent = [sent for (_, level), sent in step_traffic(case.plan()).items() if level == 0]
+    reports = train_on(ranks, training_run(tmp_path, steps=1), case)
+    found = [report.wan_bytes for [report] in reports]
+    assert found == [sum(int(one[rank, between[rank]].sum()) for one in sent) for rank in range(4)]
+    assert found[0] < sum(reports[0][0].sent_bytes.values())
 
 
 def test_trace_holds_all_ranks(unbroken: tuple[Path, list[float]]) -> None:

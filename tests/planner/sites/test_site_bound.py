@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from site_cases import random_problem, random_table, small_workload, uneven_clus
 from hybridep.config import build
 from hybridep.sites import Site
 from hybridep.topology import Cluster
+from hybridep.workload import Workload
 from planner.sites.bound import Proof, even_weights, prove, proven_s, verify
 from planner.sites.cost import site_cost
 from planner.sites.lp import Duals, box_program
@@ -21,7 +22,8 @@ from planner.sites.oracle import best_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Limits, Relaxation, Weights
 from planner.sites.search import Search, run
-from planner.sites.sizes import SizeProof, SizeRelaxation, prove_sizes, size_relaxation, verify_sizes
+from planner.sites.size_proof import SizeProof, prove_sizes, verify_sizes
+from planner.sites.sizes import SizeRelaxation, size_relaxation
 from planner.sites.solution import Wishes, solve_sites
 
 SMALL = [(2, 2), (3, 1), (2, 3)]
@@ -272,3 +274,18 @@ def test_classes_whose_best_links_are_equal_both_ways_are_not_tied() -> None:
     assert relaxation.classes.merged
     sizes = size_relaxation(relaxation)
     assert sizes is not None and not sizes.tied
+
+
+def test_a_trunk_slower_than_every_link_leaves_time_for_tokens() -> None:
+    """Copies of these experts are a hundred times the bytes of all tokens, however slow the cable that both cross."""
+    cluster = uneven_cluster(np.random.default_rng(3), 3, 0)
+    data = cluster.model_dump(mode="json", exclude_none=True)
+    pairs = {f"{a.name} -> {b.name}": 1.0 for a, b in permutations(cluster.sites, 2)}
+    data["trunks"] = [{"name": "cable", "bandwidth": "1 kB/s", "carries": pairs}]
+    model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 64, "num_experts": 3, "top_k": 1}
+    training = {"sequence_length": 4, "micro_batch_size": 1, "micro_batches": 1}
+    workload = build(Workload, {"name": "test", "model": model | {"expert_ffn_size": 1024}, "training": training}, "test")
+    problem = site_problem(build(Cluster, data, "test"), workload)
+    optimum = best_table(problem)
+    assert optimum is not None and (optimum[0] == problem.home_site).all()
+    assert prove(Relaxation(problem=problem), 2 * optimum[2], max_boxes=30).bound_s <= optimum[2] * (1 + 1e-9)

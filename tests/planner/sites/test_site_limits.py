@@ -6,6 +6,7 @@ Time is this process's own computation here, as on a machine that does nothing e
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hybridep.config import build
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.clock import timed_by
 from planner.evaluate import evaluate
 from planner.sites import solution
 
@@ -52,9 +54,9 @@ def many_sites(sites: int, *, different: bool) -> Cluster:
     return build(Cluster, data, "test")
 
 
-def run_at(monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
-    """Clocks that tell the time of a machine so many times as slow as this one, all of it to itself."""
-    monkeypatch.setattr(time, "perf_counter", lambda: time.process_time() * slowness)
+def at_speed(slowness: float) -> AbstractContextManager[None]:
+    """Time of a machine so many times as slow as this one, all of it to itself."""
+    return timed_by(lambda: time.process_time() * slowness)
 
 
 def text_of(made: Plan) -> str:
@@ -71,18 +73,18 @@ def test_two_runs_make_the_same_plan_however_fast_the_machine(monkeypatch: pytes
     monkeypatch.setattr(solution, "_evaluations", lambda problem: 400)
     made = []
     for slowness in (0.1, 3):
-        run_at(monkeypatch, slowness)
-        made.append(text_of(planner.plan(cluster, workload, time_limit_s=120)))
+        with at_speed(slowness):
+            made.append(text_of(planner.plan(cluster, workload, time_limit_s=120)))
     assert made[0] == made[1]
 
 
-def test_a_thousand_equal_sites_plan_in_a_second_and_always_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_equal_sites_plan_in_a_second_and_always_alike() -> None:
     cluster, workload = many_sites(1000, different=False), build(Workload, SMALL_EXPERTS, "test")
     made, used_s = [], []
     for slowness in (0.1, 10):
-        run_at(monkeypatch, slowness)
         started_s = time.process_time()
-        made.append(planner.plan(cluster, workload))
+        with at_speed(slowness):
+            made.append(planner.plan(cluster, workload))
         used_s.append(time.process_time() - started_s)
     assert text_of(made[0]) == text_of(made[1])
     assert made[0].solver is not None and made[0].solver.gap < 0.04
@@ -90,11 +92,11 @@ def test_a_thousand_equal_sites_plan_in_a_second_and_always_alike(monkeypatch: p
     assert min(used_s) < 2.0
 
 
-def test_a_thousand_different_sites_in_one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_different_sites_in_one_second() -> None:
     cluster, workload = many_sites(1000, different=True), build(Workload, SMALL_EXPERTS, "test")
-    run_at(monkeypatch, 1.0)
     started_s = time.process_time()
-    made = planner.plan(cluster, workload, time_limit_s=1)
+    with at_speed(1.0):
+        made = planner.plan(cluster, workload, time_limit_s=1)
     used_s = time.process_time() - started_s
     assert made.solver is not None and made.prediction is not None
     assert used_s < 2.0  # what was begun is finished, and the plan is written
@@ -107,10 +109,10 @@ def test_a_thousand_different_sites_in_one_second(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_thousand_different_sites_are_planned_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_different_sites_are_planned_alike() -> None:
     cluster, workload = many_sites(1000, different=True), build(Workload, SMALL_EXPERTS, "test")
     made = []
     for slowness in (0.1, 1.5):
-        run_at(monkeypatch, slowness)
-        made.append(text_of(planner.plan(cluster, workload)))
+        with at_speed(slowness):
+            made.append(text_of(planner.plan(cluster, workload)))
     assert made[0] == made[1]

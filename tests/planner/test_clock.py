@@ -1,0 +1,31 @@
+"""Time limits count wall time, unless the caller gives another clock."""
+
+from __future__ import annotations
+
+import time
+from contextvars import Context
+
+import pytest
+
+from planner.clock import now_s, timed_by
+
+
+def test_the_clock_is_wall_time_until_another_one_is_given() -> None:
+    def slept_s() -> float:
+        began_s = now_s()
+        time.sleep(0.05)
+        return now_s() - began_s
+
+    assert Context().run(slept_s) >= 0.05  # one in which no clock was ever given
+
+
+def test_a_given_clock_counts_until_its_end_however_that_comes() -> None:
+    def nested() -> float:
+        with timed_by(lambda: 5.0):
+            with pytest.raises(KeyboardInterrupt), timed_by(lambda: 7.0):
+                assert now_s() == 7.0
+                raise KeyboardInterrupt
+            assert now_s() == 5.0
+        return now_s()
+
+    assert Context().run(nested) == pytest.approx(time.perf_counter(), abs=60)
