@@ -169,6 +169,15 @@ class SiteProblem:
         return made[0], made[-1]
 
     @cached_property
+    def path_bytes_per_s(self) -> FloatArray | None:
+        """[D, D]: no more goes from site to site, by the link of the pair and the windows of all ranks; None where there are no
+        links per pair."""
+        if self.pair_bytes_per_s is None or not self.window_s_per_byte[0].any():
+            return self.pair_bytes_per_s
+        with np.errstate(divide="ignore"):
+            return np.minimum(self.pair_bytes_per_s, self.num_inside / self.window_s_per_byte[0])
+
+    @cached_property
     def alike_paths(self) -> bool:
         """All pairs of sites are joined alike: what one sends to another meets its own and the other's access link only."""
         return self.pair_bytes_per_s is None and self.one_latency_s is not None
