@@ -43,8 +43,8 @@ def plan(
     goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> Plan:
-    """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. Connections
-    per pair of ranks are chosen at levels with a window that ``schedule`` says nothing of (``planner.streams``). With
+    """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. At levels
+    with a window that ``schedule`` says nothing of, connections per pair of ranks are chosen, too (``planner.streams``). With
     measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
     plans whose copies set out before their blocks (``Schedule.prefetch``), for sites that are alike. ``codecs`` by level name, or
     those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a ``goal`` the cheapest

@@ -101,9 +101,7 @@ def small_workload(rng: np.random.Generator, experts: int) -> Workload:
     return build(Workload, {"name": "test", "model": model, "training": training}, "test")
 
 
-def random_problem(
-    seed: int, sites: int, experts: int, inside: int | None = None, *, windows: bool = False
-) -> SiteProblem:
+def random_problem(seed: int, sites: int, experts: int, inside: int | None = None, *, windows: bool = False) -> SiteProblem:
     rng = np.random.default_rng(seed)
     ranks = int(rng.choice([0, 1, 2, 3])) if inside is None else inside
     cluster = uneven_cluster(rng, sites, ranks, pairs=rng.random() < 0.7, windows=windows)
