@@ -1,5 +1,5 @@
-"""How long one exchange takes: latency, the overhead of further messages, and the busiest link's bytes over its bandwidth, or what
-the largest message takes at so many windows per round trip as its ranks have connections, where that is longer."""
+"""How long one exchange takes: latency, the overhead of further messages, and the busiest link's bytes over its bandwidth, or
+what the largest message takes at so many windows per round trip as two ranks have connections, if that is longer."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def step_s(made: Plan) -> float:
 
 def test_the_fewest_connections_that_are_as_fast() -> None:
     times, chosen = [], []
-    for window in ("10 GB", "60 KB", "30 KB", "1 KB"):
+    for window in ("10 GB", "60 KB", "1 KB"):
         cluster = long_cluster(window)
         made = planner.plan(cluster, WORKLOAD)
         planner.check(made)
@@ -43,17 +43,17 @@ def test_the_fewest_connections_that_are_as_fast() -> None:
             assert planner.step_cost(fewer).step_s > with_all * (1 + WORTH)
         chosen.append(number)
         times.append(step_s(made))
-    assert chosen[0] == 1 and chosen[-1] == MOST and chosen == sorted(chosen) and len(set(chosen)) > 2
+    assert chosen[0] == 1 and chosen[-1] == MOST and 1 < chosen[1] < MOST
     assert times[0] == pytest.approx(step_s(planner.plan(long_cluster(None), WORKLOAD)), rel=1e-4)
     assert times[-1] > 1.5 * times[0]
 
 
 def test_what_is_given_stays() -> None:
     cluster = long_cluster("30 KB")
-    free, pinned = (planner.plan(cluster, WORKLOAD, schedule=given) for given in (None, Schedule(streams={"l0": 1})))
-    assert pinned.schedule.streams == {"l0": 1} and step_s(pinned) > step_s(free)
+    pinned = planner.plan(cluster, WORKLOAD, schedule=Schedule(streams={"l0": 1}))
     serial = planner.plan(cluster, WORKLOAD, schedule=Schedule(overlap=False))
-    assert not serial.schedule.overlap and serial.schedule.streams["l0"] > 1
+    assert pinned.schedule == Schedule(streams={"l0": 1})
+    assert not serial.schedule.overlap and serial.schedule.streams["l0"] > 1 and step_s(serial) < step_s(pinned)
     ahead = planner.plan(cluster, WORKLOAD, schedule=Schedule(streams={"l0": 2}), ahead=True)
     assert ahead.schedule.streams == {"l0": 2}
     with pytest.raises(UserError, match="given schedule"):
@@ -63,8 +63,8 @@ def test_what_is_given_stays() -> None:
 
 def test_a_budget_is_kept() -> None:
     """Fewer connections make the step longer, if little, and ranks are paid by time."""
-    base = long_cluster("30 KB")
-    cluster = long_cluster("30 KB", gpu=base.gpu.model_dump(mode="json", exclude_none=True) | {"price": "3600 $/h"})
+    base = long_cluster(None)
+    cluster = long_cluster("60 KB", gpu=base.gpu.model_dump(mode="json", exclude_none=True) | {"price": "3600 $/h"})
     free = planner.plan(cluster, WORKLOAD)
     most = planner.plan(cluster, WORKLOAD, schedule=Schedule(streams={"l0": MOST}))
     assert free.schedule.streams["l0"] < MOST and most.prediction is not None and most.prediction.cost is not None
@@ -73,7 +73,7 @@ def test_a_budget_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "problem"), [("0 B", "must be above zero"), ("64", "needs a unit"), ("1 Gbps", "unknown unit")]
+    ("window", "problem"), [("0 B", "must be above zero"), ("64", "has no unit"), ("1 Gbps", "is not a unit of size")]
 )
 def test_a_bad_window_is_named(window: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=rf"levels\.0\.window.*{problem}"):
