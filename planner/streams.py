@@ -9,30 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hybridep.plan import Plan, Schedule, Status
+from hybridep.plan import MOST_STREAMS, Plan, Schedule, Status
 from hybridep.topology import Cluster
 from planner.evaluate import evaluate
 from planner.goal import FASTEST
 from planner.plans import goal_of, predict, solver_report
 
-MOST = 8
-"""The transport opens so many connections between any two ranks, whatever their levels; in experiments/long-link eight were
-no faster than four."""
 WORTH = 1e-3
 """Share of the step that fewer connections may add."""
 
 
 def with_most(cluster: Cluster, schedule: Schedule | None) -> tuple[Schedule | None, tuple[str, ...]]:
-    """The schedule with ``MOST`` connections at every level with a window that it says nothing of; and the names of these."""
+    """The schedule with ``MOST_STREAMS`` connections at the levels with a window that it says nothing of; and their names."""
     given = schedule or Schedule()
     free = tuple(one.name for one in cluster.levels if one.window is not None and one.size > 1 and one.name not in given.streams)
     if not free:
         return schedule, free
-    return given.model_copy(update={"streams": given.streams | dict.fromkeys(free, MOST)}), free
+    return given.model_copy(update={"streams": given.streams | dict.fromkeys(free, MOST_STREAMS)}), free
 
 
 def with_fewest(plan: Plan, free: Sequence[str], step_s: Callable[[Plan], float] | None = None) -> Plan:
-    """A plan of ``with_most`` with the fewest connections at the levels ``free``, 1, 2, 4 or ``MOST``, outermost level first, and
+    """A plan of ``with_most`` with the fewest connections (1, 2, 4 and so on) at the levels ``free``, outermost level first, and
     with what is predicted of it then. ``step_s`` where another time than the predicted step counts; a budget is kept."""
     if not free:
         return plan
@@ -45,7 +42,7 @@ def with_fewest(plan: Plan, free: Sequence[str], step_s: Callable[[Plan], float]
 
     for name in free:
         number = 1
-        while number < MOST and not good(_with(plan, name, number)):
+        while number < MOST_STREAMS and not good(_with(plan, name, number)):
             number *= 2
         plan = _with(plan, name, number)
     prediction, report = predict(plan), plan.solver

@@ -15,12 +15,13 @@ from itertools import permutations
 
 import torch
 
+from hybridep.plan import MOST_STREAMS
 from runtime.barrier import Barrier
 from runtime.mesh import Mesh
 from runtime.transport import Transport
 
 SIZES_BYTES = (2**16, 2**18, 2**20, 2**23)
-STREAMS = (1, 2, 4)
+STREAMS = (1, 2, MOST_STREAMS)
 _PINGS = 10
 _MOST_REPEATS = 5
 _WIDTH = 256
