@@ -108,7 +108,7 @@ class _Walk:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._compute = plan, compute_of_ranks(plan.cluster, plan.workload)
         self._pre_expert_s = self._compute.pre_expert_s + self._compute.overhead_s
-        self._network = Network(cluster=plan.cluster)
+        self._network = Network(cluster=plan.cluster, streams=plan.schedule.streams)
         self._groups = [(layers.num_layers, self._layer(layers)) for layers in plan.placed]
 
     def step_s(self) -> float:
@@ -177,7 +177,7 @@ class _Walk:
 
 def pairs_of(network: Network, key: OpLevel, sent: FloatArray) -> Pairs:
     """Each pair's time when all transfers of one exchange (``sent`` [G, SF_l]) begin together and every link is shared evenly
-    by those that it still has to carry: the longest that one of the pair's links takes, and the pair's latency."""
+    by those that it still has to carry: the longest that one of the pair's links takes, or its windows, and the pair's latency."""
     cluster, shape = network.cluster, network.cluster.sizes
     source, coordinate = np.nonzero(sent)
     size_bytes = sent[source, coordinate]
@@ -191,8 +191,10 @@ def pairs_of(network: Network, key: OpLevel, sent: FloatArray) -> Pairs:
     further_s = (messages[source] - 1) * cluster.gpu.message_overhead
     late_s = cluster.gpu.jitter if is_late(key) else 0.0
     sites = source // (cluster.num_gpus // shape[0]), destination // (cluster.num_gpus // shape[0])
-    latency_s = network.site_latencies_s[sites] if key.level == 0 else cluster.levels[key.level].latency
-    return Pairs(source, destination, latency_s + further_s + late_s + busy_s)
+    latency_s = cluster.site_latency_s[sites] if key.level == 0 else cluster.levels[key.level].latency
+    window_s_per_byte = network.window_s_per_byte[key.level]
+    windows_s = size_bytes * (window_s_per_byte[sites] if window_s_per_byte.ndim else window_s_per_byte)
+    return Pairs(source, destination, latency_s + further_s + late_s + np.maximum(busy_s, windows_s))
 
 
 def _crossed(

@@ -84,3 +84,11 @@ def test_a_bad_profile_is_refused_by_name(change, message):
     change(data)
     with pytest.raises(ConfigError, match=message):
         build(Cluster, data, "s")
+
+
+def test_a_changed_copy_has_links_and_latencies_of_its_own():
+    cluster = hierarchy(2, 2)
+    assert cluster.link_table[0].bandwidth_bytes_per_s == 1.25e9 and cluster.site_latency_s[0, 1] == 1e-3
+    slower = cluster.levels[0].model_copy(update={"bandwidth": 1e6, "latency": 0.5})
+    changed = cluster.model_copy(update={"levels": (slower, *cluster.levels[1:])})
+    assert changed.link_table[0].bandwidth_bytes_per_s == 1e6 and changed.site_latency_s[0, 1] == 0.5
