@@ -61,9 +61,10 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
         assert times[Op.EXPERT_GATHER] <= longest_s[0] and times[Op.GRADIENT_RETURN] <= longest_s[1]
 
 
-def test_windows_make_the_bound_tighter_where_pairs_have_links() -> None:
+def test_windows_make_the_bound_tighter_where_pairs_have_links(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(2, 2, 3, inside=2, windows=True)
     assert problem.path_bytes_per_s is not None and problem.pair_bytes_per_s is not None
     assert (problem.path_bytes_per_s < problem.pair_bytes_per_s).any()
-    found = [prove(Relaxation(problem=one), 100.0, max_boxes=20).bound_s for one in (problem, without_windows(problem))]
-    assert found[0] > found[1]
+    found = prove(Relaxation(problem=problem), 100.0, max_boxes=20).bound_s
+    monkeypatch.setattr(SiteProblem, "path_bytes_per_s", property(lambda self: self.pair_bytes_per_s))
+    assert found > prove(Relaxation(problem=problem), 100.0, max_boxes=20).bound_s * 1.01
