@@ -128,7 +128,7 @@ def window(rates_bytes_per_s: Mapping[int, float], round_trip_s: float) -> float
     faster, as when one fills the link."""
     alone = rates_bytes_per_s[1]
     several = [rate / alone for streams, rate in sorted(rates_bytes_per_s.items()) if streams > 1]
-    if max(several) < _CLEARLY_FASTER or several[0] < _CLEARLY_FASTER**0.5:
+    if max(several, default=0.0) < _CLEARLY_FASTER or several[0] < _CLEARLY_FASTER**0.5:
         return None
     return alone * round_trip_s
 
