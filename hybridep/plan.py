@@ -29,6 +29,10 @@ from hybridep.workload import Workload
 
 SCHEMA_VERSION = 1
 
+MOST_STREAMS = 8
+"""Connections per pair of ranks that a planner chooses at most, and a probe tries. The transport opens as many between any two
+ranks, whatever their levels."""
+
 
 class Status(Enum):
     """How the search for the plan ended; a closed list."""

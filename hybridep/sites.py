@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from pydantic import Field
 
-from hybridep.config import Bandwidth, Duration, Strict, TransferPrice
+from hybridep.config import Bandwidth, Duration, Size, Strict, TransferPrice
 from hybridep.gpus import SiteGpu
 
 
@@ -26,10 +29,17 @@ class Level(Strict):
     """Of the up link, and of the down link, of each worker of this level (shared by the GPUs below it)."""
     latency: Duration
     """One way, between two workers of this level; includes the software's cost of one message (see ``Gpu.message_overhead``)."""
+    window: Size | None = None
+    """What one connection between two ranks may have under way, as TCP's window: with N connections (``Schedule.streams``) they
+    move at most N windows per round trip, there and back of the latencies. No limit where absent."""
     egress: TransferPrice | None = None
     """Of the outermost level: what each byte costs that leaves a site for another one; nothing where absent."""
     pods: PodLink | None = None
     """Of the outermost level, where sites have several (``Site.pods``)."""
+
+    def under_way_bytes(self, streams: Mapping[str, int]) -> float:
+        """Of two ranks with so many connections (level name -> number, one where absent); infinite without a window."""
+        return math.inf if self.window is None else self.window * streams.get(self.name, 1)
 
 
 class Site(Strict):

@@ -5,12 +5,10 @@ Ranks are numbered by location ``(x_0 .. x_{L-1})`` in mixed radix over the leve
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import permutations, product
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +16,9 @@ from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from scipy.sparse import csr_array
 
 from hybridep.config import Strict
-from hybridep.errors import ConfigError
 from hybridep.gpus import Gpu
 from hybridep.pods import expanded
 from hybridep.sites import Level, PairLink, SharedTrunk, Site
-from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -98,6 +94,13 @@ class Cluster(Strict):
             return cluster
         rest = {"name": cluster.name, "gpu": cluster.gpu}
         return validated(rest | expanded(cluster.levels, cluster.sites, cluster.links, cluster.trunks))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As of every model, but without what was computed from the fields before."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in set(copied.__dict__).difference(type(self).model_fields):
+            del copied.__dict__[name]
+        return copied
 
     def _check_carried(self, where: str, carries: dict[str, float]) -> None:
         known = {self.site_name(dc) for dc in range(self.levels[0].size)}
@@ -256,9 +259,10 @@ class Cluster(Strict):
         return {(index[link.src], index[link.dst]): link for link in self.links}
 
     @cached_property
-    def pair_latency_s(self) -> NDArray[np.float64]:
-        """[DCs, DCs]: one way, where pairs are given."""
-        latency = np.zeros((self.sizes[0], self.sizes[0]))
+    def site_latency_s(self) -> NDArray[np.float64]:
+        """[DCs, DCs]: one way, from the row to the column, zero on the diagonal."""
+        latency = np.full((self.sizes[0], self.sizes[0]), self.levels[0].latency)
+        np.fill_diagonal(latency, 0.0)
         for pair, link in self._pairs.items():
             latency[pair] = link.latency
         return latency
@@ -359,62 +363,3 @@ class Cluster(Strict):
         for offset, (src, dst) in enumerate(permutations(range(self.sizes[0]), 2) if self.links else ()):
             join(f"exit of {self.site_name(src)}", f"entry of {self.site_name(dst)}", self._first_link[-1] + offset)
         return graph
-
-
-def matrix_profile(path: Path, *, gpus_per_site: int = 8) -> dict[str, Any]:
-    """Cluster data from a CSV matrix with the columns src,dst,gbps,rtt_ms (one row per pair; a missing reverse direction
-    is taken equal). A site's access rate is the largest of its pairs. What a matrix cannot say is assumed: 8 GPUs per
-    site joined at 400 Gbps, 300 TFLOPS and 80 GiB each; change it with ``--set``. Raises ConfigError with the line."""
-    wanted = ["src", "dst", "gbps", "rtt_ms"]
-    pairs: dict[tuple[str, str], tuple[float, float]] = {}
-    try:
-        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), "", f"cannot be read ({error})") from None
-    if not rows or not set(wanted) <= set(rows[0]):
-        raise ConfigError(f"{path}:1", "header", f"needs the columns {','.join(wanted)} and at least one row")
-    for line, row in enumerate(rows, start=2):
-        for column, floor in (("gbps", 0.0), ("rtt_ms", -1.0)):
-            try:
-                good = floor < float(row[column]) < float("inf")
-            except (TypeError, ValueError):
-                good = False
-            if not good:
-                limit = "above zero" if column == "gbps" else "at least zero"
-                raise ConfigError(f"{path}:{line}", column, f"must be a number {limit} (found {row[column]!r})")
-        src, dst = row["src"].strip(), row["dst"].strip()
-        if not src or not dst or src == dst or (src, dst) in pairs:
-            raise ConfigError(f"{path}:{line}", "src,dst", f"{src!r} -> {dst!r} is empty, a loop, or given before")
-        rtt_ms = max(float(row["rtt_ms"]), 0.0)
-        pairs[src, dst] = gbps_to_bytes_per_s(float(row["gbps"])), ms_to_s(rtt_ms) / 2
-    for (src, dst), link in list(pairs.items()):
-        pairs.setdefault((dst, src), link)
-    sites = list(dict.fromkeys(name for pair in pairs for name in pair))
-    for pair in permutations(sites, 2):
-        if pair not in pairs:
-            raise ConfigError(str(path), "src,dst", f"no row for {pair[0]} -> {pair[1]} nor the reverse; add one")
-
-    def rate(value: float) -> str:
-        return exact(value, Dimension.BANDWIDTH)
-
-    fastest = max(bandwidth for bandwidth, _ in pairs.values())
-    return {
-        "name": path.stem,
-        "levels": [
-            {"name": "dc", "size": len(sites), "bandwidth": rate(fastest), "latency": "0 s"},
-            {"name": "gpu", "size": gpus_per_site, "bandwidth": "400 Gbps", "latency": "10 us"},
-        ],
-        "gpu": {"throughput": "300 TFLOPS", "memory": "80 GiB", "memory_bandwidth": "2 TB/s"},
-        "sites": [
-            {
-                "name": site,
-                "up": rate(max(pairs[pair][0] for pair in pairs if pair[0] == site)),
-                "down": rate(max(pairs[pair][0] for pair in pairs if pair[1] == site)),
-            }
-            for site in sites
-        ],
-        "links": [
-            {"src": src, "dst": dst, "bandwidth": rate(bandwidth), "latency": exact(latency, Dimension.TIME)}
-            for (src, dst), (bandwidth, latency) in pairs.items()
-        ],
-    }

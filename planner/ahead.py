@@ -28,9 +28,11 @@ class Transfer:
     latency_s: float
     """After the last byte has left; the links are free then."""
     busy_s: float
-    """The busiest link's bytes over its bandwidth."""
+    """The busiest link's bytes over its bandwidth; or what windows make of it, where that is longer."""
     link_s: FloatArray
     """[links]: of every link."""
+    windows_s: float = 0.0
+    """What windows make of it, whatever the links."""
     encode_s: float = 0.0
     """Before the first byte leaves."""
     decode_s: float = 0.0
@@ -42,7 +44,7 @@ class Transfer:
         free = 1.0 - urgent.link_s[used] / urgent.busy_s
         if (free < _FULL).any():
             return 0.0
-        return self.busy_s / float((self.link_s[used] / free).max())
+        return self.busy_s / max(float((self.link_s[used] / free).max()), self.windows_s)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,13 +76,14 @@ def block_transfers(
     for key, sent in traffic.items():
         if sent.any():
             link_s = network.loads_bytes({key: sent}) / network.bandwidths_bytes_per_s
-            latency_s = network.latency_s(key.level, sent)
+            latency_s, windows_s = network.latency_s(key.level, sent), network.windows_s(key.level, sent)
             encode_s, decode_s = (coding_s or {}).get(key, (0.0, 0.0))
             found[key] = Transfer(
                 op=key.op,
                 latency_s=latency_s,
-                busy_s=float(link_s.max()),
+                busy_s=max(float(link_s.max()), windows_s),
                 link_s=link_s,
+                windows_s=windows_s,
                 encode_s=encode_s,
                 decode_s=decode_s,
             )

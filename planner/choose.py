@@ -18,6 +18,7 @@ from planner.measured import plan_measured
 from planner.plans import plan_domains, top_domains
 from planner.sites.plans import plan_sites
 from planner.sites.solution import Wishes
+from planner.streams import with_fewest, with_most
 from planner.within_loss import plan_within_loss
 
 MANY_SITES = 64
@@ -42,7 +43,8 @@ def plan(
     goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> Plan:
-    """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. With
+    """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. At levels
+    with a window that ``schedule`` says nothing of, connections per pair of ranks are chosen, too (``planner.streams``). With
     measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
     plans whose copies set out before their blocks (``Schedule.prefetch``), for sites that are alike. ``codecs`` by level name, or
     those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a ``goal`` the cheapest
@@ -102,18 +104,20 @@ def plans(
     lossy = any(one.lossy for one in (codecs or {}).values())
     if lossy and popularity:
         raise UserError("measured popularity and lossy codecs: plans layer by layer know exact bytes only; leave one of them out")
-    if ahead and (lossy or popularity or constraints is not None or schedule is not None or count > 1 or by_site(cluster)):
+    given = schedule is not None and schedule != Schedule(streams=schedule.streams)
+    if ahead and (lossy or popularity or constraints is not None or given or count > 1 or by_site(cluster)):
         raise UserError(
             "copies ahead of their blocks are planned where sites are alike, for exact bytes, one plan at a time, without rules, "
             "popularity or a given schedule; leave those out, or ahead"
         )
+    schedule, free = with_most(cluster, schedule)
     if popularity:
         if constraints is not None or count > 1:
             raise UserError("with measured popularity there is one plan, and none that keeps rules: leave one of them out")
-        return [plan_measured(cluster, workload, popularity, schedule=schedule)]
+        return [with_fewest(plan_measured(cluster, workload, popularity, schedule=schedule), free)]
     dear = goal.needs_prices and uneven_prices(cluster)
     if by_site(cluster) or dear or constraints is not None:
-        return plan_sites(
+        found = plan_sites(
             cluster,
             workload,
             solver=solver,
@@ -123,10 +127,14 @@ def plans(
             goal=goal,
             codecs=codecs,
         )
-    if ahead:
-        return [plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s)]
-    best = plan_domains(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs, goal=goal)
-    return [best, *top_domains(best, count - 1)]
+    elif ahead:
+        found = [plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)]
+    else:
+        best = plan_domains(
+            cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs, goal=goal
+        )
+        found = [best, *top_domains(best, count - 1)]
+    return [with_fewest(one, free) for one in found]
 
 
 def uneven_prices(cluster: Cluster) -> bool:

@@ -349,7 +349,7 @@ def step_cost(plan: Plan) -> StepCost:
 
 def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
     """With these prefetch depths in place of the plan's own."""
-    network = Network(cluster=plan.cluster)
+    network = Network(cluster=plan.cluster, streams=plan.schedule.streams)
     groups: list[tuple[int, Cost]] = []
     blocks: list[Block] = []
     for _, num_layers, group, placement, gating in plan.placed:

@@ -28,9 +28,16 @@ def depths(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({1, *powers, max(num_layers - 1, 1)}))
 
 
-def plan_ahead(cluster: Cluster, workload: Workload, *, solver: str = "highs", time_limit_s: float = 60.0) -> Plan:
+def plan_ahead(
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+    schedule: Schedule | None = None,
+) -> Plan:
     """The fastest plan of equal domains per level that fits, with or without prefetch; errors as ``planner.plan``."""
-    problem = build_problem(cluster, workload, Schedule())
+    problem = build_problem(cluster, workload, schedule or Schedule())
     solution = solve(problem, solver=solver, time_limit_s=time_limit_s)
     return send_ahead(problem, solution, plan_of(problem, solution))
 
@@ -46,7 +53,8 @@ def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
         tried = depths(problem.num_layers)
         for depth, cost in zip(tried, step_costs(plain, tried), strict=True):
             if cost.step_s < best_s * (1 - TIE):
-                ahead = plain.model_copy(update={"schedule": Schedule(prefetch=depth)})
+                schedule = plain.schedule.model_copy(update={"prefetch": depth})
+                ahead = plain.model_copy(update={"schedule": schedule})
                 if memory_use(ahead).fits:
                     best, best_s = ahead, cost.step_s
 
@@ -61,7 +69,13 @@ def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
         candidate = problem.candidates[c]
         if candidate.num_copies:
             group = layer_group(0, problem.num_layers, candidate.choices, candidate.residency)
-            plan = Plan(cluster=problem.cluster, workload=problem.workload, layers=(group,), provenance=made.provenance)
+            plan = Plan(
+                cluster=problem.cluster,
+                workload=problem.workload,
+                layers=(group,),
+                schedule=problem.schedule,
+                provenance=made.provenance,
+            )
             consider(plan)
     if best is made and bound_s >= solution.bound_s:
         return made

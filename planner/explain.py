@@ -154,6 +154,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "lower_bound_s": cost.bound_s,
         "wan_bytes": cost.wan_bytes,
         "layers": groups,
+        "streams": dict(plan.schedule.streams),
         "fullest_rank": memory.fullest_name,
         "solver": report.solver if report else None,
     }

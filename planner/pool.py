@@ -59,10 +59,15 @@ def plan_pool(
     if cluster.sizes[0] < 2 or widest <= 1:
         raise UserError(f"cluster {cluster.name}: a pool of plans needs two sites, and a factor above 1 (found {widest:g})")
     from_slow = np.geomspace(1 / widest, widest, PLANNED_AT)
+    made = [make(scaled(cluster, float(factor)), time_limit_s / PLANNED_AT) for factor in from_slow]
+    # Connections stay when plans change, so all have those of the plan with most.
+    most: dict[str, int] = {}
+    for one in made:
+        most |= {name: max(number, most.get(name, 1)) for name, number in one.schedule.streams.items()}
     found: dict[str, Plan] = {}
-    for factor in from_slow:
-        made = make(scaled(cluster, float(factor)), time_limit_s / PLANNED_AT)
-        here = made.model_copy(update={"cluster": cluster, "prediction": None, "solver": None})
+    for one in made:
+        schedule = one.schedule.model_copy(update={"streams": most})
+        here = one.model_copy(update={"cluster": cluster, "schedule": schedule, "prediction": None, "solver": None})
         found.setdefault(here.digest, here.model_copy(update={"prediction": predict(here)}))
     plans = list(found.values())
     looked = [float(factor) for factor in np.geomspace(1 / widest, widest, LOOKED_AT)]

@@ -206,7 +206,7 @@ def build_problem(
     alike where it is not given). ``codecs`` by level name, exact where absent."""
     coded = level_codecs([level.name for level in cluster.levels], codecs or {})
     residencies = (Residency.STEP,) if any(one.experts.is_change for one in coded) else tuple(Residency)
-    network = Network(cluster=cluster)
+    network = Network(cluster=cluster, streams=schedule.streams)
     experts = workload.model.num_experts
     expected = gating(workload, popularity, cluster)
     candidates = []

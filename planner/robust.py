@@ -21,6 +21,7 @@ from planner.sites.problem import site_problem
 from planner.sites.search import at_quantile
 from planner.sites.solution import Wishes, solve_sites
 from planner.solve import gap
+from planner.streams import with_fewest, with_most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ def plan_for_scenarios(
             raise UserError(f"scenario {one.name}: has sizes {one.sizes}, cluster {cluster.name} has {cluster.sizes}")
     if not scenarios or not 0 < quantile <= 1:
         raise UserError(f"planning for scenarios needs at least one, and a quantile above 0 and up to 1 (found {quantile:g})")
+    schedule, free = with_most(cluster, schedule)
     problem = site_problem(cluster, workload, schedule, constraints, codecs=codecs)
     half = Wishes(time_limit_s=time_limit_s / 2)
     nominal = plan_sites(cluster, workload, schedule=schedule, constraints=constraints, wishes=half, codecs=codecs)[0]
@@ -82,7 +84,9 @@ def plan_for_scenarios(
     nominal_steps_s = _steps(nominal, scenarios)
     if at_quantile(nominal_steps_s, quantile) <= solution.found.rank[1]:
         robust = nominal
-    steps_s = _steps(robust, scenarios)
+    robust = with_fewest(robust, free, lambda one: at_quantile(_steps(one, scenarios), quantile))
+    nominal = with_fewest(nominal, free)
+    steps_s, nominal_steps_s = _steps(robust, scenarios), _steps(nominal, scenarios)
     return RobustPlan(
         plan=robust,
         nominal=nominal,

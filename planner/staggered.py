@@ -108,7 +108,7 @@ class _Walk:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._compute = plan, compute_of_ranks(plan.cluster, plan.workload)
         self._pre_expert_s = self._compute.pre_expert_s + self._compute.overhead_s
-        self._network = Network(cluster=plan.cluster)
+        self._network = Network(cluster=plan.cluster, streams=plan.schedule.streams)
         self._groups = [(layers.num_layers, self._layer(layers)) for layers in plan.placed]
 
     def step_s(self) -> float:
@@ -177,21 +177,22 @@ class _Walk:
 
 def pairs_of(network: Network, key: OpLevel, sent: FloatArray) -> Pairs:
     """Each pair's time when all transfers of one exchange (``sent`` [G, SF_l]) begin together and every link is shared evenly
-    by those that it still has to carry: the longest that one of the pair's links takes, and the pair's latency."""
+    by those that it still has to carry: the longest that one of the pair's links takes, or its windows; and its latency."""
     cluster, shape = network.cluster, network.cluster.sizes
     source, coordinate = np.nonzero(sent)
     size_bytes = sent[source, coordinate]
     stride = int(np.prod(shape[key.level + 1 :]))
     destination = source + (coordinate - cluster.coordinates[source, key.level]) * stride
-    busy_s = np.zeros(source.size)
+    sites = source // (cluster.num_gpus // shape[0]), destination // (cluster.num_gpus // shape[0])
+    window_s_per_byte = network.window_s_per_byte[key.level]
+    busy_s: FloatArray = size_bytes * (window_s_per_byte[sites] if window_s_per_byte.ndim else float(window_s_per_byte))
     for link, transfer, share in _crossed(cluster, key.level, source, destination):
         needs_s = _evenly_shared_s(link, size_bytes[transfer], share, network.bandwidths_bytes_per_s)
         np.maximum.at(busy_s, transfer, needs_s)
     messages = np.bincount(source, minlength=cluster.num_gpus)
     further_s = (messages[source] - 1) * cluster.gpu.message_overhead
     late_s = cluster.gpu.jitter if is_late(key) else 0.0
-    sites = source // (cluster.num_gpus // shape[0]), destination // (cluster.num_gpus // shape[0])
-    latency_s = network.site_latencies_s[sites] if key.level == 0 else cluster.levels[key.level].latency
+    latency_s = cluster.site_latency_s[sites] if key.level == 0 else cluster.levels[key.level].latency
     return Pairs(source, destination, latency_s + further_s + late_s + busy_s)
 
 

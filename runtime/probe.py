@@ -21,13 +21,13 @@ from runtime.barrier import Barrier
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
 from runtime.probe_codecs import CodecProbe, probe_codecs
 from runtime.probe_compute import ComputeProbe, Timing, probe_compute
-from runtime.probe_links import Contention, PairPoint, PairProbe, probe_contention, probe_pairs
+from runtime.probe_links import STREAMS, Contention, PairPoint, PairProbe, probe_contention, probe_pairs
 from runtime.transport import Transport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_Measured = TypeVar("_Measured", ComputeProbe, CodecProbe, Contention)
+_Measured = TypeVar("_Measured", "LevelProbe", ComputeProbe, CodecProbe, Contention)
 
 _SMALL_BYTES, _FIRST_BYTES, _LARGEST_BYTES = 8, 2**15, 2**26
 _REPEATS = 5
@@ -67,8 +67,16 @@ class Probe:
     compute: ComputeProbe
     codecs: tuple[CodecProbe, ...] = ()
     pairs: tuple[PairProbe, ...] = ()
-    """Of sites; of one rank those that it is the source of. Measured only when asked for, as is contention."""
+    """Of sites; of one rank those that it is the source of. Measured only when asked for, as is what follows."""
+    several: LevelProbe | None = None
+    """The outermost level over as many connections per pair of ranks as pairs were measured with at most."""
     contention: Contention | None = None
+
+    @property
+    def window_bytes(self) -> float | None:
+        """What one connection between sites has under way, where that held some pair: the median of these."""
+        held = [pair.window_bytes for pair in self.pairs if pair.window_bytes is not None]
+        return statistics.median(held) if held else None
 
 
 def probe(
@@ -104,9 +112,12 @@ def probe_in_group(
     compute = probe_compute(cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds)
     codecs = probe_codecs(workload, Timing(barrier, seconds * _CODEC_SHARE, least=2))
     pairs: tuple[PairProbe, ...] = ()
+    several: LevelProbe | None = None
     contention: Contention | None = None
     if thorough and mesh.sizes[0] > 1:
         pairs = probe_pairs(mesh, barrier, seconds=seconds, timeout_s=timeout_s)
+        many = Transport(timeout_s=timeout_s, streams={cluster.levels[0].name: STREAMS[-1]})
+        several, _, _ = _level(mesh, many, barrier, 0, seconds)
         contention = probe_contention(mesh, barrier, seconds=seconds, timeout_s=timeout_s)
     further_s = [each_s for _, each_s, _ in found if each_s is not None]
     return Probe(
@@ -116,6 +127,7 @@ def probe_in_group(
         compute=compute,
         codecs=codecs,
         pairs=pairs,
+        several=several,
         contention=contention,
     )
 
@@ -128,28 +140,23 @@ def probe_of(fields: dict[str, Any]) -> Probe:
         PairProbe(**{**pair, "points": tuple(PairPoint(**point) for point in pair["points"])}) for pair in fields["pairs"]
     )
     inner = {"levels": levels, "compute": ComputeProbe(**fields["compute"]), "codecs": codecs, "pairs": pairs}
+    several = fields["several"] and LevelProbe(**fields["several"])
     contention = fields["contention"] and Contention(**fields["contention"])
-    return Probe(**{**fields, **inner, "contention": contention})
+    return Probe(**{**fields, **inner, "several": several, "contention": contention})
 
 
 def summarise(probes: Sequence[Probe]) -> Probe:
     """One cluster's numbers from those of all its ranks: medians, so that one rank's hiccup does not decide."""
-    levels = [
-        LevelProbe(
-            name=same[0].name,
-            latency_s=statistics.median(level.latency_s for level in same),
-            bandwidth_bytes_per_s=statistics.median(level.bandwidth_bytes_per_s for level in same),
-        )
-        for same in zip(*(each.levels for each in probes), strict=True)
-    ]
+    several = [one.several for one in probes if one.several is not None]
     contentions = [one.contention for one in probes if one.contention is not None]
     return Probe(
-        levels=tuple(levels),
+        levels=tuple(_medians(same) for same in zip(*(each.levels for each in probes), strict=True)),
         jitter_s=statistics.median(one.jitter_s for one in probes),
         message_overhead_s=statistics.median(one.message_overhead_s for one in probes),
         compute=_medians([one.compute for one in probes]),
         codecs=tuple(_medians(same) for same in zip(*(each.codecs for each in probes), strict=True)),
         pairs=tuple(sorted((pair for one in probes for pair in one.pairs), key=lambda pair: (pair.src, pair.dst))),
+        several=_medians(several) if several else None,
         contention=_medians(contentions) if contentions else None,
     )
 

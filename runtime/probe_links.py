@@ -9,23 +9,27 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
 import torch
 
+from hybridep.plan import MOST_STREAMS
 from runtime.barrier import Barrier
 from runtime.mesh import Mesh
 from runtime.transport import Transport
 
 SIZES_BYTES = (2**16, 2**18, 2**20, 2**23)
-STREAMS = (1, 2, 4)
+STREAMS = (1, 2, MOST_STREAMS)
 _PINGS = 10
 _MOST_REPEATS = 5
 _WIDTH = 256
 """Of the products beside an exchange."""
 _CONTENTION_BYTES = 2**22
 _ANSWER_BYTES = 8
+_CLEARLY_FASTER = 1.5
+"""Than one connection are several, where its window holds it; two are by some of that. Less may be noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +51,10 @@ class PairProbe:
     latency_s: float
     """Half a round trip of almost no bytes."""
     bandwidth_bytes_per_s: float
-    """Of the largest message over one connection, the latency left out."""
+    """Of the largest message over one connection, the latency left out; where several are clearly faster, over those."""
     points: tuple[PairPoint, ...]
+    window_bytes: float | None = None
+    """What one connection had under way, where several were clearly faster; None where one fills the link."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +100,8 @@ def _source(transport: Transport, src: int, dst: int, peer: int, seconds: float)
     round_trip_s(_ANSWER_BYTES, 1)
     there_and_back_s = statistics.median(round_trip_s(_ANSWER_BYTES, 1) for _ in range(_PINGS))
     latency_s = there_and_back_s / 2
-    points, alone_s = [], 0.0
+    points: list[PairPoint] = []
+    rates: dict[int, float] = {}
     for streams in STREAMS:
         for size_bytes in SIZES_BYTES:
             # The first one also opens the connections' windows.
@@ -103,11 +110,27 @@ def _source(transport: Transport, src: int, dst: int, peer: int, seconds: float)
             # The answer is never the slower half, whatever the pings took.
             there_s = max(taken_s - latency_s, taken_s / 2)
             points.append(PairPoint(size_bytes=size_bytes, streams=streams, bytes_per_s=size_bytes / there_s))
-            if streams == 1:
-                alone_s = taken_s
+            rates[streams] = size_bytes / max(taken_s - there_and_back_s, 1e-9)
     _tell(transport, peer, 0, 1)
-    bandwidth = SIZES_BYTES[-1] / max(alone_s - there_and_back_s, 1e-9)
-    return PairProbe(src=src, dst=dst, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, points=tuple(points))
+    window_bytes = window(rates, there_and_back_s)
+    return PairProbe(
+        src=src,
+        dst=dst,
+        latency_s=latency_s,
+        bandwidth_bytes_per_s=rates[1] if window_bytes is None else max(rates.values()),
+        points=tuple(points),
+        window_bytes=window_bytes,
+    )
+
+
+def window(rates_bytes_per_s: Mapping[int, float], round_trip_s: float) -> float | None:
+    """Bytes that one connection had under way, from the rates of so many connections; None where more of them are not clearly
+    faster, as when one fills the link."""
+    alone = rates_bytes_per_s[1]
+    several = [rate / alone for streams, rate in sorted(rates_bytes_per_s.items()) if streams > 1]
+    if max(several, default=0.0) < _CLEARLY_FASTER or several[0] < _CLEARLY_FASTER**0.5:
+        return None
+    return alone * round_trip_s
 
 
 def _destination(transport: Transport, peer: int) -> None:

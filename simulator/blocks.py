@@ -126,7 +126,7 @@ class Blocks:
             )
         else:
             alike = no_symmetry(wiring)
-        self.fabric = Fabric(engine, alike, tolerance, conditions)
+        self.fabric = Fabric(engine, alike, tolerance, conditions, plan.schedule.streams)
         self._expected = {first: self._block_of(sent) for first, sent in expected.items()}
         # One after the other: at thousands of sites each takes hundreds of megabytes.
         flows = {key: made for key in list(reduction) for made in self._flows({key: reduction.pop(key)}).values()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -67,8 +67,9 @@ class Conditions(Strict):
     goodput: float = Field(default=1.0, gt=0, le=1)
     """Share of a link's bandwidth that is left for payload; 0.955 for TCP or RDMA headers and pauses."""
     window: Size | None = None
-    """Bytes that one stream may have under way: a transfer gets at most window x streams per round trip."""
-    streams: int = Field(default=1, ge=1)
+    """In place of what the cluster's levels say one connection may have under way, at all of them."""
+    streams: int | None = Field(default=None, ge=1)
+    """Connections per pair of ranks at all levels, in place of the plan's. A transfer gets at most its windows per round trip."""
     changes: tuple[LinkChange, ...] = ()
     trace: Path | None = None
     """A CSV with the columns seconds,links,factor: from then on these links have this factor."""
@@ -100,12 +101,14 @@ class Conditions(Strict):
         """Those of the trace too. Raises ConfigError for a bad one."""
         return self.changes if self.trace is None else (*self.changes, *read_trace(self.trace))
 
-    def limit_bytes_per_s(self, latency_s: FloatArray) -> FloatArray | None:
-        """What transfers with these one-way latencies get at most; None without a window."""
-        if self.window is None:
-            return None
-        with np.errstate(divide="ignore"):
-            return np.asarray(self.window * self.streams / (2.0 * latency_s))
+    def under_way_bytes(self, cluster: Cluster, streams: Mapping[str, int]) -> FloatArray:
+        """[levels]: what two ranks that differ there may have under way, with a plan's ``streams``; infinite for no limit."""
+        levels = cluster.levels
+        if self.window is not None:
+            levels = tuple(level.model_copy(update={"window": self.window}) for level in levels)
+        if self.streams is not None:
+            streams = dict.fromkeys((level.name for level in levels), self.streams)
+        return np.array([level.under_way_bytes(streams) for level in levels])
 
     def slowdown(self, cluster: Cluster, now_s: float) -> FloatArray:
         """[ranks]: factor on the time of computations in a step that begins now."""

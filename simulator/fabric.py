@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from hybridep.traffic import Direct
@@ -19,13 +21,20 @@ _PART = 2**19
 
 
 class Fabric:
-    """The network of a wiring. Ranks and links that are alike are in it once, and transfers between them are weighted."""
+    """The network of a wiring. Ranks and links that are alike are in it once, and transfers between them are weighted. Each
+    transfer gets at most its ranks' windows per round trip; ``streams``: level name -> connections per pair of ranks, one where
+    absent."""
 
     def __init__(
-        self, engine: Engine, symmetry: Symmetry, tolerance: float = EXACT, conditions: Conditions | None = None
+        self,
+        engine: Engine,
+        symmetry: Symmetry,
+        tolerance: float = EXACT,
+        conditions: Conditions | None = None,
+        streams: Mapping[str, int] | None = None,
     ) -> None:
         self.symmetry = symmetry
-        self._conditions = conditions or Conditions()
+        self._under_way_bytes = (conditions or Conditions()).under_way_bytes(symmetry.cluster, streams or {})
         self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 
     def flows(self, level: int, sent: Sent, late_s: float = 0.0, circuits: IntArray | None = None) -> Flows:
@@ -82,7 +91,8 @@ class Fabric:
         circuits: IntArray | None,
     ) -> Flows:
         symmetry = self.symmetry
-        links, shares, latency_s = symmetry.wiring.paths(source, destination, circuits)
+        links, shares, latency_s, round_trip_s, level = symmetry.wiring.paths(source, destination, circuits)
+        limits = self._limits_bytes_per_s(level, round_trip_s)
         # Links may be alike where no ranks are: those that nobody uses, or one behind the other.
         one_by_one = symmetry.num_kinds == symmetry.cluster.num_gpus and symmetry.link_size.size == symmetry.link_kind.size
         if not one_by_one:
@@ -99,15 +109,17 @@ class Fabric:
                     latency_s=latency_s + further_s,
                     size_bytes=size_bytes,
                     weights=None if (shares == 1).all() else shares,
-                    limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s),
+                    limit_bytes_per_s=limits,
                 ),
             )
         kind, peer = symmetry.kind[source], symmetry.kind[destination]
-        ends = [
-            np.unique(each, return_inverse=True)[1].reshape(-1) for each in (kind * symmetry.num_kinds + peer, path, latency_s)
-        ]
-        number = np.unique((ends[0] * (ends[1].max(initial=0) + 1) + ends[1]), return_inverse=True)[1].reshape(-1)
-        alike, counts = _alike(number * (ends[2].max(initial=0) + 1) + ends[2], size_bytes)
+        different = (kind * symmetry.num_kinds + peer, path, latency_s, *([] if limits is None else [limits]))
+        number, *ends = (np.unique(each, return_inverse=True)[1].reshape(-1) for each in different)
+        for place, end in enumerate(ends):
+            if place:  # before a product would be too large
+                number = np.unique(number, return_inverse=True)[1].reshape(-1)
+            number = number * (end.max(initial=0) + 1) + end
+        alike, counts = _alike(number, size_bytes)
         links, shares = links[alike], shares[alike]
         total = (counts * symmetry.size[kind[alike]])[:, None]
         return Flows(
@@ -118,9 +130,16 @@ class Fabric:
                 latency_s=(latency_s + further_s)[alike],
                 size_bytes=size_bytes[alike],
                 weights=np.where(links >= 0, total * shares / symmetry.link_size[links], 1.0),
-                limit_bytes_per_s=self._conditions.limit_bytes_per_s(latency_s[alike]),
+                limit_bytes_per_s=None if limits is None else limits[alike],
             ),
         )
+
+    def _limits_bytes_per_s(self, level: IntArray, round_trip_s: FloatArray) -> FloatArray | None:
+        """[n]: what transfers get at most; None where nothing limits any."""
+        if np.isinf(self._under_way_bytes).all():
+            return None
+        with np.errstate(divide="ignore"):
+            return np.asarray(self._under_way_bytes[level] / round_trip_s)
 
 
 def _cuts(source: IntArray) -> list[int]:

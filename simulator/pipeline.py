@@ -210,7 +210,7 @@ def run_stages(
         raise PipelineError(f"pipeline: ahead {ahead} must be at least 1, or stages wait for each other in a circle")
     conditions = conditions or Conditions()
     engine = Engine()
-    fabric = Fabric(engine, no_symmetry(wiring(cluster)), tolerance, conditions)
+    fabric = Fabric(engine, no_symmetry(wiring(cluster)), tolerance, conditions, stages[0].plan.schedule.streams)
     forth, back = (_between(fabric, stages, down) for down in (True, False))
     program, without_s = _Schedule(stages, forth, back, ahead).build()
     capacity = fabric.network.link_capacity_bytes_per_s * conditions.goodput

@@ -91,7 +91,7 @@ def _one_step(cluster: Cluster, capacity: FloatArray, latency_s: FloatArray) -> 
 
 def _pairs(cluster: Cluster) -> Routes:
     table = cluster.link_table[cluster.pair_links]
-    return _one_step(cluster, np.array([link.bandwidth_bytes_per_s for link in table]), cluster.pair_latency_s)
+    return _one_step(cluster, np.array([link.bandwidth_bytes_per_s for link in table]), cluster.site_latency_s)
 
 
 def _own(cluster: Cluster) -> Routes:
@@ -116,7 +116,7 @@ def _own(cluster: Cluster) -> Routes:
         trunk=np.concatenate([trunks for trunks, _ in steps]),
         share=np.concatenate([shares for _, shares in steps]),
         capacity_bytes_per_s=np.array([link.bandwidth_bytes_per_s for link in table]),
-        latency_s=_access_latency_s(cluster),
+        latency_s=cluster.site_latency_s,
         trunk_name=lambda trunk: table[trunk].name,
     )
 
@@ -166,7 +166,7 @@ def with_fabric(cluster: Cluster, wan: Wan) -> Cluster:
 
 def _mesh(cluster: Cluster, mesh: Mesh) -> Routes:
     sites = cluster.sizes[0]
-    latency_s = _access_latency_s(cluster) if mesh.latency is None else np.full((sites, sites), mesh.latency)
+    latency_s = cluster.site_latency_s if mesh.latency is None else np.full((sites, sites), mesh.latency)
     return _one_step(cluster, np.full(sites * (sites - 1), mesh.bandwidth), latency_s)
 
 
@@ -187,7 +187,7 @@ def _hub(cluster: Cluster, hub: Hub) -> Routes:
         trunk=steps[used],
         share=np.ones(int(hops.sum())),
         capacity_bytes_per_s=np.full(2 * sites, hub.bandwidth),
-        latency_s=_access_latency_s(cluster) if hub.latency is None else (hops * hub.latency).reshape(sites, sites),
+        latency_s=cluster.site_latency_s if hub.latency is None else (hops * hub.latency).reshape(sites, sites),
         trunk_name=lambda trunk: f"{place} -> {names[trunk // 2]}" if trunk % 2 else f"{names[trunk // 2]} -> {place}",
     )
 
@@ -217,7 +217,7 @@ def _ring(cluster: Cluster, ring: Ring) -> Routes:
         trunk=2 * site + back,
         share=np.where(both[pair], 0.5, 1.0),
         capacity_bytes_per_s=np.full(2 * sites, ring.bandwidth),
-        latency_s=_access_latency_s(cluster) if ring.latency is None else (hops * ring.latency).reshape(sites, sites),
+        latency_s=cluster.site_latency_s if ring.latency is None else (hops * ring.latency).reshape(sites, sites),
         trunk_name=lambda trunk: f"{names[trunk // 2]} -> {names[(trunk // 2 + (-1 if trunk % 2 else 1)) % sites]}",
     )
 
@@ -280,10 +280,3 @@ def _graph(cluster: Cluster, wan: Graph) -> Routes:
         latency_s=latency_s,
         trunk_name=lambda trunk: f"{places[tail[trunk]]} -> {places[head[trunk]]}",
     )
-
-
-def _access_latency_s(cluster: Cluster) -> FloatArray:
-    """Between two sites as the cluster has it."""
-    if cluster.links:
-        return cluster.pair_latency_s
-    return np.full((cluster.sizes[0], cluster.sizes[0]), cluster.levels[0].latency)

@@ -14,7 +14,7 @@ import numpy as np
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import build
-from hybridep.plan import Plan
+from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
 from hybridep.traffic import FloatArray, split_sizes
 from hybridep.workload import Model, Workload
@@ -90,6 +90,7 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> list[Plan]:
                 cluster if stages == 1 else only_sites(cluster, mine),
                 workload,
                 inside,
+                schedule=Schedule(streams=plan.schedule.streams),
                 codecs=plan.codecs,
                 popularity=plan.popularity[first_moe : first_moe + part.num_moe_layers],
             )

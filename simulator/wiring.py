@@ -25,6 +25,10 @@ class Paths(NamedTuple):
     """[n, longest] of the transfer that crosses the link."""
     latency_s: FloatArray
     """[n]"""
+    round_trip_s: FloatArray
+    """[n]: this way's latency and the way back's."""
+    level: IntArray
+    """[n]: the outermost at which the two ranks differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,13 +277,17 @@ class Wiring:
         links = [np.where(far, self.out[source], -1), np.where(far, self.into[destination], -1), np.where(far, -1, near)]
         shares = [np.ones(part.shape) for part in links]
         differ = self.cluster.coordinates[source] != self.cluster.coordinates[destination]
-        latency_s = np.array([level.latency for level in self.cluster.levels])[differ.argmax(axis=1)]
+        level = differ.argmax(axis=1)
+        latency_s = np.array([one.latency for one in self.cluster.levels])[level]
+        round_trip_s = 2 * latency_s
         if self.wan is not None:
             trunks, parts = self.wan.between(a, b)
             links.append(np.where(trunks >= 0, self.first_trunk + trunks, -1))
             shares.append(parts)
-            latency_s = np.where(far[:, 0], self.wan.latency_s[a, b], latency_s)
-        return Paths(np.concatenate(links, axis=1), np.concatenate(shares, axis=1), latency_s)
+            there_s, back_s = self.wan.latency_s[a, b], self.wan.latency_s[b, a]
+            latency_s = np.where(far[:, 0], there_s, latency_s)
+            round_trip_s = np.where(far[:, 0], there_s + back_s, round_trip_s)
+        return Paths(np.concatenate(links, axis=1), np.concatenate(shares, axis=1), latency_s, round_trip_s, level)
 
     def owners(self) -> Sequence[IntArray]:
         """Links between ranks and their site's exit, both ways: see `out` and `into`."""

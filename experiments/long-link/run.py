@@ -2,6 +2,7 @@
 
 Two ranks in network namespaces of their own, joined by a delay line: a program that takes packets from one TUN device and hands
 them to the other after half a round trip. The kernel's TCP does the rest; its receive window is held at ``window_bytes``.
+Beside each time stands the planner's, for a cluster file as ``hybridep probe`` would write it from the measured rates.
 Needs the right to make network namespaces and TUN devices (root does).
 """
 
@@ -22,15 +23,20 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from pyroute2 import IPRoute
 
-from hybridep.config import write_text
+from hybridep.config import build, write_text
 from hybridep.provenance import provenance
+from hybridep.topology import Cluster
+from hybridep.traffic import Op, OpLevel
+from planner.exchange import Network
+from runtime.probe_links import STREAMS, window
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = ["round_trip_ms", "window_bytes", "message_bytes", "streams", "seconds", "least_s", "most_s"]
-COLUMNS += ["bytes_per_s", "cap_bytes_per_s"]
+COLUMNS += ["bytes_per_s", "cap_bytes_per_s", "predicted_s"]
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 _MTU = 9000
@@ -69,13 +75,16 @@ def main() -> int:
     rows = []
     for round_trip_s in config["round_trips_s"]:
         line = DelayLine(round_trip_s / 2, config["window_bytes"])
+        here = []
         try:
             for number, streams in enumerate(config["streams"]):
                 taken = line.measure(config["message_bytes"], config["repeats"], streams, port=20_000 + number)
-                rows.append(row(config, round_trip_s, streams, taken))
-                print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+                here.append(row(config, round_trip_s, streams, taken))
         finally:
             line.close()
+        for one, predicted in zip(here, predicted_s(here, round_trip_s), strict=True):
+            rows.append(one | {"predicted_s": round(predicted, 4)})
+            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     lines = [",".join(COLUMNS), *(",".join(str(one[column]) for column in COLUMNS) for one in rows)]
     write_text(given.results / "rows.csv", "\n".join(lines) + "\n")
     write_text(given.results / "provenance.json", json.dumps(provenance(), indent=1))
@@ -95,6 +104,23 @@ def row(config: dict[str, Any], round_trip_s: float, streams: int, taken: list[f
         "bytes_per_s": round(config["message_bytes"] / seconds),
         "cap_bytes_per_s": round(config["window_bytes"] * streams / round_trip_s),
     }
+
+
+def predicted_s(rows: list[dict[str, Any]], round_trip_s: float) -> list[float]:
+    """What the planner expects of each row's message, with the window and the rate that a probe finds in the rows."""
+    rates = {one["streams"]: one["message_bytes"] / (one["seconds"] - round_trip_s / 2) for one in rows}
+    probed = {streams: rate for streams, rate in rates.items() if streams in STREAMS}
+    held = window(probed, round_trip_s)
+    level = {"name": "far", "size": 2, "bandwidth": f"{max(probed.values())} B/s", "latency": f"{round_trip_s / 2} s"}
+    level |= {} if held is None else {"window": f"{held} B"}
+    gpu = {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 TB/s"}
+    cluster = build(Cluster, {"name": "far", "levels": [level], "gpu": gpu}, "far")
+    return [
+        Network(cluster=cluster, streams={"far": one["streams"]}).exchange_s(
+            OpLevel(Op.EXPERT_GATHER, 0), np.array([[0.0, one["message_bytes"]], [0.0, 0.0]])
+        )
+        for one in rows
+    ]
 
 
 class DelayLine:

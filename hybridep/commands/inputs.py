@@ -11,9 +11,10 @@ from pathlib import Path
 import hybridep
 from hybridep.config import Strict, apply_override, build, load
 from hybridep.errors import DataError, UserError
+from hybridep.matrix import matrix_profile
 from hybridep.plan import Plan, load_plan
 from hybridep.run import Run
-from hybridep.topology import Cluster, matrix_profile
+from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
 CONFIGS = Path(hybridep.__file__).resolve().parent / "configs"
@@ -57,7 +58,7 @@ def find(kind: Kind, text: str) -> Path:
 
 
 def load_cluster(text: str, overrides: Iterable[str] = ()) -> Cluster:
-    """A cluster from a YAML file or a CSV matrix (see ``topology.matrix_profile``)."""
+    """A cluster from a YAML file or a CSV matrix (see ``hybridep.matrix``)."""
     path = find(Kind.CLUSTER, text)
     if path.suffix != ".csv":
         return load(Cluster, path, overrides)

@@ -12,7 +12,7 @@ from hybridep.commands.common import emit, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
-    from hybridep.plan import Plan
+    from hybridep.plan import Plan, Schedule
     from hybridep.topology import Cluster
     from planner import PooledPlan, RobustPlan
     from planner.goal import Goal
@@ -68,6 +68,12 @@ if TYPE_CHECKING:
     "--prefetch", is_flag=True, help="Also try copies that set out blocks ahead and give way to tokens; alike sites only."
 )
 @click.option(
+    "--streams",
+    multiple=True,
+    metavar="LEVEL=NUMBER",
+    help="Connections per pair of ranks, for example dc=4; chosen where the level has a window, else one. Repeatable.",
+)
+@click.option(
     "--objective",
     type=click.Choice(["time", "dollars"]),
     default="time",
@@ -97,6 +103,7 @@ def command(
     fabric: str | None,
     max_loss: str | None,
     prefetch: bool,
+    streams: tuple[str, ...],
     objective: str,
     budget: str | None,
     overrides: tuple[str, ...],
@@ -129,6 +136,7 @@ def command(
         record.require_model(work, routing)
         popularity = record.popularity()
     coded = read_codecs(codecs, [level.name for level in site.levels])
+    schedule = _schedule(streams, [level.name for level in site.levels])
     robust: RobustPlan | None = None
     made: list[Plan]
     goal = _goal(objective, budget)
@@ -149,7 +157,14 @@ def command(
         others = [load_cluster(one) for one in scenarios]
         others += planner.interval_scenarios(site, within) if within is not None else []
         robust = planner.plan_for_scenarios(
-            site, work, others, quantile=quantile, time_limit_s=time_limit_s, constraints=rules, codecs=coded
+            site,
+            work,
+            others,
+            quantile=quantile,
+            time_limit_s=time_limit_s,
+            schedule=schedule,
+            constraints=rules,
+            codecs=coded,
         )
         made = [robust.plan]
     else:
@@ -157,6 +172,7 @@ def command(
             wishes: dict[str, Any] = {
                 "solver": solver,
                 "time_limit_s": time_limit_s,
+                "schedule": schedule,
                 "constraints": rules,
                 "popularity": popularity,
                 "ahead": prefetch,
@@ -236,6 +252,20 @@ def _on_fabric(cluster: Cluster, name: str) -> Cluster:
             f"--fabric {name}: plans know what joins sites (wan), and nothing of what is inside them; simulate the rest"
         )
     return with_fabric(cluster, found.wan)
+
+
+def _schedule(streams: tuple[str, ...], levels: list[str]) -> Schedule | None:
+    from hybridep.plan import Schedule
+
+    given: dict[str, int] = {}
+    for option in streams:
+        name, _, number = option.partition("=")
+        if name not in levels or not number.isdecimal() or int(number) < 1:
+            raise UserError(
+                f"--streams {option}: write it as LEVEL=NUMBER, with a level of {', '.join(levels)} and at least one connection"
+            )
+        given[name] = int(number)
+    return Schedule(streams=given) if given else None
 
 
 def _goal(objective: str, budget: str | None) -> Goal:

@@ -41,6 +41,8 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         for one in group.serving if whole else ():
             holders = ", ".join(f"{site} ({experts})" for site, experts in one.holders.items())
             console.print(f"    tokens of {', '.join(one.sites)}: experts at {holders}")
+    if made.schedule.streams:
+        console.print(f"  connections per pair of ranks: {_connections(made)}")
     if made.solver is not None:
         report = made.solver
         how = f"{report.solver}, gap {report.gap:.2%}, {format_seconds(report.solve)}"
@@ -102,6 +104,16 @@ def _ranks(made: Plan) -> str:
         text = f"{format_throughput(gpu.throughput)}, {format_bytes(gpu.memory)}, micro-batch of {number}"
         kinds.setdefault(text, []).append(cluster.site_name(dc))
     return "ranks: " + "; ".join(f"{_few(names)} {text}" for text, names in kinds.items())
+
+
+def _connections(made: Plan) -> str:
+    """``dc 4, each with 4.194 MB per round trip``."""
+    shown = []
+    for level in made.cluster.levels:
+        if (number := made.schedule.streams.get(level.name)) is not None:
+            window = "" if level.window is None else f", each with {format_bytes(level.window)} per round trip"
+            shown.append(f"{level.name} {number}{window}")
+    return "; ".join(shown)
 
 
 def _minimised(report: SolverReport) -> str:

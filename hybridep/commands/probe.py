@@ -7,7 +7,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,8 @@ _OF_PAIRS = ("bandwidth_bytes_per_s", "latency_s")
 @click.option(
     "--thorough",
     is_flag=True,
-    help="Measure every ordered pair of sites by itself, by message size and number of connections, and how much computation and "
-    "exchanges slow each other, too; some seconds per pair.",
+    help="Measure every ordered pair of sites by itself, by message size and number of connections, what one connection may have "
+    "under way where several are faster, and how much computation and exchanges slow each other, too; some seconds per pair.",
 )
 @click.option(
     "--links/--no-links",
@@ -133,6 +133,11 @@ def measure(cluster: Cluster, workload: Workload, seconds: float, *, thorough: b
 def with_measurements(cluster: Cluster, found: Probe) -> Cluster:
     """The cluster with what was measured in place of what its file says."""
     by_name = {level.name: level for level in found.levels}
+    window_bytes = found.window_bytes
+    if window_bytes is not None and found.several is not None:
+        # Over one connection per pair of ranks the level's rate was that of the windows.
+        fastest = max(by_name[found.several.name], found.several, key=lambda level: level.bandwidth_bytes_per_s)
+        by_name[fastest.name] = replace(by_name[fastest.name], bandwidth_bytes_per_s=fastest.bandwidth_bytes_per_s)
     levels = tuple(
         level.model_copy(
             update={
@@ -144,6 +149,9 @@ def with_measurements(cluster: Cluster, found: Probe) -> Cluster:
         )
         for level in cluster.levels
     )
+    if found.pairs:
+        outer = levels[0].model_copy(update={"window": None if window_bytes is None else _rounded(window_bytes)})
+        levels = (outer, *levels[1:])
     gpu = cluster.gpu.model_copy(
         update={
             "throughput": _rounded(found.compute.throughput_flops_per_s),
@@ -212,12 +220,15 @@ def _show(given: Cluster, measured: Cluster) -> None:
     from rich.table import Table
 
     from hybridep.codecs import KINDS
-    from hybridep.units import format_bandwidth, format_seconds, format_throughput
+    from hybridep.units import format_bandwidth, format_bytes, format_seconds, format_throughput
 
     table = Table("", "in the file", "measured", box=None, pad_edge=False)
     for before, after in zip(given.levels, measured.levels, strict=True):
         table.add_row(f"{before.name} bandwidth", format_bandwidth(before.bandwidth), format_bandwidth(after.bandwidth))
         table.add_row(f"{before.name} latency", format_seconds(before.latency), format_seconds(after.latency))
+        if before.window is not None or after.window is not None:
+            windows = ("" if level.window is None else format_bytes(level.window) for level in (before, after))
+            table.add_row(f"{before.name} window of a connection", *windows)
     gpus = given.gpu, measured.gpu
     table.add_row("throughput", *(format_throughput(gpu.throughput) for gpu in gpus))
     table.add_row("expert throughput", *(format_throughput(gpu.expert_throughput or gpu.throughput) for gpu in gpus))

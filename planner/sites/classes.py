@@ -85,7 +85,7 @@ def site_classes(problem: SiteProblem) -> SiteClasses:
         down_bytes_per_s=problem.down_bytes_per_s,
         homes=problem.homes.astype(np.float64),
         latency_s=np.where(np.isfinite(shortest), shortest, 0.0),
-        pair_bytes_per_s=None if num < size else problem.pair_bytes_per_s,
+        pair_bytes_per_s=None if num < size else problem.path_bytes_per_s,
     )
     return replace(
         made,

@@ -36,6 +36,8 @@ class Exchange:
     """Of the rank that sends to most others, and of the one that receives from most."""
     pairs_of: Callable[[], FloatArray] | None = None
     """Makes ``pairs``, which most questions about many sites can do without; None inside sites."""
+    largest_of: Callable[[], FloatArray]
+    """Makes ``largest``, which matters where connections have windows only."""
 
     @cached_property
     def pairs(self) -> FloatArray:
@@ -44,10 +46,21 @@ class Exchange:
         return self.pairs_of()
 
     @cached_property
+    def largest(self) -> FloatArray:
+        """The largest message between two ranks: [D, D] from site to site, zero on the diagonal; inside sites of any shape."""
+        return self.largest_of()
+
+    @cached_property
     def reverse(self) -> Exchange:
         """The same in the other direction."""
-        turned = None if self.pairs_of is None else lambda: self.pairs.T
-        return Exchange(outer=self.outer, out=self.into, into=self.out, messages=self.messages[::-1], pairs_of=turned)
+        return Exchange(
+            outer=self.outer,
+            out=self.into,
+            into=self.out,
+            messages=self.messages[::-1],
+            pairs_of=None if self.pairs_of is None else lambda: self.pairs.T,
+            largest_of=lambda: self.largest.T,
+        )
 
     @property
     def both(self) -> FloatArray:
@@ -56,11 +69,14 @@ class Exchange:
 
     def line(self, problem: SiteProblem) -> tuple[float, float]:
         """(latency of the farthest pair that talks and overhead of further messages, seconds per unit's byte on the busiest
-        link)."""
+        link, or of the largest message within its windows)."""
         if not self.out.any():
             return 0.0, 0.0
         further_s = (self.messages[0] - 1) * problem.cluster.gpu.message_overhead
         busiest = max(float(self.out.max()), float(self.into.max())) / problem.gpu_bytes_per_s
+        window_s_per_byte = problem.window_s_per_byte[0 if self.outer else 1]
+        if window_s_per_byte.any():
+            busiest = max(busiest, float((self.largest * window_s_per_byte).max()))
         if not self.outer:
             return problem.gpu_latency_s + further_s, busiest
         up, down = self.out.sum(axis=1) / problem.up_bytes_per_s, self.into.sum(axis=1) / problem.down_bytes_per_s
@@ -199,17 +215,32 @@ def with_inside(problem: SiteProblem, between: BetweenSites, inside: Inside) -> 
         away = needed.sum(axis=1, keepdims=True) - needed
         told = _all_to(needed > 0)
         once = np.minimum(before, away)
-        inner_rows = (Exchange(outer=False, out=away, into=(n - 1) * needed, once=once, messages=told),)
+        into = (n - 1) * needed
+        inner_rows = (Exchange(outer=False, out=away, into=into, once=once, messages=told, largest_of=lambda: needed),)
         present = np.zeros(n)
         present[problem.home_inside] = 1.0
         peers = np.broadcast_to(present.sum() - present, (size, n))
-        into = np.broadcast_to((n - 1) * present, (size, n))
         told = _all_to(np.broadcast_to(present > 0, (size, n)))
-        inner_counts = (Exchange(outer=False, out=COUNT_BYTES * peers, into=COUNT_BYTES * into, messages=told),)
+        inner_counts = (
+            Exchange(
+                outer=False,
+                out=COUNT_BYTES * peers,
+                into=COUNT_BYTES * np.broadcast_to((n - 1) * present, (size, n)),
+                messages=told,
+                largest_of=lambda: COUNT_BYTES * present,
+            ),
+        )
     if inside is Inside.ALL and n > 1:
         all_held = held_at.sum(axis=1, keepdims=True)
         spread = _all_to(held_at > 0)[::-1]
-        fan_out = Exchange(outer=False, out=held_at * (n - 1), into=all_held - held_at, once=held_at, messages=spread)
+        fan_out = Exchange(
+            outer=False,
+            out=held_at * (n - 1),
+            into=all_held - held_at,
+            once=held_at,
+            messages=spread,
+            largest_of=lambda: held_at,
+        )
         inner_copies, copies_held = (fan_out,), all_held - problem.at_home
     return LayerExchanges(
         rows=(between.rows, *inner_rows),
@@ -242,9 +273,9 @@ def _alike(
     out = np.where(to > 0, scale * np.bincount(served.row, weights=sent)[which] - kept, 0.0)
     into = np.where(of > 0, served.by_place(sent, users, size) - kept, 0.0)
 
-    def pairs() -> FloatArray:
+    def each() -> FloatArray:
         by_row = np.zeros((len(users), size))
-        by_row[served.row, served.place] = n * sent
+        by_row[served.row, served.place] = sent
         return _away(scale[:, None] * by_row[which])
 
     return Exchange(
@@ -253,7 +284,8 @@ def _alike(
         into=into[:, None] * every,
         once=np.minimum(out, most_coded)[:, None] * every,
         messages=(int(to.max()), int(of.max())),
-        pairs_of=pairs,
+        pairs_of=lambda: n * each(),
+        largest_of=each,
     )
 
 
@@ -289,6 +321,11 @@ def _copies(problem: SiteProblem, held: IntArray) -> tuple[Exchange, FloatArray]
         np.add.at(moved, home_site, held.T)
         return _away(moved)
 
+    def largest() -> FloatArray:
+        moved = np.zeros((size * n, size))
+        np.add.at(moved, problem.home, held.T)
+        return _away(moved.reshape(size, n, size).max(axis=1))
+
     different = np.bincount(problem.home, weights=copies > 0, minlength=size * n).reshape(size, n)
     outer = Exchange(
         outer=True,
@@ -297,5 +334,6 @@ def _copies(problem: SiteProblem, held: IntArray) -> tuple[Exchange, FloatArray]
         once=np.asarray(different, dtype=np.float64),
         messages=messages,
         pairs_of=pairs,
+        largest_of=largest,
     )
     return outer, held_at

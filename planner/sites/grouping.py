@@ -29,8 +29,8 @@ def distance(problem: SiteProblem) -> FloatArray:
     work, wire = problem.workload, problem.wire
     row_bytes = 2 * wire.combine_row_bytes + wire.dispatch_row_bytes + wire.dispatch_gradient_row_bytes
     rate = np.minimum(problem.up_bytes_per_s[:, None], problem.down_bytes_per_s[None, :])
-    if problem.pair_bytes_per_s is not None:
-        rate = np.minimum(rate, problem.pair_bytes_per_s)
+    if problem.path_bytes_per_s is not None:
+        rate = np.minimum(rate, problem.path_bytes_per_s)
     rows = problem.num_inside * work.training.tokens * row_bytes / 2
     one_way = rows / rate + 2.5 * problem.latency_s
     both = one_way + one_way.T

@@ -92,6 +92,7 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
             busiest = np.maximum(busiest, (sent / problem.pair_bytes_per_s).max(axis=(1, 2)))
         if problem.cluster.trunks:
             busiest = np.maximum(busiest, (problem.trunk_s_per_byte @ sent.reshape(len(sent), -1).T).max(axis=0))
+        busiest = np.maximum(busiest, (sent * problem.window_s_per_byte[0]).max(axis=(1, 2)))
         further = np.maximum((sent > 0).sum(axis=2).max(axis=1) - 1, 0)
         return (problem.latency_s * (sent > 0)).max(axis=(1, 2)) + further * gpu.message_overhead, busiest
 

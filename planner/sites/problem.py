@@ -25,6 +25,7 @@ from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.compute import Compute, compute_of_sites
 from planner.constraints import Constraints, Permissions, require_possible
+from planner.exchange import window_s_per_byte
 from planner.goal import FASTEST, Goal
 
 
@@ -161,6 +162,22 @@ class SiteProblem:
         return self.compute.share[:, 0] * (self.workload.training.micro_batch_size * float(gating(self.workload).rows[0]))
 
     @cached_property
+    def window_s_per_byte(self) -> tuple[FloatArray, FloatArray]:
+        """``planner.exchange.window_s_per_byte`` between sites and inside them."""
+        levels = range(len(self.cluster.levels))
+        made = [window_s_per_byte(self.cluster, level, self.schedule.streams) for level in levels]
+        return made[0], made[-1]
+
+    @cached_property
+    def path_bytes_per_s(self) -> FloatArray | None:
+        """[D, D]: no more goes from site to site, by the link of the pair and the windows of all ranks; None where there are no
+        links per pair."""
+        if self.pair_bytes_per_s is None or not self.window_s_per_byte[0].any():
+            return self.pair_bytes_per_s
+        with np.errstate(divide="ignore"):
+            return np.minimum(self.pair_bytes_per_s, self.num_inside / self.window_s_per_byte[0])
+
+    @cached_property
     def alike_paths(self) -> bool:
         """All pairs of sites are joined alike: what one sends to another meets its own and the other's access link only."""
         return self.pair_bytes_per_s is None and self.one_latency_s is not None
@@ -244,15 +261,12 @@ def site_problem(
     size, level = cluster.sizes[0], cluster.levels[0]
     up = np.array([(cluster.sites[d].up if cluster.sites else None) or level.bandwidth for d in range(size)])
     down = np.array([(cluster.sites[d].down if cluster.sites else None) or level.bandwidth for d in range(size)])
-    latency = np.full((size, size), level.latency)
     pairs = None
     if cluster.links:
         index = {site.name: dc for dc, site in enumerate(cluster.sites)}
         pairs = np.full((size, size), np.inf)
         for link in cluster.links:
             pairs[index[link.src], index[link.dst]] = link.bandwidth
-            latency[index[link.src], index[link.dst]] = link.latency
-    np.fill_diagonal(latency, 0.0)
     return SiteProblem(
         cluster=cluster,
         workload=workload,
@@ -260,7 +274,7 @@ def site_problem(
         up_bytes_per_s=up,
         down_bytes_per_s=down,
         pair_bytes_per_s=pairs,
-        latency_s=latency,
+        latency_s=cluster.site_latency_s,
         home=home_blocks(cluster, workload.model.num_experts),
         permissions=require_possible(cluster, workload.model.num_experts, constraints) if constraints else None,
         goal=goal,

@@ -43,15 +43,24 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire
         shards = np.array(split_sizes(total, n))
         every, message = np.ones((size, 1)), by_level[1].dense_bytes(shards)
         out, into = every * (message.sum() - message), every * ((n - 1) * message)
-        exchanges.append(Exchange(outer=False, out=out, into=into, messages=(n - 1, n - 1)))
+        exchanges.append(Exchange(outer=False, out=out, into=into, messages=(n - 1, n - 1), largest_of=lambda: message))
     if size > 1:
         # [n, D]: what a rank sends to each site.
         parts = by_level[0].dense_bytes(shards[:, None] // size + (np.arange(size) < shards[:, None] % size))
         out = (parts.sum(axis=1, keepdims=True) - parts).T
         into = parts.T * float(size - 1)
 
-        def pairs() -> FloatArray:
-            return np.tile(parts.sum(axis=0), (size, 1)) * (1.0 - np.eye(size))
+        def to_each(part: FloatArray) -> FloatArray:
+            return np.tile(part, (size, 1)) * (1.0 - np.eye(size))
 
-        exchanges.append(Exchange(outer=True, out=out, into=into, messages=(size - 1, size - 1), pairs_of=pairs))
+        exchanges.append(
+            Exchange(
+                outer=True,
+                out=out,
+                into=into,
+                messages=(size - 1, size - 1),
+                pairs_of=lambda: to_each(parts.sum(axis=0)),
+                largest_of=lambda: to_each(parts.max(axis=0)),
+            )
+        )
     return tuple(exchanges)

@@ -151,12 +151,15 @@ class Relaxation:
             from_home = max(from_home, float((problem.trunk_s_per_byte @ away.ravel()).max()))
             to_home = max(to_home, float((problem.trunk_s_per_byte @ away.T.ravel()).max()))
 
+        slowest_s_per_byte = float(problem.window_s_per_byte[0].max())
+
         def seconds(out: FloatArray, into: FloatArray, pair: float, weight: float) -> float:
             limit = weight * float(max((out / problem.up_bytes_per_s).max(), (into / problem.down_bytes_per_s).max(), pair))
             # A rank's own link may be the narrower one.
             ranks = problem.cluster.num_gpus // size
-            most = float(np.bincount(problem.home, minlength=size * ranks).max()) * (size - 1) + problem.num_experts
-            limit = max(limit, most * weight / problem.gpu_bytes_per_s)
+            owned = float(np.bincount(problem.home, minlength=size * ranks).max())
+            most = owned * (size - 1) + problem.num_experts
+            limit = max(limit, most * weight / problem.gpu_bytes_per_s, owned * weight * slowest_s_per_byte)
             return limit * (1 + SLACK) + float(problem.latency_s.max())
 
         there, back = problem.wire.expert_bytes, problem.wire.expert_gradient_bytes

@@ -129,6 +129,15 @@ def test_plan_chooses_codecs_by_their_loss(inputs: Inputs, call: Call) -> None:
     assert "experts sr, keep 0.02; final loss not measured" in shown.out or "experts sr" not in shown.out
 
 
+def test_plan_chooses_connections_where_one_has_a_window(inputs: Inputs, call: Call) -> None:
+    path, long = inputs.folder / "plan.yaml", ("--set", "levels.dc.latency=50 ms", "--set", "levels.dc.window=4 KB")
+    chosen = call("plan", inputs.cluster, inputs.workload, "-o", path, *long)
+    number = load_plan(path).schedule.streams["dc"]
+    assert number > 1 and f"connections per pair of ranks: dc {number}, each with 4 kB per round trip" in chosen.out
+    given = call("plan", inputs.cluster, inputs.workload, "-o", path, *long, "--streams", "dc=1", "--json")
+    assert given.json["streams"] == {"dc": 1}
+
+
 def test_plan_sends_copies_ahead_on_demand(inputs: Inputs, call: Call) -> None:
     # Computation to hide copies under, and tokens to send them beside.
     shape = [f"--set={key}" for key in ("gpu.throughput=300 MFLOPS", "training.micro_batches=2")]

@@ -55,6 +55,24 @@ def test_even_clusters_agree(cluster, model, residency, schedule):
         assert simulated_s == pytest.approx(predicted_s, rel=tolerance), plan.layers[0].domains
 
 
+LONG = ("levels.dc.latency=40 ms", "levels.dc.window=200 KB", "levels.gpu.window=20 KB")
+"""Windows limit at both levels, and links limit where there are four connections."""
+
+
+@pytest.mark.parametrize(("prefetch", "streams", "longest"), [(0, {"dc": 4, "gpu": 2}, 1.2), (1, {"dc": 1}, 1.8)])
+def test_connections_with_windows_agree(prefetch, streams, longest):
+    workload = load_workload("tiny", SMALL)
+    schedule, free = Schedule(prefetch=prefetch, streams=streams), Schedule(prefetch=prefetch, streams={"dc": 99, "gpu": 99})
+    held = []
+    for plan in plans(load_cluster("lab-4dc", LONG), workload, Residency.STEP, schedule):
+        predicted_s, simulated = step_cost(plan).step_s, simulate_step(plan)
+        assert simulated.step_s == pytest.approx(predicted_s, rel=1e-9), plan.layers[0].domains
+        roomy = plan.model_copy(update={"schedule": free})
+        assert step_cost(roomy).link_bytes == pytest.approx(simulated.link_bytes)
+        held.append(predicted_s / step_cost(roomy).step_s)
+    assert max(held) > longest and min(held) > 1
+
+
 @pytest.mark.parametrize("residency", list(Residency))
 def test_what_a_probe_measures_means_the_same_to_both(residency):
     workload = load_workload("tiny", SMALL)

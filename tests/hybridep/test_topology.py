@@ -5,7 +5,7 @@ import pytest
 
 from hybridep.config import build
 from hybridep.errors import ConfigError
-from hybridep.topology import Cluster, matrix_profile
+from hybridep.topology import Cluster
 
 GPU = {"throughput": "100 TFLOPS", "memory": "80 GiB", "memory_bandwidth": "2 TB/s"}
 
@@ -86,35 +86,9 @@ def test_a_bad_profile_is_refused_by_name(change, message):
         build(Cluster, data, "s")
 
 
-def csv_file(tmp_path, *rows):
-    path = tmp_path / "wan.csv"
-    path.write_text("\n".join(["src,dst,gbps,rtt_ms", *rows]) + "\n")
-    return path
-
-
-def test_a_matrix_becomes_a_cluster(tmp_path):
-    cluster = build(Cluster, matrix_profile(csv_file(tmp_path, "a,b,1,20", "b,a,2,20", "a,c,4,10", "b,c,8,30")), "wan")
-    assert cluster.sizes == (3, 8)
-    assert [site.name for site in cluster.sites] == ["a", "b", "c"]
-    assert cluster.sites[0].up == pytest.approx(0.5e9)
-    assert cluster.sites[0].down == pytest.approx(0.5e9)
-    assert cluster.latency_s(0, 8) == pytest.approx(0.01)
-    assert cluster.link_table[cluster.path(8, 0)[2]].bandwidth_bytes_per_s == pytest.approx(0.25e9)
-    assert cluster.link_table[cluster.path(16, 0)[2]].bandwidth_bytes_per_s == pytest.approx(0.5e9)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (["a,b,-1,20"], r"wan.csv:2: gbps: must be a number above zero \(found '-1'\)"),
-        (["a,b,1,20", "a,c,x,20"], r"wan.csv:3: gbps"),
-        (["a,b,1,-3"], "rtt_ms"),
-        (["a,b,1,20", "a,b,1,20"], "given before"),
-        (["a,a,1,20"], "loop"),
-        (["a,b,1,20", "a,c,1,20"], "no row for b -> c"),
-        ([], "needs the columns"),
-    ],
-)
-def test_a_bad_matrix_names_the_line(tmp_path, rows, message):
-    with pytest.raises(ConfigError, match=message):
-        matrix_profile(csv_file(tmp_path, *rows))
+def test_a_changed_copy_has_links_and_latencies_of_its_own():
+    cluster = hierarchy(2, 2)
+    assert cluster.link_table[0].bandwidth_bytes_per_s == 1.25e9 and cluster.site_latency_s[0, 1] == 1e-3
+    slower = cluster.levels[0].model_copy(update={"bandwidth": 1e6, "latency": 0.5})
+    changed = cluster.model_copy(update={"levels": (slower, *cluster.levels[1:])})
+    assert changed.link_table[0].bandwidth_bytes_per_s == 1e6 and changed.site_latency_s[0, 1] == 0.5

@@ -28,9 +28,9 @@ def sites(size, *, latency="0 s", inside=1, **more):
     return build(Cluster, {"name": "sites", "levels": levels, "gpu": GPU | more.pop("gpu", {}), **more}, "test")
 
 
-def seconds_of(cluster, sent):
+def seconds_of(cluster, sent, **streams):
     """[source, destination] of one exchange between sites of one rank; zero where nothing moves."""
-    pairs = pairs_of(Network(cluster=cluster), OpLevel(Op.TOKEN_DISPATCH, 0), np.array(sent, dtype=np.float64))
+    pairs = pairs_of(Network(cluster=cluster, streams=streams), OpLevel(Op.TOKEN_DISPATCH, 0), np.array(sent, dtype=np.float64))
     found = np.zeros((cluster.num_gpus, cluster.num_gpus))
     found[pairs.source, pairs.destination] = pairs.seconds
     return found
@@ -57,6 +57,16 @@ def test_the_slowest_link_and_the_latency_of_the_pair_count():
     found = seconds_of(sites(3, sites=names, links=links), sent)
     assert found[0, 1] == pytest.approx(10 * MS + 1 * MS), "its own link"
     assert found[0, 2] == pytest.approx(2 * MS + 2 * MS), "the uplink of both"
+
+
+def test_windows_hold_each_pair_by_itself():
+    plain = sites(3, latency="5 ms")
+    cluster = plain.model_copy(update={"levels": (plain.levels[0].model_copy(update={"window": 1e3}),)})
+    sent = np.zeros((3, 3))
+    sent[0, 1], sent[0, 2] = 1e3, 3e3
+    assert seconds_of(plain, sent)[0, 1:] == pytest.approx([7 * MS, 9 * MS])
+    assert seconds_of(cluster, sent)[0, 1:] == pytest.approx([15 * MS, 35 * MS]), "1 kB per 10 ms"
+    assert seconds_of(cluster, sent, dc=10)[0, 1:] == pytest.approx([7 * MS, 9 * MS])
 
 
 def test_a_trunk_is_shared_by_what_crosses_it():

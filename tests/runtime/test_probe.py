@@ -16,7 +16,7 @@ from hybridep.topology import Cluster
 from runtime.probe import LevelProbe, Probe, probe_of, summarise
 from runtime.probe_codecs import CodecProbe
 from runtime.probe_compute import ComputeProbe
-from runtime.probe_links import SIZES_BYTES, STREAMS, Contention, PairPoint, PairProbe
+from runtime.probe_links import SIZES_BYTES, STREAMS, Contention, PairPoint, PairProbe, window
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -57,6 +57,8 @@ def test_all_ranks_measure_plausible_numbers() -> None:
         assert 1e-6 < pair.latency_s < 0.5 and 1e6 < pair.bandwidth_bytes_per_s < 1e12
         assert {(point.size_bytes, point.streams) for point in pair.points} == set(product(SIZES_BYTES, STREAMS))
         assert all(1e3 < point.bytes_per_s < 1e12 for point in pair.points)
+        assert pair.window_bytes is None or 0 < pair.window_bytes < 1e9
+    assert found.several is not None and 1e6 < found.several.bandwidth_bytes_per_s < 1e12
     both = found.contention
     assert both is not None and all(0 < value < 1e12 for value in asdict(both).values())
     measured = {(one.kind, one.codec) for one in found.codecs}
@@ -99,9 +101,37 @@ def test_one_slow_rank_does_not_decide() -> None:
         src=0, dst=1, latency_s=0.1, bandwidth_bytes_per_s=9.0, points=(PairPoint(size_bytes=8, streams=2, bytes_per_s=3.0),)
     )
     both = Contention(products_per_s=1.0, products_per_s_beside=2.0, bytes_per_s=3.0, bytes_per_s_beside=4.0)
-    for probe in (USUAL, replace(USUAL, pairs=(pair,), contention=both)):
+    for probe in (USUAL, replace(USUAL, pairs=(pair,), several=LEVEL, contention=both)):
         assert probe_of(asdict(probe)) == summarise([probe]) == probe
     assert summarise([replace(USUAL, pairs=(pair,)), USUAL]).pairs == (pair,)
+
+
+def test_a_window_is_what_holds_one_connection_and_not_several() -> None:
+    assert window({1: 2e6, 2: 3.9e6, 4: 7e6}, 0.1) == pytest.approx(2e5)
+    assert window({1: 2e6, 2: 3e6, 4: 3.1e6}, 0.1) == pytest.approx(2e5)  # then the link is full
+    for rates in ({1: 2e6, 2: 2.1e6, 4: 2.0e6}, {1: 2e6, 2: 1.9e6, 4: 4e6}, {1: 2e6, 2: 2.6e6, 4: 2.9e6}):
+        assert window(rates, 0.1) is None
+
+
+def test_windows_are_written_where_they_hold() -> None:
+    cluster = Case(sizes=(2, 2), domains=(1, 1)).plan().cluster
+
+    def pair(src: int, window_bytes: float | None) -> PairProbe:
+        rate = 1e6 if window_bytes is None else 4e6
+        return PairProbe(src=src, dst=1 - src, latency_s=0.1, bandwidth_bytes_per_s=rate, points=(), window_bytes=window_bytes)
+
+    levels = (replace(LEVEL, latency_s=0.1, bandwidth_bytes_per_s=1e6), replace(LEVEL, name="gpu"))
+    several = replace(levels[0], bandwidth_bytes_per_s=5e6)
+    held = replace(USUAL, levels=levels, several=several, pairs=(pair(0, 2.0004e5), pair(1, None)))
+    found = with_measurements(cluster, held)
+    assert (found.levels[0].window, found.levels[1].window) == (pytest.approx(2e5), None)
+    assert found.levels[0].bandwidth == pytest.approx(5e6) and found.levels[0].latency == pytest.approx(0.1)
+    assert build(Cluster, found.model_dump(mode="json", exclude_none=True), "written") == found
+    # Measured again: what no longer holds goes, and what was not measured stays.
+    free = replace(held, pairs=(pair(0, None), pair(1, None)))
+    assert with_measurements(found, free).levels[0].window is None
+    assert with_measurements(found, free).levels[0].bandwidth == pytest.approx(1e6)
+    assert with_measurements(found, replace(USUAL, levels=levels)).levels[0].window == pytest.approx(2e5)
 
 
 def test_links_are_written_where_pairs_differ() -> None:

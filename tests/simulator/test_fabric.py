@@ -39,11 +39,13 @@ def test_paths_are_the_shortest_of_the_clusters_graph(sizes: tuple[int, ...], pa
     topology = cluster(*sizes, pairs=pairs)
     graph = topology.graph()
     source, destination = np.array(list(itertools.permutations(range(topology.num_gpus), 2))).T
-    links, _, latency_s = wiring(topology).paths(source, destination)
+    links, _, latency_s, round_trip_s, _ = wiring(topology).paths(source, destination)
     for a, b, found, latency in zip(source.tolist(), destination.tolist(), links, latency_s.tolist(), strict=True):
         expected = {graph.edges[edge]["link"] for edge in itertools.pairwise(nx.shortest_path(graph, a, b))}
         assert sorted(found[found >= 0].tolist()) == sorted(expected)
         assert latency == topology.latency_s(a, b)
+    back_s = [topology.latency_s(b, a) for a, b in zip(source.tolist(), destination.tolist(), strict=True)]
+    np.testing.assert_allclose(round_trip_s, latency_s + back_s, rtol=1e-15)
 
 
 def test_transfer_takes_the_latency_and_rate_of_the_slowest_link() -> None:

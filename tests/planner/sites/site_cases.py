@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridep.config import build
 from hybridep.placement import IntArray
-from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -17,8 +17,15 @@ from planner.sites.problem import Configuration, SiteProblem, site_problem
 
 
 def uneven_cluster(
-    rng: np.random.Generator, sites: int, inside: int = 2, *, pairs: bool = True, memory: str = "64 GiB"
+    rng: np.random.Generator,
+    sites: int,
+    inside: int = 2,
+    *,
+    pairs: bool = True,
+    memory: str = "64 GiB",
+    windows: bool = False,
 ) -> Cluster:
+    """``windows``: connections have some, at every level."""
     names = [f"s{i}" for i in range(sites)]
 
     def mbps(low: float, high: float) -> str:
@@ -61,6 +68,11 @@ def uneven_cluster(
             }
             site["tokens"] = float(uneven.uniform(0.5, 2))
             site["experts"] = float(uneven.choice([0.3, 1, 2]))
+    if windows:
+        # And another.
+        long = rng.spawn(1)[0]
+        for level in data["levels"]:
+            level["window"] = f"{10 ** long.uniform(2, 5):.0f} B"
     if inside == 0:
         del data["levels"][1]
     if pairs:
@@ -89,10 +101,12 @@ def small_workload(rng: np.random.Generator, experts: int) -> Workload:
     return build(Workload, {"name": "test", "model": model, "training": training}, "test")
 
 
-def random_problem(seed: int, sites: int, experts: int, inside: int | None = None) -> SiteProblem:
+def random_problem(seed: int, sites: int, experts: int, inside: int | None = None, *, windows: bool = False) -> SiteProblem:
     rng = np.random.default_rng(seed)
     ranks = int(rng.choice([0, 1, 2, 3])) if inside is None else inside
-    return site_problem(uneven_cluster(rng, sites, ranks, pairs=rng.random() < 0.7), small_workload(rng, experts))
+    cluster = uneven_cluster(rng, sites, ranks, pairs=rng.random() < 0.7, windows=windows)
+    schedule = Schedule(streams={"dc": 1 + seed % 3} if windows else {})
+    return site_problem(cluster, small_workload(rng, experts), schedule)
 
 
 def random_table(rng: np.random.Generator, problem: SiteProblem) -> IntArray:
