@@ -135,12 +135,14 @@ class DelayLine:
 
     def measure(self, message_bytes: int, repeats: int, streams: int, port: int) -> list[float]:
         """Seconds of each message from the first rank to the second."""
-        command = [sys.executable, "-c", _RANK]
-        numbers = [str(one) for one in (port, message_bytes, repeats, streams)]
+        return [float(line) for line in self.run_ranks(_RANK, port, message_bytes, repeats, streams)[1].split()]
+
+    def run_ranks(self, program: str, port: int, *further: object) -> list[str]:
+        """What ``program`` prints as each rank; its arguments: rank, address and port of the rendezvous, and ``further`` ones."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "far", "PYTHONPATH": str(HERE.parents[1])}
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), _address(0), *numbers],
+                [sys.executable, "-c", program, *map(str, (rank, _address(0), port, *further))],
                 env=environment,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -151,7 +153,7 @@ class DelayLine:
         outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
         if any(rank.returncode for rank in ranks):
             raise SystemExit("a rank failed: see above")
-        return [float(line) for line in outputs[1].split()]
+        return outputs
 
     def close(self) -> None:
         """End the carrier; the namespaces go with their last file."""

@@ -9,16 +9,14 @@ expects, which counts half a round trip for each exchange. Needs the right to ma
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
-from run import DelayLine, _address, _enter
+from run import DelayLine
 
 from hybridep.config import build, write_text
 from hybridep.plan import LayerGroup, Plan
@@ -75,22 +73,9 @@ def steps(plan: Plan, number: int, round_trip_s: float, port: int) -> list[float
         path.write_text(json.dumps({"run": run, "plan": plan.model_dump(mode="json", exclude_none=True)}))
         line = DelayLine(round_trip_s / 2, 4 << 20)
         try:
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "far", "PYTHONPATH": str(HERE.parents[1])}
-            ranks = [
-                subprocess.Popen(
-                    [sys.executable, "-c", _RANK, str(rank), _address(0), str(port), str(path)],
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    preexec_fn=lambda namespace=namespace: _enter(namespace),
-                )
-                for rank, (namespace, _) in enumerate(line._ends)
-            ]
-            outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+            outputs = line.run_ranks(_RANK, port, path)
         finally:
             line.close()
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit("a rank failed: see above")
     return [max(both) for both in zip(*(json.loads(output.splitlines()[-1]) for output in outputs), strict=True)][1:]
 
 
