@@ -121,6 +121,12 @@ class Cluster(Strict):
         """G, the number of ranks."""
         return int(np.prod(self.sizes))
 
+    @property
+    def processors(self) -> int | None:
+        """On which all ranks take turns (``Gpu.sharing``), a whole number; None where each has its own."""
+        number = max(1, round(self.num_gpus / self.gpu.sharing))
+        return number if number < self.num_gpus else None
+
     @cached_property
     def coordinates(self) -> NDArray[np.int64]:
         """[G, L]: the location of each rank."""

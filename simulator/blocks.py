@@ -94,6 +94,9 @@ class Blocks:
             raise SimulationError("route direct: circuits of a MixNet are for exchanges hop by hop")
         workload, of_ranks = plan.workload, plan.cluster.of_ranks
         self._slowdown = conditions.slowdown(plan.cluster, start_s)
+        if plan.cluster.processors is not None:
+            # All figures are those of a rank while all compute.
+            self._slowdown = self._slowdown * (plan.cluster.processors / plan.cluster.num_gpus)
         rates, shares = of_ranks(lambda gpu: gpu.throughput), site_shares(plan.cluster, workload)
         # Seconds that a FLOP of a rank with the mean number of tokens stands for.
         each_s = np.repeat(shares, plan.cluster.num_gpus // shares.size) / rates
@@ -105,7 +108,8 @@ class Blocks:
         expected = {}
         # Shares of routes over trunks are not compared where rows go directly; circuits join some nodes and not others.
         comparable = exchange.route is Route.HOPS or wiring.wan is None
-        if routing is None and not conditions.compute_jitter and comparable and self.controller is None:
+        in_step = not conditions.compute_jitter and plan.cluster.processors is None
+        if routing is None and in_step and comparable and self.controller is None:
             for layers in plan.placed:
                 expected[layers.first_layer] = self._traffic(layers, None)
             all_coding_s = (reduction_coding_s, *(one.coding_s for one in expected.values()))
@@ -160,9 +164,7 @@ class Blocks:
         computed = served_copies(placement, layers.gating, choices).sum(axis=1)
         products_s = computed * workload.expert_flops_per_row / cluster.of_ranks(lambda gpu: gpu.expert_flops_per_s) / chunks
         held_s = placement.holds.sum(axis=1) * cluster.of_ranks(lambda gpu: gpu.expert_overhead)
-        alone_s = (products_s + held_s) * self._slowdown
-        # Ranks that share processors wait for each other's work, too.
-        expert_s = alone_s / gpu.sharing + alone_s.mean() * (1 - 1 / gpu.sharing)
+        expert_s = (products_s + held_s) * self._slowdown
         coding: Coding = {}
         if gpu.coding is not None:
             if self._exchange.route is Route.DIRECT:
@@ -185,13 +187,12 @@ class Blocks:
         return {} if plan.cluster.gpu.coding is None else dense_coding(plan.cluster.sizes, plan.workload, plan.level_codecs)
 
     def _seconds(self, coding: Coding) -> dict[OpLevel, Coded]:
-        """Of each rank while all code; operations that take no time are left out."""
+        """Of each rank; operations that take no time are left out."""
         gpu, found = self._plan.cluster.gpu, {}
         for key, coded in coding.items():
             speed = speed_of(gpu.coding, self._plan.level_codecs, key) if gpu.coding is not None else None
             if speed is not None:
-                alone = [coded.encoded / speed.encode * self._slowdown, coded.decoded / speed.decode * self._slowdown]
-                found[key] = Coded(*(one / gpu.sharing + one.mean() * (1 - 1 / gpu.sharing) for one in alone))
+                found[key] = Coded(coded.encoded / speed.encode * self._slowdown, coded.decoded / speed.decode * self._slowdown)
         if self._exchange.route is Route.DIRECT:
             # One exchange over all levels.
             for key in [key for key in found if key.level > 0 and key.op in _ROWS]:

@@ -17,6 +17,7 @@ from simulator.arrays import BoolArray, FloatArray, IntArray
 from simulator.engine import Engine
 from simulator.errors import SimulationError
 from simulator.network import Batch, Network, Transfers
+from simulator.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,8 @@ class Program:
     """Operations in the order in which they were added; an operation can only come after earlier ones."""
 
     num_ranks: int
+    processors: int | None = None
+    """That all ranks share, taking turns; None where each has its own."""
     operations: list[Operation] = field(default_factory=list)
 
     def compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "", *, beside: bool = False) -> int:
@@ -140,6 +143,7 @@ class _Executor:
         self._num_ranks = program.num_ranks
         self._engine = engine
         self._network = network
+        self._turns = Turns(engine, program.processors) if program.processors else None
         shape = (len(self._operations), self._num_ranks)
         self._start_s = np.zeros(shape)
         self._end_s = np.zeros(shape)
@@ -180,6 +184,11 @@ class _Executor:
         operation = self._operations[position]
         if operation.seconds is not None:
             seconds = operation.seconds[ranks]
+            if self._turns is not None:
+                for rank, duration_s in zip(ranks.tolist(), seconds.tolist(), strict=True):
+                    done = partial(self._leave, position, np.array([rank]))
+                    self._turns.compute(rank, duration_s, done, beside=operation.beside)
+                return
             for duration_s in np.unique(seconds).tolist():
                 # Through the queue even when it takes no time: a chain of such operations must not recurse.
                 self._engine.after(duration_s, partial(self._leave, position, ranks[seconds == duration_s]))

@@ -114,7 +114,7 @@ class _Builder:
         self._levels = range(len(plan.cluster.levels))
         symmetry = blocks.fabric.symmetry
         self._one_of_each = symmetry.first
-        self._program = Program(num_ranks=symmetry.num_kinds)
+        self._program = Program(num_ranks=symmetry.num_kinds, processors=plan.cluster.processors)
 
     def build(self) -> Program:
         last: list[int] = []

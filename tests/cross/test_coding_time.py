@@ -51,7 +51,7 @@ def coded_plan(cluster: Cluster, domains: tuple[int, int], coded: tuple[str, ...
 @pytest.mark.parametrize("schedule", [{}, {"overlap": False}, {"prefetch": 1}], ids=["beside", "serial", "ahead"])
 @pytest.mark.parametrize("coded", [("dc",), ("dc", "gpu")], ids="-".join)
 def test_even_clusters_agree(coded: tuple[str, ...], schedule: dict[str, int]) -> None:
-    cluster = with_speeds(load_cluster("lab-4dc", ["gpu.sharing=3", "gpu.message_overhead=1 ms"]), "20 MB/s", "35 MB/s")
+    cluster = with_speeds(load_cluster("lab-4dc", ["gpu.message_overhead=1 ms"]), "20 MB/s", "35 MB/s")
     for domains in ((1, 1), (2, 1), (2, 2), (4, 2)):
         for codecs, residency in (
             (CHANGE, Residency.STEP),
@@ -66,7 +66,7 @@ def test_even_clusters_agree(coded: tuple[str, ...], schedule: dict[str, int]) -
             assert cost.parts_s[CODING] > 0.1 * cost.step_s
             assert cost.bound_s <= simulated.step_s * (1 + 1e-9)
             # Nothing of it hides where computation would otherwise hide the transfers.
-            free = step_cost(plan.model_copy(update={"cluster": load_cluster("lab-4dc", ["gpu.sharing=3"])}))
+            free = step_cost(plan.model_copy(update={"cluster": load_cluster("lab-4dc")}))
             assert cost.compute_s == pytest.approx(free.compute_s + cost.parts_s[CODING], rel=1e-12)
 
 

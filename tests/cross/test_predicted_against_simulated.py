@@ -20,7 +20,6 @@ MEASURED = (
     "gpu.pass_overhead=6 ms",
     "gpu.message_overhead=1.3 ms",
     "gpu.jitter=2 ms",
-    "gpu.sharing=3",
 )
 SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
 
