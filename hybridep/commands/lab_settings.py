@@ -181,10 +181,10 @@ def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
             row = _row(setting, chosen, trial["step_s"], trial["wan_bytes"])
             rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": uniform_s})
     else:
-        # As the planner does: by the step that it minimises.
-        steps_s = [step_cost(made).step_s for made in plans]
-        for row, step_s in zip(rows, steps_s, strict=True):
-            row["chosen"] = int(step_s == min(steps_s))
+        # As `hybridep plan --top --simulate` does.
+        shortest_s = min(row["simulated_s"] for row in rows)
+        for row in rows:
+            row["chosen"] = int(row["simulated_s"] == shortest_s)
     return rows
 
 

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 )
 @click.option("--explain", "whole", is_flag=True, help="Every group of sites, and why each alternative was rejected.")
 @click.option("--top", type=click.IntRange(min=1), default=1, show_default=True, help="Different plans, one file each.")
+@click.option(
+    "--simulate",
+    is_flag=True,
+    help="Of the --top plans, choose the one whose simulated step is shortest: where ranks take turns on processors, or fall "
+    "out of step, a simulation knows more than the cost that is minimised.",
+)
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
 @click.option("--figure", type=click.Path(path_type=Path), help="PNG: who computes for whom, who copies from whom, link loads.")
 @click.option("--upgrades", is_flag=True, help="Which link, or how much memory, to buy next, and what it brings.")
@@ -91,6 +97,7 @@ def command(
     routing: Path | None,
     whole: bool,
     top: int,
+    simulate: bool,
     constraints: Path | None,
     figure: Path | None,
     upgrades: bool,
@@ -152,6 +159,8 @@ def command(
             "--pool: plans for one rate after the other, by time; leave --top, --scenario, --within, --max-loss, --objective and "
             "--budget out"
         )
+    if simulate and (top == 1 or scenarios or within is not None or goal.needs_prices):
+        raise UserError("--simulate: orders plans by time; give --top, at least 2, and no rates or prices to plan for")
     pooled: list[PooledPlan] = []
     if scenarios or within is not None:
         others = [load_cluster(one) for one in scenarios]
@@ -192,6 +201,9 @@ def command(
                 made = planner.plans(site, work, top, **wishes)
             else:
                 made = [planner.plan(site, work, max_loss=permitted_loss, **wishes)]
+    simulated_s: list[float] = []
+    if simulate:
+        made, simulated_s = _by_simulation(made)
     best = next((one.plan for one in pooled if one.pays_from <= 1 <= one.pays_to), made[0])
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made) + 1))]
     for one, path in zip(made, files, strict=True):
@@ -210,6 +222,8 @@ def command(
                 {"step_s": one.prediction and one.prediction.step, "output": str(path)}
                 for one, path in zip(made, files, strict=True)
             ]
+            for entry, step_s in zip(more["plans"], simulated_s, strict=False):
+                entry["simulated_s"] = step_s
         if pooled:
             more["pool"] = [one.to_json() | {"output": str(path)} for one, path in zip(pooled, files, strict=True)]
         if upgrades:
@@ -232,7 +246,7 @@ def command(
         click.echo(line)
     plan_text.show_others(known)
     if top > 1:
-        plan_text.show_top(made)
+        plan_text.show_top(made, simulated_s)
     if pooled:
         plan_text.show_pool(pooled, files)
     if upgrades:
@@ -240,6 +254,14 @@ def command(
     if robust is not None:
         plan_text.show_robust(robust)
     click.echo(f"\nplan written to {', '.join(str(path) for path in files)}")
+
+
+def _by_simulation(plans: list[Plan]) -> tuple[list[Plan], list[float]]:
+    """The plans by their simulated steps, the fastest first, and those steps in seconds."""
+    from simulator.step import simulate_step
+
+    found = sorted(((simulate_step(one).step_s, place) for place, one in enumerate(plans)))
+    return [plans[place] for _, place in found], [step_s for step_s, _ in found]
 
 
 def _on_fabric(cluster: Cluster, name: str) -> Cluster:

@@ -177,14 +177,14 @@ def _placed(outermost: str, group: LayerGroup, *, served: bool = True) -> str:
     return f"layers {group.first_layer}-{last}: {'; '.join(parts)}; copies live for one {group.residency.value}"
 
 
-def show_top(plans: Sequence[Plan]) -> None:
-    """The chosen plan and the next ones."""
+def show_top(plans: Sequence[Plan], simulated_s: Sequence[float] = ()) -> None:
+    """The chosen plan and the next ones, with their simulated steps where they have some."""
     for number, one in enumerate(plans, start=1):
         assert one.prediction is not None
+        simulated = f", simulated {format_seconds(simulated_s[number - 1])}" if simulated_s else ""
         price = "" if one.prediction.cost is None else f", {format_dollars(one.prediction.cost)}"
-        click.echo(
-            f"  {number}. {format_seconds(one.prediction.step)}{price}, memory {format_bytes(one.prediction.memory_bytes)}"
-        )
+        step = format_seconds(one.prediction.step) + simulated + price
+        click.echo(f"  {number}. {step}, memory {format_bytes(one.prediction.memory_bytes)}")
         for group in one.layers:
             click.echo(f"     {_placed(one.cluster.levels[0].name, group)}")
 

@@ -16,6 +16,7 @@ from hybridep.cli import VERBS
 from hybridep.launch.host import child_environment
 from hybridep.plan import load_plan
 from hybridep.routing import RoutingRecord
+from simulator.step import simulate_step
 
 Call = Callable[..., Result]
 
@@ -160,6 +161,21 @@ def test_plan_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
     leaves = inputs.write("leaves.yaml", "name: leaves\ninside: {fat_tree: {workers_per_leaf: 1}}\n")
     refused = call("plan", inputs.cluster, inputs.workload, "-o", path, "--fabric", leaves)
     assert refused.code == 2 and "nothing of what is inside" in refused.err
+
+
+def test_plan_chooses_by_simulation(inputs: Inputs, call: Call) -> None:
+    """Eight ranks on two processors: the plan that is predicted to be the fastest is not."""
+    wishes = ("--set", "gpu.sharing=4", "--set", "levels.dc.bandwidth=400 Mbps", "--top", "4", "--json")
+    path = inputs.folder / "plan.yaml"
+    predicted, simulated = (
+        call("plan", "lab-4dc", "tiny", "--set", "model.num_layers=2", "-o", path, *wishes, *more).json
+        for more in ((), ("--simulate",))
+    )
+    steps_s = [one["simulated_s"] for one in simulated["plans"]]
+    assert steps_s == sorted(steps_s) and len(steps_s) == 4
+    assert {one["step_s"] for one in predicted["plans"]} == {one["step_s"] for one in simulated["plans"]}
+    assert simulated["digest"] != predicted["digest"] and load_plan(path).digest == simulated["digest"]
+    assert simulate_step(load_plan(path)).step_s == steps_s[0]
 
 
 def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
