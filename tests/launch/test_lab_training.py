@@ -16,6 +16,8 @@ from hybridep.launch.host import child_environment
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]
 
+_TIMEOUT_S = 230
+
 PRELUDE = """
 import json, os, subprocess, sys, time
 import psutil
@@ -60,7 +62,11 @@ def run_in_lab(run_file: Path, program: str, *options: str) -> None:
         str(run_file),
     ]
     command = [sys.executable, "-m", "hybridep.cli", *words]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=230)
+    try:
+        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        told = (error.stderr or b"").decode(errors="replace")
+        pytest.fail(f"not done after {_TIMEOUT_S} s; it had said:\n{told}")
     assert done.returncode == 0, done.stderr
     deadline = time.monotonic() + 10
     while left_running(run_file) and time.monotonic() < deadline:
