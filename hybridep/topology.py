@@ -5,10 +5,10 @@ Ranks are numbered by location ``(x_0 .. x_{L-1})`` in mixed radix over the leve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import permutations, product
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,13 +94,6 @@ class Cluster(Strict):
             return cluster
         rest = {"name": cluster.name, "gpu": cluster.gpu}
         return validated(rest | expanded(cluster.levels, cluster.sites, cluster.links, cluster.trunks))
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As of every model, but without what was computed from the fields before."""
-        copied = super().model_copy(update=update, deep=deep)
-        for name in set(copied.__dict__).difference(type(self).model_fields):
-            del copied.__dict__[name]
-        return copied
 
     def _check_carried(self, where: str, carries: dict[str, float]) -> None:
         known = {self.site_name(dc) for dc in range(self.levels[0].size)}

@@ -34,7 +34,7 @@ def check(plan: Plan) -> None:
     Checked: fields, domains and layers; memory of every rank; the prediction and the baselines; the solver's objective,
     bound, gap and status, where the bound must not exceed what some configuration used for all layers reaches.
     """
-    # Read anew, as from a file: copies of a plan with changed fields are not validated and keep old cached placements.
+    # Read anew, as from a file: copies of a plan with changed fields are not validated.
     plan = build(Plan, plan.model_dump(mode="json"), "plan")
     _, memory = evaluate(plan)
     if not memory.fits:

@@ -1,5 +1,6 @@
 import pytest
 
+from hybridep.codecs import EXACT, Codecs, TokenCodec
 from hybridep.config import build
 from hybridep.errors import ConfigError, PlanMismatchError
 from hybridep.plan import LayerGroup, Plan, Residency, load_plan
@@ -48,6 +49,20 @@ def test_a_plan_survives_its_file(tmp_path):
     assert loaded == plan()
     assert loaded.digest == plan().digest
     assert [layer for layer, _, _ in loaded.each_layer()] == [0, 1, 2]
+
+
+def test_a_changed_copy_computes_what_it_had_anew():
+    made = plan()
+    assert len(made.home_experts) == 8 and made.level_codecs == (EXACT, EXACT) and len(made.placed) == 2
+    wide = made.model_copy(update={"cluster": cluster(levels=[CLUSTER["levels"][0], CLUSTER["levels"][1] | {"size": 4}])})
+    assert len(wide.home_experts) == 16 and wide.placements[0].sizes == (4, 4)
+    more = made.model_copy(update={"workload": workload(model=MODEL | {"num_experts": 32})})
+    assert more.home_experts.sum() == 3 * 32 and more.placements[0].num_experts == 32
+    alone = made.layers[0].model_copy(update={"num_layers": 3, "domains": {}, "migration": {}})
+    assert [layers.group for layers in made.model_copy(update={"layers": (alone,)}).placed] == [alone]
+    coded = Codecs(tokens=TokenCodec.FP8)
+    assert made.model_copy(update={"codecs": {"dc": coded}}).level_codecs == (coded, EXACT)
+    assert len(made.home_experts) == 8 and made.level_codecs == (EXACT, EXACT) and len(made.placed) == 2
 
 
 def test_another_cluster_or_model_is_named(tmp_path):
