@@ -108,8 +108,8 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
         step = int(manifest["step"])
         state = _read(path / DENSE)
         for name in dense:
-            optimizer.load(name, state[name], step)
-        _load_experts(path, mesh, optimizer, step)
+            optimizer.load(name, state[name])
+        _load_experts(path, mesh, optimizer)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise UserError(f"checkpoint {path}: cannot be read ({_one_line(error)})") from None
     return step
@@ -142,7 +142,7 @@ class SavedExperts:
         return {key: value[row] for key, value in saved.items()}
 
 
-def _load_experts(path: Path, mesh: Mesh, optimizer: HomeOptimizer, step: int) -> None:
+def _load_experts(path: Path, mesh: Mesh, optimizer: HomeOptimizer) -> None:
     saved = SavedExperts(path)
     for layer, _, placement in mesh.plan.each_layer():
         name = expert_name(layer)
@@ -150,7 +150,7 @@ def _load_experts(path: Path, mesh: Mesh, optimizer: HomeOptimizer, step: int) -
         for row, expert in enumerate(np.flatnonzero(placement.home == mesh.rank)):
             for key, value in saved.state(layer, int(expert)).items():
                 state[key][row] = value
-        optimizer.load(name, state, step)
+        optimizer.load(name, state)
 
 
 def expert_name(layer: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from hybridep.run import Optimizer
 
@@ -19,53 +20,54 @@ class HomeOptimizer:
     def __init__(self, config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         self._config = config
         self.parameters = dict(parameters)
-        self.masters = {
-            name: nn.Parameter(p.detach().float()) if p.dtype is torch.bfloat16 else p for name, p in self.parameters.items()
+        self.masters: dict[str, Tensor] = {
+            name: p.detach().float() if p.dtype is torch.bfloat16 else p for name, p in self.parameters.items()
         }
+        self._moments = {name: {moment: torch.zeros_like(master) for moment in MOMENTS} for name, master in self.masters.items()}
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._adam = torch.optim.AdamW(
-            list(self.masters.values()),
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-        )
 
+    @torch.no_grad()
     def step(self, step: int) -> None:
         """Update from the gradients, then set them to zero. Weight decay and moments move every parameter in every step."""
-        for group in self._adam.param_groups:
-            group["lr"] = self._config.rate_at(step)
-        for name, parameter in self.parameters.items():
-            master = self.masters[name]
+        masters, moments = list(self.masters.values()), list(self._moments.values())
+        gradients = []
+        for parameter, master in zip(self.parameters.values(), masters, strict=True):
+            assert parameter.grad is not None
+            gradients.append(parameter.grad.to(master.dtype))
+        # What torch.optim.AdamW calls. Making one of torch's optimizers imports torch._dynamo: two seconds of every rank.
+        adamw(
+            masters,
+            gradients,
+            [kept["exp_avg"] for kept in moments],
+            [kept["exp_avg_sq"] for kept in moments],
+            [],
+            [torch.tensor(step - 1.0) for _ in masters],
+            amsgrad=False,
+            beta1=self._config.beta1,
+            beta2=self._config.beta2,
+            lr=self._config.rate_at(step),
+            weight_decay=self._config.weight_decay,
+            eps=self._config.epsilon,
+            maximize=False,
+        )
+        for parameter, master in zip(self.parameters.values(), masters, strict=True):
             if master is not parameter:
-                assert parameter.grad is not None
-                master.grad = parameter.grad.to(master.dtype)
-        self._adam.step()
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
-                    parameter.copy_(self.masters[name])
-                    self.masters[name].grad = None
-                assert parameter.grad is not None
-                parameter.grad.zero_()
+                parameter.copy_(master)
+            assert parameter.grad is not None
+            parameter.grad.zero_()
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Weight and moments of one parameter, all of its shape; what a checkpoint keeps."""
-        master = self.masters[name]
-        kept = self._adam.state.get(master, {})
-        moments = {moment: kept.get(moment, torch.zeros_like(master)) for moment in MOMENTS}
-        return {"weight": master.detach(), **moments}
+        return {"weight": self.masters[name].detach(), **self._moments[name]}
 
     @torch.no_grad()
-    def load(self, name: str, state: Mapping[str, Tensor], step: int) -> None:
-        """Restore one parameter as it was after ``step`` steps."""
+    def load(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Restore one parameter."""
         master, parameter = self.masters[name], self.parameters[name]
         master.copy_(state["weight"])
         if master is not parameter:
             parameter.copy_(master)
-        kept = self._adam.state[master]
-        kept["step"] = torch.tensor(float(step))
-        for moment in MOMENTS:
-            kept[moment] = state[moment].to(master, copy=True).view_as(master)
+        for moment, kept in self._moments[name].items():
+            kept.copy_(state[moment].view_as(kept))

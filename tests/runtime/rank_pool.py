@@ -28,10 +28,9 @@ class RankPool:
         from runtime.mesh import host_store
 
         self.world_size = world_size
-        # Forked from a process that has imported everything once, as torch's optimizers do with torch._dynamo when they are made:
-        # that takes seconds, and starting eight ranks costs little more than one.
+        # Forked from a process that has imported everything once: starting eight ranks then costs little more than one.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "runtime.trainer"])
+        context.set_forkserver_preload(["runtime.trainer"])
         self._store = host_store(ADDRESS, timeout_s=START_TIMEOUT_S)
         port = self._store.port if join else None
         self._pipes: list[Connection] = []

@@ -1,0 +1,47 @@
+"""The optimizer of a rank against torch's own, bit by bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from hybridep.run import Optimizer
+from runtime.optimizer import HomeOptimizer
+
+CONFIG = Optimizer(learning_rate=1e-2, warmup_steps=3)
+STEPS = 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_steps_are_those_of_torchs_adamw(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (7, 5), "b": (300,)}
+    mine = {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
+    # bf16 weights follow fp32 masters.
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    theirs = [nn.Parameter(one.detach().to(wide, copy=True)) for one in mine.values()]
+    optimizer = HomeOptimizer(CONFIG, mine)
+    betas = CONFIG.beta1, CONFIG.beta2
+    adam = torch.optim.AdamW(theirs, lr=1.0, betas=betas, eps=CONFIG.epsilon, weight_decay=CONFIG.weight_decay)
+    resumed = HomeOptimizer(CONFIG, {name: nn.Parameter(torch.zeros_like(one)) for name, one in mine.items()})
+    for step in range(1, STEPS + 1):
+        gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes.values()]
+        if step == 4:
+            for name in shapes:
+                resumed.load(name, optimizer.state(name))
+        for running in (optimizer, resumed):
+            for parameter, gradient in zip(running.parameters.values(), gradients, strict=True):
+                assert parameter.grad is not None and not parameter.grad.any()
+                parameter.grad.copy_(gradient)
+            if running is optimizer or step >= 4:
+                running.step(step)
+            else:
+                for parameter in running.parameters.values():
+                    parameter.grad.zero_()
+        adam.param_groups[0]["lr"] = CONFIG.rate_at(step)
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient.to(wide)
+        adam.step()
+    for name, expected in zip(shapes, theirs, strict=True):
+        for running in (optimizer, resumed):
+            assert torch.equal(running.masters[name], expected)
+            assert torch.equal(running.parameters[name], expected.to(dtype))
