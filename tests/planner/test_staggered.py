@@ -1,10 +1,13 @@
 """Ranks that are done go on: never longer than the sum over exchanges that wait for the slowest, and exact where links are."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.config import build
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
@@ -12,6 +15,7 @@ from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, OpLevel
 from planner import expected_s, step_cost
+from planner.cost import CODING
 from planner.exchange import Network
 from planner.staggered import pairs_of, staggered_s
 from simulator.step import simulate_step
@@ -91,11 +95,16 @@ def test_further_messages_and_jitter_take_their_time():
     assert gathered == pytest.approx(pairs_of(Network(cluster=plain), key, sent).seconds + np.array([6, 6, 5]) * MS)
 
 
-def plan_of(cluster, workload, domain, residency=Residency.STEP, schedule=None):
+def walked_s(made, cost):
+    """The walk itself, wherever the sum and the bound are."""
+    return staggered_s(made, replace(cost, bound_s=0.0, step_s=np.inf))
+
+
+def plan_of(cluster, workload, domain, residency=Residency.STEP, schedule=None, codecs=None):
     group = LayerGroup(
         first_layer=0, num_layers=workload.model.num_moe_layers, domains={"dc": domain}, migration={}, residency=residency
     )
-    return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule or Schedule())
+    return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule or Schedule(), codecs=codecs or {})
 
 
 SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
@@ -112,7 +121,28 @@ def test_ranks_that_all_do_the_same_take_the_sum(cluster, model, overlap, reside
                 load_cluster(cluster, overrides), load_workload(model, SMALL), domain, residency, Schedule(overlap=overlap)
             )
             cost = step_cost(made)
-            assert staggered_s(made, cost) == pytest.approx(cost.step_s, rel=1e-12)
+            assert walked_s(made, cost) == pytest.approx(cost.step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("residency", list(Residency))
+@pytest.mark.parametrize("overlap", [True, False])
+def test_coding_and_the_shared_expert_take_as_long_as_in_the_sum(overlap, residency):
+    """With little computation to hide them."""
+    kinds, rates = ("tokens.int8", "experts.sr", "gradients.int8"), ("encode=20 MB/s", "decode=35 MB/s")
+    coding = [f"gpu.coding.{kind}.{rate}" for kind in kinds for rate in rates]
+    cluster = load_cluster("lab-4dc", ["gpu.throughput=1 TFLOPS", "gpu.block_overhead=0 s", "gpu.sharing=3", *coding])
+    codecs = Codecs(tokens=TokenCodec.INT8, experts=ExpertCodec.SHARED_RESIDUAL, gradients=GradientCodec.INT8)
+    made = plan_of(cluster, load_workload("tiny", SMALL), 2, residency, Schedule(overlap=overlap), {"dc": codecs})
+    cost = step_cost(made)
+    assert min(cost.parts_s[CODING], cost.parts_s[Op.SHARED_ALL_GATHER.value]) > 0.001 * cost.step_s
+    assert walked_s(made, cost) == pytest.approx(cost.step_s, rel=1e-12)
+
+
+def test_what_is_expected_stays_between_the_bound_and_the_sum():
+    made = plan_of(load_cluster("lab-4dc"), load_workload("tiny", SMALL), 2)
+    cost = step_cost(made)
+    assert staggered_s(made, replace(cost, bound_s=2 * cost.step_s, step_s=3 * cost.step_s)) == 2 * cost.step_s
+    assert staggered_s(made, replace(cost, bound_s=0.0, step_s=cost.step_s / 2)) == cost.step_s / 2
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
