@@ -17,7 +17,7 @@ from hybridep.traffic import Op, OpLevel
 from planner import expected_s, step_cost
 from planner.cost import CODING
 from planner.exchange import Network
-from planner.staggered import pairs_of, staggered_s
+from planner.staggered import Pairs, pairs_of, staggered_s
 from simulator.step import simulate_step
 
 GPU = {"throughput": "10 TFLOPS", "memory": "80 GiB", "memory_bandwidth": "1 TB/s"}
@@ -38,6 +38,11 @@ def seconds_of(cluster, sent, **streams):
     found = np.zeros((cluster.num_gpus, cluster.num_gpus))
     found[pairs.source, pairs.destination] = pairs.seconds
     return found
+
+
+def test_a_transfer_waits_for_both_ends_and_a_rank_for_all_its_own():
+    pairs = Pairs(source=np.array([0, 1, 2]), destination=np.array([1, 0, 1]), seconds=np.array([2.0, 5.0, 1.0]))
+    assert pairs.ends(np.array([1.0, 4.0, 10.0, 3.0])).tolist() == [9.0, 11.0, 11.0, 3.0]
 
 
 def test_a_link_is_shared_evenly_until_the_smaller_are_done():
