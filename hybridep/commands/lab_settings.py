@@ -154,7 +154,7 @@ def _chunks(items: Sequence[Setting], size: int) -> Iterator[Sequence[Setting]]:
 
 def rows_of(bench: Bench, settings: Sequence[Setting]) -> list[dict[str, Any]]:
     """A row (``COLUMNS``) per measured setting and placement; ``uniform_s`` is predicted as if all experts were equally
-    popular. Where the planner was asked, its plan is ``chosen``, else the placement that it would choose of these."""
+    popular. Where the planner was asked, its plan is ``chosen``, else the placement whose simulated step is shortest."""
     rows = []
     for setting in settings:
         if bench.path(setting).exists():
