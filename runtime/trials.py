@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridep.plan import Plan
-from hybridep.run import Run
+from hybridep.run import Run, StepReport
 from runtime.barrier import Barrier
 from runtime.gate import Gated
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
@@ -32,8 +32,8 @@ class Trial:
     """Sent over the outermost level in the last step."""
     parts_s: dict[str, float]
     """Of the last step, by operation ("@" and where), as this rank saw them; transfers may run beside computation."""
-    choices: tuple[tuple[int, ...], ...]
-    """[MoE layers][experts]: how often this rank's tokens chose each expert in the first step, when no gate was trained."""
+    choices: tuple[tuple[tuple[int, ...], ...], ...]
+    """[steps][MoE layers][experts]: how often this rank's tokens chose each expert."""
 
 
 def run_trials(
@@ -60,19 +60,20 @@ def run_trials(
 def _trial(run: Run, mesh: Mesh) -> Trial:
     trainer = RankTrainer(run, mesh)
     barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
-    counts = torch.zeros(mesh.plan.workload.model.num_moe_layers, mesh.plan.workload.model.num_experts, dtype=torch.int64)
+    model = mesh.plan.workload.model
+    counts = torch.zeros(run.steps, model.num_moe_layers, model.num_experts, dtype=torch.int64)
+    reports: list[StepReport] = []
 
     def count(layer: int, gated: Gated) -> None:
-        counts[layer] += torch.bincount(gated.chosen_TK.flatten(), minlength=counts.shape[1])
+        counts[len(reports), layer] += torch.bincount(gated.chosen_TK.flatten(), minlength=model.num_experts)
 
-    reports = []
+    for block in trainer.model.transformer.moe_blocks():
+        block.routing_hook = count
     try:
         # Ranks build their models at different speeds.
         barrier.wait()
         for step in range(1, run.steps + 1):
             trainer.spans.active = step == run.steps
-            for block in trainer.model.transformer.moe_blocks():
-                block.routing_hook = count if step == 1 else None
             reports.append(trainer.step(step))
     finally:
         trainer.close()
@@ -84,5 +85,5 @@ def _trial(run: Run, mesh: Mesh) -> Trial:
         step_s=tuple(report.step_s for report in reports),
         wan_bytes=reports[-1].wan_bytes,
         parts_s=dict(parts),
-        choices=tuple(tuple(row) for row in counts.tolist()),
+        choices=tuple(tuple(tuple(row) for row in step) for step in counts.tolist()),
     )

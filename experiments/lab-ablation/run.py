@@ -83,7 +83,7 @@ def ablate(config: dict[str, Any], cluster: Cluster, results: Path) -> None:
         turns = measured[place :: len(plans)]
         steps_s = [seconds for turn in turns for seconds in turn.step_s]
         # With measured popularity partial migration would copy other experts than the plan that was trained.
-        popularity = () if "migration" in variant else measured[0].popularity
+        popularity = () if "migration" in variant else measured[0].popularity[0]
         cost = step_cost(plan_of(config, probed, variant, popularity))
         row = {"table": table, "variant": name, "median_s": statistics.median(steps_s), "min_s": min(steps_s)}
         row |= {"max_s": max(steps_s), "predicted_s": cost.step_s, "bound_s": cost.bound_s, "wan_mb": turns[0].wan_bytes / 1e6}

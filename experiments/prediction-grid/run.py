@@ -91,22 +91,28 @@ def fits(config: dict[str, Any], plans: Sequence[Plan]) -> bool:
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> int:
-    """Print errors and choices of every prediction; 1 where a claim of the README, which are about simulated steps, does not
-    hold."""
-    verdicts = {kind: judged(rows, kind) for kind in ("simulated_s", "predicted_s", "uniform_s")}
-    return int(not verdicts["simulated_s"])
+    """Print errors and choices of every prediction; 1 where a claim of the README does not hold. Errors are claimed for steps
+    simulated with their own routing, choices for what was known before."""
+    errors_hold = {kind: errors_of(rows, kind) for kind in ("routed_s", "simulated_s", "predicted_s", "uniform_s")}
+    choices_hold = {kind: choices_by(rows, kind) for kind in ("simulated_s", "predicted_s", "uniform_s")}
+    return int(not (errors_hold["routed_s"] and choices_hold["simulated_s"]))
 
 
-def judged(rows: Sequence[dict[str, Any]], kind: str) -> bool:
-    """Whether one kind of prediction, and the choice by it, is as good as claimed; prints both."""
-    settings = [[row for row in rows if row["setting"] == name] for name in dict.fromkeys(row["setting"] for row in rows)]
+def errors_of(rows: Sequence[dict[str, Any]], kind: str) -> bool:
+    """Whether one kind of prediction is as close to the measured steps as claimed; prints how close."""
     errors = [row[kind] / row["measured_s"] - 1 for row in rows]
     sizes = sorted(abs(error) for error in errors)
     median, mean, worst = statistics.median(sizes), statistics.fmean(sizes), sizes[-1]
     print(
-        f"{kind:12} {len(rows)} placements of {len(settings)} settings: median {median:.1%}, mean {mean:.1%}, "
-        f"worst {worst:.1%}; on average {statistics.fmean(errors):+.1%}"
+        f"{kind:12} off in {len(rows)} placements by {median:.1%} (median), {mean:.1%} (mean), {worst:.1%} (worst); "
+        f"on average {statistics.fmean(errors):+.1%}"
     )
+    return median <= 0.05 and mean <= 0.09 and worst <= 0.20
+
+
+def choices_by(rows: Sequence[dict[str, Any]], kind: str) -> bool:
+    """Whether the placement whose prediction is shortest is the best measured, or close, as often as claimed; prints the rest."""
+    settings = [[row for row in rows if row["setting"] == name] for name in dict.fromkeys(row["setting"] for row in rows)]
     behind = []
     for mine in settings:
         chosen, best = min(mine, key=lambda row: row[kind]), min(mine, key=lambda row: row["measured_s"])
@@ -115,8 +121,8 @@ def judged(rows: Sequence[dict[str, Any]], kind: str) -> bool:
             names = [f"dc {row['dc']} gpu {row['gpu']}" for row in (chosen, best)]
             print(f"    setting {best['setting']}: chosen {names[0]} is {behind[-1]:.1%} behind {names[1]}")
     close = sum(value <= 0.03 for value in behind) / len(behind)
-    print(f"    chosen within 3 % of the best measured: {close:.0%} of the settings; worst {max(behind):.1%}")
-    return median <= 0.05 and mean <= 0.09 and worst <= 0.20 and close >= 0.95
+    print(f"{kind:12} chooses within 3 % of the best in {close:.0%} of {len(settings)} settings; worst {max(behind):.1%}")
+    return close >= 0.95
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from planner import expected_s, plan, step_cost
 from planner.domains import divisors
 from simulator.report import simulate
 
-TIMES = ("measured_s", "min_s", "max_s", "predicted_s", "simulated_s", "uniform_s", "bound_s")
+TIMES = ("measured_s", "min_s", "max_s", "predicted_s", "simulated_s", "routed_s", "uniform_s", "bound_s")
 COLUMNS = ("setting", "dc", "gpu", "chosen", *TIMES, "wan_mb")
 CHOSEN = "plan"
 """Domain sizes of a chosen plan that is none of the combinations."""
@@ -74,7 +74,7 @@ class Bench:
         return self.folder / f"{setting.name}.json"
 
 
-def placements(cluster: Cluster, setting: Setting, popularity: Any = ()) -> list[Plan]:
+def placements(cluster: Cluster, setting: Setting) -> list[Plan]:
     """Every combination of domain sizes."""
     names, layers = [level.name for level in cluster.levels], setting.workload.model.num_moe_layers
     return [
@@ -82,7 +82,6 @@ def placements(cluster: Cluster, setting: Setting, popularity: Any = ()) -> list
             cluster=cluster,
             workload=setting.workload,
             layers=(LayerGroup(first_layer=0, num_layers=layers, domains=dict(zip(names, sizes, strict=True)), migration={}),),
-            popularity=popularity,
             codecs=dict(setting.codecs),
         )
         for sizes in product(*(divisors(level.size) for level in cluster.levels))
@@ -153,8 +152,10 @@ def _chunks(items: Sequence[Setting], size: int) -> Iterator[Sequence[Setting]]:
 
 
 def rows_of(bench: Bench, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    """A row (``COLUMNS``) per measured setting and placement; ``uniform_s`` is predicted as if all experts were equally
-    popular. Where the planner was asked, its plan is ``chosen``, else the placement whose simulated step is shortest."""
+    """A row (``COLUMNS``) per measured setting and placement. ``predicted_s`` and ``simulated_s`` take the popularity of experts
+    from the step before those that are timed, ``routed_s`` is the median of the timed steps simulated with their own, and
+    ``uniform_s`` is predicted as if all experts were equally popular. Where the planner was asked, its plan is ``chosen``, else
+    the placement whose ``simulated_s`` is shortest."""
     rows = []
     for setting in settings:
         if bench.path(setting).exists():
@@ -167,18 +168,19 @@ def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
     if build(Workload, record["workload"], str(path)) != setting.workload:
         raise SystemExit(f"{path} was measured with other settings: delete it, or give another --results folder")
     cluster = build(Cluster, record["cluster"], str(path))
-    plans, uniform = placements(cluster, setting, record["popularity"]), placements(cluster, setting)
-    times, wan_bytes = record["step_s"], record["wan_bytes"]
+    plans, popularity = placements(cluster, setting), record["popularity"]
     rows = []
-    for made, even, steps_s, sent in zip(plans, uniform, times, wan_bytes, strict=True):
-        rows.append(_row(setting, made, steps_s, sent) | {"uniform_s": expected_s(even)})
+    for made, steps_s, sent in zip(plans, record["step_s"], record["wan_bytes"], strict=True):
+        routed = [made.with_popularity(shares) for shares in popularity]
+        rows.append(_row(setting, routed, steps_s, sent) | {"uniform_s": expected_s(made)})
     if "plan" in record:
         chosen = build(Plan, record["plan"], str(path))
         for row, made in zip(rows, plans, strict=True):
             row["chosen"] = int(_same(chosen, made))
         if "plan_trial" in record:
+            # With measured popularity partial migration would copy other experts than the plan that was trained.
             trial, uniform_s = record["plan_trial"], expected_s(chosen)
-            row = _row(setting, chosen, trial["step_s"], trial["wan_bytes"])
+            row = _row(setting, [chosen] * len(popularity), trial["step_s"], trial["wan_bytes"])
             rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": uniform_s})
     else:
         # As `hybridep plan --top --simulate` does.
@@ -188,7 +190,8 @@ def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(setting: Setting, made: Plan, steps_s: Sequence[float], wan_bytes: float) -> dict[str, Any]:
+def _row(setting: Setting, routed: Sequence[Plan], steps_s: Sequence[float], wan_bytes: float) -> dict[str, Any]:
+    made, *timed = routed
     cost = step_cost(made)
     return {
         "setting": setting.name,
@@ -198,6 +201,7 @@ def _row(setting: Setting, made: Plan, steps_s: Sequence[float], wan_bytes: floa
         "max_s": max(steps_s),
         "predicted_s": expected_s(made, cost),
         "simulated_s": simulate(made).step.step_s,
+        "routed_s": statistics.median(simulate(one).step.step_s for one in timed),
         "bound_s": cost.bound_s,
         "wan_mb": wan_bytes / 1e6,
     }

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hybridep.config import build
 from hybridep.launch.backends import backend_for
 from hybridep.launch.controller import Controller
 from hybridep.launch.worker import Job
 from hybridep.plan import Plan
+from hybridep.routing import RoutingRecord
 from hybridep.run import Run
 
 if TYPE_CHECKING:
@@ -33,8 +36,9 @@ class Measured:
     """Per step, all ranks together."""
     parts_s: dict[str, tuple[float, ...]]
     """[ranks] of the last step, by operation and level."""
-    popularity: tuple[tuple[float, ...], ...]
-    """[MoE layers][experts]: share of each expert in all choices of the first step, which is not timed (``Plan.popularity``)."""
+    popularity: tuple[tuple[tuple[float, ...], ...], ...]
+    """[steps][MoE layers][experts]: share of each expert in all choices of a step (``Plan.popularity``). It begins with the step
+    that ``step_s`` leaves out."""
 
     @property
     def median_s(self) -> float:
@@ -76,13 +80,11 @@ def measure(
 def _together(ranks: Sequence[dict[str, Any]]) -> Measured:
     steps = [max(times) for times in zip(*(rank["step_s"] for rank in ranks), strict=True)]
     names = sorted({name for rank in ranks for name in rank["parts_s"]})
-    layers = []
-    for rows in zip(*(rank["choices"] for rank in ranks), strict=True):
-        chosen = [sum(counts) for counts in zip(*rows, strict=True)]
-        layers.append(tuple(number / max(sum(chosen), 1) for number in chosen))
+    chosen_RSLE = np.array([rank["choices"] for rank in ranks])
+    popularity = [RoutingRecord(chosen=chosen_LE).popularity() for chosen_LE in chosen_RSLE.sum(axis=0)]
     return Measured(
         step_s=tuple(steps[1:]),
         wan_bytes=float(sum(rank["wan_bytes"] for rank in ranks)),
         parts_s={name: tuple(rank["parts_s"].get(name, 0.0) for rank in ranks) for name in names},
-        popularity=tuple(layers),
+        popularity=tuple(popularity),
     )

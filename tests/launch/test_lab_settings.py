@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,9 +10,11 @@ import pytest
 
 from hybridep.codecs import Codecs, TokenCodec
 from hybridep.commands import lab_settings
-from hybridep.commands.lab_settings import Bench, Setting, measure_all, placements
+from hybridep.commands.lab_settings import Bench, Setting, measure_all, placements, rows_of
 from hybridep.config import build
+from hybridep.launch.trials import _together
 from hybridep.workload import Workload
+from simulator.step import simulate_step
 
 MODEL = {
     "num_layers": 1,
@@ -50,3 +53,33 @@ def test_neighbours_that_differ_in_codecs_alone_share_a_probe(monkeypatch: pytes
     for setting_, (_, _, trials) in zip(settings, kept, strict=True):
         assert len(trials) == each
         assert all(one.workload == setting_.workload and one.codecs == setting_.codecs for one in trials)
+
+
+def test_every_timed_step_is_simulated_with_its_own_routing(tmp_path: Path) -> None:
+    one = setting("0", 4, TokenCodec.EXACT)
+    bench = Bench(cluster="lab-4dc", steps=4, probe_s=0.1, folder=tmp_path)
+    cluster = bench.at("50 Mbps")
+    plans = placements(cluster, one)
+    even, tilted, steep = ((1 / 8,) * 8,), ((0.3, *(0.1,) * 7),), ((0.44, *(0.08,) * 7),)
+    record = {
+        "workload": one.workload.model_dump(mode="json", exclude_none=True),
+        "cluster": cluster.model_dump(mode="json", exclude_none=True),
+        "popularity": [even, steep, tilted, steep],
+        "step_s": [[3.0, 1.0, 2.0]] * len(plans),
+        "wan_bytes": [0.0] * len(plans),
+    }
+    bench.path(one).write_text(json.dumps(record))
+    rows = rows_of(bench, [one])
+    assert [row["measured_s"] for row in rows] == [2.0] * len(plans)
+    for row, made in zip(rows, plans, strict=True):
+        assert row["routed_s"] == simulate_step(made.with_popularity(steep)).step_s
+        assert row["simulated_s"] == simulate_step(made.with_popularity(even)).step_s
+    assert rows[0]["routed_s"] > 1.05 * rows[0]["simulated_s"], "tokens travel: where to matters"
+
+
+def test_popularity_is_that_of_all_ranks_by_step() -> None:
+    """Two ranks, two steps, one layer of two experts."""
+    rank = {"step_s": [1.0, 2.0], "wan_bytes": 1, "parts_s": {}}
+    ranks = [rank | {"choices": [[[3, 1]], [[0, 4]]]}, rank | {"choices": [[[1, 3]], [[1, 3]]]}]
+    assert _together(ranks).popularity == (((0.5, 0.5),), ((0.125, 0.875),))
+    assert _together(ranks).step_s == (2.0,)
