@@ -27,14 +27,16 @@ from hybridep.plan import LayerGroup, Plan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import expected_s, plan, step_cost
+from planner import expected_s, plans, step_cost
 from planner.domains import divisors
-from simulator.report import simulate
+from simulator.report import by_simulated_step, simulate
 
 TIMES = ("measured_s", "min_s", "max_s", "predicted_s", "simulated_s", "routed_s", "uniform_s", "bound_s")
 COLUMNS = ("setting", "dc", "gpu", "chosen", *TIMES, "wan_mb")
 CHOSEN = "plan"
 """Domain sizes of a chosen plan that is none of the combinations."""
+CANDIDATES = 6
+"""Plans of the planner that are simulated before one is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +110,10 @@ def measure_all(bench: Bench, settings: Sequence[Setting]) -> None:
             lab.set_bandwidth(site.name, up_bytes_per_s=bandwidth, down_bytes_per_s=bandwidth)
         missing = [one for one in settings if one.rate == rate and not bench.path(one).exists()]
         for chunk in _chunks(missing, bench.at_once):
-            plans = [placements(cluster, setting) for setting in chunk]
-            measured, probes = measure([one for each in plans for one in each], steps=bench.steps, probe_s=bench.probe_s)
+            placed = [placements(cluster, setting) for setting in chunk]
+            measured, probes = measure([one for each in placed for one in each], steps=bench.steps, probe_s=bench.probe_s)
             # Neighbours with one workload, which differ in codecs, share a probe.
-            groups = zip(groupby(zip(chunk, plans, strict=True), key=lambda pair: pair[0].workload), probes, strict=True)
+            groups = zip(groupby(zip(chunk, placed, strict=True), key=lambda pair: pair[0].workload), probes, strict=True)
             for (_, group), probe in groups:
                 for setting, mine in group:
                     trials, measured = measured[: len(mine)], measured[len(mine) :]
@@ -128,9 +130,10 @@ def _keep(bench: Bench, setting: Setting, probed: Cluster, trials: Sequence[Meas
         "parts_s": [one.parts_s for one in trials],
     }
     if bench.choose:
-        chosen = plan(probed, setting.workload, codecs=setting.codecs)
+        made = plans(probed, setting.workload, CANDIDATES, codecs=setting.codecs)
+        chosen = by_simulated_step([one.with_popularity(trials[0].popularity[0]) for one in made])[0][0]
         record["plan"] = chosen.model_dump(mode="json", exclude_none=True)
-        if not any(_same(chosen, made) for made in placements(probed, setting)):
+        if not any(_same(chosen, one) for one in placements(probed, setting)):
             [trial], _ = measure([chosen], steps=bench.steps)
             record["plan_trial"] = {"step_s": trial.step_s, "wan_bytes": trial.wan_bytes}
     write_text(bench.path(setting), json.dumps(record))
@@ -168,18 +171,18 @@ def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
     if build(Workload, record["workload"], str(path)) != setting.workload:
         raise SystemExit(f"{path} was measured with other settings: delete it, or give another --results folder")
     cluster = build(Cluster, record["cluster"], str(path))
-    plans, popularity = placements(cluster, setting), record["popularity"]
+    placed, popularity = placements(cluster, setting), record["popularity"]
     rows = []
-    for made, steps_s, sent in zip(plans, record["step_s"], record["wan_bytes"], strict=True):
+    for made, steps_s, sent in zip(placed, record["step_s"], record["wan_bytes"], strict=True):
         routed = [made.with_popularity(shares) for shares in popularity]
         rows.append(_row(setting, routed, steps_s, sent) | {"uniform_s": expected_s(made)})
     if "plan" in record:
         chosen = build(Plan, record["plan"], str(path))
-        for row, made in zip(rows, plans, strict=True):
+        for row, made in zip(rows, placed, strict=True):
             row["chosen"] = int(_same(chosen, made))
         if "plan_trial" in record:
-            # With measured popularity partial migration would copy other experts than the plan that was trained.
-            trial, uniform_s = record["plan_trial"], expected_s(chosen)
+            # With another step's popularity partial migration would copy other experts than the plan that was trained.
+            trial, uniform_s = record["plan_trial"], expected_s(chosen.with_popularity(()))
             row = _row(setting, [chosen] * len(popularity), trial["step_s"], trial["wan_bytes"])
             rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": uniform_s})
     else:
