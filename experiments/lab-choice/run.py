@@ -1,9 +1,9 @@
 """Does the planner choose what is fastest, and does the model predict what is measured? Six settings and two sweeps in the lab.
 
 Per setting links and computation are probed with all ranks, every combination of domain sizes is trained and timed, and so is
-the one of the planner's best plans whose simulated step is shortest. Expert parallelism (EP) is dc 1 gpu 1, EP between sites with experts shared inside dc 1
-gpu 2, EP inside a site with data parallelism across dc 4 gpu 1, full gather dc 4 gpu 2. What is already in ``results`` is
-not measured again.
+the one of the planner's best plans whose simulated step is shortest. Expert parallelism (EP) is dc 1 gpu 1, EP between sites
+with experts shared inside dc 1 gpu 2, EP inside a site with data parallelism across dc 4 gpu 1, full gather dc 4 gpu 2. What is
+already in ``results`` is not measured again.
 """
 
 from __future__ import annotations
