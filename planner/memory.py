@@ -1,14 +1,16 @@
 """Bytes that each rank needs, by what they are for.
 
 Counted: weights, gradients and optimizer state of the dense parts and of the experts at home, which stay; copies; the
-activations of one micro-batch, which all layers keep until backward; and the largest of what is held for a moment. Not
-counted: the framework's own memory and fragmentation. Ranks measure within 10 % of it (experiments/memory).
+activations of one micro-batch, which all layers keep until backward; and the largest of what is held for a moment, beside the
+receives that are posted an exchange ahead. Not counted: the framework's own memory and fragmentation. Ranks measure within 10 %
+of it (experiments/memory).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray, Op, Traffic, arriving_rows, dense_traffic, reverse, served_copies
+from hybridep.traffic import FloatArray, Op, Traffic, arriving_rows, dense_traffic, rank_sequences, reverse, served_copies
 from hybridep.workload import Ffn, Workload
 from planner.compute import compute_of_ranks
 from planner.cost import layer_traffic
@@ -135,16 +137,28 @@ def lasting_copy_bytes(workload: Workload, copies: FloatArray, residency: Reside
     return copies * float(workload.expert_bytes * (2 if workload.training.micro_batches > 1 else 1))
 
 
+class Ahead(NamedTuple):
+    """Bytes of one layer's receives, over all levels, that are posted when the layer above runs backward; in its own forward if
+    it is the topmost."""
+
+    combine: FloatArray
+    """Of the gradients of its combine: until its experts run backward."""
+    dispatch: FloatArray
+    """Of those of its dispatch: until these have come."""
+
+
 def passing_bytes(
     workload: Workload,
+    share: FloatArray,
     largest_exchange: FloatArray,
+    ahead: Ahead,
     served: FloatArray,
     copies: FloatArray,
     at_home: IntArray,
     residency: Residency,
 ) -> dict[str, FloatArray]:
-    """By kind, while one layer is computed: its largest exchange, or what its experts' backward makes; and copies that live for
-    one micro-batch. ``served`` rows are computed."""
+    """By kind, while one layer is computed: its largest exchange, what its experts' backward makes, or what the head holds if it
+    is the topmost; receives that are posted ahead; and copies that live for one micro-batch. ``served`` rows are computed."""
     model, width = workload.model, workload.training.dtype.num_bytes
     held = copies + at_home
     gradients, row = float(workload.expert_bytes) * held, served * float(model.hidden_size * width)
@@ -152,19 +166,26 @@ def passing_bytes(
     # gradients become one piece.
     inner = served / np.maximum(held, 1) * float(_inner_width(workload, model.expert_ffn_size) * width)
     backward = gradients + np.maximum(3 * row + inner, gradients + row)
-    passing = {BUFFERS: np.maximum(largest_exchange, backward)}
+    own_copies = copies * float(workload.expert_bytes if residency is Residency.MICROBATCH else 0)
+    # Meanwhile the layer below awaits its gradients; it is taken to be like this one. At the head, where there are no copies of
+    # one micro-batch, the topmost layer does.
+    largest = np.maximum.reduce([largest_exchange, ahead.dispatch + backward, share * head_bytes(workload) - own_copies])
+    passing = {BUFFERS: ahead.combine + ahead.dispatch + largest}
     if residency is Residency.MICROBATCH:
-        passing[COPIES] = copies * float(workload.expert_bytes)
+        passing[COPIES] = own_copies
     return passing
 
 
 def fixed_passing_bytes(workload: Workload, share: FloatArray, largest_reduction: FloatArray) -> FloatArray:
-    """Held by the head when backward begins: log-probabilities and their gradient, in fp32 at least; or after backward, when no
-    activations are left, by the reduction of the dense gradients."""
-    width = workload.training.dtype.num_bytes
-    wide = max(width, 4)
-    head = float(workload.training.tokens * workload.model.vocab_size * (2 * wide + (width if width < wide else 0)))
-    return np.asarray(np.maximum(share * head, largest_reduction - share * dense_activation_bytes(workload)))
+    """Held by the head when backward begins; or after backward, when no activations are left, by the reduction of the dense
+    gradients."""
+    reduction = largest_reduction - share * dense_activation_bytes(workload)
+    return np.asarray(np.maximum(share * head_bytes(workload), reduction))
+
+
+def head_bytes(workload: Workload) -> float:
+    """Of a rank with the mean number of tokens: log-probabilities, their gradient and the logits', in fp32 at least."""
+    return float(workload.training.tokens * workload.model.vocab_size * 3 * max(workload.training.dtype.num_bytes, 4))
 
 
 def fixed_memory(
@@ -202,7 +223,10 @@ def layer_memory(
     copies = (placement.holds.sum(axis=1) - placement.num_at_home).astype(np.float64)
     served = served_copies(placement, gating).sum(axis=1)
     kept_copies = lasting_copy_bytes(workload, copies, residency)
-    passing = passing_bytes(workload, exchange_bytes(placement, traffic), served, copies, placement.num_at_home, residency)
+    share = rank_sequences(placement, gating) / workload.training.micro_batch_size
+    ahead = Ahead(*(arriving_bytes(placement, traffic, op) for op in (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)))
+    largest = exchange_bytes(placement, traffic)
+    passing = passing_bytes(workload, share, largest, ahead, served, copies, placement.num_at_home, residency)
     both = copies * float(2 * workload.expert_bytes)
     if prefetch and residency is Residency.STEP:
         kept_copies = both
@@ -272,6 +296,12 @@ def exchange_bytes(placement: Placement, traffic: Traffic) -> FloatArray:
             held = held + reverse(placement, key.level, sent).sum(axis=1)
         largest = np.maximum(largest, held)
     return largest
+
+
+def arriving_bytes(placement: Placement, traffic: Traffic, op: Op) -> FloatArray:
+    """[G]: what one kind of exchange brings to each rank, over all levels."""
+    coming = [reverse(placement, key.level, sent).sum(axis=1) for key, sent in traffic.items() if key.op is op]
+    return np.asarray(sum(coming, start=np.zeros(placement.num_gpus)))
 
 
 def memory_use(plan: Plan) -> MemoryUse:

@@ -1,9 +1,11 @@
 """Is the planner's memory figure what ranks take? Each plan is trained for a few steps; every rank's peak is measured.
 
 The peak is the largest resident memory of a rank's process during training, less what the process had after importing torch and
-a step of a tiny model. The figure is that of the plan with the popularity of experts that the run measured; the learning rate is
-so small that the gate stays as it is. Large blocks go straight to the system (MALLOC_MMAP_THRESHOLD_), so that memory that is
-given back counts as given back. Cases that are already in ``results/rows.csv`` are not measured again.
+a step of a tiny model. Blocks are filled when they are allocated (torch.use_deterministic_algorithms): on a device they would
+count from then on, on a CPU only when they are first written to, receives that are posted ahead only when the message comes. The
+figure is that of the plan with the popularity of experts that the run measured; the learning rate is so small that the gate stays
+as it is. Large blocks go straight to the system (MALLOC_MMAP_THRESHOLD_), so that memory that is given back counts as given back.
+Cases that are already in ``results/rows.csv`` are not measured again.
 """
 
 from __future__ import annotations
@@ -106,6 +108,7 @@ def peak_of_rank(config: dict[str, Any], name: str, rank: int, port: int) -> dic
     from runtime.trainer import RankTrainer
 
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
     plan = plan_of(config, name)
     store = join_store(ADDRESS, port, timeout_s=TIMEOUT_S)
     open_process_group(store, rank=rank, world_size=plan.cluster.num_gpus, timeout_s=TIMEOUT_S)

@@ -19,6 +19,7 @@ from planner.memory import (
     ACTIVATIONS,
     CODECS,
     COPIES,
+    Ahead,
     LayerMemory,
     fits,
     fixed_passing_bytes,
@@ -228,9 +229,26 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
     return LayerMemory(
         lasting=lasting,
         passing=passing_bytes(
-            work, _largest(largest, layer.served.shape), layer.served, layer.copies_held, problem.at_home, residency
+            work,
+            problem.compute.share,
+            _largest(largest, layer.served.shape),
+            _ahead(problem, layer),
+            layer.served,
+            layer.copies_held,
+            problem.at_home,
+            residency,
         ),
     )
+
+
+def _ahead(problem: SiteProblem, layer: LayerExchanges) -> Ahead:
+    """[D, n] each."""
+    combine, dispatch = np.zeros(layer.served.shape), np.zeros(layer.served.shape)
+    for exchange in layer.rows:
+        wire = wire_of(problem, exchange)
+        combine += exchange.into * wire.combine_row_bytes
+        dispatch += exchange.out * wire.dispatch_gradient_row_bytes
+    return Ahead(combine, dispatch)
 
 
 def _codec_state_bytes(problem: SiteProblem, layer: LayerExchanges) -> FloatArray:

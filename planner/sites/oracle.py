@@ -10,7 +10,7 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.plan import Objective, Residency
 from hybridep.traffic import COUNT_BYTES, FloatArray, gathers_and_returns
-from planner.memory import TOLERANCE, lasting_copy_bytes, passing_bytes, routed_activation_bytes
+from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, passing_bytes, routed_activation_bytes
 from planner.sites.cost import cost_of, fixed_cost
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, Inside, SiteProblem
@@ -123,8 +123,9 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     moved = rows.sum(axis=1) + rows.sum(axis=2)
     largest = np.maximum(moved * wire.dispatch_row_bytes, copies.sum(axis=2) * wire.expert_bytes)
     lasting = routed_activation_bytes(work, computed, arrived) + lasting_copy_bytes(work, kept, residency)
-    passing = sum(passing_bytes(work, largest, computed, kept, problem.at_home[:, 0], residency).values())
-    memory = fixed.lasting_bytes[:, 0] + layers * lasting + np.maximum(passing, fixed.passing_bytes[:, 0])
+    ahead = Ahead(rows.sum(axis=1) * wire.combine_row_bytes, rows.sum(axis=2) * wire.dispatch_gradient_row_bytes)
+    passing = passing_bytes(work, each.share[:, 0], largest, ahead, computed, kept, problem.at_home[:, 0], residency)
+    memory = fixed.lasting_bytes[:, 0] + layers * lasting + np.maximum(sum(passing.values()), fixed.passing_bytes[:, 0])
 
     one_way = batches * (rows * (wire.dispatch_row_bytes + wire.combine_row_bytes) + COUNT_BYTES * ((served > 0) & away))
     sent = one_way + batches * back * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)

@@ -61,12 +61,13 @@ def make_workload(
     ffn: int = 64,
     tokens: int = 256,
     micro_batches: int = 1,
+    vocabulary: int = 256,
 ) -> Workload:
     model = {
         "num_layers": layers,
         "hidden_size": hidden,
         "num_heads": 2,
-        "vocab_size": 256,
+        "vocab_size": vocabulary,
         "num_experts": experts,
         "top_k": top_k,
         "expert_ffn_size": ffn,

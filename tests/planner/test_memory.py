@@ -8,6 +8,7 @@ from planner_cases import make_cluster, make_workload, random_cluster, random_wo
 
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
+from hybridep.traffic import Op, step_traffic
 from hybridep.workload import Workload
 from planner.memory import fits, memory_use
 from planner.plans import layer_group
@@ -32,13 +33,46 @@ def test_weights_gradients_and_states_by_hand() -> None:
         assert parts["copies"] == 3 * 2 * model.expert_params * copy_bytes
 
 
+def awaited(made: Plan, combines: int, dispatches: int) -> float:
+    """Bytes of so many layers' gradients of combine and dispatch that come to each rank, where ranks are alike."""
+    times = {Op.COMBINE_BACKWARD: combines, Op.DISPATCH_BACKWARD: dispatches}
+    whole = sum(times.get(key.op, 0) * float(sent.sum()) for key, sent in step_traffic(made).items())
+    return whole / made.cluster.num_gpus / made.workload.model.num_moe_layers
+
+
+def test_receives_that_are_posted_ahead_are_there_when_the_head_and_the_experts_run_backward() -> None:
+    """Two ranks of 8 experts each: a token of two choices needs the other one unless both are among its own 8 of 16."""
+    for vocabulary, ffn in ((1 << 14, 64), (256, 1 << 12)):
+        workload = make_workload(layers=3, experts=16, ffn=ffn, vocabulary=vocabulary)
+        made, tokens = plan(make_cluster(2), workload, {}), workload.training.tokens
+        rows = tokens * (1 - (8 * 7) / (16 * 15))
+        combine, dispatch = rows * workload.combine_row_bytes, rows * workload.dispatch_gradient_row_bytes
+        assert awaited(made, 1, 1) == pytest.approx(combine + dispatch)
+        head = tokens * vocabulary * 12
+        experts = dispatch + 2 * 8 * workload.expert_bytes + 2 * tokens * workload.combine_row_bytes
+        assert (head > experts) == (vocabulary > 256)
+        buffers = combine + dispatch + max(head, experts)
+        assert memory_use(made).parts_bytes["buffers"] == pytest.approx(buffers, rel=1e-9)
+
+
+def test_at_the_head_there_are_no_copies_of_a_micro_batch() -> None:
+    workload = make_workload(layers=3, experts=16, vocabulary=1 << 14)
+    for residency, copies in ((Residency.STEP, 3 * 2), (Residency.MICROBATCH, 0)):
+        made = plan(make_cluster(4, 2), workload, {"l0": 2}, residency)
+        parts, head = memory_use(made).parts_bytes, workload.training.tokens * (1 << 14) * 12
+        held = awaited(made, 1, 1) + head + copies * workload.expert_bytes
+        assert parts["buffers"] + parts["copies"] == pytest.approx(held, rel=1e-9)
+
+
 def test_gradients_of_one_layer_pass_in_backward() -> None:
     """First by expert, then in one piece: those at home and those of copies, beside the gradient of the experts' input."""
     workload = make_workload(layers=3, experts=16, ffn=1 << 16)
     for residency, copies in ((Residency.STEP, 3 * 2), (Residency.MICROBATCH, 2)):
-        use = memory_use(plan(make_cluster(4, 2), workload, {"l0": 2}, residency))
+        made = plan(make_cluster(4, 2), workload, {"l0": 2}, residency)
+        use = memory_use(made)
         rows = workload.training.tokens * workload.model.top_k * workload.combine_row_bytes
-        assert use.parts_bytes["buffers"] == pytest.approx(2 * (2 + 2) * workload.expert_bytes + rows)
+        backward = 2 * (2 + 2) * workload.expert_bytes + rows
+        assert use.parts_bytes["buffers"] == pytest.approx(awaited(made, 1, 2) + backward, rel=1e-9)
         assert use.parts_bytes["copies"] == copies * workload.expert_bytes
 
 
