@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import permutations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hybridep.config import Bandwidth, Duration, Size, Strict, TransferPrice
-from hybridep.gpus import SiteGpu
+from hybridep.gpus import Gpu, SiteGpu
 
 
 class PodLink(Strict):
@@ -90,3 +91,66 @@ class SharedTrunk(Strict):
     bandwidth: Bandwidth
     carries: dict[str, float] = Field(min_length=1)
     """``from -> to`` -> the share of that pair's bytes that crosses the trunk: 1, or less where they are split over routes."""
+
+
+class ClusterFile(Strict):
+    """All of it, each part in agreement with the others."""
+
+    name: str
+    levels: tuple[Level, ...] = Field(min_length=1)
+    gpu: Gpu
+    sites: tuple[Site, ...] = ()
+    links: tuple[PairLink, ...] = ()
+    trunks: tuple[SharedTrunk, ...] = ()
+    """Between the sites' access links, beside the links per pair."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ClusterFile:
+        names = [level.name for level in self.levels]
+        if len(set(names)) != len(names):
+            raise ValueError(f"level names repeat: {names}")
+        for depth, level in enumerate(self.levels[1:], start=1):
+            if level.egress is not None:
+                raise ValueError(
+                    f"levels.{depth}.egress: only what leaves a {names[0]} has a price; give it to level {names[0]!r}"
+                )
+            if level.pods is not None:
+                raise ValueError(f"levels.{depth}.pods: only a {names[0]} has pods; give it to level {names[0]!r}")
+        sites = [site.name for site in self.sites]
+        if sites and len(sites) != self.levels[0].size:
+            raise ValueError(f"sites: {len(sites)} are named but level {names[0]!r} has size {self.levels[0].size}")
+        if len(set(sites)) != len(sites):
+            raise ValueError(f"sites: names repeat: {sites}")
+        for at, site in enumerate(self.sites):
+            try:
+                _ = site.gpu and site.gpu.of(self.gpu)
+            except ValueError as error:
+                raise ValueError(f"sites.{at}.gpu: {error}") from None
+        if self.sites and all(site.experts == 0 for site in self.sites):
+            raise ValueError("sites: experts is 0 at every site; they must live somewhere")
+        for at, trunk in enumerate(self.trunks):
+            self._check_carried(f"trunks.{at}.carries", trunk.carries)
+        if self.links:
+            pairs = [(link.src, link.dst) for link in self.links]
+            known, given = set(sites), set(pairs)
+            for pair in pairs:
+                if pair[0] == pair[1] or not known.issuperset(pair):
+                    raise ValueError(f"links: {pair[0]} -> {pair[1]} does not join two of the sites {sites}")
+            if len(given) != len(pairs):
+                repeated = next(pair for pair in pairs if pairs.count(pair) > 1)
+                raise ValueError(f"links: {repeated[0]} -> {repeated[1]} is given twice")
+            for pair in permutations(sites, 2):
+                if pair not in given:
+                    raise ValueError(f"links: no link {pair[0]} -> {pair[1]}; give every ordered pair or none")
+        return self
+
+    def _check_carried(self, where: str, carries: dict[str, float]) -> None:
+        known = {self.site_name(dc) for dc in range(self.levels[0].size)}
+        for way, share in carries.items():
+            src, arrow, dst = way.partition(" -> ")
+            if not arrow or src == dst or not known.issuperset((src, dst)) or not 0 < share <= 1:
+                raise ValueError(f"{where}: {way}: {share:g}; write 'from -> to' of two sites, and a share up to 1")
+
+    def site_name(self, dc: int) -> str:
+        """Name of the worker ``dc`` of the outermost level."""
+        return self.sites[dc].name if self.sites else f"{self.levels[0].name}{dc}"

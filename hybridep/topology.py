@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from pydantic import ModelWrapValidatorHandler, model_validator
 from scipy.sparse import csr_array
 
-from hybridep.config import Strict
 from hybridep.gpus import Gpu
 from hybridep.pods import expanded
-from hybridep.sites import Level, PairLink, SharedTrunk, Site
+from hybridep.sites import ClusterFile, Level, PairLink, Site
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -33,57 +32,9 @@ class Link(NamedTuple):
     bandwidth_bytes_per_s: float
 
 
-class Cluster(Strict):
+class Cluster(ClusterFile):
     """A bandwidth profile. ``levels`` are outermost first; the last one counts GPUs (one rank each). Loading makes sites
     of the pods of a site, so all sites have equally many ranks; ``Site.part_of`` says which belong together."""
-
-    name: str
-    levels: tuple[Level, ...] = Field(min_length=1)
-    gpu: Gpu
-    sites: tuple[Site, ...] = ()
-    links: tuple[PairLink, ...] = ()
-    trunks: tuple[SharedTrunk, ...] = ()
-    """Between the sites' access links, beside the links per pair."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Cluster:
-        names = [level.name for level in self.levels]
-        if len(set(names)) != len(names):
-            raise ValueError(f"level names repeat: {names}")
-        for depth, level in enumerate(self.levels[1:], start=1):
-            if level.egress is not None:
-                raise ValueError(
-                    f"levels.{depth}.egress: only what leaves a {names[0]} has a price; give it to level {names[0]!r}"
-                )
-            if level.pods is not None:
-                raise ValueError(f"levels.{depth}.pods: only a {names[0]} has pods; give it to level {names[0]!r}")
-        sites = [site.name for site in self.sites]
-        if sites and len(sites) != self.levels[0].size:
-            raise ValueError(f"sites: {len(sites)} are named but level {names[0]!r} has size {self.levels[0].size}")
-        if len(set(sites)) != len(sites):
-            raise ValueError(f"sites: names repeat: {sites}")
-        for at, site in enumerate(self.sites):
-            try:
-                _ = site.gpu and site.gpu.of(self.gpu)
-            except ValueError as error:
-                raise ValueError(f"sites.{at}.gpu: {error}") from None
-        if not self.home_weights.any():
-            raise ValueError("sites: experts is 0 at every site; they must live somewhere")
-        for at, trunk in enumerate(self.trunks):
-            self._check_carried(f"trunks.{at}.carries", trunk.carries)
-        if self.links:
-            pairs = [(link.src, link.dst) for link in self.links]
-            known, given = set(sites), set(pairs)
-            for pair in pairs:
-                if pair[0] == pair[1] or not known.issuperset(pair):
-                    raise ValueError(f"links: {pair[0]} -> {pair[1]} does not join two of the sites {sites}")
-            if len(given) != len(pairs):
-                repeated = next(pair for pair in pairs if pairs.count(pair) > 1)
-                raise ValueError(f"links: {repeated[0]} -> {repeated[1]} is given twice")
-            for pair in permutations(sites, 2):
-                if pair not in given:
-                    raise ValueError(f"links: no link {pair[0]} -> {pair[1]}; give every ordered pair or none")
-        return self
 
     @model_validator(mode="wrap")
     @classmethod
@@ -94,13 +45,6 @@ class Cluster(Strict):
             return cluster
         rest = {"name": cluster.name, "gpu": cluster.gpu}
         return validated(rest | expanded(cluster.levels, cluster.sites, cluster.links, cluster.trunks))
-
-    def _check_carried(self, where: str, carries: dict[str, float]) -> None:
-        known = {self.site_name(dc) for dc in range(self.levels[0].size)}
-        for way, share in carries.items():
-            src, arrow, dst = way.partition(" -> ")
-            if not arrow or src == dst or not known.issuperset((src, dst)) or not 0 < share <= 1:
-                raise ValueError(f"{where}: {way}: {share:g}; write 'from -> to' of two sites, and a share up to 1")
 
     # --- ranks and locations -------------------------------------------------------------------------------------
 
@@ -137,10 +81,6 @@ class Cluster(Strict):
         """The rank that differs from ``rank`` only in its coordinate at ``level``."""
         stride = int(np.prod(self.sizes[level + 1 :]))
         return rank + (coordinate - rank // stride % self.sizes[level]) * stride
-
-    def site_name(self, dc: int) -> str:
-        """Name of the worker ``dc`` of the outermost level."""
-        return self.sites[dc].name if self.sites else f"{self.levels[0].name}{dc}"
 
     def site_labels(self, dc: int) -> tuple[str, ...]:
         """``site_name``, and that of the site whose pod it is."""
