@@ -14,9 +14,11 @@ from hybridep.plan import Plan
 from hybridep.units import format_bandwidth, format_bytes
 from planner.constraints import Constraints
 from planner.sites.cost import site_cost
+from planner.sites.moves import improve_table
 from planner.sites.plans import chosen_table
 from planner.sites.problem import SiteProblem, site_problem
-from planner.sites.search import Search, improve_table, starts
+from planner.sites.search import Search
+from planner.sites.strategy import starts
 
 EVALUATIONS = 200
 """Tables tried when planning anew for one upgrade."""

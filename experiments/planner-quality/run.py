@@ -23,11 +23,13 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s, plan
 from planner.domains import divisors
-from planner.sites.grouping import Share, shares
+from planner.sites.grouping import Share, shared_table
+from planner.sites.moves import improve_groups
 from planner.sites.others import OTHERS, other_plan
 from planner.sites.plans import table_plan
 from planner.sites.problem import SiteProblem, site_problem
-from planner.sites.search import Found, Search, group_starts, improve_groups, starts, table_of
+from planner.sites.search import Found, Search
+from planner.sites.strategy import group_starts, starts
 from simulator.step import simulate_step
 
 HERE = Path(__file__).resolve().parent
@@ -87,7 +89,7 @@ def searched_domains(problem: SiteProblem) -> Found:
         search.evaluate(np.ascontiguousarray(table))
     even, ranked = Share(), []
     for groups, _ in group_starts(problem, divisors(problem.num_sites), (even,)):
-        table = table_of(problem, groups, {members: shares(problem, members, even) for members in groups})
+        table = shared_table(problem, groups, even)
         ranked.append((search.evaluate(table).rank, groups))
     for _, groups in sorted(ranked)[:2]:
         search.max_evaluations = search.evaluations + SWAPS // 2

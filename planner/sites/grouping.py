@@ -181,6 +181,14 @@ def assign(problem: SiteProblem, members: Sequence[int], targets: IntArray) -> I
     return row
 
 
+def shared_table(problem: SiteProblem, groups: Groups, share: Share) -> IntArray:
+    """[D, E]: every group's members share the experts."""
+    table = np.empty((problem.num_sites, problem.num_experts), dtype=np.int64)
+    for members in groups:
+        table[list(members)] = assign(problem, members, shares(problem, members, share))
+    return table
+
+
 @lru_cache(maxsize=4096)
 def _dealt(counts: tuple[int, ...]) -> IntArray:
     """[sum of ``counts``]: which of so many takes the next one, if each shall take as many as its count, evenly in turn."""

@@ -19,9 +19,10 @@ from planner.sites.oracle import best_table
 from planner.sites.others import OTHERS
 from planner.sites.problem import SiteProblem
 from planner.sites.relaxation import Relaxation
-from planner.sites.search import Found, Search, at_quantile, run
+from planner.sites.search import Found, Search, at_quantile
 from planner.sites.size_proof import SizeProof, prove_sizes
 from planner.sites.sizes import size_relaxation
+from planner.sites.strategy import run
 
 FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""

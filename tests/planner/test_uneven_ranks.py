@@ -22,7 +22,8 @@ from planner.sites.cost import fixed_cost, site_cost
 from planner.sites.oracle import best_table
 from planner.sites.problem import site_problem
 from planner.sites.relaxation import Relaxation
-from planner.sites.search import Search, run, starts
+from planner.sites.search import Search
+from planner.sites.strategy import run, starts
 from simulator.step import simulate_step
 
 

@@ -13,8 +13,9 @@ from hybridep.workload import Workload
 from planner.constraints import Constraints, Rule, permissions, smallest_clash
 from planner.sites.oracle import best_table
 from planner.sites.problem import site_problem
-from planner.sites.search import Search, run
+from planner.sites.search import Search
 from planner.sites.solution import solve_sites
+from planner.sites.strategy import run
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from hybridep.workload import Workload
 from planner.sites.exchange import layer_exchanges
 from planner.sites.hubs import best_hubs, served_table
 from planner.sites.problem import Inside, SiteProblem, site_problem
-from planner.sites.search import Search, try_best_hubs
+from planner.sites.search import Search
+from planner.sites.strategy import try_best_hubs
 
 
 def cluster_of(seed: int, sites: int, *, memory: str = "1 TB", kinds: int | None = None) -> Cluster:

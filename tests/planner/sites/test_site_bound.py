@@ -21,10 +21,11 @@ from planner.sites.lp import Duals, box_program
 from planner.sites.oracle import best_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Limits, Relaxation, Weights
-from planner.sites.search import Search, run
+from planner.sites.search import Search
 from planner.sites.size_proof import SizeProof, prove_sizes, verify_sizes
 from planner.sites.sizes import SizeRelaxation, size_relaxation
 from planner.sites.solution import Wishes, solve_sites
+from planner.sites.strategy import run
 
 SMALL = [(2, 2), (3, 1), (2, 3)]
 SHAPES = [(2, 2), (2, 4), (3, 1), (3, 2), (4, 1), (2, 5), (5, 1), (6, 1)]

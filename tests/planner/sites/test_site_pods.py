@@ -19,7 +19,8 @@ from planner.sites.bound import prove, verify
 from planner.sites.oracle import best_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
-from planner.sites.search import Search, run
+from planner.sites.search import Search
+from planner.sites.strategy import run
 
 SHAPES = [((2, 1), 2, 0), ((3, 1), 1, 0), ((2, 1), 1, 2)]
 """Pods of each site, experts, ranks of a pod (0: a level less)."""

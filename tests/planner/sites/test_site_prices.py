@@ -22,8 +22,9 @@ from planner.sites.cost import SiteCost, fixed_cost, site_cost
 from planner.sites.egress_bound import least_egress_usd
 from planner.sites.evaluate import evaluate_sites
 from planner.sites.problem import SiteProblem, site_problem
-from planner.sites.search import Search, run
+from planner.sites.search import Search
 from planner.sites.solution import Wishes, least_usd, solve_sites
+from planner.sites.strategy import run
 
 DOLLARS = Goal(objective=Objective.DOLLARS)
 

@@ -14,8 +14,9 @@ from planner.sites import spread as module
 from planner.sites.exchange import held_by_site, layer_exchanges
 from planner.sites.hubs import best_hubs, served_table
 from planner.sites.problem import Inside, SiteProblem, site_problem
-from planner.sites.search import Search, run
+from planner.sites.search import Search
 from planner.sites.spread import Spread, best_spread, equal_hubs, equal_spread, spread_table
+from planner.sites.strategy import run
 
 
 def busiest(problem: SiteProblem, table: np.ndarray) -> tuple[float, float]:

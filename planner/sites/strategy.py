@@ -1,0 +1,165 @@
+"""Which serving tables are tried, and in which order: token groups and hubs, then local search from the best of them.
+
+Deterministic: a fixed seed, and limits that count evaluations; a deadline only ever cuts the search short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from hybridep.plan import Residency
+from planner.domains import divisors
+from planner.sites.grouping import (
+    MANY,
+    Groups,
+    Share,
+    distance,
+    estimate_s,
+    even_groups,
+    grown_groups,
+    nearest_groups,
+    shared_table,
+)
+from planner.sites.hubs import best_hubs, hub_table, served_table
+from planner.sites.moves import improve_groups, improve_table
+from planner.sites.problem import SiteProblem
+from planner.sites.search import Found, Search
+from planner.sites.spread import best_spread, equal_spread, spread_table
+
+SHARES = (Share(), Share(power=0.5), Share(power=1.0), Share(holders=1), Share(holders=2))
+"""Ways for the members of a group to share the experts."""
+FEWER_USERS = 0.85
+"""How much fewer users each hub is given in the next attempt, at least one."""
+LIKELY = 4
+"""Among many sites, numbers of groups that are tried: those of the best estimates."""
+
+
+def starts(problem: SiteProblem) -> Iterator[tuple[str, IntArray]]:
+    """Named tables that need no search: expert parallelism, full gather, and the paper's domains in rank order."""
+    size = problem.num_sites
+    sites = np.arange(size)[:, None]
+    for domain in divisors(size):
+        home = problem.home_site[None, :]
+        yield f"domains of {domain} in rank order", home // domain * domain + sites % domain
+
+
+def group_starts(problem: SiteProblem, counts: Iterable[int], sharing: Sequence[Share]) -> Iterator[tuple[Groups, Share]]:
+    """Groups of near sites, or of equal strength, of every number of groups in ``counts``, and how members share."""
+    apart = [] if problem.pair_bytes_per_s is None else [distance(problem), problem.latency_s + problem.latency_s.T]
+    has_pods = any(site.part_of is not None for site in problem.cluster.sites)
+    for count in counts:
+        made = [even_groups(problem, count), *(nearest_groups(one, count) for one in apart)]
+        if has_pods:
+            made.append(grown_groups(distance(problem), count))
+        for groups in dict.fromkeys(made):
+            for share in sharing:
+                yield groups, share
+
+
+def group_counts(size: int) -> list[int]:
+    """Numbers of groups worth a try: all up to 16, then ever sparser."""
+    few = {*range(1, min(size, 16) + 1), *(round(16 * 1.25**i) for i in range(1, 40))}
+    return sorted((few | {count for count in divisors(size) if count >= size // 16}) & set(range(1, size + 1)))
+
+
+def run(search: Search, *, seed: int = 0) -> None:
+    """All starts, then local search from the best ones."""
+    problem = search.problem
+    large = problem.num_sites > MANY
+    if not large:
+        for _, table in starts(problem):
+            search.evaluate(np.ascontiguousarray(table))
+    # Hubs first among many sites, where the time may be over before all groups are tried.
+    hubs_are_best = large and not problem.equal_sites and try_best_hubs(search)
+    if problem.equal_sites and not search.over and (spread := equal_spread(problem)) is not None:
+        search.evaluate(spread_table(problem, spread))
+    tried: list[tuple[tuple[int, float], Groups, Share]] = []
+    seen: set[tuple[Groups, Share]] = set()
+    counts = group_counts(problem.num_sites)
+    if large:
+        counts = sorted(sorted(counts, key=lambda count: estimate_s(problem, count))[:LIKELY])
+    for groups, share in group_starts(problem, counts, SHARES[:1] if problem.equal_sites or hubs_are_best else SHARES):
+        if search.over:
+            return
+        if (groups, share) not in seen:
+            seen.add((groups, share))
+            table = shared_table(problem, groups, share)
+            tried.append((search.evaluate(table).rank, groups, share))
+    if not large and not problem.equal_sites:
+        try_best_hubs(search)
+    if large and not problem.equal_sites and not hubs_are_best:
+        _try_hubs(search)
+    tried.sort(key=lambda entry: entry[0])
+    if large and (problem.equal_sites or hubs_are_best):
+        return  # a single move hardly changes the step of many sites, and takes as long to cost as all of them
+    rng = np.random.default_rng(seed)
+    budget = search.max_evaluations
+    for rank, (_, groups, share) in enumerate(tried[:3]):
+        search.max_evaluations = search.evaluations + (budget - search.evaluations) // (8 - 2 * rank)
+        improve_groups(search, groups, share, rng)
+    search.max_evaluations = budget
+    if search.best is not None:
+        improve_table(search, search.best.table, rng)
+
+
+def try_best_hubs(search: Search) -> bool:
+    """The best hubs for the links alone, then with ever fewer users each, until memory lets copies stay and fewer do not help;
+    each with everything, and without what users find elsewhere. True if one of these is best then, and its copies stay."""
+    problem = search.problem
+    ranks: dict[int, tuple[int, float]] = {}
+
+    def attempt(most_users: int) -> Found | None:
+        # Whatever the time limit, one plan is looked at: finding hubs among many sites may take all of a short one.
+        late = search.over and search.best is not None
+        plan = best_hubs(problem, most_users) if most_users > 0 and most_users not in ranks and not late else None
+        if plan is None:
+            return None
+        found = search.evaluate(served_table(problem, plan))
+        if not search.over and (spread := best_spread(problem, plan)).left_out.any():
+            found = min(found, search.evaluate(spread_table(problem, spread)), key=lambda one: one.rank)
+        ranks[most_users] = found.rank
+        return found
+
+    most = problem.num_sites
+    plan = best_hubs(problem, most)
+    while plan is not None and most > 1:
+        most = min(int(plan.rooms.max()), most - 1, int(most * FEWER_USERS) if ranks else most)
+        found = attempt(most)
+        if found is None or found.configuration is None:
+            break
+        if found.rank > min(ranks.values()) and found.configuration.residency is Residency.STEP:
+            break
+    if ranks:
+        best = min(ranks, key=lambda users: ranks[users])
+        attempt(best + 1)
+        attempt(best - 1)
+    found = search.best
+    if not ranks or found is None or found.configuration is None or found.rank > min(ranks.values()):
+        return False
+    return found.rank[0] == 0 and found.configuration.residency is Residency.STEP
+
+
+def _try_hubs(search: Search) -> None:
+    """Ever more hubs of one site, then near the best number, then as many hubs of two sites that share the experts."""
+    size = search.problem.num_sites
+    ranks: dict[tuple[int, int], tuple[int, float]] = {}
+
+    def attempt(count: float, team: int) -> None:
+        key = max(2, round(count)), team
+        if key not in ranks and key[0] * team <= size and not search.over:
+            ranks[key] = search.evaluate(hub_table(search.problem, *key)).rank
+
+    for step in range(2, 12):
+        attempt(size * 2.0 ** (-step / 2), 1)
+    for stride in (2**0.25, 2**0.125, 2**0.0625):
+        if ranks:
+            middle = min(ranks, key=lambda key: ranks[key])[0]
+            attempt(middle * stride, 1)
+            attempt(middle / stride, 1)
+    if ranks:
+        middle = min(ranks, key=lambda key: ranks[key])[0]
+        attempt(middle / 2, 2)
+        attempt(middle, 2)
