@@ -1,19 +1,10 @@
 """The closed-form cost of one training step: what the planner minimises.
 
-A step is a sum over layers, micro-batches and operations, with the overlaps that the runtime has: a block's gather of
-copies runs beside its pre-expert computation (and the block's fixed overhead), its gradient return beside the backward
-of its pre-expert part.
-Forward of a block: max(pre-expert, gather), dispatch hops, expert computation, combine hops. Backward: combine-backward
-hops, a second gather when copies live for one micro-batch, expert backward, dispatch-backward hops, max(pre-expert
-backward, gradient return). Then the dense all-reduce and the optimizer. The second gather is started when the block's
-backward starts and waited for before the expert backward; it shares the links with the combine-backward hops, so nothing
-of it is hidden.
+A step is a sum over layers, micro-batches and operations, with the overlaps that the runtime has (``planner.layer_times``); then
+the dense all-reduce and the optimizer.
 
 With a prefetch depth copies set out ahead of their blocks and give way to tokens: then the chain of computation and
 tokens counts, and of copies what ``planner.ahead`` finds to show.
-
-Coding and decoding occupy the rank: tokens are coded before a hop and decoded after it, and what copies and their gradients take
-is added to the computation that they travel beside, so only their transfers can hide.
 
 With forward only, one level, no latency, top-1 routing and one expert per GPU it is Eq. 10 of the HybridEP paper.
 """
@@ -21,7 +12,7 @@ With forward only, one level, no latency, top-1 routing and one expert per GPU i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hybridep.codecs import Codecs
 from hybridep.coding import Coding, copy_coding, dense_coding, speed_of, token_coding
@@ -31,7 +22,6 @@ from hybridep.placement import IntArray, Placement
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import (
-    MOVES,
     SHARED,
     FloatArray,
     Op,
@@ -49,35 +39,8 @@ from hybridep.workload import Workload
 from planner.ahead import Block, Transfer, block_transfers, exposed_s
 from planner.compute import Compute, compute_of_ranks, shared_s
 from planner.exchange import Network
+from planner.layer_times import CODING, HEAD, OPTIMIZER, BlockTimes, LayerTimes, layer_times, timed_block
 from planner.price import egress_usd, step_usd
-
-PRE_EXPERT = "pre_expert"
-EXPERTS = "experts"
-BLOCK_OVERHEAD = "block_overhead"
-HEAD = "head"
-OPTIMIZER = "optimizer"
-CODING = "coding"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerTimes:
-    """Seconds that one layer, or what lies outside the layers, takes of a step; they add up."""
-
-    parts_s: dict[str, float]
-    """By kind. A transfer that runs beside computation counts only as far as it shows, so the parts add up to the time."""
-    hidden_s: dict[str, float]
-    """Seconds of transfers that computation hides, by kind."""
-
-    @property
-    def total_s(self) -> float:
-        """Sum of the parts."""
-        return sum(self.parts_s.values())
-
-    @property
-    def chain_s(self) -> float:
-        """Without what copies travel for: what no schedule hides."""
-        moves = {op.value for op in MOVES}
-        return sum(seconds for name, seconds in self.parts_s.items() if name not in moves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,30 +53,6 @@ class Cost(LayerTimes):
     """Over the outermost level, all ranks together."""
     compute_s: FloatArray
     """Of each rank by itself (any shape): computation alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockTimes:
-    """Seconds of single operations of one MoE layer and micro-batch, on the slowest rank or the busiest link."""
-
-    pre_expert_s: float
-    """Forward; backward takes twice that."""
-    expert_s: float
-    overhead_s: float
-    exchanges_s: dict[Op, float]
-    """Each kind's hops over all levels; the gather and the return of copies once."""
-    coding_s: dict[Op, float] = field(default_factory=dict)
-    """Of their payloads, before and after; absent where it takes no time."""
-    compute_s: FloatArray
-    """Forward of each rank by itself (any shape): computation alone."""
-
-    def forward_s(self) -> float:
-        """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
-        hops = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE)
-        gather = self.exchanges_s[Op.EXPERT_GATHER]
-        exposed = max(self.pre_expert_s + self.overhead_s, gather)
-        coding = sum(self.coding_s.get(op, 0.0) for op in (*hops, Op.EXPERT_GATHER))
-        return exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops) + coding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,58 +143,6 @@ def block_times(
     for key, sent in traffic.items():
         exchanges[key.op] += network.exchange_s(key, sent)
     return timed_block(compute_of_ranks(network.cluster, workload), served, held, exchanges, by_op(coding_s or {}))
-
-
-def timed_block(
-    compute: Compute,
-    served: FloatArray,
-    held: FloatArray | IntArray,
-    exchanges_s: dict[Op, float],
-    coding_s: dict[Op, float],
-) -> BlockTimes:
-    """Of ranks that compute ``served`` rows with ``held`` experts each."""
-    expert_s = compute.expert_s(served, held)
-    return BlockTimes(
-        pre_expert_s=float(compute.pre_expert_s.flat[compute.slowest]),
-        expert_s=float(expert_s.max()),
-        overhead_s=float(compute.overhead_s.flat[compute.slowest]),
-        exchanges_s=exchanges_s,
-        compute_s=compute.pre_expert_s + compute.overhead_s + expert_s,
-        coding_s=coding_s,
-    )
-
-
-def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule: Schedule) -> LayerTimes:
-    """One MoE layer's share of an optimizer step: ``batches`` micro-batches, forward and backward, without prefetch."""
-    gathers, returns = gathers_and_returns(residency, batches)
-    forward_gathers = min(gathers, batches)
-    gather, gradient_return = times.exchanges_s[Op.EXPERT_GATHER], times.exchanges_s[Op.GRADIENT_RETURN]
-    beside_s = times.pre_expert_s + times.overhead_s if schedule.overlap else 0.0
-    hidden_gather = min(gather, beside_s)
-    hidden_return = min(gradient_return, 2 * beside_s)
-    parts = {
-        PRE_EXPERT: 3 * batches * times.pre_expert_s,
-        EXPERTS: 3 * batches * times.expert_s,
-        BLOCK_OVERHEAD: 3 * batches * times.overhead_s,
-        Op.EXPERT_GATHER.value: gathers * gather - forward_gathers * hidden_gather,
-        Op.GRADIENT_RETURN.value: returns * (gradient_return - hidden_return),
-    }
-    for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD):
-        parts[op.value] = batches * times.exchanges_s[op]
-    if times.coding_s:
-        often = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
-        parts[CODING] = sum(often.get(op, batches) * seconds for op, seconds in times.coding_s.items())
-    hidden = {
-        Op.EXPERT_GATHER.value: forward_gathers * hidden_gather,
-        Op.GRADIENT_RETURN.value: returns * hidden_return,
-    }
-    # The layer's shared expert is renewed once per step, behind the last return and beside the same computation.
-    left_s = 2 * beside_s - hidden_return
-    for op in SHARED:
-        hidden[op.value] = min(times.exchanges_s[op], left_s)
-        parts[op.value] = times.exchanges_s[op] - hidden[op.value]
-        left_s -= hidden[op.value]
-    return LayerTimes(parts_s=parts, hidden_s=hidden)
 
 
 def layer_cost(

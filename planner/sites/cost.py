@@ -14,7 +14,8 @@ from hybridep.coding import Coding, moved_coding, row_coding
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, Op, OpLevel, gathers_and_returns, is_late
-from planner.cost import BlockTimes, by_op, coded_s, dense_coding_part, fixed_computation, layer_times, timed_block
+from planner.cost import by_op, coded_s, dense_coding_part, fixed_computation
+from planner.layer_times import BlockTimes, layer_times, timed_block
 from planner.memory import (
     ACTIVATIONS,
     CODECS,

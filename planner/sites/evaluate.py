@@ -8,8 +8,9 @@ import numpy as np
 
 from hybridep.plan import LayerGroup, Plan
 from hybridep.traffic import FloatArray, add_between_sites
-from planner.cost import Cost, StepCost, combine, layer_times
+from planner.cost import Cost, StepCost, combine
 from planner.exchange import Network
+from planner.layer_times import layer_times
 from planner.memory import (
     BUFFERS,
     DENSE,

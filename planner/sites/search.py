@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hybridep.placement import IntArray
 from planner.clock import now_s
-from planner.cost import BlockTimes
+from planner.layer_times import BlockTimes
 from planner.sites.cost import SiteCost, block_times, cost_of
 from planner.sites.exchange import LayerExchanges, between_sites, with_inside
 from planner.sites.problem import Configuration, Inside, SiteProblem

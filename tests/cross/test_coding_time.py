@@ -15,7 +15,8 @@ from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import Op
 from planner.check import check
-from planner.cost import CODING, step_cost
+from planner.cost import step_cost
+from planner.layer_times import CODING
 from simulator.step import simulate_step
 from simulator.token_exchange import Route, TokenExchange
 

@@ -17,9 +17,10 @@ from hybridep.topology import Cluster
 from hybridep.traffic import Op, link_bytes, step_traffic
 from hybridep.workload import Workload
 from planner import paper
-from planner.cost import EXPERTS, BlockTimes, block_times, layer_traffic, step_cost
+from planner.cost import block_times, layer_traffic, step_cost
 from planner.domains import all_choices, divisors
 from planner.exchange import Network
+from planner.layer_times import EXPERTS, BlockTimes
 from planner.plans import layer_group
 from planner.problem import build_problem
 

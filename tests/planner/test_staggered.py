@@ -15,8 +15,8 @@ from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, OpLevel
 from planner import expected_s, step_cost
-from planner.cost import CODING
 from planner.exchange import Network
+from planner.layer_times import CODING
 from planner.staggered import Pairs, pairs_of, staggered_s
 from simulator.step import simulate_step
 

@@ -1,0 +1,125 @@
+"""Seconds of one MoE layer: of its single operations, and its share of a step.
+
+A block's gather of copies runs beside its pre-expert computation (and the block's fixed overhead), its gradient return beside
+the backward of its pre-expert part.
+Forward of a block: max(pre-expert, gather), dispatch hops, expert computation, combine hops. Backward: combine-backward
+hops, a second gather when copies live for one micro-batch, expert backward, dispatch-backward hops, max(pre-expert
+backward, gradient return). The second gather is started when the block's backward starts and waited for before the expert
+backward; it shares the links with the combine-backward hops, so nothing of it is hidden.
+
+Coding and decoding occupy the rank: tokens are coded before a hop and decoded after it, and what copies and their gradients take
+is added to the computation that they travel beside, so only their transfers can hide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybridep.placement import IntArray
+from hybridep.plan import Residency, Schedule
+from hybridep.traffic import MOVES, SHARED, FloatArray, Op, gathers_and_returns
+from planner.compute import Compute
+
+PRE_EXPERT = "pre_expert"
+EXPERTS = "experts"
+BLOCK_OVERHEAD = "block_overhead"
+HEAD = "head"
+OPTIMIZER = "optimizer"
+CODING = "coding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """Seconds that one layer, or what lies outside the layers, takes of a step; they add up."""
+
+    parts_s: dict[str, float]
+    """By kind. A transfer that runs beside computation counts only as far as it shows, so the parts add up to the time."""
+    hidden_s: dict[str, float]
+    """Seconds of transfers that computation hides, by kind."""
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the parts."""
+        return sum(self.parts_s.values())
+
+    @property
+    def chain_s(self) -> float:
+        """Without what copies travel for: what no schedule hides."""
+        moves = {op.value for op in MOVES}
+        return sum(seconds for name, seconds in self.parts_s.items() if name not in moves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTimes:
+    """Seconds of single operations of one MoE layer and micro-batch, on the slowest rank or the busiest link."""
+
+    pre_expert_s: float
+    """Forward; backward takes twice that."""
+    expert_s: float
+    overhead_s: float
+    exchanges_s: dict[Op, float]
+    """Each kind's hops over all levels; the gather and the return of copies once."""
+    coding_s: dict[Op, float] = field(default_factory=dict)
+    """Of their payloads, before and after; absent where it takes no time."""
+    compute_s: FloatArray
+    """Forward of each rank by itself (any shape): computation alone."""
+
+    def forward_s(self) -> float:
+        """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
+        hops = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE)
+        gather = self.exchanges_s[Op.EXPERT_GATHER]
+        exposed = max(self.pre_expert_s + self.overhead_s, gather)
+        coding = sum(self.coding_s.get(op, 0.0) for op in (*hops, Op.EXPERT_GATHER))
+        return exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops) + coding
+
+
+def timed_block(
+    compute: Compute,
+    served: FloatArray,
+    held: FloatArray | IntArray,
+    exchanges_s: dict[Op, float],
+    coding_s: dict[Op, float],
+) -> BlockTimes:
+    """Of ranks that compute ``served`` rows with ``held`` experts each."""
+    expert_s = compute.expert_s(served, held)
+    return BlockTimes(
+        pre_expert_s=float(compute.pre_expert_s.flat[compute.slowest]),
+        expert_s=float(expert_s.max()),
+        overhead_s=float(compute.overhead_s.flat[compute.slowest]),
+        exchanges_s=exchanges_s,
+        compute_s=compute.pre_expert_s + compute.overhead_s + expert_s,
+        coding_s=coding_s,
+    )
+
+
+def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule: Schedule) -> LayerTimes:
+    """One MoE layer's share of an optimizer step: ``batches`` micro-batches, forward and backward, without prefetch."""
+    gathers, returns = gathers_and_returns(residency, batches)
+    forward_gathers = min(gathers, batches)
+    gather, gradient_return = times.exchanges_s[Op.EXPERT_GATHER], times.exchanges_s[Op.GRADIENT_RETURN]
+    beside_s = times.pre_expert_s + times.overhead_s if schedule.overlap else 0.0
+    hidden_gather = min(gather, beside_s)
+    hidden_return = min(gradient_return, 2 * beside_s)
+    parts = {
+        PRE_EXPERT: 3 * batches * times.pre_expert_s,
+        EXPERTS: 3 * batches * times.expert_s,
+        BLOCK_OVERHEAD: 3 * batches * times.overhead_s,
+        Op.EXPERT_GATHER.value: gathers * gather - forward_gathers * hidden_gather,
+        Op.GRADIENT_RETURN.value: returns * (gradient_return - hidden_return),
+    }
+    for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD):
+        parts[op.value] = batches * times.exchanges_s[op]
+    if times.coding_s:
+        often = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
+        parts[CODING] = sum(often.get(op, batches) * seconds for op, seconds in times.coding_s.items())
+    hidden = {
+        Op.EXPERT_GATHER.value: forward_gathers * hidden_gather,
+        Op.GRADIENT_RETURN.value: returns * hidden_return,
+    }
+    # The layer's shared expert is renewed once per step, behind the last return and beside the same computation.
+    left_s = 2 * beside_s - hidden_return
+    for op in SHARED:
+        hidden[op.value] = min(times.exchanges_s[op], left_s)
+        parts[op.value] = times.exchanges_s[op] - hidden[op.value]
+        left_s -= hidden[op.value]
+    return LayerTimes(parts_s=parts, hidden_s=hidden)
