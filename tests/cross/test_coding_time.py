@@ -8,15 +8,17 @@ import pytest
 
 import planner
 from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, Speeds, TokenCodec
+from hybridep.coding import direct_coding, token_coding
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.config import build
 from hybridep.errors import ConfigError
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
-from hybridep.traffic import Op
+from hybridep.traffic import Op, direct_traffic, expected_rows
 from planner.check import check
 from planner.cost import step_cost
 from planner.layer_times import CODING
+from simulator.conditions import Conditions
 from simulator.step import simulate_step
 from simulator.token_exchange import Route, TokenExchange
 
@@ -96,10 +98,12 @@ def test_the_bound_leaves_out_coding_of_different_ranks() -> None:
 def test_other_routes_and_recorded_routing_take_the_time_too() -> None:
     slow, free = (with_speeds(load_cluster("lab-4dc"), rate, rate) for rate in ("20 MB/s", "1000 TB/s"))
     plans = [coded_plan(cluster, (1, 1), ("dc", "gpu"), CHANGE) for cluster in (slow, free)]
+    in_all_s = []
     for exchange in (
         TokenExchange(),
-        TokenExchange(per_choice=True, chunks=2),
         TokenExchange(route=Route.DIRECT, per_choice=True),
+        TokenExchange(per_choice=True),
+        TokenExchange(per_choice=True, chunks=2),
     ):
         with_time, without = (simulate_step(plan, exchange=exchange) for plan in plans)
         assert with_time.step_s > 1.2 * without.step_s
@@ -107,6 +111,18 @@ def test_other_routes_and_recorded_routing_take_the_time_too() -> None:
         # While a chunk is coded another one travels.
         assert longer_s <= with_time.parts["coding"] * (1 + 1e-6)
         assert exchange.chunks > 1 or longer_s == pytest.approx(with_time.parts["coding"], rel=1e-6)
+        in_all_s.append(sum(float(one.seconds[0]) for one in with_time.program.operations if one.label == "coding"))
+    # In chunks as much is coded, and straight to its rank a row is coded once, at any level.
+    assert in_all_s[3] == pytest.approx(in_all_s[2])
+    placement, gating, codecs = plans[0].placed[0].placement, plans[0].placed[0].gating, plans[0].level_codecs
+    in_hops = token_coding(placement, plans[0].workload, expected_rows(placement, gating), codecs, gating)
+    direct = direct_traffic(placement, plans[0].workload, gating, None, codecs)
+    straight = direct_coding(direct, placement, plans[0].workload, codecs)
+    hops_s, straight_s = (6 * sum((one.encoded + one.decoded)[0] for one in each.values()) / 20e6 for each in (in_hops, straight))
+    assert in_all_s[1] - in_all_s[0] == pytest.approx(straight_s - hops_s)
+    slow_sites = Conditions.model_validate({"stragglers": [{"worker": f"dc{dc}", "slowdown": 3} for dc in range(4)]})
+    coding_s = [simulate_step(plans[0], conditions=met).parts["coding"] for met in (None, slow_sites)]
+    assert coding_s[1] == pytest.approx(3 * coding_s[0], rel=1e-6)
     model, training = plans[0].workload.model, plans[0].workload.training
     rng = np.random.default_rng(3)
     drawn = {

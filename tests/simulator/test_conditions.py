@@ -90,6 +90,8 @@ def test_jitter_is_seeded() -> None:
     assert times(1) == times(1)
     assert len({*times(1), *times(2)}) == 4
     assert min(times(1)) > simulate_step(EP).step_s
+    # Every rank draws its own.
+    assert simulate_step(EP, conditions=conditions(compute_jitter=0.2)).symmetry.num_kinds == EP.cluster.num_gpus
 
 
 def test_factors_over_time() -> None:

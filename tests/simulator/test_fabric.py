@@ -1,4 +1,5 @@
 import itertools
+from collections.abc import Sequence
 
 import networkx as nx
 import numpy as np
@@ -6,17 +7,24 @@ import pytest
 
 from hybridep.config import build
 from hybridep.topology import Cluster
+from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.fabric import Fabric
 from simulator.symmetry import no_symmetry
 from simulator.wiring import wiring
 
 
-def cluster(*sizes: int, pairs: bool = False) -> Cluster:
+def cluster(*sizes: int, pairs: bool = False, windows: Sequence[str | None] = (None,) * 3) -> Cluster:
     names = ["dc", "node", "gpu"][-len(sizes) :] if len(sizes) < 3 else ["dc", "node", "gpu"]
     levels = [
-        {"name": name, "size": size, "bandwidth": f"{10 * 10**depth} Gbps", "latency": f"{10 ** (3 - depth)} us"}
-        for depth, (name, size) in enumerate(zip(names, sizes, strict=True))
+        {
+            "name": name,
+            "size": size,
+            "bandwidth": f"{10 * 10**depth} Gbps",
+            "latency": f"{10 ** (3 - depth)} us",
+            "window": window,
+        }
+        for depth, (name, size, window) in enumerate(zip(names, sizes, windows, strict=False))
     ]
     data = {
         "name": "test",
@@ -63,6 +71,32 @@ def test_transfer_takes_the_latency_and_rate_of_the_slowest_link() -> None:
     assert arrivals == [pytest.approx(3e6 * 8 / 3e9 + 12e-3)]
     busy = [link.name for link, bytes_ in zip(topology.link_table, fabric.network.link_bytes, strict=True) if bytes_]
     assert busy == ["s0 down", "s1 up", "s0/gpu0 down", "s1/gpu0 up", "s1 -> s0"]
+
+
+@pytest.mark.parametrize(
+    ("windows", "met", "under_way_bytes"),
+    [
+        (("2 MB", "1 MB"), {}, (6e6, 1e6)),
+        (("2 MB", None), {}, (6e6, np.inf)),
+        ((None, "1 MB"), {"streams": 5}, (np.inf, 5e6)),
+        (("2 MB", "1 MB"), {"streams": 5}, (10e6, 5e6)),
+        (("2 MB", None), {"window": "4 MB"}, (12e6, 4e6)),
+    ],
+)
+def test_transfers_get_their_windows_per_round_trip(
+    windows: tuple[str | None, str | None], met: dict[str, object], under_way_bytes: tuple[float, float]
+) -> None:
+    """Three connections between sites, one inside, unless a scenario says another number for all levels."""
+    topology = cluster(3, 2, pairs=True, windows=windows)
+    fabric = Fabric(
+        Engine(), no_symmetry(wiring(topology)), conditions=Conditions.model_validate(met), streams={topology.levels[0].name: 3}
+    )
+    source, destination = np.array(list(itertools.permutations(range(6), 2))).T
+    limits = fabric.transfers(source, destination, np.ones(30)).transfers.limit_bytes_per_s
+    assert limits is not None
+    for a, b, limit in zip(source.tolist(), destination.tolist(), limits.tolist(), strict=True):
+        round_trip_s = topology.latency_s(a, b) + topology.latency_s(b, a)
+        assert limit == pytest.approx(under_way_bytes[a // 2 == b // 2] / round_trip_s)
 
 
 def test_nothing_to_send_is_left_out() -> None:

@@ -10,7 +10,7 @@ from simulated_plans import PLANS, RATES_GBPS, make_plan
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import build
-from hybridep.plan import Plan
+from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
 from simulator.conditions import Conditions
 from simulator.errors import PipelineError, SimulationError
@@ -98,6 +98,19 @@ def test_each_pair_of_sites_has_its_own_link() -> None:
     found = made_up(plan, [(0.0, 0.0)] * 3, ahead=30)
     slowest_s = max(ACTIVATION_BYTES / rates[pair] for pair in [("s0", "s1"), ("s1", "s2"), ("s2", "s1"), ("s1", "s0")])
     assert 60 * slowest_s < found.step_s < 60 * slowest_s + 0.018
+
+
+def test_connections_with_windows_count_between_stages_and_inside() -> None:
+    plan = make_plan(4, num_layers=5, latency_s=0.01)
+
+    def times_s(window_bytes: float, streams: int) -> list[float]:
+        level = plan.cluster.levels[0].model_copy(update={"window": window_bytes})
+        cluster, schedule = plan.cluster.model_copy(update={"levels": (level,)}), Schedule(streams={"dc": streams})
+        held = plan.model_copy(update={"cluster": cluster, "schedule": schedule})
+        return [pipeline_step(held, 2).step_s, made_up(held, [(0.0, 0.0)] * 2).step_s]
+
+    assert times_s(1e3, 4) == pytest.approx(times_s(4e3, 1))
+    assert all(few > 1.5 * many for few, many in zip(times_s(1e3, 1), times_s(4e3, 1), strict=True))
 
 
 @pytest.mark.parametrize("inside", INSIDE)

@@ -22,6 +22,11 @@ ROW_BYTES = 64 * 4
 UNEVEN = [{"name": "a"}, {"name": "b", "up": "0.25 Gbps"}, {"name": "c"}, {"name": "d", "down": "0.5 Gbps"}]
 
 
+def with_gpu(plan: Plan, **figures: float) -> Plan:
+    gpu = plan.cluster.gpu.model_copy(update=figures)
+    return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"gpu": gpu})})
+
+
 def longest_s(degree: int, out_s: float, compute_s: float, back_s: float) -> float:
     """A pipeline of equal parts: all go out one after the other, are computed one after the other, and come back behind the last
     that went out. The longest chain leaves one stage for the next at the first or at the last part."""
@@ -35,17 +40,17 @@ def longest_s(degree: int, out_s: float, compute_s: float, back_s: float) -> flo
 @pytest.mark.parametrize("throughput", [1e12, 4e9, 1e8], ids=["links bind", "about equal", "experts bind"])
 @pytest.mark.parametrize("degree", DEGREES)
 def test_pipelined_exchange_takes_its_longest_chain(degree: int, throughput: float, latency_s: float) -> None:
-    sites, tokens, top_k, layers = 4, 64, 3, 2
-    plan = make_plan(sites, latency_s=latency_s, throughput=throughput)
+    sites, tokens, top_k, layers, overhead_s = 4, 64, 3, 2, 1e-5
+    plan = with_gpu(make_plan(sites, latency_s=latency_s, throughput=throughput), expert_overhead=overhead_s)
     rate = RATES_GBPS["dc"] * 1e9 / 8
     rows_s = tokens * top_k * (sites - 1) / sites * ROW_BYTES / rate
     counts_s = (sites - 1) * 8 / rate + latency_s
     expert_s = tokens * top_k * plan.workload.expert_flops_per_row / throughput
 
     def experts_s(parts: int) -> float:
-        hop_s = rows_s / parts + latency_s
-        forward_s = longest_s(parts, counts_s + hop_s, expert_s / parts, hop_s)
-        return forward_s + longest_s(parts, hop_s, 2 * expert_s / parts, hop_s)
+        # Each part passes all of the rank's experts.
+        hop_s, part_s = rows_s / parts + latency_s, expert_s / parts + 16 / sites * overhead_s
+        return longest_s(parts, counts_s + hop_s, part_s, hop_s) + longest_s(parts, hop_s, 2 * part_s, hop_s)
 
     plain, piped = (simulate_step(plan, exchange=TokenExchange(per_choice=True, chunks=chunks)).step_s for chunks in (1, degree))
     assert piped - plain == pytest.approx(layers * (experts_s(degree) - experts_s(1)), rel=1e-6, abs=1e-12)
@@ -78,8 +83,8 @@ def test_a_plain_exchange_carries_a_row_per_choice() -> None:
 
 
 @pytest.mark.parametrize("per_choice", [False, True])
-def test_on_one_level_straight_and_in_hops_are_the_same(per_choice: bool) -> None:
-    plan = make_plan(4, latency_s=1e-3)
+@pytest.mark.parametrize("plan", [make_plan(4, latency_s=1e-3), with_gpu(make_plan(1, 4), jitter=1e-3, message_overhead=1e-4)])
+def test_on_one_level_straight_and_in_hops_are_the_same(plan: Plan, per_choice: bool) -> None:
     for chunks in (1, 4):
         hops = simulate_step(plan, exchange=TokenExchange(per_choice=per_choice, chunks=chunks))
         straight = simulate_step(plan, exchange=TokenExchange(route=Route.DIRECT, per_choice=True, chunks=chunks))
