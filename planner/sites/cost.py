@@ -170,7 +170,7 @@ def cost_of(problem: SiteProblem, layer: LayerExchanges, residency: Residency, k
     step_s = sum(parts.values())
     moved = list(moved_in_a_step(problem, layer, residency))
     egress = fixed.egress_usd + layers * egress_usd(problem, moved)
-    needs, has = _memory(problem, fixed, layer, residency), problem.compute.memory_bytes
+    needs, has = rank_memory_bytes(problem, layer, residency), problem.compute.memory_bytes
     fullest = int((needs / has).argmax())
     return SiteCost(
         step_s=step_s,
@@ -262,9 +262,9 @@ def _codec_state_bytes(problem: SiteProblem, layer: LayerExchanges) -> FloatArra
     return kept + (problem.workload.expert_bytes if shared_exchanges(problem, layer) else 0.0)
 
 
-def _memory(problem: SiteProblem, fixed: FixedCost, layer: LayerExchanges, residency: Residency) -> FloatArray:
+def rank_memory_bytes(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> FloatArray:
     """[D, n]: what each rank needs."""
-    held = layer_memory(problem, layer, residency)
+    fixed, held = fixed_cost(problem), layer_memory(problem, layer, residency)
     lasting = fixed.lasting_bytes + problem.num_layers * held.lasting_bytes
     return np.asarray(lasting + np.maximum(held.passing_bytes, fixed.passing_bytes))
 

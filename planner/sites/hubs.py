@@ -67,7 +67,7 @@ def best_hubs(problem: SiteProblem, most_users: int) -> HubPlan | None:
     it serves anybody or not. None where paths between sites have limits of their own, or none serve all."""
     if problem.pair_bytes_per_s is not None or problem.num_sites < 3:
         return None
-    size, up, down = problem.num_sites, problem.up_bytes_per_s, problem.down_bytes_per_s
+    up, down = problem.up_bytes_per_s, problem.down_bytes_per_s
     per_forward, per_back = layer_bytes(problem)
     best: HubPlan | None = None
     at = 0, 0
@@ -86,19 +86,31 @@ def best_hubs(problem: SiteProblem, most_users: int) -> HubPlan | None:
                 lower_s = per_forward * forward + per_back * back
                 if best is not None and lower_s >= best.layer_s:
                     break
-                rooms = np.floor(np.minimum(forward * down, back * up) * (1 + 1e-9)).astype(np.int64)
-                rooms = np.minimum(rooms, most_users)
-                stays = np.minimum(forward * up, back * down) * (1 + 1e-9) < 1.0
-                order = np.lexsort((-np.minimum(up, down), -rooms, ~stays))
-                enough = np.cumsum(rooms[order]) >= size - 1 - np.arange(size)
-                enough[: max(int(stays.sum()) - 1, 0)] = False
-                if not enough.any():
+                within = hubs_within(problem, forward, back, most_users)
+                if within is None:
                     continue
-                hubs = order[: int(enough.argmax()) + 1]
+                hubs, rooms = within
                 layer_s = lower_s + _copies_s(problem, hubs)
                 if best is None or layer_s < best.layer_s:
-                    best, at = HubPlan(hubs=hubs, rooms=rooms[hubs], layer_s=layer_s, forward=forward, back=back), (i, j)
+                    best, at = HubPlan(hubs=hubs, rooms=rooms, layer_s=layer_s, forward=forward, back=back), (i, j)
     return best
+
+
+def hubs_within(problem: SiteProblem, forward: float, back: float, most_users: int) -> tuple[IntArray, IntArray] | None:
+    """The fewest hubs whose links serve all others while the busiest one is busy for ``forward`` and ``back`` (seconds per byte
+    of a site's rows), with most room first but for those that send too little to be users, and how many users each could serve;
+    None where there is no way."""
+    size, up, down = problem.num_sites, problem.up_bytes_per_s, problem.down_bytes_per_s
+    rooms = np.floor(np.minimum(forward * down, back * up) * (1 + 1e-9)).astype(np.int64)
+    rooms = np.minimum(rooms, most_users)
+    stays = np.minimum(forward * up, back * down) * (1 + 1e-9) < 1.0
+    order = np.lexsort((-np.minimum(up, down), -rooms, ~stays))
+    enough = np.cumsum(rooms[order]) >= size - 1 - np.arange(size)
+    enough[: max(int(stays.sum()) - 1, 0)] = False
+    if not enough.any():
+        return None
+    hubs = order[: int(enough.argmax()) + 1]
+    return hubs, rooms[hubs]
 
 
 def layer_bytes(problem: SiteProblem) -> tuple[float, float]:

@@ -9,21 +9,21 @@ sites as their links allow.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
-from planner.sites.hubs import HubPlan, layer_bytes, users_of
+from planner.sites.hubs import HubPlan, hubs_within, layer_bytes
 from planner.sites.problem import SiteProblem
 
-SCALES = (1.0, 1.1, 1.25, 1.5, 2.0)
+SCALES = (1.0, 1.01, 1.05, 1.1, 1.25, 2.0)
 """How much longer than the hubs need the busiest link may carry rows, so that hubs can leave more out."""
 MOST_USERS = 8
 """Of each hub of equal sites."""
-THIN_COPIES = 2
+THIN_COPIES = 4
 """Further copies of each expert that is left out anywhere, about: what hubs must leave out more to make up for them."""
 STEPS = 20
 """Lengths of a gather that are tried, and halvings of a return's."""
@@ -59,27 +59,32 @@ def equal_spread(problem: SiteProblem) -> Spread | None:
     return best if best.left_out.any() else None
 
 
-def best_spread(problem: SiteProblem, plan: HubPlan) -> Spread:
-    """``plan`` with links busy for as long as is best."""
-    scaled = (replace(plan, forward=plan.forward * a, back=plan.back * b) for a, b in product(SCALES, SCALES))
-    return min((_spread(problem, one) for one in scaled), key=lambda one: one.layer_s)
+def best_spreads(problem: SiteProblem, plan: HubPlan, most_users: int) -> list[Spread]:
+    """With links busy for as long as ``plan`` needs or somewhat longer, and the hubs that this takes: the fastest first."""
+    made = []
+    for forward, back in product(*([scale * busy for scale in SCALES] for busy in (plan.forward, plan.back))):
+        within = hubs_within(problem, forward, back, most_users)
+        if within is not None:
+            hubs, rooms = within
+            made.append(_spread(problem, HubPlan(hubs=hubs, rooms=rooms, layer_s=plan.layer_s, forward=forward, back=back)))
+    return sorted((one for one in made if one.left_out.any()), key=lambda one: one.layer_s)
 
 
 def _spread(problem: SiteProblem, plan: HubPlan) -> Spread:
     size, one = problem.num_sites, float(problem.hit[1])
     out, _ = plan.rows(problem)
     users = np.setdiff1d(np.arange(size), plan.hubs)
-    # Users with equally much room share hubs.
+    # Users with equally much room share hubs, which are filled one after another: so few serve those that have none.
     users = users[np.argsort(out[users], kind="stable")]
     hub_of = np.arange(size)
-    hub_of[users] = np.repeat(plan.hubs, users_of(plan, len(users)))
+    hub_of[users] = np.repeat(plan.hubs, plan.rooms)[: len(users)]
     spare = out - 1.0
     spare[plan.hubs] = out[plan.hubs]
     room = np.full(size, np.inf)
     np.minimum.at(room, hub_of, spare)
     most = np.maximum(room[plan.hubs], 0.0) / one * (1 + 1e-9)
     left_out = np.minimum(most, problem.num_experts // 2).astype(np.int64)
-    most_copies, copies_s = _fewest_copies(problem, len(plan.hubs), left_out)
+    most_copies, copies_s = _fewest_copies(problem, plan.hubs, left_out)
     per_forward, per_back = layer_bytes(problem)
     return Spread(
         plan=plan,
@@ -90,49 +95,65 @@ def _spread(problem: SiteProblem, plan: HubPlan) -> Spread:
     )
 
 
-def _fewest_copies(problem: SiteProblem, count: int, left_out: IntArray) -> tuple[FloatArray, float]:
-    """([E] copies of each expert at ``count`` hubs that together leave so many out, seconds of a gather and a return): those of
-    the homes with the slowest links are the fewest."""
+def copy_seconds(problem: SiteProblem) -> tuple[FloatArray, FloatArray]:
+    """[E] each: what a gather and a return take at the home's links per copy, as long as its experts have equally many."""
     there_s = (problem.wire.expert_bytes * problem.homes / problem.up_bytes_per_s)[problem.home_site]
     back_s = (problem.wire.expert_gradient_bytes * problem.homes / problem.down_bytes_per_s)[problem.home_site]
+    return there_s, back_s
+
+
+def _fewest_copies(problem: SiteProblem, hubs: IntArray, left_out: IntArray) -> tuple[FloatArray, float]:
+    """([E] copies of each expert at ``hubs`` that leave so many out, seconds of a gather and a return): those of the homes with
+    the slowest links are the fewest, but no fewer than what the hubs' own links take as long for."""
+    there_s, back_s = copy_seconds(problem)
+    count, kept = len(hubs), problem.num_experts - left_out - problem.homes[hubs]
+    there_least_s = float((problem.wire.expert_bytes * kept / problem.down_bytes_per_s[hubs]).max())
+    back_least_s = float((problem.wire.expert_gradient_bytes * kept / problem.up_bytes_per_s[hubs]).max())
     budget, least = float(left_out.sum()), count - int((left_out > 0).sum())
 
     def copies(gather_s: float, return_s: float) -> FloatArray:
         return np.minimum(np.minimum(gather_s / there_s, return_s / back_s), count)
 
     def fits(gather_s: float, return_s: float) -> bool:
-        kept = copies(gather_s, return_s)
-        return bool(kept.min() >= least and (count - kept).sum() + THIN_COPIES * (kept < count).sum() <= budget)
+        few = copies(gather_s, return_s)
+        return bool(few.min() >= least and (count - few).sum() + THIN_COPIES * (few < count).sum() <= budget)
 
     def shortest_s(gather_s: float) -> float:
-        low, high = float(back_s.max()) * least, float(back_s.max()) * count
+        low, high = float(back_s.max()) * least, max(float(back_s.max()) * count, back_least_s)
         if not fits(gather_s, high):
             return np.inf
         for _ in range(STEPS):
             middle = (low + high) / 2
             low, high = (low, middle) if fits(gather_s, middle) else (middle, high)
-        return high
+        return max(high, back_least_s)
 
     gathers = float(there_s.max()) * count * np.linspace(max(least / count, 0.5 / STEPS), 1.0, STEPS)
+    gathers = np.unique(np.maximum(gathers, there_least_s))
     best = float(gathers[0]), shortest_s(float(gathers[0]))
     for gather_s in gathers[1:].tolist():
-        if gather_s + float(back_s.max()) * least >= sum(best):
+        if gather_s + max(float(back_s.max()) * least, back_least_s) >= sum(best):
             break
         best = min(best, (gather_s, shortest_s(gather_s)), key=sum)
     return copies(*best), sum(best)
 
 
-def spread_table(problem: SiteProblem, spread: Spread) -> IntArray:
-    """[D, E]: hubs compute for their users what they hold; the rest is computed by each expert's few other holders."""
+def spread_table(problem: SiteProblem, spread: Spread, away: np.ndarray | None = None) -> IntArray:
+    """[D, E]: hubs compute for their users what they hold; the rest is computed by each expert's few other holders. So is what
+    hubs hold for their users only (``away``, [hubs, E]; see ``planner.sites.relief``)."""
     size, hubs, hub_of = problem.num_sites, spread.plan.hubs, spread.hub_of
     missing = np.zeros((size, problem.num_experts), dtype=np.bool_)
-    missing[hubs] = _left_out(problem, spread)
+    missing[hubs] = left_out(problem, spread)
     table = np.repeat(hub_of[:, None], problem.num_experts, axis=1)
     # Hubs are full: of rows, or of what rows leave in memory.
     free = (spread.plan.rows(problem)[1] / problem.hit[1] * (1 + 1e-9)).astype(np.int64)
     free[hubs] = 0
     lacks = missing[hub_of]
-    for expert, home in enumerate(problem.home_site):
+    if away is not None:
+        lacks[hubs] |= away
+    # The slowest homes first, whose experts are to have the fewest copies: each goes to those with most room.
+    there_s, back_s = copy_seconds(problem)
+    for expert in np.argsort(-(there_s + back_s), kind="stable"):
+        home = problem.home_site[expert]
         table[home, expert] = home
         lacks[home, expert] = False
         asking = np.flatnonzero(lacks[:, expert])
@@ -152,7 +173,7 @@ def spread_table(problem: SiteProblem, spread: Spread) -> IntArray:
     return table
 
 
-def _left_out(problem: SiteProblem, spread: Spread) -> np.ndarray:
+def left_out(problem: SiteProblem, spread: Spread) -> np.ndarray:
     """[hubs, E]: which experts each hub leaves out."""
     hubs = spread.plan.hubs
     wanted = len(hubs) - spread.most_copies
@@ -160,8 +181,7 @@ def _left_out(problem: SiteProblem, spread: Spread) -> np.ndarray:
     chosen = np.zeros((len(hubs), problem.num_experts), dtype=np.bool_)
     for hub in np.argsort(-spread.left_out, kind="stable"):
         own = problem.home_site == hubs[hub]
-        first = np.argsort(-np.where(own, -1.0, wanted), kind="stable")[: spread.left_out[hub]]
-        first = first[wanted[first] > 0]
+        first = np.argsort(-np.where(own, -np.inf, wanted), kind="stable")[: spread.left_out[hub]]
         chosen[hub, first] = True
         wanted[first] -= 1
     return chosen

@@ -26,13 +26,16 @@ from planner.sites.grouping import (
 from planner.sites.hubs import best_hubs, hub_table, served_table
 from planner.sites.moves import improve_groups, improve_table
 from planner.sites.problem import SiteProblem
+from planner.sites.relief import relieved_table
 from planner.sites.search import Found, Search
-from planner.sites.spread import best_spread, equal_spread, spread_table
+from planner.sites.spread import best_spreads, equal_spread, spread_table
 
 SHARES = (Share(), Share(power=0.5), Share(power=1.0), Share(holders=1), Share(holders=2))
 """Ways for the members of a group to share the experts."""
 FEWER_USERS = 0.85
 """How much fewer users each hub is given in the next attempt, at least one."""
+SPREADS = 2
+"""Ways to leave experts out that are tried with so many users, until copies stay."""
 LIKELY = 4
 """Among many sites, numbers of groups that are tried: those of the best estimates."""
 
@@ -117,9 +120,17 @@ def try_best_hubs(search: Search) -> bool:
         plan = best_hubs(problem, most_users) if most_users > 0 and most_users not in ranks and not late else None
         if plan is None:
             return None
-        found = search.evaluate(served_table(problem, plan))
-        if not search.over and (spread := best_spread(problem, plan)).left_out.any():
-            found = min(found, search.evaluate(spread_table(problem, spread)), key=lambda one: one.rank)
+        found, tried = search.evaluate(served_table(problem, plan)), False
+        for spread in [] if search.over else best_spreads(problem, plan, most_users)[:SPREADS]:
+            table = spread_table(problem, spread)
+            relieved = relieved_table(problem, spread, table)
+            if relieved is None and tried:
+                continue
+            tried = True
+            made = search.evaluate(table if relieved is None else relieved)
+            found = min(found, made, key=lambda one: one.rank)
+            if search.over or _copies_stay(made):
+                break
         ranks[most_users] = found.rank
         return found
 
@@ -139,7 +150,11 @@ def try_best_hubs(search: Search) -> bool:
     found = search.best
     if not ranks or found is None or found.configuration is None or found.rank > min(ranks.values()):
         return False
-    return found.rank[0] == 0 and found.configuration.residency is Residency.STEP
+    return _copies_stay(found)
+
+
+def _copies_stay(found: Found) -> bool:
+    return found.rank[0] == 0 and found.configuration is not None and found.configuration.residency is Residency.STEP
 
 
 def _try_hubs(search: Search) -> None:

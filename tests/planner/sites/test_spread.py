@@ -15,7 +15,7 @@ from planner.sites.exchange import held_by_site, layer_exchanges
 from planner.sites.hubs import best_hubs, served_table
 from planner.sites.problem import Inside, SiteProblem, site_problem
 from planner.sites.search import Search
-from planner.sites.spread import Spread, best_spread, equal_hubs, equal_spread, spread_table
+from planner.sites.spread import Spread, best_spreads, equal_hubs, equal_spread, spread_table
 from planner.sites.strategy import run
 
 
@@ -35,7 +35,7 @@ def spread_of(seed: int, sites: int, most_users: int = 3) -> tuple[SiteProblem, 
     problem = site_problem(cluster_of(seed, sites, kinds=10 if seed % 2 else None), many_experts())
     plan = best_hubs(problem, most_users)
     assert plan is not None
-    return problem, best_spread(problem, plan)
+    return problem, best_spreads(problem, plan, most_users)[0]
 
 
 @pytest.mark.parametrize("seed", range(4))

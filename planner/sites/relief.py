@@ -1,0 +1,55 @@
+"""Memory for one more user: what a hub's own tokens leave to others.
+
+What limits a hub's users is often memory rather than links. A hub sends little, so its own tokens can have some of their experts
+elsewhere, at the same few holders that others find one by one, while the hub still serves those experts to its users. The
+activations that this saves are those of one site of several, on the ranks that lack room.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from hybridep.plan import Residency
+from hybridep.traffic import FloatArray
+from planner.memory import routed_activation_bytes
+from planner.sites.cost import rank_memory_bytes
+from planner.sites.exchange import layer_exchanges
+from planner.sites.problem import Inside, SiteProblem
+from planner.sites.spread import Spread, left_out, spread_table
+
+
+def relieved_table(problem: SiteProblem, spread: Spread, table: IntArray) -> IntArray | None:
+    """[D, E]: ``table``, which is that of ``spread``, with tokens of hubs sent away until copies may stay for the whole step in
+    all ranks' memory, or as it is where they may already; None where hubs' links have too little room for that."""
+    inside = Inside.ONE if problem.num_inside > 1 else Inside.ALL
+    needs = rank_memory_bytes(problem, layer_exchanges(problem, table, inside), Residency.STEP)
+    missing_bytes = np.maximum(needs - problem.compute.memory_bytes, 0.0)
+    hubs, missing = spread.plan.hubs, left_out(problem, spread)
+    if not missing_bytes.any():
+        return table
+    if missing_bytes.sum() > missing_bytes[hubs].sum():
+        return None
+    # Experts that many hubs leave out have holders with room.
+    order = np.argsort(-missing.sum(axis=0), kind="stable")
+    rows = spread.plan.rows(problem)[0] / problem.hit[1] * (1 + 1e-9)
+    away = np.zeros_like(missing)
+    for number, hub in enumerate(hubs):
+        for rank in np.flatnonzero(missing_bytes[hub]):
+            computed = (problem.home_inside == rank) & ~missing[number]
+            here = order[(computed & (problem.home_site != hub))[order]]
+            count = int(np.searchsorted(_saved_bytes(problem, int(hub), int(computed.sum())), missing_bytes[hub, rank]))
+            if count > len(here):
+                return None
+            away[number, here[:count]] = True
+        if (missing[number] | away[number]).sum() > rows[hub]:
+            return None
+    return spread_table(problem, spread, away)
+
+
+def _saved_bytes(problem: SiteProblem, site: int, held: int) -> FloatArray:
+    """[held + 1]: what a rank with so many experts saves at least if tokens of its own site have 0, 1, .. of them elsewhere."""
+    counts, n = np.arange(held + 1), problem.num_inside
+    served = counts * (n * problem.rows_per_choice[site])
+    arrived = n * problem.tokens[site] * (problem.hit[held] - problem.hit[held - counts])
+    return problem.num_layers * routed_activation_bytes(problem.workload, served, arrived)
