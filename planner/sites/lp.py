@@ -1,158 +1,89 @@
-"""The bound of one box as a linear program, and what any dual vector proves about it.
+"""The bound of one box as a linear program.
 
-Beside ``planner.sites.relaxation``'s row costs, the program knows the homes: x[d, a, h] experts of home site a are served
-at h for tokens of d, at most the y[a, h] that h holds of them; copies y leave a, and arrive at h, within the gather's time,
-which costs what it exceeds the computation it runs beside. Where that is too large a program, homes are not told apart.
+Copies leave their homes, and arrive at holders, within the gather's time, which with the latency of the farthest costs what it
+exceeds the computation it runs beside. Each site finds every expert at sites that hold it, itself among them; what it finds
+elsewhere keeps links busy as the box's chords say. z[g, h] copies are held at h, and x[d, g, h] experts are served there for
+tokens of d. Among few sites that differ, experts are told apart by their homes g; else there is one group of all.
 
-``value_s`` evaluates weak duality: for minimise c x with A x <= b, F x = g, l <= x <= u, any lambda >= 0 and any nu give the
-bound  nu g - lambda b + sum_j min(r_j l_j, r_j u_j)  with r = c + lambda A - nu F. The solver only proposes lambda and nu.
+Every plan of the box is a point of the program that costs no more: x and z are its own numbers (among merged sites their means,
+which keep every inequality, since all are linear; of copies, those beyond the homes of the class), times its own or less.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
-from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray, gathers_and_returns
-from planner.sites.relaxation import Box, Relaxation
+from planner.sites.boxes import Box
+from planner.sites.linear import BoxProgram, Rows
+from planner.sites.relaxation import Relaxation
 
 MOST_VARIABLES = 600
 """With homes told apart; larger programs take a solver longer than halving boxes is worth."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Duals:
-    """What proves a bound: multipliers of the inequalities (at least zero) and of the equalities."""
-
-    inequality: FloatArray
-    equality: FloatArray
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BoxProgram:
-    """minimise ``costs`` x; times in seconds of one layer."""
-
-    costs: FloatArray
-    inequality: Any
-    """Sparse [rows, variables]; at most ``right``."""
-    right: FloatArray
-    equality: Any
-    """Sparse; equal to ``total``."""
-    total: FloatArray
-    bounds: FloatArray
-    """[variables, 2], finite."""
-
-    def value_s(self, duals: Duals) -> float:
-        """A lower bound on the program, whatever the multipliers. Raises ValueError for a negative one."""
-        if (duals.inequality < 0).any():
-            raise ValueError("multipliers of inequalities must be at least zero")
-        reduced = self.costs + self.inequality.T @ duals.inequality - self.equality.T @ duals.equality
-        ends = np.minimum(reduced * self.bounds[:, 0], reduced * self.bounds[:, 1])
-        return float(duals.equality @ self.total - duals.inequality @ self.right + ends.sum())
-
-    def solve(self) -> Duals | None:
-        """The best multipliers; None when the program is infeasible or the solver fails."""
-        solver: Any = linprog  # its stubs know dense matrices only
-        # Scaled by the cheapest variable: by the price of what stays unserved, all else would be within the solver's tolerance.
-        # Its presolve takes longer than it saves here.
-        unit = float(self.costs[self.costs > 0].min())
-        found = solver(
-            self.costs / unit,
-            self.inequality,
-            self.right,
-            self.equality,
-            self.total,
-            self.bounds,
-            method="highs",
-            options={"presolve": False},
-        )
-        if found.status != 0:
-            return None
-        return Duals(
-            inequality=np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) * unit,
-            equality=np.asarray(found.eqlin.marginals) * unit,
-        )
-
-
-class Rows:
-    """Inequalities, collected block by block."""
-
-    def __init__(self) -> None:
-        self.row: list[IntArray] = []
-        self.column: list[IntArray] = []
-        self.value: list[FloatArray] = []
-        self.right: list[FloatArray] = []
-        self.count = 0
-
-    def add(self, row: IntArray, column: IntArray, value: FloatArray | float, right: FloatArray) -> None:
-        self.row.append(np.asarray(row) + self.count)
-        self.column.append(np.asarray(column))
-        self.value.append(np.broadcast_to(np.asarray(value, dtype=np.float64), np.shape(row)))
-        self.right.append(right)
-        self.count += len(right)
-
-    def matrix(self, variables: int) -> Any:
-        entries = np.concatenate(self.value), (np.concatenate(self.row), np.concatenate(self.column))
-        return coo_array(entries, shape=(self.count, variables)).tocsr()
-
-
 def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
-    """None when a site cannot even hold its own experts."""
+    """Minimises seconds of one layer, but for the latency of token exchanges. None when sites cannot hold what they must."""
     problem, kinds, limits = relaxation.problem, relaxation.classes, relaxation.limits(box)
     size = len(kinds.count)
-    weight, weight_back = float(problem.wire.expert_bytes), float(problem.wire.expert_gradient_bytes)
-    if (limits.most_held < kinds.homes).any():
+    if not limits.possible(kinds):
         return None
     sites = np.flatnonzero(kinds.homes)
     told_apart = not kinds.merged and len(sites) * size * size <= MOST_VARIABLES
-    # Groups a of experts: how many they are, where they live, and where how many copies of them can be.
-    if told_apart:
-        owned = kinds.homes[sites]
-        at_home = np.zeros((len(sites), size))
-        at_home[np.arange(len(sites)), sites] = owned
-        copies = limits.copies[sites] * (1 - np.eye(size)[sites])
-    else:
-        owned = np.array([float(problem.num_experts)])
-        at_home = kinds.homes[None, :]
-        copies = (limits.most_held - kinds.homes)[None, :]
-    groups = len(owned)
+    most_copies = limits.copies * kinds.others.T
+    # Groups g of homes: what of them is at home somewhere, and of how many there can be copies.
+    group = np.searchsorted(sites, np.arange(size)) if told_apart else np.zeros(size, dtype=np.int64)
+    groups = len(sites) if told_apart else 1
+    at_home = np.zeros((groups, size))
+    at_home[group[sites], sites] = kinds.homes[sites]
+    copies = np.zeros((groups, size))
+    np.add.at(copies, group[sites], most_copies[sites])
+    copies = np.minimum(copies, limits.most_held - kinds.homes)
+    owned = kinds.homes[sites] if told_apart else np.array([float(problem.num_experts)])
     holdable = at_home + copies
-    # x[d, a, h]: what a site of class d finds at all other sites of class h; then what it serves itself.
-    near = limits.allowed * kinds.others
-    d, a, h = np.nonzero((holdable[None] > 0) & (near[:, None, :] > 0))
-    own_a, own_d = np.nonzero(holdable)
-    away = np.arange(len(d))
-    num = len(d) + len(own_d)
+    # x[d, g, h]: what a site of class d finds at all other sites of class h; then what it serves itself.
+    near = kinds.others * (limits.most_found > 0)
+    d, g, h = np.nonzero((holdable[None] > 0) & (near[:, None, :] > 0))
+    own_g, own_d = np.nonzero(holdable)
+    away, num = np.arange(len(d)), len(d) + len(own_d)
     many = np.concatenate([near[d, h], np.ones(len(own_d))])
-    all_d, all_a, all_h = np.concatenate([d, own_d]), np.concatenate([a, own_a]), np.concatenate([h, own_d])
-    ca, ch = np.nonzero(copies)
-    y = num + np.arange(len(ca))
-    copy_of = np.full((groups, size), -1)
-    copy_of[ca, ch] = y
-    first = num + len(ca)
+    all_d, all_g, all_h = np.concatenate([d, own_d]), np.concatenate([g, own_g]), np.concatenate([h, own_d])
+    most_x = np.concatenate([np.minimum(limits.most_found[d, h], holdable[g, h]), holdable[own_g, own_d]]) * many
+    zg, zh = np.nonzero(copies)
+    z = np.full((groups, size), -1)
+    held = z[zg, zh] = num + np.arange(len(zg))
+    first = num + len(zg)
     forward, back, compute, gather, give_back, gather_cost, return_cost = range(first, first + 7)
     unserved = first + 7
     variables = unserved + size * groups
     rows = Rows()
 
-    # Served only what is held.
-    coupled = np.flatnonzero(copies[all_a, all_h] > 0)
+    def at_most(row: IntArray, column: IntArray, value: FloatArray | float, right: FloatArray) -> None:
+        if len(right):
+            rows.add(row, column, value, right)
+
+    # No more copies are held than can be, nor fewer than must be.
+    at_most(zh, held, 1.0, limits.most_held - kinds.homes)
+    every = np.arange(size)
+    least = np.minimum(limits.least_held, limits.most_held) - kinds.homes
+    at_most(np.concatenate([zh, every]), np.concatenate([held, unserved + every * groups]), -1.0, -least)
+    # Served only what is held, and no more than chords reckon with.
+    coupled = np.flatnonzero(copies[all_g, all_h] > 0)
     order = np.arange(len(coupled))
-    rows.add(
+    at_most(
         np.concatenate([order, order]),
-        np.concatenate([coupled, copy_of[all_a[coupled], all_h[coupled]]]),
+        np.concatenate([coupled, z[all_g[coupled], all_h[coupled]]]),
         np.concatenate([np.ones(len(coupled)), -many[coupled]]),
-        many[coupled] * at_home[all_a[coupled], all_h[coupled]],
+        many[coupled] * at_home[all_g[coupled], all_h[coupled]],
     )
-    rows.add(ch, y, 1.0, limits.most_held - kinds.homes)
+    if told_apart and len(away):
+        pairs, row = np.unique(d * size + h, return_inverse=True)
+        at_most(row, away, 1.0, (limits.most_found * near).ravel()[pairs])
 
     # Token exchanges and computation: each link's time is at most that of the busiest.
-    q = relaxation.unit_seconds(limits)
+    q = relaxation.unit_rows(limits)
     up, down, pair_rate = kinds.up_bytes_per_s, kinds.down_bytes_per_s, kinds.pair_bytes_per_s
     crowd = kinds.count[d] / kinds.count[h]
     cost_forward, cost_back, cost_compute = relaxation.budgets_s
@@ -187,52 +118,53 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     shared(h, d, away, cost_back * q[d, h], back)
 
     # Copies leave and arrive within the gather's time, their gradients within the return's.
-    if len(ca):
-        busiest(ch, y, weight / down[ch], gather, size)
-        busiest(ch, y, weight_back / up[ch], give_back, size)
-        if told_apart:
-            home = sites[ca]
-            busiest(home, y, weight / up[home], gather, size)
-            busiest(home, y, weight_back / down[home], give_back, size)
-            if pair_rate is not None:
-                order = np.arange(len(ca))
-                busiest(order, y, weight / pair_rate[home, ch], gather, len(ca))
-                busiest(order, y, weight_back / pair_rate[ch, home], give_back, len(ca))
-            shared(home, ch, y, np.full(len(ca), weight), gather)
-            shared(ch, home, y, np.full(len(ca), weight_back), give_back)
-        else:
-            none = np.zeros(len(ca), dtype=np.int64)
-            owners = kinds.count[sites]
-            rows.add(none, y, kinds.count[ch], np.array([limits.most_copies]))
-            busiest(none, y, kinds.count[ch] * weight / float(up[sites] @ owners), gather, 1)
-            busiest(none, y, kinds.count[ch] * weight_back / float(down[sites] @ owners), give_back, 1)
+    weight, weight_back = float(problem.wire.expert_bytes), float(problem.wire.expert_gradient_bytes)
+    busiest(zh, held, weight / down[zh], gather, size)
+    busiest(zh, held, weight_back / up[zh], give_back, size)
+    if told_apart:
+        home = sites[zg]
+        at_most(home, held, 1.0, limits.uploads)
+        busiest(home, held, weight / up[home], gather, size)
+        busiest(home, held, weight_back / down[home], give_back, size)
+        if pair_rate is not None:
+            order = np.arange(len(held))
+            busiest(order, held, weight / pair_rate[home, zh], gather, len(held))
+            busiest(order, held, weight_back / pair_rate[zh, home], give_back, len(held))
+        shared(home, zh, held, np.full(len(held), weight), gather)
+        shared(zh, home, held, np.full(len(held), weight_back), give_back)
+    else:
+        none, owners = np.zeros(len(held), dtype=np.int64), kinds.count[sites]
+        at_most(none, held, kinds.count[zh], np.array([float(limits.uploads @ kinds.count)]))
+        busiest(none, held, kinds.count[zh] * weight / float(up[sites] @ owners), gather, 1)
+        busiest(none, held, kinds.count[zh] * weight_back / float(down[sites] @ owners), give_back, 1)
 
     # What copies cost beyond the computation beside them.
     batches = problem.workload.training.micro_batches
     gathers, returns = gathers_and_returns(box.residency, batches)
     hidden = min(gathers, batches)
-    zero, beside = np.zeros(2, dtype=np.int64), problem.beside_s
-    rows.add(zero, np.array([gather, gather_cost]), np.array([gathers - hidden, -1.0]), np.zeros(1))
-    rows.add(zero, np.array([gather, gather_cost]), np.array([gathers, -1.0]), np.array([hidden * beside]))
-    rows.add(zero, np.array([give_back, return_cost]), np.array([returns, -1.0]), np.array([2 * returns * beside]))
+    latency_s, latency_back_s = relaxation.copy_latency_s(box)
+    zero, one, beside = np.zeros(2, dtype=np.int64), np.ones(1), problem.beside_s
+    costed = np.array([gather, gather_cost]), np.array([give_back, return_cost])
+    rows.add(zero, costed[0], np.array([gathers - hidden, -1.0]), one * -(gathers - hidden) * latency_s)
+    rows.add(zero, costed[0], np.array([gathers, -1.0]), one * (hidden * beside - gathers * latency_s))
+    rows.add(zero, costed[1], np.array([returns, -1.0]), one * returns * (2 * beside - latency_back_s))
 
     bounds = np.zeros((variables, 2))
-    bounds[:num, 1] = many * holdable[all_a, all_h]
-    bounds[num:first, 1] = copies[ca, ch]
-    slowest = min(float(up.min()), float(down.min()), np.inf if pair_rate is None else float(pair_rate.min()))
-    slowest = min([slowest, *(trunk.bandwidth for trunk in problem.cluster.trunks)])
-    most_rows = float(relaxation.user_rows.max()) * problem.num_sites * problem.num_experts
-    bounds[forward, 1], bounds[back, 1] = cost_forward * most_rows / slowest, cost_back * most_rows / slowest
-    bounds[compute, 1] = float(work_s.max()) * problem.num_sites * problem.num_experts
+    bounds[:num, 1] = most_x
+    bounds[held, 1] = copies[zg, zh]
+    bounds[forward], bounds[back] = cost_forward * np.array(box.forward_s), cost_back * np.array(box.back_s)
+    bounds[compute, 0] = cost_compute * problem.least_expert_s
+    bounds[compute, 1] = float(work_s.max()) * problem.num_sites * problem.num_experts + bounds[compute, 0]
     bounds[gather], bounds[give_back] = box.gather_s, box.return_s
-    bounds[gather_cost, 1], bounds[return_cost, 1] = gathers * box.gather_s[1], returns * box.return_s[1]
+    bounds[gather_cost, 1] = gathers * (box.gather_s[1] + latency_s)
+    bounds[return_cost, 1] = returns * (box.return_s[1] + latency_back_s)
     costs = np.zeros(variables)
     costs[[forward, back, compute, gather_cost, return_cost]] = 1.0
     # Empty boxes shall have a bound too: experts may stay unserved, at a price no plan would pay.
     bounds[unserved:, 1] = np.tile(owned, size)
     costs[unserved:] = 20 * relaxation.full_gather_cost_s
     each = np.arange(size * groups)
-    row = np.concatenate([all_d * groups + all_a, each])
+    row = np.concatenate([all_d * groups + all_g, each])
     column = np.concatenate([np.arange(num), unserved + each])
     return BoxProgram(
         costs=costs,

@@ -1,16 +1,14 @@
-"""A lower bound on the step time of every serving table, and what proves it.
+"""What bounds on the step time of every serving table are made of.
 
-Plans are sorted into boxes: how long one gather takes (between sites), how long one return of gradients takes, and how far
-tokens travel. Inside a box the gather's time limits how many experts M_h a site can hold: what comes in through its links
-in that time, beside its own, within its memory. A token's chance of needing one of n experts is concave in n, so n <= M_h
-experts of a site cost at least n P(M_h) / M_h rows. With that, rows are linear in n[d, h], the number of experts that site
-h serves for tokens of site d, and for any weights on the links, which add up to what a second on the busiest link costs,
+Plans are sorted into boxes (``planner.sites.boxes``): how long one gather takes (between sites), how long one return of
+gradients, how long rows keep the busiest link, and how far copies and tokens travel. Inside a box the gather's time limits
+how many experts M_h a site can hold: what comes in through its links in that time, beside its own, within its memory. How
+long rows may keep a link limits how many experts a token finds elsewhere: n of them, all at one site, send P(n) of a row
+there, P being the chance that a token needs one of n. P is concave, so n <= N experts cost at least n P(N) / N rows: the
+tighter a box, the truer these chords.
 
-    sum_links weight * (rows over the link / its bandwidth)
-
-is at most the time of the token exchanges. Minimised over n with sum_h n[d, h] = E and n[d, h] <= M_h this splits by d into
-fractional knapsacks, solved by sorting. So a box, its weights and the lower corner of its times are a proof that anyone
-can evaluate with a sort; where the weights come from (``planner.sites.lp``) does not matter.
+With chords, rows are linear in n[d, h], the number of experts that site h serves for tokens of site d; knapsacks
+(``planner.sites.knapsacks``) and linear programs (``planner.sites.lp``) bound what they take.
 """
 
 from __future__ import annotations
@@ -19,10 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.memory import TOLERANCE
+from planner.sites.boxes import Box
 from planner.sites.classes import SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
 from planner.sites.problem import SiteProblem
@@ -31,51 +31,27 @@ SLACK = 1e-9
 """Caps are rounded down to whole experts after adding this share, so that rounding never cuts off a plan."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Box:
-    """Plans with this residency whose times lie in these closed intervals, in seconds."""
-
-    residency: Residency
-    gather_s: tuple[float, float]
-    """Of one gather between sites, latency included."""
-    return_s: tuple[float, float]
-    reach: tuple[int, int]
-    """Positions in ``Relaxation.reaches_s``: latency of one micro-batch's token exchanges between the farthest sites that
-    exchange tokens."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Weights:
-    """What a second on each link costs, all of them at least zero (dual variables); equal in each class of sites."""
-
-    out: FloatArray
-    """[C]: up links, tokens on their way to experts (dispatch, combine backward)."""
-    into: FloatArray
-    """[C]: down links, likewise."""
-    back_out: FloatArray
-    """[C]: up links, results on their way back (combine, dispatch backward)."""
-    back_into: FloatArray
-    """[C]: down links, likewise."""
-    compute: FloatArray
-    """[C]: expert computation of the site's ranks."""
-    pair: FloatArray | None = None
-    """[D, D]: pair links, on the way to experts."""
-    back_pair: FloatArray | None = None
-    """[D, D] indexed by (tokens' site, serving site): pair links, on the way back."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits:
     """What a box leaves possible."""
 
     most_held: FloatArray
     """[C]: M_h, experts that a site of class h can hold."""
+    least_held: FloatArray
+    """[C]: a site that holds fewer would send too many rows."""
     copies: FloatArray
     """[C, C]: copies of the row's home site's experts at the column's site, another one."""
-    most_copies: float
-    """Of all sites together."""
-    allowed: FloatArray
-    """[C, C]: 1 where tokens of the row's site may be served at the column's, another one."""
+    uploads: FloatArray
+    """[C]: copies that leave a home site."""
+    most_found: FloatArray
+    """[C, C]: N, experts that tokens of the row's site find at the column's, another one."""
+
+    def possible(self, kinds: SiteClasses) -> bool:
+        """Every site can hold its own experts and as many as it must, all together no more than homes have and send. (A merged
+        class has the most homes of its members; that adds at least as much to what can be held as to what must be.)"""
+        least = np.maximum(self.least_held, kinds.homes)
+        room = float((kinds.homes + self.uploads) @ kinds.count) * (1 + SLACK)
+        return bool((least <= self.most_held).all()) and float(least @ kinds.count) <= room
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,60 +149,146 @@ class Relaxation:
         expert_s = float(self.problem.expert_s_per_choice.max())
         return copies_s + compute * expert_s * self.problem.num_experts * self.problem.num_sites
 
+    @cached_property
+    def copy_reaches_s(self) -> FloatArray:
+        """Ascending: zero for no copy, then every latency at which a further home may send copies to a further site."""
+        kinds = self.classes
+        return np.concatenate([[0.0], np.unique(kinds.latency_s[self._copied])])
+
+    @cached_property
+    def _copied(self) -> NDArray[np.bool_]:
+        """[C, C]: whether sites of the row's class have experts that others of the column's may copy."""
+        return np.asarray((self.classes.others > 0) & (self.classes.homes > 0)[:, None])
+
+    @cached_property
+    def rates(self) -> tuple[FloatArray, FloatArray]:
+        """[C, C] bytes per second from the row's site to the column's, and back: the narrowest link between them."""
+        kinds = self.classes
+        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
+        there = np.minimum(up[:, None], down[None, :])
+        if kinds.pair_bytes_per_s is not None:
+            there = np.minimum(there, kinds.pair_bytes_per_s)
+        return there, there.T
+
+    @cached_property
+    def hit(self) -> FloatArray:
+        """[E + 1]: P, without the last bits that would make it fall."""
+        return np.maximum.accumulate(self.problem.hit)
+
     def roots(self) -> list[Box]:
         """Boxes that hold every plan."""
+        problem = self.problem
         gather, back = self.full_gather_s
+        slowest = min(float(problem.up_bytes_per_s.min()), float(problem.down_bytes_per_s.min()), problem.gpu_bytes_per_s)
+        slowest = min([slowest, *(trunk.bandwidth for trunk in problem.cluster.trunks)])
+        if problem.pair_bytes_per_s is not None:
+            slowest = min(slowest, float(problem.pair_bytes_per_s.min()))
+        slowest = 1 / max(1 / slowest, float(problem.window_s_per_byte[0].max()))
+        # Each rank's tokens leave it once for every other site at most.
+        most_rows = float(problem.tokens.max()) * problem.num_inside * problem.num_sites**2
         return [
-            Box(residency=residency, gather_s=(0.0, gather), return_s=(0.0, back), reach=(0, len(self.reaches_s) - 1))
-            for residency in self.problem.residencies
+            Box(
+                residency=residency,
+                gather_s=(0.0, gather),
+                return_s=(0.0, back),
+                forward_s=(0.0, most_rows / slowest),
+                back_s=(0.0, most_rows / slowest),
+                copy_reach=(0, len(self.copy_reaches_s) - 1),
+                reach=(0, len(self.reaches_s) - 1),
+            )
+            for residency in problem.residencies
         ]
 
     def copies_s(self, residency: Residency, gather_s: float, return_s: float) -> float:
-        """What gathers and returns of these lengths add to one layer's step; rises with both (``planner.cost``)."""
+        """What gathers and returns of these lengths, latency included, add to one layer's step; rises with both
+        (``planner.cost``)."""
         batches = self.problem.workload.training.micro_batches
         gathers, returns = gathers_and_returns(residency, batches)
         beside = self.problem.beside_s
         hidden = min(gathers, batches) * min(gather_s, beside) + returns * min(return_s, 2 * beside)
         return gathers * gather_s + returns * return_s - hidden
 
+    def copy_latency_s(self, box: Box) -> tuple[float, float]:
+        """Of one gather and one return, in every plan of the box: some pair of a home and a copy is as far as the lower end says,
+        no farther than the upper one, and the way back is at least the shortest of such pairs."""
+        low, high = box.copy_reach
+        if low == 0:
+            return 0.0, 0.0
+        latency, reaches = self.classes.latency_s, self.copy_reaches_s
+        farthest = self._copied & (latency >= reaches[low]) & (latency <= reaches[high])
+        return float(reaches[low]), float(latency.T[farthest].min())
+
+    def token_latency_of(self, box: Box) -> float:
+        """Seconds of one layer's step, in every plan of the box."""
+        return self.problem.workload.training.micro_batches * float(self.reaches_s[box.reach[0]])
+
     def corner_s(self, box: Box) -> float:
-        """What every plan of the box spends in one layer on copies and on the latency of token exchanges."""
-        batches = self.problem.workload.training.micro_batches
-        latency = batches * float(self.reaches_s[box.reach[0]])
-        return self.copies_s(box.residency, box.gather_s[0], box.return_s[0]) + latency
+        """What every plan of the box spends in one layer at least, beside what no plan changes: times rise with every side."""
+        forward, back, compute = self.budgets_s
+        latency_s, latency_back_s = self.copy_latency_s(box)
+        copies_s = self.copies_s(box.residency, latency_s + box.gather_s[0], latency_back_s + box.return_s[0])
+        tokens_s = forward * box.forward_s[0] + back * box.back_s[0]
+        return copies_s + tokens_s + self.token_latency_of(box) + compute * self.problem.least_expert_s
 
     def limits(self, box: Box) -> Limits:
         """What the upper ends of the box's intervals leave possible."""
-        problem, kinds = self.problem, self.classes
-        homes = kinds.homes
-        weight, weight_back = float(problem.wire.expert_bytes), float(problem.wire.expert_gradient_bytes)
+        kinds = self.classes
+        homes, experts = kinds.homes, float(self.problem.num_experts)
+        weight, weight_back = float(self.problem.wire.expert_bytes), float(self.problem.wire.expert_gradient_bytes)
         up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
         gather, back = box.gather_s[1] * (1 + SLACK), box.return_s[1] * (1 + SLACK)
-        there = np.where(kinds.others > 0, np.maximum(gather - kinds.latency_s, 0.0), 0.0)
-        again = np.where(kinds.others > 0, np.maximum(back - kinds.latency_s.T, 0.0), 0.0)
-        there_rate, again_rate = np.minimum(up[:, None], down[None, :]), np.minimum(down[:, None], up[None, :])
-        if kinds.pair_bytes_per_s is not None:
-            there_rate = np.minimum(there_rate, kinds.pair_bytes_per_s)
-            again_rate = np.minimum(again_rate, kinds.pair_bytes_per_s.T)
+        near = self._copied & (kinds.latency_s <= self.copy_reaches_s[box.copy_reach[1]]) & (box.copy_reach[1] > 0)
+        there_rate, again_rate = self.rates
         # [home site, holder]: whole experts that fit through in time.
-        copies = np.minimum(whole(there * there_rate / weight), whole(again * again_rate / weight_back))
-        copies = np.minimum(copies, homes[:, None])
+        copies = np.minimum(whole(gather * there_rate / weight), whole(back * again_rate / weight_back))
+        copies = np.minimum(copies, homes[:, None]) * near
         most = np.minimum((copies * kinds.others.T).sum(axis=0), self.copies_in_memory(box.residency))
-        most = np.minimum(most, whole(there.max(axis=0) * down / weight))
-        most = np.minimum(most, whole(again.max(axis=0) * up / weight_back))
-        uploads = np.minimum((copies * kinds.others).sum(axis=1), whole(there.max(axis=1) * up / weight))
-        uploads = np.minimum(uploads, whole(again.max(axis=1) * down / weight_back))
-        allowed = (self.token_latency_s <= self.reaches_s[box.reach[1]]) & (box.reach[1] > 0)
+        most = np.minimum(most, np.minimum(whole(gather * down / weight), whole(back * up / weight_back)))
+        uploads = np.minimum(whole(gather * up / weight), whole(back * down / weight_back))
+        most_held = np.minimum(homes + most, experts)
+        most_found = self._most_found(box, most_held)
+        return Limits(
+            most_held=most_held,
+            least_held=np.maximum(experts - self._found_in_all(box, most_found), 0.0),
+            copies=np.minimum(copies, np.maximum(most, 0.0)),
+            uploads=np.minimum(uploads, (copies * kinds.others).sum(axis=1)),
+            most_found=most_found,
+        )
+
+    def _most_found(self, box: Box, most_held: FloatArray) -> FloatArray:
+        kinds, problem = self.classes, self.problem
+        allowed = (self.token_latency_s <= self.reaches_s[box.reach[1]]) & (box.reach[1] > 0) & (kinds.others > 0)
         if problem.permissions is not None:
             permitted = np.zeros_like(allowed)
             np.logical_or.at(permitted, (kinds.label[:, None], kinds.label[None, :]), problem.permissions.serve)
             allowed &= permitted
-        return Limits(
-            most_held=np.minimum(homes + most, float(problem.num_experts)),
-            copies=np.minimum(copies, np.maximum(most, 0.0)),
-            most_copies=float(uploads @ kinds.count),
-            allowed=(allowed * (kinds.others > 0)).astype(np.float64),
-        )
+        there_rate, again_rate = self.rates
+        rows = np.minimum(box.forward_s[1] * there_rate, box.back_s[1] * again_rate) / self.user_rows[:, None]
+        found = np.searchsorted(self.hit, rows * (1 + SLACK), side="right") - 1.0
+        return np.asarray(np.minimum(found, most_held[None, :]) * allowed)
+
+    def _found_in_all(self, box: Box, most_found: FloatArray) -> FloatArray:
+        """[C]: experts that tokens find at all other sites together, at most. Because P is concave, most are found with as few
+        rows as a site may send when parts are as large as they can be, largest first, but for one (no parts of the same sum and
+        within the same limits are less even, so the sum of P is least)."""
+        kinds, hit = self.classes, self.hit
+        rows = np.minimum(box.forward_s[1] * kinds.up_bytes_per_s, box.back_s[1] * kinds.down_bytes_per_s)
+        rows = rows * (1 + SLACK) / self.user_rows
+        order = np.argsort(-most_found, axis=1, kind="stable")
+        parts = np.take_along_axis(most_found, order, axis=1)
+        number = np.take_along_axis(kinds.others, order, axis=1)
+        each = hit[parts.astype(np.int64)]
+        before = np.cumsum(each * number, axis=1) - each * number
+        left = np.maximum(rows[:, None] - before, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            full = np.minimum(np.where(each > 0, np.floor(left / each * (1 + SLACK)), 0.0), number)
+        rest = np.maximum(left - full * each, 0.0)
+        partial = np.minimum(np.searchsorted(hit, rest * (1 + SLACK), side="right") - 1.0, parts)
+        # One part at most is neither full nor empty.
+        first = (full < number).argmax(axis=1)
+        some = (full < number).any(axis=1)
+        row = np.arange(len(parts))
+        return np.asarray((full * parts).sum(axis=1) + np.where(some, partial[row, first], 0.0))
 
     def copies_in_memory(self, residency: Residency) -> FloatArray:
         """[D]: no site keeps more copies: its ranks' memory beside what is there in any case. Activations of routed
@@ -243,148 +305,11 @@ class Relaxation:
         room = self.problem.compute.memory_bytes * (1 + TOLERANCE) - fixed_cost(self.problem).lasting_bytes
         return np.where((room < 0).any(axis=1), -1.0, room.sum(axis=1))
 
-    def unit_seconds(self, limits: Limits) -> FloatArray:
-        """[C, C]: rows of one of n <= M_h experts that a site of the column's class serves for tokens of one of the row's, at
+    def unit_rows(self, limits: Limits) -> FloatArray:
+        """[C, C]: rows of one of n <= N experts that a site of the column's class serves for tokens of one of the row's, at
         least."""
-        held = np.maximum(limits.most_held, 1.0)
-        return np.outer(self.user_rows, self.problem.hit[held.astype(np.int64)] / held)
-
-    def unit_costs(self, limits: Limits, weights: Weights) -> FloatArray:
-        """[C, C]: what each expert that a site of class h serves for another one of class d costs at least, in seconds
-        per layer."""
-        kinds = self.classes
-        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
-        site = weights.out / up + weights.back_into / down
-        holder = weights.into / down + weights.back_out / up
-        rate = site[:, None] + holder[None, :]
-        if kinds.pair_bytes_per_s is not None:
-            if weights.pair is not None:
-                rate = rate + weights.pair / kinds.pair_bytes_per_s
-            if weights.back_pair is not None:
-                rate = rate + weights.back_pair / kinds.pair_bytes_per_s.T
-        costs = rate * self.unit_seconds(limits)
-        return np.asarray(costs + (weights.compute * self.expert_s)[None, :])
-
-    def within_budget(self, weights: Weights) -> Weights:
-        """Scaled down where weights add up to more than a second on the busiest link costs; then they prove something."""
-        forward, back, compute = self.budgets_s
-        pair = 0.0 if weights.pair is None else float(weights.pair.sum())
-        back_pair = 0.0 if weights.back_pair is None else float(weights.back_pair.sum())
-        count = self.classes.count
-        a = _scale(float((weights.out + weights.into) @ count) + pair, forward)
-        b = _scale(float((weights.back_out + weights.back_into) @ count) + back_pair, back)
-        c = _scale(float(weights.compute @ count), compute)
-        return Weights(
-            out=weights.out * a,
-            into=weights.into * a,
-            back_out=weights.back_out * b,
-            back_into=weights.back_into * b,
-            compute=weights.compute * c,
-            pair=None if weights.pair is None else weights.pair * a,
-            back_pair=None if weights.back_pair is None else weights.back_pair * b,
-        )
-
-    def value_s(self, box: Box, weights: Weights) -> float:
-        """No plan of the box has a shorter step; infinite when the box is empty. Raises ValueError for negative weights
-        (which prove nothing); too large ones are scaled down first."""
-        arrays = (weights.out, weights.into, weights.back_out, weights.back_into, weights.compute)
-        optional = tuple(a for a in (weights.pair, weights.back_pair) if a is not None)
-        if any((a < 0).any() for a in (*arrays, *optional)):
-            raise ValueError("weights of a bound must be at least zero")
-        weights, limits = self.within_budget(weights), self.limits(box)
-        if (limits.most_held < self.classes.homes).any():
-            return float("inf")
-        own, taken, costs = self.cheapest(limits, weights)
-        if (own + taken.sum(axis=1) < self.problem.num_experts - 1e-6).any():
-            return float("inf")
-        each = own * weights.compute * self.expert_s + (taken * costs).sum(axis=1)
-        tokens_s = float(each @ self.classes.count)
-        return self.base_s + self.num_layers * (self.corner_s(box) + tokens_s)
-
-    def thresholds_s(self, box: Box) -> float:
-        """No plan of the box has a shorter step, by another argument, which keeps the concave chance of a token needing a
-        site as it is: a site that holds m experts sends each token with one of the other E - m at least once. So if no
-        site's links are busy for longer than t, each holds at least m(t); the smallest t counts for which all of them can,
-        and together do not hold more than what homes can send out."""
-        kinds, limits, experts = self.classes, self.limits(box), self.problem.num_experts
-        total = float(kinds.homes @ kinds.count) + limits.most_copies
-        forward, back, compute = self.budgets_s
-        away = np.outer(self.user_rows, self.problem.hit[experts - np.arange(experts + 1)])
-        if (limits.most_held < kinds.homes).any():
-            return float("inf")
-
-        def least_s(rates: FloatArray) -> float:
-            times = away / rates[:, None]
-            candidates = np.unique(times)
-            low, high = 0, len(candidates) - 1
-            while low < high:
-                middle = (low + high) // 2
-                # Times fall with m, so the experts needed are those whose time is still too long.
-                needed = (times > candidates[middle] * (1 + SLACK)).sum(axis=1)
-                if (needed <= limits.most_held).all() and float(needed @ kinds.count) <= total * (1 + SLACK):
-                    high = middle
-                else:
-                    low = middle + 1
-            return float(candidates[low]) * (1 - SLACK)
-
-        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
-        tokens_s = forward * max(least_s(up), self._serving_s(limits, total, down))
-        tokens_s += back * max(least_s(down), self._serving_s(limits, total, up))
-        tokens_s += compute * self.problem.least_expert_s
-        return self.base_s + self.num_layers * (self.corner_s(box) + tokens_s)
-
-    def _serving_s(self, limits: Limits, total: float, rates: FloatArray) -> float:
-        """Seconds per byte of a row that the busiest site's link is busy for with tokens it serves to others, at least:
-        a row that comes to a site with m experts finds at most m / P(m) of those it needs on average, and sites that hold
-        ``total`` experts together leave D E - total to be found elsewhere. m / P(m) lies below a line from one expert on;
-        the best m under those lines are found greedily."""
-        kinds, experts = self.classes, float(self.problem.num_experts)
-        most = limits.most_held
-        first = np.where(most >= 1, 1 / self.problem.hit[1], 0.0)
-        last = most / np.maximum(self.problem.hit[most.astype(np.int64)], self.problem.hit[1])
-        slope = np.where(most > 1, (last - first) / np.maximum(most - 1, 1.0), 0.0)
-        units = np.concatenate([np.minimum(most, 1.0) * kinds.count, np.maximum(most - 1, 0.0) * kinds.count])
-
-        def enough(time_s: float) -> bool:
-            rows = time_s * rates / self.rows
-            gains = np.concatenate([rows * first, rows * slope]) + 1.0
-            order = np.argsort(-gains, kind="stable")
-            before = np.cumsum(units[order]) - units[order]
-            taken = np.clip(total - before, 0.0, units[order])
-            return float(taken @ gains[order]) >= experts * self.problem.num_sites * (1 - SLACK)
-
-        low, high = 0.0, self.rows * experts * self.problem.num_sites / float(rates.min())
-        if enough(low) or not enough(high):
-            return 0.0 if enough(low) else high
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (low, middle) if enough(middle) else (middle, high)
-        return low
-
-    def cheapest(self, limits: Limits, weights: Weights) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Fractional knapsacks: (experts that a site of each class serves itself [C], experts that it finds at all sites
-        of each other class [C, C], their unit costs [C, C])."""
-        experts, kinds = float(self.problem.num_experts), self.classes
-        costs = self.unit_costs(limits, weights)
-        size = len(kinds.count)
-        # The last column is the site itself, which needs no link.
-        all_costs = np.column_stack([costs, weights.compute * self.expert_s])
-        caps = np.column_stack([limits.most_held[None, :] * kinds.others * limits.allowed, limits.most_held])
-        order = np.argsort(all_costs, axis=1, kind="stable")
-        sorted_caps = np.take_along_axis(caps, order, axis=1)
-        before = np.cumsum(sorted_caps, axis=1) - sorted_caps
-        taken = np.empty_like(caps)
-        np.put_along_axis(taken, order, np.clip(experts - before, 0.0, sorted_caps), axis=1)
-        return taken[:, size], taken[:, :size], costs
-
-
-def latency_s(relaxation: Relaxation, box: Box) -> float:
-    """Of the token exchanges of one layer's step, in every plan of the box."""
-    return relaxation.problem.workload.training.micro_batches * float(relaxation.reaches_s[box.reach[0]])
-
-
-def _scale(total: float, budget: float) -> float:
-    return budget / total if total > budget else 1.0
+        found = np.maximum(limits.most_found, 1.0)
+        return np.asarray(self.user_rows[:, None] * self.problem.hit[found.astype(np.int64)] / found)
 
 
 def whole(value: FloatArray) -> FloatArray:

@@ -6,7 +6,7 @@ import heapq
 from dataclasses import dataclass, replace
 
 from planner.clock import now_s
-from planner.sites.lp import Duals
+from planner.sites.linear import Duals
 from planner.sites.sizes import SizeBox, SizeRelaxation
 
 

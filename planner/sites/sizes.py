@@ -23,7 +23,7 @@ from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.memory import lasting_copy_bytes, routed_activation_bytes
-from planner.sites.lp import BoxProgram, Duals, Rows
+from planner.sites.linear import BoxProgram, Duals, Rows
 from planner.sites.relaxation import Relaxation, whole
 
 MOST_KINDS = 24

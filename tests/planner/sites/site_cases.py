@@ -13,7 +13,10 @@ from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.sites.boxes import Box
+from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem, site_problem
+from planner.sites.relaxation import Relaxation
 
 
 def uneven_cluster(
@@ -109,6 +112,20 @@ def random_problem(seed: int, sites: int, experts: int, inside: int | None = Non
     return site_problem(cluster, small_workload(rng, experts), schedule)
 
 
+def few_kinds(seed: int, sites: int, experts: int) -> SiteProblem:
+    """Sites of a few kinds, one latency, no limits per pair."""
+    rng = np.random.default_rng(seed)
+    cluster = uneven_cluster(rng, sites, int(rng.integers(0, 2)), pairs=False)
+    named = []
+    for index, site in enumerate(cluster.sites):
+        rate = float(rng.uniform(5e6, 1e8)) if seed % 3 == 0 else site.up
+        kind = {"up": rate, "down": rate} if seed % 3 == 0 else {}
+        named.append((named[0] if seed % 2 and index else site).model_copy(update={"name": site.name, **kind}))
+    memory = cluster.gpu.memory if seed % 4 else 2e6
+    changed = cluster.model_copy(update={"sites": tuple(named), "gpu": cluster.gpu.model_copy(update={"memory": memory})})
+    return site_problem(build(Cluster, changed.model_dump(mode="json", exclude_none=True), "test"), small_workload(rng, experts))
+
+
 def random_table(rng: np.random.Generator, problem: SiteProblem) -> IntArray:
     return rng.integers(0, problem.num_sites, (problem.num_sites, problem.num_experts))
 
@@ -129,4 +146,28 @@ def as_plan(problem: SiteProblem, table: IntArray, configuration: Configuration)
         layers=(group,),
         schedule=problem.schedule,
         codecs=problem.codecs_by_level,
+    )
+
+
+def box_of(relaxation: Relaxation, table: IntArray, configuration: Configuration) -> Box:
+    """The smallest that holds this plan: all of its intervals are points."""
+    problem, kinds = relaxation.problem, relaxation.classes
+    layer = layer_exchanges(problem, table, configuration.inside)
+    copies, rows, latency_s = layer.copies[0], layer.rows[0], kinds.latency_s[np.ix_(kinds.label, kinds.label)]
+
+    def position(reaches_s: np.ndarray, pairs: np.ndarray, seconds: np.ndarray) -> tuple[int, int]:
+        at = 1 + int(np.searchsorted(reaches_s[1:], seconds[pairs > 0].max())) if (pairs > 0).any() else 0
+        return at, at
+
+    def point(value: float) -> tuple[float, float]:
+        return value, value
+
+    return Box(
+        residency=configuration.residency,
+        gather_s=point(copies.line(problem)[1] * problem.wire.expert_bytes),
+        return_s=point(copies.reverse.line(problem)[1] * problem.wire.expert_gradient_bytes),
+        forward_s=point(rows.line(problem)[1]),
+        back_s=point(rows.reverse.line(problem)[1]),
+        copy_reach=position(relaxation.copy_reaches_s, copies.pairs, latency_s),
+        reach=position(relaxation.reaches_s, rows.pairs, 3 * latency_s + 2 * latency_s.T),
     )

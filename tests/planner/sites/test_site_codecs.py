@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from site_cases import as_plan, random_problem, random_table
+from site_cases import as_plan, box_of, random_problem, random_table
 
 import planner
 from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, Speed, Speeds, TokenCodec
@@ -14,13 +14,13 @@ from hybridep.plan import Residency
 from planner.check import check
 from planner.cost import step_cost
 from planner.memory import memory_use
-from planner.sites.bound import Thresholds, even_weights, prove, proven_s
+from planner.sites.bound import Corner, prove, proven_s
 from planner.sites.cost import site_cost
 from planner.sites.evaluate import evaluate_sites
-from planner.sites.exchange import layer_exchanges
+from planner.sites.knapsacks import even_weights
 from planner.sites.lp import box_program
 from planner.sites.problem import SiteProblem, site_problem
-from planner.sites.relaxation import Box, Relaxation
+from planner.sites.relaxation import Relaxation
 
 CODECS = {
     "change": Codecs(experts=ExpertCodec.CHANGE_INT4, gradients=GradientCodec.INT8),
@@ -98,22 +98,14 @@ def test_no_table_beats_the_bound_of_its_own_box(name: str) -> None:
         problem = coded(random_problem(seed, sites=3, experts=6), name)
         relaxation, table = Relaxation(problem=problem), random_table(rng, problem)
         for configuration in problem.configurations():
-            outer = layer_exchanges(problem, table, configuration.inside).copies[0]
-            gather_s = outer.seconds(problem, problem.wire.expert_bytes)
-            return_s = outer.reverse.seconds(problem, problem.wire.expert_gradient_bytes)
-            box = Box(
-                residency=configuration.residency,
-                gather_s=(gather_s, gather_s),
-                return_s=(return_s, return_s),
-                reach=(0, len(relaxation.reaches_s) - 1),
-            )
+            box = box_of(relaxation, table, configuration)
             step_s = site_cost(problem, table, configuration).step_s
             program = box_program(relaxation, box)
             assert program is not None
             duals = program.solve()
-            for evidence in (even_weights(relaxation), Thresholds(), *([] if duals is None else [duals])):
+            for evidence in (even_weights(relaxation), Corner(), *([] if duals is None else [duals])):
                 assert proven_s(relaxation, box, evidence) <= step_s * (1 + 1e-9)
-            with_copies += duals is not None and bool(outer.out.any())
+            with_copies += duals is not None and box.copy_reach[0] > 0
     assert with_copies > 8
 
 

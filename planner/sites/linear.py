@@ -1,0 +1,93 @@
+"""Linear programs as bounds, and what any dual vector proves about them.
+
+``value_s`` evaluates weak duality: for minimise c x with A x <= b, F x = g, l <= x <= u, any lambda >= 0 and any nu give the
+bound  nu g - lambda b + sum_j min(r_j l_j, r_j u_j)  with r = c + lambda A - nu F. The solver only proposes lambda and nu.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from hybridep.placement import IntArray
+from hybridep.traffic import FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Duals:
+    """What proves a bound: multipliers of the inequalities (at least zero) and of the equalities."""
+
+    inequality: FloatArray
+    equality: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BoxProgram:
+    """minimise ``costs`` x; times in seconds of one layer."""
+
+    costs: FloatArray
+    inequality: Any
+    """Sparse [rows, variables]; at most ``right``."""
+    right: FloatArray
+    equality: Any
+    """Sparse; equal to ``total``."""
+    total: FloatArray
+    bounds: FloatArray
+    """[variables, 2], finite."""
+
+    def value_s(self, duals: Duals) -> float:
+        """A lower bound on the program, whatever the multipliers. Raises ValueError for a negative one."""
+        if (duals.inequality < 0).any():
+            raise ValueError("multipliers of inequalities must be at least zero")
+        reduced = self.costs + self.inequality.T @ duals.inequality - self.equality.T @ duals.equality
+        ends = np.minimum(reduced * self.bounds[:, 0], reduced * self.bounds[:, 1])
+        return float(duals.equality @ self.total - duals.inequality @ self.right + ends.sum())
+
+    def solve(self) -> Duals | None:
+        """The best multipliers; None when the program is infeasible or the solver fails."""
+        solver: Any = linprog  # its stubs know dense matrices only
+        # Scaled by the cheapest variable: by the price of what stays unserved, all else would be within the solver's tolerance.
+        # Its presolve takes longer than it saves here.
+        unit = float(self.costs[self.costs > 0].min())
+        found = solver(
+            self.costs / unit,
+            self.inequality,
+            self.right,
+            self.equality,
+            self.total,
+            self.bounds,
+            method="highs",
+            options={"presolve": False},
+        )
+        if found.status != 0:
+            return None
+        return Duals(
+            inequality=np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) * unit,
+            equality=np.asarray(found.eqlin.marginals) * unit,
+        )
+
+
+class Rows:
+    """Inequalities, collected block by block."""
+
+    def __init__(self) -> None:
+        self.row: list[IntArray] = []
+        self.column: list[IntArray] = []
+        self.value: list[FloatArray] = []
+        self.right: list[FloatArray] = []
+        self.count = 0
+
+    def add(self, row: IntArray, column: IntArray, value: FloatArray | float, right: FloatArray) -> None:
+        self.row.append(np.asarray(row) + self.count)
+        self.column.append(np.asarray(column))
+        self.value.append(np.broadcast_to(np.asarray(value, dtype=np.float64), np.shape(row)))
+        self.right.append(right)
+        self.count += len(right)
+
+    def matrix(self, variables: int) -> Any:
+        entries = np.concatenate(self.value), (np.concatenate(self.row), np.concatenate(self.column))
+        return coo_array(entries, shape=(self.count, variables)).tocsr()

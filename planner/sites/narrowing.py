@@ -1,0 +1,78 @@
+"""A box narrowed to what its plans have that are faster than a known one.
+
+What a plan spends on one thing it cannot spend on another: a box's lower ends leave so much time for each of its sides, and what
+its upper ends leave possible keeps links busy for so long at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from hybridep.traffic import gathers_and_returns
+from planner.sites.boxes import Box
+from planner.sites.relaxation import SLACK, Relaxation
+from planner.sites.thresholds import least_rows_s
+
+ROUNDS = 1
+"""Each side's ends narrow the others'; a second round costs more boxes than it saves."""
+
+
+def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
+    """Holds every plan of ``box`` with a shorter step than ``best_s``; None when there is none. First no side may exceed its
+    lower end by more than all lower ends together leave of a layer's time; then what the upper ends leave possible
+    (``Relaxation.limits``) gives the rows lower ends of their own."""
+    layer_s = (best_s - relaxation.base_s) / relaxation.num_layers
+    for _ in range(ROUNDS):
+        lower_s = relaxation.corner_s(box) * (1 - SLACK)
+        if lower_s >= layer_s:
+            return None
+        box = _ends_within(relaxation, box, layer_s - lower_s)
+        limits = relaxation.limits(box)
+        if not limits.possible(relaxation.classes):
+            return None
+        forward_s, back_s = least_rows_s(relaxation, limits)
+        if forward_s > box.forward_s[1] or back_s > box.back_s[1]:
+            return None
+        box = replace(
+            box,
+            forward_s=(max(forward_s, box.forward_s[0]), box.forward_s[1]),
+            back_s=(max(back_s, box.back_s[0]), box.back_s[1]),
+        )
+    return None if relaxation.corner_s(box) * (1 - SLACK) >= layer_s else box
+
+
+def _ends_within(relaxation: Relaxation, box: Box, left_s: float) -> Box:
+    """Without plans that exceed the lower ends by more than ``left_s`` in one layer. A layer's time is a sum of terms for
+    gathers, returns, rows each way and tokens' latency; each rises with its own side, so its lower end bounds it from below,
+    and in a plan that is fast enough it is at most that and all that is left."""
+    problem = relaxation.problem
+    batches, beside = problem.workload.training.micro_batches, problem.beside_s
+    gathers, returns = gathers_and_returns(box.residency, batches)
+    hidden = min(gathers, batches)
+    forward, back, _ = relaxation.budgets_s
+    latency_s, latency_back_s = relaxation.copy_latency_s(box)
+    # The inverses of what gathers and returns cost (``Relaxation.copies_s``), latency included; what is hidden costs nothing.
+    gather_cost_s = relaxation.copies_s(box.residency, latency_s + box.gather_s[0], 0.0) + left_s
+    short = gathers > hidden and gather_cost_s <= (gathers - hidden) * beside
+    gather_s = gather_cost_s / (gathers - hidden) if short else (gather_cost_s + hidden * beside) / gathers
+    return_cost_s = relaxation.copies_s(box.residency, 0.0, latency_back_s + box.return_s[0]) + left_s
+    return_s = return_cost_s / returns + 2 * beside
+
+    def at_most(interval: tuple[float, float], high: float) -> tuple[float, float]:
+        return interval[0], min(interval[1], max(high * (1 + SLACK), interval[0]))
+
+    def nearer(positions: tuple[int, int], reaches_s: np.ndarray, most_s: float) -> tuple[int, int]:
+        last = int(np.searchsorted(reaches_s, most_s * (1 + SLACK), side="right")) - 1
+        return positions[0], min(positions[1], max(last, positions[0]))
+
+    return replace(
+        box,
+        gather_s=at_most(box.gather_s, gather_s - latency_s),
+        return_s=at_most(box.return_s, return_s - latency_back_s),
+        forward_s=at_most(box.forward_s, box.forward_s[0] + left_s / forward),
+        back_s=at_most(box.back_s, box.back_s[0] + left_s / back),
+        copy_reach=nearer(box.copy_reach, relaxation.copy_reaches_s, gather_s - box.gather_s[0]),
+        reach=nearer(box.reach, relaxation.reaches_s, relaxation.reaches_s[box.reach[0]] + left_s / batches),
+    )

@@ -1,0 +1,309 @@
+"""No plan is faster than what is proven of a box that holds it, nor narrowed away, be the box a point; mistakes are found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from functools import cache
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from site_cases import box_of, few_kinds, random_problem, random_table
+
+from hybridep.config import build
+from hybridep.topology import Cluster
+from planner.sites import classes, lp, narrowing, thresholds
+from planner.sites.bound import Corner, Evidence, proven_s
+from planner.sites.boxes import POSITIONS, TIMES, Box, covered
+from planner.sites.cost import site_cost
+from planner.sites.exchange import LayerExchanges, held_by_site, layer_exchanges
+from planner.sites.knapsacks import Weights, even_weights
+from planner.sites.lp import box_program
+from planner.sites.narrowing import narrowed
+from planner.sites.problem import Inside, SiteProblem, site_problem
+from planner.sites.relaxation import Limits, Relaxation
+from planner.sites.thresholds import least_rows_s
+
+SIDES = (*TIMES, *POSITIONS)
+SHAPES = [(2, 8), (3, 4), (4, 6), (5, 9), (6, 5)]
+ALONE, MERGED, EQUAL = (*range(5), 10, 20, 25, 30, 45, 85, 90), range(7, 9), (11,)
+"""Seeds of problems in which each site is a class of its own, in which different ones are merged, and in which all are equal."""
+ALL = (*EQUAL, *ALONE, *MERGED)
+TRUNK, SLOW_RANKS = (3, 10), 0
+"""Seeds of a problem whose sites share a cable, and of one whose ranks have the narrower links."""
+CLOSE = 1 + 1e-9
+
+
+class Case(NamedTuple):
+    """A plan."""
+
+    problem: SiteProblem
+    merged: bool
+    table: np.ndarray
+    layer: LayerExchanges
+    box: Box
+    """The smallest that holds it."""
+    step_s: float
+
+    @property
+    def relaxation(self) -> Relaxation:
+        return relaxed(self.problem, self.merged)
+
+
+def relaxed(problem: SiteProblem, merged: bool) -> Relaxation:
+    relaxation = Relaxation(problem=problem)
+    if merged:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(classes, "MOST_CLASSES", 3)
+            patch.setattr(classes, "MOST_SITES", 3)
+            assert relaxation.classes.merged
+    return relaxation
+
+
+def cable(problem: SiteProblem) -> dict[str, Any]:
+    """A slow one that some pairs of sites share, half of them with half of their bytes."""
+    names = [site.name for site in problem.cluster.sites]
+    carries = {f"{a} -> {b}": 1.0 if i < j else 0.5 for (i, a), (j, b) in permutations(enumerate(names), 2) if i < 2}
+    return {"name": "cable", "bandwidth": "9 Mbps", "carries": carries}
+
+
+def changed(problem: SiteProblem, **wrong: Any) -> SiteProblem:
+    data = problem.cluster.model_dump(mode="json", exclude_none=True) | wrong
+    return site_problem(build(Cluster, data, "test"), problem.workload, problem.schedule)
+
+
+def tables(rng: np.random.Generator, problem: SiteProblem) -> Iterator[np.ndarray]:
+    """Anything, at home, mostly at home, all at one site, some at home and the rest at the user's, and everything everywhere."""
+    anything, sites = random_table(rng, problem), np.arange(problem.num_sites)[:, None]
+    yield anything
+    yield problem.home_site + 0 * anything
+    yield np.where(rng.random(anything.shape) < 0.2, anything, problem.home_site)
+    yield 0 * anything
+    yield 0 * anything + problem.num_sites - 1
+    yield np.where(rng.random(anything.shape) < 0.3, problem.home_site, sites)
+    yield sites + 0 * anything
+
+
+@cache
+def cases_of(seed: int) -> tuple[Case, ...]:
+    sites, experts = SHAPES[seed % len(SHAPES)]
+    merged = seed in MERGED
+    if seed in EQUAL:
+        problem = few_kinds(seed, sites, 2 * sites)
+    else:
+        problem = random_problem(seed, max(sites, 4) if merged else sites, experts, windows=seed % 3 == 2)
+    if seed in TRUNK:
+        problem = changed(problem, trunks=[cable(problem)])
+    if seed == SLOW_RANKS:
+        slow = [level.model_copy(update={"bandwidth": 1e4}).model_dump(mode="json") for level in problem.cluster.levels[1:]]
+        problem = changed(problem, levels=[problem.cluster.levels[0].model_dump(mode="json"), *slow])
+    assert seed not in (*TRUNK, SLOW_RANKS) or (problem.pair_bytes_per_s is not None and problem.num_inside > 1)
+    made = [one for one in problem.configurations() if one.inside is Inside.ALL]
+    return tuple(
+        Case(
+            problem,
+            merged,
+            table,
+            layer_exchanges(problem, table, one.inside),
+            box_of(relaxed(problem, merged), table, one),
+            site_cost(problem, table, one).step_s,
+        )
+        for number, table in enumerate(tables(np.random.default_rng(seed), problem))
+        for one in [made[number % len(made)]]
+    )
+
+
+def cases(seeds: Iterable[int]) -> Iterator[Case]:
+    for seed in seeds:
+        yield from cases_of(seed)
+
+
+def root_of(relaxation: Relaxation, box: Box) -> Box:
+    return next(root for root in relaxation.roots() if root.residency is box.residency)
+
+
+def opened(root: Box, box: Box) -> Iterator[Box]:
+    """Boxes that hold the plan and leave one side, or all of them, open; of copies' reach also
+    as much as tells of some copy; and with lower ends near the plan."""
+    for side in SIDES:
+        yield replace(box, **{side: getattr(root, side)})
+    yield root
+    if box.copy_reach[0] > 0:
+        yield replace(box, copy_reach=(1, root.copy_reach[1]))
+    yield replace(box, **{side: (0.9 * getattr(box, side)[0], getattr(root, side)[1]) for side in TIMES})
+
+
+def weights_of(case: Case) -> Weights:
+    """All on the plan's busiest access links, far more than a second there costs."""
+    relaxation, problem, rows = case.relaxation, case.problem, case.layer.rows[0]
+    out, into = rows.out.sum(axis=1), rows.into.sum(axis=1)
+    made = {field.name: np.zeros(len(relaxation.classes.count)) for field in fields(Weights)}
+    for upward, downward, sent, taken in (("out", "into", out, into), ("back_out", "back_into", into, out)):
+        up_s, down_s = sent / problem.up_bytes_per_s, taken / problem.down_bytes_per_s
+        name, seconds = (upward, up_s) if up_s.max() >= down_s.max() else (downward, down_s)
+        made[name][relaxation.classes.label[seconds.argmax()]] = 1e9
+    return Weights(**made | {"compute": even_weights(relaxation).compute})
+
+
+def proven(relaxation: Relaxation, case: Case, best_s: float) -> float:
+    """Of the plan's own box, by the best of all evidence."""
+    box = case.box
+    narrow = narrowed(relaxation, box, best_s)
+    evidence: list[Evidence] = [Corner(), weights_of(case)]
+    if narrow is not None and (program := box_program(relaxation, narrow)) is not None and (duals := program.solve()) is not None:
+        evidence.append(duals)
+    return max(proven_s(relaxation, box, one, best_s) for one in evidence)
+
+
+def misjudged(relaxation: Relaxation, case: Case) -> list[str]:
+    """What of the plan is beyond what boxes that hold it are said to leave possible."""
+    wide = list(opened(root_of(relaxation, case.box), case.box))[len(SIDES) :]
+    return [f"{name} in {box}" for box in (case.box, *wide) for name, kept in judged(relaxation, case, box) if not kept]
+
+
+def judged(relaxation: Relaxation, case: Case, box: Box) -> Iterator[tuple[str, bool]]:
+    kinds, problem, found = relaxation.classes, case.problem, relaxation.limits(box)
+    label, held = kinds.label, held_by_site(problem, case.table).sum(axis=1)
+    served = np.array([np.bincount(row, minlength=problem.num_sites) for row in case.table]) * ~np.eye(len(label), dtype=bool)
+    copies, rows = case.layer.copies[0], case.layer.rows[0]
+    yield "held at most", bool((held <= found.most_held[label]).all())
+    yield "held at least", bool((held >= found.least_held[label]).all())
+    yield "copies", bool((copies.pairs <= found.copies[np.ix_(label, label)]).all())
+    yield "uploads", bool((copies.out.sum(axis=1) <= found.uploads[label]).all())
+    yield "found", bool((served <= found.most_found[np.ix_(label, label)]).all())
+    yield "possible", found.possible(kinds)
+    latency_s, latency_back_s = relaxation.copy_latency_s(box)
+    yield "latency of gathers", latency_s <= copies.line(problem)[0] * CLOSE
+    yield "latency of returns", latency_back_s <= copies.reverse.line(problem)[0] * CLOSE
+    forward_s, back_s = least_rows_s(relaxation, found)
+    yield "rows", forward_s <= rows.line(problem)[1] * CLOSE
+    yield "rows back", back_s <= rows.reverse.line(problem)[1] * CLOSE
+    yield "corner", relaxation.corner_s(box) <= (case.step_s - relaxation.base_s) / relaxation.num_layers * (1 + 1e-6)
+
+
+def narrow_ones(relaxation: Relaxation, case: Case) -> Iterator[tuple[Box, Box | None]]:
+    """Boxes that hold the plan, each narrowed to what is as fast."""
+    for box in opened(root_of(relaxation, case.box), case.box):
+        yield box, narrowed(relaxation, box, case.step_s * CLOSE)
+
+
+@pytest.mark.parametrize("variables", [600, 0])
+def test_no_plan_is_faster_than_its_own_box(monkeypatch: pytest.MonkeyPatch, variables: int) -> None:
+    """Whether the program tells homes apart or not; it is tight where it matters: in the mean little of a step is not proven."""
+    monkeypatch.setattr(lp, "MOST_VARIABLES", variables)
+    shares = []
+    for case in cases(ALL):
+        bound_s = proven(case.relaxation, case, 1.5 * case.step_s)
+        assert bound_s <= case.step_s * CLOSE
+        # Of plans that are no faster nothing is said.
+        assert proven(case.relaxation, case, 0.97 * bound_s) <= 0.97 * bound_s
+        if not case.merged:
+            shares.append(bound_s / case.step_s)
+    assert np.mean(shares) > 0.8
+
+
+def test_limits_and_narrowing_leave_every_plan_in() -> None:
+    shorter = dict.fromkeys(SIDES, 0)
+    for case in cases(ALL):
+        relaxation = case.relaxation
+        root = root_of(relaxation, case.box)
+        assert case.box.inside(root)
+        assert not misjudged(relaxation, case)
+        for side, (_, narrow) in zip(SIDES, narrow_ones(relaxation, case), strict=False):
+            assert narrow is not None and case.box.inside(narrow)
+            shorter[side] += getattr(narrow, side)[1] < getattr(root, side)[1]
+    assert min(shorter.values()) > 3
+
+
+Change = Callable[[Relaxation, pytest.MonkeyPatch], None]
+
+
+def own(name: str, wrong: Callable[[Any], Any]) -> Change:
+    """Another method or value of the relaxation."""
+
+    def change(relaxation: Relaxation, monkeypatch: pytest.MonkeyPatch) -> None:
+        old = getattr(relaxation, name)
+        relaxation.__dict__[name] = (lambda *args: wrong(old(*args))) if callable(old) else wrong(old)
+
+    return change
+
+
+def patched(module: Any, name: str, wrong: Callable[[Any], Any]) -> Change:
+    """Another function."""
+
+    def change(relaxation: Relaxation, monkeypatch: pytest.MonkeyPatch) -> None:
+        old = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: wrong(old(*args)))
+
+    return change
+
+
+def limits(**wrong: Callable[[np.ndarray], np.ndarray]) -> Change:
+    def change(found: Limits) -> Limits:
+        return replace(found, **{name: one(getattr(found, name)) for name, one in wrong.items()})
+
+    return own("limits", change)
+
+
+def shortened(side: str) -> Change:
+    """A twentieth less of what is left of one side, or a position less."""
+
+    def change(box: Box) -> Box:
+        low, high = getattr(box, side)
+        return replace(box, **{side: (low, max(high - 1, low) if side in POSITIONS else low + 0.95 * (high - low))})
+
+    return patched(narrowing, "_ends_within", change)
+
+
+MUTATIONS: dict[str, Change] = {
+    "copies are farther than they are": own("copy_latency_s", lambda both: (1.5 * both[0], 1.5 * both[1])),
+    "gradients return from farther": own("copy_latency_s", lambda both: (both[0], 1.5 * both[1])),
+    "tokens are farther than they are": own("token_latency_of", lambda seconds: 1.5 * seconds),
+    "latency counted five times": own("token_latency_s", lambda latency: 5 * latency),
+    "rows counted twice": own("rows", lambda rows: 2 * rows),
+    "rows are more than the chord says": own("unit_rows", lambda rows: 1.3 * rows),
+    "fewer experts are found at one site": own("_most_found", lambda found: 0.7 * found),
+    "fewer experts are found elsewhere": own("_found_in_all", lambda found: 0.7 * found),
+    "homes send a copy less": limits(uploads=lambda one: np.maximum(one - 1, 0)),
+    "a copy less fits through links": limits(copies=lambda one: np.maximum(one - 1, 0)),
+    "sites hold an expert less": limits(most_held=lambda one: one - 1),
+    "sites must hold an expert more": limits(least_held=lambda one: one + 1),
+    "rows keep links busy for longer": patched(narrowing, "least_rows_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
+    "sending takes longer": patched(thresholds, "_sending_s", lambda seconds: 1.3 * seconds),
+    "serving takes longer": patched(thresholds, "_serving_s", lambda seconds: 1.3 * seconds),
+} | {f"{side} ends too early": shortened(side) for side in SIDES}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_box_is_caught_by_its_own_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lp, "MOST_VARIABLES", 0)
+
+    def caught(case: Case) -> bool:
+        relaxation = case.relaxation
+        with monkeypatch.context() as inside:
+            MUTATIONS[name](relaxation, inside)
+            if any(narrow is None or not case.box.inside(narrow) for _, narrow in narrow_ones(relaxation, case)):
+                return True
+            if misjudged(relaxation, case):
+                return True
+            return proven(relaxation, case, 1.5 * case.step_s) > case.step_s * (1 + 1e-6)
+
+    assert any(caught(case) for case in cases(ALL))
+
+
+def test_boxes_that_leave_something_out_do_not_cover() -> None:
+    relaxation = Relaxation(problem=random_problem(4, 5, 7))
+    rng = np.random.default_rng(0)
+    root = relaxation.roots()[0]
+    pieces = [root]
+    for _ in range(40):
+        piece = pieces.pop(int(rng.integers(len(pieces))))
+        side = str(rng.choice(SIDES))
+        low, high = getattr(piece, side)
+        pieces += piece.cut(side, (low + high) // 2 if side in POSITIONS else (low + high) / 2) if low < high else [piece]
+    assert len(pieces) > 30
+    assert covered(root, pieces)
+    for left_out in range(len(pieces)):
+        assert not covered(root, pieces[:left_out] + pieces[left_out + 1 :])
