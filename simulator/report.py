@@ -96,9 +96,3 @@ def simulate(
         )
         baselines[name.value] = simulate_step(other, routing, tolerance, conditions, fabric=fabric).step_s
     return Report(step=step, baselines=baselines, choices=choices, wall_s=time.perf_counter() - began_s)
-
-
-def by_simulated_step(plans: Sequence[Plan]) -> tuple[list[Plan], list[float]]:
-    """The plans, the one with the shortest simulated step first, and those steps in seconds."""
-    found = sorted((simulate_step(one).step_s, place) for place, one in enumerate(plans))
-    return [plans[place] for _, place in found], [step_s for step_s, _ in found]

@@ -1,9 +1,9 @@
 """Does the planner choose what is fastest, and does the model predict what is measured? Six settings and two sweeps in the lab.
 
 Per setting links and computation are probed with all ranks, every combination of domain sizes is trained and timed, and so is
-the one of the planner's best plans whose simulated step is shortest. Expert parallelism (EP) is dc 1 gpu 1, EP between sites
-with experts shared inside dc 1 gpu 2, EP inside a site with data parallelism across dc 4 gpu 1, full gather dc 4 gpu 2. What is
-already in ``results`` is not measured again.
+what the planner chooses from the probe. Expert parallelism (EP) is dc 1 gpu 1, EP between sites with experts shared inside dc 1
+gpu 2, EP inside a site with data parallelism across dc 4 gpu 1, full gather dc 4 gpu 2. What is already in ``results`` is
+not measured again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def setting_of(config: dict[str, Any], name: str, fields: dict[str, Any]) -> Set
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> int:
-    """A line per setting; 1 when a chosen plan is over 3 % behind a baseline or simulated over 20 % off, fewer than 95 % of the
+    """A line per setting; 1 when a chosen plan is over 3 % behind a baseline or predicted over 20 % off, fewer than 95 % of the
     choices are within 3 % of the best placement, or the gain over EP is nowhere the paper's."""
     failed, errors, gains, close = False, [], [], []
     for name in dict.fromkeys(row["setting"] for row in rows):
@@ -69,20 +69,20 @@ def summarise(rows: Sequence[dict[str, Any]]) -> int:
         best = min(times, key=lambda key: times[key])
         chosen = next(row for row in mine if row["chosen"])
         own = chosen["measured_s"]
-        behind, off = own / times[best] - 1, chosen["routed_s"] / own - 1
-        errors += [abs(row["routed_s"] / row["measured_s"] - 1) for row in mine]
+        behind, off = own / times[best] - 1, chosen["predicted_s"] / own - 1
+        errors += [abs(row["predicted_s"] / row["measured_s"] - 1) for row in mine]
         over = {label: times[sizes] / own for label, sizes in BASELINES.items()}
         ends = min(over["EP"], over["full gather"])
         gained = ", ".join(f"{label} x {value:.2f}" for label, value in over.items())
         print(
             f"{name:22} best dc {best[0]} gpu {best[1]}, chosen dc {chosen['dc']} gpu {chosen['gpu']} {own:.3f} s "
-            f"({behind:+.1%}); simulated {off:+.1%}; {gained}; better end x {ends:.2f}"
+            f"({behind:+.1%}); predicted {off:+.1%}; {gained}; better end x {ends:.2f}"
         )
         failed |= min(over.values()) < 1 / (1 + MOST_BEHIND) or abs(off) > MOST_OFF
         close.append(behind <= MOST_BEHIND)
         gains.append(over["EP"])
     print(
-        f"{len(errors)} placements: simulated off by {statistics.median(errors):.1%} (median), {statistics.fmean(errors):.1%} "
+        f"{len(errors)} placements: prediction off by {statistics.median(errors):.1%} (median), {statistics.fmean(errors):.1%} "
         f"(mean), {max(errors):.1%} (worst); {statistics.fmean(close):.0%} of the choices within {MOST_BEHIND:.0%} of the best; "
         f"largest gain over EP {max(gains):.2f}"
     )

@@ -27,16 +27,14 @@ from hybridep.plan import LayerGroup, Plan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import expected_s, plans, step_cost
+from planner import expected_s, plan, step_cost
 from planner.domains import divisors
-from simulator.report import by_simulated_step, simulate
+from simulator.report import simulate
 
 TIMES = ("measured_s", "min_s", "max_s", "predicted_s", "simulated_s", "routed_s", "uniform_s", "bound_s")
 COLUMNS = ("setting", "dc", "gpu", "chosen", *TIMES, "wan_mb")
 CHOSEN = "plan"
 """Domain sizes of a chosen plan that is none of the combinations."""
-CANDIDATES = 6
-"""Plans of the planner that are simulated before one is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +128,7 @@ def _keep(bench: Bench, setting: Setting, probed: Cluster, trials: Sequence[Meas
         "parts_s": [one.parts_s for one in trials],
     }
     if bench.choose:
-        made = plans(probed, setting.workload, CANDIDATES, codecs=setting.codecs)
-        chosen = by_simulated_step([one.with_popularity(trials[0].popularity[0]) for one in made])[0][0]
+        chosen = plan(probed, setting.workload, codecs=setting.codecs)
         record["plan"] = chosen.model_dump(mode="json", exclude_none=True)
         if not any(_same(chosen, one) for one in placements(probed, setting)):
             [trial], _ = measure([chosen], steps=bench.steps)
@@ -181,8 +178,8 @@ def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
         for row, made in zip(rows, placed, strict=True):
             row["chosen"] = int(_same(chosen, made))
         if "plan_trial" in record:
-            # With another step's popularity partial migration would copy other experts than the plan that was trained.
-            trial, uniform_s = record["plan_trial"], expected_s(chosen.with_popularity(()))
+            # With measured popularity partial migration would copy other experts than the plan that was trained.
+            trial, uniform_s = record["plan_trial"], expected_s(chosen)
             row = _row(setting, [chosen] * len(popularity), trial["step_s"], trial["wan_bytes"])
             rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": uniform_s})
     else:
