@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 @click.option(
     "--simulate",
     is_flag=True,
-    help="Of the --top plans, choose the one whose simulated step is shortest: where ranks take turns on processors, or fall "
-    "out of step, a simulation knows more than the cost that is minimised.",
+    help="Of the --top plans, choose the one whose simulated step is shortest: where links rule and ranks fall out of step, a "
+    "simulation knows more than the cost that is minimised; where much computation shares processors, less.",
 )
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
 @click.option("--figure", type=click.Path(path_type=Path), help="PNG: who computes for whom, who copies from whom, link loads.")
