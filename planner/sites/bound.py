@@ -137,18 +137,18 @@ def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) ->
 NEAR = ((10, 1.0), (16, 0.5), (32, 0.1))
 """Up to so many classes, programs are solved for boxes whose lower ends leave at most this share of a layer's time: larger ones
 take longer (seconds among 60), and in wide boxes chords lose more than a program gains."""
-TIGHT = 0.25
-"""So they are where cutting can bring no more than this share of what is left."""
+TIGHT = 24, 0.25
+"""Up to so many classes they are, too, where cutting can bring no more than this share of what is left."""
 
 
 def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
     """Whether the box's program is to be solved."""
-    layer_s = (best_s - relaxation.base_s) / relaxation.num_layers
+    classes, layer_s = len(relaxation.classes.count), (best_s - relaxation.base_s) / relaxation.num_layers
     left_s = layer_s - relaxation.corner_s(narrow)
-    share = next((share for most, share in NEAR if len(relaxation.classes.count) <= most), 0.0)
-    if not share:
-        return False
-    return left_s <= share * layer_s or max(_spread_s(relaxation, narrow, side) for side in CUT) <= TIGHT * left_s
+    if left_s <= next((share for most, share in NEAR if classes <= most), 0.0) * layer_s:
+        return True
+    most, share = TIGHT
+    return classes <= most and max(_spread_s(relaxation, narrow, side) for side in CUT) <= share * left_s
 
 
 CUT = ("gather_s", "return_s", *POSITIONS)

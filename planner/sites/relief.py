@@ -18,37 +18,59 @@ from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Inside, SiteProblem
 from planner.sites.spread import Spread, left_out, spread_table
 
+ROUNDS = 3
+"""Tokens that leave need some memory themselves, for what comes back of them."""
+
 
 def relieved_table(problem: SiteProblem, spread: Spread, table: IntArray) -> IntArray | None:
     """[D, E]: ``table``, which is that of ``spread``, with tokens of hubs sent away until copies may stay for the whole step in
     all ranks' memory, or as it is where they may already; None where hubs' links have too little room for that."""
+    missing_bytes = wanted_bytes = _missing_bytes(problem, table)
+    for _ in range(ROUNDS):
+        if not missing_bytes.any():
+            return table
+        away = _sent_away(problem, spread, wanted_bytes)
+        if away is None:
+            return None
+        table = spread_table(problem, spread, away)
+        missing_bytes = _missing_bytes(problem, table)
+        wanted_bytes = wanted_bytes + missing_bytes
+    return None if missing_bytes.any() else table
+
+
+def _missing_bytes(problem: SiteProblem, table: IntArray) -> FloatArray:
+    """[D, n]: what ranks lack if copies stay."""
     inside = Inside.ONE if problem.num_inside > 1 else Inside.ALL
     needs = rank_memory_bytes(problem, layer_exchanges(problem, table, inside), Residency.STEP)
-    missing_bytes = np.maximum(needs - problem.compute.memory_bytes, 0.0)
+    return np.maximum(needs - problem.compute.memory_bytes, 0.0)
+
+
+def _sent_away(problem: SiteProblem, spread: Spread, wanted_bytes: FloatArray) -> np.ndarray | None:
+    """[hubs, E]: experts that each hub's own tokens find elsewhere, so that its ranks need so much less; None where that is more
+    than its links have room for, or others lack memory, too."""
     hubs, missing = spread.plan.hubs, left_out(problem, spread)
-    if not missing_bytes.any():
-        return table
-    if missing_bytes.sum() > missing_bytes[hubs].sum():
+    if wanted_bytes.sum() > wanted_bytes[hubs].sum():
         return None
     # Experts that many hubs leave out have holders with room.
     order = np.argsort(-missing.sum(axis=0), kind="stable")
     rows = spread.plan.rows(problem)[0] / problem.hit[1] * (1 + 1e-9)
     away = np.zeros_like(missing)
     for number, hub in enumerate(hubs):
-        for rank in np.flatnonzero(missing_bytes[hub]):
+        for rank in np.flatnonzero(wanted_bytes[hub]):
             computed = (problem.home_inside == rank) & ~missing[number]
             here = order[(computed & (problem.home_site != hub))[order]]
-            count = int(np.searchsorted(_saved_bytes(problem, int(hub), int(computed.sum())), missing_bytes[hub, rank]))
+            count = int(np.searchsorted(_saved_bytes(problem, int(hub), int(computed.sum())), wanted_bytes[hub, rank]))
             if count > len(here):
                 return None
             away[number, here[:count]] = True
         if (missing[number] | away[number]).sum() > rows[hub]:
             return None
-    return spread_table(problem, spread, away)
+    return away
 
 
 def _saved_bytes(problem: SiteProblem, site: int, held: int) -> FloatArray:
-    """[held + 1]: what a rank with so many experts saves at least if tokens of its own site have 0, 1, .. of them elsewhere."""
+    """[held + 1]: activations that a rank with so many experts saves at least if tokens of its own site have 0, 1, .. of them
+    elsewhere."""
     counts, n = np.arange(held + 1), problem.num_inside
     served = counts * (n * problem.rows_per_choice[site])
     arrived = n * problem.tokens[site] * (problem.hit[held] - problem.hit[held - counts])

@@ -44,10 +44,10 @@ def test_memory_that_fits_nothing_says_what_is_missing() -> None:
 def test_memory_that_forbids_copies_is_respected() -> None:
     rng = np.random.default_rng(11)
     workload = small_workload(rng, 12)
-    ample = planner.plan(uneven_cluster(np.random.default_rng(4), 5, 2), workload, time_limit_s=10)
+    ample = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2), workload, time_limit_s=10)
     assert ample.prediction is not None
     tight_bytes = ample.prediction.memory_bytes * 0.995
-    tight = planner.plan(uneven_cluster(np.random.default_rng(4), 5, 2, memory=f"{tight_bytes:.0f} B"), workload, time_limit_s=10)
+    tight = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2, memory=f"{tight_bytes:.0f} B"), workload, time_limit_s=10)
     assert tight.prediction is not None
     assert tight.prediction.memory_bytes <= tight_bytes * (1 + 1e-4)
     assert tight.prediction.step >= ample.prediction.step
