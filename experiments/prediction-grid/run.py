@@ -2,7 +2,8 @@
 in the lab, fitted on none of them.
 
 Per setting links and computation are probed with all ranks, and every combination of domain sizes is trained and timed. Which
-experts are popular is taken from the first, untimed step. What is already in ``results`` is not measured again.
+experts are popular is recorded: of the timed steps to simulate them, of the first, untimed one to choose a placement. What is
+already in ``results`` is not measured again.
 """
 
 from __future__ import annotations

@@ -15,31 +15,28 @@ from planner.sites.boxes import Box
 from planner.sites.relaxation import SLACK, Relaxation
 from planner.sites.thresholds import least_rows_s
 
-ROUNDS = 1
-"""Each side's ends narrow the others'; a second round costs more boxes than it saves."""
-
 
 def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
     """Holds every plan of ``box`` with a shorter step than ``best_s``; None when there is none. First no side may exceed its
     lower end by more than all lower ends together leave of a layer's time; then what the upper ends leave possible
     (``Relaxation.limits``) gives the rows lower ends of their own."""
     layer_s = (best_s - relaxation.base_s) / relaxation.num_layers
-    for _ in range(ROUNDS):
-        lower_s = relaxation.corner_s(box) * (1 - SLACK)
-        if lower_s >= layer_s:
-            return None
-        box = _ends_within(relaxation, box, layer_s - lower_s)
-        limits = relaxation.limits(box)
-        if not limits.possible(relaxation.classes):
-            return None
-        forward_s, back_s = least_rows_s(relaxation, limits)
-        if forward_s > box.forward_s[1] or back_s > box.back_s[1]:
-            return None
-        box = replace(
-            box,
-            forward_s=(max(forward_s, box.forward_s[0]), box.forward_s[1]),
-            back_s=(max(back_s, box.back_s[0]), box.back_s[1]),
-        )
+    lower_s = relaxation.corner_s(box) * (1 - SLACK)
+    if lower_s >= layer_s:
+        return None
+    box = _ends_within(relaxation, box, layer_s - lower_s)
+    limits = relaxation.limits(box)
+    if not limits.possible(relaxation.classes):
+        return None
+    forward_s, back_s = least_rows_s(relaxation, limits)
+    if forward_s > box.forward_s[1] or back_s > box.back_s[1]:
+        return None
+    box = replace(
+        box,
+        forward_s=(max(forward_s, box.forward_s[0]), box.forward_s[1]),
+        back_s=(max(back_s, box.back_s[0]), box.back_s[1]),
+    )
+    # A second round of the same costs more boxes than it saves.
     return None if relaxation.corner_s(box) * (1 - SLACK) >= layer_s else box
 
 
