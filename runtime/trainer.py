@@ -20,6 +20,7 @@ from runtime.codec_state import codec_state, restore_codecs
 from runtime.data import Batches, read_text
 from runtime.dense_reduce import DenseReduce, flat_gradients
 from runtime.device import choose_device, peak_bytes, settle
+from runtime.device_links import device_links
 from runtime.expert_exchange import CopyStream
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
 from runtime.optimizer import HomeOptimizer
@@ -51,7 +52,10 @@ class RankTrainer:
         self._batches = Batches(text, length=self._training.sequence_length, seed=run.seed)
         self.spans = SpanRecorder(mesh)
         self.transport = Transport(
-            timeout_s=run.exchange_timeout, on_span=self.spans.transfer, streams=mesh.plan.schedule.streams
+            timeout_s=run.exchange_timeout,
+            on_span=self.spans.transfer,
+            streams=mesh.plan.schedule.streams,
+            device_links=device_links(mesh, timeout_s=run.exchange_timeout),
         )
         self._barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)

@@ -19,6 +19,8 @@ has at most a window of bytes under way per round trip. Pieces take turns on the
 
 Background exchanges (copies that are needed later) leave in small pieces, each only while no other exchange of this rank runs at
 the same level; and a receiver posts few pieces ahead, so that little of them lies in sockets and queues when tokens come.
+
+Where ``runtime.device_links`` has a label, its messages go from GPU to GPU over NCCL instead, all at once.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 
 import torch.distributed as dist
@@ -37,6 +40,7 @@ from torch import Tensor
 from hybridep.errors import TransportError
 from runtime import staging
 from runtime.channels import Channel, Channels, stream_groups
+from runtime.device_links import DeviceLinks
 
 _SHORTEST_WAIT_S = 1e-3
 _PIECE_BYTES = 256 << 10
@@ -84,10 +88,12 @@ class Transport:
         timeout_s: float,
         on_span: Callable[[str, float, float], None] | None = None,
         streams: Mapping[str, int] | None = None,
+        device_links: DeviceLinks | None = None,
     ) -> None:
         """``streams``: level (what follows the ``@`` of a label) -> connections per pair of ranks, one where absent. With more
         than one all ranks must make their transports in the same order."""
         self.timeout_s = timeout_s
+        self._device_links = device_links
         streams = dict(streams or {})
         self._channels = Channels(stream_groups(max(streams.values(), default=1)), streams)
         self.sent_bytes: Counter[tuple[str, int]] = Counter()
@@ -111,7 +117,11 @@ class Transport:
 
     def exchange_in_background(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
         """As :meth:`exchange`, but whenever an exchange that is not in the background runs at the same level (what follows
-        the ``@`` of its label) on this rank, this one's next piece waits. Both ends must call it so."""
+        the ``@`` of its label) on this rank, this one's next piece waits. Both ends must call it so. Between GPUs of a site,
+        where links are no bottleneck, it is like any other."""
+        if self._device_links is not None and label in self._device_links:
+            self.exchange(sends, receives, label)
+            return
         start, channel = time.perf_counter(), self._channels.of(label)
         rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         arrivals = Handle(lambda: self._receive_pieces({peer: room.host for peer, room in rooms.items()}, channel))
@@ -144,6 +154,8 @@ class Transport:
         """The receives of an exchange alone, announced to the peers; what is returned does the rest. A message leaves when its
         receive has been announced at its sender, so on a long link a receive that is posted at the last moment costs a round
         trip where one that is posted half a round trip before costs half of one."""
+        if self._device_links is not None and label in self._device_links:
+            return Posted(label, partial(self._begin_on_device, self._device_links, receives, label))
         now, channel = _Naming(self._rank, label), self._channels.of(label)
         rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         incoming: list[tuple[int, dist.Work]] = []
@@ -153,11 +165,36 @@ class Transport:
                 for piece in channel.pieces(room.host, _PIECE_BYTES):
                     group, tag = channel.come(now.peer)
                     incoming.append((now.peer, group.recv([piece], now.peer, tag)))
-        return Posted(self, channel, tuple(rooms.values()), tuple(incoming))
+        return Posted(label, partial(self._begin, channel, tuple(rooms.values()), incoming))
 
-    def _begin(self, posted: Posted, sends: Mapping[int, Tensor]) -> Callable[[], None]:
+    def _begin_on_device(
+        self, links: DeviceLinks, receives: Mapping[int, Tensor], label: str, sends: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
+        """Queue all messages on the device; what is returned waits for them."""
+        now = _Naming(self._rank, label)
+        now.doing, now.peer = "exchange with", " or ".join(map(str, sorted({*receives, *sends})))
+        with self._lock, now:
+            for peer, tensor in sends.items():
+                self.sent_bytes[label, peer] += tensor.nbytes
+            works = links.start(sends, receives, label)
+
+        def finish() -> None:
+            with now:
+                links.wait(works)
+            if self._on_span is not None:
+                self._on_span(label, now.start, time.perf_counter())
+
+        return finish
+
+    def _begin(
+        self,
+        channel: Channel,
+        rooms: Sequence[staging.Incoming],
+        incoming: Sequence[tuple[int, dist.Work]],
+        sends: Mapping[int, Tensor],
+    ) -> Callable[[], None]:
         """Number the messages to send; what is returned sends them, then waits for everything."""
-        channel, label = posted.channel, posted.channel.label
+        label = channel.label
         now = _Naming(self._rank, label)
         outgoing: list[tuple[int, Tensor, dist.ProcessGroup, int]] = []
         with self._lock:
@@ -186,13 +223,13 @@ class Transport:
                         leaving.append((peer, held, group.send([held], peer, tag)))
                     let_go(0)
                     now.doing = "receive from"
-                    for now.peer, work in posted.incoming:
+                    for now.peer, work in incoming:
                         self._wait(work, now.start)
             finally:
                 with self._calm:
                     self._urgent[channel.level] -= 1
                     self._calm.notify_all()
-            for room in posted.rooms:
+            for room in rooms:
                 room.deliver()
             if self._on_span is not None:
                 self._on_span(label, now.start, time.perf_counter())
@@ -244,18 +281,13 @@ class Transport:
 class Posted:
     """An exchange whose receives are announced. Those of one label must begin in the order in which they were posted."""
 
-    transport: Transport
-    channel: Channel
-    rooms: tuple[staging.Incoming, ...]
-    incoming: tuple[tuple[int, dist.Work], ...]
+    label: str
+    begin: Callable[[Mapping[int, Tensor]], Callable[[], None]]
+    """Number the messages to send; what is returned sends them, and waits until everything has arrived."""
 
     def exchange(self, sends: Mapping[int, Tensor]) -> None:
         """Send, and wait until everything has arrived; as :meth:`Transport.exchange`."""
         self.begin(sends)()
-
-    def begin(self, sends: Mapping[int, Tensor]) -> Callable[[], None]:
-        """The same in two parts: what is returned sends and waits."""
-        return self.transport._begin(self, sends)
 
 
 class _Naming:
@@ -265,7 +297,8 @@ class _Naming:
 
     def __init__(self, rank: int, label: str) -> None:
         self._rank, self._label, self.start = rank, label, time.perf_counter()
-        self.doing, self.peer = "", rank
+        self.doing = ""
+        self.peer: int | str = rank
 
     def __enter__(self) -> _Naming:
         return self

@@ -31,6 +31,7 @@ from training_cases import (
 )
 
 from hybridep.plan import Residency
+from runtime.transport import Posted
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -131,17 +132,19 @@ def log_exchanges(rank: int, case: Case) -> list[tuple[str, str]]:
     log: list[tuple[str, str]] = []
 
     def prepare(trainer: Any) -> None:
-        post, begin = trainer.transport.post, trainer.transport._begin
+        post = trainer.transport.post
 
         def logged_post(receives: Any, label: str) -> Any:
             log.append(("posted", label))
-            return post(receives, label)
+            posted = post(receives, label)
 
-        def logged_begin(posted: Any, sends: Any) -> Any:
-            log.append(("begun", posted.channel.label))
-            return begin(posted, sends)
+            def logged_begin(sends: Any) -> Any:
+                log.append(("begun", label))
+                return posted.begin(sends)
 
-        trainer.transport.post, trainer.transport._begin = logged_post, logged_begin
+            return Posted(label, logged_begin)
+
+        trainer.transport.post = logged_post
 
     train_case(rank, case, prepare, steps=1)
     return [(what, label) for what, label in log if label.startswith(("token", "combine", "dispatch"))]
