@@ -8,7 +8,7 @@ one piece leaves per turn, or a site could be left with one large message to a b
 
 A send is done when the kernel has taken the bytes, so ``runtime.sockets`` lets it take little: else the order above would hold
 in this process only. Measured with 4 sites x 2 ranks and TCP (Reno) at 50 and 200 Mbit/s, all ranks on 2 cores, as time over
-bytes / rate of the busiest link, where 1.046 is the TCP/IP and Ethernet headers: 1.08 to 1.11 (experiments/link-use). Without
+bytes / rate of the busiest link, where 1.046 is the TCP/IP and Ethernet headers: 1.06 to 1.10 (experiments/link-use). Without
 the limit 1.11 to 1.13; everything posted at once 1.04 to 1.31; a barrier between turns 1.03 to 1.10 for even but 1.21 to 1.51
 for uneven messages. Smaller exchanges are ruled by the few milliseconds that a wake-up takes there.
 Sending before the receives are posted halves the speed, because gloo keeps a message back until
