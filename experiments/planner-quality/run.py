@@ -168,6 +168,7 @@ def main(inputs: tuple[str, ...], only: str) -> None:
         cluster = cluster_of(name, recipe, config["site"], Path(tables[recipe["input"]]))
         for model, layers in config["models"].items():
             if (name, model) in done:
+                click.echo(f"{name}, {model}: in {out} already", err=True)
                 continue
             overrides = [f"model.num_layers={layers}", "model.num_dense_layers=0"]
             workload = load(Workload, MODELS / f"{model}.yaml", overrides)
