@@ -67,7 +67,7 @@ class DeviceLinks:
         deadline_s = time.perf_counter() + self._timeout.total_seconds()
         for work in works:
             work.wait(self._timeout)
-            # With NCCL that has only made the stream wait, without end.
+            # With NCCL that may have made the device's stream wait only, without end.
             while not work.is_completed():
                 if time.perf_counter() > deadline_s:
                     raise RuntimeError(f"timed out after {self._timeout.total_seconds():g} s")

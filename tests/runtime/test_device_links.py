@@ -1,4 +1,5 @@
-"""Messages inside sites that go from GPU to GPU: rehearsed on CPU with gloo in the place of NCCL, which knows no tags either."""
+"""Messages inside sites that go from GPU to GPU: rehearsed on CPU with gloo in the place of NCCL.
+All messages have one tag here, so that they match by order only, as NCCL's do."""
 
 from __future__ import annotations
 
