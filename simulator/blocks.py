@@ -12,6 +12,7 @@ from hybridep.plan import PlacedLayers, Plan
 from hybridep.routing import Routing
 from hybridep.shares import site_shares
 from hybridep.traffic import (
+    DENSE,
     Direct,
     FloatArray,
     Op,
@@ -90,6 +91,8 @@ class Blocks:
         self._routing = routing
         self._exchange = exchange
         self.controller = CircuitController(wiring) if wiring.inside.mixnet is not None else None
+        # Where ranks share processors, messages take turns on them, too, and are late for that: see `messages_s`.
+        self._jitter_s = plan.cluster.gpu.jitter if plan.cluster.processors is None else 0.0
         if self.controller is not None and exchange.route is Route.DIRECT:
             raise SimulationError("route direct: circuits of a MixNet are for exchanges hop by hop")
         workload, of_ranks = plan.workload, plan.cluster.of_ranks
@@ -136,6 +139,20 @@ class Blocks:
         flows = {key: made for key in list(reduction) for made in self._flows({key: reduction.pop(key)}).values()}
         self.reduction = Block(flows=flows, expert_s=self._slowdown, coding_s=reduction_coding_s)
         """Of the dense gradients."""
+
+    def messages_s(self, key: OpLevel, flows: Flows) -> FloatArray:
+        """[ranks] of a processor for an exchange's messages, where ranks share processors: further messages and jitter were
+        measured with all ranks at it, who then wait for nothing but processors."""
+        cluster = self._plan.cluster
+        if cluster.processors is None:
+            return np.zeros(cluster.num_gpus)
+        per_site = cluster.num_gpus // cluster.sizes[0]
+        inside = flows.source // per_site == flows.destination // per_site
+        is_jittered = is_late(key) | (inside & (key.op not in DENSE))
+        jittered = np.zeros(cluster.num_gpus, dtype=np.bool_)
+        jittered[flows.source[is_jittered]] = jittered[flows.destination[is_jittered]] = True
+        further = np.maximum(np.bincount(flows.source, minlength=cluster.num_gpus) - 1, 0)
+        return np.asarray(self._slowdown * (further * cluster.gpu.message_overhead + jittered * cluster.gpu.jitter))
 
     def of(self, layer: int, layers: PlacedLayers, micro_batch: int) -> Block:
         if self._routing is None:
@@ -201,9 +218,9 @@ class Blocks:
         return found
 
     def _block_of(self, sent: _LayerSent) -> Block:
-        control, jitter_s = self.controller, self._plan.cluster.gpu.jitter
+        control = self.controller
         if control is None:
-            direct = {OpLevel(op, 0): self.fabric.direct(pairs, jitter_s) for op, pairs in sent.direct.items()}
+            direct = {OpLevel(op, 0): self.fabric.direct(pairs, self._jitter_s) for op, pairs in sent.direct.items()}
             return Block(flows=self._flows(sent.traffic) | direct, expert_s=sent.expert_s, coding_s=sent.coding_s)
         traffic = {key: dense(part) for key, part in sent.traffic.items()}
         demand = control.demand_bytes(traffic)
@@ -231,9 +248,9 @@ class Blocks:
         return block._replace(flows={**block.flows, **self._flows(block.light, circuits)}, circuits=circuits)
 
     def _flows(self, traffic: Mapping[OpLevel, Sent], circuits: IntArray | None = None) -> dict[OpLevel, Flows]:
-        jitter_s = self._plan.cluster.gpu.jitter
         return {
-            key: self.fabric.flows(key.level, sent, jitter_s if is_late(key) else 0.0, circuits) for key, sent in traffic.items()
+            key: self.fabric.flows(key.level, sent, self._jitter_s if is_late(key) else 0.0, circuits)
+            for key, sent in traffic.items()
         }
 
     def _optimizer(self) -> FloatArray:

@@ -35,6 +35,9 @@ class Fabric:
     ) -> None:
         self.symmetry = symmetry
         self._under_way_bytes = (conditions or Conditions()).under_way_bytes(symmetry.cluster, streams or {})
+        gpu = symmetry.cluster.gpu
+        # Else it is processors that it takes, for which ranks queue.
+        self._further_s = gpu.message_overhead if symmetry.cluster.processors is None else 0.0
         self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 
     def flows(self, level: int, sent: Sent, late_s: float = 0.0, circuits: IntArray | None = None) -> Flows:
@@ -49,7 +52,7 @@ class Fabric:
         moves = coordinate != own
         source, coordinate, own = source[moves], coordinate[moves], own[moves]
         # All arrive with the last: which of a rank's messages leaves first is not followed.
-        further_s = (np.bincount(source, minlength=cluster.num_gpus)[source] - 1) * cluster.gpu.message_overhead
+        further_s = (np.bincount(source, minlength=cluster.num_gpus)[source] - 1) * self._further_s
         destination = source + (coordinate - own) * stride
         return self.transfers(source, destination, sent[kind[moves], coordinate], late_s + further_s, circuits)
 
@@ -61,7 +64,7 @@ class Fabric:
         messages = np.bincount(source, minlength=cluster.num_gpus)[source]
         per_site = self.symmetry.wiring.ranks_per_site
         inside = source // per_site == destination // per_site
-        further_s = (messages - 1) * cluster.gpu.message_overhead + np.where(inside, late_s, 0.0)
+        further_s = (messages - 1) * self._further_s + np.where(inside, late_s, 0.0)
         return self.transfers(source, destination, pairs.size_bytes[ours], further_s.astype(np.float64))
 
     def transfers(

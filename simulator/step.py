@@ -140,7 +140,7 @@ def _shown_sites(symmetry: Symmetry) -> list[tuple[int, str]]:
 def _rows(plan: Plan, operation: Operation, num_ranks: int) -> list[tuple[str, BoolArray]]:
     """Rows of the timeline that an operation is drawn in, and the program's ranks that take part in each."""
     if operation.flows is None:
-        return [("coding" if operation.beside else "compute", np.ones(num_ranks, dtype=np.bool_))]
+        return [("beside" if operation.beside else "compute", np.ones(num_ranks, dtype=np.bool_))]
     sends = np.bincount(operation.flows.source, minlength=num_ranks) > 0
     receives = np.bincount(operation.flows.destination, minlength=num_ranks) > 0
     if operation.level == 0:

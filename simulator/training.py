@@ -28,6 +28,8 @@ BACKWARD = "_backward"
 OPTIMIZER = "optimizer"
 RECONFIGURATION = "reconfiguration"
 CODING = "coding"
+MESSAGES = "messages"
+"""Processors' time for them, where ranks share processors."""
 
 _TOKENS, _COPIES = 0, 1
 """Priorities on the links."""
@@ -191,7 +193,7 @@ class _Builder:
 
     def _hops(self, block: Block, op: Op, levels: Sequence[int], after: list[int], name: str) -> list[int]:
         """One exchange per level, in the order given; a rank begins a hop when its part of the one before is done. It codes
-        before and decodes after."""
+        before and decodes after, when it has had a processor for the messages if it shares one."""
         gives_way = self._prefetch and op in MOVES
         priority = _COPIES if gives_way else _TOKENS
         for level in levels:
@@ -201,6 +203,9 @@ class _Builder:
                 if coding_s is not None:
                     after = [self._compute(CODING, coding_s.encoded, after, name, beside=op in MOVES)]
                 after = [self._program.exchange(op.value, hop, after, name, level=level, priority=priority)]
+                messages_s = self._blocks.messages_s(key, hop)
+                if messages_s.any():
+                    after = [self._compute(MESSAGES, messages_s, after, name, beside=op in MOVES)]
                 if coding_s is not None:
                     after = [self._compute(CODING, coding_s.decoded, after, name, beside=op in MOVES)]
         return after

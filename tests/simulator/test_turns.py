@@ -9,6 +9,7 @@ from simulator.collective import Execution, Flows, Program, execute
 from simulator.engine import Engine
 from simulator.network import Network, Transfers
 from simulator.step import simulate_step
+from simulator.token_exchange import Route, TokenExchange
 
 
 class Link:
@@ -84,6 +85,67 @@ def test_turns_take_as_long_fill_links_that_would_idle_and_hide_less_of_copies(
     """Eight ranks on two processors: where links take no time, none of them is ever idle, as if all had computed at once."""
     own, shared = (simulate_step(plan(domains, *links, *more)).step_s for more in ((), ("gpu.sharing=4",)))
     assert np.sign(round(shared / own - 1, 6)) == longer
+
+
+def messages_of(one: Plan, exchange: TokenExchange | None = None) -> dict[str, set[float]]:
+    """Milliseconds of a processor after each exchange, by its operation and level."""
+    program = simulate_step(one, exchange=exchange).program
+    found: dict[str, set[float]] = {}
+    for operation in program.operations:
+        if operation.label == "messages":
+            (exchange,) = operation.after
+            before = program.operations[exchange]
+            assert operation.seconds is not None
+            assert operation.beside == (before.label in ("expert_gather", "gradient_return"))
+            found.setdefault(f"{before.label}@{before.level}", set()).update(np.round(operation.seconds * 1e3, 9).tolist())
+    return found
+
+
+LATE = ("gpu.jitter=8 ms", "gpu.message_overhead=4 ms")
+
+
+def test_messages_take_a_processor_what_they_took_all_ranks_at_once() -> None:
+    """A quarter of jitter, with two processors for eight ranks, and of each message beyond the first."""
+    tokens, dense = plan((1, 1), "gpu.sharing=4", *LATE), {"dense_reduce_scatter@0": {2.0}, "dense_all_gather@0": {2.0}}
+    rows = ("token_counts", "token_dispatch", "token_combine", "combine_backward", "dispatch_backward")
+    assert messages_of(tokens) == {f"{op}@{level}": {2.0} for op in rows for level in (0, 1)} | dense
+    copies = plan((4, 2), "gpu.sharing=4", *LATE)
+    moves = ("expert_gather", "gradient_return")
+    assert messages_of(copies) == {f"{op}@{level}": {ms} for op in moves for level, ms in ((0, 4.0), (1, 2.0))} | dense
+    assert not messages_of(plan((1, 1), *LATE)), "ranks with their own processors wait, and compute nothing for it"
+
+
+def test_messages_of_rows_that_go_directly() -> None:
+    """Each rank has seven peers, one of them in its site."""
+    found = messages_of(plan((1, 1), "gpu.sharing=4", *LATE), TokenExchange(route=Route.DIRECT, per_choice=True))
+    assert found["token_dispatch@0"] == {6.0 + 2.0}
+
+
+def test_messages_of_who_only_receives() -> None:
+    one = plan((1, 1), "gpu.sharing=4", *LATE)
+    model, training = one.workload.model, one.workload.training
+    choices = np.full((8, training.micro_batch_size * training.sequence_length, model.top_k), -1)
+    choices[..., 0] = 0
+    layers, batches = range(model.num_moe_layers), range(training.micro_batches)
+    program = simulate_step(one, {(layer, batch): choices for layer in layers for batch in batches}).program
+    inner = next(k for k, each in enumerate(program.operations) if each.label == "token_dispatch" and each.level == 1)
+    after = next(each.seconds for each in program.operations if each.label == "messages" and each.after == (inner,))
+    assert after is not None
+    # All rows are for the first rank; its neighbour passes on those that came to its place in the site.
+    assert np.round(after * 1e3, 9).tolist() == [2.0, 2.0] + [0.0] * 6
+
+
+def test_messages_of_ranks_that_do_all_at_once_take_as_long_as_measured() -> None:
+    own, shared = (simulate_step(plan((1, 1), *FAST, *LATE, *more)).step_s for more in ((), ("gpu.sharing=4",)))
+    without = simulate_step(plan((1, 1), *FAST, "gpu.sharing=4")).step_s
+    assert shared == pytest.approx(own, rel=1e-6)
+    assert shared > 1.5 * without
+
+
+def test_messages_wait_for_nobody_where_processors_are_free() -> None:
+    """Between links that rule, a rank's messages are alone on a processor, four times as fast as with all ranks at it."""
+    own, shared = (simulate_step(plan((4, 1), *SLOW, *more)).step_s for more in (LATE, (*LATE, "gpu.sharing=4")))
+    assert shared < own
 
 
 @pytest.mark.parametrize(("sharing", "processors"), [(1.0, None), (1.05, None), (1.9, 4), (4.4, 2), (30.0, 1)])
