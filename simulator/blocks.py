@@ -91,7 +91,7 @@ class Blocks:
         self._routing = routing
         self._exchange = exchange
         self.controller = CircuitController(wiring) if wiring.inside.mixnet is not None else None
-        # Where ranks share processors, messages take turns on them, too, and are late for that: see `messages_s`.
+        # Ranks that share processors queue for them instead: `messages_s`.
         self._jitter_s = plan.cluster.gpu.jitter if plan.cluster.processors is None else 0.0
         if self.controller is not None and exchange.route is Route.DIRECT:
             raise SimulationError("route direct: circuits of a MixNet are for exchanges hop by hop")

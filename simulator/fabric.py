@@ -36,7 +36,7 @@ class Fabric:
         self.symmetry = symmetry
         self._under_way_bytes = (conditions or Conditions()).under_way_bytes(symmetry.cluster, streams or {})
         gpu = symmetry.cluster.gpu
-        # Else it is processors that it takes, for which ranks queue.
+        # Ranks that share processors queue for them instead: `Blocks.messages_s`.
         self._further_s = gpu.message_overhead if symmetry.cluster.processors is None else 0.0
         self.network = Network(engine, symmetry.capacity_bytes_per_s, tolerance)
 

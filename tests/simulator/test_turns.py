@@ -93,8 +93,8 @@ def messages_of(one: Plan, exchange: TokenExchange | None = None) -> dict[str, s
     found: dict[str, set[float]] = {}
     for operation in program.operations:
         if operation.label == "messages":
-            (exchange,) = operation.after
-            before = program.operations[exchange]
+            (position,) = operation.after
+            before = program.operations[position]
             assert operation.seconds is not None
             assert operation.beside == (before.label in ("expert_gather", "gradient_return"))
             found.setdefault(f"{before.label}@{before.level}", set()).update(np.round(operation.seconds * 1e3, 9).tolist())
