@@ -14,14 +14,14 @@ from hybridep.plan import Plan
 from hybridep.units import format_bandwidth, format_bytes
 from planner.constraints import Constraints
 from planner.sites.cost import site_cost
-from planner.sites.moves import improve_table
+from planner.sites.moves import improve_tables
 from planner.sites.plans import chosen_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Search
 from planner.sites.strategy import starts
 
-EVALUATIONS = 200
-"""Tables tried when planning anew for one upgrade."""
+MOVES = 500
+"""Tried when planning anew for one upgrade."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +86,11 @@ def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Cons
 
 def _searched(problem: SiteProblem, table: IntArray) -> float:
     """Step of the best plan that a short search from ``table`` finds."""
-    search = Search(problem=problem, max_evaluations=EVALUATIONS)
-    search.evaluate(table)
+    search = Search(problem=problem)
+    present = search.evaluate(table)
     for _, other in starts(problem):
         search.evaluate(np.ascontiguousarray(other))
-    improve_table(search, table, np.random.default_rng(0))
+    improve_tables(search, [present], MOVES, np.random.default_rng(0))
     assert search.best is not None
     return search.best.rank[1]
 

@@ -32,6 +32,8 @@ EQUAL_BOXES = 40
 """Of one proof for many equal sites."""
 STUCK_BOXES = 120
 """Of the other proof for those, where it has more to say."""
+SEARCHED, SEARCHED_LONGER = 0.6, 0.75
+"""Share of the time in which plans are looked for, the latter where paths between sites differ: there walks gain much."""
 FEW_SITES = 24
 """Below, the bound by numbers of experts held is not tried: the other one is better there."""
 ENOUGH_GAP = 0.005
@@ -80,9 +82,10 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     in_dollars = problem.goal.objective is Objective.DOLLARS
     if in_dollars:
         report = None
+    searched = SEARCHED if problem.alike_paths else SEARCHED_LONGER
     search = Search(
         problem=problem,
-        deadline_s=started + 0.6 * limit_s,
+        deadline_s=started + searched * limit_s,
         max_evaluations=_evaluations(problem),
         scenarios=wishes.scenarios,
         quantile=wishes.quantile,
@@ -112,7 +115,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     proofs: list[Proof] = []
     sizes: list[SizeProof | None] = []
     for number, one in enumerate(scenarios):
-        share = 0.6 + 0.35 * (number + 1) / len(scenarios)
+        share = searched + (0.95 - searched) * (number + 1) / len(scenarios)
         deadline_s = 0.0 if interrupted else started + share * limit_s
         told = None if report is None or len(scenarios) > 1 else lambda seconds: report("bound", seconds)
         # Many equal sites differ in nothing that boxes could split on but the length of a round: a few dozen are enough.
@@ -179,5 +182,5 @@ def _look(search: Search, seeds: tuple[IntArray, ...]) -> None:
 
 
 def _evaluations(problem: SiteProblem) -> int:
-    """Tables to try: fewer where one takes longer, which is so from about 16 sites on."""
-    return int(np.clip(6000 * (16 / problem.num_sites) ** 1.5, 100, 6000))
+    """Tables to try before walks: fewer where one takes longer, which is so from about 16 sites on."""
+    return int(np.clip(3000 * (16 / problem.num_sites) ** 1.5, 100, 6000))

@@ -24,7 +24,7 @@ from planner.sites.grouping import (
     shared_table,
 )
 from planner.sites.hubs import best_hubs, hub_table, served_table
-from planner.sites.moves import improve_groups, improve_table
+from planner.sites.moves import improve_groups, improve_tables
 from planner.sites.problem import SiteProblem
 from planner.sites.relief import relieved_table
 from planner.sites.search import Found, Search
@@ -36,6 +36,14 @@ FEWER_USERS = 0.85
 """How much fewer users each hub is given in the next attempt, at least one."""
 SPREADS = 2
 """Ways to leave experts out that are tried with so many users, until copies stay."""
+WALKS = 4, 8
+"""Tables from which walks begin: among many sites, and at most."""
+WALKED_SITES = 80
+"""Sites of all of them together, as far as these limits allow."""
+MOVES = 1200
+"""Of all walks at first, times the square root of the number of sites."""
+ALIKE = 24
+"""With more sites that only their own links tell apart, walks gain 0.4 % or less, and the bound needs the time more."""
 LIKELY = 4
 """Among many sites, numbers of groups that are tried: those of the best estimates."""
 
@@ -79,7 +87,7 @@ def run(search: Search, *, seed: int = 0) -> None:
     hubs_are_best = large and not problem.equal_sites and try_best_hubs(search)
     if problem.equal_sites and not search.over and (spread := equal_spread(problem)) is not None:
         search.evaluate(spread_table(problem, spread))
-    tried: list[tuple[tuple[int, float], Groups, Share]] = []
+    tried: dict[bytes, tuple[Found, Groups, Share]] = {}
     seen: set[tuple[Groups, Share]] = set()
     counts = group_counts(problem.num_sites)
     if large:
@@ -90,22 +98,25 @@ def run(search: Search, *, seed: int = 0) -> None:
         if (groups, share) not in seen:
             seen.add((groups, share))
             table = shared_table(problem, groups, share)
-            tried.append((search.evaluate(table).rank, groups, share))
+            tried.setdefault(table.tobytes(), (search.evaluate(table), groups, share))
     if not large and not problem.equal_sites:
         try_best_hubs(search)
     if large and not problem.equal_sites and not hubs_are_best:
         _try_hubs(search)
-    tried.sort(key=lambda entry: entry[0])
     if large and (problem.equal_sites or hubs_are_best):
-        return  # a single move hardly changes the step of many sites, and takes as long to cost as all of them
+        return  # one site's move hardly changes the step of many, and takes as long to cost as all of them
     rng = np.random.default_rng(seed)
     budget = search.max_evaluations
-    for rank, (_, groups, share) in enumerate(tried[:3]):
-        search.max_evaluations = search.evaluations + (budget - search.evaluations) // (8 - 2 * rank)
-        improve_groups(search, groups, share, rng)
-    search.max_evaluations = budget
-    if search.best is not None:
-        improve_table(search, search.best.table, rng)
+    ends, walks = [], min(max(WALKED_SITES // problem.num_sites, WALKS[0]), WALKS[1])
+    for rank, (_, groups, share) in enumerate(sorted(tried.values(), key=lambda entry: entry[0].rank)[:walks]):
+        search.max_evaluations = search.evaluations + (budget - search.evaluations) // (8 - 2 * min(rank, 2))
+        ends.append(improve_groups(search, groups, share, rng))
+    if large or (problem.alike_paths and problem.num_sites > ALIKE):
+        return
+    search.max_evaluations = search.evaluations + 2 * budget
+    best = [search.best] if search.best is not None else []
+    different = {one.table.tobytes(): one for one in [*best, *sorted(ends, key=lambda one: one.rank)]}
+    improve_tables(search, list(different.values())[:walks], round(MOVES * problem.num_sites**0.5 / walks), rng)
 
 
 def try_best_hubs(search: Search) -> bool:
