@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridep.placement import IntArray
 from planner.sites.cost import site_cost
-from planner.sites.grouping import Groups, Share, groups_of, shared_table
+from planner.sites.grouping import MANY, Groups, Share, groups_of, shared_table
 from planner.sites.problem import SiteProblem
 from planner.sites.search import Found, Search
 from planner.sites.smoothed import Smoothed
@@ -58,7 +58,9 @@ def improve_groups(search: Search, groups: Groups, share: Share, rng: np.random.
 
 def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.random.Generator) -> None:
     """A walk of so many moves from each; from the better half of where they end with twice as many each, and so on; from the last
-    one again and again, as long as that helps."""
+    one again and again, as long as that helps. Nothing among many sites: one site's move hardly changes their step."""
+    if search.problem.num_sites > MANY:
+        return
     while tables and not search.over:
         ends = sorted((_walk(search, one, moves, rng) for one in tables), key=lambda one: one.rank)
         if len(tables) > 1:

@@ -13,7 +13,7 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, Op, gathers_and_returns
-from planner.layer_times import BlockTimes, layer_times
+from planner.layer_times import layer_times, timed_block
 from planner.price import step_usd
 from planner.sites.flows import Changed, Flow
 from planner.sites.problem import SiteProblem
@@ -45,7 +45,7 @@ class Smoothed:
     """A walk's state: ``table`` and what follows from it."""
 
     def __init__(self, problem: SiteProblem, table: IntArray, residency: Residency) -> None:
-        size, experts, compute = problem.num_sites, np.arange(problem.num_experts), problem.compute
+        size, experts = problem.num_sites, np.arange(problem.num_experts)
         self.problem, self.residency, self.table = problem, residency, table.copy()
         self.is_home = np.zeros((size, problem.num_experts), dtype=np.bool_)
         self.is_home[problem.home_site, experts] = True
@@ -64,8 +64,6 @@ class Smoothed:
         back = batches * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
         # [4]: bytes of a unit, of tokens there and back and of copies there and back, in all its repetitions.
         self.unit_bytes = np.array([there, back, gathers * wire.expert_bytes, returns * wire.expert_gradient_bytes])
-        self.before_experts_s = float(compute.pre_expert_s.flat[compute.slowest])
-        self.overhead_s = float(compute.overhead_s.flat[compute.slowest])
         self.rent_usd_per_s = problem.cluster.rent_usd_per_s
         none = np.zeros(0, dtype=np.int64)
         self.accept(self.trial(none, table[none]))
@@ -114,13 +112,7 @@ class Smoothed:
             Op.EXPERT_GATHER: gather_far_s + gather_s * wire.expert_bytes,
             Op.GRADIENT_RETURN: return_far_s + return_s * wire.expert_gradient_bytes,
         }
-        block = BlockTimes(
-            pre_expert_s=self.before_experts_s,
-            expert_s=float(problem.compute.expert_s(served[:, None], np.zeros(1)).max()),
-            overhead_s=self.overhead_s,
-            exchanges_s=exchanges_s,
-            compute_s=served,
-        )
+        block = timed_block(problem.compute, served[:, None], np.zeros(1), exchanges_s, {})
         times = layer_times(block, problem.workload.training.micro_batches, self.residency, problem.schedule)
         step_s, egress_usd = problem.num_layers * times.total_s, 0.0
         if problem.egress_usd_per_byte is not None:

@@ -111,7 +111,7 @@ def run(search: Search, *, seed: int = 0) -> None:
     for rank, (_, groups, share) in enumerate(sorted(tried.values(), key=lambda entry: entry[0].rank)[:walks]):
         search.max_evaluations = search.evaluations + (budget - search.evaluations) // (8 - 2 * min(rank, 2))
         ends.append(improve_groups(search, groups, share, rng))
-    if large or (problem.alike_paths and problem.num_sites > ALIKE):
+    if problem.alike_paths and problem.num_sites > ALIKE:
         return
     search.max_evaluations = search.evaluations + 2 * budget
     best = [search.best] if search.best is not None else []
