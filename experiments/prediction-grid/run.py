@@ -2,7 +2,7 @@
 in the lab, fitted on none of them.
 
 Per setting links and computation are probed with all ranks, and every combination of domain sizes is trained and timed. Which
-experts are popular is recorded: of the timed steps to simulate them, of the first, untimed one to choose a placement. What is
+experts are popular is recorded: of the timed steps to simulate them, of the untimed ones before to choose a placement. What is
 already in ``results`` is not measured again.
 """
 
@@ -43,7 +43,12 @@ def main() -> int:
     config |= {key: value for key in ("seed", "settings") if (value := getattr(given, key)) is not None}
     folder = given.results.resolve() / ("smoke" if given.smoke else f"seed-{config['seed']}")
     bench = Bench(
-        cluster=config["cluster"], steps=config["steps"], probe_s=config["seconds"], folder=folder, at_once=config["at_once"]
+        cluster=config["cluster"],
+        steps=config["steps"],
+        untimed=config["untimed"],
+        probe_s=config["seconds"],
+        folder=folder,
+        at_once=config["at_once"],
     )
     settings = draw(config, bench)
     if given.inside:

@@ -55,7 +55,9 @@ class Bench:
     cluster: str
     """Name of a cluster of sites and GPUs."""
     steps: int
-    """Optimizer steps per placement; the first is left out."""
+    """Optimizer steps per placement."""
+    untimed: int = 1
+    """How many of them, the first ones, are not timed: what they route is what is known when a placement is chosen."""
     probe_s: float
     """About how long each measurement of links and computation takes."""
     folder: Path
@@ -109,7 +111,9 @@ def measure_all(bench: Bench, settings: Sequence[Setting]) -> None:
         missing = [one for one in settings if one.rate == rate and not bench.path(one).exists()]
         for chunk in _chunks(missing, bench.at_once):
             placed = [placements(cluster, setting) for setting in chunk]
-            measured, probes = measure([one for each in placed for one in each], steps=bench.steps, probe_s=bench.probe_s)
+            measured, probes = measure(
+                [one for each in placed for one in each], steps=bench.steps, untimed=bench.untimed, probe_s=bench.probe_s
+            )
             # Neighbours with one workload, which differ in codecs, share a probe.
             groups = zip(groupby(zip(chunk, placed, strict=True), key=lambda pair: pair[0].workload), probes, strict=True)
             for (_, group), probe in groups:
@@ -131,7 +135,7 @@ def _keep(bench: Bench, setting: Setting, probed: Cluster, trials: Sequence[Meas
         chosen = plan(probed, setting.workload, codecs=setting.codecs)
         record["plan"] = chosen.model_dump(mode="json", exclude_none=True)
         if not any(_same(chosen, one) for one in placements(probed, setting)):
-            [trial], _ = measure([chosen], steps=bench.steps)
+            [trial], _ = measure([chosen], steps=bench.steps, untimed=bench.untimed)
             record["plan_trial"] = {"step_s": trial.step_s, "wan_bytes": trial.wan_bytes}
     write_text(bench.path(setting), json.dumps(record))
     print(f"{setting.name}: {[round(one.median_s, 3) for one in trials]}", file=sys.stderr, flush=True)
@@ -152,10 +156,10 @@ def _chunks(items: Sequence[Setting], size: int) -> Iterator[Sequence[Setting]]:
 
 
 def rows_of(bench: Bench, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    """A row (``COLUMNS``) per measured setting and placement. ``predicted_s`` and ``simulated_s`` take the popularity of experts
-    from the step before those that are timed, ``routed_s`` is the median of the timed steps simulated with their own, and
-    ``uniform_s`` is predicted as if all experts were equally popular. Where the planner was asked, its plan is ``chosen``, else
-    the placement whose ``simulated_s`` is shortest."""
+    """A row (``COLUMNS``) per measured setting and placement. ``predicted_s`` and ``simulated_s`` are means over
+    the steps before those that are timed, with the popularity of experts of each, ``routed_s`` is the median of the timed steps
+    simulated with their own, and ``uniform_s`` is predicted as if all experts were equally popular. Where the planner was
+    asked, its plan is ``chosen``, else the placement whose ``simulated_s`` is shortest."""
     rows = []
     for setting in settings:
         if bench.path(setting).exists():
@@ -191,18 +195,18 @@ def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
 
 
 def _row(setting: Setting, routed: Sequence[Plan], steps_s: Sequence[float], wan_bytes: float) -> dict[str, Any]:
-    made, *timed = routed
-    cost = step_cost(made)
+    untimed, timed = routed[: -len(steps_s)], routed[-len(steps_s) :]
+    costs = [step_cost(one) for one in untimed]
     return {
         "setting": setting.name,
-        **made.layers[0].domains,
+        **untimed[0].layers[0].domains,
         "measured_s": statistics.median(steps_s),
         "min_s": min(steps_s),
         "max_s": max(steps_s),
-        "predicted_s": expected_s(made, cost),
-        "simulated_s": simulate(made).step.step_s,
+        "predicted_s": statistics.fmean(expected_s(one, cost) for one, cost in zip(untimed, costs, strict=True)),
+        "simulated_s": statistics.fmean(simulate(one).step.step_s for one in untimed),
         "routed_s": statistics.median(simulate(one).step.step_s for one in timed),
-        "bound_s": cost.bound_s,
+        "bound_s": statistics.fmean(cost.bound_s for cost in costs),
         "wan_mb": wan_bytes / 1e6,
     }
 

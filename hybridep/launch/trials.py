@@ -31,13 +31,13 @@ class Measured:
     """One plan's steps, all ranks together."""
 
     step_s: tuple[float, ...]
-    """Of the slowest rank each, the first step left out: it pays for memory and connections that later ones reuse."""
+    """Of the slowest rank each, the untimed steps left out: the first pays for memory and connections that later ones reuse."""
     wan_bytes: float
     """Per step, all ranks together."""
     parts_s: dict[str, tuple[float, ...]]
     """[ranks] of the last step, by operation and level."""
     popularity: tuple[tuple[tuple[float, ...], ...], ...]
-    """[steps][MoE layers][experts]: share of each expert in all choices of a step (``Plan.popularity``). It begins with the step
+    """[steps][MoE layers][experts]: share of each expert in all choices of a step (``Plan.popularity``). It begins with the steps
     that ``step_s`` leaves out."""
 
     @property
@@ -47,11 +47,12 @@ class Measured:
 
 
 def measure(
-    plans: Sequence[Plan], *, steps: int, seed: int = 0, probe_s: float | None = None, local: bool = True
+    plans: Sequence[Plan], *, steps: int, untimed: int = 1, seed: int = 0, probe_s: float | None = None, local: bool = True
 ) -> tuple[list[Measured], list[Probe]]:
-    """Train every plan (of one cluster) for ``steps`` steps, in this order and with one start of the ranks: as processes of
-    this machine when ``local`` (inside a lab: in its datacenters), else on Ray. With ``probe_s`` links and computation are
-    measured before the first plan of each workload, too, for about that long each: one probe per workload.
+    """Train every plan (of one cluster) for ``steps`` steps, the first ``untimed`` of which are not timed, in this order and
+    with one start of the ranks: as processes of this machine when ``local`` (inside a lab: in its datacenters), else on Ray.
+    With ``probe_s`` links and computation are measured before the first plan of each workload, too, for about that long each:
+    one probe per workload.
     Raises what ``Controller.run`` raises."""
     from runtime.probe import probe_of, summarise
 
@@ -72,18 +73,18 @@ def measure(
             controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
             controller.run()
     ranks = [controller.results[rank] for rank in sorted(controller.results)]
-    measured = [_together(one) for one in zip(*(rank["trials"] for rank in ranks), strict=True)]
+    measured = [_together(one, untimed) for one in zip(*(rank["trials"] for rank in ranks), strict=True)]
     probes = [summarise([probe_of(one) for one in same]) for same in zip(*(rank["probes"] for rank in ranks), strict=True)]
     return measured, probes
 
 
-def _together(ranks: Sequence[dict[str, Any]]) -> Measured:
+def _together(ranks: Sequence[dict[str, Any]], untimed: int) -> Measured:
     steps = [max(times) for times in zip(*(rank["step_s"] for rank in ranks), strict=True)]
     names = sorted({name for rank in ranks for name in rank["parts_s"]})
     chosen_RSLE = np.array([rank["choices"] for rank in ranks])
     popularity = [RoutingRecord(chosen=chosen_LE).popularity() for chosen_LE in chosen_RSLE.sum(axis=0)]
     return Measured(
-        step_s=tuple(steps[1:]),
+        step_s=tuple(steps[untimed:]),
         wan_bytes=float(sum(rank["wan_bytes"] for rank in ranks)),
         parts_s={name: tuple(rank["parts_s"].get(name, 0.0) for rank in ranks) for name in names},
         popularity=tuple(popularity),

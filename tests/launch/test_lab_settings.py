@@ -77,9 +77,28 @@ def test_every_timed_step_is_simulated_with_its_own_routing(tmp_path: Path) -> N
     assert rows[0]["routed_s"] > 1.05 * rows[0]["simulated_s"], "tokens travel: where to matters"
 
 
+def test_a_choice_takes_the_mean_of_the_untimed_steps(tmp_path: Path) -> None:
+    one = setting("0", 4, TokenCodec.EXACT)
+    bench = Bench(cluster="lab-4dc", steps=3, untimed=2, probe_s=0.1, folder=tmp_path)
+    plans = placements(bench.at("50 Mbps"), one)
+    even, steep = ((1 / 8,) * 8,), ((0.44, *(0.08,) * 7),)
+    record = {
+        "workload": one.workload.model_dump(mode="json", exclude_none=True),
+        "cluster": bench.at("50 Mbps").model_dump(mode="json", exclude_none=True),
+        "popularity": [even, steep, even],
+        "step_s": [[1.0]] * len(plans),
+        "wan_bytes": [0.0] * len(plans),
+    }
+    bench.path(one).write_text(json.dumps(record))
+    for row, made in zip(rows_of(bench, [one]), plans, strict=True):
+        steps_s = [simulate_step(made.with_popularity(shares)).step_s for shares in (even, steep)]
+        assert row["simulated_s"] == pytest.approx(sum(steps_s) / 2)
+        assert row["routed_s"] == steps_s[0]
+
+
 def test_popularity_is_that_of_all_ranks_by_step() -> None:
     """Two ranks, two steps, one layer of two experts."""
     rank = {"step_s": [1.0, 2.0], "wan_bytes": 1, "parts_s": {}}
     ranks = [rank | {"choices": [[[3, 1]], [[0, 4]]]}, rank | {"choices": [[[1, 3]], [[1, 3]]]}]
-    assert _together(ranks).popularity == (((0.5, 0.5),), ((0.125, 0.875),))
-    assert _together(ranks).step_s == (2.0,)
+    assert _together(ranks, 1).popularity == (((0.5, 0.5),), ((0.125, 0.875),))
+    assert _together(ranks, 1).step_s == (2.0,)
