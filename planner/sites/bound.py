@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.clock import now_s
-from planner.sites.boxes import POSITIONS, Box, covered
+from planner.sites.boxes import POSITIONS, TIMES, Box, covered
 from planner.sites.knapsacks import Weights, even_weights, knapsacks_s
 from planner.sites.linear import Duals
 from planner.sites.lp import box_program
@@ -63,6 +63,20 @@ class _Part:
     value_s: float
 
 
+@dataclass(frozen=True, eq=False)
+class _Open:
+    """A box to be bounded better."""
+
+    box: Box
+    narrow: Box
+    part: _Part
+    """What bounds it: its own evidence, or that of a box around it."""
+    duals: Duals | None
+    """Of the last box around it, or itself, whose program was solved: they prove something of boxes inside it, too."""
+    solved: bool
+    """Its own program was."""
+
+
 def prove(
     relaxation: Relaxation,
     best_s: float,
@@ -76,47 +90,58 @@ def prove(
     ``max_boxes`` boxes, or at ``deadline_s`` (of ``planner.clock``)."""
     target_s = best_s * (1 - enough_gap)
     even = even_weights(relaxation)
-    heap: list[tuple[float, int, Box, Box, _Part]] = []
+    heap: list[tuple[float, int, _Open]] = []
     done: list[_Part] = []
-    serial = 0
+    boxes = pushed = 0
 
-    def enter(box: Box, parent: _Part | None) -> None:
-        nonlocal serial
-        narrow = narrowed(relaxation, box, best_s)
-        part = _Part(box, Corner(), best_s)
-        if narrow is not None:
-            quick: tuple[Evidence, ...] = (even, Corner())
-            found = (_Part(box, one, min(best_s, _within_s(relaxation, narrow, one))) for one in quick)
-            part = max(found, key=lambda one: one.value_s)
-            if part.value_s < target_s and now_s() < deadline_s and _worth(relaxation, narrow, best_s):
-                part = max(part, _by_program(relaxation, box, narrow, best_s), key=lambda one: one.value_s)
-        if parent is not None and parent.value_s > part.value_s:
-            part = parent  # what bounds the whole box bounds its half
-        serial += 1
-        if part.value_s >= target_s or narrow is None:
-            done.append(part)
+    def keep(one: _Open) -> None:
+        nonlocal pushed
+        pushed += 1
+        if one.part.value_s >= target_s:
+            done.append(one.part)
         else:
-            heapq.heappush(heap, (part.value_s, serial, box, narrow, part))
+            heapq.heappush(heap, (one.part.value_s, pushed, one))
+
+    def enter(box: Box, around: _Open | None) -> None:
+        nonlocal boxes
+        boxes += 1
+        narrow = narrowed(relaxation, box, best_s)
+        if narrow is None:
+            done.append(_Part(box, Corner(), best_s))
+            return
+        duals = around.duals if around is not None and len(relaxation.classes.count) <= MOST_INHERITED else None
+        quick: tuple[Evidence, ...] = (even, Corner()) if duals is None else (even, Corner(), duals)
+        found = [_Part(box, one, min(best_s, _within_s(relaxation, narrow, one))) for one in quick]
+        if around is not None:
+            found.append(around.part)  # what bounds the whole box bounds its half
+        keep(_Open(box, narrow, max(found, key=lambda one: one.value_s), duals, solved=False))
 
     for root in relaxation.roots():
         enter(root, None)
-    while heap and serial < max_boxes and now_s() < deadline_s:
-        value_s, _, box, narrow, part = heapq.heappop(heap)
+    while heap and boxes < max_boxes and now_s() < deadline_s:
+        value_s, _, one = heapq.heappop(heap)
         try:
             if report is not None:
                 report(value_s)
-            cut = widest(relaxation, narrow)
+            if not one.solved and _worth(relaxation, one.narrow, best_s):
+                part, duals = one.part, one.duals
+                found = _by_program(relaxation, one.box, one.narrow, best_s)
+                if found is not None:
+                    part, duals = max(part, found[0], key=lambda part: part.value_s), found[1]
+                keep(_Open(one.box, one.narrow, part, duals, solved=True))
+                continue
+            cut = widest(relaxation, one.narrow)
             if cut is None:
                 # The bound cannot rise above this box.
-                done.append(part)
+                done.append(one.part)
                 break
-            for half in box.cut(*cut):
-                enter(half, part)
+            for half in one.box.cut(*cut):
+                enter(half, one)
         except KeyboardInterrupt:
             # What bounds the whole box bounds its halves, whichever of them were entered.
-            done.append(part)
+            done.append(one.part)
             break
-    parts = list(dict.fromkeys([*done, *(part for *_, part in heap)]))
+    parts = list(dict.fromkeys([*done, *(one.part for *_, one in heap)]))
     return Proof(
         best_s=best_s,
         parts=tuple((part.box, part.evidence) for part in parts),
@@ -124,21 +149,25 @@ def prove(
     )
 
 
-def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) -> _Part:
-    """Nothing where the solver fails."""
+def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) -> tuple[_Part, Duals] | None:
+    """None where the solver fails."""
     program = box_program(relaxation, narrow)
     duals = None if program is None else program.solve()
     if program is None or duals is None:
-        return _Part(box, Corner(), -float("inf"))
+        return None
     layer_s = relaxation.token_latency_of(narrow) + program.value_s(duals)
-    return _Part(box, duals, min(best_s, relaxation.base_s + relaxation.num_layers * layer_s))
+    return _Part(box, duals, min(best_s, relaxation.base_s + relaxation.num_layers * layer_s)), duals
 
 
 NEAR = ((10, 1.0), (16, 0.5), (32, 0.1))
 """Up to so many classes, programs are solved for boxes whose lower ends leave at most this share of a layer's time: larger ones
-take longer (seconds among 60), and in wide boxes chords lose more than a program gains."""
-TIGHT = 24, 0.25
-"""Up to so many classes they are, too, where cutting can bring no more than this share of what is left."""
+take longer (a second among 60), and in wide boxes chords lose more than a program gains."""
+MOST_MERGED = 24
+"""Merged classes of which programs are solved at all; with more of them they cost more than they bring."""
+TIGHT = ((32, 0.1), (64, 0.05))
+"""They are, too, where cutting copies' times and distances can bring no more than this share of what is left, by classes."""
+MOST_INHERITED = 32
+"""Up to so many classes multipliers are tried on boxes inside; making a program of more takes longer than it brings."""
 
 
 def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
@@ -147,12 +176,16 @@ def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
     left_s = layer_s - relaxation.corner_s(narrow)
     if left_s <= next((share for most, share in NEAR if classes <= most), 0.0) * layer_s:
         return True
-    most, share = TIGHT
-    return classes <= most and max(_spread_s(relaxation, narrow, side) for side in CUT) <= share * left_s
+    if relaxation.classes.merged and classes > MOST_MERGED:
+        return False
+    share = next((share for most, share in TIGHT if classes <= most), 0.0)
+    return max(_spread_s(relaxation, narrow, side) for side in CUT if side not in ROWS) <= share * left_s
 
 
-CUT = ("gather_s", "return_s", *POSITIONS)
-"""How long rows keep links busy is left to what narrowing finds: cutting it, too, takes more boxes than it saves."""
+CUT = (*TIMES, *POSITIONS)
+ROWS = ("forward_s", "back_s")
+CHEAPER = 0.5
+"""Cutting how long rows keep links busy counts for less: narrowing finds much of their lower ends."""
 
 
 def widest(relaxation: Relaxation, narrow: Box) -> tuple[str, float] | None:
@@ -171,6 +204,8 @@ def widest(relaxation: Relaxation, narrow: Box) -> tuple[str, float] | None:
 
 def _spread_s(relaxation: Relaxation, narrow: Box, side: str) -> float:
     low, high = getattr(narrow, side)
+    if side in ROWS:
+        return CHEAPER * relaxation.budgets_s[side == "back_s"] * float(high - low)
     if side == "reach":
         more = float(relaxation.reaches_s[high] - relaxation.reaches_s[low])
         return relaxation.problem.workload.training.micro_batches * more

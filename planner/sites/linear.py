@@ -51,24 +51,27 @@ class BoxProgram:
         """The best multipliers; None when the program is infeasible or the solver fails."""
         solver: Any = linprog  # its stubs know dense matrices only
         # Scaled by the cheapest variable: by the price of what stays unserved, all else would be within the solver's tolerance.
-        # Its presolve takes longer than it saves here.
+        # Its presolve takes longer than it saves here, but for variables that must be zero and rows that bounds keep anyway.
         unit = float(self.costs[self.costs > 0].min())
+        free = np.flatnonzero(self.bounds.any(axis=1))
+        low, high = self.bounds.T
+        most = self.inequality.maximum(0) @ high + self.inequality.minimum(0) @ low
+        needed = np.flatnonzero(most > self.right)
         found = solver(
-            self.costs / unit,
-            self.inequality,
-            self.right,
-            self.equality,
+            self.costs[free] / unit,
+            self.inequality[needed][:, free],
+            self.right[needed],
+            self.equality[:, free],
             self.total,
-            self.bounds,
+            self.bounds[free],
             method="highs",
             options={"presolve": False},
         )
         if found.status != 0:
             return None
-        return Duals(
-            inequality=np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) * unit,
-            equality=np.asarray(found.eqlin.marginals) * unit,
-        )
+        inequality = np.zeros(len(self.right))
+        inequality[needed] = np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) * unit
+        return Duals(inequality=inequality, equality=np.asarray(found.eqlin.marginals) * unit)
 
 
 class Rows:

@@ -17,6 +17,7 @@ from scipy.sparse import coo_array
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.sites.boxes import Box
+from planner.sites.capacity import serving_lines
 from planner.sites.linear import BoxProgram, Rows
 from planner.sites.relaxation import Relaxation
 
@@ -43,15 +44,15 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     copies = np.minimum(copies, limits.most_held - kinds.homes)
     owned = kinds.homes[sites] if told_apart else np.array([float(problem.num_experts)])
     holdable = at_home + copies
-    # x[d, g, h]: what a site of class d finds at all other sites of class h; then what it serves itself.
-    near = kinds.others * (limits.most_found > 0)
-    d, g, h = np.nonzero((holdable[None] > 0) & (near[:, None, :] > 0))
-    own_g, own_d = np.nonzero(holdable)
+    # x[d, g, h]: what a site of class d finds at all other sites of class h; then what it serves itself. What a box leaves
+    # nothing of is there, too: so multipliers of one box prove something about others.
+    d, g, h = np.nonzero(np.repeat(kinds.others[:, None, :], groups, axis=1))
+    own_g, own_d = np.nonzero(np.ones((groups, size)))
     away, num = np.arange(len(d)), len(d) + len(own_d)
-    many = np.concatenate([near[d, h], np.ones(len(own_d))])
+    many = np.concatenate([kinds.others[d, h], np.ones(len(own_d))])
     all_d, all_g, all_h = np.concatenate([d, own_d]), np.concatenate([g, own_g]), np.concatenate([h, own_d])
     most_x = np.concatenate([np.minimum(limits.most_found[d, h], holdable[g, h]), holdable[own_g, own_d]]) * many
-    zg, zh = np.nonzero(copies)
+    zg, zh = np.nonzero(owned[:, None] > at_home)
     z = np.full((groups, size), -1)
     held = z[zg, zh] = num + np.arange(len(zg))
     first = num + len(zg)
@@ -70,7 +71,7 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     least = np.minimum(limits.least_held, limits.most_held) - kinds.homes
     at_most(np.concatenate([zh, every]), np.concatenate([held, unserved + every * groups]), -1.0, -least)
     # Served only what is held, and no more than chords reckon with.
-    coupled = np.flatnonzero(copies[all_g, all_h] > 0)
+    coupled = np.flatnonzero(z[all_g, all_h] >= 0)
     order = np.arange(len(coupled))
     at_most(
         np.concatenate([order, order]),
@@ -80,7 +81,7 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     )
     if told_apart and len(away):
         pairs, row = np.unique(d * size + h, return_inverse=True)
-        at_most(row, away, 1.0, (limits.most_found * near).ravel()[pairs])
+        at_most(row, away, 1.0, (limits.most_found * kinds.others).ravel()[pairs])
 
     # Token exchanges and computation: each link's time is at most that of the busiest.
     q = relaxation.unit_rows(limits)
@@ -106,6 +107,16 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
         joined, row = np.unique(d * size + h, return_inverse=True)
         busiest(row, away, cost_forward * q[d, h] / pair_rate[d, h], forward, len(joined))
         busiest(row, away, cost_back * q[d, h] / pair_rate[h, d], back, len(joined))
+
+    # Rows come whole, so sites can serve so many experts for others' tokens only, the more the more they hold.
+    slope, at_none = serving_lines(relaxation, box, limits)
+    for slopes, most in zip(slope.T, at_none.T, strict=True):
+        at_most(
+            np.concatenate([h, zh]),
+            np.concatenate([away, held]),
+            np.concatenate([crowd, -slopes[zh]]),
+            most + slopes * kinds.homes,
+        )
 
     def shared(src: IntArray, dst: IntArray, variable: IntArray, unit_bytes: FloatArray, maximum: int) -> None:
         """The same of trunks, which know sites: only where each is a class."""

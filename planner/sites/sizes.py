@@ -23,6 +23,7 @@ from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.memory import lasting_copy_bytes, routed_activation_bytes
+from planner.sites.capacity import lifted, most_served
 from planner.sites.linear import BoxProgram, Duals, Rows
 from planner.sites.relaxation import Relaxation, whole
 
@@ -160,6 +161,16 @@ class SizeRelaxation:
             np.concatenate([found, low[holds], high]),
             np.concatenate([row_cost, -in_rows[user_kind[holds]], -in_rows[user_kind]]),
             np.zeros(holders),
+        )
+        # Rows come whole: so many experts are served by all sites of a kind together, by how many they hold.
+        link_rows = np.minimum(forward * links[:, 1], back * links[:, 0]) / relaxation.rows
+        served = lifted(most_served(relaxation.hit, link_rows, problem.num_sites - 1), self.points) / experts
+        user_link = linked[user_kind]
+        rows.add(
+            np.concatenate([hold_kind[holder], user_link, user_link]),
+            np.concatenate([found, low, high]),
+            np.concatenate([np.ones(len(found)), -served[user_link, user_low], -served[user_link, user_low + 1]]),
+            np.zeros(num_linked),
         )
         # All sites of a kind together send and receive what the busiest link's true times allow, which cost something.
         forward_cost_s, back_cost_s, _ = relaxation.budgets_s

@@ -17,6 +17,7 @@ from hybridep.topology import Cluster
 from planner.sites import classes, lp, narrowing, thresholds
 from planner.sites.bound import Corner, Evidence, proven_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
+from planner.sites.capacity import serving_lines
 from planner.sites.cost import site_cost
 from planner.sites.exchange import LayerExchanges, held_by_site, layer_exchanges
 from planner.sites.knapsacks import Weights, even_weights
@@ -173,6 +174,9 @@ def judged(relaxation: Relaxation, case: Case, box: Box) -> Iterator[tuple[str, 
     yield "copies", bool((copies.pairs <= found.copies[np.ix_(label, label)]).all())
     yield "uploads", bool((copies.out.sum(axis=1) <= found.uploads[label]).all())
     yield "found", bool((served <= found.most_found[np.ix_(label, label)]).all())
+    slope, at_none = serving_lines(relaxation, box, found)
+    lines = at_none[label] + slope[label] * np.maximum(held, kinds.homes[label])[:, None]
+    yield "served", bool((served.sum(axis=0)[:, None] <= lines * CLOSE + 1e-9).all())
     yield "possible", found.possible(kinds)
     latency_s, latency_back_s = relaxation.copy_latency_s(box)
     yield "latency of gathers", latency_s <= copies.line(problem)[0] * CLOSE
@@ -270,6 +274,8 @@ MUTATIONS: dict[str, Change] = {
     "a copy less fits through links": limits(copies=lambda one: np.maximum(one - 1, 0)),
     "sites hold an expert less": limits(most_held=lambda one: one - 1),
     "sites must hold an expert more": limits(least_held=lambda one: one + 1),
+    "sites serve an expert less": patched(lp, "serving_lines", lambda lines: (lines[0], lines[1] - 1)),
+    "who holds more serves less": patched(lp, "serving_lines", lambda lines: (0.5 * lines[0], lines[1])),
     "rows keep links busy for longer": patched(narrowing, "least_rows_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
     "sending takes longer": patched(thresholds, "_sending_s", lambda seconds: 1.3 * seconds),
     "serving takes longer": patched(thresholds, "_serving_s", lambda seconds: 1.3 * seconds),

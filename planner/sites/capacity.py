@@ -1,0 +1,57 @@
+"""How many experts a site can serve for tokens of other sites: more if it holds more, but rows come whole.
+
+A site that holds m experts serves a user of n <= m of them with P(n) rows, P being the chance that a token needs one of n. P is
+concave, so those that serve V experts with fewest rows are as large as they can be, but for one. What a link has room for is thus
+used in steps, which chords of P (``planner.sites.relaxation``) do not see: with room for 1.4 rows of a token, a site of seven
+experts serves one user of them and one of another expert, not 1.4 users.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from hybridep.traffic import FloatArray
+from planner.sites.boxes import Box
+from planner.sites.relaxation import SLACK, Limits, Relaxation
+
+SLOPES = np.array([0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5])
+"""Of lines above what a site can serve, in experts served per expert held and row of a token that there is room for."""
+
+
+def serving_lines(relaxation: Relaxation, box: Box, limits: Limits) -> tuple[FloatArray, FloatArray]:
+    """(slope, value at zero), [C, S] each: in every plan of the box a site that holds ``held`` experts serves at most
+    slope x held + value for others. As close as lines of these slopes can be."""
+    kinds = relaxation.classes
+    rows = np.minimum(box.forward_s[1] * kinds.down_bytes_per_s, box.back_s[1] * kinds.up_bytes_per_s) / relaxation.rows
+    users = relaxation.problem.num_sites - 1
+    rows = np.minimum(rows, users)  # nobody needs more than a row per token
+    served = most_served(relaxation.hit, rows, users)
+    slope, held = SLOPES * rows[:, None], np.arange(served.shape[1])
+    least = np.maximum(limits.least_held, kinds.homes)
+    can_hold = (least[:, None] <= held) & (held <= limits.most_held[:, None])
+    above = np.where(can_hold[:, None, :], served[:, None, :] - slope[:, :, None] * held, -np.inf)
+    return slope, np.asarray(above.max(axis=2))
+
+
+def most_served(hit: FloatArray, rows: FloatArray, users: int) -> FloatArray:
+    """[C, E + 1]: experts that sites with room for so many rows of each token ([C]) serve at most for that many users, by how
+    many experts they hold. ``hit`` is P, [E + 1]."""
+    sizes, room = np.arange(len(hit)), rows[:, None] * (1 + SLACK)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        whole = np.where(hit > 0, np.minimum(np.floor(room / hit), users), 0.0)
+    rest = np.searchsorted(hit, (room - whole * hit) * (1 + SLACK), side="right") - 1
+    return np.asarray(whole * sizes + np.where(whole < users, np.minimum(rest, sizes), 0))
+
+
+def lifted(values: FloatArray, points: IntArray) -> FloatArray:
+    """[C, K]: values at ``points`` (ascending, from the first to the last size) so that lines from each to the next one pass
+    nowhere below ``values`` ([C, E + 1])."""
+    sizes, made = np.arange(values.shape[1]), values[:, points]
+    between = np.searchsorted(points, sizes, side="right") - 1
+    missing = values - np.stack([np.interp(sizes, points, row) for row in made])
+    raised = made.copy()
+    for size, left in enumerate(between):
+        for end in {left, min(left + (points[left] < size), len(points) - 1)}:
+            raised[:, end] = np.maximum(raised[:, end], made[:, end] + missing[:, size])
+    return raised
