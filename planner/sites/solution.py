@@ -26,7 +26,7 @@ from planner.sites.strategy import run
 
 FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""
-MOST_BOXES = 8000
+MOST_BOXES = 20000
 """Of one proof."""
 EQUAL_BOXES = 40
 """Of one proof for many equal sites."""
