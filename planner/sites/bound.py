@@ -16,6 +16,9 @@ from planner.sites.lp import box_program
 from planner.sites.narrowing import narrowed
 from planner.sites.relaxation import Relaxation
 
+STALLED = 800, 1e-3
+"""A proof ends when so many boxes have not raised the bound by this share of the best step."""
+
 
 @dataclass(frozen=True)
 class Corner:
@@ -86,13 +89,14 @@ def prove(
     deadline_s: float = float("inf"),
     report: Callable[[float], None] | None = None,
 ) -> Proof:
-    """A bound for a problem whose best known plan takes ``best_s``: stops when the gap is at most ``enough_gap``, after
-    ``max_boxes`` boxes, or at ``deadline_s`` (of ``planner.clock``)."""
+    """A bound for a problem whose best known plan takes ``best_s``: stops when the gap is at most ``enough_gap``, when more boxes
+    hardly raise it (``STALLED``), after ``max_boxes`` boxes, or at ``deadline_s`` (of ``planner.clock``)."""
     target_s = best_s * (1 - enough_gap)
     even = even_weights(relaxation)
     heap: list[tuple[float, int, _Open]] = []
     done: list[_Part] = []
     boxes = pushed = 0
+    raised_s, raised_at = -float("inf"), 0
 
     def keep(one: _Open) -> None:
         nonlocal pushed
@@ -120,6 +124,11 @@ def prove(
         enter(root, None)
     while heap and boxes < max_boxes and now_s() < deadline_s:
         value_s, _, one = heapq.heappop(heap)
+        if value_s > raised_s + STALLED[1] * best_s:
+            raised_s, raised_at = value_s, boxes
+        elif boxes > raised_at + STALLED[0]:
+            done.append(one.part)
+            break
         try:
             if report is not None:
                 report(value_s)
