@@ -171,10 +171,11 @@ def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) ->
 NEAR = ((10, 1.0), (16, 0.5), (32, 0.1))
 """Up to so many classes, programs are solved for boxes whose lower ends leave at most this share of a layer's time: larger ones
 take longer (a second among 60), and in wide boxes chords lose more than a program gains."""
-MOST_MERGED = 24
-"""Merged classes of which programs are solved at all; with more of them they cost more than they bring."""
 TIGHT = ((32, 0.1), (64, 0.05))
-"""They are, too, where cutting copies' times and distances can bring no more than this share of what is left, by classes."""
+"""Up to so many classes they are also solved where cutting copies' times and distances can bring no more than this share of what
+is left."""
+MOST_MERGED = 24
+"""The same up to so many where some are merged; with more of those, programs cost more than they bring."""
 MOST_INHERITED = 32
 """Up to so many classes multipliers are tried on boxes inside; making a program of more takes longer than it brings."""
 

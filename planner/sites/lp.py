@@ -2,7 +2,8 @@
 
 Copies leave their homes, and arrive at holders, within the gather's time, which with the latency of the farthest costs what it
 exceeds the computation it runs beside. Each site finds every expert at sites that hold it, itself among them; what it finds
-elsewhere keeps links busy as the box's chords say. z[g, h] copies are held at h, and x[d, g, h] experts are served there for
+elsewhere keeps links busy as the box's chords say, and nobody serves more than fits through its links in whole rows
+(``planner.sites.capacity``). z[g, h] copies are held at h, and x[d, g, h] experts are served there for
 tokens of d. Among few sites that differ, experts are told apart by their homes g; else there is one group of all.
 
 Every plan of the box is a point of the program that costs no more: x and z are its own numbers (among merged sites their means,
