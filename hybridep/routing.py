@@ -32,7 +32,8 @@ class RoutingRecord:
     chosen: IntArray
     """[MoE layers, E]: how often each expert was chosen, before any drops, all ranks and recorded steps together."""
     choices: Routing = field(default_factory=dict)
-    """Every choice of one step; empty when none was recorded in full."""
+    """Every choice of the steps that were recorded in full, one after the other: step n begins with micro-batch n times those of
+    a step. Empty when there are none."""
 
     def popularity(self) -> tuple[tuple[float, ...], ...]:
         """Per MoE layer the share of each expert, as ``Plan.popularity`` takes it."""
@@ -40,6 +41,15 @@ class RoutingRecord:
         even = np.full(self.chosen.shape, 1 / self.chosen.shape[1])
         shares = np.where(total > 0, self.chosen / np.maximum(total, 1), even)
         return tuple(tuple(float(share) for share in row) for row in shares)
+
+    def steps(self, workload: Workload) -> list[Routing]:
+        """The choices step by step; empty when none was recorded in full."""
+        found: list[dict[tuple[int, int], IntArray]] = []
+        for (layer, batch), ids in sorted(self.choices.items()):
+            step, micro_batch = divmod(batch, workload.training.micro_batches)
+            found += [{} for _ in range(step + 1 - len(found))]
+            found[step][layer, micro_batch] = ids
+        return list(found)
 
     def save(self, path: Path) -> None:
         """Write as a compressed numpy archive, atomically. Raises UserError."""
@@ -63,11 +73,12 @@ class RoutingRecord:
         most = max(site_sequences(plan.cluster, plan.workload)) * training.sequence_length
         shape = (plan.cluster.num_gpus, most, model.top_k)
         keys = {(layer, batch) for layer in range(model.num_moe_layers) for batch in range(training.micro_batches)}
-        if self.choices and (set(self.choices) != keys or any(ids.shape != shape for ids in self.choices.values())):
+        steps = self.steps(plan.workload)
+        if any(set(step) != keys or any(ids.shape != shape for ids in step.values()) for step in steps):
             found = next(iter(self.choices.values())).shape
             raise UserError(
-                f"{where}: the recorded step has (ranks, tokens, top_k) {found} in {len(self.choices)} exchanges, the plan "
-                f"{shape} in {len(keys)}; record with the same batch and number of ranks"
+                f"{where}: the recorded steps have (ranks, tokens, top_k) {found} in {len(self.choices)} exchanges, the plan "
+                f"{shape} in {len(keys)} a step; record with the same batch and number of ranks"
             )
 
 

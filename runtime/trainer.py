@@ -198,7 +198,8 @@ def _steps(trainer: RankTrainer, done: int, fault: Fault | None, on_step: Callab
     for step in range(done + 1, run.steps + 1):
         if fault is not None:
             fault.strike(trainer.mesh.rank, step)
-        trainer.spans.active = trainer.recorder.whole = step == run.trace_step
+        trainer.spans.active = step == run.trace_step
+        trainer.recorder.whole = run.trace_step is not None and 0 <= step - run.trace_step < run.choice_steps
         on_step(trainer.step(step))
         trainer.spans.active = trainer.recorder.whole = False
         if step == run.steps or (every and step % every == 0):

@@ -34,13 +34,17 @@ class Trial:
     """Of the last step, by operation ("@" and where), as this rank saw them; transfers may run beside computation."""
     choices: tuple[tuple[tuple[int, ...], ...], ...]
     """[steps][MoE layers][experts]: how often this rank's tokens chose each expert."""
+    ids: tuple[tuple[list[list[int]], ...], ...]
+    """[batches][MoE layers x micro-batches] each rank's [T, K] expert ids, layer by layer within a micro-batch; none without
+    ``batches``."""
 
 
 def run_trials(
-    run: Run, plans: Sequence[Plan], *, rank: int, store: Store, probe_s: float | None = None
+    run: Run, plans: Sequence[Plan], *, rank: int, store: Store, probe_s: float | None = None, batches: int | None = None
 ) -> Iterator[Trial | Probe]:
     """Train each of ``plans`` for ``run.steps`` steps from the start, as one rank; all ranks call it with the same plans.
-    With ``probe_s`` links and computation are measured before the first plan of each workload, for about that long each.
+    With ``probe_s`` links and computation are measured before the first plan of each workload, for about that long each. With
+    ``batches`` steps go round so many batches, at the learning rates of the first round.
     Raises UserError for a plan that cannot be trained and TransportError when a peer is gone."""
     torch.set_num_threads(1)
     meshes = [Mesh(plan=plan, rank=rank) for plan in plans]
@@ -52,19 +56,22 @@ def run_trials(
             if probe_s is not None and plan.workload != before:
                 yield probe_in_group(plan.cluster, plan.workload, rank=rank, seconds=probe_s)
             before = plan.workload
-            yield _trial(run, mesh)
+            yield _trial(run, mesh, batches)
     finally:
         close_process_group()
 
 
-def _trial(run: Run, mesh: Mesh) -> Trial:
+def _trial(run: Run, mesh: Mesh, batches: int | None) -> Trial:
     trainer = RankTrainer(run, mesh)
     barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
     model = mesh.plan.workload.model
     counts = torch.zeros(run.steps, model.num_moe_layers, model.num_experts, dtype=torch.int64)
     reports: list[StepReport] = []
+    ids: list[list[list[list[int]]]] = [[] for _ in range(batches or 0)]
 
     def count(layer: int, gated: Gated) -> None:
+        if len(reports) < len(ids):
+            ids[len(reports)].append(gated.ids_TK.tolist())
         counts[len(reports), layer] += torch.bincount(gated.chosen_TK.flatten(), minlength=model.num_experts)
 
     for block in trainer.model.transformer.moe_blocks():
@@ -74,7 +81,7 @@ def _trial(run: Run, mesh: Mesh) -> Trial:
         barrier.wait()
         for step in range(1, run.steps + 1):
             trainer.spans.active = step == run.steps
-            reports.append(trainer.step(step))
+            reports.append(trainer.step((step - 1) % (batches or run.steps) + 1))
     finally:
         trainer.close()
     parts: defaultdict[str, float] = defaultdict(float)
@@ -86,4 +93,5 @@ def _trial(run: Run, mesh: Mesh) -> Trial:
         wan_bytes=reports[-1].wan_bytes,
         parts_s=dict(parts),
         choices=tuple(tuple(tuple(row) for row in step) for step in counts.tolist()),
+        ids=tuple(tuple(step) for step in ids),
     )

@@ -25,13 +25,14 @@ from hybridep.launch.shaping import lab_spec, why_not_in_lab
 from hybridep.launch.trials import Measured, measure
 from hybridep.plan import LayerGroup, Plan
 from hybridep.provenance import provenance
+from hybridep.routing import Routing, load_routing
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s, plan, step_cost
 from planner.domains import divisors
-from simulator.report import simulate
+from simulator.step import simulate_step
 
-TIMES = ("measured_s", "min_s", "max_s", "predicted_s", "simulated_s", "routed_s", "uniform_s", "bound_s")
+TIMES = ("measured_s", "min_s", "max_s", "predicted_s", "simulated_s", "uniform_s", "bound_s")
 COLUMNS = ("setting", "dc", "gpu", "chosen", *TIMES, "wan_mb")
 CHOSEN = "plan"
 """Domain sizes of a chosen plan that is none of the combinations."""
@@ -58,6 +59,9 @@ class Bench:
     """Optimizer steps per placement."""
     untimed: int = 1
     """How many of them, the first ones, are not timed: what they route is what is known when a placement is chosen."""
+    batches: int | None = None
+    """Steps go round so many batches, and all that tokens choose in the first round is known; None: each step has a new batch,
+    and the popularity of experts is what is known."""
     probe_s: float
     """About how long each measurement of links and computation takes."""
     folder: Path
@@ -74,6 +78,10 @@ class Bench:
     def path(self, setting: Setting) -> Path:
         """The file with the setting's measurements."""
         return self.folder / f"{setting.name}.json"
+
+    def routing_path(self, setting: Setting) -> Path:
+        """The file with what tokens chose in the first round of batches."""
+        return self.folder / f"{setting.name}.npz"
 
 
 def placements(cluster: Cluster, setting: Setting) -> list[Plan]:
@@ -112,7 +120,11 @@ def measure_all(bench: Bench, settings: Sequence[Setting]) -> None:
         for chunk in _chunks(missing, bench.at_once):
             placed = [placements(cluster, setting) for setting in chunk]
             measured, probes = measure(
-                [one for each in placed for one in each], steps=bench.steps, untimed=bench.untimed, probe_s=bench.probe_s
+                [one for each in placed for one in each],
+                steps=bench.steps,
+                untimed=bench.untimed,
+                batches=bench.batches,
+                probe_s=bench.probe_s,
             )
             # Neighbours with one workload, which differ in codecs, share a probe.
             groups = zip(groupby(zip(chunk, placed, strict=True), key=lambda pair: pair[0].workload), probes, strict=True)
@@ -135,8 +147,10 @@ def _keep(bench: Bench, setting: Setting, probed: Cluster, trials: Sequence[Meas
         chosen = plan(probed, setting.workload, codecs=setting.codecs)
         record["plan"] = chosen.model_dump(mode="json", exclude_none=True)
         if not any(_same(chosen, one) for one in placements(probed, setting)):
-            [trial], _ = measure([chosen], steps=bench.steps, untimed=bench.untimed)
+            [trial], _ = measure([chosen], steps=bench.steps, untimed=bench.untimed, batches=bench.batches)
             record["plan_trial"] = {"step_s": trial.step_s, "wan_bytes": trial.wan_bytes}
+    if bench.batches is not None:
+        trials[0].routing.save(bench.routing_path(setting))
     write_text(bench.path(setting), json.dumps(record))
     print(f"{setting.name}: {[round(one.median_s, 3) for one in trials]}", file=sys.stderr, flush=True)
 
@@ -156,27 +170,31 @@ def _chunks(items: Sequence[Setting], size: int) -> Iterator[Sequence[Setting]]:
 
 
 def rows_of(bench: Bench, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    """A row (``COLUMNS``) per measured setting and placement. ``predicted_s`` and ``simulated_s`` are means over
-    the steps before those that are timed, with the popularity of experts of each, ``routed_s`` is the median of the timed steps
-    simulated with their own, and ``uniform_s`` is predicted as if all experts were equally popular. Where the planner was
-    asked, its plan is ``chosen``, else the placement whose ``simulated_s`` is shortest."""
+    """A row (``COLUMNS``) per measured setting and placement. ``measured_s`` is the median of the timed steps, or the mean of the
+    batches' medians. ``predicted_s`` and ``simulated_s`` are means over the steps before, with the popularity of experts of each,
+    or simulated with every choice where batches come again; ``uniform_s`` is predicted as if all experts were equally popular.
+    Where the planner was asked, its plan is ``chosen``, else the placement whose ``simulated_s`` is shortest."""
     rows = []
     for setting in settings:
         if bench.path(setting).exists():
-            rows += _rows(bench.path(setting), setting)
+            rows += _rows(bench, setting)
     return rows
 
 
-def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
+def _rows(bench: Bench, setting: Setting) -> list[dict[str, Any]]:
+    path = bench.path(setting)
     record = json.loads(path.read_text())
     if build(Workload, record["workload"], str(path)) != setting.workload:
         raise SystemExit(f"{path} was measured with other settings: delete it, or give another --results folder")
     cluster = build(Cluster, record["cluster"], str(path))
-    placed, popularity = placements(cluster, setting), record["popularity"]
+    placed, known = placements(cluster, setting), record["popularity"][: bench.untimed]
+    choices: Sequence[Routing | None] = [None] * len(known)
+    if bench.batches is not None:
+        choices = load_routing(bench.routing_path(setting)).steps(setting.workload)
     rows = []
     for made, steps_s, sent in zip(placed, record["step_s"], record["wan_bytes"], strict=True):
-        routed = [made.with_popularity(shares) for shares in popularity]
-        rows.append(_row(setting, routed, steps_s, sent) | {"uniform_s": expected_s(made)})
+        routed = [made.with_popularity(shares) for shares in known]
+        rows.append(_row(bench, setting, routed, choices, steps_s, sent) | {"uniform_s": expected_s(made)})
     if "plan" in record:
         chosen = build(Plan, record["plan"], str(path))
         for row, made in zip(rows, placed, strict=True):
@@ -184,7 +202,7 @@ def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
         if "plan_trial" in record:
             # With measured popularity partial migration would copy other experts than the plan that was trained.
             trial, uniform_s = record["plan_trial"], expected_s(chosen)
-            row = _row(setting, [chosen] * len(popularity), trial["step_s"], trial["wan_bytes"])
+            row = _row(bench, setting, [chosen], [None], trial["step_s"], trial["wan_bytes"])
             rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": uniform_s})
     else:
         # As `hybridep plan --top --simulate` does.
@@ -194,18 +212,24 @@ def _rows(path: Path, setting: Setting) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(setting: Setting, routed: Sequence[Plan], steps_s: Sequence[float], wan_bytes: float) -> dict[str, Any]:
-    untimed, timed = routed[: -len(steps_s)], routed[-len(steps_s) :]
-    costs = [step_cost(one) for one in untimed]
+def _row(
+    bench: Bench,
+    setting: Setting,
+    routed: Sequence[Plan],
+    choices: Sequence[Routing | None],
+    steps_s: Sequence[float],
+    wan_bytes: float,
+) -> dict[str, Any]:
+    costs = [step_cost(one) for one in routed]
+    every = bench.batches or 1
     return {
         "setting": setting.name,
-        **untimed[0].layers[0].domains,
-        "measured_s": statistics.median(steps_s),
+        **routed[0].layers[0].domains,
+        "measured_s": statistics.fmean(statistics.median(steps_s[first::every]) for first in range(every)),
         "min_s": min(steps_s),
         "max_s": max(steps_s),
-        "predicted_s": statistics.fmean(expected_s(one, cost) for one, cost in zip(untimed, costs, strict=True)),
-        "simulated_s": statistics.fmean(simulate(one).step.step_s for one in untimed),
-        "routed_s": statistics.median(simulate(one).step.step_s for one in timed),
+        "predicted_s": statistics.fmean(expected_s(one, cost) for one, cost in zip(routed, costs, strict=True)),
+        "simulated_s": statistics.fmean(simulate_step(one, chosen).step_s for one, chosen in zip(routed, choices, strict=True)),
         "bound_s": statistics.fmean(cost.bound_s for cost in costs),
         "wan_mb": wan_bytes / 1e6,
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +15,7 @@ from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
     from hybridep.plan import Plan, Schedule
+    from hybridep.routing import Routing, RoutingRecord
     from hybridep.topology import Cluster
     from planner import PooledPlan, RobustPlan
     from planner.goal import Goal
@@ -52,7 +55,8 @@ if TYPE_CHECKING:
 @click.option(
     "--routing",
     type=click.Path(path_type=Path),
-    help="What `hybridep train` recorded (routing.npz): how popular each expert is.",
+    help="What `hybridep train` recorded (routing.npz): how popular each expert is; and with --simulate, what tokens chose in "
+    "the steps whose every choice is in it.",
 )
 @click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True)
 @click.option(
@@ -138,6 +142,7 @@ def command(
         site = _on_fabric(site, fabric)
     rules = planner.load_constraints(constraints) if constraints else None
     popularity: tuple[tuple[float, ...], ...] = ()
+    record: RoutingRecord | None = None
     if routing is not None:
         record = load_routing(routing)
         record.require_model(work, routing)
@@ -203,7 +208,9 @@ def command(
                 made = [planner.plan(site, work, max_loss=permitted_loss, **wishes)]
     simulated_s: list[float] = []
     if simulate:
-        made, simulated_s = _by_simulation(made)
+        if record is not None:
+            record.require(made[0], Path(str(routing)))
+        made, simulated_s = _by_simulation(made, record.steps(work) if record is not None else [])
     best = next((one.plan for one in pooled if one.pays_from <= 1 <= one.pays_to), made[0])
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made) + 1))]
     for one, path in zip(made, files, strict=True):
@@ -256,11 +263,13 @@ def command(
     click.echo(f"\nplan written to {', '.join(str(path) for path in files)}")
 
 
-def _by_simulation(plans: list[Plan]) -> tuple[list[Plan], list[float]]:
-    """The plans by their simulated steps, the fastest first, and those steps in seconds."""
+def _by_simulation(plans: list[Plan], recorded: Sequence[Routing]) -> tuple[list[Plan], list[float]]:
+    """The plans by their simulated steps, the fastest first, and those steps in seconds: on average over the recorded ones, or
+    with what their popularity of experts lets expect where there are none."""
     from simulator.step import simulate_step
 
-    found = sorted(((simulate_step(one).step_s, place) for place, one in enumerate(plans)))
+    steps = recorded or [None]
+    found = sorted((fmean(simulate_step(one, step).step_s for step in steps), place) for place, one in enumerate(plans))
     return [plans[place] for _, place in found], [step_s for step_s, _ in found]
 
 

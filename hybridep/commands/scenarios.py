@@ -13,7 +13,7 @@ from hybridep.commands.inputs import Kind, cluster_and_workload, find
 from hybridep.config import load
 from hybridep.errors import UserError
 from hybridep.plan import Plan, load_plan
-from hybridep.routing import load_routing
+from hybridep.routing import Routing, load_routing
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
@@ -93,8 +93,15 @@ def routing_of(scenario: Scenario) -> tuple[Callable[[Plan], Plan], RoutingOfSte
     if not record.choices:
         return informed, None
     recorded = len(next(iter(record.choices.values())))
-    # Once sites are lost, the ranks are others than those of the record; its popularity remains.
-    return informed, lambda plan, step: record.choices if plan.cluster.num_gpus == recorded else None
+
+    def chosen(plan: Plan, step: int) -> Routing | None:
+        # Once sites are lost, the ranks are others than those of the record; its popularity remains.
+        if plan.cluster.num_gpus != recorded:
+            return None
+        steps = record.steps(plan.workload)
+        return steps[step % len(steps)]
+
+    return informed, chosen
 
 
 @dataclass(frozen=True, kw_only=True)

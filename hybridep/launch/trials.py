@@ -14,6 +14,7 @@ from hybridep.config import build
 from hybridep.launch.backends import backend_for
 from hybridep.launch.controller import Controller
 from hybridep.launch.worker import Job
+from hybridep.placement import IntArray
 from hybridep.plan import Plan
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
@@ -39,6 +40,8 @@ class Measured:
     popularity: tuple[tuple[tuple[float, ...], ...], ...]
     """[steps][MoE layers][experts]: share of each expert in all choices of a step (``Plan.popularity``). It begins with the steps
     that ``step_s`` leaves out."""
+    routing: RoutingRecord
+    """Of all steps; its choices are those of the first round of ``batches``."""
 
     @property
     def median_s(self) -> float:
@@ -47,12 +50,20 @@ class Measured:
 
 
 def measure(
-    plans: Sequence[Plan], *, steps: int, untimed: int = 1, seed: int = 0, probe_s: float | None = None, local: bool = True
+    plans: Sequence[Plan],
+    *,
+    steps: int,
+    untimed: int = 1,
+    batches: int | None = None,
+    seed: int = 0,
+    probe_s: float | None = None,
+    local: bool = True,
 ) -> tuple[list[Measured], list[Probe]]:
     """Train every plan (of one cluster) for ``steps`` steps, the first ``untimed`` of which are not timed, in this order and
     with one start of the ranks: as processes of this machine when ``local`` (inside a lab: in its datacenters), else on Ray.
     With ``probe_s`` links and computation are measured before the first plan of each workload, too, for about that long each:
-    one probe per workload.
+    one probe per workload. With ``batches`` steps go round so many batches, which all placements route alike (nearly so with
+    lossy codecs); every choice of the first round is recorded.
     Raises what ``Controller.run`` raises."""
     from runtime.probe import probe_of, summarise
 
@@ -68,7 +79,7 @@ def measure(
             "optimizer": {"warmup_steps": _WARMUP_STEPS},
         }
         run = build(Run, fields, "trials")
-        job = Job(run=run, plan=plans[0], trials=tuple(plans), probe_s=probe_s)
+        job = Job(run=run, plan=plans[0], trials=tuple(plans), probe_s=probe_s, batches=batches)
         with backend_for(job, local=local) as backend:
             controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
             controller.run()
@@ -83,9 +94,18 @@ def _together(ranks: Sequence[dict[str, Any]], untimed: int) -> Measured:
     names = sorted({name for rank in ranks for name in rank["parts_s"]})
     chosen_RSLE = np.array([rank["choices"] for rank in ranks])
     popularity = [RoutingRecord(chosen=chosen_LE).popularity() for chosen_LE in chosen_RSLE.sum(axis=0)]
+    choices: dict[tuple[int, int], IntArray] = {}
+    num_layers = chosen_RSLE.shape[2]
+    for step in range(len(ranks[0]["ids"])):
+        micro_batches = len(ranks[0]["ids"][step]) // num_layers
+        for place in range(micro_batches * num_layers):
+            micro_batch, layer = divmod(place, num_layers)
+            found = np.array([rank["ids"][step][place] for rank in ranks])
+            choices[layer, step * micro_batches + micro_batch] = found
     return Measured(
         step_s=tuple(steps[untimed:]),
         wan_bytes=float(sum(rank["wan_bytes"] for rank in ranks)),
         parts_s={name: tuple(rank["parts_s"].get(name, 0.0) for rank in ranks) for name in names},
         popularity=tuple(popularity),
+        routing=RoutingRecord(chosen=chosen_RSLE.sum(axis=(0, 1)), choices=choices),
     )
