@@ -14,7 +14,7 @@ from hybridep.workload import Workload
 from planner.constraints import Constraints
 from planner.depths import plan_ahead
 from planner.goal import FASTEST, Goal
-from planner.measured import plan_measured
+from planner.measured import plans_measured
 from planner.plans import plan_domains, top_domains
 from planner.sites.plans import plan_sites
 from planner.sites.solution import Wishes
@@ -112,9 +112,10 @@ def plans(
         )
     schedule, free = with_most(cluster, schedule)
     if popularity:
-        if constraints is not None or count > 1:
-            raise UserError("with measured popularity there is one plan, and none that keeps rules: leave one of them out")
-        return [with_fewest(plan_measured(cluster, workload, popularity, schedule=schedule), free)]
+        if constraints is not None:
+            raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
+        measured = plans_measured(cluster, workload, popularity, count, schedule=schedule)
+        return [with_fewest(one, free) for one in measured]
     dear = goal.needs_prices and uneven_prices(cluster)
     if by_site(cluster) or dear or constraints is not None:
         found = plan_sites(

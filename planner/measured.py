@@ -18,10 +18,16 @@ from planner.problem import TIE, build_problem
 from planner.solve import PROVEN_GAP, gap, missing_memory
 
 
-def plan_measured(
-    cluster: Cluster, workload: Workload, popularity: Sequence[tuple[float, ...]], *, schedule: Schedule | None = None
-) -> Plan:
-    """Equal domains per level, chosen for each MoE layer by its ``popularity`` ([layers][E] shares).
+def plans_measured(
+    cluster: Cluster,
+    workload: Workload,
+    popularity: Sequence[tuple[float, ...]],
+    count: int = 1,
+    *,
+    schedule: Schedule | None = None,
+) -> list[Plan]:
+    """At most ``count`` plans of equal domains per level, the fastest first, for experts of this ``popularity`` ([layers][E]
+    shares). The first chooses for each MoE layer anew, the others have one configuration in all layers, and no solver's report.
 
     Times add up over layers, so the fastest of each layer together are the fastest plan, if they fit the memory. If not, the
     fastest configuration that fits in all layers is taken, and the gap to the former is reported. Raises InfeasibleError.
@@ -39,36 +45,42 @@ def plan_measured(
         most = np.maximum(passing[layers, chosen].max(axis=0), first.fixed_passing_bytes)
         return first.has_room(first.fixed_lasting_bytes + lasting[layers, chosen].sum(axis=0) + most)
 
+    def made_of(chosen: Sequence[int]) -> Plan:
+        groups, layer = [], 0
+        for candidate, same in groupby(chosen):
+            number = len(list(same))
+            configuration = first.candidates[candidate]
+            groups.append(layer_group(layer, number, configuration.choices, configuration.residency))
+            layer += number
+        made = Plan(
+            cluster=cluster,
+            workload=workload,
+            layers=tuple(groups),
+            popularity=tuple(popularity),
+            schedule=first.schedule,
+            provenance=provenance(),
+        )
+        return made.model_copy(update={"prediction": predict(made)})
+
     best = [int(np.argmax(times <= times.min() * (1 + TIE))) for times in layer_s]
     bound_s = first.fixed_s + float(layer_s.min(axis=1).sum())
+    by_time = np.argsort(layer_s.sum(axis=0), kind="stable").tolist()
+    alike = [each for c in by_time if fits(each := [c] * len(problems))]
     if not fits(best):
-        alike = [c for c in np.argsort(layer_s.sum(axis=0), kind="stable").tolist() if fits([c] * len(problems))]
         if not alike:
             raise InfeasibleError(missing_memory(first))
-        best = [alike[0]] * len(problems)
-    groups, layer = [], 0
-    for candidate, same in groupby(best):
-        count = len(list(same))
-        configuration = first.candidates[candidate]
-        groups.append(layer_group(layer, count, configuration.choices, configuration.residency))
-        layer += count
-    made = Plan(
-        cluster=cluster,
-        workload=workload,
-        layers=tuple(groups),
-        popularity=tuple(popularity),
-        schedule=first.schedule,
-        provenance=provenance(),
-    )
-    prediction = predict(made)
-    bound_s = min(bound_s, prediction.step)
-    found = gap(prediction.step, bound_s)
+        best = alike[0]
+    made = made_of(best)
+    assert made.prediction is not None
+    bound_s = min(bound_s, made.prediction.step)
+    found = gap(made.prediction.step, bound_s)
     report = SolverReport(
         status=Status.OPTIMAL if found <= PROVEN_GAP else Status.FEASIBLE,
         solver="by layer",
-        objective=seconds(prediction.step),
+        objective=seconds(made.prediction.step),
         bound=seconds(bound_s),
         gap=found,
         solve=seconds(now_s() - started),
     )
-    return made.model_copy(update={"prediction": prediction, "solver": report})
+    others = [each for each in alike if each != best][: count - 1]
+    return [made.model_copy(update={"solver": report}), *map(made_of, others)]

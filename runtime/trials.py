@@ -35,7 +35,7 @@ class Trial:
     choices: tuple[tuple[tuple[int, ...], ...], ...]
     """[steps][MoE layers][experts]: how often this rank's tokens chose each expert."""
     ids: tuple[tuple[list[list[int]], ...], ...]
-    """[batches][MoE layers x micro-batches] each rank's [T, K] expert ids, layer by layer within a micro-batch; none without
+    """[batches][MoE layers x micro-batches] [T, K] expert ids of this rank, layer by layer within a micro-batch; none without
     ``batches``."""
 
 

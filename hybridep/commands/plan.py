@@ -268,7 +268,7 @@ def _by_simulation(plans: list[Plan], recorded: Sequence[Routing]) -> tuple[list
     with what their popularity of experts lets expect where there are none."""
     from simulator.step import simulate_step
 
-    steps = recorded or [None]
+    steps: Sequence[Routing | None] = recorded or [None]
     found = sorted((fmean(simulate_step(one, step).step_s for step in steps), place) for place, one in enumerate(plans))
     return [plans[place] for _, place in found], [step_s for step_s, _ in found]
 

@@ -93,6 +93,26 @@ def test_recorded_choices_are_simulated_as_they_were(scenario: Callable[..., obj
     assert "no such file" in call("simulate", scenario("plan: ep", "routing: missing.npz")).err
 
 
+def test_a_run_goes_round_the_recorded_steps(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
+    model = load_workload(str(inputs.workload)).model
+    crowded, apart = np.tile(np.array([2, 3]), (2, 16, 1)), np.array([[0, 1], [2, 3]])[:, None, :].repeat(16, axis=1)
+    chosen = np.ones((model.num_moe_layers, model.num_experts), dtype=np.int64)
+    alone_s = []
+    for ids in (crowded, apart):
+        path = inputs.folder / "one.npz"
+        RoutingRecord(chosen=chosen, choices={(layer, 0): ids for layer in range(model.num_moe_layers)}).save(path)
+        alone_s.append(call("simulate", scenario("plan: ep", f"routing: {path}"), "--json").json["step_s"])
+    path = inputs.folder / "two.npz"
+    choices = {(layer, step): ids for layer in range(model.num_moe_layers) for step, ids in enumerate((crowded, apart))}
+    RoutingRecord(chosen=chosen, choices=choices).save(path)
+    result = call("simulate", scenario("plan: ep", f"routing: {path}", "course: {steps: 3}"), "--json")
+    assert result.code == 0, result.err
+    assert alone_s[0] > 1.001 * alone_s[1]
+    step_s = result.json["run"]["step_s"]
+    # Crowded, apart, crowded.
+    assert [step_s["min"], step_s["median"], step_s["max"]] == pytest.approx([alone_s[1], alone_s[0], alone_s[0]])
+
+
 def test_a_plan_on_a_mixnet(inputs: Inputs, call: Call) -> None:
     levels = "\n".join(
         f"- {{name: {name}, size: {size}, bandwidth: 8 Gbps, latency: 0.1 ms}}"

@@ -30,7 +30,7 @@ def lines(path: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
-    whole = shell("train", inputs.run, "--local", "--json", "--set", "trace_step=2")
+    whole = shell("train", inputs.run, "--local", "--json", "--set", "trace_step=2", "--set", "choice_steps=2")
     assert whole.code == 0, whole.err
     summary = whole.json
     assert len(summary["losses"]) == 4 and summary["status"] == "finished" and summary["shaped"] is False
@@ -43,8 +43,9 @@ def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
     model, training = plan.workload.model, plan.workload.training
     choices = plan.cluster.num_gpus * training.tokens * training.micro_batches * model.top_k
     assert (record.chosen.sum(axis=1) == 4 * choices).all() and sum(ids.size for ids in record.choices.values()) == (
-        choices * model.num_moe_layers
+        2 * choices * model.num_moe_layers
     )
+    assert len(record.steps(plan.workload)) == 2, "steps 2 and 3"
     steps = lines(inputs.output / "steps.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert [step["loss"] for step in steps] == summary["losses"]

@@ -190,6 +190,37 @@ def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
     assert "a switch moves nothing" in call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "2").out
 
 
+def test_plan_simulates_recorded_steps(inputs: Inputs, call: Call) -> None:
+    """Plans are ordered by the mean over all recorded steps."""
+    path, file = inputs.folder / "plan.yaml", inputs.folder / "routing.npz"
+    words = ("plan", inputs.cluster, inputs.workload, "-o", path, "--top", "2", "--simulate", "--routing", file, "--json")
+    chosen = np.array([[16, 8, 4, 4], [8, 8, 8, 8]])
+    RoutingRecord(chosen=chosen).save(file)
+    first = call(*words)
+    assert first.code == 0, first.err
+    model, training = load_plan(path).workload.model, load_plan(path).workload.training
+    ranks, rng = load_plan(path).cluster.num_gpus, np.random.default_rng(0)
+    choices = {
+        (layer, batch): rng.integers(0, 2 + batch, size=(ranks, training.tokens, model.top_k))
+        for layer in range(model.num_moe_layers)
+        for batch in range(2 * training.micro_batches)
+    }
+    record = RoutingRecord(chosen=chosen, choices=choices)
+    record.save(file)
+    result = call(*words)
+    assert result.code == 0, result.err
+    found = [one["simulated_s"] for one in result.json["plans"]]
+    assert found == sorted(found)
+    for one, step_s in zip(result.json["plans"], found, strict=True):
+        made = load_plan(Path(one["output"]))
+        steps = record.steps(made.workload)
+        assert len(steps) == 2 and step_s == pytest.approx(sum(simulate_step(made, each).step_s for each in steps) / 2)
+    fewer = {key: ids[:1] for key, ids in choices.items()}
+    RoutingRecord(chosen=chosen, choices=fewer).save(file)
+    refused = call(*words)
+    assert refused.code == 2 and "record with the same batch and number of ranks" in refused.err
+
+
 def test_plan_knows_recorded_popularity(inputs: Inputs, call: Call) -> None:
     path, record = inputs.folder / "plan.yaml", inputs.folder / "routing.npz"
     RoutingRecord(chosen=np.array([[16, 8, 4, 4], [8, 8, 8, 8]])).save(record)

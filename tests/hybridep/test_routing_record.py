@@ -40,6 +40,27 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path, rng: np.random.Generat
     found.require(plan(), tmp_path)
 
 
+def test_choices_of_several_steps_come_apart(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Two micro-batches a step: those of step n are numbers 2n and 2n + 1."""
+    workload = plan().workload
+    twice = workload.model_copy(update={"training": workload.training.model_copy(update={"micro_batches": 2})})
+    ids = record(rng).choices[0, 0]
+    choices = {(layer, batch): ids + 100 * layer + batch for layer in range(2) for batch in range(6)}
+    made = RoutingRecord(chosen=np.ones((2, 16), dtype=np.int64), choices=choices)
+    steps = made.steps(twice)
+    assert len(steps) == 3
+    for number, step in enumerate(steps):
+        assert set(step) == {(layer, batch) for layer in range(2) for batch in range(2)}
+        for (layer, batch), found in step.items():
+            np.testing.assert_array_equal(found, ids + 100 * layer + 2 * number + batch)
+    longer = plan().model_copy(update={"workload": twice})
+    made.require(longer, tmp_path)
+    del choices[1, 5]
+    with pytest.raises(UserError, match="record with the same batch"):
+        RoutingRecord(chosen=made.chosen, choices=choices).require(longer, tmp_path)
+    assert RoutingRecord(chosen=made.chosen).steps(twice) == []
+
+
 def test_partial_migration_copies_the_most_popular_of_each_layer(rng: np.random.Generator) -> None:
     popularity = record(rng).popularity()
     measured = plan().with_popularity(popularity)

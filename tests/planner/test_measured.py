@@ -10,7 +10,7 @@ from planner_cases import make_cluster, make_workload
 
 from hybridep.plan import Plan, Schedule, Status
 from planner.check import check
-from planner.choose import plan
+from planner.choose import plan, plans
 from planner.cost import step_cost
 from planner.plans import layer_group
 from planner.problem import build_problem
@@ -43,6 +43,30 @@ def test_no_choice_of_configurations_is_faster(bandwidth: str) -> None:
     )
     assert made.solver.objective == pytest.approx(best, rel=1e-9)
     check(made)
+
+
+def test_the_next_best_are_the_same_in_all_layers() -> None:
+    cluster = make_cluster(2, 2, bandwidths=("1 Gbps", "10 Gbps"))
+    workload = make_workload(layers=2, experts=8, top_k=2)
+    popularity = (shares(1, 8, 0.5, 1)[0], shares(1, 8, 50.0, 2)[0])
+    found = plans(cluster, workload, 4, popularity=popularity)
+    assert len(found) == 4 and len({one.digest for one in found}) == 4
+    assert found[0].digest == plan(cluster, workload, popularity=popularity).digest
+    assert all(one.popularity == popularity and len(one.layers) == 1 for one in found[1:])
+    candidates = build_problem(cluster, workload, Schedule()).candidates
+    alike = [
+        Plan(
+            cluster=cluster,
+            workload=workload,
+            layers=(layer_group(0, 2, one.choices, one.residency),),
+            popularity=popularity,
+        )
+        for one in candidates
+    ]
+    best_s = sorted(step_cost(one).step_s for one in alike if one.digest != found[0].digest)[:3]
+    assert [step_cost(one).step_s for one in found[1:]] == pytest.approx(best_s, rel=1e-9)
+    for one in found:
+        check(one)
 
 
 def test_even_popularity_changes_nothing() -> None:
