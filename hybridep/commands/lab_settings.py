@@ -205,7 +205,7 @@ def _rows(bench: Bench, setting: Setting) -> list[dict[str, Any]]:
             row = _row(bench, setting, [chosen], [None], trial["step_s"], trial["wan_bytes"])
             rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": uniform_s})
     else:
-        # As `hybridep plan --top --simulate` does.
+        # As `hybridep plan --top --simulate` does with its own candidates.
         shortest_s = min(row["simulated_s"] for row in rows)
         for row in rows:
             row["chosen"] = int(row["simulated_s"] == shortest_s)
