@@ -102,8 +102,6 @@ def plans(
                 "prices with measured popularity or copies ahead: their searches know time only; leave one of them out"
             )
     lossy = any(one.lossy for one in (codecs or {}).values())
-    if lossy and popularity:
-        raise UserError("measured popularity and lossy codecs: plans layer by layer know exact bytes only; leave one of them out")
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     if ahead and (lossy or popularity or constraints is not None or given or count > 1 or by_site(cluster)):
         raise UserError(
@@ -114,7 +112,7 @@ def plans(
     if popularity:
         if constraints is not None:
             raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
-        measured = plans_measured(cluster, workload, popularity, count, schedule=schedule)
+        measured = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
         return [with_fewest(one, free) for one in measured]
     dear = goal.needs_prices and uneven_prices(cluster)
     if by_site(cluster) or dear or constraints is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
 
+from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError
 from hybridep.plan import Plan, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
@@ -25,15 +26,17 @@ def plans_measured(
     count: int = 1,
     *,
     schedule: Schedule | None = None,
+    codecs: Mapping[str, Codecs] | None = None,
 ) -> list[Plan]:
     """At most ``count`` plans of equal domains per level, the fastest first, for experts of this ``popularity`` ([layers][E]
     shares). The first chooses for each MoE layer anew, the others have one configuration in all layers, and no solver's report.
+    ``codecs`` by level name, exact where absent.
 
     Times add up over layers, so the fastest of each layer together are the fastest plan, if they fit the memory. If not, the
     fastest configuration that fits in all layers is taken, and the gap to the former is reported. Raises InfeasibleError.
     """
     started = now_s()
-    problems = [build_problem(cluster, workload, schedule or Schedule(), shares) for shares in popularity]
+    problems = [build_problem(cluster, workload, schedule or Schedule(), shares, codecs) for shares in popularity]
     # Layers differ in time and memory, not in which configurations there are: those follow from counts of experts.
     layer_s = np.array([problem.layer_s for problem in problems])
     lasting = np.array([problem.lasting_bytes for problem in problems])
@@ -56,6 +59,7 @@ def plans_measured(
             cluster=cluster,
             workload=workload,
             layers=tuple(groups),
+            codecs=first.codecs,
             popularity=tuple(popularity),
             schedule=first.schedule,
             provenance=provenance(),

@@ -35,16 +35,15 @@ class Trial:
     choices: tuple[tuple[tuple[int, ...], ...], ...]
     """[steps][MoE layers][experts]: how often this rank's tokens chose each expert."""
     ids: tuple[tuple[list[list[int]], ...], ...]
-    """[batches][MoE layers x micro-batches] [T, K] expert ids of this rank, layer by layer within a micro-batch; none without
-    ``batches``."""
+    """[recorded steps][MoE layers x micro-batches] [T, K] expert ids of this rank, layer by layer within a micro-batch."""
 
 
 def run_trials(
-    run: Run, plans: Sequence[Plan], *, rank: int, store: Store, probe_s: float | None = None, batches: int | None = None
+    run: Run, plans: Sequence[Plan], *, rank: int, store: Store, probe_s: float | None = None, recorded: int = 0
 ) -> Iterator[Trial | Probe]:
     """Train each of ``plans`` for ``run.steps`` steps from the start, as one rank; all ranks call it with the same plans.
-    With ``probe_s`` links and computation are measured before the first plan of each workload, for about that long each. With
-    ``batches`` steps go round so many batches, at the learning rates of the first round.
+    With ``probe_s`` links and computation are measured before the first plan of each workload, for about that long each. Of the
+    first ``recorded`` steps every choice is kept.
     Raises UserError for a plan that cannot be trained and TransportError when a peer is gone."""
     torch.set_num_threads(1)
     meshes = [Mesh(plan=plan, rank=rank) for plan in plans]
@@ -56,18 +55,18 @@ def run_trials(
             if probe_s is not None and plan.workload != before:
                 yield probe_in_group(plan.cluster, plan.workload, rank=rank, seconds=probe_s)
             before = plan.workload
-            yield _trial(run, mesh, batches)
+            yield _trial(run, mesh, recorded)
     finally:
         close_process_group()
 
 
-def _trial(run: Run, mesh: Mesh, batches: int | None) -> Trial:
+def _trial(run: Run, mesh: Mesh, recorded: int) -> Trial:
     trainer = RankTrainer(run, mesh)
     barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
     model = mesh.plan.workload.model
     counts = torch.zeros(run.steps, model.num_moe_layers, model.num_experts, dtype=torch.int64)
     reports: list[StepReport] = []
-    ids: list[list[list[list[int]]]] = [[] for _ in range(batches or 0)]
+    ids: list[list[list[list[int]]]] = [[] for _ in range(recorded)]
 
     def count(layer: int, gated: Gated) -> None:
         if len(reports) < len(ids):
@@ -81,7 +80,7 @@ def _trial(run: Run, mesh: Mesh, batches: int | None) -> Trial:
         barrier.wait()
         for step in range(1, run.steps + 1):
             trainer.spans.active = step == run.steps
-            reports.append(trainer.step((step - 1) % (batches or run.steps) + 1))
+            reports.append(trainer.step(step))
     finally:
         trainer.close()
     parts: defaultdict[str, float] = defaultdict(float)

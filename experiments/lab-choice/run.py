@@ -38,7 +38,7 @@ def main() -> int:
     config = yaml.safe_load((HERE / "config.yaml").read_text())
     sweeps = config["smoke"] if given.smoke else config["sweeps"]
     folder = given.results.resolve() / ("smoke" if given.smoke else "full")
-    bench = Bench(cluster=config["cluster"], steps=config["steps"], probe_s=config["seconds"], folder=folder, choose=True)
+    bench = Bench(cluster=config["cluster"], steps=config["steps"], probe_s=config["seconds"], folder=folder)
     settings = [setting_of(config, name, fields) for sweep in given.sweeps or sweeps for name, fields in sweeps[sweep].items()]
     if given.inside:
         measure_all(bench, settings)

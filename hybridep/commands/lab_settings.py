@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridep.codecs import Codecs
 from hybridep.commands.inputs import load_cluster
+from hybridep.commands.plan import by_simulation
 from hybridep.commands.probe import with_measurements
 from hybridep.config import build, write_text
 from hybridep.launch.host import child_environment
@@ -28,9 +29,12 @@ from hybridep.provenance import provenance
 from hybridep.routing import Routing, load_routing
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import expected_s, plan, step_cost
+from planner import expected_s, plans, step_cost
 from planner.domains import divisors
 from simulator.step import simulate_step
+
+if TYPE_CHECKING:
+    from runtime.probe import Probe
 
 TIMES = ("measured_s", "min_s", "max_s", "predicted_s", "simulated_s", "uniform_s", "bound_s")
 COLUMNS = ("setting", "dc", "gpu", "chosen", *TIMES, "wan_mb")
@@ -58,18 +62,18 @@ class Bench:
     steps: int
     """Optimizer steps per placement."""
     untimed: int = 1
-    """How many of them, the first ones, are not timed: what they route is what is known when a placement is chosen."""
-    batches: int | None = None
-    """Steps go round so many batches, and all that tokens choose in the first round is known; None: each step has a new batch,
-    and the popularity of experts is what is known."""
+    """How many of them, the first ones, are not timed: what they route is what is known when a plan is chosen."""
+    record: bool = False
+    """Known is all that tokens choose in the untimed steps, not only how popular experts are."""
     probe_s: float
     """About how long each measurement of links and computation takes."""
     folder: Path
     """Holds ``<setting>.json``."""
     at_once: int = 10
     """Settings of one rate per start of the ranks."""
-    choose: bool = False
-    """Also train what the planner chooses, where it is none of the combinations."""
+    candidates: int = 1
+    """Also trained is what the planner chooses, knowing nothing of experts, where it is none of the combinations; or with more
+    candidates, as `hybridep plan --top --simulate --routing` does."""
 
     def at(self, rate: str) -> Cluster:
         """The cluster with these access links."""
@@ -80,7 +84,7 @@ class Bench:
         return self.folder / f"{setting.name}.json"
 
     def routing_path(self, setting: Setting) -> Path:
-        """The file with what tokens chose in the first round of batches."""
+        """The file with what tokens chose in the untimed steps."""
         return self.folder / f"{setting.name}.npz"
 
 
@@ -119,40 +123,68 @@ def measure_all(bench: Bench, settings: Sequence[Setting]) -> None:
         missing = [one for one in settings if one.rate == rate and not bench.path(one).exists()]
         for chunk in _chunks(missing, bench.at_once):
             placed = [placements(cluster, setting) for setting in chunk]
-            measured, probes = measure(
-                [one for each in placed for one in each],
-                steps=bench.steps,
-                untimed=bench.untimed,
-                batches=bench.batches,
-                probe_s=bench.probe_s,
-            )
+            measured, probes = _measure(bench, [one for each in placed for one in each], bench.probe_s)
+            taken: list[_Taken] = []
             # Neighbours with one workload, which differ in codecs, share a probe.
             groups = zip(groupby(zip(chunk, placed, strict=True), key=lambda pair: pair[0].workload), probes, strict=True)
             for (_, group), probe in groups:
                 for setting, mine in group:
                     trials, measured = measured[: len(mine)], measured[len(mine) :]
-                    _keep(bench, setting, with_measurements(cluster, probe), trials)
+                    taken.append(_choose(bench, setting, with_measurements(cluster, probe), trials))
+            others = [one.chosen for one in taken if one.is_other]
+            measured, _ = _measure(bench, others) if others else ([], [])
+            for one in taken:
+                own, measured = (measured[0], measured[1:]) if one.is_other else (None, measured)
+                _keep(bench, one, own)
 
 
-def _keep(bench: Bench, setting: Setting, probed: Cluster, trials: Sequence[Measured]) -> None:
+def _measure(bench: Bench, plans: Sequence[Plan], probe_s: float | None = None) -> tuple[list[Measured], list[Probe]]:
+    recorded_steps = bench.untimed if bench.record else 0
+    return measure(plans, steps=bench.steps, untimed=bench.untimed, recorded_steps=recorded_steps, probe_s=probe_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """A setting whose combinations were trained."""
+
+    setting: Setting
+    probed: Cluster
+    trials: Sequence[Measured]
+    chosen: Plan
+
+    @property
+    def is_other(self) -> bool:
+        """The chosen plan is none of the combinations."""
+        return not any(_same(self.chosen, one) for one in placements(self.probed, self.setting))
+
+
+def _choose(bench: Bench, setting: Setting, probed: Cluster, trials: Sequence[Measured]) -> _Taken:
+    record = trials[0].routing
+    known = record.popularity() if bench.record else ()
+    found = plans(probed, setting.workload, bench.candidates, codecs=setting.codecs, popularity=known)
+    if bench.candidates > 1:
+        found, _ = by_simulation(found, record.steps(setting.workload))
+    return _Taken(setting=setting, probed=probed, trials=trials, chosen=found[0])
+
+
+def _keep(bench: Bench, taken: _Taken, own: Measured | None) -> None:
+    setting, trials = taken.setting, taken.trials
     record: dict[str, Any] = {
         "workload": setting.workload.model_dump(mode="json", exclude_none=True),
-        "cluster": probed.model_dump(mode="json", exclude_none=True),
+        "cluster": taken.probed.model_dump(mode="json", exclude_none=True),
         "popularity": trials[0].popularity,
         "step_s": [one.step_s for one in trials],
         "wan_bytes": [one.wan_bytes for one in trials],
         "parts_s": [one.parts_s for one in trials],
+        "plan": taken.chosen.model_dump(mode="json", exclude_none=True),
     }
-    if bench.choose:
-        chosen = plan(probed, setting.workload, codecs=setting.codecs)
-        record["plan"] = chosen.model_dump(mode="json", exclude_none=True)
-        if not any(_same(chosen, one) for one in placements(probed, setting)):
-            [trial], _ = measure([chosen], steps=bench.steps, untimed=bench.untimed, batches=bench.batches)
-            record["plan_trial"] = {"step_s": trial.step_s, "wan_bytes": trial.wan_bytes}
-    if bench.batches is not None:
+    if own is not None:
+        record["plan_trial"] = {"step_s": own.step_s, "wan_bytes": own.wan_bytes}
+    if bench.record:
         trials[0].routing.save(bench.routing_path(setting))
     write_text(bench.path(setting), json.dumps(record))
-    print(f"{setting.name}: {[round(one.median_s, 3) for one in trials]}", file=sys.stderr, flush=True)
+    medians = [round(one.median_s, 3) for one in [*trials, *([own] if own is not None else [])]]
+    print(f"{setting.name}: {medians}", file=sys.stderr, flush=True)
 
 
 def _same(chosen: Plan, made: Plan) -> bool:
@@ -170,10 +202,9 @@ def _chunks(items: Sequence[Setting], size: int) -> Iterator[Sequence[Setting]]:
 
 
 def rows_of(bench: Bench, settings: Sequence[Setting]) -> list[dict[str, Any]]:
-    """A row (``COLUMNS``) per measured setting and placement. ``measured_s`` is the median of the timed steps, or the mean of the
-    batches' medians. ``predicted_s`` and ``simulated_s`` are means over the steps before, with the popularity of experts of each,
-    or simulated with every choice where batches come again; ``uniform_s`` is predicted as if all experts were equally popular.
-    Where the planner was asked, its plan is ``chosen``, else the placement whose ``simulated_s`` is shortest."""
+    """A row (``COLUMNS``) per measured setting and placement. ``measured_s`` is the median of the timed steps. ``predicted_s``
+    and ``simulated_s`` are means over the untimed steps, with the popularity of experts of each, or simulated with every choice
+    where these are recorded; ``uniform_s`` is predicted as if all experts were equally popular. ``chosen``: by the planner."""
     rows = []
     for setting in settings:
         if bench.path(setting).exists():
@@ -186,46 +217,32 @@ def _rows(bench: Bench, setting: Setting) -> list[dict[str, Any]]:
     record = json.loads(path.read_text())
     if build(Workload, record["workload"], str(path)) != setting.workload:
         raise SystemExit(f"{path} was measured with other settings: delete it, or give another --results folder")
-    cluster = build(Cluster, record["cluster"], str(path))
-    placed, known = placements(cluster, setting), record["popularity"][: bench.untimed]
+    cluster, chosen = build(Cluster, record["cluster"], str(path)), build(Plan, record["plan"], str(path))
+    known = record["popularity"][: bench.untimed]
     choices: Sequence[Routing | None] = [None] * len(known)
-    if bench.batches is not None:
+    if bench.record:
         choices = load_routing(bench.routing_path(setting)).steps(setting.workload)
     rows = []
-    for made, steps_s, sent in zip(placed, record["step_s"], record["wan_bytes"], strict=True):
+    for made, steps_s, sent in zip(placements(cluster, setting), record["step_s"], record["wan_bytes"], strict=True):
         routed = [made.with_popularity(shares) for shares in known]
-        rows.append(_row(bench, setting, routed, choices, steps_s, sent) | {"uniform_s": expected_s(made)})
-    if "plan" in record:
-        chosen = build(Plan, record["plan"], str(path))
-        for row, made in zip(rows, placed, strict=True):
-            row["chosen"] = int(_same(chosen, made))
-        if "plan_trial" in record:
-            # With measured popularity partial migration would copy other experts than the plan that was trained.
-            trial, uniform_s = record["plan_trial"], expected_s(chosen)
-            row = _row(bench, setting, [chosen], [None], trial["step_s"], trial["wan_bytes"])
-            rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": uniform_s})
-    else:
-        # As `hybridep plan --top --simulate` does with its own candidates.
-        shortest_s = min(row["simulated_s"] for row in rows)
-        for row in rows:
-            row["chosen"] = int(row["simulated_s"] == shortest_s)
+        row = _row(setting, routed, choices, steps_s, sent)
+        rows.append(row | {"chosen": int(_same(chosen, made)), "uniform_s": expected_s(made)})
+    if "plan_trial" in record:
+        # With other popularity partial migration would copy other experts than the plan that was trained.
+        trial, expected = record["plan_trial"], choices if bench.record else [None]
+        row = _row(setting, [chosen] * len(expected), expected, trial["step_s"], trial["wan_bytes"])
+        rows.append(row | {"dc": CHOSEN, "gpu": CHOSEN, "chosen": 1, "uniform_s": expected_s(chosen)})
     return rows
 
 
 def _row(
-    bench: Bench,
-    setting: Setting,
-    routed: Sequence[Plan],
-    choices: Sequence[Routing | None],
-    steps_s: Sequence[float],
-    wan_bytes: float,
+    setting: Setting, routed: Sequence[Plan], choices: Sequence[Routing | None], steps_s: Sequence[float], wan_bytes: float
 ) -> dict[str, Any]:
     costs = [step_cost(one) for one in routed]
-    every = bench.batches or 1
     return {
         "setting": setting.name,
         **routed[0].layers[0].domains,
-        "measured_s": statistics.fmean(statistics.median(steps_s[first::every]) for first in range(every)),
+        "measured_s": statistics.median(steps_s),
         "min_s": min(steps_s),
         "max_s": max(steps_s),
         "predicted_s": statistics.fmean(expected_s(one, cost) for one, cost in zip(routed, costs, strict=True)),

@@ -132,8 +132,6 @@ def command(
     from hybridep.commands.plan_progress import PlanProgress
     from hybridep.routing import load_routing
 
-    if codecs and routing is not None:
-        raise UserError("--codec and --routing: plans layer by layer know exact bytes only; leave one out")
     if compare and _are_plans(cluster, model):
         _compare(cluster, model, as_json)
         return
@@ -210,7 +208,7 @@ def command(
     if simulate:
         if record is not None:
             record.require(made[0], Path(str(routing)))
-        made, simulated_s = _by_simulation(made, record.steps(work) if record is not None else [])
+        made, simulated_s = by_simulation(made, record.steps(work) if record is not None else [])
     best = next((one.plan for one in pooled if one.pays_from <= 1 <= one.pays_to), made[0])
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made) + 1))]
     for one, path in zip(made, files, strict=True):
@@ -263,7 +261,7 @@ def command(
     click.echo(f"\nplan written to {', '.join(str(path) for path in files)}")
 
 
-def _by_simulation(plans: list[Plan], recorded: Sequence[Routing]) -> tuple[list[Plan], list[float]]:
+def by_simulation(plans: list[Plan], recorded: Sequence[Routing]) -> tuple[list[Plan], list[float]]:
     """The plans by their simulated steps, the fastest first, and those steps in seconds: on average over the recorded ones, or
     with what their popularity of experts lets expect where there are none."""
     from simulator.step import simulate_step

@@ -41,7 +41,7 @@ class Measured:
     """[steps][MoE layers][experts]: share of each expert in all choices of a step (``Plan.popularity``). It begins with the steps
     that ``step_s`` leaves out."""
     routing: RoutingRecord
-    """Of all steps; its choices are those of the first round of ``batches``."""
+    """Of the recorded steps."""
 
     @property
     def median_s(self) -> float:
@@ -54,7 +54,7 @@ def measure(
     *,
     steps: int,
     untimed: int = 1,
-    batches: int | None = None,
+    recorded_steps: int = 0,
     seed: int = 0,
     probe_s: float | None = None,
     local: bool = True,
@@ -62,8 +62,7 @@ def measure(
     """Train every plan (of one cluster) for ``steps`` steps, the first ``untimed`` of which are not timed, in this order and
     with one start of the ranks: as processes of this machine when ``local`` (inside a lab: in its datacenters), else on Ray.
     With ``probe_s`` links and computation are measured before the first plan of each workload, too, for about that long each:
-    one probe per workload. With ``batches`` steps go round so many batches, which all placements route alike (nearly so with
-    lossy codecs); every choice of the first round is recorded.
+    one probe per workload. Every choice of the first ``recorded_steps`` is kept.
     Raises what ``Controller.run`` raises."""
     from runtime.probe import probe_of, summarise
 
@@ -79,24 +78,24 @@ def measure(
             "optimizer": {"warmup_steps": _WARMUP_STEPS},
         }
         run = build(Run, fields, "trials")
-        job = Job(run=run, plan=plans[0], trials=tuple(plans), probe_s=probe_s, batches=batches)
+        job = Job(run=run, plan=plans[0], trials=tuple(plans), probe_s=probe_s, recorded_steps=recorded_steps)
         with backend_for(job, local=local) as backend:
             controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
             controller.run()
     ranks = [controller.results[rank] for rank in sorted(controller.results)]
-    measured = [_together(one, untimed) for one in zip(*(rank["trials"] for rank in ranks), strict=True)]
+    measured = [_together(one, untimed, recorded_steps) for one in zip(*(rank["trials"] for rank in ranks), strict=True)]
     probes = [summarise([probe_of(one) for one in same]) for same in zip(*(rank["probes"] for rank in ranks), strict=True)]
     return measured, probes
 
 
-def _together(ranks: Sequence[dict[str, Any]], untimed: int) -> Measured:
+def _together(ranks: Sequence[dict[str, Any]], untimed: int, recorded_steps: int) -> Measured:
     steps = [max(times) for times in zip(*(rank["step_s"] for rank in ranks), strict=True)]
     names = sorted({name for rank in ranks for name in rank["parts_s"]})
     chosen_RSLE = np.array([rank["choices"] for rank in ranks])
     popularity = [RoutingRecord(chosen=chosen_LE).popularity() for chosen_LE in chosen_RSLE.sum(axis=0)]
     choices: dict[tuple[int, int], IntArray] = {}
     num_layers = chosen_RSLE.shape[2]
-    for step in range(len(ranks[0]["ids"])):
+    for step in range(recorded_steps):
         micro_batches = len(ranks[0]["ids"][step]) // num_layers
         for place in range(micro_batches * num_layers):
             micro_batch, layer = divmod(place, num_layers)
@@ -107,5 +106,5 @@ def _together(ranks: Sequence[dict[str, Any]], untimed: int) -> Measured:
         wan_bytes=float(sum(rank["wan_bytes"] for rank in ranks)),
         parts_s={name: tuple(rank["parts_s"].get(name, 0.0) for rank in ranks) for name in names},
         popularity=tuple(popularity),
-        routing=RoutingRecord(chosen=chosen_RSLE.sum(axis=(0, 1)), choices=choices),
+        routing=RoutingRecord(chosen=chosen_RSLE[:, :recorded_steps].sum(axis=(0, 1)), choices=choices),
     )

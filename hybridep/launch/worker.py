@@ -39,8 +39,8 @@ class Job:
     """Measure pairs of sites, and contention, too."""
     trials: tuple[Plan, ...] = ()
     """Instead of training ``plan``, train each of these for the run's steps and report times only."""
-    batches: int | None = None
-    """Trials go round so many batches, and record every choice of the first round; None: each step has a new one."""
+    recorded_steps: int = 0
+    """Trials keep every choice of so many steps, the first ones."""
 
     @property
     def dcs(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class Job:
         plan = self.plan.model_dump(mode="json", exclude={"provenance"}, exclude_none=True)
         trials = [one.model_dump(mode="json", exclude={"provenance"}, exclude_none=True) for one in self.trials]
         more = {"resume": self.resume, "probe_s": self.probe_s, "thorough": self.thorough, "trials": trials}
-        more |= {"batches": self.batches}
+        more |= {"recorded_steps": self.recorded_steps}
         return json.dumps({"run": self.run.model_dump(mode="json"), "plan": plan, **more})
 
     @classmethod
@@ -90,7 +90,7 @@ def run_rank(
         if job.trials:
             from runtime.trials import Trial, run_trials
 
-            done = list(run_trials(job.run, job.trials, rank=rank, store=store, probe_s=job.probe_s, batches=job.batches))
+            done = list(run_trials(job.run, job.trials, rank=rank, store=store, probe_s=job.probe_s, recorded=job.recorded_steps))
             trials = [asdict(one) for one in done if isinstance(one, Trial)]
             probes = [asdict(one) for one in done if not isinstance(one, Trial)]
             report(Finished(rank=rank, result={"trials": trials, "probes": probes}))

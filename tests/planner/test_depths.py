@@ -31,8 +31,6 @@ def gathered(residency: Residency, depth: int) -> Plan:
 def test_wishes_that_no_search_has_together_are_refused() -> None:
     shares = ((1 / 8,) * 8,) * 4
     lossy = {"l0": Codecs(tokens=TokenCodec.INT8)}
-    with pytest.raises(UserError, match="lossy codecs"):
-        planner.plan(CLUSTER, WORKLOAD, popularity=shares, codecs=lossy)
     with pytest.raises(UserError, match="copies ahead"):
         planner.plan(CLUSTER, WORKLOAD, ahead=True, codecs=lossy)
     with pytest.raises(UserError, match="copies ahead"):

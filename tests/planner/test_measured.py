@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from planner_cases import make_cluster, make_workload
 
+from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.plan import Plan, Schedule, Status
 from planner.check import check
 from planner.choose import plan, plans
@@ -22,20 +23,24 @@ def shares(layers: int, experts: int, concentration: float, seed: int) -> tuple[
     return tuple(tuple(float(share) for share in row / row.sum()) for row in drawn)
 
 
-@pytest.mark.parametrize("bandwidth", ["1 Gbps"])
-def test_no_choice_of_configurations_is_faster(bandwidth: str) -> None:
-    cluster = make_cluster(2, 2, bandwidths=(bandwidth, "10 Gbps"))
+LOSSY = Codecs(tokens=TokenCodec.INT8, experts=ExpertCodec.CHANGE_INT8, gradients=GradientCodec.INT8)
+
+
+@pytest.mark.parametrize("codecs", [{}, {"l0": LOSSY}], ids=["exact", "lossy"])
+def test_no_choice_of_configurations_is_faster(codecs: dict[str, Codecs]) -> None:
+    cluster = make_cluster(2, 2, bandwidths=("1 Gbps", "10 Gbps"))
     workload = make_workload(layers=2, experts=8, top_k=2)
     popularity = (shares(1, 8, 0.5, 1)[0], shares(1, 8, 50.0, 2)[0])
-    made = plan(cluster, workload, popularity=popularity)
-    assert made.solver is not None and made.solver.status is Status.OPTIMAL
-    candidates = build_problem(cluster, workload, Schedule()).candidates
+    made = plan(cluster, workload, popularity=popularity, codecs=codecs)
+    assert made.codecs == codecs and made.solver is not None and made.solver.status is Status.OPTIMAL
+    candidates = build_problem(cluster, workload, Schedule(), codecs=codecs).candidates
     best = min(
         step_cost(
             Plan(
                 cluster=cluster,
                 workload=workload,
                 layers=tuple(layer_group(i, 1, candidates[c].choices, candidates[c].residency) for i, c in enumerate(chosen)),
+                codecs=codecs,
                 popularity=popularity,
             )
         ).step_s
