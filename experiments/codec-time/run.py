@@ -36,6 +36,7 @@ def main() -> int:
     given = parser.parse_args()
     config = yaml.safe_load((HERE / "config.yaml").read_text())
     config |= config["smoke"] if given.smoke else {}
+    folder = given.results / "smoke" if given.smoke else given.results
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,8 +47,8 @@ def main() -> int:
         for length in config["elements"]
     ]
     lines = [",".join(COLUMNS), *(",".join(str(row[column]) for column in COLUMNS) for row in rows)]
-    write_text(given.results / "rows.csv", "\n".join(lines) + "\n")
-    write_text(given.results / "provenance.json", json.dumps(provenance(), indent=1))
+    write_text(folder / "rows.csv", "\n".join(lines) + "\n")
+    write_text(folder / "provenance.json", json.dumps(provenance(), indent=1))
     for row in rows:
         limit = format_bandwidth(row["pays_below_gbps"] * 1e9 / 8)
         print(

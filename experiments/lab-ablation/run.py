@@ -44,7 +44,7 @@ def main() -> int:
     config |= config["smoke"] if given.smoke else {}
     cluster = load_cluster(config["cluster"], [f"levels.dc.bandwidth={config['rate']}"])
     if given.inside:
-        ablate(config, cluster, given.results)
+        ablate(config, cluster, given.results / "smoke" if given.smoke else given.results)
         return 0
     reason = why_not_in_lab(cluster)
     if reason is not None:

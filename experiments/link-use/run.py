@@ -48,18 +48,23 @@ MOST_EXPOSED = 1.25
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--smoke", action="store_true", help="one rate, one case, no verdict: does it run?")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     given = parser.parse_args()
     config = yaml.safe_load((HERE / "config.yaml").read_text())
+    if given.smoke:
+        smoke = config["smoke"]
+        config |= smoke | {"steps": config["steps"] | smoke["steps"]}
+    folder = given.results.resolve() / "smoke" if given.smoke else given.results.resolve()
     if given.inside == STEPS:
-        measure_steps(config["steps"], shaped(config, config["steps"]["rate"]), given.results)
+        measure_steps(config["steps"], shaped(config, config["steps"]["rate"]), folder)
         return 0
     if given.inside:
         measured = [row for seconds in config["seconds"] for row in exchanges_of(config, given.inside, seconds)]
-        write(given.results, EXCHANGES, read(given.results, EXCHANGES) + measured)
+        write(folder, EXCHANGES, read(folder, EXCHANGES) + measured)
         return 0
-    todo = [rate for rate in config["rates"] if rate not in {row["rate"] for row in read(given.results, EXCHANGES)}]
-    if len(read(given.results, STEPS)) < len(config["steps"]["cases"]) * len(config["steps"]["depths"]):
+    todo = [rate for rate in config["rates"] if rate not in {row["rate"] for row in read(folder, EXCHANGES)}]
+    if len(read(folder, STEPS)) < len(config["steps"]["cases"]) * len(config["steps"]["depths"]):
         todo.append(STEPS)
     for part in todo:
         cluster = shaped(config, config["steps"]["rate"] if part == STEPS else part)
@@ -67,11 +72,12 @@ def main() -> int:
         if reason is not None:
             print(f"link-use needs the lab: {reason}", file=sys.stderr)
             return 2
-        again = [sys.executable, __file__, "--inside", part, "--results", str(given.results.resolve())]
+        again = [sys.executable, __file__, *sys.argv[1:], "--inside", part]
         code = run_in_lab(again, lab_spec(cluster), child_environment())
         if code:
             return code
-    return summarise(read(given.results, EXCHANGES), read(given.results, STEPS))
+    code = summarise(read(folder, EXCHANGES), read(folder, STEPS))
+    return 0 if given.smoke else code
 
 
 def shaped(config: dict[str, Any], rate: str) -> Cluster:

@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--seed", type=int, help="draw other settings")
     parser.add_argument("--settings", type=int, help="how many")
-    parser.add_argument("--smoke", action="store_true", help="two settings, few steps, no verdict: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="one short setting, few steps, no verdict: does it run?")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     config = yaml.safe_load((HERE / "config.yaml").read_text())

@@ -1,4 +1,4 @@
-"""The experiments on the paper's Fig. 17 and Table V and on pipelines run at their smallest size, and say what they must."""
+"""Experiments run at their smallest size, and say what they must."""
 
 from __future__ import annotations
 
@@ -51,3 +51,41 @@ def test_pipeline(tmp_path: Path) -> None:
     assert float(row["plan_over_pipeline"]) == pytest.approx(seconds["plan_s"] / seconds["pipeline_s"], rel=1e-3)
     # What is planned freely is never behind what it could have chosen.
     assert seconds["plan_s"] <= float(row[f"{row['best_other']}_s"]) * 1.001
+
+
+def test_codec_time(tmp_path: Path) -> None:
+    rows = rows_of("codec-time", "rows.csv", tmp_path)
+    ratios = {(row["payload"], row["codec"]): float(row["ratio"]) for row in rows}
+    assert ratios["gradients", "bf16"] == 2 and 3.5 < ratios["tokens", "int8"] < 4 and 49 < ratios["experts", "sr"] < 51
+    assert all(float(row["encode_ms"]) > 0 and float(row["decode_ms"]) > 0 for row in rows)
+
+
+def test_codec_loss(tmp_path: Path) -> None:
+    exact = rows_of("codec-loss", "exact-0.csv", tmp_path)
+    names = ("experts-change-int4", "tokens-fp8")
+    change, tokens = (list(csv.DictReader((tmp_path / "smoke" / f"{name}-0.csv").open(encoding="utf-8"))) for name in names)
+    # Both ends start from the same copy of an expert, whose later changes are rounded; tokens are from the first step on.
+    assert change[0] == exact[0] and change[19] != exact[19] and tokens[0] != exact[0]
+    assert float(change[19]["loss"]) == pytest.approx(float(exact[19]["loss"]), rel=1e-3)
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("claim", "tables"),
+    [
+        ("lab-ablation", {"rows.csv": 3}),
+        ("prediction-grid", {"rows.csv": 6}),
+        ("link-use", {"exchanges.csv": 5, "steps.csv": 2}),
+    ],
+)
+def test_in_the_lab(claim: str, tables: dict[str, int], tmp_path: Path) -> None:
+    """Tables have at least so many rows, each with times that were measured and a prediction or bound beside."""
+    first, *others = tables
+    found = {first: rows_of(claim, first, tmp_path)}
+    found |= {name: list(csv.DictReader((tmp_path / "smoke" / name).open(newline="", encoding="utf-8"))) for name in others}
+    for name, least in tables.items():
+        assert len(found[name]) >= least
+        for row in found[name]:
+            times = {column: float(value) for column, value in row.items() if column.endswith("_s")}
+            assert len(times) >= 4 and min(times.values()) > 0, row
