@@ -36,7 +36,8 @@ def main() -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     config = yaml.safe_load((HERE / "config.yaml").read_text())
-    sweeps = config["smoke"] if given.smoke else config["sweeps"]
+    config |= config["smoke"] if given.smoke else {}
+    sweeps = config["sweeps"]
     folder = given.results.resolve() / ("smoke" if given.smoke else "full")
     bench = Bench(cluster=config["cluster"], steps=config["steps"], probe_s=config["seconds"], folder=folder)
     settings = [setting_of(config, name, fields) for sweep in given.sweeps or sweeps for name, fields in sweeps[sweep].items()]

@@ -75,6 +75,7 @@ def test_codec_loss(tmp_path: Path) -> None:
     ("claim", "tables"),
     [
         ("lab-ablation", {"rows.csv": 3}),
+        ("lab-choice", {"rows.csv": 6}),
         ("prediction-grid", {"rows.csv": 6}),
         ("link-use", {"exchanges.csv": 5, "steps.csv": 2}),
     ],
