@@ -14,13 +14,12 @@ from hybridep.plan import Plan
 from hybridep.units import format_bandwidth, format_bytes
 from planner.constraints import Constraints
 from planner.sites.cost import site_cost
-from planner.sites.moves import improve_tables
 from planner.sites.plans import chosen_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Search
 from planner.sites.strategy import starts
 
-MOVES = 500
+MOVES = 20000
 """Tried when planning anew for one upgrade."""
 
 
@@ -86,6 +85,8 @@ def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Cons
 
 def _searched(problem: SiteProblem, table: IntArray) -> float:
     """Step of the best plan that a short search from ``table`` finds."""
+    from planner.sites.walks import improve_tables  # numba takes a while to import
+
     search = Search(problem=problem)
     present = search.evaluate(table)
     for _, other in starts(problem):

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.compiled import compiled
 from simulator.arrays import FloatArray, IntArray
 from simulator.columns import ACTIVE, DONE, RESIDUE, UNKNOWN, ByteArray, FlowColumns, Int32Array, LinkColumns, swap_entries
-from simulator.compiled import compiled
 from simulator.filling import fill
 from simulator.refilling import adopt, refill
 

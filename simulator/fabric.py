@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hybridep.compiled import compiled
 from hybridep.traffic import Direct
 from simulator.arrays import FloatArray, IntArray
 from simulator.collective import Flows
-from simulator.compiled import compiled
 from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.network import EXACT, Network, Transfers

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.compiled import compiled
 from simulator.arrays import FloatArray
 from simulator.columns import (
     ACTIVE,
@@ -25,7 +26,6 @@ from simulator.columns import (
     first_ends,
     swap_entries,
 )
-from simulator.compiled import compiled
 
 _BLOCK = 64
 """Links that share one minimum in the search for the next."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.compiled import compiled
 from simulator.arrays import FloatArray, IntArray
 from simulator.columns import ByteArray, Int32Array
-from simulator.compiled import compiled
 
 
 @compiled

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.compiled import compiled
 from simulator.arrays import FloatArray
 from simulator.columns import UNKNOWN, FlowColumns, LinkColumns, Uint32Array, swap_entries
-from simulator.compiled import compiled
 
 _ROUNDING = 1e-12
 _OVERFULL = 1e-9

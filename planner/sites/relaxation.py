@@ -45,13 +45,18 @@ class Limits:
     """[C]: copies that leave a home site."""
     most_found: FloatArray
     """[C, C]: N, experts that tokens of the row's site find at the column's, another one."""
+    kept: FloatArray
+    """[C, C]: experts of the row's home site that the column's, another one, must hold, because its tokens find them nowhere
+    else; zero where classes are merged."""
 
     def possible(self, kinds: SiteClasses) -> bool:
         """Every site can hold its own experts and as many as it must, all together no more than homes have and send. (A merged
-        class has the most homes of its members; that adds at least as much to what can be held as to what must be.)"""
+        class has the most homes of its members; that adds at least as much to what can be held as to what must be.) And copies of
+        what sites must hold of each home can come from there."""
         least = np.maximum(self.least_held, kinds.homes)
         room = float((kinds.homes + self.uploads) @ kinds.count) * (1 + SLACK)
-        return bool((least <= self.most_held).all()) and float(least @ kinds.count) <= room
+        held = bool((least <= self.most_held).all()) and float(least @ kinds.count) <= room
+        return held and bool((self.kept <= self.copies).all() and (self.kept.sum(axis=1) <= self.uploads).all())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -247,13 +252,26 @@ class Relaxation:
         uploads = np.minimum(whole(gather * up / weight), whole(back * down / weight_back))
         most_held = np.minimum(homes + most, experts)
         most_found = self._most_found(box, most_held)
+        copies = np.minimum(copies, np.maximum(most, 0.0))
+        kept = self._kept(copies, most_found)
+        must_hold = 0.0 if kinds.merged else homes + kept.sum(axis=0)
         return Limits(
             most_held=most_held,
-            least_held=np.maximum(experts - self._found_in_all(box, most_found), 0.0),
-            copies=np.minimum(copies, np.maximum(most, 0.0)),
+            least_held=np.maximum(experts - self._found_in_all(box, most_found), must_hold),
+            copies=copies,
             uploads=np.minimum(uploads, (copies * kinds.others).sum(axis=1)),
             most_found=most_found,
+            kept=kept,
         )
+
+    def _kept(self, copies: FloatArray, most_found: FloatArray) -> FloatArray:
+        """``Limits.kept``: a site finds no more of a home's experts elsewhere than can be at the sites where it finds any."""
+        kinds = self.classes
+        if kinds.merged:
+            return np.zeros_like(copies)
+        own = np.eye(len(kinds.homes))
+        elsewhere = (copies * (1 - own) + np.diag(kinds.homes)) @ (most_found > 0).T
+        return np.asarray(np.maximum(kinds.homes[:, None] - elsewhere, 0.0) * (1 - own))
 
     def _most_found(self, box: Box, most_held: FloatArray) -> FloatArray:
         kinds, problem = self.classes, self.problem

@@ -97,6 +97,14 @@ class Search:
                 self.report(found.rank[1])
         return found
 
+    def best_apart(self, count: int, apart: float) -> list[Found]:
+        """At most so many of the tables looked at, best first, each of which differs from all before in this share of entries."""
+        chosen: list[Found] = []
+        for one in sorted(self._seen.values(), key=lambda found: found.rank):
+            if len(chosen) < count and all(float((one.table != other.table).mean()) >= apart for other in chosen):
+                chosen.append(one)
+        return chosen
+
     def _pool(self, found: Found) -> None:
         if len(self.pool) == self.keep and found.rank >= self.pool[-1].rank:
             return

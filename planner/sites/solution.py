@@ -22,7 +22,7 @@ from planner.sites.relaxation import Relaxation
 from planner.sites.search import Found, Search, at_quantile
 from planner.sites.size_proof import SizeProof, prove_sizes
 from planner.sites.sizes import size_relaxation
-from planner.sites.strategy import run
+from planner.sites.strategy import run, walks_help
 
 FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""
@@ -78,6 +78,11 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     """The best serving table found and a proven bound on all; on KeyboardInterrupt the best so far, as when the time is over.
     Raises NoSolutionError when the time was over before one table was tried."""
     wishes = wishes or Wishes()
+    few = problem.num_sites * problem.num_experts * np.log(problem.num_sites) <= np.log(FEW_TABLES)
+    if not few and walks_help(problem):
+        from planner.sites.walks import prepare  # numba takes a while to import
+
+        prepare(problem)
     started, limit_s, report = now_s(), wishes.time_limit_s, wishes.report
     in_dollars = problem.goal.objective is Objective.DOLLARS
     if in_dollars:
@@ -93,7 +98,6 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     )
     if report is not None:
         search.report = lambda seconds: report("plan", seconds)
-    few = problem.num_sites * problem.num_experts * np.log(problem.num_sites) <= np.log(FEW_TABLES)
     if few and not wishes.scenarios and wishes.keep == 1 and (best := best_table(problem)) is not None:
         found, cheapest = search.evaluate(best[0]), least_usd(problem, 0.0)
         return SiteSolution(

@@ -5,6 +5,7 @@ Deterministic: a fixed seed, and limits that count evaluations; a deadline only 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -24,7 +25,6 @@ from planner.sites.grouping import (
     shared_table,
 )
 from planner.sites.hubs import best_hubs, hub_table, served_table
-from planner.sites.moves import improve_groups, improve_tables
 from planner.sites.problem import SiteProblem
 from planner.sites.relief import relieved_table
 from planner.sites.search import Found, Search
@@ -36,14 +36,12 @@ FEWER_USERS = 0.85
 """How much fewer users each hub is given in the next attempt, at least one."""
 SPREADS = 2
 """Ways to leave experts out that are tried with so many users, until copies stay."""
-WALKS = 4, 8
-"""Tables from which walks begin: among many sites, and at most."""
-WALKED_SITES = 80
-"""Sites of all of them together, as far as these limits allow."""
-MOVES = 1200
-"""Of all walks at first, times the square root of the number of sites."""
-ALIKE = 24
-"""With more sites that only their own links tell apart, walks gain 0.4 % or less, and the bound needs the time more."""
+WALKS, APART = 16, 0.15
+"""Tables from which walks begin: the best ones that differ from each other in this share of their entries."""
+MOVES, FULL_SITES = 6000, 16
+"""Of each walk at first, among so many sites or more; among fewer as many fewer."""
+ALIKE = 64
+"""With more sites that only their own links tell apart, walks gain nothing, and the bound needs the time."""
 LIKELY = 4
 """Among many sites, numbers of groups that are tried: those of the best estimates."""
 
@@ -77,7 +75,7 @@ def group_counts(size: int) -> list[int]:
 
 
 def run(search: Search, *, seed: int = 0) -> None:
-    """All starts, then local search from the best ones."""
+    """All starts, then walks from the best ones."""
     problem = search.problem
     large = problem.num_sites > MANY
     if not large:
@@ -87,36 +85,29 @@ def run(search: Search, *, seed: int = 0) -> None:
     hubs_are_best = large and not problem.equal_sites and try_best_hubs(search)
     if problem.equal_sites and not search.over and (spread := equal_spread(problem)) is not None:
         search.evaluate(spread_table(problem, spread))
-    tried: dict[bytes, tuple[Found, Groups, Share]] = {}
-    seen: set[tuple[Groups, Share]] = set()
     counts = group_counts(problem.num_sites)
     if large:
         counts = sorted(sorted(counts, key=lambda count: estimate_s(problem, count))[:LIKELY])
     for groups, share in group_starts(problem, counts, SHARES[:1] if problem.equal_sites or hubs_are_best else SHARES):
         if search.over:
             return
-        if (groups, share) not in seen:
-            seen.add((groups, share))
-            table = shared_table(problem, groups, share)
-            tried.setdefault(table.tobytes(), (search.evaluate(table), groups, share))
+        search.evaluate(shared_table(problem, groups, share))
     if not large and not problem.equal_sites:
         try_best_hubs(search)
     if large and not problem.equal_sites and not hubs_are_best:
         _try_hubs(search)
-    if large and (problem.equal_sites or hubs_are_best):
-        return  # one site's move hardly changes the step of many, and takes as long to cost as all of them
-    rng = np.random.default_rng(seed)
-    budget = search.max_evaluations
-    ends, walks = [], min(max(WALKED_SITES // problem.num_sites, WALKS[0]), WALKS[1])
-    for rank, (_, groups, share) in enumerate(sorted(tried.values(), key=lambda entry: entry[0].rank)[:walks]):
-        search.max_evaluations = search.evaluations + (budget - search.evaluations) // (8 - 2 * min(rank, 2))
-        ends.append(improve_groups(search, groups, share, rng))
-    if problem.alike_paths and problem.num_sites > ALIKE:
+    if not walks_help(problem):
         return
-    search.max_evaluations = search.evaluations + 2 * budget
-    best = [search.best] if search.best is not None else []
-    different = {one.table.tobytes(): one for one in [*best, *sorted(ends, key=lambda one: one.rank)]}
-    improve_tables(search, list(different.values())[:walks], round(MOVES * problem.num_sites**0.5 / walks), rng)
+    from planner.sites.walks import improve_tables  # numba takes a while to import
+
+    search.max_evaluations = sys.maxsize  # walks end by themselves
+    moves = round(MOVES * min(problem.num_sites / FULL_SITES, 1))
+    improve_tables(search, search.best_apart(WALKS, APART), moves, np.random.default_rng(seed))
+
+
+def walks_help(problem: SiteProblem) -> bool:
+    """Among many sites one site's move hardly changes the step, and takes as long to cost as all of them."""
+    return problem.num_sites <= (ALIKE if problem.alike_paths else MANY)
 
 
 def try_best_hubs(search: Search) -> bool:

@@ -17,13 +17,29 @@ from hybridep.topology import Cluster
 from hybridep.traffic import Op
 from planner.constraints import Constraints, permissions
 from planner.sites.cost import fixed_cost, site_cost
-from planner.sites.flows import SHARPNESS, Flow
-from planner.sites.moves import _deciding, _move, _near, _walk, improve_tables
+from planner.sites.flows import (
+    COPIES,
+    NOW,
+    SECONDS,
+    SHARPNESS,
+    TOKENS,
+    Flows,
+    Links,
+    at_busiest,
+    busiest_s,
+    links_of,
+    no_flows,
+    refresh,
+    smooth_s,
+)
+from planner.sites.flows import replace as replace_row
+from planner.sites.moves import near_sites, relieving_move, seed_moves
 from planner.sites.oracle import best_table
 from planner.sites.problem import Configuration, Inside, SiteProblem, site_problem
 from planner.sites.search import Found, Search
-from planner.sites.smoothed import Smoothed
+from planner.sites.smoothed import Guide, busiest_value, change, guide_of, smooth_value, undo
 from planner.sites.strategy import starts
+from planner.sites.walks import _deciding, _walk, improve_tables
 
 UNSEEN = {"jitter": 0.0, "message_overhead": 0.0, "expert_overhead": 0.0}
 """What the guide leaves to the exact cost, beside exchanges inside sites."""
@@ -43,12 +59,12 @@ def slow_pairs(seed: int, sites: int, experts: int) -> SiteProblem:
     return replace(problem, pair_bytes_per_s=slow)
 
 
-def assert_exact(guide: Smoothed) -> None:
+def assert_exact(problem: SiteProblem, guide: Guide, residency: Residency) -> None:
     """But for the bytes of token counts."""
-    exact = site_cost(guide.problem, guide.table, Configuration(inside=Inside.ALL, residency=guide.residency))
-    layers_s = exact.step_s - fixed_cost(guide.problem).total_s
+    exact = site_cost(problem, guide.state.table[NOW], Configuration(inside=Inside.ALL, residency=residency))
+    layers_s = exact.step_s - fixed_cost(problem).total_s
     counts_s = exact.parts_s[Op.TOKEN_COUNTS.value]
-    assert layers_s - counts_s <= guide.busiest_value * (1 + 1e-9) and guide.busiest_value <= layers_s * (1 + 1e-9)
+    assert layers_s - counts_s <= busiest_value(guide) * (1 + 1e-9) and busiest_value(guide) <= layers_s * (1 + 1e-9)
 
 
 def with_trunks(problem: SiteProblem) -> SiteProblem:
@@ -71,9 +87,9 @@ def test_the_guide_takes_what_the_exact_cost_takes(seed: int, residency: Residen
     problem = seen(random_problem(seed, 5, 8, inside=0))
     rng = np.random.default_rng(seed)
     for table in (random_table(rng, problem), np.tile(problem.home_site, (5, 1)), np.repeat(np.arange(5)[:, None], 8, axis=1)):
-        guide = Smoothed(problem, table, residency)
-        assert_exact(guide)
-        assert guide.busiest_value <= guide.value <= guide.busiest_value * 1.4
+        guide = guide_of(problem, table, residency)
+        assert_exact(problem, guide, residency)
+        assert busiest_value(guide) <= smooth_value(guide) <= busiest_value(guide) * 1.4
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -84,58 +100,85 @@ def test_the_guide_counts_dollars(seed: int) -> None:
     exact = site_cost(problem, table, Configuration(inside=Inside.ALL, residency=Residency.STEP)).step_usd
     fixed = fixed_cost(problem)
     exact -= fixed.egress_usd + problem.cluster.rent_usd_per_s * fixed.total_s
-    assert Smoothed(problem, table, Residency.STEP).busiest_value == pytest.approx(exact, rel=1e-3)
+    assert busiest_value(guide_of(problem, table, Residency.STEP)) == pytest.approx(exact, rel=1e-3)
 
 
 def test_the_guide_sees_trunks() -> None:
     problem = seen(with_trunks(random_problem(3, 5, 8, inside=0)))
     rng = np.random.default_rng(0)
     for table in (random_table(rng, problem) for _ in range(5)):
-        guide = Smoothed(problem, table, Residency.STEP)
-        assert_exact(guide)
+        guide = guide_of(problem, table, Residency.STEP)
+        assert_exact(problem, guide, Residency.STEP)
         without = replace(problem, cluster=problem.cluster.model_copy(update={"trunks": ()}))
-        assert guide.busiest_value > 1.01 * Smoothed(without, table, Residency.STEP).busiest_value
+        assert busiest_value(guide) > 1.01 * busiest_value(guide_of(without, table, Residency.STEP))
+
+
+def known(guide: Guide) -> list[np.ndarray]:
+    """All that follows from the table."""
+    state, flows = guide.state, guide.flows
+    now = [
+        each[NOW] for each in (state.table, state.counts, state.served, flows.units, flows.access, flows.trunk_s, flows.by_row)
+    ]
+    return [each.copy() for each in (*now, state.users)]
 
 
 @pytest.mark.parametrize("made", [random_problem(0, 6, 10), with_trunks(random_problem(1, 6, 10)), few_kinds(2, 7, 9)])
 def test_a_walk_s_state_is_that_of_its_table(made: SiteProblem) -> None:
-    rng = np.random.default_rng(1)
-    at = Smoothed(made, np.tile(made.home_site, (made.num_sites, 1)), Residency.STEP)
-    near = _near(made)
+    rng, near, moved = np.random.default_rng(1), near_sites(made), 0
+    guide = guide_of(made, np.tile(made.home_site, (made.num_sites, 1)), Residency.STEP)
+    seed_moves(1)
+    busiest_value(guide)
     for _ in range(300):
-        trial = at.trial(*_move(at, near, rng))
-        before = at.table.copy(), at.users.copy(), at.tokens.units.copy(), at.copies.units.copy()
+        sites, rows = relieving_move(guide, near)
+        before, value = known(guide), smooth_value(guide)
+        wanted = guide.state.table[NOW].copy()
+        wanted[sites] = rows
+        change(guide, sites, rows)
+        assert (guide.state.table[NOW] == wanted).all()
         if rng.random() < 0.5:
-            at.accept(trial)
-            assert at.value == trial.value
+            moved += not (wanted == before[0]).all()
+            busiest_value(guide)
         else:
-            for kept, now in zip(before, (at.table, at.users, at.tokens.units, at.copies.units), strict=True):
-                assert (kept == now).all()
-    anew = Smoothed(made, at.table, Residency.STEP)
-    assert at.value == pytest.approx(anew.value, rel=1e-9)
-    assert at.busiest_value == pytest.approx(anew.busiest_value, rel=1e-9)
-    assert at.exchanges_s == pytest.approx(anew.exchanges_s, rel=1e-9)
-    assert (at.users == anew.users).all() and (at.counts == anew.counts).all()
-    assert at.served == pytest.approx(anew.served) and at.copies.units == pytest.approx(anew.copies.units)
+            undo(guide, sites)
+            assert all((kept == now).all() for kept, now in zip(before, known(guide), strict=True))
+            assert smooth_value(guide) == value
+    assert moved > 50
+    anew = guide_of(made, guide.state.table[NOW], Residency.STEP)
+    assert smooth_value(guide) == pytest.approx(smooth_value(anew), rel=1e-9)
+    assert busiest_value(guide) == pytest.approx(busiest_value(anew), rel=1e-9)
+    for kept, fresh in zip(known(guide), known(anew), strict=True):
+        assert kept == pytest.approx(fresh, rel=1e-9, abs=1e-9 * np.abs(fresh).max(initial=0.0))
 
 
-@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("back", [0, 1])
 @pytest.mark.parametrize("make", [random_problem, slow_pairs, lambda *given: with_trunks(random_problem(*given))])
-def test_moves_look_at_the_busiest_link(make: Callable[[int, int, int], SiteProblem], back: bool) -> None:
+def test_moves_look_at_the_busiest_link(make: Callable[[int, int, int], SiteProblem], back: int) -> None:
     for seed in range(12):
         problem, rng = make(seed, 6, 10), np.random.default_rng(seed)
-        flow = Flow(problem, np.where(np.eye(6) > 0, 0.0, rng.uniform(0, 9, (6, 6)) * (rng.random((6, 6)) < 0.6)), 1.0)
-        before_s = flow.busiest_s(flow.now)[int(back)]
-        smooth_s = flow.smooth_s(flow.now)[int(back)]
-        assert before_s <= smooth_s <= before_s * 100 ** (1 / SHARPNESS)
-        src, dst = flow.at_busiest(back, rng)
-        assert src != dst and flow.units[src, dst] > 0
+        seed_moves(seed)
+        links, kind = links_of(problem), seed % 2
+        flows = no_flows(links, np.ones(2))
+        flows.units[NOW, kind] = np.where(np.eye(6) > 0, 0.0, rng.uniform(0, 9, (6, 6)) * (rng.random((6, 6)) < 0.6))
+        refresh(links, flows)
+        before_s, smoothed_s = busiest_s(links, flows, kind, back), smooth_s(links, flows, kind, back)
+        assert before_s == pytest.approx(longest_s(links, flows, kind, back))
+        assert before_s <= smoothed_s <= before_s * 100 ** (1 / SHARPNESS)
+        src, dst = at_busiest(links, flows, kind, back)
+        assert src != dst and flows.units[NOW, kind, src, dst] > 0
         # Without these units the busiest link has less to carry.
-        rest = flow.units[[src]].copy()
-        rest[0, dst] = 0.0
-        changed = flow.changed(np.array([src]), rest)
-        assert flow.smooth_s(changed)[int(back)] < smooth_s
-        assert flow.busiest_s(changed)[int(back)] < before_s
+        rest = flows.units[NOW, kind, src].copy()
+        rest[dst] = 0.0
+        replace_row(links, flows, kind, src, rest)
+        assert smooth_s(links, flows, kind, back) < smoothed_s
+        assert busiest_s(links, flows, kind, back) < before_s
+
+
+def longest_s(links: Links, flows: Flows, kind: int, way: int) -> float:
+    """Of all links, without what is kept up to date."""
+    units = flows.units[NOW, kind]
+    access_s = links.access_s[way] * np.stack([units.sum(axis=1), units.sum(axis=0)])
+    trunks_s = np.einsum("std,sd->t", links.trunk_s[way], units)
+    return max(float(access_s.max()), float((links.pairs[SECONDS, way] * units).max()), float(trunks_s.max(initial=0.0)))
 
 
 def walked(problem: SiteProblem, *tables: IntArray, moves: int = 1500) -> Search:
@@ -161,7 +204,7 @@ def test_walks_go_on_where_single_links_bind(seed: int) -> None:
     assert search.best is not None and search.best.rank[1] < 0.9 * search.evaluate(start).rank[1]
 
 
-def test_walks_keep_rules() -> None:
+def test_walks_keep_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, workload = uneven_cluster(np.random.default_rng(2), 5, 2), small_workload(np.random.default_rng(2), 8)
     data = [
         {"name": "a", "kind": "keep_tokens", "sites": ["s0", "s1"]},
@@ -178,12 +221,13 @@ def test_walks_keep_rules() -> None:
         return evaluate(table)
 
     search.evaluate = noted  # type: ignore[method-assign]
+    monkeypatch.setattr("planner.sites.walks.STRETCH", 20)
     improve_tables(search, [evaluate(start)], 2000, np.random.default_rng(0))
     assert search.best is not None and search.best.rank[1] < evaluate(start).rank[1]
     assert len(looked) > 2 and all(looked)
 
 
-@pytest.mark.parametrize("seed", [12, 13])
+@pytest.mark.parametrize("seed", [17, 21, 28])
 def test_walks_keep_within_memory(seed: int) -> None:
     roomy = random_problem(seed, 6, 12, inside=1)
     start = np.tile(roomy.home_site, (6, 1))
@@ -192,9 +236,9 @@ def test_walks_keep_within_memory(seed: int) -> None:
     needs = site_cost(roomy, start, free.configuration).memory_bytes
     assert free.cost.memory_bytes > 1.02 * needs
     tight = roomy.cluster.model_copy(update={"gpu": roomy.cluster.gpu.model_copy(update={"memory": 1.01 * needs})})
-    search = walked(site_problem(tight, roomy.workload, roomy.schedule), start)
+    search = walked(site_problem(tight, roomy.workload, roomy.schedule), start, moves=6000)
     assert search.best is not None and search.best.rank[0] == 0
-    assert search.best.rank[1] < search.evaluate(start).rank[1]
+    assert search.best.rank[1] < 0.9 * search.evaluate(start).rank[1]
 
 
 def test_a_walk_first_makes_a_table_fit() -> None:
@@ -220,7 +264,7 @@ def test_walks_are_played_off_against_each_other(monkeypatch: pytest.MonkeyPatch
         seen_moves.append((moves, [id(one.table) for one in tables].index(id(best.table))))
         return replace(best, rank=(0, steps_s[id(best.table)].pop(0)))
 
-    monkeypatch.setattr("planner.sites.moves._walk", walk)
+    monkeypatch.setattr("planner.sites.walks._walk", walk)
     improve_tables(Search(problem=problem), tables, 10, np.random.default_rng(0))
     assert seen_moves == [(10, 0), (10, 1), (10, 2), (10, 3), (20, 3), (20, 2), (40, 3), (40, 3), (40, 3)]
 
@@ -239,6 +283,23 @@ def test_what_exchanges_take_counts_their_repetitions() -> None:
     problem = random_problem(2, 4, 6)
     table = random_table(np.random.default_rng(0), problem)
     batches = problem.workload.training.micro_batches
-    once, often = (Smoothed(problem, table, one).exchanges_s for one in (Residency.STEP, Residency.MICROBATCH))
-    assert (once[:2] == often[:2]).all() and once.all()
-    assert often[2:] / once[2:] == pytest.approx([2 * batches, batches])
+    taken = []
+    for residency in (Residency.STEP, Residency.MICROBATCH):
+        guide = guide_of(problem, table, residency)
+        busiest_value(guide)
+        taken.append(guide.state.busy_s * guide.work.unit_bytes)
+    once, often = taken
+    assert (once[TOKENS] == often[TOKENS]).all() and once.all()
+    assert often[COPIES] / once[COPIES] == pytest.approx([2 * batches, batches])
+
+
+def test_walks_begin_at_tables_that_differ() -> None:
+    problem = random_problem(0, 4, 5)
+    search, home = Search(problem=problem), np.tile(problem.home_site, (4, 1))
+    near, far = home.copy(), np.repeat(np.arange(4)[:, None], 5, axis=1)
+    near[0, 0] = (near[0, 0] + 1) % 4
+    found = sorted((search.evaluate(table) for table in (home, near, far)), key=lambda one: one.rank)
+    assert search.best_apart(9, 0.05) == found
+    assert search.best_apart(2, 0.05) == found[:2]
+    apart = search.best_apart(9, 0.06)
+    assert len(apart) == 2 and apart[0] is found[0] and any((one.table == far).all() for one in apart)

@@ -13,6 +13,7 @@ import pytest
 from site_cases import box_of, few_kinds, random_problem, random_table
 
 from hybridep.config import build
+from hybridep.plan import Residency
 from hybridep.topology import Cluster
 from planner.sites import classes, lp, narrowing, thresholds
 from planner.sites.bound import Corner, Evidence, proven_s
@@ -171,6 +172,7 @@ def judged(relaxation: Relaxation, case: Case, box: Box) -> Iterator[tuple[str, 
     copies, rows = case.layer.copies[0], case.layer.rows[0]
     yield "held at most", bool((held <= found.most_held[label]).all())
     yield "held at least", bool((held >= found.least_held[label]).all())
+    yield "kept", bool((copies.pairs >= found.kept[np.ix_(label, label)]).all())
     yield "copies", bool((copies.pairs <= found.copies[np.ix_(label, label)]).all())
     yield "uploads", bool((copies.out.sum(axis=1) <= found.uploads[label]).all())
     yield "found", bool((served <= found.most_found[np.ix_(label, label)]).all())
@@ -313,3 +315,27 @@ def test_boxes_that_leave_something_out_do_not_cover() -> None:
     assert covered(root, pieces)
     for left_out in range(len(pieces)):
         assert not covered(root, pieces[:left_out] + pieces[left_out + 1 :])
+
+
+def test_experts_of_a_home_that_a_site_cannot_find_must_be_held_there() -> None:
+    """a has its tokens computed at b, but c's experts are copied to neither: counted together all could be found."""
+    latency_ms = {"ab": 10, "bc": 20, "ac": 50}
+    data = {
+        "name": "line",
+        "levels": [{"name": "dc", "size": 3, "bandwidth": "1 Gbps", "latency": "0 s"}],
+        "gpu": {"throughput": "1 TFLOPS", "memory": "64 GiB", "memory_bandwidth": "1 TB/s"},
+        "sites": [{"name": name} for name in "abc"],
+        "links": [
+            {"src": a, "dst": b, "bandwidth": "1 Gbps", "latency": f"{latency_ms[''.join(sorted(a + b))]} ms"}
+            for a, b in permutations("abc", 2)
+        ],
+    }
+    relaxation = Relaxation(problem=site_problem(build(Cluster, data, "test"), random_problem(0, 3, 6).workload))
+    (root,) = (one for one in relaxation.roots() if one.residency is Residency.STEP)
+    near, far = (int(np.searchsorted(relaxation.copy_reaches_s, reach_s + 1e-6)) - 1 for reach_s in (0.01, 0.02))
+    tokens = int(np.searchsorted(relaxation.reaches_s, 5 * 0.02 + 1e-6)) - 1
+    here = replace(root, copy_reach=(0, near), reach=(0, tokens))
+    limits = relaxation.limits(here)
+    assert limits.kept.tolist() == [[0, 0, 0], [0, 0, 0], [2, 0, 0]]
+    assert not limits.possible(relaxation.classes)
+    assert relaxation.limits(replace(here, copy_reach=(0, far))).possible(relaxation.classes)

@@ -20,7 +20,7 @@ def compiled(function: _Function) -> _Function:
     Division follows numpy (no exception for zero), sums keep their order.
     """
     config: Any = numba.config
-    before, folder = config.CACHE_DIR, _cache_folder()
+    before, folder = config.CACHE_DIR, _cache_folder(function.__module__.partition(".")[0])
     # numba looks at a function's own file only, and would go on using callers of a function that has changed.
     config.CACHE_DIR = folder or ""
     try:
@@ -30,15 +30,16 @@ def compiled(function: _Function) -> _Function:
 
 
 @cache
-def _cache_folder() -> str | None:
-    """A folder of the user's for exactly these sources; None where none can be made, and every process compiles anew."""
+def _cache_folder(package: str) -> str | None:
+    """A folder of the user's for exactly those sources of a package that speak of compiled code: those that have some, or what it
+    uses. None where none can be made, and every process compiles anew."""
     sources = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted((Path(__file__).parent.parent / package).rglob("*.py")):
         text = path.read_bytes()
-        if b"compiled import" in text:
+        if b"compiled" in text:
             sources.update(text)
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "hybridep" / f"compiled-{sources.hexdigest()[:16]}"
+    folder = root / "hybridep" / f"compiled-{package}-{sources.hexdigest()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
