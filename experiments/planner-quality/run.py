@@ -19,12 +19,12 @@ import numpy as np
 import yaml
 
 from hybridep.config import build, load
+from hybridep.placement import IntArray
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s, plans
 from planner.domains import divisors
-from planner.sites.grouping import Share, shared_table
-from planner.sites.moves import improve_groups
+from planner.sites.grouping import Groups, Share, groups_of, shared_table
 from planner.sites.others import OTHERS, other_plan
 from planner.sites.plans import table_plan
 from planner.sites.problem import SiteProblem, site_problem
@@ -96,6 +96,33 @@ def searched_domains(problem: SiteProblem) -> Found:
         improve_groups(search, groups, even, np.random.default_rng(0))
     assert search.best is not None
     return search.best
+
+
+def improve_groups(search: Search, groups: Groups, share: Share, rng: np.random.Generator) -> Found:
+    """Move a site to another group, or swap two, while it helps."""
+    problem = search.problem
+    size = problem.num_sites
+    label = np.empty(size, dtype=np.int64)
+    for number, members in enumerate(groups):
+        label[list(members)] = number
+
+    def evaluated(labels: IntArray) -> Found:
+        return search.evaluate(shared_table(problem, groups_of(labels), share))
+
+    here = evaluated(label)
+    patience = 0
+    while patience < 8 * size and not search.over:
+        trial = label.copy()
+        if rng.random() < 0.5:
+            trial[rng.integers(size)] = rng.integers(label.max() + 2)
+        else:
+            a, b = rng.integers(size, size=2)
+            trial[a], trial[b] = label[b], label[a]
+        there = evaluated(trial)
+        patience = 0 if there.rank < here.rank else patience + 1
+        if there.rank <= here.rank:
+            label, here = trial, there
+    return here
 
 
 def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config: Mapping[str, Any]) -> list[dict[str, Any]]:
