@@ -75,9 +75,10 @@ def test_codec_loss(tmp_path: Path) -> None:
     ("claim", "tables"),
     [
         ("lab-ablation", {"rows.csv": 3}),
-        ("lab-choice", {"rows.csv": 6}),
         ("prediction-grid", {"rows.csv": 6}),
-        ("link-use", {"exchanges.csv": 5, "steps.csv": 2}),
+        # Of the same parts as those above, half a minute each.
+        pytest.param("lab-choice", {"rows.csv": 6}, marks=pytest.mark.slow),
+        pytest.param("link-use", {"exchanges.csv": 5, "steps.csv": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_in_the_lab(claim: str, tables: dict[str, int], tmp_path: Path) -> None:
