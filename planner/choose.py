@@ -137,11 +137,11 @@ def plans(
 
 
 def uneven_prices(cluster: Cluster) -> bool:
-    """What bytes cost depends on where they come from or go, with at most one level inside sites."""
+    """What bytes cost depends on where they come from or go."""
     prices = cluster.egress_usd_per_byte[~np.eye(cluster.sizes[0], dtype=np.bool_)]
-    return len(cluster.sizes) <= 2 and prices.size > 0 and bool((prices != prices[0]).any())
+    return prices.size > 0 and bool((prices != prices[0]).any())
 
 
 def by_site(cluster: Cluster) -> bool:
-    """Sites differ, or there are many, with at most one level inside."""
-    return cluster.sizes[0] >= 2 and len(cluster.sizes) <= 2 and (not cluster.is_symmetric or cluster.sizes[0] > MANY_SITES)
+    """Sites differ, or there are many."""
+    return cluster.sizes[0] >= 2 and (not cluster.is_symmetric or cluster.sizes[0] > MANY_SITES)

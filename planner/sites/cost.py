@@ -80,7 +80,7 @@ class FixedCost:
 
 def wire_of(problem: SiteProblem, exchange: Exchange) -> Wire:
     """Bytes of payloads at the exchange's level."""
-    return problem.wires[0 if exchange.outer else 1]
+    return problem.wires[exchange.level]
 
 
 def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
@@ -90,7 +90,7 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
 
     def add(op: Op, exchange: Exchange, unit_bytes: float) -> None:
         latency_s, per_byte_s = exchange.line(problem)
-        late = per_byte_s > 0 and is_late(OpLevel(op, 0 if exchange.outer else 1))
+        late = per_byte_s > 0 and is_late(OpLevel(op, exchange.level))
         times[op] += late * gpu.jitter + latency_s + per_byte_s * unit_bytes
 
     for exchange in layer.copies:
@@ -119,11 +119,11 @@ def _coding(problem: SiteProblem, layer: LayerExchanges) -> Coding:
     """Of one layer and micro-batch, [D, n] each."""
     work, coding = problem.workload, Coding()
     for exchange in layer.rows:
-        level = 0 if exchange.outer else 1
+        level = exchange.level
         if exchange.once is not None and "tokens" in problem.codecs[level].lossy:
             coding |= row_coding(level, float(work.combine_row_bytes), exchange.once, exchange.out, exchange.into)
     for exchange in layer.copies:
-        level = 0 if exchange.outer else 1
+        level = exchange.level
         if exchange.once is not None:
             coding |= moved_coding(level, work, problem.codecs[level], exchange.once, exchange.out, exchange.into)
     return coding
@@ -204,7 +204,7 @@ def moved_in_a_step(problem: SiteProblem, layer: LayerExchanges, residency: Resi
 
 def bytes_between(moved: Sequence[tuple[Exchange, float]]) -> float:
     """Of (exchange, bytes per unit) pairs, between sites."""
-    return sum(unit_bytes * float(exchange.out.sum()) for exchange, unit_bytes in moved if exchange.outer)
+    return sum(unit_bytes * float(exchange.out.sum()) for exchange, unit_bytes in moved if exchange.level == 0)
 
 
 def egress_usd(problem: SiteProblem, moved: Sequence[tuple[Exchange, float]]) -> float:
@@ -212,7 +212,7 @@ def egress_usd(problem: SiteProblem, moved: Sequence[tuple[Exchange, float]]) ->
     prices = problem.egress_usd_per_byte
     if prices is None:
         return 0.0
-    return sum(unit_bytes * float((exchange.pairs * prices).sum()) for exchange, unit_bytes in moved if exchange.outer)
+    return sum(unit_bytes * float((exchange.pairs * prices).sum()) for exchange, unit_bytes in moved if exchange.level == 0)
 
 
 def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residency) -> LayerMemory:
@@ -257,7 +257,7 @@ def _codec_state_bytes(problem: SiteProblem, layer: LayerExchanges) -> FloatArra
     kept = np.zeros(layer.served.shape)
     for exchange in layer.copies:
         if exchange.out.any():
-            present = problem.at_home if exchange.outer else problem.at_home + layer.copies_held
+            present = problem.at_home if exchange.level == 0 else problem.at_home + layer.copies_held
             kept += kept_by_codecs(wire_of(problem, exchange), exchange.out, exchange.into, present)
     return kept + (problem.workload.expert_bytes if shared_exchanges(problem, layer) else 0.0)
 

@@ -27,9 +27,9 @@ from planner.sites.reductions import dense_exchanges
 
 
 def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
-    """Cost and memory of a plan; None where it needs arrays over ranks (deeper hierarchies, partial domains inside sites,
-    homes of its own, measured popularity, copies that set out ahead of their blocks)."""
-    if len(plan.cluster.sizes) > 2 or plan.popularity or plan.schedule.prefetch or any(group.homes for group in plan.layers):
+    """Cost and memory of a plan; None where it needs arrays over ranks (partial domains inside sites, homes of its own, measured
+    popularity, copies that set out ahead of their blocks)."""
+    if plan.popularity or plan.schedule.prefetch or any(group.homes for group in plan.layers):
         return None
     problem = site_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs)
     costs: list[tuple[int, Cost]] = []
@@ -45,15 +45,19 @@ def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
     return cost, total_memory(plan.cluster, _fixed_memory(problem), memories)
 
 
-def inside_of(plan: Plan, group: LayerGroup) -> Inside | None:
-    """Who holds a site's experts inside it; None where some of a home's are copied and others are not."""
-    if len(plan.cluster.sizes) == 1 or plan.cluster.sizes[1] == 1:
-        return Inside.ALL
-    name = plan.cluster.levels[1].name
-    size, ratio = group.domains.get(name, 1), group.migration.get(name, 1.0)
-    if size == 1 or ratio == 0:
-        return Inside.ONE
-    return Inside.ALL if size == plan.cluster.sizes[1] and ratio == 1 else None
+def inside_of(plan: Plan, group: LayerGroup) -> tuple[Inside, ...] | None:
+    """Who holds a site's experts inside it, level by level; None where some of a home's are copied and others are not, or domains
+    are a part of a level."""
+    found = []
+    for level in plan.cluster.levels[1:]:
+        size, ratio = group.domains.get(level.name, 1), group.migration.get(level.name, 1.0)
+        if level.size == 1 or (size == level.size and ratio == 1):
+            found.append(Inside.ALL)
+        elif size == 1 or ratio == 0:
+            found.append(Inside.ONE)
+        else:
+            return None
+    return tuple(found)
 
 
 def _layer_cost(problem: SiteProblem, layer: LayerExchanges, group: LayerGroup) -> Cost:
@@ -86,17 +90,20 @@ def _link_bytes(problem: SiteProblem, moved: Iterable[tuple[Exchange, float]]) -
     """[number of links], as in ``Cluster.link_table``, of (exchange, bytes per unit) pairs."""
     cluster, size = problem.cluster, problem.num_sites
     loads = np.zeros(len(cluster.link_table))
-    access, own = loads[: 2 * size], loads[2 * size : cluster.pair_links.start]
+    access = loads[: 2 * size]
     between = np.zeros((size, size)) if cluster.links or cluster.trunks else None
     for exchange, unit_bytes in moved:
-        if exchange.outer:
+        if exchange.level == 0:
             access[::2] += exchange.out.sum(axis=1) * unit_bytes
             access[1::2] += exchange.into.sum(axis=1) * unit_bytes
             if between is not None:
                 between += exchange.pairs * unit_bytes
-        if len(cluster.sizes) == 2:
-            own[::2] += exchange.out.ravel() * unit_bytes
-            own[1::2] += exchange.into.ravel() * unit_bytes
+        for level, (number, _) in enumerate(problem.inner_links, start=1):
+            if level >= exchange.level:
+                first, last = cluster.up_link(level, 0), cluster.up_link(level, 0) + 2 * size * number
+                out, into = exchange.of_workers(number)
+                loads[first:last:2] += out.ravel() * unit_bytes
+                loads[first + 1 : last : 2] += into.ravel() * unit_bytes
     if between is not None:
         add_between_sites(cluster, loads, between)
     return loads

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ from planner.sites.problem import Inside, SiteProblem
 class Exchange:
     """Sums over one exchange, in rows, experts or bytes."""
 
-    outer: bool
-    """Between sites, or inside them."""
+    level: int
+    """0 between sites."""
     out: FloatArray
     """[D, n] sent by each rank."""
     into: FloatArray
@@ -35,7 +35,7 @@ class Exchange:
     messages: tuple[int, int] = (0, 0)
     """Of the rank that sends to most others, and of the one that receives from most."""
     pairs_of: Callable[[], FloatArray] | None = None
-    """Makes ``pairs``, which most questions about many sites can do without; None inside sites."""
+    """Makes ``pairs``, which most questions about many sites can do without; None below the sites."""
     largest_of: Callable[[], FloatArray]
     """Makes ``largest``, which matters where connections have windows only."""
 
@@ -54,7 +54,7 @@ class Exchange:
     def reverse(self) -> Exchange:
         """The same in the other direction."""
         return Exchange(
-            outer=self.outer,
+            level=self.level,
             out=self.into,
             into=self.out,
             messages=self.messages[::-1],
@@ -67,18 +67,28 @@ class Exchange:
         """[D, n]: out and in."""
         return self.out + self.into
 
+    def of_workers(self, number: int) -> tuple[FloatArray, FloatArray]:
+        """What the ranks of each of a site's so many workers send together, and what they receive: [D, workers] each."""
+        size, n = self.out.shape
+        if number == n:
+            return self.out, self.into
+        out, into = (one.reshape(size, number, n // number).sum(axis=2) for one in (self.out, self.into))
+        return out, into
+
     def line(self, problem: SiteProblem) -> tuple[float, float]:
         """(latency of the farthest pair that talks and overhead of further messages, seconds per unit's byte on the busiest
         link, or of the largest message within its windows)."""
         if not self.out.any():
             return 0.0, 0.0
         further_s = (self.messages[0] - 1) * problem.cluster.gpu.message_overhead
-        busiest = max(float(self.out.max()), float(self.into.max())) / problem.gpu_bytes_per_s
-        window_s_per_byte = problem.window_s_per_byte[0 if self.outer else 1]
+        # What goes from worker to worker of a level crosses their links and those of all levels below.
+        below = problem.inner_links[max(self.level - 1, 0) :]
+        busiest = max((float(one.max()) / rate for number, rate in below for one in self.of_workers(number)), default=0.0)
+        window_s_per_byte = problem.window_s_per_byte[self.level]
         if window_s_per_byte.any():
             busiest = max(busiest, float((self.largest * window_s_per_byte).max()))
-        if not self.outer:
-            return problem.gpu_latency_s + further_s, busiest
+        if self.level > 0:
+            return problem.cluster.levels[self.level].latency + further_s, busiest
         up, down = self.out.sum(axis=1) / problem.up_bytes_per_s, self.into.sum(axis=1) / problem.down_bytes_per_s
         busiest = max(busiest, float(up.max()), float(down.max()))
         if problem.pair_bytes_per_s is not None:
@@ -152,7 +162,7 @@ class _Served:
         return np.asarray(np.bincount(self.place, weights=users[self.row] * value, minlength=size), dtype=np.float64)
 
 
-def layer_exchanges(problem: SiteProblem, table: IntArray, inside: Inside) -> LayerExchanges:
+def layer_exchanges(problem: SiteProblem, table: IntArray, inside: tuple[Inside, ...]) -> LayerExchanges:
     """``table`` is [D, E]: the site that computes expert e for tokens of site d."""
     return with_inside(problem, between_sites(problem, table), inside)
 
@@ -195,61 +205,82 @@ def between_sites(problem: SiteProblem, table: IntArray) -> BetweenSites:
     )
 
 
-def with_inside(problem: SiteProblem, between: BetweenSites, inside: Inside) -> LayerExchanges:
-    """All exchanges of a layer."""
-    size, n = problem.num_sites, problem.num_inside
-    distinct, tokens, served, held_at = between.distinct, between.tokens, between.served, between.held_at
-    inner_rows: tuple[Exchange, ...] = ()
-    inner_counts: tuple[Exchange, ...] = ()
-    inner_copies: tuple[Exchange, ...] = ()
-    copies_held = held_at - problem.at_home
+def with_inside(problem: SiteProblem, between: BetweenSites, inside: tuple[Inside, ...]) -> LayerExchanges:
+    """All exchanges of a layer. Level after level, what is held goes to all workers where all hold it; tokens go to the one that
+    holds an expert where one does."""
+    size, n, sizes = problem.num_sites, problem.num_inside, problem.inner_sizes
+    served, held_at, tokens = between.served, between.held_at, between.tokens
+    rows, copies, counts = [between.rows], [between.copies], [between.counts]
+    here = np.stack(np.unravel_index(np.arange(n), sizes)) if sizes else np.zeros((0, 1), dtype=np.int64)
+    home = here[:, problem.home_inside]
+    # Where tokens are after the hops so far: at one of ``places`` of their site, told by the coordinates at levels where one
+    # worker holds each expert. ``place`` is that of each rank, ``found`` of each expert; ``alike`` ranks send there alike.
+    places = alike = 1
+    place, found = np.zeros(n, dtype=np.int64), np.zeros(problem.num_experts, dtype=np.int64)
     arrived = np.broadcast_to(served.by_place(problem.hit[served.count], tokens, size)[:, None], (size, n))
-    if inside is Inside.ALL or n == 1:
-        loads = np.broadcast_to(served.by_place(served.count, between.per_copy, size)[:, None], (size, n))
-    else:
-        by_rank = _Served.of(distinct * n + problem.home_inside)
-        before = arrived
-        loads = by_rank.by_place(by_rank.count * n, between.per_copy, size * n).reshape(size, n)
-        needed = by_rank.by_place(problem.hit[by_rank.count], tokens, size * n).reshape(size, n)
-        arrived = n * needed
-        away = needed.sum(axis=1, keepdims=True) - needed
-        told = _all_to(needed > 0)
-        once = np.minimum(before, away)
-        into = (n - 1) * needed
-        inner_rows = (Exchange(outer=False, out=away, into=into, once=once, messages=told, largest_of=lambda: needed),)
-        present = np.zeros(n)
-        present[problem.home_inside] = 1.0
-        peers = np.broadcast_to(present.sum() - present, (size, n))
-        told = _all_to(np.broadcast_to(present > 0, (size, n)))
-        inner_counts = (
+    for level, (width, one) in enumerate(zip(sizes, inside, strict=True), start=1):
+        if width == 1:
+            continue
+        coordinate = here[level - 1]
+        inner = n // int(np.prod(sizes[:level]))
+        if one is Inside.ALL:
+            all_held = _together(held_at, width, inner)
+            copies.append(
+                Exchange(
+                    level=level,
+                    out=held_at * (width - 1),
+                    into=all_held - held_at,
+                    once=held_at,
+                    messages=_all_to(held_at > 0, width, inner)[::-1],
+                    largest_of=partial(np.asarray, held_at),
+                )
+            )
+            held_at = all_held
+            continue
+        places, place, found = places * width, place * width + coordinate, found * width + home[level - 1]
+        served = _Served.of(between.distinct * places + found)
+        needed = served.by_place(problem.hit[served.count], tokens, size * places).reshape(size, places)[:, place]
+        sent = alike * needed
+        before, away = arrived, _together(sent, width, inner) - sent
+        rows.append(
             Exchange(
-                outer=False,
-                out=COUNT_BYTES * peers,
-                into=COUNT_BYTES * np.broadcast_to((n - 1) * present, (size, n)),
-                messages=told,
-                largest_of=lambda: COUNT_BYTES * present,
-            ),
+                level=level,
+                out=away,
+                into=(width - 1) * sent,
+                once=np.minimum(before, away),
+                messages=_all_to(needed > 0, width, inner),
+                largest_of=partial(np.asarray, sent),
+            )
         )
-    if inside is Inside.ALL and n > 1:
-        all_held = held_at.sum(axis=1, keepdims=True)
-        spread = _all_to(held_at > 0)[::-1]
-        fan_out = Exchange(
-            outer=False,
-            out=held_at * (n - 1),
-            into=all_held - held_at,
-            once=held_at,
-            messages=spread,
-            largest_of=lambda: held_at,
+        present = np.bincount(home[level - 1], minlength=width)[coordinate] > 0
+        some = np.broadcast_to(present, (size, n))
+        told = COUNT_BYTES * some.astype(np.float64)
+        counts.append(
+            Exchange(
+                level=level,
+                out=_together(told, width, inner) - told,
+                into=(width - 1) * told,
+                messages=_all_to(some, width, inner),
+                largest_of=partial(np.asarray, told),
+            )
         )
-        inner_copies, copies_held = (fan_out,), all_held - problem.at_home
+        alike *= width
+        arrived = alike * needed
+    loads = served.by_place(served.count * alike, between.per_copy, size * places).reshape(size, places)[:, place]
     return LayerExchanges(
-        rows=(between.rows, *inner_rows),
-        copies=(between.copies, *inner_copies),
-        counts=(between.counts, *inner_counts),
+        rows=tuple(rows),
+        copies=tuple(copies),
+        counts=tuple(counts),
         served=np.asarray(loads, dtype=np.float64),
         arrived=np.asarray(arrived, dtype=np.float64),
-        copies_held=np.asarray(copies_held, dtype=np.float64),
+        copies_held=np.asarray(held_at - problem.at_home, dtype=np.float64),
     )
+
+
+def _together(values: FloatArray, width: int, inner: int) -> FloatArray:
+    """[D, n]: the sum over the ``width`` ranks that differ at one level only, which has ``inner`` ranks per worker below it."""
+    split = values.reshape(len(values), -1, width, inner)
+    return np.asarray(np.broadcast_to(split.sum(axis=2, keepdims=True), split.shape).reshape(values.shape), dtype=np.float64)
 
 
 def _alike(
@@ -279,7 +310,7 @@ def _alike(
         return _away(scale[:, None] * by_row[which])
 
     return Exchange(
-        outer=True,
+        level=0,
         out=out[:, None] * every,
         into=into[:, None] * every,
         once=np.minimum(out, most_coded)[:, None] * every,
@@ -295,10 +326,10 @@ def _away(pairs: FloatArray) -> FloatArray:
     return pairs
 
 
-def _all_to(receives: NDArray[np.bool_]) -> tuple[int, int]:
-    """Messages when all ranks of a site send to those others of it that receive ([D, n])."""
-    others = receives.sum(axis=1, keepdims=True) - receives
-    return int(others.max()), receives.shape[1] - 1
+def _all_to(receives: NDArray[np.bool_], width: int, inner: int) -> tuple[int, int]:
+    """Messages when ranks that differ at one level only send to those others of them that receive ([D, n])."""
+    others = _together(receives.astype(np.float64), width, inner) - receives
+    return int(others.max()), width - 1
 
 
 def _copies(problem: SiteProblem, held: IntArray) -> tuple[Exchange, FloatArray]:
@@ -328,7 +359,7 @@ def _copies(problem: SiteProblem, held: IntArray) -> tuple[Exchange, FloatArray]
 
     different = np.bincount(problem.home, weights=copies > 0, minlength=size * n).reshape(size, n)
     outer = Exchange(
-        outer=True,
+        level=0,
         out=np.asarray(out, dtype=np.float64),
         into=into,
         once=np.asarray(different, dtype=np.float64),

@@ -58,7 +58,7 @@ class Flows(NamedTuple):
 
 def links_of(problem: SiteProblem) -> Links:
     """Of all exchanges."""
-    size, inside = problem.num_sites, problem.num_inside * problem.gpu_bytes_per_s
+    size, inside = problem.num_sites, problem.inside_bytes_per_s
     up_s, down_s = 1 / np.minimum(problem.up_bytes_per_s, inside), 1 / np.minimum(problem.down_bytes_per_s, inside)
     paths, prices = problem.path_bytes_per_s, problem.egress_usd_per_byte
     there = np.zeros((3, size, size))

@@ -47,11 +47,11 @@ def _chunks(problem: SiteProblem) -> Iterator[IntArray]:
 
 
 def _better(
-    problem: SiteProblem, table: IntArray, inside: Inside, best: tuple[IntArray, Configuration, float] | None
+    problem: SiteProblem, table: IntArray, inside: tuple[Inside, ...], best: tuple[IntArray, Configuration, float] | None
 ) -> tuple[IntArray, Configuration, float] | None:
     layer = layer_exchanges(problem, table, inside)
     for configuration in problem.configurations():
-        if configuration.inside is inside:
+        if configuration.inside == inside:
             cost = cost_of(problem, layer, configuration.residency)
             value = problem.goal.value(cost.step_s, cost.step_usd)
             if (best is None or value < best[2]) and cost.fits and not problem.goal.overdraft(cost.step_usd):
@@ -68,7 +68,7 @@ def _best_of(problem: SiteProblem, tables: IntArray) -> tuple[IntArray, Configur
         values[[problem.goal.overdraft(float(price)) > 0 for price in prices_usd]] = np.inf
         first = int(np.argmin(values))
         if np.isfinite(values[first]) and (best is None or values[first] < best[2]):
-            best = tables[first], Configuration(inside=Inside.ALL, residency=residency), float(values[first])
+            best = tables[first], Configuration(inside=problem.everywhere(Inside.ALL), residency=residency), float(values[first])
     return best
 
 
@@ -84,7 +84,7 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     at_home = problem.home_site == np.arange(size)[:, None]  # [D, E]
     held = at_home | (tables[:, :, :, None] == np.arange(size)).any(axis=1).swapaxes(1, 2)  # [N, h, E]
     copies = np.einsum("ae,nhe->nah", at_home.astype(np.float64), held.astype(np.float64)) * away
-    up, down = (np.minimum(rate, problem.gpu_bytes_per_s) for rate in (problem.up_bytes_per_s, problem.down_bytes_per_s))
+    up, down = (np.minimum(rate, problem.inside_bytes_per_s) for rate in (problem.up_bytes_per_s, problem.down_bytes_per_s))
 
     def line(sent: FloatArray) -> tuple[FloatArray, FloatArray]:
         busiest = np.maximum((sent.sum(axis=2) / up).max(axis=1), (sent.sum(axis=1) / down).max(axis=1))

@@ -137,10 +137,10 @@ def table_plan(problem: SiteProblem, table: IntArray, configuration: Configurati
 
 def chosen_table(plan: Plan) -> tuple[IntArray, Configuration] | None:
     """The serving table ([D, E]) and the configuration of most of a plan's layers; None where plans between sites have no such
-    configuration (deeper hierarchies, partial domains inside sites, homes of their own, measured popularity)."""
+    configuration (partial domains inside sites, homes of their own, measured popularity)."""
     most = max(plan.placed, key=lambda layers: layers.num_layers)
     inside = inside_of(plan, most.group)
-    if len(plan.cluster.sizes) > 2 or inside is None or most.group.homes or plan.popularity:
+    if inside is None or most.group.homes or plan.popularity:
         return None
     return np.ascontiguousarray(most.placement.serve[0]), Configuration(inside=inside, residency=most.group.residency)
 

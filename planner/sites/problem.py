@@ -1,8 +1,8 @@
 """The planning problem between sites, as arrays over sites instead of ranks.
 
-All ranks of a site are alike in what they send to other sites, so one serving table ``serve[d, e]`` and one choice for the
-levels inside decide a layer. Inside a site either every rank holds what the site holds (``Inside.ALL``), or each expert
-sits on one rank (``Inside.ONE``, at its home's place).
+All ranks of a site are alike in what they send to other sites, so one serving table ``serve[d, e]`` and one choice for each
+level inside decide a layer. At such a level either every worker holds what the worker above holds (``Inside.ALL``), or each
+expert is with one (``Inside.ONE``, at its home's place).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from scipy.sparse import csr_array
 
 from hybridep.codecs import Codecs, Wire, level_codecs, wires
-from hybridep.errors import UserError
 from hybridep.gating import gating
 from hybridep.placement import IntArray, LevelChoice, home_blocks
 from hybridep.plan import Residency, Schedule
@@ -30,19 +30,20 @@ from planner.goal import FASTEST, Goal
 
 
 class Inside(Enum):
-    """Who holds a site's experts inside it."""
+    """Who holds a worker's experts at the level below it."""
 
     ALL = "all"
-    """Every rank: no token travels inside the site, computation is even."""
+    """Every worker: no token travels at this level, computation is even."""
     ONE = "one"
-    """One rank each: least memory."""
+    """One worker each: least memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
     """What is chosen beside the serving table."""
 
-    inside: Inside
+    inside: tuple[Inside, ...]
+    """Of each level below the sites, outermost first."""
     residency: Residency
 
 
@@ -110,20 +111,26 @@ class SiteProblem:
         return np.bincount(self.home_site, minlength=self.num_sites).astype(np.int64)
 
     @cached_property
-    def gpu_bytes_per_s(self) -> float:
-        """Of a rank's own link inside its site; infinite where the site is one rank (its link is the site's)."""
-        return self.cluster.levels[1].bandwidth if len(self.cluster.sizes) == 2 else float("inf")
+    def inner_sizes(self) -> tuple[int, ...]:
+        """Of the levels below the sites; n is their product."""
+        return self.cluster.sizes[1:]
 
     @cached_property
-    def gpu_latency_s(self) -> float:
-        """Inside a site."""
-        return self.cluster.levels[1].latency if len(self.cluster.sizes) == 2 else 0.0
+    def inner_links(self) -> tuple[tuple[int, float], ...]:
+        """Of the levels below the sites: (workers of one site, bytes per second of the up link, and of the down link, of each).
+        None where the site is one rank: its link is the site's."""
+        workers = np.cumprod(self.inner_sizes)
+        return tuple((int(number), level.bandwidth) for number, level in zip(workers, self.cluster.levels[1:], strict=True))
 
     @cached_property
-    def wires(self) -> tuple[Wire, Wire]:
-        """Bytes of payloads between sites and inside them."""
-        made = wires(self.workload, self.codecs, len(self.cluster.sizes))
-        return made[0], made[-1]
+    def inside_bytes_per_s(self) -> float:
+        """All that a site's workers of one level can send together, or receive: at the level where that is least."""
+        return min((number * rate for number, rate in self.inner_links), default=float("inf"))
+
+    @cached_property
+    def wires(self) -> tuple[Wire, ...]:
+        """Bytes of payloads by level."""
+        return wires(self.workload, self.codecs, len(self.cluster.sizes))
 
     @property
     def codecs_by_level(self) -> dict[str, Codecs]:
@@ -162,11 +169,10 @@ class SiteProblem:
         return self.compute.share[:, 0] * (self.workload.training.micro_batch_size * float(gating(self.workload).rows[0]))
 
     @cached_property
-    def window_s_per_byte(self) -> tuple[FloatArray, FloatArray]:
-        """``planner.exchange.window_s_per_byte`` between sites and inside them."""
+    def window_s_per_byte(self) -> tuple[FloatArray, ...]:
+        """``planner.exchange.window_s_per_byte`` by level."""
         levels = range(len(self.cluster.levels))
-        made = [window_s_per_byte(self.cluster, level, self.schedule.streams) for level in levels]
-        return made[0], made[-1]
+        return tuple(window_s_per_byte(self.cluster, level, self.schedule.streams) for level in levels)
 
     @cached_property
     def path_bytes_per_s(self) -> FloatArray | None:
@@ -228,11 +234,16 @@ class SiteProblem:
         """Of ranks, [D, 1]."""
         return compute_of_sites(self.cluster, self.workload)
 
-    def choices(self, inside: Inside) -> dict[str, LevelChoice]:
+    def choices(self, inside: tuple[Inside, ...]) -> dict[str, LevelChoice]:
         """Of the levels below the sites, as plans give them."""
         return {
-            level.name: LevelChoice(domain_size=level.size if inside is Inside.ALL else 1) for level in self.cluster.levels[1:]
+            level.name: LevelChoice(domain_size=level.size if one is Inside.ALL else 1)
+            for level, one in zip(self.cluster.levels[1:], inside, strict=True)
         }
+
+    def everywhere(self, inside: Inside) -> tuple[Inside, ...]:
+        """The same choice at all levels below the sites; ``Inside`` matters only where a level has more than one worker."""
+        return tuple(inside if size > 1 else Inside.ALL for size in self.inner_sizes)
 
     @property
     def residencies(self) -> tuple[Residency, ...]:
@@ -240,8 +251,8 @@ class SiteProblem:
         return (Residency.STEP,) if any(one.experts.is_change for one in self.codecs) else tuple(Residency)
 
     def configurations(self) -> tuple[Configuration, ...]:
-        """All of them; ``Inside`` matters only where a site has more than one rank."""
-        inside = tuple(Inside) if self.num_inside > 1 else (Inside.ALL,)
+        """All of them."""
+        inside = tuple(product(*(tuple(Inside) if size > 1 else (Inside.ALL,) for size in self.inner_sizes)))
         return tuple(Configuration(inside=one, residency=residency) for residency in self.residencies for one in inside)
 
 
@@ -254,10 +265,7 @@ def site_problem(
     goal: Goal = FASTEST,
     codecs: Mapping[str, Codecs] | None = None,
 ) -> SiteProblem:
-    """Raises UserError for a cluster with more than one level below the sites, InfeasibleError for rules that clash."""
-    if len(cluster.sizes) > 2:
-        names = ", ".join(level.name for level in cluster.levels)
-        raise UserError(f"cluster {cluster.name}: plans per site need at most one level below the sites (found {names})")
+    """Raises InfeasibleError for rules that clash."""
     size, level = cluster.sizes[0], cluster.levels[0]
     up = np.array([(cluster.sites[d].up if cluster.sites else None) or level.bandwidth for d in range(size)])
     down = np.array([(cluster.sites[d].down if cluster.sites else None) or level.bandwidth for d in range(size)])

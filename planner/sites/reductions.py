@@ -5,12 +5,13 @@ Reduce-scatter innermost level first, then all-gather outermost first, as ``hybr
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from hybridep.codecs import ExpertCodec, Wire, wires
-from hybridep.traffic import FloatArray, split_sizes
+from hybridep.placement import IntArray
+from hybridep.traffic import FloatArray
 from planner.sites.exchange import Exchange, LayerExchanges
 from planner.sites.problem import SiteProblem
 
@@ -22,40 +23,50 @@ def dense_exchanges(problem: SiteProblem) -> tuple[Exchange, ...]:
 
 def shared_exchanges(problem: SiteProblem, layer: LayerExchanges) -> tuple[Exchange, ...]:
     """Likewise of a layer's shared expert, exact: only where copies travel as the difference from it."""
-    coded = (
-        problem.wires[0 if one.outer else 1].codecs.experts is ExpertCodec.SHARED_RESIDUAL and one.out.any()
-        for one in layer.copies
-    )
+    coded = (problem.wires[one.level].codecs.experts is ExpertCodec.SHARED_RESIDUAL and one.out.any() for one in layer.copies)
     return _shared(problem) if any(coded) else ()
 
 
 @lru_cache(maxsize=8)
 def _shared(problem: SiteProblem) -> tuple[Exchange, ...]:
-    exact = wires(problem.workload, (), 2)
-    return _reduce_scatter(problem, problem.workload.model.expert_params, (exact[0], exact[1]))
+    return _reduce_scatter(problem, problem.workload.model.expert_params, wires(problem.workload, (), len(problem.cluster.sizes)))
 
 
-def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire]) -> tuple[Exchange, ...]:
-    size, n = problem.num_sites, problem.num_inside
+def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, ...]) -> tuple[Exchange, ...]:
+    size, n, sizes = problem.num_sites, problem.num_inside, problem.inner_sizes
     exchanges = []
-    shards = np.array([total])
-    if n > 1:
-        shards = np.array(split_sizes(total, n))
-        every, message = np.ones((size, 1)), by_level[1].dense_bytes(shards)
-        out, into = every * (message.sum() - message), every * ((n - 1) * message)
-        exchanges.append(Exchange(outer=False, out=out, into=into, messages=(n - 1, n - 1), largest_of=lambda: message))
+    shards = np.full(n, total)  # what each of a site's ranks still has
+    every = np.ones((size, 1))
+    for level in reversed(range(1, len(sizes) + 1)):
+        width = sizes[level - 1]
+        if width == 1:
+            continue
+        own = np.arange(n) // int(np.prod(sizes[level:])) % width
+        parts = _split(shards, width)
+        message = by_level[level].dense_bytes(parts)
+        mine = message[np.arange(n), own]
+        exchanges.append(
+            Exchange(
+                level=level,
+                out=every * (message.sum(axis=1) - mine),
+                into=every * (float(width - 1) * mine),
+                messages=(width - 1, width - 1),
+                largest_of=partial(np.asarray, message),
+            )
+        )
+        shards = parts[np.arange(n), own]
     if size > 1:
         # [n, D]: what a rank sends to each site.
-        parts = by_level[0].dense_bytes(shards[:, None] // size + (np.arange(size) < shards[:, None] % size))
+        parts = by_level[0].dense_bytes(_split(shards, size))
         out = (parts.sum(axis=1, keepdims=True) - parts).T
-        into = parts.T * float(size - 1)
+        into = np.asarray(parts.T * float(size - 1), dtype=np.float64)
 
         def to_each(part: FloatArray) -> FloatArray:
             return np.tile(part, (size, 1)) * (1.0 - np.eye(size))
 
         exchanges.append(
             Exchange(
-                outer=True,
+                level=0,
                 out=out,
                 into=into,
                 messages=(size - 1, size - 1),
@@ -64,3 +75,8 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, Wire
             )
         )
     return tuple(exchanges)
+
+
+def _split(lengths: IntArray, parts: int) -> IntArray:
+    """[n, parts]: ``hybridep.traffic.split_sizes`` of each."""
+    return np.asarray(lengths[:, None] // parts + (np.arange(parts) < lengths[:, None] % parts))

@@ -136,11 +136,11 @@ class Relaxation:
 
         def seconds(out: FloatArray, into: FloatArray, pair: float, weight: float) -> float:
             limit = weight * float(max((out / problem.up_bytes_per_s).max(), (into / problem.down_bytes_per_s).max(), pair))
-            # A rank's own link may be the narrower one.
-            ranks = problem.cluster.num_gpus // size
-            owned = float(np.bincount(problem.home, minlength=size * ranks).max())
-            most = owned * (size - 1) + problem.num_experts
-            limit = max(limit, most * weight / problem.gpu_bytes_per_s, owned * weight * slowest_s_per_byte)
+            # Links inside a site may be the narrower ones.
+            for number, rate in problem.inner_links:
+                most = float(problem.at_home.reshape(size * number, -1).sum(axis=1).max()) * (size - 1) + problem.num_experts
+                limit = max(limit, most * weight / rate)
+            limit = max(limit, float(problem.at_home.max()) * weight * slowest_s_per_byte)
             return limit * (1 + SLACK) + float(problem.latency_s.max())
 
         there, back = problem.wire.expert_bytes, problem.wire.expert_gradient_bytes
@@ -184,7 +184,8 @@ class Relaxation:
         """Boxes that hold every plan."""
         problem = self.problem
         gather, back = self.full_gather_s
-        slowest = min(float(problem.up_bytes_per_s.min()), float(problem.down_bytes_per_s.min()), problem.gpu_bytes_per_s)
+        slowest = min(float(problem.up_bytes_per_s.min()), float(problem.down_bytes_per_s.min()))
+        slowest = min([slowest, *(rate for _, rate in problem.inner_links)])
         slowest = min([slowest, *(trunk.bandwidth for trunk in problem.cluster.trunks)])
         if problem.pair_bytes_per_s is not None:
             slowest = min(slowest, float(problem.pair_bytes_per_s.min()))

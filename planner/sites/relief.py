@@ -40,7 +40,7 @@ def relieved_table(problem: SiteProblem, spread: Spread, table: IntArray) -> Int
 
 def _missing_bytes(problem: SiteProblem, table: IntArray) -> FloatArray:
     """[D, n]: what ranks lack if copies stay."""
-    inside = Inside.ONE if problem.num_inside > 1 else Inside.ALL
+    inside = problem.everywhere(Inside.ONE)
     needs = rank_memory_bytes(problem, layer_exchanges(problem, table, inside), Residency.STEP)
     return np.maximum(needs - problem.compute.memory_bytes, 0.0)
 

@@ -69,7 +69,7 @@ class Search:
         self.evaluations += 1
         goal = self.problem.goal
         found: Found | None = None
-        layers: dict[Inside, tuple[LayerExchanges, list[BlockTimes]]] = {}
+        layers: dict[tuple[Inside, ...], tuple[LayerExchanges, list[BlockTimes]]] = {}
         between = between_sites(self.problem, table)
         for configuration in self.configurations:
             if configuration.inside not in layers:

@@ -27,8 +27,9 @@ def uneven_cluster(
     pairs: bool = True,
     memory: str = "64 GiB",
     windows: bool = False,
+    nodes: tuple[int, ...] = (),
 ) -> Cluster:
-    """``windows``: connections have some, at every level."""
+    """``windows``: connections have some, at every level. ``nodes``: sizes of levels between sites and ranks."""
     names = [f"s{i}" for i in range(sites)]
 
     def mbps(low: float, high: float) -> str:
@@ -78,6 +79,10 @@ def uneven_cluster(
             level["window"] = f"{10 ** long.uniform(2, 5):.0f} B"
     if inside == 0:
         del data["levels"][1]
+    data["levels"][1:1] = [
+        {"name": f"node{depth}", "size": size, "bandwidth": f"{5 / (depth + 1)} Gbps", "latency": f"{0.3 - 0.1 * depth} ms"}
+        for depth, size in enumerate(nodes)
+    ]
     if pairs:
         data["links"] = [
             {"src": a, "dst": b, "bandwidth": mbps(20, 800), "latency": f"{rng.uniform(0, 80):.3f} ms"}
@@ -104,10 +109,12 @@ def small_workload(rng: np.random.Generator, experts: int) -> Workload:
     return build(Workload, {"name": "test", "model": model, "training": training}, "test")
 
 
-def random_problem(seed: int, sites: int, experts: int, inside: int | None = None, *, windows: bool = False) -> SiteProblem:
+def random_problem(
+    seed: int, sites: int, experts: int, inside: int | None = None, *, windows: bool = False, nodes: tuple[int, ...] = ()
+) -> SiteProblem:
     rng = np.random.default_rng(seed)
     ranks = int(rng.choice([0, 1, 2, 3])) if inside is None else inside
-    cluster = uneven_cluster(rng, sites, ranks, pairs=rng.random() < 0.7, windows=windows)
+    cluster = uneven_cluster(rng, sites, ranks, pairs=rng.random() < 0.7, windows=windows, nodes=nodes)
     schedule = Schedule(streams={"dc": 1 + seed % 3} if windows else {})
     return site_problem(cluster, small_workload(rng, experts), schedule)
 

@@ -44,7 +44,7 @@ def many_experts() -> Workload:
 
 def link_seconds(problem: SiteProblem, table: np.ndarray) -> float:
     """What rows and copies of one layer take on the busiest links, without latencies."""
-    layer, work = layer_exchanges(problem, table, Inside.ALL), problem.workload
+    layer, work = layer_exchanges(problem, table, problem.everywhere(Inside.ALL)), problem.workload
     (rows,), (copies,) = layer.rows, layer.copies
     batches = work.training.micro_batches
     forward, back = rows.line(problem)[1], rows.reverse.line(problem)[1]

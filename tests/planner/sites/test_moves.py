@@ -61,7 +61,7 @@ def slow_pairs(seed: int, sites: int, experts: int) -> SiteProblem:
 
 def assert_exact(problem: SiteProblem, guide: Guide, residency: Residency) -> None:
     """But for the bytes of token counts."""
-    exact = site_cost(problem, guide.state.table[NOW], Configuration(inside=Inside.ALL, residency=residency))
+    exact = site_cost(problem, guide.state.table[NOW], Configuration(inside=problem.everywhere(Inside.ALL), residency=residency))
     layers_s = exact.step_s - fixed_cost(problem).total_s
     counts_s = exact.parts_s[Op.TOKEN_COUNTS.value]
     assert layers_s - counts_s <= busiest_value(guide) * (1 + 1e-9) and busiest_value(guide) <= layers_s * (1 + 1e-9)
@@ -97,7 +97,7 @@ def test_the_guide_counts_dollars(seed: int) -> None:
     problem = priced(random_problem(seed, 4, 6, inside=0), np.random.default_rng(seed))
     problem = seen(replace(problem, goal=DOLLARS))
     table = random_table(np.random.default_rng(seed), problem)
-    exact = site_cost(problem, table, Configuration(inside=Inside.ALL, residency=Residency.STEP)).step_usd
+    exact = site_cost(problem, table, Configuration(inside=problem.everywhere(Inside.ALL), residency=Residency.STEP)).step_usd
     fixed = fixed_cost(problem)
     exact -= fixed.egress_usd + problem.cluster.rent_usd_per_s * fixed.total_s
     assert busiest_value(guide_of(problem, table, Residency.STEP)) == pytest.approx(exact, rel=1e-3)

@@ -22,7 +22,7 @@ SITES, USERS = 60, 3
 
 def needs_bytes(problem: SiteProblem, table: np.ndarray) -> np.ndarray:
     """[D]: of sites of one rank whose copies stay."""
-    return rank_memory_bytes(problem, layer_exchanges(problem, table, Inside.ALL), Residency.STEP)[:, 0]
+    return rank_memory_bytes(problem, layer_exchanges(problem, table, problem.everywhere(Inside.ALL)), Residency.STEP)[:, 0]
 
 
 def problem_of(memory_bytes: float) -> SiteProblem:
@@ -61,7 +61,7 @@ def test_a_little_memory_is_made_up_for(spread: Spread, needed_bytes: float) -> 
     assert set(changed) == set(np.flatnonzero(before > memory_bytes))
     assert (held_by_site(problem, relieved)[hubs] == held_by_site(problem, table)[hubs]).all()
     # No link is busy for longer than the hubs' times.
-    (rows,) = layer_exchanges(problem, relieved, Inside.ALL).rows
+    (rows,) = layer_exchanges(problem, relieved, problem.everywhere(Inside.ALL)).rows
     tokens = problem.workload.training.tokens
     assert rows.line(problem)[1] / tokens <= spread.plan.forward * (1 + 1e-6)
     assert rows.reverse.line(problem)[1] / tokens <= spread.plan.back * (1 + 1e-6)

@@ -33,10 +33,10 @@ SMALL = [(2, 2), (3, 1), (2, 3)]
 SHAPES = [(2, 2), (2, 4), (3, 1), (3, 2), (4, 1), (2, 5), (5, 1), (6, 1)]
 
 
-def check_instance(seed: int) -> None:
+def check_instance(seed: int, nodes: tuple[int, ...] = ()) -> None:
     """bound <= best of all tables <= what the search finds, which lies within the gap that it reports."""
     sites, experts = SHAPES[seed % len(SHAPES)]
-    problem = random_problem(seed, sites, experts, inside=None if sites < 6 else 0)
+    problem = random_problem(seed, sites, experts, inside=None if sites < 6 else 0, nodes=nodes)
     found = best_table(problem)
     search = Search(problem=problem, max_evaluations=400)
     run(search)
@@ -55,6 +55,11 @@ def check_instance(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_bound_and_plan_against_every_table(seed: int) -> None:
     check_instance(seed)
+
+
+@pytest.mark.parametrize("seed", [8, 10, 16, 18])
+def test_bound_and_plan_where_sites_have_several_levels(seed: int) -> None:
+    check_instance(seed, nodes=(2,) if seed < 12 else (2, 2))
 
 
 @pytest.mark.parametrize("seed", [3, 5, 40])

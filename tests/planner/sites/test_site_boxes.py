@@ -30,11 +30,11 @@ from planner.sites.thresholds import least_rows_s
 
 SIDES = (*TIMES, *POSITIONS)
 SHAPES = [(2, 8), (3, 4), (4, 6), (5, 9), (6, 5)]
-ALONE, MERGED, EQUAL = (*range(5), 10, 20, 25, 30, 45, 85, 90), range(7, 9), (11,)
+ALONE, MERGED, EQUAL = (*range(5), 10, 20, 25, 30, 45, 85, 90, 103), range(7, 9), (11,)
 """Seeds of problems in which each site is a class of its own, in which different ones are merged, and in which all are equal."""
 ALL = (*EQUAL, *ALONE, *MERGED)
-TRUNK, SLOW_RANKS = (3, 10), 0
-"""Seeds of a problem whose sites share a cable, and of one whose ranks have the narrower links."""
+TRUNK, SLOW_RANKS, NODES = (3, 10), (0, 103), 103
+"""Seeds of problems whose sites share a cable, whose links inside sites are the narrower ones, and with a further level there."""
 CLOSE = 1 + 1e-9
 
 
@@ -95,14 +95,15 @@ def cases_of(seed: int) -> tuple[Case, ...]:
     if seed in EQUAL:
         problem = few_kinds(seed, sites, 2 * sites)
     else:
-        problem = random_problem(seed, max(sites, 4) if merged else sites, experts, windows=seed % 3 == 2)
+        nodes = (2,) if seed == NODES else ()
+        problem = random_problem(seed, max(sites, 4) if merged else sites, experts, windows=seed % 3 == 2, nodes=nodes)
     if seed in TRUNK:
         problem = changed(problem, trunks=[cable(problem)])
-    if seed == SLOW_RANKS:
-        slow = [level.model_copy(update={"bandwidth": 1e4}).model_dump(mode="json") for level in problem.cluster.levels[1:]]
-        problem = changed(problem, levels=[problem.cluster.levels[0].model_dump(mode="json"), *slow])
-    assert seed not in (*TRUNK, SLOW_RANKS) or (problem.pair_bytes_per_s is not None and problem.num_inside > 1)
-    made = [one for one in problem.configurations() if one.inside is Inside.ALL]
+    if seed in SLOW_RANKS:
+        outer, first, *below = [level.model_dump(mode="json") for level in problem.cluster.levels]
+        problem = changed(problem, levels=[outer, first | {"bandwidth": "80 kbps"}, *below])
+    assert seed not in (*TRUNK, *SLOW_RANKS) or (problem.pair_bytes_per_s is not None and problem.num_inside > 1)
+    made = [one for one in problem.configurations() if one.inside == problem.everywhere(Inside.ALL)]
     return tuple(
         Case(
             problem,

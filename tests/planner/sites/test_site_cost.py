@@ -13,11 +13,15 @@ from planner.sites.evaluate import evaluate_sites
 from planner.sites.oracle import costs_at_once
 from planner.sites.problem import Configuration, Inside
 
+NODES = ((), (), (2,), (3,), (2, 3), (1, 2))
+"""Levels between sites and ranks."""
 
-@pytest.mark.parametrize("seed", range(24))
+
+@pytest.mark.parametrize("seed", range(36))
 def test_equals_the_models_on_ranks(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    problem = random_problem(seed, sites=int(rng.integers(1, 6)), experts=int(rng.integers(1, 12)))
+    shape = {"sites": int(rng.integers(1, 6)), "experts": int(rng.integers(1, 12 + 12 * (seed % 2)))}
+    problem = random_problem(seed, **shape, nodes=NODES[seed % 6], windows=seed % 7 == 0)
     if not problem.cluster.links and problem.num_sites == 1:
         assert problem.latency_s.sum() == 0
     any_table = random_table(rng, problem)
@@ -33,10 +37,10 @@ def test_equals_the_models_on_ranks(seed: int) -> None:
             assert found.memory_bytes == pytest.approx(memory_use(plan).fullest_bytes, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(18))
 def test_whole_plans_equal_link_by_link_and_rank_by_rank(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    problem = random_problem(seed, sites=int(rng.integers(1, 6)), experts=int(rng.integers(1, 12)))
+    problem = random_problem(seed, sites=int(rng.integers(1, 6)), experts=int(rng.integers(1, 12)), nodes=NODES[seed % 6])
     for configuration in problem.configurations():
         plan = as_plan(problem, random_table(rng, problem), configuration)
         cost, memory = step_cost(plan), memory_use(plan)
@@ -57,6 +61,6 @@ def test_the_oracle_costs_tables_as_the_closed_form_does(seed: int) -> None:
     problem = random_problem(seed, sites=int(rng.integers(2, 6)), experts=int(rng.integers(1, 12)), inside=seed % 2)
     tables = np.stack([random_table(rng, problem) for _ in range(4)])
     for residency in problem.residencies:
-        configuration = Configuration(inside=Inside.ALL, residency=residency)
+        configuration = Configuration(inside=problem.everywhere(Inside.ALL), residency=residency)
         expected_s = [site_cost(problem, table, configuration).step_s for table in tables]
         assert costs_at_once(problem, tables, residency)[0] == pytest.approx(expected_s, rel=1e-12)

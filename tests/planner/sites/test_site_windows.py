@@ -42,7 +42,7 @@ def test_the_oracle_costs_tables_as_the_closed_form_does(seed: int) -> None:
     rng = np.random.default_rng(seed)
     problem = random_problem(seed, sites=3, experts=5, inside=seed % 2, windows=True)
     tables = np.stack([random_table(rng, problem) for _ in range(4)])
-    configuration = Configuration(inside=Inside.ALL, residency=Residency.STEP)
+    configuration = Configuration(inside=problem.everywhere(Inside.ALL), residency=Residency.STEP)
     expected_s = [site_cost(problem, table, configuration).step_s for table in tables]
     assert costs_at_once(problem, tables, Residency.STEP)[0] == pytest.approx(expected_s, rel=1e-12)
 
@@ -56,7 +56,7 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     # Boxes hold every plan only if none gathers for longer than they reach.
     everything = np.repeat(np.arange(problem.num_sites)[:, None], problem.num_experts, axis=1)
     for table in (best[0], everything):
-        times = block_times(problem, layer_exchanges(problem, table, Inside.ONE)).exchanges_s
+        times = block_times(problem, layer_exchanges(problem, table, problem.everywhere(Inside.ONE))).exchanges_s
         longest_s = [seconds + problem.cluster.gpu.jitter for seconds in relaxation.full_gather_s]
         assert times[Op.EXPERT_GATHER] <= longest_s[0] and times[Op.GRADIENT_RETURN] <= longest_s[1]
 

@@ -21,7 +21,7 @@ from planner.sites.strategy import run
 
 def busiest(problem: SiteProblem, table: np.ndarray) -> tuple[float, float]:
     """Sites' rows over rates on the busiest link, to the experts and back."""
-    (rows,) = layer_exchanges(problem, table, Inside.ALL).rows
+    (rows,) = layer_exchanges(problem, table, problem.everywhere(Inside.ALL)).rows
     tokens = problem.num_inside * problem.workload.training.tokens
     return rows.line(problem)[1] / tokens, rows.reverse.line(problem)[1] / tokens
 
