@@ -11,7 +11,7 @@ import numpy as np
 from planner.clock import now_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
 from planner.sites.knapsacks import Weights, even_weights, knapsacks_s
-from planner.sites.linear import Duals
+from planner.sites.linear import BoxProgram, Duals
 from planner.sites.lp import box_program
 from planner.sites.narrowing import narrowed
 from planner.sites.relaxation import Relaxation
@@ -38,14 +38,19 @@ def proven_s(relaxation: Relaxation, box: Box, evidence: Evidence, best_s: float
 
 def _within_s(relaxation: Relaxation, narrow: Box, evidence: Evidence) -> float:
     """The same of a box that is narrowed."""
-    if isinstance(evidence, Weights):
-        layer_s = knapsacks_s(relaxation, narrow, evidence)
-    elif isinstance(evidence, Corner):
+    if isinstance(evidence, Corner):
         layer_s = relaxation.corner_s(narrow)
+    elif isinstance(evidence, Weights):
+        layer_s = relaxation.inside_s(narrow) + knapsacks_s(relaxation, narrow, evidence)
     else:
         program = box_program(relaxation, narrow)
         assert program is not None, "what is narrowed is possible"
-        layer_s = relaxation.token_latency_of(narrow) + program.value_s(evidence)
+        return _by_duals_s(relaxation, narrow, program, evidence)
+    return relaxation.base_s + relaxation.num_layers * layer_s
+
+
+def _by_duals_s(relaxation: Relaxation, narrow: Box, program: BoxProgram, duals: Duals) -> float:
+    layer_s = relaxation.token_latency_of(narrow) + relaxation.inside_s(narrow) + program.value_s(duals)
     return relaxation.base_s + relaxation.num_layers * layer_s
 
 
@@ -164,8 +169,7 @@ def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) ->
     duals = None if program is None else program.solve()
     if program is None or duals is None:
         return None
-    layer_s = relaxation.token_latency_of(narrow) + program.value_s(duals)
-    return _Part(box, duals, min(best_s, relaxation.base_s + relaxation.num_layers * layer_s)), duals
+    return _Part(box, duals, min(best_s, _by_duals_s(relaxation, narrow, program, duals))), duals
 
 
 NEAR = ((10, 1.0), (16, 0.5), (32, 0.1))

@@ -25,8 +25,11 @@ from planner.memory import TOLERANCE
 from planner.sites.boxes import Box
 from planner.sites.classes import SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
+from planner.sites.inside import InsideTimes, inside_times
 from planner.sites.problem import SiteProblem
 
+NEGLIGIBLE = 1e-3
+"""Share of a layer's longest step below which what is spent inside sites is left out."""
 SLACK = 1e-9
 """Caps are rounded down to whole experts after adding this share, so that rounding never cuts off a plan."""
 
@@ -39,6 +42,8 @@ class Limits:
     """[C]: M_h, experts that a site of class h can hold."""
     least_held: FloatArray
     """[C]: a site that holds fewer would send too many rows."""
+    least_own: FloatArray
+    """[C]: experts that a site's own tokens find there, at least."""
     copies: FloatArray
     """[C, C]: copies of the row's home site's experts at the column's site, another one."""
     uploads: FloatArray
@@ -234,7 +239,50 @@ class Relaxation:
         latency_s, latency_back_s = self.copy_latency_s(box)
         copies_s = self.copies_s(box.residency, latency_s + box.gather_s[0], latency_back_s + box.return_s[0])
         tokens_s = forward * box.forward_s[0] + back * box.back_s[0]
-        return copies_s + tokens_s + self.token_latency_of(box) + compute * self.problem.least_expert_s
+        between_s = copies_s + tokens_s + self.token_latency_of(box)
+        return between_s + self.inside_s(box) + compute * self.problem.least_expert_s
+
+    @cached_property
+    def inside_times(self) -> tuple[InsideTimes, ...]:
+        """Of all choices inside sites; none where every one of them takes next to nothing."""
+        made, experts = inside_times(self.problem), self.problem.num_experts
+        most_tokens = float(self.problem.tokens.max())
+        most_s = min(
+            self.copies_s(Residency.MICROBATCH, float(one.gather_s[experts]), float(one.return_s[experts]))
+            + most_tokens * float(one.token_s[experts])
+            + one.latency_s
+            for one in made
+        )
+        return made if most_s > NEGLIGIBLE * self.full_gather_cost_s else ()
+
+    def inside_s(self, box: Box) -> float:
+        """What every plan of the box spends inside sites in one layer at least, beside what it does between them: by the choice
+        for which that is least. Gathers inside a site follow those between sites; of the shortest of these most is hidden."""
+        if not self.inside_times:
+            return 0.0
+        known = self._inside_s.get(box)
+        if known is None:
+            known = self._inside_s[box] = self._least_inside_s(box, self.limits(box))
+        return known
+
+    @cached_property
+    def _inside_s(self) -> dict[Box, float]:
+        return {}
+
+    def _least_inside_s(self, box: Box, limits: Limits) -> float:
+        latency_s, latency_back_s = self.copy_latency_s(box)
+        gather_s, return_s = latency_s + box.gather_s[0], latency_back_s + box.return_s[0]
+        alone_s, most = self.copies_s(box.residency, gather_s, return_s), float(self.problem.num_experts)
+        held = int(np.ceil(np.minimum(limits.least_held, most).max() - 1e-6))
+        own = np.ceil(np.minimum(limits.least_own, most) - 1e-6).astype(np.int64)
+        rank_tokens = self.user_rows / self.problem.num_inside
+        return min(
+            self.copies_s(box.residency, gather_s + float(one.gather_s[held]), return_s + float(one.return_s[held]))
+            - alone_s
+            + float((rank_tokens * one.token_s[own]).max())
+            + one.latency_s * bool(own.any())
+            for one in self.inside_times
+        )
 
     def limits(self, box: Box) -> Limits:
         """What the upper ends of the box's intervals leave possible."""
@@ -256,9 +304,11 @@ class Relaxation:
         copies = np.minimum(copies, np.maximum(most, 0.0))
         kept = self._kept(copies, most_found)
         must_hold = 0.0 if kinds.merged else homes + kept.sum(axis=0)
+        least_own = np.maximum(experts - self._found_in_all(box, most_found), 0.0)
         return Limits(
             most_held=most_held,
-            least_held=np.maximum(experts - self._found_in_all(box, most_found), must_hold),
+            least_held=np.maximum(least_own, must_hold),
+            least_own=least_own,
             copies=copies,
             uploads=np.minimum(uploads, (copies * kinds.others).sum(axis=1)),
             most_found=most_found,

@@ -103,7 +103,9 @@ def cases_of(seed: int) -> tuple[Case, ...]:
         outer, first, *below = [level.model_dump(mode="json") for level in problem.cluster.levels]
         problem = changed(problem, levels=[outer, first | {"bandwidth": "80 kbps"}, *below])
     assert seed not in (*TRUNK, *SLOW_RANKS) or (problem.pair_bytes_per_s is not None and problem.num_inside > 1)
-    made = [one for one in problem.configurations() if one.inside == problem.everywhere(Inside.ALL)]
+    # Where links inside sites are slow, all choices there; else what is held by all, which is as good as any.
+    every = seed in SLOW_RANKS
+    made = [one for one in problem.configurations() if every or one.inside == problem.everywhere(Inside.ALL)]
     return tuple(
         Case(
             problem,
@@ -277,6 +279,7 @@ MUTATIONS: dict[str, Change] = {
     "a copy less fits through links": limits(copies=lambda one: np.maximum(one - 1, 0)),
     "sites hold an expert less": limits(most_held=lambda one: one - 1),
     "sites must hold an expert more": limits(least_held=lambda one: one + 1),
+    "links inside sites take longer": own("inside_s", lambda seconds: 1.1 * seconds),
     "sites serve an expert less": patched(lp, "serving_lines", lambda lines: (lines[0], lines[1] - 1)),
     "who holds more serves less": patched(lp, "serving_lines", lambda lines: (0.5 * lines[0], lines[1])),
     "rows keep links busy for longer": patched(narrowing, "least_rows_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
