@@ -10,6 +10,7 @@ import numpy as np
 
 from planner.clock import now_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
+from planner.sites.classes import Merging
 from planner.sites.knapsacks import Weights, even_weights, knapsacks_s
 from planner.sites.linear import BoxProgram, Duals
 from planner.sites.lp import box_program
@@ -62,6 +63,10 @@ class Proof:
     parts: tuple[tuple[Box, Evidence], ...]
     bound_s: float
     """The smallest of the parts' bounds."""
+    merging: Merging
+    """Of the relaxation whose boxes these are."""
+    interrupted: bool
+    """By the user, before its time was over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +106,7 @@ def prove(
     heap: list[tuple[float, int, _Open]] = []
     done: list[_Part] = []
     boxes = pushed = 0
+    interrupted = False
     raised_s, raised_at = -float("inf"), 0
 
     def keep(one: _Open) -> None:
@@ -154,12 +160,15 @@ def prove(
         except KeyboardInterrupt:
             # What bounds the whole box bounds its halves, whichever of them were entered.
             done.append(one.part)
+            interrupted = True
             break
     parts = list(dict.fromkeys([*done, *(one.part for *_, one in heap)]))
     return Proof(
         best_s=best_s,
         parts=tuple((part.box, part.evidence) for part in parts),
         bound_s=min(part.value_s for part in parts),
+        merging=relaxation.merging,
+        interrupted=interrupted,
     )
 
 
@@ -178,7 +187,7 @@ take longer (a second among 60), and in wide boxes chords lose more than a progr
 TIGHT = ((32, 0.1), (64, 0.05))
 """Up to so many classes they are also solved where cutting copies' times and distances can bring no more than this share of what
 is left."""
-MOST_MERGED = 24
+MOST_MERGED = 40
 """The same up to so many where some are merged; with more of those, programs cost more than they bring."""
 MOST_INHERITED = 32
 """Up to so many classes multipliers are tried on boxes inside; making a program of more takes longer than it brings."""
@@ -234,7 +243,10 @@ def _spread_s(relaxation: Relaxation, narrow: Box, side: str) -> float:
 
 
 def verify(relaxation: Relaxation, proof: Proof) -> float:
-    """The bound that a proof gives, evaluated anew without any solver. Raises ValueError when its boxes leave plans out."""
+    """The bound that a proof gives, evaluated anew without any solver. Raises ValueError when its boxes leave plans out, or are
+    of sites merged another way."""
+    if relaxation.merging is not proof.merging:
+        raise ValueError(f"the proof is about sites merged otherwise ({proof.merging.value}, not {relaxation.merging.value})")
     boxes = [box for box, _ in proof.parts]
     for root in relaxation.roots():
         if not covered(root, boxes):

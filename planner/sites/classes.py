@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 
@@ -17,8 +19,20 @@ MOST_CLASSES = 49
 """More different sites than this are merged, at the price of a weaker bound."""
 
 FINER = 6
-"""Of four bands the first holds 4 ** -6 of the sites, the first two 2 ** -6: the slowest links decide how long a step takes, and
-a class is as fast as its fastest member."""
+"""Where slow ones are kept apart: of four bands the first holds 4 ** -6 of the sites, the first two 2 ** -6."""
+
+MOST_RATES = 120
+"""Between so many rates bands of close ones may end."""
+
+
+class Merging(Enum):
+    """Which of many different sites are merged. A class is as fast as its fastest member, so what is lost is what the others are
+    slower; which way loses less depends on how rates are distributed."""
+
+    SLOW_APART = "slow apart"
+    """Slow ones with few others: the slowest links decide how long a step takes."""
+    CLOSE = "close"
+    """Those whose links take nearly as long for a byte."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,21 +72,30 @@ class SiteClasses:
         return largest
 
 
-def site_classes(problem: SiteProblem) -> SiteClasses:
+def merges_different(problem: SiteProblem) -> bool:
+    """There are more different sites than classes."""
+    return bool(_kinds(problem).max(initial=0) >= (MOST_CLASSES if problem.alike_paths else MOST_SITES))
+
+
+def _kinds(problem: SiteProblem) -> IntArray:
+    """[D]: sites with the same number are told apart by nothing."""
+    if not (problem.alike_paths and problem.num_sites > 1):
+        return np.arange(problem.num_sites)
+    ranks = problem.tokens, problem.expert_s_per_choice, problem.compute.memory_bytes[:, 0]
+    keys = np.column_stack([problem.up_bytes_per_s, problem.down_bytes_per_s, problem.homes, *ranks])
+    return np.asarray(np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1))
+
+
+def site_classes(problem: SiteProblem, merging: Merging = Merging.SLOW_APART) -> SiteClasses:
     """Equal sites together; where more than ``MOST_CLASSES`` differ, those with similar access links."""
-    size = problem.num_sites
-    alike = problem.alike_paths and size > 1
-    label = np.arange(size)
-    if alike:
-        ranks = problem.tokens, problem.expert_s_per_choice, problem.compute.memory_bytes[:, 0]
-        keys = np.column_stack([problem.up_bytes_per_s, problem.down_bytes_per_s, problem.homes, *ranks])
-        label = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
-    if label.max(initial=0) >= (MOST_CLASSES if alike else MOST_SITES):
+    size, label = problem.num_sites, _kinds(problem)
+    if merges_different(problem):
         side = int(np.sqrt(MOST_CLASSES / 2))
-        band = _bands(problem.up_bytes_per_s, side)
+        bands = _BANDS[merging]
+        band = bands(problem.up_bytes_per_s, side)
         label = band * side
         for one in range(side):
-            label[band == one] += _bands(problem.down_bytes_per_s[band == one], side)
+            label[band == one] += bands(problem.down_bytes_per_s[band == one], side)
         label = 2 * label + (problem.homes > problem.homes.min())
     _, label, count = np.unique(label, return_inverse=True, return_counts=True)
     num = len(count)
@@ -99,8 +122,39 @@ def site_classes(problem: SiteProblem) -> SiteClasses:
     )
 
 
-def _bands(values: FloatArray, number: int) -> IntArray:
+def _slow_apart(values: FloatArray, number: int) -> IntArray:
     """Which of ``number`` bands each value belongs to; bands of low values hold few (``FINER``)."""
     place = np.empty(len(values), dtype=np.int64)
     place[np.argsort(values, kind="stable")] = np.arange(len(values))
     return np.asarray((number * (place / max(len(values), 1)) ** (1 / FINER)).astype(np.int64))
+
+
+def _close(values: FloatArray, number: int) -> IntArray:
+    """Which of ``number`` bands each rate belongs to, so that all together lose least by counting as the fastest of their bands:
+    the best bands that end at one of ``MOST_RATES`` rates."""
+    ordered = np.sort(values)
+    if not len(ordered):
+        return np.zeros(0, dtype=np.int64)
+    last = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), MOST_RATES)).astype(np.int64))
+    ends = ordered[last]
+    # Sites up to each end, and what they take for a byte together; lost[i, j] is what a band loses that ends at j and begins
+    # after the end before i.
+    count = np.concatenate([[0], last + 1])
+    taken = np.concatenate([[0.0], np.cumsum(1 / ordered)[last]])
+    lost = taken[None, 1:] - taken[:-1, None] - (count[None, 1:] - count[:-1, None]) / ends
+    lost[np.tril_indices(len(ends), -1)] = np.inf
+    best, before = lost[0], []
+    for _ in range(number - 1):
+        through = np.concatenate([[0.0], best[:-1]])[:, None] + lost
+        before.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    at, limits = len(ends) - 1, [ends[-1]]
+    for first in reversed(before):
+        at = int(first[at]) - 1
+        if at < 0:
+            break
+        limits.append(ends[at])
+    return np.asarray(np.searchsorted(np.array(limits[::-1]), values))
+
+
+_BANDS: dict[Merging, Callable[[FloatArray, int], IntArray]] = {Merging.SLOW_APART: _slow_apart, Merging.CLOSE: _close}

@@ -23,7 +23,7 @@ from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.memory import TOLERANCE
 from planner.sites.boxes import Box
-from planner.sites.classes import SiteClasses, site_classes
+from planner.sites.classes import Merging, SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
 from planner.sites.inside import InsideTimes, inside_times
 from planner.sites.problem import SiteProblem
@@ -69,11 +69,13 @@ class Relaxation:
     """The bound's ingredients for one problem."""
 
     problem: SiteProblem
+    merging: Merging = Merging.SLOW_APART
+    """Where there are more different sites than classes."""
 
     @cached_property
     def classes(self) -> SiteClasses:
         """Sites that nothing tells apart are treated together."""
-        return site_classes(self.problem)
+        return site_classes(self.problem, self.merging)
 
     @cached_property
     def budgets_s(self) -> tuple[float, float, float]:

@@ -13,6 +13,7 @@ from hybridep.plan import Objective
 from planner.clock import now_s
 from planner.price import step_usd
 from planner.sites.bound import Proof, prove
+from planner.sites.classes import Merging, merges_different
 from planner.sites.egress_bound import least_egress_usd
 from planner.sites.grouping import MANY
 from planner.sites.oracle import best_table
@@ -30,6 +31,8 @@ MOST_BOXES = 20000
 """Of one proof."""
 EQUAL_BOXES = 40
 """Of one proof for many equal sites."""
+TRIAL_BOXES = 200
+"""Of the first proof for each way to merge sites."""
 STUCK_BOXES = 120
 """Of the other proof for those, where it has more to say."""
 SEARCHED, SEARCHED_LONGER = 0.6, 0.75
@@ -124,8 +127,9 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         told = None if report is None or len(scenarios) > 1 else lambda seconds: report("bound", seconds)
         # Many equal sites differ in nothing that boxes could split on but the length of a round: a few dozen are enough.
         most = EQUAL_BOXES if one.equal_sites and one.num_sites > MANY else MOST_BOXES
-        relaxation, boxes = Relaxation(problem=one), most // len(scenarios)
+        boxes = most // len(scenarios)
         try:
+            relaxation = _relaxation(one, best_s, deadline_s)
             by_size, stuck = _prove_sizes(relaxation, best_s, boxes, deadline_s)
             if by_size is not None and by_size.bound_s >= best_s * (1 - ENOUGH_GAP):
                 boxes = 2
@@ -135,7 +139,8 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
             proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=deadline_s, report=told)
         except KeyboardInterrupt:
             interrupted = True
-            by_size, proof = None, prove(relaxation, best_s, deadline_s=0.0)
+            by_size, proof = None, prove(Relaxation(problem=one), best_s, deadline_s=0.0)
+        interrupted |= proof.interrupted
         proofs.append(proof)
         sizes.append(by_size)
     bounds_s = [max(one.bound_s, other.bound_s if other else 0.0) for one, other in zip(proofs, sizes, strict=True)]
@@ -155,6 +160,20 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
 def least_usd(problem: SiteProblem, bound_s: float) -> float:
     """No plan costs less per step, if none is faster than ``bound_s``: what is paid for time and for bytes, each at its least."""
     return step_usd(problem.cluster.rent_usd_per_s, least_egress_usd(problem), bound_s)
+
+
+def _relaxation(problem: SiteProblem, best_s: float, deadline_s: float) -> Relaxation:
+    """Where different sites are merged, in the way that proves more with a few boxes. Raises KeyboardInterrupt."""
+    if not merges_different(problem):
+        return Relaxation(problem=problem)
+    tried: list[tuple[float, Relaxation]] = []
+    for merging in Merging:
+        relaxation = Relaxation(problem=problem, merging=merging)
+        proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=TRIAL_BOXES, deadline_s=deadline_s)
+        if proof.interrupted:
+            raise KeyboardInterrupt
+        tried.append((proof.bound_s, relaxation))
+    return max(tried, key=lambda one: one[0])[1]
 
 
 def _prove_sizes(relaxation: Relaxation, best_s: float, boxes: int, deadline_s: float) -> tuple[SizeProof | None, bool]:

@@ -55,7 +55,8 @@ class Case(NamedTuple):
 
 
 def relaxed(problem: SiteProblem, merged: bool) -> Relaxation:
-    relaxation = Relaxation(problem=problem)
+    merging = list(classes.Merging)[problem.num_experts % 2]
+    relaxation = Relaxation(problem=problem, merging=merging)
     if merged:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(classes, "MOST_CLASSES", 3)
