@@ -1,9 +1,10 @@
 """How the time and the proven gap of a plan grow with the number of sites.
 
-    .venv/bin/python experiments/planner-scale/run.py [--sites 10,30,100] [--figure TABLE]
+    .venv/bin/python experiments/planner-scale/run.py [--sites 10,30,100] [--input CSV] [--figure TABLE]
 
-Synthetic access links (no measured data): equal sites, ten kinds, all different. One row each in ``results/scale.csv``.
-Limits are seconds of computation of the planner's process, not of wall time.
+Sites of eight ranks: equal; ten kinds of regions with a tenth of the sites each; ten kinds of sites; all different; and with
+``--input`` (columns src, dst, gbps_sent) sites at measured regions. One row each in ``results/scale.csv``. Limits are seconds of
+computation of the planner's process, not of wall time.
 """
 
 from __future__ import annotations
@@ -26,25 +27,48 @@ from planner import plan
 from planner.clock import timed_by
 
 HERE = Path(__file__).resolve().parent
-KINDS = ("equal", "ten kinds", "different")
+EQUAL, REGIONS, KINDS_OF_SITES, DIFFERENT, MEASURED = KINDS = ("equal", "regions", "ten kinds", "different", "measured")
+SPREAD = 0.1
+"""Rates of sites at one measured region differ from the region's by up to this share, so that no two sites are alike."""
 COLUMNS = ("kind", "sites", "cpu_s", "wall_s", "step_s", "bound_s", "gap", "ep_s", "full_gather_s", "peak_memory_gb")
 
 
-def cluster_of(kind: str, sites: int) -> Cluster:
-    """Eight ranks a site; access links of 2 to 16 Gbps each way where sites differ."""
+def measured_rates(table: Path) -> np.ndarray:
+    """[regions, 2] Gbps up and down: the largest of a region's pairs, as everywhere here."""
+    with table.open(newline="", encoding="utf-8") as stream:
+        rows = [(row["src"], row["dst"], float(row["gbps_sent"])) for row in csv.DictReader(stream) if row["src"] != row["dst"]]
+    names = sorted({src for src, _, _ in rows})
+    return np.array([[max(rate for *ends, rate in rows if ends[way] == name) for way in (0, 1)] for name in names])
+
+
+def rates_of(kind: str, sites: int, measured: np.ndarray | None) -> np.ndarray:
+    """[sites, or ten, 2] Gbps up and down."""
     rng = np.random.default_rng(0)
-    rates = np.tile(rng.uniform(2, 16, (10, 2)), (sites // 10 + 1, 1)) if kind == "ten kinds" else rng.uniform(2, 16, (sites, 2))
+    if kind in (REGIONS, KINDS_OF_SITES):
+        ten = rng.uniform(2, 16, (10, 2))
+        return ten if kind == REGIONS else np.tile(ten, (sites // 10 + 1, 1))[:sites]
+    if kind == MEASURED:
+        assert measured is not None
+        return measured[rng.integers(len(measured), size=sites)] * rng.uniform(1 - SPREAD, 1 + SPREAD, (sites, 2))
+    return rng.uniform(2, 16, (sites, 2))
+
+
+def cluster_of(kind: str, sites: int, measured: np.ndarray | None = None) -> Cluster:
+    """Eight ranks a site; access links of 2 to 16 Gbps each way where sites, or regions, differ."""
+    outer = {"bandwidth": "10 Gbps", "latency": "30 ms"}
+    levels: list[dict[str, Any]] = [{"name": "dc", "size": sites, **outer}]
+    if kind == REGIONS:
+        inner = {"name": "dc", "size": sites // 10, "bandwidth": "10 Gbps", "latency": "1 ms"}
+        levels = [{"name": "region", "size": 10, **outer}, inner]
     data: dict[str, Any] = {
         "name": f"{kind} {sites}",
-        "levels": [
-            {"name": "dc", "size": sites, "bandwidth": "10 Gbps", "latency": "30 ms"},
-            {"name": "gpu", "size": 8, "bandwidth": "2400 Gbps", "latency": "5 us"},
-        ],
+        "levels": [*levels, {"name": "gpu", "size": 8, "bandwidth": "2400 Gbps", "latency": "5 us"}],
         "gpu": {"throughput": "150 TFLOPS", "memory": "80 GB", "memory_bandwidth": "2 TB/s"},
     }
-    if kind != "equal":
+    if kind != EQUAL:
         data["sites"] = [
-            {"name": f"s{i}", "up": f"{rates[i, 0]:.3f} Gbps", "down": f"{rates[i, 1]:.3f} Gbps"} for i in range(sites)
+            {"name": f"s{i}", "up": f"{up:.3f} Gbps", "down": f"{down:.3f} Gbps"}
+            for i, (up, down) in enumerate(rates_of(kind, sites, measured))
         ]
     return build(Cluster, data, "config")
 
@@ -64,9 +88,9 @@ def workload() -> Workload:
     return build(Workload, {"name": "256 experts", "model": model, "training": training}, "config")
 
 
-def planned(kind: str, size: int, time_limit_s: float) -> dict[str, Any]:
+def planned(kind: str, size: int, time_limit_s: float, measured: np.ndarray | None) -> dict[str, Any]:
     """One row; in a process of its own, whose peak memory counts everything that it imports."""
-    cluster = cluster_of(kind, size)
+    cluster = cluster_of(kind, size, measured)
     started_s, started_cpu_s = time.monotonic(), time.process_time()
     # The limit counts this process's own computation, as on a machine that does nothing else.
     with timed_by(time.process_time):
@@ -99,8 +123,8 @@ def draw(table: Path, figure: Path) -> None:
     panels = (("cpu_s", "planning, seconds of one core"), ("gap", "gap proven"), ("peak_memory_gb", "peak memory, GB"))
     for axis, (column, label) in zip(axes, panels, strict=True):
         for kind in KINDS:
-            points = [(int(row["sites"]), float(row[column])) for row in rows if row["kind"] == kind]
-            axis.plot(*zip(*points, strict=True), marker="o", label=kind)
+            if points := [(int(row["sites"]), float(row[column])) for row in rows if row["kind"] == kind]:
+                axis.plot(*zip(*points, strict=True), marker="o", label=kind)
         axis.set(xscale="log", xlabel="sites of 8 ranks", ylabel=label)
         axis.grid(alpha=0.3)
     axes[0].set_yscale("log")
@@ -110,22 +134,25 @@ def draw(table: Path, figure: Path) -> None:
 
 @click.command(help=__doc__)
 @click.option("--sites", default="10,30,100,300,1000,3000", show_default=True)
-@click.option("--kinds", default=",".join(KINDS), show_default=True)
+@click.option("--kinds", default=",".join(KINDS), show_default=True, help=f"Without --input all but {MEASURED}.")
+@click.option("--input", "rates", type=click.Path(path_type=Path, exists=True), help="A table of measured pairs of regions.")
 @click.option("--time-limit", "time_limit_s", default=60.0, show_default=True)
 @click.option("--figure", "table", type=click.Path(path_type=Path), help="Only draw this table again, beside it.")
-def main(sites: str, kinds: str, time_limit_s: float, table: Path | None) -> None:
+def main(sites: str, kinds: str, rates: Path | None, time_limit_s: float, table: Path | None) -> None:
     if table is not None:
         draw(table, table.with_name("scale.png"))
         return
     out = HERE / "results" / "scale.csv"
     out.parent.mkdir(exist_ok=True)
+    measured = None if rates is None else measured_rates(rates)
+    chosen = [kind for kind in kinds.split(",") if kind != MEASURED or measured is not None]
     with out.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, COLUMNS)
         writer.writeheader()
         for size in (int(text) for text in sites.split(",")):
-            for kind in kinds.split(","):
+            for kind in chosen:
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-                    row = alone.submit(planned, kind, size, time_limit_s).result()
+                    row = alone.submit(planned, kind, size, time_limit_s, measured).result()
                 writer.writerow(row)
                 stream.flush()
                 click.echo("  ".join(f"{name} {value}" for name, value in row.items()))
