@@ -25,8 +25,7 @@ class OtherPlan:
 
 
 def compare_planners(plan: Plan, constraints: Constraints | None = None) -> dict[str, OtherPlan]:
-    """By planner, in a fixed order; with rules, their tables are made to keep them. Raises UserError for clusters with more
-    than one level below the sites, or one site."""
+    """By planner, in a fixed order; with rules, their tables are made to keep them. Raises UserError for one site."""
     if plan.cluster.sizes[0] < 2:
         raise UserError(f"cluster {plan.cluster.name}: comparing planners between sites needs two sites")
     problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
