@@ -54,10 +54,13 @@ class _Option:
 def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Constraints | None = None) -> list[Upgrade]:
     """Upgrades by ``factor`` of a site's up link, a site's down link, a link between two sites, or the memory, the most useful
     first. Of each sort the ``top`` ones by what they bring to the plan as it is (its step's derivative, taken in one stride)
-    are verified by planning anew; the others are left out. Raises UserError for plans that are no serving table over sites."""
+    are verified by planning anew; the others are left out. Raises UserError for one site, and plans with homes of their own or
+    measured popularity."""
     chosen = chosen_table(plan)
     if chosen is None or plan.cluster.sizes[0] < 2:
-        raise UserError(f"cluster {plan.cluster.name}: upgrades are priced for plans between sites with one choice inside them")
+        raise UserError(
+            f"cluster {plan.cluster.name}: upgrades are priced for plans between sites, without homes of their own or popularity"
+        )
     table, configuration = chosen
     problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
     present_s = _searched(problem, table)

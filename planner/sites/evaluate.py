@@ -48,16 +48,19 @@ def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
 def inside_of(plan: Plan, group: LayerGroup) -> tuple[Inside, ...] | None:
     """Who holds a site's experts inside it, level by level; None where some of a home's are copied and others are not, or domains
     are a part of a level."""
-    found = []
+    nearest, exact = nearest_inside(plan, group)
+    return nearest if exact else None
+
+
+def nearest_inside(plan: Plan, group: LayerGroup) -> tuple[tuple[Inside, ...], bool]:
+    """The same, and whether it is so at all levels; where it is not, as if one worker held each expert."""
+    found, exact = [], True
     for level in plan.cluster.levels[1:]:
         size, ratio = group.domains.get(level.name, 1), group.migration.get(level.name, 1.0)
-        if level.size == 1 or (size == level.size and ratio == 1):
-            found.append(Inside.ALL)
-        elif size == 1 or ratio == 0:
-            found.append(Inside.ONE)
-        else:
-            return None
-    return tuple(found)
+        by_all = level.size == 1 or (size == level.size and ratio == 1)
+        found.append(Inside.ALL if by_all else Inside.ONE)
+        exact &= by_all or size == 1 or ratio == 0
+    return tuple(found), exact
 
 
 def _layer_cost(problem: SiteProblem, layer: LayerExchanges, group: LayerGroup) -> Cost:

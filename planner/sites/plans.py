@@ -21,7 +21,7 @@ from planner.evaluate import MOST_RANKS
 from planner.goal import FASTEST, Goal
 from planner.plans import plan_domains, predict, solver_report
 from planner.sites.cost import SiteCost
-from planner.sites.evaluate import inside_of
+from planner.sites.evaluate import nearest_inside
 from planner.sites.problem import Configuration, SiteProblem, site_problem
 from planner.sites.search import Found
 from planner.sites.solution import Wishes, solve_sites
@@ -136,11 +136,11 @@ def table_plan(problem: SiteProblem, table: IntArray, configuration: Configurati
 
 
 def chosen_table(plan: Plan) -> tuple[IntArray, Configuration] | None:
-    """The serving table ([D, E]) and the configuration of most of a plan's layers; None where plans between sites have no such
-    configuration (partial domains inside sites, homes of their own, measured popularity)."""
+    """The serving table ([D, E]) and the configuration of most of a plan's layers, or the nearest one where domains are a part of
+    a level inside sites; None for homes of their own and measured popularity, which plans between sites do not know."""
     most = max(plan.placed, key=lambda layers: layers.num_layers)
-    inside = inside_of(plan, most.group)
-    if inside is None or most.group.homes or plan.popularity:
+    inside, _ = nearest_inside(plan, most.group)
+    if most.group.homes or plan.popularity:
         return None
     return np.ascontiguousarray(most.placement.serve[0]), Configuration(inside=inside, residency=most.group.residency)
 

@@ -97,6 +97,17 @@ def test_upgrades_gain_what_they_say(found: list[Plan]) -> None:
     assert upgrades[-1].gain_s >= -1e-9 * step_s(found[0])
 
 
+def test_upgrades_of_a_plan_with_small_domains_inside() -> None:
+    """Such plans are no table with one choice inside; the nearest one is searched on from."""
+    rng = np.random.default_rng(2)
+    cluster, workload = uneven_cluster(rng, 3, 4), small_workload(rng, 12)
+    made = planner.plan_domains(cluster, workload)
+    group = made.layers[0].model_copy(update={"domains": {"dc": 1, "gpu": 2}, "migration": {"gpu": 1.0}})
+    small = made.model_copy(update={"layers": (group,), "prediction": None, "solver": None})
+    first, *_ = planner.upgrades(small, top=1)
+    assert first.gain_s > 0 and first.planned_anew_s <= first.as_it_is_s
+
+
 def test_matrices_count_experts(found: list[Plan]) -> None:
     matrices = planner.plan_matrices(found[0])
     assert matrices.served.sum(axis=1) == pytest.approx(np.full(5, 10.0))
