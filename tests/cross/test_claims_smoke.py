@@ -74,9 +74,9 @@ def test_codec_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("claim", "tables"),
     [
-        ("lab-ablation", {"rows.csv": 3}),
         ("prediction-grid", {"rows.csv": 6}),
-        # Of the same parts as those above, half a minute each.
+        # Of the same parts as that one, half a minute each.
+        pytest.param("lab-ablation", {"rows.csv": 3}, marks=pytest.mark.slow),
         pytest.param("lab-choice", {"rows.csv": 6}, marks=pytest.mark.slow),
         pytest.param("link-use", {"exchanges.csv": 5, "steps.csv": 2}, marks=pytest.mark.slow),
     ],

@@ -21,7 +21,7 @@ def pool_of(widest: float) -> list[PooledPlan]:
     def make(one: Cluster, limit_s: float) -> Plan:
         return planner.plan(one, workload, time_limit_s=limit_s)
 
-    return planner.plan_pool(make, cluster, widest=widest, time_limit_s=20)
+    return planner.plan_pool(make, cluster, widest=widest, time_limit_s=8)
 
 
 def test_each_plan_is_the_fastest_of_the_pool_in_its_range() -> None:

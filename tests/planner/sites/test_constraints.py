@@ -38,7 +38,7 @@ KEPT = rules(
 
 def test_plans_keep_every_rule(given: tuple[Cluster, Workload]) -> None:
     cluster, workload = given
-    plan = planner.plan(cluster, workload, constraints=KEPT, time_limit_s=30)
+    plan = planner.plan(cluster, workload, constraints=KEPT, time_limit_s=6)
     serve = plan.placements[0].serve[0]
     assert np.isin(serve[:2], [0, 1]).all()
     assert not (serve[:, :3] == 3).any()
@@ -47,7 +47,7 @@ def test_plans_keep_every_rule(given: tuple[Cluster, Workload]) -> None:
     home = plan.placements[0].home_coordinates[0]
     assert not (serve[:, home == 2] == 4).any() and not (serve[:, home == 4] == 2).any()
     assert plan.solver is not None
-    free = planner.plan(cluster, workload, time_limit_s=30)
+    free = planner.plan(cluster, workload, time_limit_s=6)
     assert free.prediction is not None and free.prediction.step <= plan.solver.objective
     planner.check(plan)
 

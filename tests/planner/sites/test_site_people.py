@@ -24,7 +24,7 @@ def given(seed: int = 1, sites: int = 5) -> tuple[Cluster, Workload]:
 
 @pytest.fixture(scope="module")
 def found() -> list[Plan]:
-    return planner.plans(*given(), 3, time_limit_s=30)
+    return planner.plans(*given(), 3, time_limit_s=8)
 
 
 def step_s(plan: Plan) -> float:
@@ -78,7 +78,7 @@ def test_plans_are_equally_fast_where_switching_pays() -> None:
 def test_plans_for_scenarios_are_never_worse_there(quantile: float) -> None:
     cluster, workload = given(seed=6)
     scenarios = planner.interval_scenarios(cluster, 0.6, draws=3)
-    robust = planner.plan_for_scenarios(cluster, workload, scenarios, quantile=quantile, time_limit_s=8)
+    robust = planner.plan_for_scenarios(cluster, workload, scenarios, quantile=quantile, time_limit_s=4)
     assert robust.bound_s <= robust.step_s <= robust.nominal_step_s * (1 + 1e-9)
     assert robust.step_s in robust.steps_s and len(robust.steps_s) == 4
     if quantile == 1.0:

@@ -18,7 +18,7 @@ from simulator.step import simulate_step
 def test_plans_check_and_beat_equal_domains(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cluster, workload = uneven_cluster(rng, 6, 2), small_workload(rng, 12)
-    made = planner.plan(cluster, workload, time_limit_s=20)
+    made = planner.plan(cluster, workload, time_limit_s=5)
     assert made.solver is not None and made.prediction is not None
     planner.check(made)
     assert made.solver.bound <= made.solver.objective
@@ -45,10 +45,10 @@ def test_memory_that_fits_nothing_says_what_is_missing() -> None:
 def test_memory_that_forbids_copies_is_respected() -> None:
     rng = np.random.default_rng(11)
     workload = small_workload(rng, 12)
-    ample = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2), workload, time_limit_s=10)
+    ample = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2), workload, time_limit_s=4)
     assert ample.prediction is not None
     tight_bytes = ample.prediction.memory_bytes * 0.995
-    tight = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2, memory=f"{tight_bytes:.0f} B"), workload, time_limit_s=10)
+    tight = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2, memory=f"{tight_bytes:.0f} B"), workload, time_limit_s=4)
     assert tight.prediction is not None
     assert tight.prediction.memory_bytes <= tight_bytes * (1 + 1e-4)
     assert tight.prediction.step >= ample.prediction.step
@@ -59,7 +59,7 @@ def test_sites_of_several_levels() -> None:
     """Planned site by site, too, with rules or without; faster than equal domains here."""
     rng = np.random.default_rng(17)
     cluster, workload = uneven_cluster(rng, 5, 2, nodes=(2,)), small_workload(rng, 12)
-    made = planner.plan(cluster, workload, time_limit_s=10)
+    made = planner.plan(cluster, workload, time_limit_s=4)
     planner.check(made)
     domains = planner.plan_domains(cluster, workload)
     assert made.solver is not None and made.prediction is not None and domains.prediction is not None
