@@ -246,7 +246,7 @@ class Relaxation:
 
     @cached_property
     def inside_times(self) -> tuple[InsideTimes, ...]:
-        """Of all choices inside sites; none where every one of them takes next to nothing."""
+        """Of all choices inside sites; none where the cheapest takes next to nothing."""
         made, experts = inside_times(self.problem), self.problem.num_experts
         most_tokens = float(self.problem.tokens.max())
         most_s = min(
