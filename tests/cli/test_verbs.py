@@ -51,6 +51,14 @@ def test_plan_keys_of_the_contract(inputs: Inputs, call: Call) -> None:
     assert plan.workload.training.micro_batches == 4 and plan.digest == result.json["digest"]
 
 
+def test_standard_output_is_one_json_object(inputs: Inputs) -> None:
+    """In a process of its own: solvers that are not Python could print past what ``call`` captures."""
+    words = ["plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", "--json"]
+    command = [sys.executable, "-m", "hybridep.cli", *map(str, words)]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["status"] == "optimal"
+
+
 def test_plan_explains_itself(inputs: Inputs, call: Call) -> None:
     result = call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml")
     assert result.code == 0
