@@ -267,6 +267,11 @@ def split_sizes(length: int, parts: int) -> list[int]:
     return [length // parts + (part < length % parts) for part in range(parts)]
 
 
+def split_each(lengths: IntArray, parts: int) -> IntArray:
+    """[n, parts]: ``split_sizes`` of each of ``lengths`` [n]."""
+    return np.asarray(lengths[:, None] // parts + (np.arange(parts) < lengths[:, None] % parts))
+
+
 def dense_traffic(placement: Placement, workload: Workload, codecs: Sequence[Codecs] = ()) -> Traffic:
     """Bytes of the hierarchical all-reduce of the dense gradients, once per step: reduce-scatter innermost level first,
     each rank sending every peer that peer's part; then all-gather outermost first, the same bytes reversed."""
@@ -280,7 +285,7 @@ def _all_reduce_traffic(placement: Placement, length: int, by_level: Sequence[Wi
         size, own = placement.sizes[level], placement.coordinates[:, level]
         if size == 1:
             continue
-        parts = shard[:, None] // size + (np.arange(size) < shard[:, None] % size)
+        parts = split_each(shard, size)
         sent = by_level[level].dense_bytes(parts)
         sent[np.arange(len(own)), own] = 0.0
         traffic[OpLevel(ops[0], level)] = sent

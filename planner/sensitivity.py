@@ -54,8 +54,9 @@ class _Option:
 def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Constraints | None = None) -> list[Upgrade]:
     """Upgrades by ``factor`` of a site's up link, a site's down link, a link between two sites, or the memory, the most useful
     first. Of each sort the ``top`` ones by what they bring to the plan as it is (its step's derivative, taken in one stride)
-    are verified by planning anew; the others are left out. Raises UserError for one site, and plans with homes of their own or
-    measured popularity."""
+    are verified by planning anew; the others are left out. Where domains are a part of a level inside sites, the plan as it is
+    is the nearest one that plans between sites know (``chosen_table``). Raises UserError for one site, and plans with homes of
+    their own or measured popularity."""
     chosen = chosen_table(plan)
     if chosen is None or plan.cluster.sizes[0] < 2:
         raise UserError(

@@ -143,9 +143,13 @@ def main(sites: str, kinds: str, rates: Path | None, time_limit_s: float, table:
         draw(table, table.with_name("scale.png"))
         return
     out = HERE / "results" / "scale.csv"
-    out.parent.mkdir(exist_ok=True)
     measured = None if rates is None else measured_rates(rates)
+    if unknown := set(kinds.split(",")) - set(KINDS):
+        raise click.UsageError(f"--kinds: no {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     chosen = [kind for kind in kinds.split(",") if kind != MEASURED or measured is not None]
+    if not chosen:
+        raise click.UsageError(f"--kinds {MEASURED} needs --input, a table of measured pairs")
+    out.parent.mkdir(exist_ok=True)
     with out.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, COLUMNS)
         writer.writeheader()

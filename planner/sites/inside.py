@@ -41,9 +41,9 @@ def _of_choice(problem: SiteProblem, inside: tuple[Inside, ...]) -> InsideTimes:
     experts = np.arange(problem.num_experts + 1)
     gather_s, return_s, token_s = np.zeros((3, len(experts)))
     latency_s = 0.0
-    # At how many places a site has each expert after the levels so far, how many ranks' tokens meet at one, and at which of those
-    # that such levels tell apart each expert is.
-    copied = alike = 1
+    # At how many places a site has each expert after the levels so far, and at which of those that levels with one holder tell
+    # apart it is.
+    copied = 1
     place = np.zeros(problem.num_experts, dtype=np.int64)
     for depth, (width, one) in enumerate(zip(problem.inner_sizes, inside, strict=True)):
         if width == 1:
@@ -61,10 +61,11 @@ def _of_choice(problem: SiteProblem, inside: tuple[Inside, ...]) -> InsideTimes:
             copied *= width
         else:
             row_bytes = wire.dispatch_row_bytes + 2 * wire.combine_row_bytes + wire.dispatch_gradient_row_bytes
-            rows = (width - 1) * alike * below * _fewest_rows(at_place, problem.hit) / (alike * width)
+            # As many ranks' tokens meet at a place as there are places but for this level's, so their mean has only its width.
+            rows = (width - 1) / width * below * _fewest_rows(at_place, problem.hit)
             token_s += batches * row_bytes * rows / rate
             latency_s += 4 * batches * late_s
-            alike, place = alike * width, told_apart
+            place = told_apart
     return InsideTimes(gather_s=gather_s, return_s=return_s, token_s=token_s, latency_s=latency_s)
 
 

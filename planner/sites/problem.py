@@ -118,7 +118,7 @@ class SiteProblem:
     @cached_property
     def inner_links(self) -> tuple[tuple[int, float], ...]:
         """Of the levels below the sites: (workers of one site, bytes per second of the up link, and of the down link, of each).
-        None where the site is one rank: its link is the site's."""
+        Empty where the site is one rank: its link is the site's."""
         workers = np.cumprod(self.inner_sizes)
         return tuple((int(number), level.bandwidth) for number, level in zip(workers, self.cluster.levels[1:], strict=True))
 

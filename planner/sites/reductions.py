@@ -10,8 +10,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from hybridep.codecs import ExpertCodec, Wire, wires
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
+from hybridep.traffic import FloatArray, split_each
 from planner.sites.exchange import Exchange, LayerExchanges
 from planner.sites.problem import SiteProblem
 
@@ -42,7 +41,7 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, ...]
         if width == 1:
             continue
         own = np.arange(n) // int(np.prod(sizes[level:])) % width
-        parts = _split(shards, width)
+        parts = split_each(shards, width)
         message = by_level[level].dense_bytes(parts)
         mine = message[np.arange(n), own]
         exchanges.append(
@@ -57,7 +56,7 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, ...]
         shards = parts[np.arange(n), own]
     if size > 1:
         # [n, D]: what a rank sends to each site.
-        parts = by_level[0].dense_bytes(_split(shards, size))
+        parts = by_level[0].dense_bytes(split_each(shards, size))
         out = (parts.sum(axis=1, keepdims=True) - parts).T
         into = np.asarray(parts.T * float(size - 1), dtype=np.float64)
 
@@ -75,8 +74,3 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, ...]
             )
         )
     return tuple(exchanges)
-
-
-def _split(lengths: IntArray, parts: int) -> IntArray:
-    """[n, parts]: ``hybridep.traffic.split_sizes`` of each."""
-    return np.asarray(lengths[:, None] // parts + (np.arange(parts) < lengths[:, None] % parts))

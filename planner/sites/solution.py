@@ -31,10 +31,10 @@ MOST_BOXES = 20000
 """Of one proof."""
 EQUAL_BOXES = 40
 """Of one proof for many equal sites."""
-TRIAL_BOXES = 200
-"""Of the first proof for each way to merge sites."""
 STUCK_BOXES = 120
 """Of the other proof for those, where it has more to say."""
+TRIAL_BOXES = 200
+"""Of the first proof for each way to merge different sites."""
 SEARCHED, SEARCHED_LONGER = 0.6, 0.75
 """Share of the time in which plans are looked for, the latter where paths between sites differ: there walks gain much."""
 FEW_SITES = 24
