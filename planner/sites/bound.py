@@ -84,8 +84,6 @@ class _Open:
     narrow: Box
     part: _Part
     """What bounds it: its own evidence, or that of a box around it."""
-    duals: Duals | None
-    """Of the last box around it, or itself, whose program was solved: they prove something of boxes inside it, too."""
     solved: bool
     """Its own program was."""
 
@@ -105,8 +103,9 @@ def prove(
     even = even_weights(relaxation)
     heap: list[tuple[float, int, _Open]] = []
     done: list[_Part] = []
-    boxes = pushed = 0
-    interrupted = False
+    proven: list[Duals] = []
+    boxes = pushed = programs = 0
+    interrupted, every = False, _boxes_a_program(relaxation)
     raised_s, raised_at = -float("inf"), 0
 
     def keep(one: _Open) -> None:
@@ -117,19 +116,21 @@ def prove(
         else:
             heapq.heappush(heap, (one.part.value_s, pushed, one))
 
-    def enter(box: Box, around: _Open | None) -> None:
+    def enter(box: Box, around: _Part | None) -> None:
         nonlocal boxes
         boxes += 1
         narrow = narrowed(relaxation, box, best_s)
         if narrow is None:
             done.append(_Part(box, Corner(), best_s))
             return
-        duals = around.duals if around is not None and len(relaxation.classes.count) <= MOST_INHERITED else None
-        quick: tuple[Evidence, ...] = (even, Corner()) if duals is None else (even, Corner(), duals)
+        quick: tuple[Evidence, ...] = (even, Corner())
         found = [_Part(box, one, min(best_s, _within_s(relaxation, narrow, one))) for one in quick]
         if around is not None:
-            found.append(around.part)  # what bounds the whole box bounds its half
-        keep(_Open(box, narrow, max(found, key=lambda one: one.value_s), duals, solved=False))
+            found.append(around)  # what bounds the whole box bounds its half
+        part = max(found, key=lambda one: one.value_s)
+        if proven and part.value_s < target_s and _worth(relaxation, narrow, best_s):
+            part = _by_known(relaxation, box, narrow, part, proven, best_s)
+        keep(_Open(box, narrow, part, solved=False))
 
     for root in relaxation.roots():
         enter(root, None)
@@ -143,20 +144,24 @@ def prove(
         try:
             if report is not None:
                 report(value_s)
-            if not one.solved and _worth(relaxation, one.narrow, best_s):
-                part, duals = one.part, one.duals
-                found = _by_program(relaxation, one.box, one.narrow, best_s)
-                if found is not None:
-                    part, duals = max(part, found[0], key=lambda part: part.value_s), found[1]
-                keep(_Open(one.box, one.narrow, part, duals, solved=True))
-                continue
             cut = widest(relaxation, one.narrow)
+            # In its turn, where the bound is about to be given up, or where there is nothing to cut.
+            turn = programs * every <= boxes or boxes > raised_at + STALLED[0] // 2
+            if not one.solved and (cut is None or (turn and _worth(relaxation, one.narrow, best_s))):
+                programs += 1
+                part = one.part
+                if (found := _by_program(relaxation, one.box, one.narrow, best_s)) is not None:
+                    part = max(part, found[0], key=lambda part: part.value_s)
+                    proven.insert(0, found[1])
+                    del proven[MOST_KNOWN:]
+                keep(_Open(one.box, one.narrow, part, solved=True))
+                continue
             if cut is None:
                 # The bound cannot rise above this box.
                 done.append(one.part)
                 break
             for half in one.box.cut(*cut):
-                enter(half, one)
+                enter(half, one.part)
         except KeyboardInterrupt:
             # What bounds the whole box bounds its halves, whichever of them were entered.
             done.append(one.part)
@@ -181,28 +186,54 @@ def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) ->
     return _Part(box, duals, min(best_s, _by_duals_s(relaxation, narrow, program, duals))), duals
 
 
-NEAR = ((10, 1.0), (16, 0.5), (32, 0.1))
-"""Up to so many classes, programs are solved for boxes whose lower ends leave at most this share of a layer's time: larger ones
-take longer (a second among 60), and in wide boxes chords lose more than a program gains."""
-TIGHT = ((32, 0.1), (64, 0.05))
-"""Up to so many classes they are also solved where cutting copies' times and distances can bring no more than this share of what
-is left."""
-MOST_MERGED = 40
-"""The same up to so many where some are merged; with more of those, programs cost more than they bring."""
-MOST_INHERITED = 32
-"""Up to so many classes multipliers are tried on boxes inside; making a program of more takes longer than it brings."""
+MOST_KNOWN = 16
+"""Multipliers of other boxes' programs that are tried on each box: those that proved most of one lately. To evaluate them takes a
+fraction of what solving a program takes, and with a few dozen programs solved they prove most of what its own would."""
+
+
+def _by_known(relaxation: Relaxation, box: Box, narrow: Box, part: _Part, proven: list[Duals], best_s: float) -> _Part:
+    """``part``, or what one of ``proven`` says if that is more; the best one is moved to their front."""
+    program = box_program(relaxation, narrow)
+    assert program is not None, "what is narrowed is possible"
+    rest_s = relaxation.token_latency_of(narrow) + relaxation.inside_s(narrow)
+    layers_s = program.values_s(proven) + rest_s
+    best = int(layers_s.argmax())
+    value_s = relaxation.base_s + relaxation.num_layers * float(layers_s[best])
+    if value_s <= part.value_s:
+        return part
+    proven.insert(0, proven.pop(best))
+    return _Part(box, proven[0], min(best_s, value_s))
+
+
+NEAR = ((10, 1.0), (16, 0.5), (32, 0.3))
+"""Up to so many classes, programs are made for boxes whose lower ends leave at most this share of a layer's time: in wider boxes
+chords lose more than a program gains."""
+NEAR_MERGED = 40, 0.5
+"""The same where some are merged, whose programs are smaller; with more classes they cost more than they bring."""
+TIGHT = 0.05
+"""Among more different sites a program takes a second. It is made where cutting copies' times and distances can bring no more
+than this share of what is left."""
+SMALL = 8
+"""With so many classes each such box has its program solved; with more, as many boxes are cut for each one that is solved as the
+time grows that solving takes: with their number to the power of three."""
 
 
 def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
-    """Whether the box's program is to be solved."""
+    """Whether the box's program can say much."""
     classes, layer_s = len(relaxation.classes.count), (best_s - relaxation.base_s) / relaxation.num_layers
     left_s = layer_s - relaxation.corner_s(narrow)
-    if left_s <= next((share for most, share in NEAR if classes <= most), 0.0) * layer_s:
-        return True
-    if relaxation.classes.merged and classes > MOST_MERGED:
-        return False
-    share = next((share for most, share in TIGHT if classes <= most), 0.0)
-    return max(_spread_s(relaxation, narrow, side) for side in CUT if side not in ROWS) <= share * left_s
+    if relaxation.classes.merged:
+        return classes <= NEAR_MERGED[0] and left_s <= NEAR_MERGED[1] * layer_s
+    if classes > NEAR[-1][0]:
+        return max(_spread_s(relaxation, narrow, side) for side in CUT if side not in ROWS) <= TIGHT * left_s
+    return left_s <= next(share for most, share in NEAR if classes <= most) * layer_s
+
+
+def _boxes_a_program(relaxation: Relaxation) -> float:
+    """Boxes that are cut for each program that is solved."""
+    classes = len(relaxation.classes.count)
+    seldom = classes > SMALL and (relaxation.classes.merged or classes <= NEAR[-1][0])
+    return (classes / SMALL) ** 3 if seldom else 0.0
 
 
 CUT = (*TIMES, *POSITIONS)

@@ -6,6 +6,7 @@ bound  nu g - lambda b + sum_j min(r_j l_j, r_j u_j)  with r = c + lambda A - nu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +42,19 @@ class BoxProgram:
 
     def value_s(self, duals: Duals) -> float:
         """A lower bound on the program, whatever the multipliers. Raises ValueError for a negative one."""
-        if (duals.inequality < 0).any():
+        return float(self.values_s([duals])[0])
+
+    def values_s(self, many: Sequence[Duals]) -> FloatArray:
+        """The same of many at once."""
+        inequality, equality = (
+            np.stack([one.inequality for one in many], axis=1),
+            np.stack([one.equality for one in many], axis=1),
+        )
+        if (inequality < 0).any():
             raise ValueError("multipliers of inequalities must be at least zero")
-        reduced = self.costs + self.inequality.T @ duals.inequality - self.equality.T @ duals.equality
-        ends = np.minimum(reduced * self.bounds[:, 0], reduced * self.bounds[:, 1])
-        return float(duals.equality @ self.total - duals.inequality @ self.right + ends.sum())
+        reduced = self.costs[:, None] + self.inequality.T @ inequality - self.equality.T @ equality
+        ends = np.minimum(reduced * self.bounds[:, :1], reduced * self.bounds[:, 1:])
+        return np.asarray(self.total @ equality - self.right @ inequality + ends.sum(axis=0))
 
     def solve(self) -> Duals | None:
         """The best multipliers; None when the program is infeasible or the solver fails."""

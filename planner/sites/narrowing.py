@@ -28,7 +28,7 @@ def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
     limits = relaxation.limits(box)
     if not limits.possible(relaxation.classes):
         return None
-    forward_s, back_s = least_rows_s(relaxation, limits)
+    forward_s, back_s = least_rows_s(relaxation, box, limits)
     if forward_s > box.forward_s[1] or back_s > box.back_s[1]:
         return None
     box = replace(

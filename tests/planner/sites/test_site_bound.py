@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations, product
@@ -15,6 +16,7 @@ from hybridep.config import build
 from hybridep.sites import Site
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.sites import bound
 from planner.sites.bound import Proof, prove, proven_s, verify
 from planner.sites.cost import site_cost
 from planner.sites.knapsacks import Weights, even_weights
@@ -134,6 +136,21 @@ def test_no_random_table_beats_the_bound(seed: int) -> None:
         best_s = solve_sites(problem, Wishes(time_limit_s=1.0)).found.rank[1]
         assert proven_s(relaxation, root, wild) <= best_s * (1 + 1e-9)
         assert proven_s(relaxation, root, worse) <= best_s * (1 + 1e-9)
+
+
+def test_multipliers_of_one_program_prove_other_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more sites than ``SMALL`` few programs are solved; without the multipliers of others as many boxes prove less."""
+    relaxation = Relaxation(problem=random_problem(0, 10, 12))
+    search = Search(problem=relaxation.problem, max_evaluations=300)
+    run(search)
+    assert search.best is not None
+    best_s = search.best.rank[1]
+    proof = prove(relaxation, best_s, max_boxes=150)
+    used = Counter(id(evidence) for _, evidence in proof.parts if isinstance(evidence, Duals))
+    assert used and max(used.values()) > 1
+    assert verify(relaxation, proof) == pytest.approx(proof.bound_s, rel=1e-9)
+    monkeypatch.setattr(bound, "_by_known", lambda *given: given[3])
+    assert prove(relaxation, best_s, max_boxes=150).bound_s < proof.bound_s
 
 
 def test_evidence_that_proves_nothing_is_refused(problem: SiteProblem) -> None:

@@ -187,7 +187,7 @@ def judged(relaxation: Relaxation, case: Case, box: Box) -> Iterator[tuple[str, 
     latency_s, latency_back_s = relaxation.copy_latency_s(box)
     yield "latency of gathers", latency_s <= copies.line(problem)[0] * CLOSE
     yield "latency of returns", latency_back_s <= copies.reverse.line(problem)[0] * CLOSE
-    forward_s, back_s = least_rows_s(relaxation, found)
+    forward_s, back_s = least_rows_s(relaxation, box, found)
     yield "rows", forward_s <= rows.line(problem)[1] * CLOSE
     yield "rows back", back_s <= rows.reverse.line(problem)[1] * CLOSE
     yield "corner", relaxation.corner_s(box) <= (case.step_s - relaxation.base_s) / relaxation.num_layers * (1 + 1e-6)
