@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hybridep.traffic import FloatArray
 from planner.clock import now_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
 from planner.sites.classes import Merging
@@ -46,13 +47,14 @@ def _within_s(relaxation: Relaxation, narrow: Box, evidence: Evidence) -> float:
     else:
         program = box_program(relaxation, narrow)
         assert program is not None, "what is narrowed is possible"
-        return _by_duals_s(relaxation, narrow, program, evidence)
+        return float(_by_duals_s(relaxation, narrow, program, [evidence])[0])
     return relaxation.base_s + relaxation.num_layers * layer_s
 
 
-def _by_duals_s(relaxation: Relaxation, narrow: Box, program: BoxProgram, duals: Duals) -> float:
-    layer_s = relaxation.token_latency_of(narrow) + relaxation.inside_s(narrow) + program.value_s(duals)
-    return relaxation.base_s + relaxation.num_layers * layer_s
+def _by_duals_s(relaxation: Relaxation, narrow: Box, program: BoxProgram, many: Sequence[Duals]) -> FloatArray:
+    """What each of these multipliers says of the narrowed box, given its program."""
+    layers_s = relaxation.token_latency_of(narrow) + relaxation.inside_s(narrow) + program.values_s(many)
+    return relaxation.base_s + relaxation.num_layers * layers_s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -183,7 +185,7 @@ def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) ->
     duals = None if program is None else program.solve()
     if program is None or duals is None:
         return None
-    return _Part(box, duals, min(best_s, _by_duals_s(relaxation, narrow, program, duals))), duals
+    return _Part(box, duals, min(best_s, float(_by_duals_s(relaxation, narrow, program, [duals])[0]))), duals
 
 
 MOST_KNOWN = 16
@@ -195,14 +197,12 @@ def _by_known(relaxation: Relaxation, box: Box, narrow: Box, part: _Part, proven
     """``part``, or what one of ``proven`` says if that is more; the best one is moved to their front."""
     program = box_program(relaxation, narrow)
     assert program is not None, "what is narrowed is possible"
-    rest_s = relaxation.token_latency_of(narrow) + relaxation.inside_s(narrow)
-    layers_s = program.values_s(proven) + rest_s
-    best = int(layers_s.argmax())
-    value_s = relaxation.base_s + relaxation.num_layers * float(layers_s[best])
-    if value_s <= part.value_s:
+    values_s = _by_duals_s(relaxation, narrow, program, proven)
+    best = int(values_s.argmax())
+    if values_s[best] <= part.value_s:
         return part
     proven.insert(0, proven.pop(best))
-    return _Part(box, proven[0], min(best_s, value_s))
+    return _Part(box, proven[0], min(best_s, float(values_s[best])))
 
 
 NEAR = ((10, 1.0), (16, 0.5), (32, 0.3))

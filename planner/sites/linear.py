@@ -46,10 +46,8 @@ class BoxProgram:
 
     def values_s(self, many: Sequence[Duals]) -> FloatArray:
         """The same of many at once."""
-        inequality, equality = (
-            np.stack([one.inequality for one in many], axis=1),
-            np.stack([one.equality for one in many], axis=1),
-        )
+        inequality = np.stack([one.inequality for one in many], axis=1)
+        equality = np.stack([one.equality for one in many], axis=1)
         if (inequality < 0).any():
             raise ValueError("multipliers of inequalities must be at least zero")
         reduced = self.costs[:, None] + self.inequality.T @ inequality - self.equality.T @ equality
