@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numba
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-def compiled(function: _Function) -> _Function:
+def compiled(function: _Function, inline: Literal["never", "always"] = "never") -> _Function:
     """Compile a function of arrays and numbers. The first call on a machine takes seconds, a later process a fraction of one.
 
     Division follows numpy (no exception for zero), sums keep their order.
@@ -24,9 +24,14 @@ def compiled(function: _Function) -> _Function:
     # numba looks at a function's own file only, and would go on using callers of a function that has changed.
     config.CACHE_DIR = folder or ""
     try:
-        return cast(_Function, numba.njit(cache=folder is not None, error_model="numpy")(function))
+        return cast(_Function, numba.njit(cache=folder is not None, error_model="numpy", inline=inline)(function))
     finally:
         config.CACHE_DIR = before
+
+
+def inlined(function: _Function) -> _Function:
+    """As ``compiled``, with a copy wherever it is called: to pass tuples of arrays takes longer than short functions do."""
+    return compiled(function, "always")
 
 
 @cache

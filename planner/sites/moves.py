@@ -1,23 +1,23 @@
-"""Moves on the serving table, most of which relieve what is busiest: some sites get other rows."""
+"""Moves on the serving table, most of which relieve what is busy: some sites find some experts elsewhere."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hybridep.compiled import compiled
+from hybridep.compiled import compiled, inlined
 from hybridep.placement import IntArray
-from planner.constraints import BoolArray
-from planner.sites.flows import NOW, TOKENS, any_of, at_busiest
+from planner.sites.flows import COPIES, any_of, at_busy
 from planner.sites.problem import SiteProblem
-from planner.sites.smoothed import Guide, copy
+from planner.sites.smoothed import EXPERT, HOLDER, SITE, Guide, State
 
-RELIEVING = 0.6
-"""Share of moves that relieve the busiest link of an exchange."""
+RELIEVING = 0.85
+"""Share of moves that relieve what is busy."""
 NEAR = 8
 """Sites that count as near another."""
-
-Move = tuple[IntArray, IntArray]
-"""Sites [k] that get new rows [k, E]."""
+TRIES = 16
+"""Entries looked at until one will do."""
+WIDE = 64
+"""Moves that look at the whole table are as rare as there are more sites."""
 
 
 def near_sites(problem: SiteProblem) -> IntArray:
@@ -33,142 +33,217 @@ def seed_moves(seed: int) -> None:
 
 
 @compiled
-def relieving_move(guide: Guide, near: IntArray) -> Move:
-    """Often one that takes something from the busiest link of an exchange, chosen in proportion to what it takes."""
-    table, exchanges_s = guide.state.table[NOW], (guide.state.busy_s * guide.work.unit_bytes).ravel()
-    exchange = any_of(exchanges_s)
-    if np.random.random() > RELIEVING or exchanges_s[exchange] == 0:
-        return any_move(table)
-    kind, way = exchange // 2, exchange % 2
-    src, dst = at_busiest(guide.links, guide.flows, kind, way)
-    if kind == TOKENS:
-        return _fewer_rows(table, src, dst, near)
-    return _fewer_copies(guide, src, dst)
+def propose(guide: Guide, near: IntArray) -> None:
+    """Often what takes something from a busy link of an exchange, chosen in proportion to what it takes."""
+    work, links, flows, state = guide
+    state.number[0] = 0
+    if np.random.random() > RELIEVING:
+        any_move(state)
+        return
+    exchanges_s = np.zeros(4)
+    for kind in range(2):
+        for way in range(2):
+            busy = flows.total[kind, way] > 0
+            exchanges_s[2 * kind + way] = busy * work.unit_bytes[kind, way] / flows.per_s[kind, way]
+    chosen = any_of(exchanges_s)
+    if flows.total[chosen // 2, chosen % 2] <= 0:
+        any_move(state)
+        return
+    kind, way = chosen // 2, chosen % 2
+    src, dst = at_busy(links, flows, kind, way)
+    if kind == COPIES:
+        _fewer_copies(guide, src, dst)
+    elif src >= 0 or dst >= 0:
+        user = src if src >= 0 else _user_of(state, dst)
+        holder = dst if dst >= 0 else _partner_of(state, src)
+        if user >= 0 and holder >= 0:
+            _fewer_rows(state, user, holder, near)
 
 
 @compiled
-def _fewer_rows(table: IntArray, user: int, holder: int, near: IntArray) -> Move:
-    """``user`` has some of the experts that it finds at ``holder`` elsewhere, or takes over another site's row."""
-    sites = np.array([user])
-    rows, other, kind = _rows_of(table, sites), any_below(len(table)), np.random.random()
-    if 0.6 <= kind < 0.75:
-        copy(table[other], rows[0])
-        return sites, rows
-    anywhere = near[user, any_below(near.shape[1])] if kind < 0.9 else _any_entry(table[user])
-    for expert in _some(table[user] == holder):
-        rows[0, expert] = user if kind < 0.3 else table[other, expert] if kind < 0.6 else anywhere
-    return sites, rows
+def _propose(proposed: IntArray, number: IntArray, site: int, expert: int, holder: int) -> None:
+    """One entry more. (Tuples of arrays take longer to pass.)"""
+    proposed[SITE, number[0]], proposed[EXPERT, number[0]], proposed[HOLDER, number[0]] = site, expert, holder
+    number[0] += 1
 
 
 @compiled
-def _fewer_copies(guide: Guide, home: int, holder: int) -> Move:
-    """All who find some of the experts of ``home`` at ``holder`` have them elsewhere."""
-    table, held = guide.state.table[NOW], (guide.state.users[holder] > 0) & (guide.work.home_site == home)
-    size, experts = len(table), _one(held) if np.random.random() < 0.6 else _some(held)
-    users = np.zeros(size, dtype=np.bool_)
-    for expert in experts:
-        for site in range(size):
-            users[site] |= table[site, expert] == holder
-    sites, kind = marked(users), np.random.random()
-    rows, other, anywhere = _rows_of(table, sites), any_below(size), any_below(size)
-    for number in range(len(sites)):
-        if 0.6 <= kind < 0.8:
-            other = any_below(size)
-        for expert in experts:
-            if rows[number, expert] == holder:
-                rows[number, expert] = home if 0.4 <= kind < 0.6 else anywhere if kind >= 0.8 else table[other, expert]
-    return sites, rows
+def _user_of(state: State, holder: int) -> int:
+    """Another site that finds something there; -1 for none."""
+    size = len(state.table)
+    first = any_below(size)
+    for place in range(size):
+        site = first + place if first + place < size else first + place - size
+        if site != holder and state.counts[site, holder] > 0:
+            return site
+    return -1
 
 
 @compiled
-def any_move(table: IntArray) -> Move:
+def _partner_of(state: State, user: int) -> int:
+    """Another site where it finds something, the more often the more; -1 for none."""
+    experts = state.table.shape[1]
+    for _ in range(TRIES):
+        holder = state.table[user, any_below(experts)]
+        if holder != user:
+            return int(holder)
+    return -1
+
+
+@compiled
+def _other_holder(table: IntArray, home: int, expert: int, holder: int) -> int:
+    """Who also has it, the more often the more find it there; -1 for nobody."""
+    for _ in range(6):
+        other = table[any_below(len(table)), expert]
+        if other != holder:
+            return int(other)
+    return int(home) if home != holder else -1
+
+
+@inlined
+def _fewer_rows(state: State, user: int, holder: int, near: IntArray) -> None:
+    """``user`` has some of the experts that it finds at ``holder`` elsewhere: at itself, where it finds others, where another
+    site finds some, near by, or anywhere."""
+    table, users, proposed, number, kind = state.table, state.users, state.proposed, state.number, np.random.random()
+    size, experts = table.shape
+    other = -1
+    if kind < 0.25:
+        other = user
+    elif kind < 0.5:
+        other = table[user, any_below(experts)]
+    elif kind < 0.65:
+        other = table[any_below(size), any_below(experts)]
+    elif kind < 0.75:
+        other = near[user, any_below(near.shape[1])]
+    like = any_below(size)
+    if kind >= 0.9:
+        # Another site's row.
+        for expert in range(experts):
+            _propose(proposed, number, user, expert, table[like, expert])
+        return
+    if other == holder:
+        return
+    held_only = other != user and np.random.random() < 0.5
+    left, first = _how_many(experts), any_below(experts)
+    for place in range(experts):
+        expert = first + place if first + place < experts else first + place - experts
+        if table[user, expert] != holder:
+            continue
+        to = other
+        if other < 0:
+            to = table[like, expert] if kind < 0.85 else table[any_below(size), expert]
+        if held_only and users[to, expert] == 0:
+            continue
+        _propose(proposed, number, user, expert, to)
+        left -= 1
+        if left == 0:
+            break
+
+
+@compiled
+def _how_many(experts: int) -> int:
+    """All, one, or some of that."""
+    kind = np.random.random()
+    return experts if kind < 0.35 else 1 if kind < 0.6 else 1 + any_below(max(experts // 4, 2))
+
+
+@inlined
+def _fewer_copies(guide: Guide, home: int, holder: int) -> None:
+    """All who find one of the experts of ``home`` at ``holder``, or some, have them elsewhere. Either may be any site, -1."""
+    work, state = guide.work, guide.state
+    experts = len(work.home_site)
+    first, left = any_below(experts), 1 if np.random.random() < 0.7 else 1 + any_below(4)
+    for place in range(experts):
+        expert = first + place if first + place < experts else first + place - experts
+        if home >= 0 and work.home_site[expert] != home:
+            continue
+        at = holder
+        if at < 0:
+            at = _other_holder(state.table, home, expert, home)
+        if at < 0 or work.home_site[expert] == at or state.users[at, expert] == 0:
+            continue
+        _drop(guide, at, expert)
+        left -= 1
+        if left == 0:
+            break
+
+
+@inlined
+def _drop(guide: Guide, holder: int, expert: int) -> None:
+    """All who find an expert at a site have it elsewhere."""
+    state, table, home, kind = guide.state, guide.state.table, guide.work.home_site[expert], np.random.random()
+    size, experts = table.shape
+    counts, users, proposed, number = state.counts, state.users, state.proposed, state.number
+    other = _other_holder(table, home, expert, holder)
+    if kind < 0.1 or other < 0:
+        other = home
+    elif kind < 0.2:
+        other = any_below(size)
+    if other == holder:
+        return
+    left = users[holder, expert]
+    for site in range(size):
+        if table[site, expert] != holder:
+            continue
+        to = other
+        if 0.45 <= kind < 0.75:
+            # Where it finds most of what else it looks at.
+            most = 0
+            for _ in range(8):
+                partner = table[site, any_below(experts)]
+                if partner != holder and counts[site, partner] > most and users[partner, expert] > 0:
+                    to, most = partner, counts[site, partner]
+        elif kind >= 0.75:
+            another = _other_holder(table, home, expert, holder)
+            to = another if another >= 0 else other
+        _propose(proposed, number, site, expert, to)
+        left -= 1
+        if left == 0:
+            break
+
+
+@compiled
+def any_move(state: State) -> None:
     """Exchanged rows or exchanged holders; or, of a site or of all with its row, another site's row or another holder of some
     experts."""
-    size, kind = len(table), np.random.random()
-    one, other, chosen = any_below(size), any_below(size), np.zeros(size, dtype=np.bool_)
-    if one != other and 0.35 <= kind < 0.5:
-        return _exchanged_holders(table, one, other)
-    exchanged = one != other and 0.2 <= kind < 0.35
-    alike = not exchanged and np.random.random() < 0.6
-    for site in range(size):
-        chosen[site] = site == one or (exchanged and site == other) or (alike and np.array_equal(table[site], table[one]))
-    sites = marked(chosen)
-    rows = _rows_of(table, sites)
-    if exchanged or kind < 0.2:
-        for number in range(len(sites)):
-            copy(table[one if exchanged and sites[number] == other else other], rows[number])
-        return sites, rows
-    experts, kind, entry = _some(table[one] == _any_entry(table[one])), np.random.random(), _any_entry(table[one])
-    for number in range(len(sites)):
-        for expert in experts:
-            rows[number, expert] = one if kind < 0.3 else entry if kind < 0.5 else other
-    return sites, rows
-
-
-@compiled
-def _exchanged_holders(table: IntArray, one: int, other: int) -> Move:
-    """What is found at either of two sites is found at the other one."""
-    touched = np.zeros(len(table), dtype=np.bool_)
-    for site in range(len(table)):
-        for holder in table[site]:
-            touched[site] |= holder in (one, other)
-    sites = marked(touched)
-    rows = _rows_of(table, sites)
-    for number in range(len(sites)):
-        for expert in range(table.shape[1]):
-            holder = rows[number, expert]
-            rows[number, expert] = other if holder == one else one if holder == other else holder
-    return sites, rows
-
-
-@compiled
-def _rows_of(table: IntArray, sites: IntArray) -> IntArray:
-    """[k, E]: copies."""
-    rows = np.empty((len(sites), table.shape[1]), dtype=np.int64)
-    for number in range(len(sites)):
-        copy(table[sites[number]], rows[number])
-    return rows
-
-
-@compiled
-def _any_entry(row: IntArray) -> int:
-    """Of a row."""
-    return int(row[any_below(len(row))])
-
-
-@compiled
-def _one(among: BoolArray) -> IntArray:
-    """[1]: any of those marked."""
-    places = marked(among)
-    chosen = any_below(len(places))
-    return places[chosen : chosen + 1]
-
-
-@compiled
-def _some(among: BoolArray) -> IntArray:
-    """All of those marked, or any number of them."""
-    places = marked(among)
-    if np.random.random() < 0.5:
-        return places
-    count = 1 + any_below(len(places))
-    for place in range(count):
-        other = place + any_below(len(places) - place)
-        places[place], places[other] = places[other], places[place]
-    return places[:count]
-
-
-@compiled
-def marked(among: BoolArray) -> IntArray:
-    """Where it is true."""
-    count = 0
-    for value in among:
-        count += value
-    places = np.empty(count, dtype=np.int64)
-    for place in range(len(among)):
-        if among[place]:
-            places[len(places) - count] = place
-            count -= 1
-    return places
+    table, proposed, number, kind = state.table, state.proposed, state.number, np.random.random()
+    size, experts = table.shape
+    one, other = any_below(size), any_below(size)
+    wide = np.random.random() * size < WIDE
+    if one == other:
+        return
+    if kind < 0.2:
+        for expert in range(experts):
+            if table[one, expert] != table[other, expert]:
+                _propose(proposed, number, one, expert, table[other, expert])
+                _propose(proposed, number, other, expert, table[one, expert])
+        return
+    if kind < 0.4:
+        if wide:
+            for site in range(size):
+                for expert in range(experts):
+                    holder = table[site, expert]
+                    if holder in (one, other):
+                        _propose(proposed, number, site, expert, other if holder == one else one)
+        return
+    alike = wide and np.random.random() < 0.6
+    left, first, takes_row, choice = _how_many(experts), any_below(experts), kind < 0.65, np.random.random()
+    at, entry = table[one, any_below(experts)], table[one, any_below(experts)]
+    for place in range(experts):
+        expert = first + place if first + place < experts else first + place - experts
+        if takes_row:
+            _propose(proposed, number, one, expert, table[other, expert])
+        elif table[one, expert] == at:
+            _propose(proposed, number, one, expert, one if choice < 0.3 else entry if choice < 0.5 else other)
+            left -= 1
+            if left == 0:
+                break
+    count = number[0]
+    if alike:
+        for site in range(size):
+            if site != one and np.array_equal(table[site], table[one]):
+                for place in range(count):
+                    _propose(proposed, number, site, proposed[EXPERT, place], proposed[HOLDER, place])
 
 
 @compiled

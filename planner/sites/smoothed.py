@@ -1,4 +1,4 @@
-"""A serving table and what its step takes, smoothed, known anew after some rows change: the guide of the local search.
+"""A serving table and what its step takes, smoothed, known anew after some entries change: the guide of the local search.
 
 It sees what sites send each other and what the busiest of them computes, in the equations of ``planner.layer_times``. Exchanges
 inside sites, coding, overheads of messages and memory are left to the exact cost, which has the last word.
@@ -10,30 +10,33 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.compiled import compiled
+from hybridep.compiled import compiled, inlined
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray
 from planner.constraints import BoolArray
 from planner.sites.flows import (
-    BEFORE,
     COPIES,
-    NOW,
+    RECEIVED,
+    SENT,
     TOKENS,
     Flows,
     Links,
+    add,
     busiest_s,
-    copy_row,
-    copy_sums,
-    latency_s,
+    copy,
+    forget,
     links_of,
     no_flows,
-    refresh,
-    replace,
+    raised,
+    rooted,
     smooth_s,
-    usd,
+    sum_all,
+    sum_pairs,
+    sum_sites,
 )
 from planner.sites.problem import SiteProblem
+from planner.sites.room import Room
 from planner.sites.work import (
     BYTES,
     CHOICES,
@@ -55,24 +58,43 @@ from planner.sites.work import (
     work_of,
 )
 
-Numbers = FloatArray | IntArray
+SITE, EXPERT, HOLDER = range(3)
+POWERS, BEFORE, LONGEST_S = range(3)
+"""Of the experts' computation: the smooth sum of all sites, that before the last change, and the unit of time of powers."""
+TINY = 1e-300
 
 
 class State(NamedTuple):
-    """A table and what follows from it; ``NOW``, and what the last change replaced."""
+    """A table and what follows from it, and what is proposed."""
 
     table: IntArray
-    """[NOW and BEFORE, D, E]."""
+    """[D, E]."""
     counts: IntArray
-    """[NOW and BEFORE, D, D]: experts that the column's site serves for the row's."""
-    served: FloatArray
-    """[NOW and BEFORE, D]: choices that each rank of a site computes."""
+    """[D, D]: experts that the column's site serves for the row's."""
     users: IntArray
     """[D, E]: how many sites find an expert at a site."""
-    touched: BoolArray
-    """[D]: whether the last change was one of copies of the site's own experts."""
-    busy_s: FloatArray
-    """[2 kinds, 2 ways]: what the busiest links take per unit's byte."""
+    moved: IntArray
+    """[2 kinds]: entries of the table that are another site's, and copies."""
+    served: FloatArray
+    """[D]: choices that each rank of a site computes."""
+    served_power: FloatArray
+    """[D]: their shares of the smooth sum."""
+    computed: FloatArray
+    """[POWERS to LONGEST_S]."""
+    most_bytes: FloatArray
+    """[D]: what copies and choices may take at each site, as ``bytes_of`` counts them."""
+    bytes_of: FloatArray
+    """[2]: of a copy, and of a choice that each rank of a site computes."""
+    proposed: IntArray
+    """[SITE to HOLDER, D x E]: entries that are to change, all different, and the holders they get."""
+    number: IntArray
+    """[3]: entries that are proposed, sites that have changed, and pairs that have."""
+    changed: IntArray
+    """[D + 1]: which sites those are."""
+    is_changed: BoolArray
+    """[D]."""
+    pairs: IntArray
+    """[3, 4 x D x E]: kind and ends of the pairs, some more than once."""
 
 
 class Guide(NamedTuple):
@@ -88,183 +110,235 @@ def guide_of(problem: SiteProblem, table: IntArray, residency: Residency) -> Gui
     """At ``table`` ([D, E])."""
     size, experts, links = problem.num_sites, problem.num_experts, links_of(problem)
     state = State(
-        table=np.stack([table, table]).astype(np.int64),
-        counts=np.zeros((2, size, size), dtype=np.int64),
-        served=np.zeros((2, size)),
+        table=table.astype(np.int64),
+        counts=np.zeros((size, size), dtype=np.int64),
         users=np.zeros((size, experts), dtype=np.int64),
-        touched=np.zeros(size, dtype=np.bool_),
-        busy_s=np.zeros((2, 2)),
+        moved=np.zeros(2, dtype=np.int64),
+        served=np.zeros(size),
+        served_power=np.zeros(size),
+        computed=np.zeros(3),
+        most_bytes=np.full(size, np.inf),
+        bytes_of=np.zeros(2),
+        proposed=np.zeros((3, size * experts), dtype=np.int64),
+        number=np.zeros(3, dtype=np.int64),
+        changed=np.zeros(size + 1, dtype=np.int64),
+        is_changed=np.zeros(size, dtype=np.bool_),
+        pairs=np.zeros((3, 4 * size * experts), dtype=np.int64),
     )
     typical = np.array([problem.num_inside * float(problem.tokens.mean()), 1.0])
     guide = Guide(work_of(problem, residency), links, no_flows(links, typical), state)
-    restart(guide)
+    restart(guide, False)
     return guide
 
 
-@compiled
-def restart(guide: Guide) -> None:
-    """All that follows from the table."""
-    work, _, flows, state = guide
-    size, experts = state.table.shape[1:]
-    state.users.fill(0)
-    state.served[NOW].fill(0.0)
-    for site in range(size):
-        _count(state, site)
-        _to_rows(work, state, site, flows.units[NOW, TOKENS, site])
-        for other in range(size):
-            state.served[NOW, other] += work.by_site[CHOICES, site] * state.counts[NOW, site, other]
-        for expert in range(experts):
-            state.users[state.table[NOW, site, expert], expert] += 1
-    for site in range(size):
-        _to_copies(work, state, site, flows.units[NOW, COPIES, site])
-    refresh(guide.links, flows)
+def limit(guide: Guide, room: Room) -> None:
+    """Memory that is left beside the table."""
+    state = guide.state
+    state.bytes_of[:] = room.copy_bytes, room.choice_bytes
+    copies = guide.flows.access[:, COPIES, RECEIVED]
+    state.most_bytes[:] = room.left_bytes + copies * room.copy_bytes + state.served * room.choice_bytes
 
 
 @compiled
-def change(guide: Guide, sites: IntArray, rows: IntArray) -> None:
-    """``rows`` ([k, E]) in place of those of ``sites`` ([k], all different)."""
+def restart(guide: Guide, sharp: bool) -> None:
+    """All that follows from the table, without what rounding has left of many changes."""
     work, links, flows, state = guide
-    size = state.table.shape[1]
-    units = np.empty(size)
-    copy(state.served[NOW], state.served[BEFORE])
-    state.touched.fill(False)
-    copy_sums(flows, NOW, BEFORE)
-    for number in range(len(sites)):
-        site = sites[number]
-        copy(state.table[NOW, site], state.table[BEFORE, site])
-        copy(state.counts[NOW, site], state.counts[BEFORE, site])
-        _move_users(work, state, site, rows[number])
-        _count(state, site)
+    size, experts = state.table.shape
+    state.counts.fill(0)
+    state.users.fill(0)
+    state.moved.fill(0)
+    state.served.fill(0.0)
+    forget(flows)
+    for site in range(size):
+        for expert in range(experts):
+            holder = state.table[site, expert]
+            state.counts[site, holder] += 1
+            state.users[holder, expert] += 1
+            state.moved[TOKENS] += holder != site
+    for site in range(size):
         for other in range(size):
-            more = state.counts[NOW, site, other] - state.counts[BEFORE, site, other]
-            state.served[NOW, other] += work.by_site[CHOICES, site] * more
-        _to_rows(work, state, site, units)
-        copy_row(flows, NOW, BEFORE, TOKENS, site)
-        replace(links, flows, TOKENS, site, units)
-    for home in range(size):
-        if state.touched[home]:
-            _to_copies(work, state, home, units)
-            copy_row(flows, NOW, BEFORE, COPIES, home)
-            replace(links, flows, COPIES, home, units)
+            count = state.counts[site, other]
+            if count > 0:
+                state.served[other] += work.by_site[CHOICES, site] * count
+                if other != site:
+                    add(links, flows, TOKENS, site, other, work.by_site[SITE_ROWS, site] * work.hit[count])
+    for expert in range(experts):
+        home = work.home_site[expert]
+        for site in range(size):
+            if state.users[site, expert] > 0 and site != home:
+                state.moved[COPIES] += 1
+                add(links, flows, COPIES, home, site, 1.0)
+    sum_all(links, flows, sharp)
+    state.computed.fill(0.0)
+    for site in range(size):
+        state.computed[LONGEST_S] = max(state.computed[LONGEST_S], state.served[site] * work.by_site[ROW_S, site])
+    state.served_power.fill(0.0)
+    for site in range(size):
+        _sum_served(work.by_site[ROW_S], state.served, state.served_power, state.computed, site, sharp)
 
 
-@compiled
-def undo(guide: Guide, sites: IntArray) -> None:
-    """As it was before the last ``change``, which was one of ``sites``."""
-    work, _, flows, state = guide
-    for home in range(len(state.touched)):
-        if state.touched[home]:
-            copy_row(flows, BEFORE, NOW, COPIES, home)
-    for site in sites:
-        copy_row(flows, BEFORE, NOW, TOKENS, site)
-        _move_users(work, state, site, state.table[BEFORE, site])
-        copy(state.counts[BEFORE, site], state.counts[NOW, site])
-    copy(state.served[BEFORE], state.served[NOW])
-    copy_sums(flows, BEFORE, NOW)
+@inlined
+def change(guide: Guide) -> None:
+    """Puts what is proposed into the table."""
+    _, _, flows, state = guide
+    copy(flows.total, flows.before)
+    state.computed[BEFORE] = state.computed[POWERS]
+    _swap(guide)
+    _settle(guide)
 
 
-@compiled
-def allowed(work: Work, sites: IntArray, rows: IntArray) -> bool:
-    """Whether rules leave ``rows`` ([k, E]) to ``sites`` ([k])."""
-    for number in range(len(sites)):
-        for expert in range(rows.shape[1]):
-            holder = rows[number, expert]
-            if not (work.serve[sites[number], holder] and work.hold[holder, expert]):
-                return False
+@inlined
+def undo(guide: Guide) -> None:
+    """As it was before the last ``change``."""
+    _, _, flows, state = guide
+    _swap(guide)
+    _settle(guide)
+    # Large powers that came and went have left nothing of small ones.
+    copy(flows.before, flows.total)
+    state.computed[POWERS] = state.computed[BEFORE]
+
+
+@inlined
+def _swap(guide: Guide) -> None:
+    """Exchanges what is proposed for what is there. (Arrays leave their tuples once: that takes longer than an entry.)"""
+    flows, state = guide.flows, guide.state
+    table, counts, users, moved, served = state.table, state.counts, state.users, state.moved, state.served
+    proposed, changed, is_changed = state.proposed, state.changed, state.is_changed
+    home_site, hit = guide.work.home_site, guide.work.hit
+    access, units, pairs = flows.access, flows.units, state.pairs
+    rows_of, choices = guide.work.by_site[SITE_ROWS], guide.work.by_site[CHOICES]
+    has_pairs, num_changed, num_pairs = units.size > 0, 0, 0
+    for number in range(state.number[0]):
+        site, expert, holder = proposed[SITE, number], proposed[EXPERT, number], proposed[HOLDER, number]
+        before, home = table[site, expert], home_site[expert]
+        if before == holder:
+            continue
+        proposed[HOLDER, number], table[site, expert] = before, holder
+        for turn in range(2):
+            at, more = (holder, 1) if turn else (before, -1)
+            count = counts[site, at]
+            counts[site, at] = count + more
+            served[at] += choices[site] * more
+            if at != site:
+                moved[TOKENS] += more
+                old, new = rows_of[site] * hit[count], rows_of[site] * hit[count + more]
+                access[site, TOKENS, SENT] += new - old
+                access[at, TOKENS, RECEIVED] += new - old
+                if has_pairs:
+                    units[TOKENS, site, at] = new
+                    pairs[0, num_pairs], pairs[1, num_pairs], pairs[2, num_pairs] = TOKENS, site, at
+                    num_pairs += 1
+            found = users[at, expert]
+            users[at, expert] = found + more
+            if at != home and found + turn == 1:
+                moved[COPIES] += more
+                access[home, COPIES, SENT] += more
+                access[at, COPIES, RECEIVED] += more
+                if has_pairs:
+                    units[COPIES, home, at] += more
+                    pairs[0, num_pairs], pairs[1, num_pairs], pairs[2, num_pairs] = COPIES, home, at
+                    num_pairs += 1
+            for one in (site, at, home):
+                changed[num_changed] = one
+                num_changed += not is_changed[one]
+                is_changed[one] = True
+    state.number[1], state.number[2] = num_changed, num_pairs
+
+
+@inlined
+def _settle(guide: Guide) -> None:
+    """What follows from the entries that have been swapped."""
+    links, flows, state = guide.links, guide.flows, guide.state
+    changed, is_changed, row_s, sharp = state.changed, state.is_changed, guide.work.by_site[ROW_S], flows.sharp[0]
+    for number in range(state.number[1]):
+        is_changed[changed[number]] = False
+        _sum_served(row_s, state.served, state.served_power, state.computed, changed[number], sharp)
+    sum_sites(links, flows, changed[: state.number[1]])
+    if flows.units.size > 0:
+        sum_pairs(links, flows, state.pairs[:, : state.number[2]])
+
+
+@inlined
+def allowed(guide: Guide) -> bool:
+    """Whether rules leave what is proposed to the sites."""
+    work, state = guide.work, guide.state
+    for number in range(state.number[0]):
+        site, expert, holder = state.proposed[SITE, number], state.proposed[EXPERT, number], state.proposed[HOLDER, number]
+        if not (work.serve[site, holder] and work.hold[holder, expert]):
+            return False
     return True
 
 
-@compiled
+@inlined
+def has_room(guide: Guide) -> bool:
+    """Whether sites have memory, about, for the last ``change``."""
+    state, access = guide.state, guide.flows.access
+    bytes_of, most_bytes, served = state.bytes_of, state.most_bytes, state.served
+    for number in range(state.number[1]):
+        site = state.changed[number]
+        if access[site, COPIES, RECEIVED] * bytes_of[0] + served[site] * bytes_of[1] > most_bytes[site]:
+            return False
+    return True
+
+
+@inlined
 def smooth_value(guide: Guide) -> float:
     """Smoothed seconds of all MoE layers, or dollars."""
     links_s = np.empty((2, 2))
     for kind in range(2):
         for way in range(2):
-            links_s[kind, way] = smooth_s(guide.links, guide.flows, kind, way)
-    return _value(guide, links_s)
+            links_s[kind, way] = smooth_s(guide.flows, kind, way)
+    share = rooted(guide.state.computed[POWERS], guide.flows.sharp[0])
+    return _value(guide, links_s, guide.state.computed[LONGEST_S] * share)
 
 
 @compiled
 def busiest_value(guide: Guide) -> float:
-    """The same with the busiest link's time in place of the norm of all; notes those times."""
+    """The same with the busiest link's and site's time in place of the norm of all."""
+    links_s, longest_s = np.empty((2, 2)), 0.0
     for kind in range(2):
         for way in range(2):
-            guide.state.busy_s[kind, way] = busiest_s(guide.links, guide.flows, kind, way)
-    return _value(guide, guide.state.busy_s)
+            links_s[kind, way] = busiest_s(guide.links, guide.flows, kind, way)
+    for site in range(len(guide.state.served)):
+        longest_s = max(longest_s, guide.state.served[site] * guide.work.by_site[ROW_S, site])
+    return _value(guide, links_s, longest_s)
 
 
-@compiled
-def _value(guide: Guide, links_s: FloatArray) -> float:
-    """Given what each kind and way takes per unit's byte ([2, 2])."""
-    work, _, flows, state = guide
-    layer_s, dollars = work.numbers[FIXED_S], 0.0
+@inlined
+def _value(guide: Guide, links_s: FloatArray, longest_s: float) -> float:
+    """Given what each kind and way takes per unit's byte ([2, 2]), and what the last site computes for."""
+    work, flows = guide.work, guide.flows
+    by_op, numbers, served, moved = work.by_op, work.numbers, guide.state.served, guide.state.moved
+    layer_s, dollars = numbers[FIXED_S], 0.0
     for op in range(len(EXCHANGES)):
         kind, way = OP_KIND[op], OP_WAY[op]
-        left_s = latency_s(flows, kind, way) + links_s[kind, way] * work.by_op[op, BYTES]
+        if moved[kind] == 0:
+            continue
+        left_s = flows.latency_s[kind, way] + links_s[kind, way] * by_op[op, BYTES]
         begun_s = 0.0
         for piece in range(KNOTS):
-            end_s = work.by_op[op, KNOT_S + piece]
+            end_s = by_op[op, KNOT_S + piece]
             part_s = min(left_s, end_s - begun_s)
-            layer_s += work.by_op[op, SLOPE + piece] * part_s
+            layer_s += by_op[op, SLOPE + piece] * part_s
             left_s -= part_s
             begun_s = end_s
-        layer_s += work.by_op[op, SLOPE + KNOTS] * left_s
-    mean_s = longest_s = 0.0
-    for site in range(len(state.touched)):
-        alone_s = state.served[NOW, site] * work.by_site[ROW_S, site]
-        mean_s += alone_s / len(state.touched)
-        longest_s = max(longest_s, alone_s)
-    layer_s += work.numbers[EXPERTS] * (work.numbers[OWN] * longest_s + work.numbers[MEAN] * mean_s)
-    if work.numbers[VALUE_PER_USD] > 0:
+        layer_s += by_op[op, SLOPE + KNOTS] * left_s
+    mean_s = 0.0
+    if numbers[MEAN] > 0:
+        for site in range(len(served)):
+            mean_s += served[site] * work.by_site[ROW_S, site] / len(served)
+    layer_s += numbers[EXPERTS] * (numbers[OWN] * longest_s + numbers[MEAN] * mean_s)
+    if numbers[VALUE_PER_USD] > 0:
         for kind in range(2):
             for way in range(2):
-                dollars += usd(flows, kind, way) * work.unit_bytes[kind, way]
-    return float(work.numbers[VALUE_PER_S] * layer_s + work.numbers[VALUE_PER_USD] * dollars)
+                dollars += flows.usd[kind, way] * work.unit_bytes[kind, way]
+    return float(numbers[VALUE_PER_S] * layer_s + numbers[VALUE_PER_USD] * dollars)
 
 
 @compiled
-def copy(src: Numbers, dst: Numbers) -> None:
-    """Numbers [n]. (Assigning slices takes seconds to compile.)"""
-    for place in range(len(src)):
-        dst[place] = src[place]
-
-
-@compiled
-def _count(state: State, site: int) -> None:
-    """How many of a site's experts each other one serves."""
-    state.counts[NOW, site].fill(0)
-    for holder in state.table[NOW, site]:
-        state.counts[NOW, site, holder] += 1
-
-
-@compiled
-def _to_rows(work: Work, state: State, site: int, units: FloatArray) -> None:
-    """Rows that a site sends to others ([D])."""
-    for other in range(len(units)):
-        units[other] = work.by_site[SITE_ROWS, site] * work.hit[state.counts[NOW, site, other]]
-    units[site] = 0.0
-
-
-@compiled
-def _to_copies(work: Work, state: State, home: int, units: FloatArray) -> None:
-    """How many of a site's own experts each other one holds ([D])."""
-    units.fill(0.0)
-    for expert in range(len(work.home_site)):
-        if work.home_site[expert] == home:
-            for site in range(len(units)):
-                if state.users[site, expert] > 0 and site != home:
-                    units[site] += 1.0
-
-
-@compiled
-def _move_users(work: Work, state: State, site: int, row: IntArray) -> None:
-    """From what a site has in the table to ``row``, which is written there."""
-    for expert in range(len(row)):
-        old, new, home = state.table[NOW, site, expert], row[expert], work.home_site[expert]
-        if old == new:
-            continue
-        state.users[old, expert] -= 1
-        state.users[new, expert] += 1
-        if (state.users[old, expert] == 0 and old != home) or (state.users[new, expert] == 1 and new != home):
-            state.touched[home] = True
-        state.table[NOW, site, expert] = new
+def _sum_served(row_s: FloatArray, served: FloatArray, power: FloatArray, computed: FloatArray, site: int, sharp: bool) -> None:
+    """What follows from what a site computes."""
+    share = row_s[site] * served[site] / max(computed[LONGEST_S], TINY)
+    now = raised(share, sharp)
+    computed[POWERS] += now - power[site]
+    power[site] = now

@@ -36,12 +36,10 @@ FEWER_USERS = 0.85
 """How much fewer users each hub is given in the next attempt, at least one."""
 SPREADS = 2
 """Ways to leave experts out that are tried with so many users, until copies stay."""
-WALKS, APART = 16, 0.15
-"""Tables from which walks begin: the best ones that differ from each other in this share of their entries."""
-MOVES, FULL_SITES = 6000, 16
-"""Of each walk at first, among so many sites or more; among fewer as many fewer."""
-ALIKE = 64
-"""With more sites that only their own links tell apart, walks gain nothing, and the bound needs the time."""
+APART = 0.15
+"""Walks begin at the best tables that differ from each other in this share of their entries."""
+MOST_SITES, MOST_EQUAL = 384, 64
+"""With more sites, or more equal ones, walks gain nothing in the time there is, and the bound needs it."""
 LIKELY = 4
 """Among many sites, numbers of groups that are tried: those of the best estimates."""
 
@@ -98,16 +96,15 @@ def run(search: Search, *, seed: int = 0) -> None:
         _try_hubs(search)
     if not walks_help(problem):
         return
-    from planner.sites.walks import improve_tables  # numba takes a while to import
+    from planner.sites.walks import improve_tables, pace_of  # numba takes a while to import
 
-    search.max_evaluations = sys.maxsize  # walks end by themselves
-    moves = round(MOVES * min(problem.num_sites / FULL_SITES, 1))
-    improve_tables(search, search.best_apart(WALKS, APART), moves, np.random.default_rng(seed))
+    search.max_evaluations, pace = sys.maxsize, pace_of(problem)  # walks end by themselves
+    improve_tables(search, search.best_apart(pace.walks, APART), pace.moves, np.random.default_rng(seed))
 
 
 def walks_help(problem: SiteProblem) -> bool:
-    """Among many sites one site's move hardly changes the step, and takes as long to cost as all of them."""
-    return problem.num_sites <= (ALIKE if problem.alike_paths else MANY)
+    """Whether there are few enough sites."""
+    return problem.num_sites <= (MOST_EQUAL if problem.equal_sites else MOST_SITES)
 
 
 def try_best_hubs(search: Search) -> bool:

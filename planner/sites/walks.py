@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,107 +11,133 @@ from hybridep.compiled import compiled
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from planner.sites.cost import site_cost
-from planner.sites.flows import NOW
-from planner.sites.grouping import MANY
-from planner.sites.moves import any_move, near_sites, relieving_move, seed_moves
+from planner.sites.moves import any_move, near_sites, propose, seed_moves
 from planner.sites.problem import SiteProblem
+from planner.sites.room import room_of
 from planner.sites.search import Found, Search
-from planner.sites.smoothed import Guide, allowed, busiest_value, change, copy, guide_of, restart, smooth_value, undo
+from planner.sites.smoothed import Guide, allowed, change, guide_of, has_room, limit, restart, smooth_value, undo
 
-WARMTH = 5e-4
-"""Share of a step by which a move may lengthen it at first, about."""
 COOLER = 50
-"""How much less that is in the end."""
+"""How much less warmth there is in the end."""
 HELPS = 1e-3
 """What a walk must shorten the step by to be followed by another."""
 FITTING = 1000
 """Moves at most that make a table fit, each of which is costed exactly."""
-STRETCH = 1000
-"""Moves after which the best table that they promised is costed exactly."""
+BLUNTLY = 0.6
+"""Share of moves that are guided by the blunter norm."""
 ANY_SEED = 2**32
+
+
+class Pace(NamedTuple):
+    """Of walks."""
+
+    walks: int
+    """How many begin."""
+    moves: int
+    """Of each at first."""
+    stretch: int
+    """Moves after which the table may be costed exactly."""
+    warmth: float
+    """Share of a step by which a move may lengthen it at first, about."""
+
+
+FEW, FULL_SITES = Pace(16, 12000, 1000, 5e-4), 16
+"""From so many sites on; among fewer walks are as much shorter."""
+MANY, MANY_SITES = Pace(4, 48000, 10000, 5e-6), 64
+"""Among more sites, where a single move changes a step by little, and to cost a table takes longer."""
+
+
+def pace_of(problem: SiteProblem) -> Pace:
+    """By the number of sites."""
+    if problem.num_sites > MANY_SITES:
+        return MANY
+    return FEW._replace(moves=round(FEW.moves * min(problem.num_sites / FULL_SITES, 1)))
 
 
 def prepare(problem: SiteProblem) -> None:
     """Compiles what walks need: once on a machine that takes some 20 s, which shall not count as time of a search."""
     guide = guide_of(problem, np.tile(problem.home_site, (problem.num_sites, 1)), Residency.STEP)
-    _stretch(guide, near_sites(problem), guide.state.table[NOW].copy(), busiest_value(guide), 0, WARMTH, 0)
+    _stretch(guide, near_sites(problem), 0, FEW.warmth, False, 0)
 
 
 def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.random.Generator) -> None:
     """A walk of so many moves from each; from the better half of where they end with twice as many each, and so on; from the last
-    one again and again, as long as that helps. Tables without enough memory are left out, but for the first if none has it.
-    Nothing among many sites: one site's move hardly changes their step."""
-    if search.problem.num_sites > MANY:
-        return
+    one again and again, as long as that helps. Tables without enough memory are left out, but for the first if none has it."""
     tables = [one for one in tables if one.rank[0] == 0] or tables[:1]
     while tables and not search.over:
         ends = sorted((_walk(search, one, moves, rng) for one in tables), key=lambda one: one.rank)
         if len(tables) > 1:
-            tables, moves = ends[: len(tables) // 2], 2 * moves
+            tables = ends[: len(tables) // 2]
         else:
             helped = ends[0].rank < (tables[0].rank[0], tables[0].rank[1] * (1 - HELPS))
             tables = ends if helped else []
+        moves *= 2
 
 
 def _walk(search: Search, best: Found, moves: int, rng: np.random.Generator) -> Found:
-    """Moves that make the smoothed step shorter, or longer by ever less; of every stretch the table that promises to be the best,
-    if it does so of all before, is costed exactly. Returns the best of these, or ``best``."""
+    """Moves that make the smoothed step shorter, or longer by ever less. Where a stretch of them ends is costed exactly, if it
+    promises to be better than where all before did. Returns the best of these, or ``best``."""
     if best.rank[0] > 0:
         best = _made_to_fit(search, best, rng)
     if best.configuration is None or best.rank[0] > 0:
         return best
-    guide = guide_of(_deciding(search, best), best.table, best.configuration.residency)
-    near, table = near_sites(search.problem), best.table.copy()
-    begun, stretch, least = 0, STRETCH, busiest_value(guide)
+    problem, configuration = _deciding(search, best), best.configuration
+    guide = guide_of(problem, best.table, configuration.residency)
+    limit(guide, room_of(problem, best.table, configuration))
+    pace, near, begun, least, sharp = pace_of(problem), near_sites(problem), 0, np.inf, False
+    stretch = pace.stretch
     while begun < moves and not search.over:
-        warmth = WARMTH * COOLER ** (-begun / moves)
-        promised = _stretch(guide, near, table, least, min(stretch, moves - begun), warmth, int(rng.integers(ANY_SEED)))
+        if begun >= BLUNTLY * moves and not sharp:
+            sharp, least = True, np.inf
+        warmth = pace.warmth * COOLER ** (-begun / moves)
+        promised = _stretch(guide, near, min(stretch, moves - begun), warmth, sharp, int(rng.integers(ANY_SEED)))
         begun += stretch
         if promised >= least:
             continue
-        found = search.evaluate(table.copy())
+        found = search.evaluate(guide.state.table.copy())
         if found.rank[0] > 0:
             # Too far for memory, or a budget: back, and on in smaller steps.
             stretch = max(stretch // 2, 1)
-            guide.state.table[NOW] = best.table
+            guide.state.table[:] = best.table
         else:
-            stretch, least = min(2 * stretch, STRETCH), promised
+            stretch, least = min(2 * stretch, pace.stretch), promised
+            limit(guide, room_of(problem, found.table, configuration))
             best = min(best, found, key=lambda one: one.rank)
     return best
 
 
 @compiled
-def _stretch(guide: Guide, near: IntArray, table: IntArray, least: float, moves: int, warmth: float, seed: int) -> float:
-    """So many moves. What the best table on the way promises, if that is below ``least``; it is written to ``table`` then."""
+def _stretch(guide: Guide, near: IntArray, moves: int, warmth: float, sharp: bool, seed: int) -> float:
+    """So many moves; the smoothed value where they end."""
     np.random.seed(seed)
-    restart(guide)
+    restart(guide, sharp)
     value = smooth_value(guide)
     for _ in range(moves):
-        sites, rows = relieving_move(guide, near)
-        if not allowed(guide.work, sites, rows):
+        propose(guide, near)
+        if guide.state.number[0] == 0 or not allowed(guide):
             continue
-        change(guide, sites, rows)
+        change(guide)
         trial = smooth_value(guide)
-        if trial > value * (1 - warmth * np.log(1 - np.random.random())):
-            undo(guide, sites)
-            continue
-        value, promised = trial, busiest_value(guide)
-        if promised < least * (1 - 1e-6):
-            least = promised
-            for site in range(len(table)):
-                copy(guide.state.table[NOW, site], table[site])
-    return least
+        if has_room(guide) and trial <= value * (1 - warmth * np.log(1 - np.random.random())):
+            value = trial
+        else:
+            undo(guide)
+    return value
 
 
 def _made_to_fit(search: Search, best: Found, rng: np.random.Generator) -> Found:
     """By moves that leave no more memory, or dollars, missing than before, until nothing is."""
+    state = guide_of(search.problem, best.table, Residency.STEP).state
     seed_moves(int(rng.integers(ANY_SEED)))
     for _ in range(FITTING):
         if search.over or best.rank[0] == 0:
             break
-        sites, rows = any_move(best.table)
+        state.table[:] = best.table
+        state.number[0] = 0
+        any_move(state)
+        sites, experts, holders = state.proposed[:, : state.number[0]]
         table = best.table.copy()
-        table[sites] = rows
+        table[sites, experts] = holders
         best = min(search.evaluate(table), best, key=lambda one: one.rank)
     return best
 

@@ -1,0 +1,43 @@
+"""Memory that sites have left, and about what copies and rows take of it: what keeps walks among tables that fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridep.placement import IntArray
+from hybridep.traffic import FloatArray
+from planner.memory import lasting_copy_bytes, routed_activation_bytes
+from planner.sites.cost import rank_memory_bytes
+from planner.sites.exchange import layer_exchanges
+from planner.sites.problem import Configuration, SiteProblem
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Room:
+    """Of each site's fullest rank."""
+
+    left_bytes: FloatArray
+    """[D]."""
+    copy_bytes: float
+    """What one copy more at a site takes, about; here and below as shared by its ranks now."""
+    choice_bytes: float
+    """What one choice more takes that each rank of a site computes."""
+
+
+def room_of(problem: SiteProblem, table: IntArray, configuration: Configuration) -> Room:
+    """Of ``table`` ([D, E])."""
+    layer = layer_exchanges(problem, table, configuration.inside)
+    needs = rank_memory_bytes(problem, layer, configuration.residency)
+    work, one = problem.workload, np.ones(1)
+    # Of the experts' backward: gradients of what they hold, and of three times their rows.
+    held = problem.num_layers * lasting_copy_bytes(work, one, configuration.residency) + work.expert_bytes
+    arrived = one * float(layer.arrived.sum() / layer.served.sum())
+    rows = problem.num_layers * routed_activation_bytes(work, one, arrived) + 3 * work.combine_row_bytes
+    copies = float(layer.copies[0].into.sum())
+    return Room(
+        left_bytes=(problem.compute.memory_bytes - needs).min(axis=1),
+        copy_bytes=float(held[0]) * (float(layer.copies_held.max(axis=1).sum()) / copies if copies else 1.0),
+        choice_bytes=float(rows[0] * layer.served.max(axis=1).sum() / layer.served.mean(axis=1).sum()),
+    )
