@@ -25,7 +25,7 @@ MANY_SITES = 64
 """With more sites even equal ones are planned site by site: the candidates of equal domains have arrays over ranks."""
 
 Report = Callable[[str, float], None]
-"""Told ("plan" or "bound", seconds) as either improves."""
+"""``planner.sites.solution.Wishes.report``."""
 
 
 def plan(

@@ -11,12 +11,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hybridep.units import format_seconds
 
+COMPILING = "compiling"
 _LINE_EVERY_S = 2.0
 
 
 class PlanProgress:
-    """A context that is told ("plan" or "bound", seconds) as either improves. The bar fills as the gap closes; where stderr is
-    no terminal, a line every two seconds."""
+    """A context that is told ("plan" or "bound", seconds) as either improves, and before that perhaps ("compiling", about how many
+    seconds). The bar fills as the gap closes; where stderr is no terminal, a line every two seconds."""
 
     def __init__(self) -> None:
         self._known: dict[str, float] = {}
@@ -38,11 +39,18 @@ class PlanProgress:
 
     def __call__(self, what: str, seconds: float) -> None:
         """Show what has improved."""
+        if what == COMPILING:
+            self._show(f"compiling the search, once on this machine ({seconds:.0f} s)")
+            return
         self._known[what] = seconds
+        if self._bar is not None or time.monotonic() - self._printed_s >= _LINE_EVERY_S:
+            self._show(self.text)
+
+    def _show(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=1 - self.gap, description=self.text)
-        elif time.monotonic() - self._printed_s >= _LINE_EVERY_S:
-            print(f"planning: {self.text}", file=sys.stderr, flush=True)
+            self._bar.update(self._task, completed=1 - self.gap, description=text)
+        else:
+            print(f"planning: {text}", file=sys.stderr, flush=True)
             self._printed_s = time.monotonic()
 
     @property

@@ -74,7 +74,8 @@ class Wishes:
     seeds: tuple[IntArray, ...] = ()
     """Tables to begin with."""
     report: Callable[[str, float], None] | None = None
-    """Told ("plan" or "bound", seconds) as either improves; nothing where dollars are the goal."""
+    """Told ("plan" or "bound", seconds) as either improves, but where dollars are the goal; before that perhaps ("compiling",
+    about how many seconds)."""
 
 
 def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolution:
@@ -85,7 +86,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     if not few and walks_help(problem):
         from planner.sites.walks import prepare  # numba takes a while to import
 
-        prepare(problem)
+        prepare(problem, wishes.report)
     started, limit_s, report = now_s(), wishes.time_limit_s, wishes.report
     in_dollars = problem.goal.objective is Objective.DOLLARS
     if in_dollars:

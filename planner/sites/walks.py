@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from threading import Timer
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ FITTING = 1000
 BLUNTLY = 0.6
 """Share of moves that are guided by the blunter norm."""
 ANY_SEED = 2**32
+COMPILING_S, LOADING_S = 20.0, 1.5
+"""About what compiling takes once on a machine, and at most what loading takes from then on."""
 
 
 class Pace(NamedTuple):
@@ -54,10 +57,17 @@ def pace_of(problem: SiteProblem) -> Pace:
     return FEW._replace(moves=round(FEW.moves * min(problem.num_sites / FULL_SITES, 1)))
 
 
-def prepare(problem: SiteProblem) -> None:
-    """Compiles what walks need: once on a machine that takes some 20 s, which shall not count as time of a search."""
-    guide = guide_of(problem, np.tile(problem.home_site, (problem.num_sites, 1)), Residency.STEP)
-    _stretch(guide, near_sites(problem), 0, FEW.warmth, False, 0)
+def prepare(problem: SiteProblem, report: Callable[[str, float], None] | None = None) -> None:
+    """Compiles what walks need: once on a machine that takes some 20 s, which shall not count as time of a search. ``report`` is
+    told ("compiling", ``COMPILING_S``) unless it has been done before."""
+    told = Timer(LOADING_S, report or (lambda what, seconds: None), ("compiling", COMPILING_S))
+    told.daemon = True
+    told.start()
+    try:
+        guide = guide_of(problem, np.tile(problem.home_site, (problem.num_sites, 1)), Residency.STEP)
+        _stretch(guide, near_sites(problem), 0, FEW.warmth, False, 0)
+    finally:
+        told.cancel()
 
 
 def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.random.Generator) -> None:
