@@ -16,8 +16,8 @@ _LINE_EVERY_S = 2.0
 
 
 class PlanProgress:
-    """A context that is told ("plan" or "bound", seconds) as either improves, and before that perhaps ("compiling", about how many
-    seconds). The bar fills as the gap closes; where stderr is no terminal, a line every two seconds."""
+    """A context that is told ("plan" or "bound", seconds) as either improves, and before that ("compiling", about how many
+    seconds) where that is so. The bar fills as the gap closes; where stderr is no terminal, a line every two seconds."""
 
     def __init__(self) -> None:
         self._known: dict[str, float] = {}
