@@ -23,7 +23,7 @@ from planner.sites.relaxation import Relaxation
 from planner.sites.search import Found, Search, at_quantile
 from planner.sites.size_proof import SizeProof, prove_sizes
 from planner.sites.sizes import size_relaxation
-from planner.sites.strategy import run, walks_help
+from planner.sites.strategy import is_large, run, walks_help
 
 FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""
@@ -196,7 +196,7 @@ def _look(search: Search, seeds: tuple[IntArray, ...]) -> None:
     problem = search.problem
     for table in seeds:
         search.evaluate(table)
-    if problem.num_sites <= MANY:
+    if not is_large(problem):
         # Never worse than what other planners would do.
         for other in OTHERS.values():
             for table in other(problem):
@@ -207,4 +207,4 @@ def _look(search: Search, seeds: tuple[IntArray, ...]) -> None:
 
 def _evaluations(problem: SiteProblem) -> int:
     """Tables to try before walks: fewer where one takes longer, which is so from about 16 sites on."""
-    return int(np.clip(3000 * (16 / problem.num_sites) ** 1.5, 100, 6000))
+    return int(np.clip(3000 * (16 / problem.num_sites) ** 1.5, 300, 6000))

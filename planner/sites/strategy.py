@@ -75,7 +75,7 @@ def group_counts(size: int) -> list[int]:
 def run(search: Search, *, seed: int = 0) -> None:
     """All starts, then walks from the best ones."""
     problem = search.problem
-    large = problem.num_sites > MANY
+    large = is_large(problem)
     if not large:
         for _, table in starts(problem):
             search.evaluate(np.ascontiguousarray(table))
@@ -88,7 +88,7 @@ def run(search: Search, *, seed: int = 0) -> None:
         counts = sorted(sorted(counts, key=lambda count: estimate_s(problem, count))[:LIKELY])
     for groups, share in group_starts(problem, counts, SHARES[:1] if problem.equal_sites or hubs_are_best else SHARES):
         if search.over:
-            return
+            break
         search.evaluate(shared_table(problem, groups, share))
     if not large and not problem.equal_sites:
         try_best_hubs(search)
@@ -100,6 +100,11 @@ def run(search: Search, *, seed: int = 0) -> None:
 
     search.max_evaluations, pace = sys.maxsize, pace_of(problem)  # walks end by themselves
     improve_tables(search, search.best_apart(pace.walks, APART), pace.moves, np.random.default_rng(seed))
+
+
+def is_large(problem: SiteProblem) -> bool:
+    """Too many sites to try everything: hubs are the first thing to try where only access links limit."""
+    return problem.num_sites > (MANY if problem.pair_bytes_per_s is None else MOST_SITES)
 
 
 def walks_help(problem: SiteProblem) -> bool:
