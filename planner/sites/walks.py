@@ -44,16 +44,19 @@ class Pace(NamedTuple):
     """Share of a step by which a move may lengthen it at first, about."""
 
 
-FEW, FULL_SITES = Pace(16, 12000, 1000, 5e-4), 16
-"""From so many sites on; among fewer walks are as much shorter."""
-MANY, MANY_SITES = Pace(4, 48000, 10000, 5e-6), 64
-"""Among more sites, where a single move changes a step by little, and to cost a table takes longer."""
+FULL_SITES, FEW_SITES, SOME_SITES = 16, 32, 64
+FEW = Pace(32, 8000, 500, 5e-4)
+"""Among so many sites at most; among fewer than ``FULL_SITES`` walks are as much shorter."""
+SOME = Pace(16, 12000, 500, 5e-4)
+"""Moves take longer, and walks need more of them."""
+MANY = Pace(4, 48000, 10000, 5e-6)
+"""A single move changes a step by little, and to cost a table takes long."""
 
 
 def pace_of(problem: SiteProblem) -> Pace:
     """By the number of sites."""
-    if problem.num_sites > MANY_SITES:
-        return MANY
+    if problem.num_sites > FEW_SITES:
+        return SOME if problem.num_sites <= SOME_SITES else MANY
     return FEW._replace(moves=round(FEW.moves * min(problem.num_sites / FULL_SITES, 1)))
 
 
