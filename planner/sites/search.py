@@ -37,6 +37,8 @@ class Search:
     deadline_s: float = float("inf")
     """Of ``planner.clock``."""
     max_evaluations: int = 6000
+    moves_share: float = 1.0
+    """Of the moves of walks, for a short time."""
     scenarios: tuple[SiteProblem, ...] = ()
     """The same sites and work with other links, of which ``quantile`` counts; the problem alone when absent."""
     quantile: float = 1.0

@@ -99,7 +99,8 @@ def run(search: Search, *, seed: int = 0) -> None:
     from planner.sites.walks import improve_tables, pace_of  # numba takes a while to import
 
     search.max_evaluations, pace = sys.maxsize, pace_of(problem)  # walks end by themselves
-    improve_tables(search, search.best_apart(pace.walks, APART), pace.moves, np.random.default_rng(seed))
+    moves = round(pace.moves * search.moves_share)
+    improve_tables(search, search.best_apart(pace.walks, APART), moves, np.random.default_rng(seed))
 
 
 def is_large(problem: SiteProblem) -> bool:
