@@ -17,7 +17,7 @@ from planner.sites.cost import site_cost
 from planner.sites.plans import chosen_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Search
-from planner.sites.strategy import starts
+from planner.sites.strategy import starts, walks_help
 
 MOVES = 20000
 """Tried when planning anew for one upgrade."""
@@ -89,13 +89,14 @@ def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Cons
 
 def _searched(problem: SiteProblem, table: IntArray) -> float:
     """Step of the best plan that a short search from ``table`` finds."""
-    from planner.sites.walks import improve_tables  # numba takes a while to import
-
     search = Search(problem=problem)
     present = search.evaluate(table)
     for _, other in starts(problem):
         search.evaluate(np.ascontiguousarray(other))
-    improve_tables(search, [present], MOVES, np.random.default_rng(0))
+    if walks_help(problem):
+        from planner.sites.walks import improve_tables  # numba takes a while to import
+
+        improve_tables(search, [present], MOVES, np.random.default_rng(0))
     assert search.best is not None
     return search.best.rank[1]
 

@@ -38,7 +38,7 @@ class Search:
     """Of ``planner.clock``."""
     max_evaluations: int = 6000
     moves_share: float = 1.0
-    """Of the moves of walks, for a short time."""
+    """How much of their moves walks make: less where time is short."""
     scenarios: tuple[SiteProblem, ...] = ()
     """The same sites and work with other links, of which ``quantile`` counts; the problem alone when absent."""
     quantile: float = 1.0
