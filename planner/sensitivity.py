@@ -19,7 +19,7 @@ from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Search
 from planner.sites.strategy import starts, walks_help
 
-MOVES = 20000
+MOVES = 8000
 """Tried when planning anew for one upgrade."""
 
 

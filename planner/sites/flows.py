@@ -23,8 +23,9 @@ TOKENS, COPIES = range(2)
 SENT, RECEIVED = range(2)
 SECONDS, LATENCY, DOLLARS = range(3)
 """What is known of pairs; seconds and dollars per byte."""
-BLUNT, SHARP = 2**5, 2**7
-"""Exponents. With the former two links that are equally busy count as one that is 2 % busier."""
+SHARPEST = 7
+"""Sharpness is the exponent's binary logarithm. At 5 two links that are equally busy count as one that is 2 % busier, at 2 as
+one that is 19 % busier: blunt norms see how much there is to carry in all, sharp ones who carries most of it."""
 NEGLIGIBLE = 0.01
 """Links that are busy for less than this share of the busiest one's time count as idle: powers of them have no meaning."""
 LEAST = 0.1
@@ -80,8 +81,8 @@ class Flows(NamedTuple):
     """Those before the last change."""
     per_s: FloatArray
     """[2, 2 ways]: powers are of seconds in units of the busiest link's, about."""
-    sharp: BoolArray
-    """[1]: whether the exponent is ``SHARP``."""
+    sharpness: IntArray
+    """[1]"""
 
 
 def links_of(problem: SiteProblem) -> Links:
@@ -126,7 +127,7 @@ def no_flows(links: Links, typical: FloatArray) -> Flows:
         total=np.zeros((2, 2)),
         before=np.zeros((2, 2)),
         per_s=np.ones((2, 2)),
-        sharp=np.zeros(1, dtype=np.bool_),
+        sharpness=np.full(1, SHARPEST),
     )
 
 
@@ -159,9 +160,9 @@ def add(links: Links, flows: Flows, kind: int, src: int, dst: int, more: float) 
 
 
 @compiled
-def sum_all(links: Links, flows: Flows, sharp: bool) -> None:
+def sum_all(links: Links, flows: Flows, sharpness: int) -> None:
     """All that follows from the units."""
-    flows.sharp[0] = sharp
+    flows.sharpness[0] = sharpness
     for kind in range(2):
         for way in range(2):
             flows.per_s[kind, way] = 1 / max(busiest_s(links, flows, kind, way), LEAST * flows.typical_s[kind])
@@ -186,12 +187,12 @@ def sum_all(links: Links, flows: Flows, sharp: bool) -> None:
 def sum_sites(links: Links, flows: Flows, sites: IntArray) -> None:
     """What follows from what ``sites`` send and receive."""
     access_s, access, per_s, total, powers = links.access_s, flows.access, flows.per_s, flows.total, flows.power
-    sharp = flows.sharp[0]
+    sharpness = flows.sharpness[0]
     for site in sites:
         for kind in range(2):
             for way in range(2):
                 for side in range(2):
-                    power = raised(access_s[site, way, side] * access[site, kind, side] * per_s[kind, way], sharp)
+                    power = raised(access_s[site, way, side] * access[site, kind, side] * per_s[kind, way], sharpness)
                     total[kind, way] += power - powers[site, kind, way, side]
                     powers[site, kind, way, side] = power
 
@@ -203,7 +204,7 @@ def _sum_trunks(flows: Flows) -> None:
         for way in range(2):
             power = 0.0
             for trunk in range(flows.trunk_s.shape[2]):
-                power += raised(flows.trunk_s[kind, way, trunk] * flows.per_s[kind, way], flows.sharp[0])
+                power += raised(flows.trunk_s[kind, way, trunk] * flows.per_s[kind, way], flows.sharpness[0])
             flows.total[kind, way] += power - flows.trunk_power[kind, way]
             flows.trunk_power[kind, way] = power
 
@@ -211,7 +212,7 @@ def _sum_trunks(flows: Flows) -> None:
 @inlined
 def sum_pairs(links: Links, flows: Flows, places: IntArray) -> None:
     """What follows from the units of pairs, told by their ``places`` ([3, n]) in ``Flows.units``, and for trunks."""
-    sharp, pairs, per_s = flows.sharp[0], links.pairs, flows.per_s
+    sharpness, pairs, per_s = flows.sharpness[0], links.pairs, flows.per_s
     total, powers, all_units, summed = flows.total, flows.pair_power, flows.units, flows.summed
     for number in range(places.shape[1]):
         kind, src, dst = places[0, number], places[1, number], places[2, number]
@@ -220,7 +221,7 @@ def sum_pairs(links: Links, flows: Flows, places: IntArray) -> None:
             continue
         summed[kind, src, dst], flows.stale[kind, src] = units, True
         for way in range(2):
-            power = raised(pairs[SECONDS, way, src, dst] * units * per_s[kind, way], sharp)
+            power = raised(pairs[SECONDS, way, src, dst] * units * per_s[kind, way], sharpness)
             total[kind, way] += power - powers[kind, way, src, dst]
             powers[kind, way, src, dst] = power
             flows.usd[kind, way] += pairs[DOLLARS, way, src, dst] * (units - before)
@@ -255,25 +256,19 @@ def _reach(pair_s: FloatArray, units: FloatArray, farthest_s: FloatArray, src: i
 
 
 @compiled
-def raised(share: float, sharp: bool) -> float:
-    """To the power of ``SHARP`` or ``BLUNT``."""
+def raised(share: float, sharpness: int) -> float:
+    """To the power of 2 ** ``sharpness``."""
     power = share * (share > NEGLIGIBLE)
-    power *= power
-    power *= power
-    power *= power
-    power *= power
-    power *= power
-    if sharp:
-        power *= power
+    for _ in range(sharpness):
         power *= power
     return power
 
 
 @compiled
-def rooted(power: float, sharp: bool) -> float:
+def rooted(power: float, sharpness: int) -> float:
     """What ``raised`` has made of it."""
     share = max(power, 0.0)
-    for _ in range(7 if sharp else 5):
+    for _ in range(sharpness):
         share = math.sqrt(share)
     return share
 
@@ -296,7 +291,7 @@ def busiest_s(links: Links, flows: Flows, kind: int, way: int) -> float:
 @compiled
 def smooth_s(flows: Flows, kind: int, way: int) -> float:
     """Per unit's byte: the norm of what all links take."""
-    return float(rooted(flows.total[kind, way], flows.sharp[0]) / flows.per_s[kind, way])
+    return float(rooted(flows.total[kind, way], flows.sharpness[0]) / flows.per_s[kind, way])
 
 
 @inlined
@@ -320,7 +315,7 @@ def at_busy(links: Links, flows: Flows, kind: int, way: int) -> tuple[int, int]:
         if left < 0:
             return src, any_of(flows.pair_power[kind, way, src])
     for trunk in range(flows.trunk_s.shape[2]):
-        left -= raised(flows.trunk_s[kind, way, trunk] * flows.per_s[kind, way], flows.sharp[0])
+        left -= raised(flows.trunk_s[kind, way, trunk] * flows.per_s[kind, way], flows.sharpness[0])
         if left < 0:
             return _on_trunk(links.trunk_s[way, :, trunk], flows.units[kind])
     return -1, -1

@@ -19,6 +19,7 @@ from planner.sites.flows import (
     COPIES,
     RECEIVED,
     SENT,
+    SHARPEST,
     TOKENS,
     Flows,
     Links,
@@ -127,7 +128,7 @@ def guide_of(problem: SiteProblem, table: IntArray, residency: Residency) -> Gui
     )
     typical = np.array([problem.num_inside * float(problem.tokens.mean()), 1.0])
     guide = Guide(work_of(problem, residency), links, no_flows(links, typical), state)
-    restart(guide, False)
+    restart(guide, SHARPEST)
     return guide
 
 
@@ -140,7 +141,7 @@ def limit(guide: Guide, room: Room) -> None:
 
 
 @compiled
-def restart(guide: Guide, sharp: bool) -> None:
+def restart(guide: Guide, sharpness: int) -> None:
     """All that follows from the table, without what rounding has left of many changes."""
     work, links, flows, state = guide
     size, experts = state.table.shape
@@ -168,13 +169,13 @@ def restart(guide: Guide, sharp: bool) -> None:
             if state.users[site, expert] > 0 and site != home:
                 state.moved[COPIES] += 1
                 add(links, flows, COPIES, home, site, 1.0)
-    sum_all(links, flows, sharp)
+    sum_all(links, flows, sharpness)
     state.computed.fill(0.0)
     for site in range(size):
         state.computed[LONGEST_S] = max(state.computed[LONGEST_S], state.served[site] * work.by_site[ROW_S, site])
     state.served_power.fill(0.0)
     for site in range(size):
-        _sum_served(work.by_site[ROW_S], state.served, state.served_power, state.computed, site, sharp)
+        _sum_served(work.by_site[ROW_S], state.served, state.served_power, state.computed, site, sharpness)
 
 
 @inlined
@@ -249,10 +250,10 @@ def _swap(guide: Guide) -> None:
 def _settle(guide: Guide) -> None:
     """What follows from the entries that have been swapped."""
     links, flows, state = guide.links, guide.flows, guide.state
-    changed, is_changed, row_s, sharp = state.changed, state.is_changed, guide.work.by_site[ROW_S], flows.sharp[0]
+    changed, is_changed, row_s, sharpness = state.changed, state.is_changed, guide.work.by_site[ROW_S], flows.sharpness[0]
     for number in range(state.number[1]):
         is_changed[changed[number]] = False
-        _sum_served(row_s, state.served, state.served_power, state.computed, changed[number], sharp)
+        _sum_served(row_s, state.served, state.served_power, state.computed, changed[number], sharpness)
     sum_sites(links, flows, changed[: state.number[1]])
     if flows.units.size > 0:
         sum_pairs(links, flows, state.pairs[:, : state.number[2]])
@@ -288,7 +289,7 @@ def smooth_value(guide: Guide) -> float:
     for kind in range(2):
         for way in range(2):
             links_s[kind, way] = smooth_s(guide.flows, kind, way)
-    share = rooted(guide.state.computed[POWERS], guide.flows.sharp[0])
+    share = rooted(guide.state.computed[POWERS], guide.flows.sharpness[0])
     return _value(guide, links_s, guide.state.computed[LONGEST_S] * share)
 
 
@@ -336,9 +337,11 @@ def _value(guide: Guide, links_s: FloatArray, longest_s: float) -> float:
 
 
 @compiled
-def _sum_served(row_s: FloatArray, served: FloatArray, power: FloatArray, computed: FloatArray, site: int, sharp: bool) -> None:
+def _sum_served(
+    row_s: FloatArray, served: FloatArray, power: FloatArray, computed: FloatArray, site: int, sharpness: int
+) -> None:
     """What follows from what a site computes."""
     share = row_s[site] * served[site] / max(computed[LONGEST_S], TINY)
-    now = raised(share, sharp)
+    now = raised(share, sharpness)
     computed[POWERS] += now - power[site]
     power[site] = now

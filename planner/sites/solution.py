@@ -37,7 +37,7 @@ TRIAL_BOXES = 200
 """Of the first proof for each way to merge different sites."""
 SEARCHED, SEARCHED_LONGER = 0.6, 0.75
 """Share of the time in which plans are looked for, the latter where paths between sites differ: there walks gain much."""
-AMPLE_S = 40.0
+AMPLE_S = 80.0
 """With less time walks are as much shorter, which leaves more of it to the bound."""
 FEW_SITES = 24
 """Below, the bound by numbers of experts held is not tried: the other one is better there."""

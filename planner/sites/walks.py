@@ -12,6 +12,7 @@ from hybridep.compiled import compiled
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from planner.sites.cost import site_cost
+from planner.sites.flows import SHARPEST
 from planner.sites.moves import any_move, near_sites, propose, seed_moves
 from planner.sites.problem import SiteProblem
 from planner.sites.room import room_of
@@ -24,8 +25,6 @@ HELPS = 1e-3
 """What a walk must shorten the step by to be followed by another."""
 FITTING = 1000
 """Moves at most that make a table fit, each of which is costed exactly."""
-BLUNTLY = 0.6
-"""Share of moves that are guided by the blunter norm."""
 ANY_SEED = 2**32
 COMPILING_S, LOADING_S = 20.0, 1.5
 """About what compiling takes once on a machine, and at most what loading takes from then on."""
@@ -42,14 +41,17 @@ class Pace(NamedTuple):
     """Moves after which the table may be costed exactly."""
     warmth: float
     """Share of a step by which a move may lengthen it at first, about."""
+    begins: tuple[int, ...]
+    """How sharp the norm is (``planner.sites.flows``) at first, walk by walk in turn: blunt ones lead to better tables where all
+    links are about as busy, and lose what is good where few links decide."""
 
 
-FULL_SITES, FEW_SITES, SOME_SITES = 16, 32, 64
-FEW = Pace(32, 8000, 500, 5e-4)
-"""Among so many sites at most; among fewer than ``FULL_SITES`` walks are as much shorter."""
-SOME = Pace(16, 12000, 500, 5e-4)
+FULL_SITES, FEW_SITES, SOME_SITES = 20, 32, 64
+FEW = Pace(32, 16000, 500, 5e-4, (2, 3, 5))
+"""Among so many sites at most; walks are shorter among fewer than ``FULL_SITES``, with the square of their number."""
+SOME = Pace(16, 12000, 500, 5e-4, (3, 5))
 """Moves take longer, and walks need more of them."""
-MANY = Pace(4, 48000, 10000, 5e-6)
+MANY = Pace(4, 48000, 10000, 5e-6, (4, 5))
 """A single move changes a step by little, and to cost a table takes long."""
 
 
@@ -57,7 +59,7 @@ def pace_of(problem: SiteProblem) -> Pace:
     """By the number of sites."""
     if problem.num_sites > FEW_SITES:
         return SOME if problem.num_sites <= SOME_SITES else MANY
-    return FEW._replace(moves=round(FEW.moves * min(problem.num_sites / FULL_SITES, 1)))
+    return FEW._replace(moves=round(FEW.moves * min(problem.num_sites / FULL_SITES, 1) ** 2))
 
 
 def prepare(problem: SiteProblem, report: Callable[[str, float], None] | None = None) -> None:
@@ -68,28 +70,36 @@ def prepare(problem: SiteProblem, report: Callable[[str, float], None] | None = 
     told.start()
     try:
         guide = guide_of(problem, np.tile(problem.home_site, (problem.num_sites, 1)), Residency.STEP)
-        _stretch(guide, near_sites(problem), 0, FEW.warmth, False, 0)
+        _stretch(guide, near_sites(problem), 0, FEW.warmth, SHARPEST, 0)
     finally:
         told.cancel()
 
 
 def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.random.Generator) -> None:
     """A walk of so many moves from each; from the better half of where they end with twice as many each, and so on; from the last
-    one again and again, as long as that helps. Tables without enough memory are left out, but for the first if none has it."""
+    one with four times as many in each of the ways that walks begin, with twice as many in each again, and so on, as long as that
+    helps. Tables without enough memory are left out, but for the first if none has it."""
     tables = [one for one in tables if one.rank[0] == 0] or tables[:1]
+    begins, turn = pace_of(search.problem).begins, 0
+    while len(tables) > 1 and not search.over:
+        ends = [_walk(search, one, moves, begins[(turn + at) % len(begins)], rng) for at, one in enumerate(tables)]
+        tables = sorted(ends, key=lambda one: one.rank)[: len(tables) // 2]
+        moves *= 2
+        turn += 1
+    moves *= 2
     while tables and not search.over:
-        ends = sorted((_walk(search, one, moves, rng) for one in tables), key=lambda one: one.rank)
-        if len(tables) > 1:
-            tables = ends[: len(tables) // 2]
-        else:
-            helped = ends[0].rank < (tables[0].rank[0], tables[0].rank[1] * (1 - HELPS))
-            tables = ends if helped else []
+        best = tables[0]
+        for begin in begins:
+            best = _walk(search, best, moves, begin, rng)
+        helped = best.rank < (tables[0].rank[0], tables[0].rank[1] * (1 - HELPS))
+        tables = [best] if helped else []
         moves *= 2
 
 
-def _walk(search: Search, best: Found, moves: int, rng: np.random.Generator) -> Found:
-    """Moves that make the smoothed step shorter, or longer by ever less. Where a stretch of them ends is costed exactly, if it
-    promises to be better than where all before did. Returns the best of these, or ``best``."""
+def _walk(search: Search, best: Found, moves: int, begin: int, rng: np.random.Generator) -> Found:
+    """Moves that make the smoothed step shorter, or longer by ever less, whose norm is as sharp as ``begin`` at first and gets
+    sharper. Where a stretch of them ends is costed exactly, if it promises to be better than where all before did with a norm as
+    sharp. Returns the best of these, or ``best``."""
     if best.rank[0] > 0:
         best = _made_to_fit(search, best, rng)
     if best.configuration is None or best.rank[0] > 0:
@@ -97,13 +107,13 @@ def _walk(search: Search, best: Found, moves: int, rng: np.random.Generator) -> 
     problem, configuration = _deciding(search, best), best.configuration
     guide = guide_of(problem, best.table, configuration.residency)
     limit(guide, room_of(problem, best.table, configuration))
-    pace, near, begun, least, sharp = pace_of(problem), near_sites(problem), 0, np.inf, False
+    pace, near, begun, least, sharpness = pace_of(problem), near_sites(problem), 0, np.inf, 0
     stretch = pace.stretch
     while begun < moves and not search.over:
-        if begun >= BLUNTLY * moves and not sharp:
-            sharp, least = True, np.inf
+        if (now := begin + (SHARPEST + 1 - begin) * begun // moves) != sharpness:
+            sharpness, least = now, np.inf
         warmth = pace.warmth * COOLER ** (-begun / moves)
-        promised = _stretch(guide, near, min(stretch, moves - begun), warmth, sharp, int(rng.integers(ANY_SEED)))
+        promised = _stretch(guide, near, min(stretch, moves - begun), warmth, sharpness, int(rng.integers(ANY_SEED)))
         begun += stretch
         if promised >= least:
             continue
@@ -120,10 +130,10 @@ def _walk(search: Search, best: Found, moves: int, rng: np.random.Generator) -> 
 
 
 @compiled
-def _stretch(guide: Guide, near: IntArray, moves: int, warmth: float, sharp: bool, seed: int) -> float:
+def _stretch(guide: Guide, near: IntArray, moves: int, warmth: float, sharpness: int, seed: int) -> float:
     """So many moves; the smoothed value where they end."""
     np.random.seed(seed)
-    restart(guide, sharp)
+    restart(guide, sharpness)
     value = smooth_value(guide)
     for _ in range(moves):
         propose(guide, near)
