@@ -21,8 +21,8 @@ from planner.sites.smoothed import Guide, allowed, change, guide_of, has_room, l
 
 COOLER = 50
 """How much less warmth there is in the end."""
-HELPS = 1e-3
-"""What a walk must shorten the step by to be followed by another."""
+HELPS = 3e-3
+"""What the last walks must shorten the step by to be followed by others."""
 FITTING = 1000
 """Moves at most that make a table fit, each of which is costed exactly."""
 ANY_SEED = 2**32
