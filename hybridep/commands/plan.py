@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     "--simulate",
     is_flag=True,
     help="Of the --top plans, choose the one whose simulated step is shortest: where links rule and ranks fall out of step, a "
-    "simulation knows more than the cost that is minimised; where much computation shares processors, less.",
+    "simulation knows more than the cost that is minimised; where much computation shares processors, less. With --compare, of "
+    "those that cost no more than what any other planner would do.",
 )
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
 @click.option("--figure", type=click.Path(path_type=Path), help="PNG: who computes for whom, who copies from whom, link loads.")
@@ -208,7 +210,11 @@ def command(
     if simulate:
         if record is not None:
             record.require(made[0], Path(str(routing)))
-        made, simulated_s = by_simulation(made, record.steps(work) if record is not None else [])
+        most_s = inf
+        if compare and record is None:  # What others would do is costed with experts that are equally popular.
+            others_s = [other.step_s for other in planner.compare_planners(made[0], rules).values() if other.fits]
+            most_s = min(others_s, default=inf)
+        made, simulated_s = by_simulation(made, record.steps(work) if record is not None else [], most_s)
     best = next((one.plan for one in pooled if one.pays_from <= 1 <= one.pays_to), made[0])
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made) + 1))]
     for one, path in zip(made, files, strict=True):
@@ -261,14 +267,20 @@ def command(
     click.echo(f"\nplan written to {', '.join(str(path) for path in files)}")
 
 
-def by_simulation(plans: list[Plan], recorded: Sequence[Routing]) -> tuple[list[Plan], list[float]]:
+def by_simulation(plans: list[Plan], recorded: Sequence[Routing], most_s: float = inf) -> tuple[list[Plan], list[float]]:
     """The plans by their simulated steps, the fastest first, and those steps in seconds: on average over the recorded ones, or
-    with what their popularity of experts lets expect where there are none."""
+    with what their popularity of experts lets expect where there are none. Plans that cost more than ``most_s`` and than the
+    first come last."""
     from simulator.step import simulate_step
 
     steps: Sequence[Routing | None] = recorded or [None]
-    found = sorted((fmean(simulate_step(one, step).step_s for step in steps), place) for place, one in enumerate(plans))
-    return [plans[place] for _, place in found], [step_s for step_s, _ in found]
+    costs_s = [one.prediction.step if one.prediction is not None else 0.0 for one in plans]
+    most_s = max(most_s, costs_s[0]) * (1 + 1e-9)
+    found = sorted(
+        (cost_s > most_s, fmean(simulate_step(one, step).step_s for step in steps), place)
+        for place, (one, cost_s) in enumerate(zip(plans, costs_s, strict=True))
+    )
+    return [plans[place] for *_, place in found], [step_s for _, step_s, _ in found]
 
 
 def _on_fabric(cluster: Cluster, name: str) -> Cluster:

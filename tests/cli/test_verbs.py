@@ -186,6 +186,13 @@ def test_plan_chooses_by_simulation(inputs: Inputs, call: Call) -> None:
     assert {one["step_s"] for one in predicted["plans"]} == {one["step_s"] for one in simulated["plans"]}
     assert simulated["digest"] != predicted["digest"] and load_plan(path).digest == simulated["digest"]
     assert simulate_step(load_plan(path)).step_s == steps_s[0]
+    # Domains in rank order cost as little as the plan predicted to be the fastest, so nothing else costs no more.
+    compared = call("plan", "lab-4dc", "tiny", "--set", "model.num_layers=2", "-o", path, *wishes, "--simulate", "--compare").json
+    assert compared["digest"] == predicted["digest"]
+    assert compared["plans"][0]["step_s"] <= min(one["step_s"] for one in compared["planners"].values()) * (1 + 1e-9)
+    assert [one["simulated_s"] for one in compared["plans"][1:]] == [
+        one for one in steps_s if one != compared["plans"][0]["simulated_s"]
+    ]
 
 
 def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
