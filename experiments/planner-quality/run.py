@@ -18,6 +18,7 @@ import click
 import numpy as np
 import yaml
 
+from hybridep.commands.plan import by_simulation
 from hybridep.config import build, load
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
@@ -139,12 +140,10 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
     plan_s = time.process_time() - started
     found = {other: other_plan(problem, other) for other in OTHERS} | {"searched_domains": searched_domains(problem)}
     others_s = min(found[other].rank[1] for other in OTHERS if found[other].rank[0] == 0)
-    simulated_s = np.array([simulate_step(one).step_s for one in best])
-    steps_s = np.array([one.prediction.step if one.prediction is not None else np.inf for one in best])
-    ours, fastest = best[0], int(simulated_s.argmin())
-    both = int(np.where(steps_s <= max(others_s, steps_s[0]) * (1 + 1e-9), simulated_s, np.inf).argmin())
-    assert ours.solver is not None
-    cost_s, least_s = steps_s[0], simulated_s[fastest]
+    ours, (chosen, simulated_s) = best[0], by_simulation(best, [], others_s)
+    least_s = min(simulated_s)
+    assert ours.solver is not None and ours.prediction is not None
+    cost_s = ours.prediction.step
 
     def row(planner: str, step_s: float, fits: bool, its_simulated_s: float, its_expected_s: float) -> dict[str, Any]:
         return {
@@ -162,8 +161,9 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
         }
 
     rows = []
-    for planner, place in (("hybridep", 0), ("hybridep_simulated", fastest), ("hybridep_both", both)):
-        prediction = best[place].prediction
+    places = {"hybridep": chosen.index(ours), "hybridep_simulated": simulated_s.index(least_s), "hybridep_both": 0}
+    for planner, place in places.items():
+        prediction = chosen[place].prediction
         assert prediction is not None
         rows.append(row(planner, prediction.step, True, simulated_s[place], prediction.expected_s))
     report = ours.solver

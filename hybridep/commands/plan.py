@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Of the --top plans, choose the one whose simulated step is shortest: where links rule and ranks fall out of step, a "
     "simulation knows more than the cost that is minimised; where much computation shares processors, less. With --compare, of "
-    "those that cost no more than what any other planner would do.",
+    "those that cost no more than what any other planner would do (without --routing, which those know nothing of).",
 )
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
 @click.option("--figure", type=click.Path(path_type=Path), help="PNG: who computes for whom, who copies from whom, link loads.")

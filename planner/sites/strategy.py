@@ -99,6 +99,7 @@ def run(search: Search, *, seed: int = 0) -> None:
     from planner.sites.walks import improve_tables, pace_of  # numba takes a while to import
 
     search.max_evaluations, pace = sys.maxsize, pace_of(problem)  # walks end by themselves
+    # However short the time, tables are costed twice.
     moves = max(round(pace.moves * search.moves_share), min(2 * pace.stretch, pace.moves))
     improve_tables(search, search.best_apart(pace.walks, APART), moves, np.random.default_rng(seed))
 

@@ -50,7 +50,7 @@ FULL_SITES, FEW_SITES, SOME_SITES = 20, 32, 64
 FEW = Pace(32, 16000, 500, 5e-4, (2, 3, 5))
 """Among so many sites at most; walks are shorter among fewer than ``FULL_SITES``, with the square of their number."""
 SOME = Pace(16, 12000, 500, 5e-4, (3, 5))
-"""Moves take longer, and walks need more of them."""
+"""Moves take longer, so fewer walks begin; the bluntest norm gains nothing."""
 MANY = Pace(4, 48000, 10000, 5e-6, (4, 5))
 """A single move changes a step by little, and to cost a table takes long."""
 
