@@ -11,7 +11,6 @@ import numpy as np
 from hybridep.traffic import FloatArray
 from planner.clock import now_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
-from planner.sites.classes import Merging
 from planner.sites.knapsacks import Weights, even_weights, knapsacks_s
 from planner.sites.linear import BoxProgram, Duals
 from planner.sites.lp import box_program
@@ -65,8 +64,6 @@ class Proof:
     parts: tuple[tuple[Box, Evidence], ...]
     bound_s: float
     """The smallest of the parts' bounds."""
-    merging: Merging
-    """Of the relaxation whose boxes these are."""
     interrupted: bool
     """By the user, before its time was over."""
 
@@ -174,7 +171,6 @@ def prove(
         best_s=best_s,
         parts=tuple((part.box, part.evidence) for part in parts),
         bound_s=min(part.value_s for part in parts),
-        merging=relaxation.merging,
         interrupted=interrupted,
     )
 
@@ -274,10 +270,7 @@ def _spread_s(relaxation: Relaxation, narrow: Box, side: str) -> float:
 
 
 def verify(relaxation: Relaxation, proof: Proof) -> float:
-    """The bound that a proof gives, evaluated anew without any solver. Raises ValueError when its boxes leave plans out, or are
-    of sites merged another way."""
-    if relaxation.merging is not proof.merging:
-        raise ValueError(f"the proof is about sites merged otherwise ({proof.merging.value}, not {relaxation.merging.value})")
+    """The bound that a proof gives, evaluated anew without any solver. Raises ValueError when its boxes leave plans out."""
     boxes = [box for box, _ in proof.parts]
     for root in relaxation.roots():
         if not covered(root, boxes):

@@ -22,14 +22,14 @@ SLOPES = np.array([0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5])
 def serving_lines(relaxation: Relaxation, box: Box, limits: Limits) -> tuple[FloatArray, FloatArray]:
     """(slope, value at zero), [C, S] each: in every plan of the box a site that holds ``held`` experts serves at most
     slope x held + value for others. As close as lines of these slopes can be."""
-    kinds = relaxation.classes
-    rows = np.minimum(box.forward_s[1] * kinds.down_bytes_per_s, box.back_s[1] * kinds.up_bytes_per_s) / relaxation.rows
+    classes = relaxation.classes
+    rows = np.minimum(box.forward_s[1] * classes.down_bytes_per_s, box.back_s[1] * classes.up_bytes_per_s) / relaxation.rows
     users = relaxation.problem.num_sites - 1
     rows = np.minimum(rows, users)  # nobody needs more than a row per token
     served = most_served(relaxation.hit, rows, users)
     slope, held = SLOPES * rows[:, None], np.arange(served.shape[1])
-    least = np.maximum(limits.least_held, kinds.homes)
-    can_hold = (least[:, None] <= held) & (held <= limits.most_held[:, None])
+    least = -classes.largest(-np.maximum(limits.least_held, classes.kinds.homes))
+    can_hold = (least[:, None] <= held) & (held <= classes.largest(limits.most_held)[:, None])
     above = np.where(can_hold[:, None, :], served[:, None, :] - slope[:, :, None] * held, -np.inf)
     return slope, np.asarray(above.max(axis=2))
 

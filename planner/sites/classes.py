@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
+from functools import cached_property
 
 import numpy as np
 
@@ -15,41 +14,49 @@ from planner.sites.problem import SiteProblem
 MOST_SITES = 64
 """So many sites with links or latencies of their own are each a class of their own."""
 
-MOST_CLASSES = 49
+MOST_KINDS = 48
 """More different sites than this are merged, at the price of a weaker bound."""
 
-FINER = 6
-"""Where slow ones are kept apart: of four bands the first holds 4 ** -6 of the sites, the first two 2 ** -6."""
-
-MOST_RATES = 120
-"""Between so many rates bands of close ones may end."""
+BANDS = 3
+"""Of up links, and of down links, that sites are merged by; more bring little."""
 
 
-class Merging(Enum):
-    """Which of many different sites are merged. A class is as fast as its fastest member, so what is lost is what the others are
-    slower; which way loses less depends on how rates are distributed."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kinds:
+    """K kinds of sites, which nothing tells apart, class by class."""
 
-    SLOW_APART = "slow apart"
-    """Slow ones with few others: the slowest links decide how long a step takes."""
-    CLOSE = "close"
-    """Those whose links take nearly as long for a byte."""
+    place: IntArray
+    """[D]: the kind of each site."""
+    label: IntArray
+    """[K]: the class of each kind, ascending."""
+    count: FloatArray
+    """[K]: sites."""
+    up_bytes_per_s: FloatArray
+    """[K]."""
+    down_bytes_per_s: FloatArray
+    """[K]."""
+    homes: FloatArray
+    """[K]: experts at home."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SiteClasses:
-    """C classes of sites. Each has the best its members have of everything, so that a bound for sites like these holds
-    for the true ones; where members are equal nothing is lost."""
+    """C classes of sites, of one kind or of similar ones. What one of them can do at most is what the best can; what all do
+    together is limited by what they have together, so in sums each counts as their mean. Where a class is of one kind nothing is
+    lost."""
 
     label: IntArray
     """[D]: the class of each site."""
     count: FloatArray
-    """[C]."""
+    """[C]: sites."""
+    kinds: Kinds
+    """What classes are made of."""
     up_bytes_per_s: FloatArray
-    """[C]."""
+    """[C]: of the fastest."""
     down_bytes_per_s: FloatArray
-    """[C]."""
+    """[C]: of the fastest."""
     homes: FloatArray
-    """[C]: experts at home."""
+    """[C]: experts at home, on average."""
     latency_s: FloatArray
     """[C, C] between different sites of two classes (or of one)."""
     pair_bytes_per_s: FloatArray | None
@@ -66,15 +73,32 @@ class SiteClasses:
         return bool((self.count > 1).any())
 
     def best(self, values: FloatArray) -> FloatArray:
-        """[C]: the largest of each class."""
+        """[C]: the largest of each class; ``values`` are of sites, [D]."""
         largest = np.full(len(self.count), -np.inf)
         np.maximum.at(largest, self.label, values)
         return largest
 
+    def largest(self, values: FloatArray) -> FloatArray:
+        """[C, ...]: of each class; ``values`` are of kinds, [K, ...]."""
+        return np.asarray(np.maximum.reduceat(values, self._first, axis=0)) if self.mixed else values
 
-def merges_different(problem: SiteProblem) -> bool:
-    """There are more different sites than classes."""
-    return bool(_kinds(problem).max(initial=0) >= (MOST_CLASSES if problem.alike_paths else MOST_SITES))
+    def mean(self, values: FloatArray) -> FloatArray:
+        """[C, ...]: of all sites of each class; ``values`` are of kinds, [K, ...]."""
+        if not self.mixed:
+            return values
+        count = self.kinds.count.reshape(-1, *[1] * (values.ndim - 1))
+        total = np.add.reduceat(values * count, self._first, axis=0)
+        return np.asarray(total / self.count.reshape(-1, *[1] * (values.ndim - 1)))
+
+    @cached_property
+    def mixed(self) -> bool:
+        """Some class is of several kinds."""
+        return len(self.kinds.count) > len(self.count)
+
+    @cached_property
+    def _first(self) -> IntArray:
+        """[C]: the first kind of each class."""
+        return np.searchsorted(self.kinds.label, np.arange(len(self.count)))
 
 
 def _kinds(problem: SiteProblem) -> IntArray:
@@ -86,75 +110,58 @@ def _kinds(problem: SiteProblem) -> IntArray:
     return np.asarray(np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1))
 
 
-def site_classes(problem: SiteProblem, merging: Merging = Merging.SLOW_APART) -> SiteClasses:
-    """Equal sites together; where more than ``MOST_CLASSES`` differ, those with similar access links."""
+def site_classes(problem: SiteProblem) -> SiteClasses:
+    """Equal sites together; where more than ``MOST_KINDS`` differ, those with similar access links."""
     size, label = problem.num_sites, _kinds(problem)
-    if merges_different(problem):
-        side = int(np.sqrt(MOST_CLASSES / 2))
-        bands = _BANDS[merging]
-        band = bands(problem.up_bytes_per_s, side)
-        label = band * side
-        for one in range(side):
-            label[band == one] += bands(problem.down_bytes_per_s[band == one], side)
+    if label.max(initial=0) >= (MOST_KINDS if problem.alike_paths else MOST_SITES):
+        band = _bands(problem.up_bytes_per_s)
+        label = band * BANDS
+        for one in range(BANDS):
+            label[band == one] += _bands(problem.down_bytes_per_s[band == one])
         label = 2 * label + (problem.homes > problem.homes.min())
     _, label, count = np.unique(label, return_inverse=True, return_counts=True)
-    num = len(count)
+    num, kinds = len(count), _kinds_of(problem, label)
     shortest = np.full((num, num), np.inf)
     if problem.one_latency_s is not None:
         shortest[~np.eye(num, dtype=np.bool_) | (count > 1)] = problem.one_latency_s
     else:
         row, column = np.nonzero(~np.eye(size, dtype=np.bool_))
         np.minimum.at(shortest, (label[row], label[column]), problem.latency_s[row, column])
+    merged = num < size
     made = SiteClasses(
         label=label,
         count=count.astype(np.float64),
-        up_bytes_per_s=problem.up_bytes_per_s,
-        down_bytes_per_s=problem.down_bytes_per_s,
-        homes=problem.homes.astype(np.float64),
+        kinds=kinds,
+        up_bytes_per_s=kinds.up_bytes_per_s,
+        down_bytes_per_s=kinds.down_bytes_per_s,
+        homes=kinds.homes,
         latency_s=np.where(np.isfinite(shortest), shortest, 0.0),
-        pair_bytes_per_s=None if num < size else problem.path_bytes_per_s,
+        pair_bytes_per_s=None if merged else problem.path_bytes_per_s,
     )
     return replace(
         made,
-        up_bytes_per_s=made.best(problem.up_bytes_per_s),
-        down_bytes_per_s=made.best(problem.down_bytes_per_s),
-        homes=made.best(problem.homes.astype(np.float64)),
+        up_bytes_per_s=made.largest(kinds.up_bytes_per_s),
+        down_bytes_per_s=made.largest(kinds.down_bytes_per_s),
+        homes=made.mean(kinds.homes),
     )
 
 
-def _slow_apart(values: FloatArray, number: int) -> IntArray:
-    """Which of ``number`` bands each value belongs to; bands of low values hold few (``FINER``)."""
-    place = np.empty(len(values), dtype=np.int64)
-    place[np.argsort(values, kind="stable")] = np.arange(len(values))
-    return np.asarray((number * (place / max(len(values), 1)) ** (1 / FINER)).astype(np.int64))
+def _kinds_of(problem: SiteProblem, label: IntArray) -> Kinds:
+    """Given each site's class."""
+    keys = np.column_stack([label, _kinds(problem)])
+    _, first, place, count = np.unique(keys, axis=0, return_index=True, return_inverse=True, return_counts=True)
+    return Kinds(
+        place=place.reshape(-1),
+        label=label[first],
+        count=count.astype(np.float64),
+        up_bytes_per_s=problem.up_bytes_per_s[first],
+        down_bytes_per_s=problem.down_bytes_per_s[first],
+        homes=problem.homes[first].astype(np.float64),
+    )
 
 
-def _close(values: FloatArray, number: int) -> IntArray:
-    """Which of ``number`` bands each rate belongs to, so that all together lose least by counting as the fastest of their bands:
-    the best bands that end at one of ``MOST_RATES`` rates."""
-    ordered = np.sort(values)
-    if not len(ordered):
-        return np.zeros(0, dtype=np.int64)
-    last = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), MOST_RATES)).astype(np.int64))
-    ends = ordered[last]
-    # Sites up to each end, and what they take for a byte together; lost[i, j] is what a band loses that ends at j and begins
-    # after the end before i.
-    count = np.concatenate([[0], last + 1])
-    taken = np.concatenate([[0.0], np.cumsum(1 / ordered)[last]])
-    lost = taken[None, 1:] - taken[:-1, None] - (count[None, 1:] - count[:-1, None]) / ends
-    lost[np.tril_indices(len(ends), -1)] = np.inf
-    best, before = lost[0], []
-    for _ in range(number - 1):
-        through = np.concatenate([[0.0], best[:-1]])[:, None] + lost
-        before.append(through.argmin(axis=0))
-        best = through.min(axis=0)
-    at, limits = len(ends) - 1, [ends[-1]]
-    for first in reversed(before):
-        at = int(first[at]) - 1
-        if at < 0:
-            break
-        limits.append(ends[at])
-    return np.asarray(np.searchsorted(np.array(limits[::-1]), values))
-
-
-_BANDS: dict[Merging, Callable[[FloatArray, int], IntArray]] = {Merging.SLOW_APART: _slow_apart, Merging.CLOSE: _close}
+def _bands(rates: FloatArray) -> IntArray:
+    """Which of ``BANDS`` each belongs to, about as many to each."""
+    place = np.empty(len(rates), dtype=np.int64)
+    place[np.argsort(rates, kind="stable")] = np.arange(len(rates))
+    return place * BANDS // max(len(rates), 1)

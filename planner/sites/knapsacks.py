@@ -90,16 +90,17 @@ def _scale(total: float, budget: float) -> float:
 def _cheapest(relaxation: Relaxation, limits: Limits, weights: Weights) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Fractional knapsacks: (experts that a site of each class serves itself [C], experts that it finds at all sites of each
     other class [C, C], their unit costs [C, C], in seconds per layer)."""
-    experts, kinds = float(relaxation.problem.num_experts), relaxation.classes
-    up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
+    experts, classes = float(relaxation.problem.num_experts), relaxation.classes
+    # Of a class's links each has its part of the weight, in proportion to its rate.
+    up, down = classes.mean(classes.kinds.up_bytes_per_s), classes.mean(classes.kinds.down_bytes_per_s)
     user = weights.out / up + weights.back_into / down
     holder = weights.into / down + weights.back_out / up
     compute = weights.compute * relaxation.expert_s
     costs = (user[:, None] + holder[None, :]) * relaxation.unit_rows(limits) + compute[None, :]
-    size = len(kinds.count)
+    size = len(classes.count)
     # The last column is the site itself, which needs no link.
     all_costs = np.column_stack([costs, compute])
-    caps = np.column_stack([limits.most_found * kinds.others, limits.most_held])
+    caps = np.column_stack([classes.mean(limits.most_found) * classes.others, classes.mean(limits.most_held)])
     order = np.argsort(all_costs, axis=1, kind="stable")
     sorted_caps = np.take_along_axis(caps, order, axis=1)
     before = np.cumsum(sorted_caps, axis=1) - sorted_caps

@@ -7,7 +7,7 @@ elsewhere keeps links busy as the box's chords say, and nobody serves more than 
 tokens of d. Among few sites that differ, experts are told apart by their homes g; else there is one group of all.
 
 Every plan of the box is a point of the program that costs no more: x and z are its own numbers (among merged sites their means,
-which keep every inequality, since all are linear; of copies, those beyond the homes of the class), times its own or less.
+which keep every inequality, since all are linear), times its own or less.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ MOST_VARIABLES = 600
 
 def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     """Minimises seconds of one layer, but for the latency of token exchanges. None when sites cannot hold what they must."""
-    problem, kinds, limits = relaxation.problem, relaxation.classes, relaxation.limits(box)
-    size = len(kinds.count)
-    if not limits.possible(kinds):
+    problem, classes, limits = relaxation.problem, relaxation.classes, relaxation.limits(box)
+    size = len(classes.count)
+    if not limits.possible(classes):
         return None
-    sites = np.flatnonzero(kinds.homes)
-    told_apart = not kinds.merged and len(sites) * size * size <= MOST_VARIABLES
-    most_copies = limits.copies * kinds.others.T
+    sites = np.flatnonzero(classes.homes)
+    told_apart = not classes.merged and len(sites) * size * size <= MOST_VARIABLES
+    most_held, least_held = classes.mean(limits.most_held), classes.mean(limits.least_held)
+    most_found = classes.mean(limits.most_found)
+    most_copies = classes.mean(limits.copies).T * classes.others.T
     # Groups g of homes: what of them is at home somewhere, and of how many there can be copies.
     group = np.searchsorted(sites, np.arange(size)) if told_apart else np.zeros(size, dtype=np.int64)
     groups = len(sites) if told_apart else 1
     at_home = np.zeros((groups, size))
-    at_home[group[sites], sites] = kinds.homes[sites]
+    at_home[group[sites], sites] = classes.homes[sites]
     copies = np.zeros((groups, size))
     np.add.at(copies, group[sites], most_copies[sites])
-    copies = np.minimum(copies, limits.most_held - kinds.homes)
-    owned = kinds.homes[sites] if told_apart else np.array([float(problem.num_experts)])
+    copies = np.minimum(copies, most_held - classes.homes)
+    owned = classes.homes[sites] if told_apart else np.array([float(problem.num_experts)])
     holdable = at_home + copies
     # x[d, g, h]: what a site of class d finds at all other sites of class h; then what it serves itself. What a box leaves
     # nothing of is there, too: so multipliers of one box prove something about others.
-    d, g, h = np.nonzero(np.repeat(kinds.others[:, None, :], groups, axis=1))
+    d, g, h = np.nonzero(np.repeat(classes.others[:, None, :], groups, axis=1))
     own_g, own_d = np.nonzero(np.ones((groups, size)))
     away, num = np.arange(len(d)), len(d) + len(own_d)
-    many = np.concatenate([kinds.others[d, h], np.ones(len(own_d))])
+    many = np.concatenate([classes.others[d, h], np.ones(len(own_d))])
     all_d, all_g, all_h = np.concatenate([d, own_d]), np.concatenate([g, own_g]), np.concatenate([h, own_d])
-    most_x = np.concatenate([np.minimum(limits.most_found[d, h], holdable[g, h]), holdable[own_g, own_d]]) * many
+    most_x = np.concatenate([np.minimum(most_found[d, h], holdable[g, h]), holdable[own_g, own_d]]) * many
     zg, zh = np.nonzero(owned[:, None] > at_home)
     z = np.full((groups, size), -1)
     held = z[zg, zh] = num + np.arange(len(zg))
@@ -67,9 +69,9 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
             rows.add(row, column, value, right)
 
     # No more copies are held than can be, nor fewer than must be.
-    at_most(zh, held, 1.0, limits.most_held - kinds.homes)
+    at_most(zh, held, 1.0, most_held - classes.homes)
     every = np.arange(size)
-    least = np.minimum(limits.least_held, limits.most_held) - kinds.homes
+    least = np.minimum(least_held, most_held) - classes.homes
     at_most(np.concatenate([zh, every]), np.concatenate([held, unserved + every * groups]), -1.0, -least)
     # Served only what is held, and no more than chords reckon with.
     coupled = np.flatnonzero(z[all_g, all_h] >= 0)
@@ -82,12 +84,13 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     )
     if told_apart and len(away):
         pairs, row = np.unique(d * size + h, return_inverse=True)
-        at_most(row, away, 1.0, (limits.most_found * kinds.others).ravel()[pairs])
+        at_most(row, away, 1.0, (most_found * classes.others).ravel()[pairs])
 
     # Token exchanges and computation: each link's time is at most that of the busiest.
     q = relaxation.unit_rows(limits)
-    up, down, pair_rate = kinds.up_bytes_per_s, kinds.down_bytes_per_s, kinds.pair_bytes_per_s
-    crowd = kinds.count[d] / kinds.count[h]
+    up, down = classes.mean(classes.kinds.up_bytes_per_s), classes.mean(classes.kinds.down_bytes_per_s)
+    pair_rate = classes.pair_bytes_per_s
+    crowd = classes.count[d] / classes.count[h]
     cost_forward, cost_back, cost_compute = relaxation.budgets_s
 
     def busiest(row: IntArray, variable: IntArray, seconds: FloatArray, maximum: int, count: int) -> None:
@@ -116,7 +119,7 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
             np.concatenate([h, zh]),
             np.concatenate([away, held]),
             np.concatenate([crowd, -slopes[zh]]),
-            most + slopes * kinds.homes,
+            most + slopes * classes.homes,
         )
 
     def shared(src: IntArray, dst: IntArray, variable: IntArray, unit_bytes: FloatArray, maximum: int) -> None:
@@ -145,10 +148,10 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
         shared(home, zh, held, np.full(len(held), weight), gather)
         shared(zh, home, held, np.full(len(held), weight_back), give_back)
     else:
-        none, owners = np.zeros(len(held), dtype=np.int64), kinds.count[sites]
-        at_most(none, held, kinds.count[zh], np.array([float(limits.uploads @ kinds.count)]))
-        busiest(none, held, kinds.count[zh] * weight / float(up[sites] @ owners), gather, 1)
-        busiest(none, held, kinds.count[zh] * weight_back / float(down[sites] @ owners), give_back, 1)
+        none, owners = np.zeros(len(held), dtype=np.int64), classes.count[sites]
+        at_most(none, held, classes.count[zh], np.array([float(limits.uploads @ classes.kinds.count)]))
+        busiest(none, held, classes.count[zh] * weight / float(up[sites] @ owners), gather, 1)
+        busiest(none, held, classes.count[zh] * weight_back / float(down[sites] @ owners), give_back, 1)
 
     # What copies cost beyond the computation beside them.
     batches = problem.workload.training.micro_batches

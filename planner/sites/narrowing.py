@@ -13,13 +13,13 @@ import numpy as np
 from hybridep.traffic import gathers_and_returns
 from planner.sites.boxes import Box
 from planner.sites.relaxation import SLACK, Relaxation
-from planner.sites.thresholds import least_rows_s
+from planner.sites.thresholds import least_copies_s, least_rows_s
 
 
 def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
     """Holds every plan of ``box`` with a shorter step than ``best_s``; None when there is none. First no side may exceed its
     lower end by more than all lower ends together leave of a layer's time; then what the upper ends leave possible
-    (``Relaxation.limits``) gives the rows lower ends of their own."""
+    (``Relaxation.limits``) gives copies and rows lower ends of their own."""
     layer_s = (best_s - relaxation.base_s) / relaxation.num_layers
     lower_s = relaxation.corner_s(box) * (1 - SLACK)
     if lower_s >= layer_s:
@@ -28,14 +28,21 @@ def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
     limits = relaxation.limits(box)
     if not limits.possible(relaxation.classes):
         return None
+    gather_s, return_s = least_copies_s(relaxation, limits)
     forward_s, back_s = least_rows_s(relaxation, box, limits)
-    if forward_s > box.forward_s[1] or back_s > box.back_s[1]:
-        return None
+
+    def at_least(interval: tuple[float, float], low: float) -> tuple[float, float]:
+        return max(interval[0], low), interval[1]
+
     box = replace(
         box,
-        forward_s=(max(forward_s, box.forward_s[0]), box.forward_s[1]),
-        back_s=(max(back_s, box.back_s[0]), box.back_s[1]),
+        gather_s=at_least(box.gather_s, gather_s),
+        return_s=at_least(box.return_s, return_s),
+        forward_s=at_least(box.forward_s, forward_s),
+        back_s=at_least(box.back_s, back_s),
     )
+    if any(low > high for low, high in (box.gather_s, box.return_s, box.forward_s, box.back_s)):
+        return None
     # A second round of the same costs more boxes than it saves.
     return None if relaxation.corner_s(box) * (1 - SLACK) >= layer_s else box
 

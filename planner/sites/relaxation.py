@@ -23,7 +23,7 @@ from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.memory import TOLERANCE
 from planner.sites.boxes import Box
-from planner.sites.classes import Merging, SiteClasses, site_classes
+from planner.sites.classes import SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
 from planner.sites.inside import InsideTimes, inside_times
 from planner.sites.problem import SiteProblem
@@ -36,32 +36,34 @@ SLACK = 1e-9
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits:
-    """What a box leaves possible."""
+    """What a box leaves possible, by kinds of sites (K) and classes of them (C)."""
 
     most_held: FloatArray
-    """[C]: M_h, experts that a site of class h can hold."""
+    """[K]: M_h, experts that a site can hold."""
     least_held: FloatArray
-    """[C]: a site that holds fewer would send too many rows."""
+    """[K]: a site that holds fewer would send too many rows."""
     least_own: FloatArray
-    """[C]: experts that a site's own tokens find there, at least."""
+    """[K]: experts that a site's own tokens find there, at least."""
     copies: FloatArray
-    """[C, C]: copies of the row's home site's experts at the column's site, another one."""
+    """[K, C]: copies at the row's site of the experts of the column's home site, another one."""
     uploads: FloatArray
-    """[C]: copies that leave a home site."""
+    """[K]: copies that leave a home site."""
     most_found: FloatArray
-    """[C, C]: N, experts that tokens of the row's site find at the column's, another one."""
+    """[K, C]: N, experts that tokens of the row's site find at the column's, another one."""
     kept: FloatArray
-    """[C, C]: experts of the row's home site that the column's, another one, must hold, because its tokens find them nowhere
+    """[K, C]: experts of the column's home site that the row's, another one, must hold, because its tokens find them nowhere
     else; zero where classes are merged."""
 
-    def possible(self, kinds: SiteClasses) -> bool:
-        """Every site can hold its own experts and as many as it must, all together no more than homes have and send. (A merged
-        class has the most homes of its members; that adds at least as much to what can be held as to what must be.) And copies of
-        what sites must hold of each home can come from there."""
+    def possible(self, classes: SiteClasses) -> bool:
+        """Every site can hold its own experts and as many as it must, all together no more than homes have and send. And copies
+        of what sites must hold of each home can come from there."""
+        kinds = classes.kinds
         least = np.maximum(self.least_held, kinds.homes)
         room = float((kinds.homes + self.uploads) @ kinds.count) * (1 + SLACK)
         held = bool((least <= self.most_held).all()) and float(least @ kinds.count) <= room
-        return held and bool((self.kept <= self.copies).all() and (self.kept.sum(axis=1) <= self.uploads).all())
+        if not held or classes.merged:
+            return held
+        return bool((self.kept <= self.copies).all() and (self.kept.sum(axis=0) <= self.uploads).all())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,13 +71,11 @@ class Relaxation:
     """The bound's ingredients for one problem."""
 
     problem: SiteProblem
-    merging: Merging = Merging.SLOW_APART
-    """Where there are more different sites than classes."""
 
     @cached_property
     def classes(self) -> SiteClasses:
         """Sites that nothing tells apart are treated together."""
-        return site_classes(self.problem, self.merging)
+        return site_classes(self.problem)
 
     @cached_property
     def budgets_s(self) -> tuple[float, float, float]:
@@ -112,6 +112,11 @@ class Relaxation:
         """[C]: the same of the sites of each class."""
         tokens = self.problem.tokens
         return self.rows * -self.classes.best(-tokens) / float(tokens.min())
+
+    @cached_property
+    def kind_rows(self) -> FloatArray:
+        """[K]: the same of the sites of each kind, as of their class."""
+        return np.asarray(self.user_rows[self.classes.kinds.label])
 
     @cached_property
     def token_latency_s(self) -> FloatArray:
@@ -174,13 +179,13 @@ class Relaxation:
 
     @cached_property
     def rates(self) -> tuple[FloatArray, FloatArray]:
-        """[C, C] bytes per second from the row's site to the column's, and back: the narrowest link between them."""
-        kinds = self.classes
-        up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
-        there = np.minimum(up[:, None], down[None, :])
-        if kinds.pair_bytes_per_s is not None:
-            there = np.minimum(there, kinds.pair_bytes_per_s)
-        return there, there.T
+        """[K, C] bytes per second from the row's site to the column's, and back: the narrowest link between them."""
+        classes, kinds = self.classes, self.classes.kinds
+        there = np.minimum(kinds.up_bytes_per_s[:, None], classes.down_bytes_per_s)
+        again = np.minimum(kinds.down_bytes_per_s[:, None], classes.up_bytes_per_s)
+        if classes.pair_bytes_per_s is not None:
+            there, again = np.minimum(there, classes.pair_bytes_per_s), np.minimum(again, classes.pair_bytes_per_s.T)
+        return there, again
 
     @cached_property
     def hit(self) -> FloatArray:
@@ -277,7 +282,7 @@ class Relaxation:
         alone_s, most = self.copies_s(box.residency, gather_s, return_s), float(self.problem.num_experts)
         held = int(np.ceil(np.minimum(limits.least_held, most).max() - 1e-6))
         own = np.ceil(np.minimum(limits.least_own, most) - 1e-6).astype(np.int64)
-        rank_tokens = self.user_rows / self.problem.num_inside
+        rank_tokens = self.kind_rows / self.problem.num_inside
         return min(
             self.copies_s(box.residency, gather_s + float(one.gather_s[held]), return_s + float(one.return_s[held]))
             - alone_s
@@ -288,66 +293,80 @@ class Relaxation:
 
     def limits(self, box: Box) -> Limits:
         """What the upper ends of the box's intervals leave possible."""
-        kinds = self.classes
+        known = self._known_limits.get(box)
+        if known is None:
+            self._known_limits.clear()
+            known = self._known_limits[box] = self._limits_of(box)
+        return known
+
+    @cached_property
+    def _known_limits(self) -> dict[Box, Limits]:
+        """Of the last box, which several bounds ask for."""
+        return {}
+
+    def _limits_of(self, box: Box) -> Limits:
+        classes, kinds = self.classes, self.classes.kinds
         homes, experts = kinds.homes, float(self.problem.num_experts)
         weight, weight_back = float(self.problem.wire.expert_bytes), float(self.problem.wire.expert_gradient_bytes)
         up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
         gather, back = box.gather_s[1] * (1 + SLACK), box.return_s[1] * (1 + SLACK)
-        near = self._copied & (kinds.latency_s <= self.copy_reaches_s[box.copy_reach[1]]) & (box.copy_reach[1] > 0)
+        near = self._copied & (classes.latency_s <= self.copy_reaches_s[box.copy_reach[1]]) & (box.copy_reach[1] > 0)
         there_rate, again_rate = self.rates
-        # [home site, holder]: whole experts that fit through in time.
-        copies = np.minimum(whole(gather * there_rate / weight), whole(back * again_rate / weight_back))
-        copies = np.minimum(copies, homes[:, None]) * near
-        most = np.minimum((copies * kinds.others.T).sum(axis=0), self.copies_in_memory(box.residency))
+        # [holder, home site]: whole experts that fit through in time.
+        copies = np.minimum(whole(gather * again_rate / weight), whole(back * there_rate / weight_back))
+        copies = np.minimum(copies, classes.largest(homes)) * near.T[kinds.label]
+        others = classes.others[kinds.label]
+        most = np.minimum((copies * others).sum(axis=1), self.copies_in_memory(box.residency)[kinds.label])
         most = np.minimum(most, np.minimum(whole(gather * down / weight), whole(back * up / weight_back)))
-        uploads = np.minimum(whole(gather * up / weight), whole(back * down / weight_back))
         most_held = np.minimum(homes + most, experts)
         most_found = self._most_found(box, most_held)
-        copies = np.minimum(copies, np.maximum(most, 0.0))
+        copies = np.minimum(copies, np.maximum(most, 0.0)[:, None])
         kept = self._kept(copies, most_found)
-        must_hold = 0.0 if kinds.merged else homes + kept.sum(axis=0)
+        must_hold = 0.0 if classes.merged else homes + kept.sum(axis=1)
         least_own = np.maximum(experts - self._found_in_all(box, most_found), 0.0)
+        uploads = np.minimum(whole(gather * up / weight), whole(back * down / weight_back))
+        sent = (classes.largest(copies).T * classes.others).sum(axis=1)
         return Limits(
             most_held=most_held,
             least_held=np.maximum(least_own, must_hold),
             least_own=least_own,
             copies=copies,
-            uploads=np.minimum(uploads, (copies * kinds.others).sum(axis=1)),
+            uploads=np.minimum(uploads, sent[kinds.label]),
             most_found=most_found,
             kept=kept,
         )
 
     def _kept(self, copies: FloatArray, most_found: FloatArray) -> FloatArray:
         """``Limits.kept``: a site finds no more of a home's experts elsewhere than can be at the sites where it finds any."""
-        kinds = self.classes
-        if kinds.merged:
+        classes = self.classes
+        if classes.merged:
             return np.zeros_like(copies)
-        own = np.eye(len(kinds.homes))
-        elsewhere = (copies * (1 - own) + np.diag(kinds.homes)) @ (most_found > 0).T
-        return np.asarray(np.maximum(kinds.homes[:, None] - elsewhere, 0.0) * (1 - own))
+        own = np.eye(len(classes.homes))
+        elsewhere = (most_found > 0) @ (copies * (1 - own) + np.diag(classes.homes))
+        return np.asarray(np.maximum(classes.homes - elsewhere, 0.0) * (1 - own))
 
     def _most_found(self, box: Box, most_held: FloatArray) -> FloatArray:
-        kinds, problem = self.classes, self.problem
-        allowed = (self.token_latency_s <= self.reaches_s[box.reach[1]]) & (box.reach[1] > 0) & (kinds.others > 0)
+        classes, problem = self.classes, self.problem
+        allowed = (self.token_latency_s <= self.reaches_s[box.reach[1]]) & (box.reach[1] > 0) & (classes.others > 0)
         if problem.permissions is not None:
             permitted = np.zeros_like(allowed)
-            np.logical_or.at(permitted, (kinds.label[:, None], kinds.label[None, :]), problem.permissions.serve)
+            np.logical_or.at(permitted, (classes.label[:, None], classes.label[None, :]), problem.permissions.serve)
             allowed &= permitted
         there_rate, again_rate = self.rates
-        rows = np.minimum(box.forward_s[1] * there_rate, box.back_s[1] * again_rate) / self.user_rows[:, None]
+        rows = np.minimum(box.forward_s[1] * there_rate, box.back_s[1] * again_rate) / self.kind_rows[:, None]
         found = np.searchsorted(self.hit, rows * (1 + SLACK), side="right") - 1.0
-        return np.asarray(np.minimum(found, most_held[None, :]) * allowed)
+        return np.asarray(np.minimum(found, classes.largest(most_held)) * allowed[classes.kinds.label])
 
     def _found_in_all(self, box: Box, most_found: FloatArray) -> FloatArray:
-        """[C]: experts that tokens find at all other sites together, at most. Because P is concave, most are found with as few
+        """[K]: experts that tokens find at all other sites together, at most. Because P is concave, most are found with as few
         rows as a site may send when parts are as large as they can be, largest first, but for one (no parts of the same sum and
         within the same limits are less even, so the sum of P is least)."""
-        kinds, hit = self.classes, self.hit
+        classes, kinds, hit = self.classes, self.classes.kinds, self.hit
         rows = np.minimum(box.forward_s[1] * kinds.up_bytes_per_s, box.back_s[1] * kinds.down_bytes_per_s)
-        rows = rows * (1 + SLACK) / self.user_rows
+        rows = rows * (1 + SLACK) / self.kind_rows
         order = np.argsort(-most_found, axis=1, kind="stable")
         parts = np.take_along_axis(most_found, order, axis=1)
-        number = np.take_along_axis(kinds.others, order, axis=1)
+        number = np.take_along_axis(classes.others[kinds.label], order, axis=1)
         each = hit[parts.astype(np.int64)]
         before = np.cumsum(each * number, axis=1) - each * number
         left = np.maximum(rows[:, None] - before, 0.0)
@@ -379,7 +398,7 @@ class Relaxation:
     def unit_rows(self, limits: Limits) -> FloatArray:
         """[C, C]: rows of one of n <= N experts that a site of the column's class serves for tokens of one of the row's, at
         least."""
-        found = np.maximum(limits.most_found, 1.0)
+        found = np.maximum(self.classes.largest(limits.most_found), 1.0)
         return np.asarray(self.user_rows[:, None] * self.problem.hit[found.astype(np.int64)] / found)
 
 

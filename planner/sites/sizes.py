@@ -276,9 +276,11 @@ class SizeRelaxation:
 
 
 def size_relaxation(relaxation: Relaxation) -> SizeRelaxation | None:
-    """None where paths between sites have limits or latencies of their own, or there are too many kinds of sites."""
+    """None where paths between sites have limits or latencies of their own, or there are too many kinds of sites: merged ones
+    would count as fast as the fastest."""
     problem, kinds = relaxation.problem, relaxation.classes
-    if problem.num_sites < 2 or not problem.alike_paths or len(kinds.count) > MOST_KINDS or problem.num_experts < 2:
+    few = len(kinds.count) <= MOST_KINDS and not kinds.mixed
+    if problem.num_sites < 2 or not problem.alike_paths or not few or problem.num_experts < 2:
         return None
     experts, number = problem.num_experts, max(MOST_TYPES // len(kinds.count), 4)
     # Dense where few experts make a difference, and near all of them.

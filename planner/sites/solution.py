@@ -13,7 +13,6 @@ from hybridep.plan import Objective
 from planner.clock import now_s
 from planner.price import step_usd
 from planner.sites.bound import Proof, prove
-from planner.sites.classes import Merging, merges_different
 from planner.sites.egress_bound import least_egress_usd
 from planner.sites.grouping import MANY
 from planner.sites.oracle import best_table
@@ -33,8 +32,6 @@ EQUAL_BOXES = 40
 """Of one proof for many equal sites."""
 STUCK_BOXES = 120
 """Of the other proof for those, where it has more to say."""
-TRIAL_BOXES = 200
-"""Of the first proof for each way to merge different sites."""
 SEARCHED, SEARCHED_LONGER = 0.6, 0.75
 """Share of the time in which plans are looked for, the latter where paths between sites differ: there walks gain much."""
 AMPLE_S = 60.0
@@ -133,7 +130,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         most = EQUAL_BOXES if one.equal_sites and one.num_sites > MANY else MOST_BOXES
         boxes = most // len(scenarios)
         try:
-            relaxation = _relaxation(one, best_s, deadline_s)
+            relaxation = Relaxation(problem=one)
             by_size, stuck = _prove_sizes(relaxation, best_s, boxes, deadline_s)
             if by_size is not None and by_size.bound_s >= best_s * (1 - ENOUGH_GAP):
                 boxes = 2
@@ -164,20 +161,6 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
 def least_usd(problem: SiteProblem, bound_s: float) -> float:
     """No plan costs less per step, if none is faster than ``bound_s``: what is paid for time and for bytes, each at its least."""
     return step_usd(problem.cluster.rent_usd_per_s, least_egress_usd(problem), bound_s)
-
-
-def _relaxation(problem: SiteProblem, best_s: float, deadline_s: float) -> Relaxation:
-    """Where different sites are merged, in the way that proves more with a few boxes. Raises KeyboardInterrupt."""
-    if not merges_different(problem):
-        return Relaxation(problem=problem)
-    tried: list[tuple[float, Relaxation]] = []
-    for merging in Merging:
-        relaxation = Relaxation(problem=problem, merging=merging)
-        proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=TRIAL_BOXES, deadline_s=deadline_s)
-        if proof.interrupted:
-            raise KeyboardInterrupt
-        tried.append((proof.bound_s, relaxation))
-    return max(tried, key=lambda one: one[0])[1]
 
 
 def _prove_sizes(relaxation: Relaxation, best_s: float, boxes: int, deadline_s: float) -> tuple[SizeProof | None, bool]:

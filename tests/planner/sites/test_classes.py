@@ -1,8 +1,6 @@
-"""Merging of many different sites: bands that lose least, and the way to merge that proves more."""
+"""Merging of many different sites."""
 
 from __future__ import annotations
-
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -11,28 +9,10 @@ from site_cases import small_workload
 from hybridep.config import build
 from hybridep.topology import Cluster
 from planner.sites.bound import verify
-from planner.sites.classes import _BANDS, Merging
+from planner.sites.classes import site_classes
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
 from planner.sites.solution import Wishes, solve_sites
-
-
-def lost(values: np.ndarray, band: np.ndarray) -> float:
-    """Seconds for a byte that members count too little, all together."""
-    fastest = np.array([values[band == one].max() for one in band])
-    return float((1 / values - 1 / fastest).sum())
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_close_bands_lose_least(seed: int, number: int) -> None:
-    rng = np.random.default_rng(seed)
-    values = rng.uniform(1, 10, 9) if seed < 3 else rng.choice([1.0, 2.0, 5.0], 9)
-    band = _BANDS[Merging.CLOSE](values, number)
-    assert len(set(band.tolist())) <= number
-    order = np.sort(values)
-    splits = (np.searchsorted(order[list(cut)], values) for cut in combinations(range(9), number - 1))
-    assert lost(values, band) <= min(lost(values, one) for one in splits) + 1e-12
 
 
 def sites(rates_mbps: np.ndarray) -> SiteProblem:
@@ -45,14 +25,28 @@ def sites(rates_mbps: np.ndarray) -> SiteProblem:
     return site_problem(build(Cluster, data, "test"), small_workload(np.random.default_rng(0), 16))
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "merging"), [(500.0, 800.0, Merging.CLOSE), (100.0, 1600.0, Merging.SLOW_APART)], ids=["even", "wide"]
-)
-def test_the_way_that_proves_more_is_taken_and_can_be_verified(low: float, high: float, merging: Merging) -> None:
+def test_what_is_alike_is_one_kind_and_classes_are_made_of_kinds() -> None:
+    rng = np.random.default_rng(0)
+    some = rng.uniform(500, 800, (60, 2))
+    problem = sites(np.concatenate([some, some]))
+    classes = site_classes(problem)
+    kinds = classes.kinds
+    assert len(kinds.count) > len(classes.count) > 1
+    assert (classes.label == kinds.label[kinds.place]).all()
+    assert (kinds.up_bytes_per_s[kinds.place] == problem.up_bytes_per_s).all()
+    for one in range(len(classes.count)):
+        of_class = problem.up_bytes_per_s[classes.label == one]
+        assert classes.count[one] == len(of_class)
+        assert classes.up_bytes_per_s[one] == of_class.max() == classes.largest(kinds.up_bytes_per_s)[one]
+        assert classes.mean(kinds.up_bytes_per_s)[one] == pytest.approx(of_class.mean())
+
+
+@pytest.mark.parametrize(("low", "high", "gap"), [(500.0, 800.0, 0.04), (100.0, 1600.0, 0.08)], ids=["even", "wide"])
+def test_hundreds_of_different_sites_have_a_bound_that_can_be_verified(low: float, high: float, gap: float) -> None:
     problem = sites(np.random.default_rng(1).uniform(low, high, (120, 2)))
-    (proof,) = solve_sites(problem, Wishes(time_limit_s=4)).proofs
-    assert proof.merging is merging
-    assert verify(Relaxation(problem=problem, merging=merging), proof) == pytest.approx(proof.bound_s, rel=1e-12)
-    (other,) = set(Merging) - {merging}
-    with pytest.raises(ValueError, match="merged otherwise"):
-        verify(Relaxation(problem=problem, merging=other), proof)
+    solution = solve_sites(problem, Wishes(time_limit_s=4))
+    (proof,) = solution.proofs
+    relaxation = Relaxation(problem=problem)
+    assert relaxation.classes.mixed
+    assert verify(relaxation, proof) == pytest.approx(proof.bound_s, rel=1e-12)
+    assert solution.bound_s >= (1 - gap) * proof.best_s

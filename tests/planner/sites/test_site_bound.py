@@ -13,7 +13,6 @@ import pytest
 from site_cases import few_kinds, random_problem, random_table, small_workload, uneven_cluster
 
 from hybridep.config import build
-from hybridep.sites import Site
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.sites import bound
@@ -140,7 +139,7 @@ def test_no_random_table_beats_the_bound(seed: int) -> None:
 
 def test_multipliers_of_one_program_prove_other_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more sites than ``SMALL`` few programs are solved; without the multipliers of others as many boxes prove less."""
-    relaxation = Relaxation(problem=random_problem(0, 10, 12))
+    relaxation = Relaxation(problem=random_problem(6, 10, 12))
     search = Search(problem=relaxation.problem, max_evaluations=300)
     run(search)
     assert search.best is not None
@@ -268,24 +267,6 @@ def test_size_proofs_that_leave_plans_out_are_refused() -> None:
         parts = tuple(part for index, part in enumerate(proof.parts) if index != left_out)
         with pytest.raises(ValueError, match="leaves out"):
             verify_sizes(sizes, replace(proof, parts=parts))
-
-
-def test_classes_whose_best_links_are_equal_both_ways_are_not_tied() -> None:
-    """The best of the members' uplinks may equal the best of their downlinks where no member's links are equal."""
-    cluster = uneven_cluster(np.random.default_rng(1), 64, 0, pairs=False)
-    cluster = cluster.model_copy(
-        update={
-            "sites": tuple(
-                build(Site, {"name": f"s{i}", "up": f"{10_000 + i} kB/s", "down": f"{10_000 + (i ^ 1)} kB/s"}, "test")
-                for i in range(64)
-            )
-        }
-    )
-    problem = site_problem(cluster, small_workload(np.random.default_rng(1), 64))
-    relaxation = Relaxation(problem=problem)
-    assert relaxation.classes.merged
-    sizes = size_relaxation(relaxation)
-    assert sizes is not None and not sizes.tied
 
 
 def test_a_trunk_slower_than_every_link_leaves_time_for_tokens() -> None:

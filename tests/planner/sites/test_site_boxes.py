@@ -55,11 +55,11 @@ class Case(NamedTuple):
 
 
 def relaxed(problem: SiteProblem, merged: bool) -> Relaxation:
-    merging = list(classes.Merging)[problem.num_experts % 2]
-    relaxation = Relaxation(problem=problem, merging=merging)
+    relaxation = Relaxation(problem=problem)
     if merged:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(classes, "MOST_CLASSES", 3)
+            patch.setattr(classes, "MOST_KINDS", 3)
+            patch.setattr(classes, "BANDS", 1)
             patch.setattr(classes, "MOST_SITES", 3)
             assert relaxation.classes.merged
     return relaxation
@@ -171,17 +171,17 @@ def misjudged(relaxation: Relaxation, case: Case) -> list[str]:
 
 def judged(relaxation: Relaxation, case: Case, box: Box) -> Iterator[tuple[str, bool]]:
     kinds, problem, found = relaxation.classes, case.problem, relaxation.limits(box)
-    label, held = kinds.label, held_by_site(problem, case.table).sum(axis=1)
+    label, place, held = kinds.label, kinds.kinds.place, held_by_site(problem, case.table).sum(axis=1)
     served = np.array([np.bincount(row, minlength=problem.num_sites) for row in case.table]) * ~np.eye(len(label), dtype=bool)
     copies, rows = case.layer.copies[0], case.layer.rows[0]
-    yield "held at most", bool((held <= found.most_held[label]).all())
-    yield "held at least", bool((held >= found.least_held[label]).all())
-    yield "kept", bool((copies.pairs >= found.kept[np.ix_(label, label)]).all())
-    yield "copies", bool((copies.pairs <= found.copies[np.ix_(label, label)]).all())
-    yield "uploads", bool((copies.out.sum(axis=1) <= found.uploads[label]).all())
-    yield "found", bool((served <= found.most_found[np.ix_(label, label)]).all())
+    yield "held at most", bool((held <= found.most_held[place]).all())
+    yield "held at least", bool((held >= found.least_held[place]).all())
+    yield "kept", bool((found.kept[np.ix_(place, label)] <= copies.pairs.T).all())
+    yield "copies", bool((found.copies[np.ix_(place, label)] >= copies.pairs.T).all())
+    yield "uploads", bool((copies.out.sum(axis=1) <= found.uploads[place]).all())
+    yield "found", bool((served <= found.most_found[np.ix_(place, label)]).all())
     slope, at_none = serving_lines(relaxation, box, found)
-    lines = at_none[label] + slope[label] * np.maximum(held, kinds.homes[label])[:, None]
+    lines = at_none[label] + slope[label] * held[:, None]
     yield "served", bool((served.sum(axis=0)[:, None] <= lines * CLOSE + 1e-9).all())
     yield "possible", found.possible(kinds)
     latency_s, latency_back_s = relaxation.copy_latency_s(box)
@@ -250,6 +250,33 @@ def patched(module: Any, name: str, wrong: Callable[[Any], Any]) -> Change:
     return change
 
 
+def slower(name: str) -> Change:
+    """Counting with links that carry less."""
+
+    def change(relaxation: Relaxation, monkeypatch: pytest.MonkeyPatch) -> None:
+        old = getattr(thresholds, name)
+        monkeypatch.setattr(thresholds, name, lambda *args: old(*args[:-1], args[-1] / 1.3))
+
+    return change
+
+
+def of_classes(wrong: Callable[[np.ndarray], np.ndarray], *, rates: bool = False) -> Change:
+    """Another number than the mean, of rates or of what is not; only where different sites are merged."""
+
+    def change(relaxation: Relaxation, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = classes.SiteClasses.mean
+
+        def mean(self: classes.SiteClasses, values: np.ndarray) -> np.ndarray:
+            is_rate = values is self.kinds.up_bytes_per_s or values is self.kinds.down_bytes_per_s
+            if not self.mixed or is_rate is not rates:
+                return right(self, values)
+            return np.stack([wrong(values[self.kinds.label == one]) for one in range(len(self.count))])
+
+        monkeypatch.setattr(classes.SiteClasses, "mean", mean)
+
+    return change
+
+
 def limits(**wrong: Callable[[np.ndarray], np.ndarray]) -> Change:
     def change(found: Limits) -> Limits:
         return replace(found, **{name: one(getattr(found, name)) for name, one in wrong.items()})
@@ -284,8 +311,11 @@ MUTATIONS: dict[str, Change] = {
     "sites serve an expert less": patched(lp, "serving_lines", lambda lines: (lines[0], lines[1] - 1)),
     "who holds more serves less": patched(lp, "serving_lines", lambda lines: (0.5 * lines[0], lines[1])),
     "rows keep links busy for longer": patched(narrowing, "least_rows_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
-    "sending takes longer": patched(thresholds, "_sending_s", lambda seconds: 1.3 * seconds),
-    "serving takes longer": patched(thresholds, "_serving_s", lambda seconds: 1.3 * seconds),
+    "copies keep links busy for longer": patched(narrowing, "least_copies_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
+    "sending takes longer": slower("_can_send"),
+    "serving takes longer": slower("_can_serve"),
+    "all of a class hold less than the one that may hold least": of_classes(lambda values: 0.9 * values.min(axis=0)),
+    "all of a class are as fast as the slowest": of_classes(lambda values: values.min(axis=0), rates=True),
 } | {f"{side} ends too early": shortened(side) for side in SIDES}
 
 
@@ -341,6 +371,6 @@ def test_experts_of_a_home_that_a_site_cannot_find_must_be_held_there() -> None:
     tokens = int(np.searchsorted(relaxation.reaches_s, 5 * 0.02 + 1e-6)) - 1
     here = replace(root, copy_reach=(0, near), reach=(0, tokens))
     limits = relaxation.limits(here)
-    assert limits.kept.tolist() == [[0, 0, 0], [0, 0, 0], [2, 0, 0]]
+    assert limits.kept.tolist() == [[0, 0, 2], [0, 0, 0], [0, 0, 0]]
     assert not limits.possible(relaxation.classes)
     assert relaxation.limits(replace(here, copy_reach=(0, far))).possible(relaxation.classes)
