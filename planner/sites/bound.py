@@ -17,7 +17,7 @@ from planner.sites.lp import box_program
 from planner.sites.narrowing import narrowed
 from planner.sites.relaxation import Relaxation
 
-STALLED = 800, 1e-3
+STALLED = 3000, 1e-3
 """A proof ends when so many boxes have not raised the bound by this share of the best step."""
 
 
@@ -211,7 +211,7 @@ TIGHT = 0.05
 than this share of what is left."""
 SMALL = 8
 """With so many classes each such box has its program solved; with more, as many boxes are cut for each one that is solved as the
-time grows that solving takes: with their number to the power of three."""
+time grows that solving takes: with their number to the power of four."""
 
 
 def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
@@ -229,18 +229,18 @@ def _boxes_a_program(relaxation: Relaxation) -> float:
     """Boxes that are cut for each program that is solved."""
     classes = len(relaxation.classes.count)
     seldom = classes > SMALL and (relaxation.classes.merged or classes <= NEAR[-1][0])
-    return (classes / SMALL) ** 3 if seldom else 0.0
+    return (classes / SMALL) ** 4 if seldom else 0.0
 
 
 CUT = (*TIMES, *POSITIONS)
 ROWS = ("forward_s", "back_s")
 CHEAPER = 0.5
-"""Cutting how long rows keep links busy counts for less: narrowing finds much of their lower ends."""
+"""Cutting times counts for less: narrowing finds much of their lower ends."""
 
 
 def widest(relaxation: Relaxation, narrow: Box) -> tuple[str, float] | None:
     """The side along which the box's corners differ most in cost, and where to cut it; None when they hardly differ."""
-    spread = {side: _spread_s(relaxation, narrow, side) for side in CUT}
+    spread = {side: _spread_s(relaxation, narrow, side) * (CHEAPER if side in TIMES else 1.0) for side in CUT}
     side = max(spread, key=lambda one: spread[one])
     if spread[side] <= 1e-9 * relaxation.base_s / relaxation.num_layers:
         return None
@@ -255,7 +255,7 @@ def widest(relaxation: Relaxation, narrow: Box) -> tuple[str, float] | None:
 def _spread_s(relaxation: Relaxation, narrow: Box, side: str) -> float:
     low, high = getattr(narrow, side)
     if side in ROWS:
-        return CHEAPER * relaxation.budgets_s[side == "back_s"] * float(high - low)
+        return relaxation.budgets_s[side == "back_s"] * float(high - low)
     if side == "reach":
         more = float(relaxation.reaches_s[high] - relaxation.reaches_s[low])
         return relaxation.problem.workload.training.micro_batches * more

@@ -62,12 +62,12 @@ class SiteClasses:
     pair_bytes_per_s: FloatArray | None
     """[C, C]; only where every site is a class."""
 
-    @property
+    @cached_property
     def others(self) -> FloatArray:
         """[C, C]: how many sites of the column's class are others to a site of the row's."""
         return np.asarray(self.count[None, :] - np.eye(len(self.count)))
 
-    @property
+    @cached_property
     def merged(self) -> bool:
         """Some class has several sites."""
         return bool((self.count > 1).any())

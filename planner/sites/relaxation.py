@@ -229,12 +229,18 @@ class Relaxation:
     def copy_latency_s(self, box: Box) -> tuple[float, float]:
         """Of one gather and one return, in every plan of the box: some pair of a home and a copy is as far as the lower end says,
         no farther than the upper one, and the way back is at least the shortest of such pairs."""
-        low, high = box.copy_reach
-        if low == 0:
-            return 0.0, 0.0
-        latency, reaches = self.classes.latency_s, self.copy_reaches_s
-        farthest = self._copied & (latency >= reaches[low]) & (latency <= reaches[high])
-        return float(reaches[low]), float(latency.T[farthest].min())
+        known = self._copy_latency_s.get(box.copy_reach)
+        if known is None:
+            low, high = box.copy_reach
+            latency, reaches = self.classes.latency_s, self.copy_reaches_s
+            farthest = self._copied & (latency >= reaches[low]) & (latency <= reaches[high])
+            known = (float(reaches[low]), float(latency.T[farthest].min())) if low > 0 else (0.0, 0.0)
+            self._copy_latency_s[box.copy_reach] = known
+        return known
+
+    @cached_property
+    def _copy_latency_s(self) -> dict[tuple[int, int], tuple[float, float]]:
+        return {}
 
     def token_latency_of(self, box: Box) -> float:
         """Seconds of one layer's step, in every plan of the box."""
@@ -364,7 +370,7 @@ class Relaxation:
         classes, kinds, hit = self.classes, self.classes.kinds, self.hit
         rows = np.minimum(box.forward_s[1] * kinds.up_bytes_per_s, box.back_s[1] * kinds.down_bytes_per_s)
         rows = rows * (1 + SLACK) / self.kind_rows
-        order = np.argsort(-most_found, axis=1, kind="stable")
+        order = np.argsort(-most_found.astype(np.int16), axis=1, kind="stable")  # by radix
         parts = np.take_along_axis(most_found, order, axis=1)
         number = np.take_along_axis(classes.others[kinds.label], order, axis=1)
         each = hit[parts.astype(np.int64)]

@@ -9,33 +9,18 @@ from planner.sites.boxes import Box
 from planner.sites.relaxation import SLACK, Limits, Relaxation
 
 HALVINGS = 10
-"""Of a box's times; what was too short at each is proven."""
+"""Of the times in which links may send; what was too short at each is proven."""
 
 
 def least_rows_s(relaxation: Relaxation, box: Box, limits: Limits) -> tuple[float, float]:
     """Seconds per byte of a row, on the way to the experts and back: the shortest times in which sites can send and serve what
-    they must, as far as counting tells. No less than the box says; infinite where its upper ends are too short."""
+    they must, as far as counting tells. Infinite where the box's upper ends are too short."""
     kinds = relaxation.classes.kinds
     up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
     total = float((kinds.homes + limits.uploads) @ kinds.count)
-
-    def shortest_s(out_rates: FloatArray, in_rates: FloatArray, ends: tuple[float, float]) -> float:
-        def enough(time_s: float) -> bool:
-            return _can_send(relaxation, limits, total, time_s * out_rates) and _can_serve(
-                relaxation, limits, total, time_s * in_rates
-            )
-
-        low, high = ends
-        if enough(low):
-            return low
-        if not enough(high * (1 + SLACK)):
-            return float("inf")
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if enough(middle) else (middle, high)
-        return low
-
-    return shortest_s(up, down, box.forward_s), shortest_s(down, up, box.back_s)
+    there_s = _sending_s(relaxation, limits, total, up, box.forward_s), _serving_s(relaxation, limits, total, down)
+    back_s = _sending_s(relaxation, limits, total, down, box.back_s), _serving_s(relaxation, limits, total, up)
+    return max(there_s), max(back_s)
 
 
 def least_copies_s(relaxation: Relaxation, limits: Limits) -> tuple[float, float]:
@@ -51,28 +36,41 @@ def least_copies_s(relaxation: Relaxation, limits: Limits) -> tuple[float, float
     return shortest_s(up, down) * wire.expert_bytes, shortest_s(down, up) * wire.expert_gradient_bytes
 
 
-def _can_send(relaxation: Relaxation, limits: Limits, total: float, link_bytes: FloatArray) -> bool:
-    """Whether tokens need no more of sites' links ([K]: bytes in all, while every row has one) than there is, if sites hold
-    ``total`` experts together. A site that holds m experts sends each token with one of the other E - m at least once."""
-    experts, count = relaxation.problem.num_experts, relaxation.classes.kinds.count
-    rows = link_bytes * (1 + SLACK) / relaxation.kind_rows
-    needed = experts + 1 - np.searchsorted(relaxation.hit, rows, side="right")
-    return bool((needed <= limits.most_held).all()) and float(needed @ count) <= total * (1 + SLACK)
+def _sending_s(relaxation: Relaxation, limits: Limits, total: float, rates: FloatArray, ends: tuple[float, float]) -> float:
+    """In which all links ([K]: bytes per second) can send what they must, if sites hold ``total`` experts together; no less than
+    the box says. A site that holds m experts sends each token with one of the other E - m at least once, so if its link is busy
+    for no longer than t, it holds at least m(t)."""
+    experts, count, rows_per_s = relaxation.problem.num_experts, relaxation.classes.kinds.count, rates / relaxation.kind_rows
+
+    def enough(time_s: float) -> bool:
+        needed = experts + 1 - np.searchsorted(relaxation.hit, time_s * (1 + SLACK) * rows_per_s, side="right")
+        return bool((needed <= limits.most_held).all()) and float(needed @ count) <= total * (1 + SLACK)
+
+    low, high = ends
+    if enough(low):
+        return low
+    if not enough(high * (1 + SLACK)):
+        return float("inf")
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return low
 
 
-def _can_serve(relaxation: Relaxation, limits: Limits, total: float, link_bytes: FloatArray) -> bool:
-    """The same of tokens that sites serve to others: a row that comes to a site with m experts finds at most m / P(m) of those
-    it needs on average, and sites that hold ``total`` experts together leave D E - total to be found elsewhere. m / P(m) lies
-    below a line from one expert on; the best m under those lines are found greedily."""
-    problem, count = relaxation.problem, relaxation.classes.kinds.count
-    experts, most = float(problem.num_experts), limits.most_held
+def _serving_s(relaxation: Relaxation, limits: Limits, total: float, rates: FloatArray) -> float:
+    """In which all links ([K]: bytes per second) can receive what others' tokens need: a row that comes to a site with m experts
+    finds at most m / P(m) of those it needs on average, and sites that hold ``total`` experts together leave D E - total to be
+    found elsewhere. m / P(m) lies below a line from one expert on; the best m under those lines are found greedily."""
+    problem, count, most = relaxation.problem, relaxation.classes.kinds.count, limits.most_held
     first = np.where(most >= 1, 1 / problem.hit[1], 0.0)
     last = most / np.maximum(problem.hit[most.astype(np.int64)], problem.hit[1])
     slope = np.where(most > 1, (last - first) / np.maximum(most - 1, 1.0), 0.0)
-    rows = link_bytes / relaxation.rows
     units = np.concatenate([np.minimum(most, 1.0) * count, np.maximum(most - 1, 0.0) * count])
-    gains = np.concatenate([rows * first, rows * slope]) + 1.0
-    order = np.argsort(-gains, kind="stable")
-    before = np.cumsum(units[order]) - units[order]
-    taken = np.clip(total - before, 0.0, units[order])
-    return float(taken @ gains[order]) >= experts * problem.num_sites * (1 - SLACK)
+    found_per_s = np.concatenate([first, slope]) * np.tile(rates / relaxation.rows, 2)
+    order = np.argsort(-found_per_s, kind="stable")
+    taken = np.clip(total - (np.cumsum(units[order]) - units[order]), 0.0, units[order])
+    missing = problem.num_experts * problem.num_sites - float(taken.sum())
+    if missing <= 0:
+        return 0.0
+    all_per_s = float(taken @ found_per_s[order])
+    return missing / all_per_s * (1 - SLACK) if all_per_s > 0 else float("inf")

@@ -250,16 +250,6 @@ def patched(module: Any, name: str, wrong: Callable[[Any], Any]) -> Change:
     return change
 
 
-def slower(name: str) -> Change:
-    """Counting with links that carry less."""
-
-    def change(relaxation: Relaxation, monkeypatch: pytest.MonkeyPatch) -> None:
-        old = getattr(thresholds, name)
-        monkeypatch.setattr(thresholds, name, lambda *args: old(*args[:-1], args[-1] / 1.3))
-
-    return change
-
-
 def of_classes(wrong: Callable[[np.ndarray], np.ndarray], *, rates: bool = False) -> Change:
     """Another number than the mean, of rates or of what is not; only where different sites are merged."""
 
@@ -312,8 +302,8 @@ MUTATIONS: dict[str, Change] = {
     "who holds more serves less": patched(lp, "serving_lines", lambda lines: (0.5 * lines[0], lines[1])),
     "rows keep links busy for longer": patched(narrowing, "least_rows_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
     "copies keep links busy for longer": patched(narrowing, "least_copies_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
-    "sending takes longer": slower("_can_send"),
-    "serving takes longer": slower("_can_serve"),
+    "sending takes longer": patched(thresholds, "_sending_s", lambda seconds: 1.3 * seconds),
+    "serving takes longer": patched(thresholds, "_serving_s", lambda seconds: 1.3 * seconds),
     "all of a class hold less than the one that may hold least": of_classes(lambda values: 0.9 * values.min(axis=0)),
     "all of a class are as fast as the slowest": of_classes(lambda values: values.min(axis=0), rates=True),
 } | {f"{side} ends too early": shortened(side) for side in SIDES}
