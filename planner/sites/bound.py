@@ -11,7 +11,6 @@ import numpy as np
 from hybridep.traffic import FloatArray
 from planner.clock import now_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
-from planner.sites.knapsacks import Weights, even_weights, knapsacks_s
 from planner.sites.linear import BoxProgram, Duals
 from planner.sites.lp import box_program
 from planner.sites.narrowing import narrowed
@@ -26,8 +25,8 @@ class Corner:
     """What every plan of the narrowed box spends at least, which needs no numbers."""
 
 
-Evidence = Weights | Duals | Corner
-"""Link weights for the knapsacks, multipliers of the box's program, or the narrowed box itself."""
+Evidence = Duals | Corner
+"""Multipliers of the box's program, or the narrowed box itself."""
 
 
 def proven_s(relaxation: Relaxation, box: Box, evidence: Evidence, best_s: float = float("inf")) -> float:
@@ -40,14 +39,10 @@ def proven_s(relaxation: Relaxation, box: Box, evidence: Evidence, best_s: float
 def _within_s(relaxation: Relaxation, narrow: Box, evidence: Evidence) -> float:
     """The same of a box that is narrowed."""
     if isinstance(evidence, Corner):
-        layer_s = relaxation.corner_s(narrow)
-    elif isinstance(evidence, Weights):
-        layer_s = relaxation.inside_s(narrow) + knapsacks_s(relaxation, narrow, evidence)
-    else:
-        program = box_program(relaxation, narrow)
-        assert program is not None, "what is narrowed is possible"
-        return float(_by_duals_s(relaxation, narrow, program, [evidence])[0])
-    return relaxation.base_s + relaxation.num_layers * layer_s
+        return relaxation.base_s + relaxation.num_layers * relaxation.corner_s(narrow)
+    program = box_program(relaxation, narrow)
+    assert program is not None, "what is narrowed is possible"
+    return float(_by_duals_s(relaxation, narrow, program, [evidence])[0])
 
 
 def _by_duals_s(relaxation: Relaxation, narrow: Box, program: BoxProgram, many: Sequence[Duals]) -> FloatArray:
@@ -99,7 +94,6 @@ def prove(
     """A bound for a problem whose best known plan takes ``best_s``: stops when the gap is at most ``enough_gap``, when more boxes
     hardly raise it (``STALLED``), after ``max_boxes`` boxes, or at ``deadline_s`` (of ``planner.clock``)."""
     target_s = best_s * (1 - enough_gap)
-    even = even_weights(relaxation)
     heap: list[tuple[float, int, _Open]] = []
     done: list[_Part] = []
     proven: list[Duals] = []
@@ -122,11 +116,9 @@ def prove(
         if narrow is None:
             done.append(_Part(box, Corner(), best_s))
             return
-        quick: tuple[Evidence, ...] = (even, Corner())
-        found = [_Part(box, one, min(best_s, _within_s(relaxation, narrow, one))) for one in quick]
-        if around is not None:
-            found.append(around)  # what bounds the whole box bounds its half
-        part = max(found, key=lambda one: one.value_s)
+        part = _Part(box, Corner(), min(best_s, _within_s(relaxation, narrow, Corner())))
+        if around is not None and around.value_s >= part.value_s:
+            part = around  # what bounds the whole box bounds its half
         if proven and part.value_s < target_s and _worth(relaxation, narrow, best_s):
             part = _by_known(relaxation, box, narrow, part, proven, best_s)
         keep(_Open(box, narrow, part, solved=False))

@@ -7,8 +7,8 @@ long rows may keep a link limits how many experts a token finds elsewhere: n of 
 there, P being the chance that a token needs one of n. P is concave, so n <= N experts cost at least n P(N) / N rows: the
 tighter a box, the truer these chords.
 
-With chords, rows are linear in n[d, h], the number of experts that site h serves for tokens of site d; knapsacks
-(``planner.sites.knapsacks``) and linear programs (``planner.sites.lp``) bound what they take.
+With chords, rows are linear in n[d, h], the number of experts that site h serves for tokens of site d, and linear programs
+(``planner.sites.lp``) bound what they take.
 """
 
 from __future__ import annotations

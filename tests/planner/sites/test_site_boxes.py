@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from planner.sites.boxes import POSITIONS, TIMES, Box, covered
 from planner.sites.capacity import serving_lines
 from planner.sites.cost import site_cost
 from planner.sites.exchange import LayerExchanges, held_by_site, layer_exchanges
-from planner.sites.knapsacks import Weights, even_weights
 from planner.sites.lp import box_program
 from planner.sites.narrowing import narrowed
 from planner.sites.problem import Inside, SiteProblem, site_problem
@@ -141,23 +140,11 @@ def opened(root: Box, box: Box) -> Iterator[Box]:
     yield replace(box, **{side: (0.9 * getattr(box, side)[0], getattr(root, side)[1]) for side in TIMES})
 
 
-def weights_of(case: Case) -> Weights:
-    """All on the plan's busiest access links, far more than a second there costs."""
-    relaxation, problem, rows = case.relaxation, case.problem, case.layer.rows[0]
-    out, into = rows.out.sum(axis=1), rows.into.sum(axis=1)
-    made = {field.name: np.zeros(len(relaxation.classes.count)) for field in fields(Weights)}
-    for upward, downward, sent, taken in (("out", "into", out, into), ("back_out", "back_into", into, out)):
-        up_s, down_s = sent / problem.up_bytes_per_s, taken / problem.down_bytes_per_s
-        name, seconds = (upward, up_s) if up_s.max() >= down_s.max() else (downward, down_s)
-        made[name][relaxation.classes.label[seconds.argmax()]] = 1e9
-    return Weights(**made | {"compute": even_weights(relaxation).compute})
-
-
 def proven(relaxation: Relaxation, case: Case, best_s: float) -> float:
     """Of the plan's own box, by the best of all evidence."""
     box = case.box
     narrow = narrowed(relaxation, box, best_s)
-    evidence: list[Evidence] = [Corner(), weights_of(case)]
+    evidence: list[Evidence] = [Corner()]
     if narrow is not None and (program := box_program(relaxation, narrow)) is not None and (duals := program.solve()) is not None:
         evidence.append(duals)
     return max(proven_s(relaxation, box, one, best_s) for one in evidence)
