@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array
 
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
@@ -81,6 +81,22 @@ class BoxProgram:
         return Duals(inequality=inequality, equality=np.asarray(found.eqlin.marginals) * unit)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Template:
+    """A sparse matrix but for numbers by which its entries are multiplied."""
+
+    pattern: Any
+    """Sparse."""
+    value: FloatArray
+    """[entries], as ``pattern`` orders them."""
+    scale: IntArray
+    """[entries]: which number."""
+
+    def matrix(self, numbers: FloatArray) -> Any:
+        pattern = self.pattern
+        return csr_array((self.value * numbers[self.scale], pattern.indices, pattern.indptr), shape=pattern.shape)
+
+
 class Rows:
     """Inequalities, collected block by block."""
 
@@ -88,16 +104,37 @@ class Rows:
         self.row: list[IntArray] = []
         self.column: list[IntArray] = []
         self.value: list[FloatArray] = []
+        self.scale: list[IntArray] = []
         self.right: list[FloatArray] = []
+        self.names: dict[str, slice] = {}
         self.count = 0
 
-    def add(self, row: IntArray, column: IntArray, value: FloatArray | float, right: FloatArray) -> None:
+    def add(
+        self,
+        row: IntArray,
+        column: IntArray,
+        value: FloatArray | float,
+        right: FloatArray,
+        *,
+        scale: IntArray | int = 0,
+        name: str = "",
+    ) -> None:
+        """``scale`` tells which number of a ``template`` entries are multiplied by; rows are found again by ``name``."""
         self.row.append(np.asarray(row) + self.count)
         self.column.append(np.asarray(column))
         self.value.append(np.broadcast_to(np.asarray(value, dtype=np.float64), np.shape(row)))
+        self.scale.append(np.broadcast_to(np.asarray(scale), np.shape(row)))
         self.right.append(right)
+        if name:
+            self.names[name] = slice(self.count, self.count + len(right))
         self.count += len(right)
 
     def matrix(self, variables: int) -> Any:
-        entries = np.concatenate(self.value), (np.concatenate(self.row), np.concatenate(self.column))
-        return coo_array(entries, shape=(self.count, variables)).tocsr()
+        return self.template(variables).matrix(np.ones(1))
+
+    def template(self, variables: int) -> Template:
+        row, column = np.concatenate(self.row), np.concatenate(self.column)
+        pattern = coo_array((np.arange(len(row)), (row, column)), shape=(self.count, variables)).tocsr()
+        order = pattern.data
+        assert len(order) == len(row), "an entry is given twice"
+        return Template(pattern=pattern, value=np.concatenate(self.value)[order], scale=np.concatenate(self.scale)[order])

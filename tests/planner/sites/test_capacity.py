@@ -14,7 +14,7 @@ from hybridep.config import build
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.sites import lp
-from planner.sites.capacity import lifted, most_served, serving_lines
+from planner.sites.capacity import SLOPES, lifted, most_served, serving_lines
 from planner.sites.lp import box_program
 from planner.sites.problem import site_problem
 from planner.sites.relaxation import Relaxation
@@ -73,7 +73,8 @@ def test_lines_touch_what_sites_can_serve_from_above() -> None:
 
 def test_what_sites_can_serve_raises_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     def anything(relaxation: Relaxation, *_: object) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros((len(relaxation.classes.count), 1)), np.full((len(relaxation.classes.count), 1), 1e6)
+        shape = len(relaxation.classes.count), len(SLOPES)
+        return np.zeros(shape), np.full(shape, 1e6)
 
     # Eight sites that are not quite alike, large experts, and time for 1.4 rows of each token.
     rng, names = np.random.default_rng(0), [f"s{i}" for i in range(8)]
