@@ -26,7 +26,7 @@ from planner.sites.strategy import is_large, run, walks_help
 
 FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""
-MOST_BOXES = 20000
+MOST_BOXES = 100_000
 """Of one proof."""
 EQUAL_BOXES = 40
 """Of one proof for many equal sites."""
