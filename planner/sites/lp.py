@@ -58,13 +58,17 @@ class Shape:
     """Forward, back, compute, gather, return, and what the last two cost."""
     inequality: Template
     right: FloatArray
-    """But for ``rows``."""
+    """[rows]: zero where a box gives it."""
     rows: dict[str, slice]
+    """Those, by name."""
     equality: Any
+    """Sparse [groups x C, variables]."""
     total: FloatArray
+    """[groups x C]: experts of each group, which each site must find."""
     costs: FloatArray
+    """[variables]."""
     bounds: FloatArray
-    """Of what stays unserved, and what is no box's."""
+    """[variables, 2]: zero where a box gives them."""
 
 
 def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
