@@ -139,6 +139,7 @@ def _bounds(relaxation: Relaxation, box: Box, shape: Shape, limits: Limits) -> F
 
 @lru_cache(maxsize=4)
 def _shape(relaxation: Relaxation, residency: Residency, most_variables: int) -> Shape:
+    """Variables and rows, and what no box changes in them."""
     problem, classes = relaxation.problem, relaxation.classes
     size, num_lines = len(classes.count), len(SLOPES)
     sites = np.flatnonzero(classes.homes)

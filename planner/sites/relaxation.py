@@ -370,7 +370,9 @@ class Relaxation:
         classes, kinds, hit = self.classes, self.classes.kinds, self.hit
         rows = np.minimum(box.forward_s[1] * kinds.up_bytes_per_s, box.back_s[1] * kinds.down_bytes_per_s)
         rows = rows * (1 + SLACK) / self.kind_rows
-        order = np.argsort(-most_found.astype(np.int16), axis=1, kind="stable")  # by radix
+        # Small integers are sorted in a fraction of the time.
+        small = np.min_scalar_type(-self.problem.num_experts)
+        order = np.argsort((-most_found).astype(small), axis=1, kind="stable")
         parts = np.take_along_axis(most_found, order, axis=1)
         number = np.take_along_axis(classes.others[kinds.label], order, axis=1)
         each = hit[parts.astype(np.int64)]
