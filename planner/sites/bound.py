@@ -234,7 +234,7 @@ def widest(relaxation: Relaxation, narrow: Box) -> tuple[str, float] | None:
     """The side along which the box's corners differ most in cost, and where to cut it; None when they hardly differ."""
     spread = {side: _spread_s(relaxation, narrow, side) * (CHEAPER if side in TIMES else 1.0) for side in CUT}
     side = max(spread, key=lambda one: spread[one])
-    if spread[side] <= 1e-9 * relaxation.base_s / relaxation.num_layers:
+    if spread[side] <= 1e-6 * relaxation.base_s / relaxation.num_layers:
         return None
     low, high = getattr(narrow, side)
     if side not in POSITIONS:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
 from planner.sites.boxes import Box
 from planner.sites.relaxation import SLACK, Limits, Relaxation
@@ -42,16 +41,3 @@ def most_served(hit: FloatArray, rows: FloatArray, users: int) -> FloatArray:
         whole = np.where(hit > 0, np.minimum(np.floor(room / hit), users), 0.0)
     rest = np.searchsorted(hit, (room - whole * hit) * (1 + SLACK), side="right") - 1
     return np.asarray(whole * sizes + np.where(whole < users, np.minimum(rest, sizes), 0))
-
-
-def lifted(values: FloatArray, points: IntArray) -> FloatArray:
-    """[C, K]: values at ``points`` (ascending, from the first to the last size) so that lines from each to the next one pass
-    nowhere below ``values`` ([C, E + 1])."""
-    sizes, made = np.arange(values.shape[1]), values[:, points]
-    between = np.searchsorted(points, sizes, side="right") - 1
-    missing = values - np.stack([np.interp(sizes, points, row) for row in made])
-    raised = made.copy()
-    for size, left in enumerate(between):
-        for end in {left, min(left + (points[left] < size), len(points) - 1)}:
-            raised[:, end] = np.maximum(raised[:, end], made[:, end] + missing[:, size])
-    return raised

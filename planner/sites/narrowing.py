@@ -41,10 +41,29 @@ def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
         forward_s=at_least(box.forward_s, forward_s),
         back_s=at_least(box.back_s, back_s),
     )
+    if relaxation.tied:
+        box = _tied(relaxation, box)
     if any(low > high for low, high in (box.gather_s, box.return_s, box.forward_s, box.back_s)):
         return None
     # A second round of the same costs more boxes than it saves.
     return None if relaxation.corner_s(box) * (1 - SLACK) >= layer_s else box
+
+
+def _tied(relaxation: Relaxation, box: Box) -> Box:
+    """Where the way back takes as long as the way there (``Relaxation.tied``), what is known of one is known of the other."""
+    wire = relaxation.problem.wire
+    ratio = wire.expert_gradient_bytes / wire.expert_bytes
+
+    def both(one: tuple[float, float], other: tuple[float, float], unit: float) -> tuple[float, float]:
+        return max(one[0], other[0] * unit * (1 - SLACK)), min(one[1], other[1] * unit * (1 + SLACK))
+
+    return replace(
+        box,
+        gather_s=both(box.gather_s, box.return_s, 1 / ratio),
+        return_s=both(box.return_s, box.gather_s, ratio),
+        forward_s=both(box.forward_s, box.back_s, 1.0),
+        back_s=both(box.back_s, box.forward_s, 1.0),
+    )
 
 
 def _ends_within(relaxation: Relaxation, box: Box, left_s: float) -> Box:

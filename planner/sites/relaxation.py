@@ -93,6 +93,14 @@ class Relaxation:
         return fixed_cost(self.problem).total_s + self.num_layers * passes * self.problem.block_s
 
     @cached_property
+    def tied(self) -> bool:
+        """Access links, each as fast up as down, are all there is between sites: what goes back keeps the busiest one as long, per
+        byte, as what went there."""
+        problem = self.problem
+        others = problem.cluster.trunks or problem.window_s_per_byte[0].any()
+        return problem.alike_paths and not others and bool((problem.up_bytes_per_s == problem.down_bytes_per_s).all())
+
+    @cached_property
     def expert_s(self) -> FloatArray:
         """[C]: ``SiteProblem.expert_s_per_choice`` of the fastest site of each class."""
         return -self.classes.best(-self.problem.expert_s_per_choice)

@@ -14,30 +14,21 @@ from planner.clock import now_s
 from planner.price import step_usd
 from planner.sites.bound import Proof, prove
 from planner.sites.egress_bound import least_egress_usd
-from planner.sites.grouping import MANY
 from planner.sites.oracle import best_table
 from planner.sites.others import OTHERS
 from planner.sites.problem import SiteProblem
 from planner.sites.relaxation import Relaxation
 from planner.sites.search import Found, Search, at_quantile
-from planner.sites.size_proof import SizeProof, prove_sizes
-from planner.sites.sizes import size_relaxation
 from planner.sites.strategy import is_large, run, walks_help
 
 FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""
 MOST_BOXES = 100_000
 """Of one proof."""
-EQUAL_BOXES = 40
-"""Of one proof for many equal sites."""
-STUCK_BOXES = 120
-"""Of the other proof for those, where it has more to say."""
 SEARCHED, SEARCHED_LONGER = 0.6, 0.75
 """Share of the time in which plans are looked for, the latter where paths between sites differ: there walks gain much."""
 AMPLE_S = 60.0
 """With less time walks are shorter, with its power of 1.5, which leaves more of it to the bound."""
-FEW_SITES = 24
-"""Below, the bound by numbers of experts held is not tried: the other one is better there."""
 ENOUGH_GAP = 0.005
 """The bound is not improved below this gap."""
 
@@ -52,8 +43,6 @@ class SiteSolution:
     """No plan costs less per step."""
     proofs: tuple[Proof, ...]
     """One per scenario; none where every table was tried."""
-    size_proofs: tuple[SizeProof | None, ...] = ()
-    """Likewise, where sites are of few kinds."""
     solve_s: float
     pool: tuple[Found, ...] = ()
     """The best plans that fit and differ, as many as were asked for."""
@@ -121,38 +110,25 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     assert search.best.cost is not None
     best_s, scenarios = search.best.cost.step_s if in_dollars else search.best.rank[1], search.scenarios
     proofs: list[Proof] = []
-    sizes: list[SizeProof | None] = []
     for number, one in enumerate(scenarios):
         share = searched + (0.95 - searched) * (number + 1) / len(scenarios)
         deadline_s = 0.0 if interrupted else started + share * limit_s
         told = None if report is None or len(scenarios) > 1 else lambda seconds: report("bound", seconds)
-        # Many equal sites differ in nothing that boxes could split on but the length of a round: a few dozen are enough.
-        most = EQUAL_BOXES if one.equal_sites and one.num_sites > MANY else MOST_BOXES
-        boxes = most // len(scenarios)
+        boxes = MOST_BOXES // len(scenarios)
+        relaxation = Relaxation(problem=one)
         try:
-            relaxation = Relaxation(problem=one)
-            by_size, stuck = _prove_sizes(relaxation, best_s, boxes, deadline_s)
-            if by_size is not None and by_size.bound_s >= best_s * (1 - ENOUGH_GAP):
-                boxes = 2
-            elif by_size is not None and most == EQUAL_BOXES:
-                # Whether many equal sites are better told apart by their homes shows in what keeps the first bound low.
-                boxes = STUCK_BOXES if stuck else 2
             proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=deadline_s, report=told)
         except KeyboardInterrupt:
-            interrupted = True
-            by_size, proof = None, prove(Relaxation(problem=one), best_s, deadline_s=0.0)
+            interrupted, proof = True, prove(relaxation, best_s, deadline_s=0.0)
         interrupted |= proof.interrupted
         proofs.append(proof)
-        sizes.append(by_size)
-    bounds_s = [max(one.bound_s, other.bound_s if other else 0.0) for one, other in zip(proofs, sizes, strict=True)]
     # Each step is at least its scenario's bound, so the steps at a quantile are at least the bounds there.
-    bound_s = min(at_quantile(bounds_s, wishes.quantile), best_s)
+    bound_s = min(at_quantile([one.bound_s for one in proofs], wishes.quantile), best_s)
     return SiteSolution(
         found=search.best,
         bound_s=bound_s,
         bound_usd=least_usd(problem, bound_s),
         proofs=tuple(proofs),
-        size_proofs=tuple(sizes),
         solve_s=now_s() - started,
         pool=tuple(search.pool),
     )
@@ -161,21 +137,6 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
 def least_usd(problem: SiteProblem, bound_s: float) -> float:
     """No plan costs less per step, if none is faster than ``bound_s``: what is paid for time and for bytes, each at its least."""
     return step_usd(problem.cluster.rent_usd_per_s, least_egress_usd(problem), bound_s)
-
-
-def _prove_sizes(relaxation: Relaxation, best_s: float, boxes: int, deadline_s: float) -> tuple[SizeProof | None, bool]:
-    """The proof, and whether plans that move no tokens keep its bound low, which more boxes would not change. None among few
-    sites: the other argument, which tells experts' homes apart, is better there."""
-    if relaxation.problem.num_sites < FEW_SITES:
-        return None, False
-    sizes = size_relaxation(relaxation)
-    if sizes is None:
-        return None, False
-    # Half of the time that is left.
-    half_s = (now_s() + deadline_s) / 2
-    proof = prove_sizes(sizes, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=half_s)
-    unmoved = [sizes.proven_s(box, duals) for box, duals in proof.parts if box.forward_s[0] == 0]
-    return proof, min(unmoved) <= proof.bound_s * (1 + 1e-9)
 
 
 def _look(search: Search, seeds: tuple[IntArray, ...]) -> None:

@@ -14,7 +14,7 @@ from hybridep.config import build
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.sites import lp
-from planner.sites.capacity import SLOPES, lifted, most_served, serving_lines
+from planner.sites.capacity import SLOPES, most_served, serving_lines
 from planner.sites.lp import box_program
 from planner.sites.problem import site_problem
 from planner.sites.relaxation import Relaxation
@@ -38,17 +38,6 @@ def test_with_room_for_more_than_a_row_two_users_are_not_served_in_full() -> Non
     hit = np.array([1 - comb(8 - n, 2) / comb(8, 2) for n in range(9)])
     [by_held] = most_served(hit, np.array([1.4]), 20)
     assert (by_held[7], by_held[2]) == (8, 6)
-
-
-def test_lines_between_lifted_points_pass_above() -> None:
-    rng = np.random.default_rng(0)
-    points = np.array([0, 1, 4, 9, 12])
-    values = np.cumsum(rng.integers(0, 4, (30, 13)), axis=1).astype(np.float64)
-    raised = lifted(values, points)
-    lines = np.stack([np.interp(np.arange(13), points, row) for row in raised])
-    assert (lines >= values - 1e-9).all() and (raised >= values[:, points]).all()
-    straight = np.arange(13.0)[None, :]
-    assert (lifted(straight, points) == straight[:, points]).all()
 
 
 def test_lines_touch_what_sites_can_serve_from_above() -> None:

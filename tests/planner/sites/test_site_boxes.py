@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from site_cases import box_of, few_kinds, random_problem, random_table
 
+from hybridep.codecs import Codecs, GradientCodec
 from hybridep.config import build
 from hybridep.plan import Residency
 from hybridep.topology import Cluster
@@ -29,11 +30,13 @@ from planner.sites.thresholds import least_rows_s
 
 SIDES = (*TIMES, *POSITIONS)
 SHAPES = [(2, 8), (3, 4), (4, 6), (5, 9), (6, 5)]
-ALONE, MERGED, EQUAL = (*range(5), 10, 20, 25, 30, 45, 85, 90, 103), range(7, 9), (11,)
-"""Seeds of problems in which each site is a class of its own, in which different ones are merged, and in which all are equal."""
+ALONE, MERGED, EQUAL = (*range(5), 10, 20, 25, 30, 45, 85, 90, 103), range(7, 9), (11, 12, 21)
+"""Seeds of problems in which each site is a class of its own, in which different ones are merged, and in which sites are equal or
+their access links, the only ones, are as fast up as down."""
 ALL = (*EQUAL, *ALONE, *MERGED)
-TRUNK, SLOW_RANKS, NODES = (3, 10), (0, 103), 103
-"""Seeds of problems whose sites share a cable, whose links inside sites are the narrower ones, and with a further level there."""
+TRUNK, SLOW_RANKS, NODES, CODED = (3, 10), (0, 103), 103, 21
+"""Seeds of problems whose sites share a cable, whose links inside sites are the narrower ones, with a further level there, and with
+shorter gradients."""
 CLOSE = 1 + 1e-9
 
 
@@ -97,6 +100,9 @@ def cases_of(seed: int) -> tuple[Case, ...]:
     else:
         nodes = (2,) if seed == NODES else ()
         problem = random_problem(seed, max(sites, 4) if merged else sites, experts, windows=seed % 3 == 2, nodes=nodes)
+    if seed == CODED:
+        codecs = {problem.cluster.levels[0].name: Codecs(gradients=GradientCodec.INT8)}
+        problem = site_problem(problem.cluster, problem.workload, problem.schedule, codecs=codecs)
     if seed in TRUNK:
         problem = changed(problem, trunks=[cable(problem)])
     if seed in SLOW_RANKS:
@@ -284,6 +290,7 @@ MUTATIONS: dict[str, Change] = {
     "a copy less fits through links": limits(copies=lambda one: np.maximum(one - 1, 0)),
     "sites hold an expert less": limits(most_held=lambda one: one - 1),
     "sites must hold an expert more": limits(least_held=lambda one: one + 1),
+    "what goes back takes as long everywhere": own("tied", lambda tied: True),
     "links inside sites take longer": own("inside_s", lambda seconds: 1.1 * seconds),
     "sites serve an expert less": patched(lp, "serving_lines", lambda lines: (lines[0], lines[1] - 1)),
     "who holds more serves less": patched(lp, "serving_lines", lambda lines: (0.5 * lines[0], lines[1])),
