@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
 from planner.sites.boxes import Box
 from planner.sites.relaxation import SLACK, Limits, Relaxation
@@ -25,19 +26,20 @@ def serving_lines(relaxation: Relaxation, box: Box, limits: Limits) -> tuple[Flo
     rows = np.minimum(box.forward_s[1] * classes.down_bytes_per_s, box.back_s[1] * classes.up_bytes_per_s) / relaxation.rows
     users = relaxation.problem.num_sites - 1
     rows = np.minimum(rows, users)  # nobody needs more than a row per token
-    served = most_served(relaxation.hit, rows, users)
-    slope, held = SLOPES * rows[:, None], np.arange(served.shape[1])
+    slope, held = SLOPES * rows[:, None], np.arange(relaxation.problem.num_experts + 1)
+    served = most_served(relaxation.hit, rows[:, None], users, held)
     least = -classes.largest(-np.maximum(limits.least_held, classes.kinds.homes))
     can_hold = (least[:, None] <= held) & (held <= classes.largest(limits.most_held)[:, None])
     above = np.where(can_hold[:, None, :], served[:, None, :] - slope[:, :, None] * held, -np.inf)
     return slope, np.asarray(above.max(axis=2))
 
 
-def most_served(hit: FloatArray, rows: FloatArray, users: int) -> FloatArray:
-    """[C, E + 1]: experts that sites with room for so many rows of each token ([C]) serve at most for that many users, by how
-    many experts they hold. ``hit`` is P, [E + 1]."""
-    sizes, room = np.arange(len(hit)), rows[:, None] * (1 + SLACK)
+def most_served(hit: FloatArray, rows: FloatArray, users: int, held: IntArray) -> FloatArray:
+    """Experts that sites with room for so many ``rows`` of each token and ``held`` experts serve at most for that many users;
+    also found at most with so many rows at so many sites, each holding ``held``. ``hit`` is P, [E + 1]; rows and held have shapes
+    that go together."""
+    room, each = rows * (1 + SLACK), hit[held]
     with np.errstate(divide="ignore", invalid="ignore"):
-        whole = np.where(hit > 0, np.minimum(np.floor(room / hit), users), 0.0)
-    rest = np.searchsorted(hit, (room - whole * hit) * (1 + SLACK), side="right") - 1
-    return np.asarray(whole * sizes + np.where(whole < users, np.minimum(rest, sizes), 0))
+        whole = np.where(each > 0, np.minimum(np.floor(room / each), users), 0.0)
+    rest = np.searchsorted(hit, (room - whole * each) * (1 + SLACK), side="right") - 1
+    return np.asarray(whole * held + np.where(whole < users, np.minimum(rest, held), 0))

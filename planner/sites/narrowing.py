@@ -14,6 +14,7 @@ from hybridep.traffic import gathers_and_returns
 from planner.sites.boxes import Box
 from planner.sites.relaxation import SLACK, Relaxation
 from planner.sites.thresholds import least_copies_s, least_rows_s
+from planner.sites.visits import copies_for_visits_s
 
 
 def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
@@ -29,6 +30,7 @@ def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
     if not limits.possible(relaxation.classes):
         return None
     gather_s, return_s = least_copies_s(relaxation, limits)
+    visits_s, visits_back_s = copies_for_visits_s(relaxation, box, limits)
     forward_s, back_s = least_rows_s(relaxation, box, limits)
 
     def at_least(interval: tuple[float, float], low: float) -> tuple[float, float]:
@@ -36,8 +38,8 @@ def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
 
     box = replace(
         box,
-        gather_s=at_least(box.gather_s, gather_s),
-        return_s=at_least(box.return_s, return_s),
+        gather_s=at_least(box.gather_s, max(gather_s, visits_s)),
+        return_s=at_least(box.return_s, max(return_s, visits_back_s)),
         forward_s=at_least(box.forward_s, forward_s),
         back_s=at_least(box.back_s, back_s),
     )

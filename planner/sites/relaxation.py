@@ -94,8 +94,8 @@ class Relaxation:
 
     @cached_property
     def tied(self) -> bool:
-        """Access links, each as fast up as down, are all there is between sites: what goes back keeps the busiest one as long, per
-        byte, as what went there."""
+        """Access links, each as fast up as down, are all there is between sites: what goes back keeps the busiest one as long,
+        per byte, as what went there."""
         problem = self.problem
         others = problem.cluster.trunks or problem.window_s_per_byte[0].any()
         return problem.alike_paths and not others and bool((problem.up_bytes_per_s == problem.down_bytes_per_s).all())

@@ -25,7 +25,7 @@ def test_no_way_to_share_out_experts_serves_more(experts: int, top_k: int) -> No
     hit = np.array([1 - comb(experts - n, top_k) / comb(experts, top_k) for n in range(experts + 1)])
     rooms = np.array([0.0, 0.1, float(hit[1]), 0.7, 1.0, 1.3, float(2 * hit[2]), 2.4, 9.0])
     for users in (1, 2, 3):
-        found = most_served(hit, rooms, users)
+        found = most_served(hit, rooms[:, None], users, np.arange(experts + 1))
         for place, room in enumerate(rooms):
             for held in range(experts + 1):
                 ways = combinations_with_replacement(range(held + 1), users)
@@ -36,7 +36,7 @@ def test_with_room_for_more_than_a_row_two_users_are_not_served_in_full() -> Non
     """Room for 1.4 rows at a site that holds seven of eight experts, two per token: one user of seven, one of one expert; with
     two experts three users of both."""
     hit = np.array([1 - comb(8 - n, 2) / comb(8, 2) for n in range(9)])
-    [by_held] = most_served(hit, np.array([1.4]), 20)
+    by_held = most_served(hit, np.array([1.4]), 20, np.arange(9))
     assert (by_held[7], by_held[2]) == (8, 6)
 
 

@@ -16,7 +16,7 @@ from hybridep.codecs import Codecs, GradientCodec
 from hybridep.config import build
 from hybridep.plan import Residency
 from hybridep.topology import Cluster
-from planner.sites import classes, lp, narrowing, thresholds
+from planner.sites import classes, lp, narrowing, thresholds, visits
 from planner.sites.bound import Corner, Evidence, proven_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
 from planner.sites.capacity import serving_lines
@@ -27,6 +27,7 @@ from planner.sites.narrowing import narrowed
 from planner.sites.problem import Inside, SiteProblem, site_problem
 from planner.sites.relaxation import Limits, Relaxation
 from planner.sites.thresholds import least_rows_s
+from planner.sites.visits import home_groups
 
 SIDES = (*TIMES, *POSITIONS)
 SHAPES = [(2, 8), (3, 4), (4, 6), (5, 9), (6, 5)]
@@ -35,8 +36,8 @@ ALONE, MERGED, EQUAL = (*range(5), 10, 20, 25, 30, 45, 85, 90, 103), range(7, 9)
 their access links, the only ones, are as fast up as down."""
 ALL = (*EQUAL, *ALONE, *MERGED)
 TRUNK, SLOW_RANKS, NODES, CODED = (3, 10), (0, 103), 103, 21
-"""Seeds of problems whose sites share a cable, whose links inside sites are the narrower ones, with a further level there, and with
-shorter gradients."""
+"""Seeds of problems whose sites share a cable, whose links inside sites are the narrower ones, with a further level there, and
+with shorter gradients."""
 CLOSE = 1 + 1e-9
 
 
@@ -177,6 +178,9 @@ def judged(relaxation: Relaxation, case: Case, box: Box) -> Iterator[tuple[str, 
     lines = at_none[label] + slope[label] * held[:, None]
     yield "served", bool((served.sum(axis=0)[:, None] <= lines * CLOSE + 1e-9).all())
     yield "possible", found.possible(kinds)
+    sent = np.bincount(place, weights=copies.out.sum(axis=1), minlength=len(kinds.kinds.count))
+    needed = visits.needed_copies(relaxation, box, found)
+    yield "needed by visits", bool((needed <= home_groups(relaxation).member @ sent * CLOSE + 1e-9).all())
     latency_s, latency_back_s = relaxation.copy_latency_s(box)
     yield "latency of gathers", latency_s <= copies.line(problem)[0] * CLOSE
     yield "latency of returns", latency_back_s <= copies.reverse.line(problem)[0] * CLOSE
@@ -296,6 +300,9 @@ MUTATIONS: dict[str, Change] = {
     "who holds more serves less": patched(lp, "serving_lines", lambda lines: (0.5 * lines[0], lines[1])),
     "rows keep links busy for longer": patched(narrowing, "least_rows_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
     "copies keep links busy for longer": patched(narrowing, "least_copies_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
+    "visits need more copies": patched(visits, "needed_copies", lambda needed: 1.3 * needed),
+    "less is found in small visits": patched(visits, "in_small_visits", lambda found: np.maximum(found - 1, 0)),
+    "holders receive a large visit less": patched(visits, "large_visits", lambda both: (both[0], np.maximum(both[1] - 1, 0))),
     "sending takes longer": patched(thresholds, "_sending_s", lambda seconds: 1.3 * seconds),
     "serving takes longer": patched(thresholds, "_serving_s", lambda seconds: 1.3 * seconds),
     "all of a class hold less than the one that may hold least": of_classes(lambda values: 0.9 * values.min(axis=0)),
