@@ -196,14 +196,16 @@ def _by_known(relaxation: Relaxation, box: Box, narrow: Box, part: _Part, proven
 NEAR = ((10, 1.0), (16, 0.5), (32, 0.3))
 """Up to so many classes, programs are made for boxes whose lower ends leave at most this share of a layer's time: in wider boxes
 chords lose more than a program gains."""
-NEAR_MERGED = 40, 0.5
-"""The same where some are merged, whose programs are smaller; with more classes they cost more than they bring."""
+NEAR_MERGED = 0.5
+"""The same where sites are merged."""
 TIGHT = 0.05
 """Among more different sites a program takes a second. It is made where cutting copies' times and distances can bring no more
 than this share of what is left."""
 SMALL = 8
 """With so many classes each such box has its program solved; with more, as many boxes are cut for each one that is solved as the
 time grows that solving takes: with their number to the power of four."""
+BOXES_MERGED = 16, 2
+"""Boxes that are cut for each program that is solved where sites are merged: so many, or the latter for each class."""
 
 
 def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
@@ -211,7 +213,7 @@ def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
     classes, layer_s = len(relaxation.classes.count), (best_s - relaxation.base_s) / relaxation.num_layers
     left_s = layer_s - relaxation.corner_s(narrow)
     if relaxation.classes.merged:
-        return classes <= NEAR_MERGED[0] and left_s <= NEAR_MERGED[1] * layer_s
+        return left_s <= NEAR_MERGED * layer_s
     if classes > NEAR[-1][0]:
         return max(_spread_s(relaxation, narrow, side) for side in CUT if side not in ROWS) <= TIGHT * left_s
     return left_s <= next(share for most, share in NEAR if classes <= most) * layer_s
@@ -220,8 +222,9 @@ def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
 def _boxes_a_program(relaxation: Relaxation) -> float:
     """Boxes that are cut for each program that is solved."""
     classes = len(relaxation.classes.count)
-    seldom = classes > SMALL and (relaxation.classes.merged or classes <= NEAR[-1][0])
-    return (classes / SMALL) ** 4 if seldom else 0.0
+    if relaxation.classes.merged:
+        return max(BOXES_MERGED[0], BOXES_MERGED[1] * classes)
+    return (classes / SMALL) ** 4 if SMALL < classes <= NEAR[-1][0] else 0.0
 
 
 CUT = (*TIMES, *POSITIONS)

@@ -119,18 +119,18 @@ class Rows:
         scale: IntArray | int = 0,
         name: str = "",
     ) -> None:
-        """``scale`` tells which number of a ``template`` entries are multiplied by; rows are found again by ``name``."""
+        """``scale`` tells which number of a ``template`` entries are multiplied by; rows are found again by ``name``. Blocks of
+        one name follow each other."""
         self.row.append(np.asarray(row) + self.count)
         self.column.append(np.asarray(column))
         self.value.append(np.broadcast_to(np.asarray(value, dtype=np.float64), np.shape(row)))
         self.scale.append(np.broadcast_to(np.asarray(scale), np.shape(row)))
         self.right.append(right)
         if name:
-            self.names[name] = slice(self.count, self.count + len(right))
+            first = self.names.get(name, slice(self.count, self.count))
+            assert first.stop == self.count, f"rows called {name} are apart"
+            self.names[name] = slice(first.start, self.count + len(right))
         self.count += len(right)
-
-    def matrix(self, variables: int) -> Any:
-        return self.template(variables).matrix(np.ones(1))
 
     def template(self, variables: int) -> Template:
         row, column = np.concatenate(self.row), np.concatenate(self.column)

@@ -16,7 +16,7 @@ from hybridep.codecs import Codecs, GradientCodec
 from hybridep.config import build
 from hybridep.plan import Residency
 from hybridep.topology import Cluster
-from planner.sites import classes, lp, narrowing, thresholds, visits
+from planner.sites import classes, lp, narrowing, pooled_lp, thresholds, visits
 from planner.sites.bound import Corner, Evidence, proven_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
 from planner.sites.capacity import serving_lines
@@ -31,7 +31,7 @@ from planner.sites.visits import home_groups
 
 SIDES = (*TIMES, *POSITIONS)
 SHAPES = [(2, 8), (3, 4), (4, 6), (5, 9), (6, 5)]
-ALONE, MERGED, EQUAL = (*range(5), 10, 20, 25, 30, 45, 85, 90, 103), range(7, 9), (11, 12, 21)
+ALONE, MERGED, EQUAL = (*range(5), 10, 20, 25, 30, 45, 85, 90, 103), (7, 8, 46, 50, 58, 69), (11, 12, 21)
 """Seeds of problems in which each site is a class of its own, in which different ones are merged, and in which sites are equal or
 their access links, the only ones, are as fast up as down."""
 ALL = (*EQUAL, *ALONE, *MERGED)
@@ -294,10 +294,18 @@ MUTATIONS: dict[str, Change] = {
     "a copy less fits through links": limits(copies=lambda one: np.maximum(one - 1, 0)),
     "sites hold an expert less": limits(most_held=lambda one: one - 1),
     "sites must hold an expert more": limits(least_held=lambda one: one + 1),
+    "visits need more rows": patched(pooled_lp, "_chords", lambda chords: chords * np.array([1.3, 1.3, 1.0])[:, None, None]),
+    "visits find an expert less": patched(pooled_lp, "_chords", lambda chords: chords - np.array([0, 0, 1])[:, None, None]),
+    "less is found beside large visits": patched(pooled_lp, "_beside", lambda found: found - 1),
+    "a large visit less is made or received": patched(
+        pooled_lp, "large_visits", lambda both: tuple(np.maximum(one - 1, 0) for one in both)
+    ),
+    "more sites must make large visits": patched(pooled_lp, "in_small_visits", lambda found: np.maximum(found - 2, 0)),
     "what goes back takes as long everywhere": own("tied", lambda tied: True),
     "links inside sites take longer": own("inside_s", lambda seconds: 1.1 * seconds),
     "sites serve an expert less": patched(lp, "serving_lines", lambda lines: (lines[0], lines[1] - 1)),
     "who holds more serves less": patched(lp, "serving_lines", lambda lines: (0.5 * lines[0], lines[1])),
+    "merged sites serve an expert less": patched(pooled_lp, "serving_lines", lambda lines: (lines[0], lines[1] - 1)),
     "rows keep links busy for longer": patched(narrowing, "least_rows_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
     "copies keep links busy for longer": patched(narrowing, "least_copies_s", lambda both: (1.3 * both[0], 1.3 * both[1])),
     "visits need more copies": patched(visits, "needed_copies", lambda needed: 1.3 * needed),
