@@ -41,7 +41,9 @@ class Groups:
 
 def copies_for_visits_s(relaxation: Relaxation, box: Box, limits: Limits) -> tuple[float, float]:
     """Seconds of one gather and one return: what groups of homes must send of copies. Infinite where all copies that the box
-    leaves possible are too few."""
+    leaves possible are too few. Zero where different sites are merged: of hundreds of kinds it takes longer than it is worth."""
+    if relaxation.classes.mixed:
+        return 0.0, 0.0
     groups, wire, needed = home_groups(relaxation), relaxation.problem.wire, needed_copies(relaxation, box, limits)
     if (needed > groups.member @ (limits.uploads * relaxation.classes.kinds.count) * (1 + SLACK)).any():
         return float("inf"), float("inf")
