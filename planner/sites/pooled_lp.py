@@ -43,8 +43,50 @@ MUST_VISIT, MADE, RECEIVED, FOUND_BESIDE, SERVED_BESIDE = "must visit", "made", 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Variables:
+    """Of C classes, G groups of experts, and V + 1 sizes of visits, of which the first are small."""
+
+    held: IntArray
+    """[C, G]: copies."""
+    own: IntArray
+    """[C, G]: experts that a site's tokens find there."""
+    unserved: IntArray
+    """[C, G]: and those that they find nowhere."""
+    found: IntArray
+    """[V + 1, C, G]: those that they find in visits."""
+    served: IntArray
+    """[V + 1, C, G]: the same at holders."""
+    rows_sent: IntArray
+    """[C]: of a token of the site with fewest, by a site."""
+    rows_received: IntArray
+    """[C]."""
+    made: IntArray
+    """[V, C]: visits that a site makes."""
+    received: IntArray
+    """[V, C]: visits that it receives."""
+    times: Times
+
+    @property
+    def number(self) -> int:
+        """Of all."""
+        return self.times[-1] + 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Numbers:
+    """Which of a box's numbers entries are multiplied by; the first is one."""
+
+    chords: IntArray
+    """[2, 3, V + 1, C]: ``_chords`` of who visits, and of holders."""
+    received: IntArray
+    """[V, C]: visits of a size, or larger, that a holder receives at most."""
+    slopes: IntArray
+    """[C, slopes]: of lines above what a site can serve."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Shape:
-    """What the programs of all boxes of one residency have in common; C classes, G groups of experts."""
+    """What the programs of all boxes of one residency have in common."""
 
     at_home: FloatArray
     """[C, G]: experts of a group at home there."""
@@ -53,16 +95,8 @@ class Shape:
     experts: FloatArray
     """[G]."""
     sizes: IntArray
-    """[V]: experts of the smallest visits that are not small, size by size; together with small ones V + 1 sizes."""
-    held: IntArray
-    """[C, G]: variables, copies."""
-    own: IntArray
-    """[C, G]: what a site's tokens find there."""
-    found: IntArray
-    """[V + 1, C, G]: in visits of each size."""
-    served: IntArray
-    """[V + 1, C, G]: the same by holders."""
-    times: Times
+    """[V]: experts of the smallest visits that are not small, size by size."""
+    has: Variables
     inequality: Template
     right: FloatArray
     """[rows]: zero where a box gives it."""
@@ -152,8 +186,8 @@ def _bounds(relaxation: Relaxation, box: Box, shape: Shape, most_held: FloatArra
     """[variables, 2]."""
     bounds = shape.bounds.copy()
     copies = np.minimum(shape.experts - shape.at_home, (most_held - relaxation.classes.homes)[:, None])
-    bounds[shape.held, 1], bounds[shape.own, 1] = copies, shape.at_home + copies
-    bound_times(relaxation, box, shape.times, bounds)
+    bounds[shape.has.held, 1], bounds[shape.has.own, 1] = copies, shape.at_home + copies
+    bound_times(relaxation, box, shape.has.times, bounds)
     return bounds
 
 
@@ -161,153 +195,190 @@ def _bounds(relaxation: Relaxation, box: Box, shape: Shape, most_held: FloatArra
 def pooled_shape(relaxation: Relaxation, residency: Residency) -> Shape:
     """Variables and rows, and what no box changes in them."""
     problem, classes, kinds = relaxation.problem, relaxation.classes, relaxation.classes.kinds
-    size, num_lines, others = len(classes.count), len(SLOPES), float(problem.num_sites - 1)
+    size, others = len(classes.count), float(problem.num_sites - 1)
     sizes = np.unique([max(round(share * problem.num_experts), 1) for share in LARGE])
-    num = len(sizes)
     group = slowest_homes(relaxation, GROUPS)
     group = np.unique(np.where(kinds.homes > 0, group, group.min()), return_inverse=True)[1]
-    groups = int(group.max()) + 1
-    at_home = np.zeros((size, groups))
+    at_home = np.zeros((size, int(group.max()) + 1))
     np.add.at(at_home, (kinds.label, group), kinds.homes * kinds.count)
     experts = at_home.sum(axis=0)
     at_home /= classes.count[:, None]
 
-    tables = np.arange((2 * num + 5) * size * groups).reshape(-1, size, groups)
-    held, own, unserved = tables[:3]
-    found, served = tables[3 : num + 4], tables[num + 4 :]
-    lists = tables.size + np.arange((2 * num + 2) * size).reshape(-1, size)
-    rows_sent, rows_received = lists[:2]
-    made, received = lists[2 : num + 2], lists[num + 2 :]
-    times = times_from(tables.size + lists.size)
-    variables = times[-1] + 1
-    rows = Rows()
+    has, numbers, rows = _variables(size, len(experts), len(sizes)), _numbers(size, len(sizes)), Rows()
+    _hold_and_serve(rows, has, numbers, at_home, others)
+    _visit(rows, has, numbers, experts, sizes)
+    _keep_busy(rows, has, numbers, relaxation)
+    _copy(rows, has, relaxation, group)
+    add_copies(relaxation, residency, has.times, rows)
+    equality = _find_and_serve(has, classes.count / problem.num_sites)
+    total = np.zeros(equality.shape[0])
+    total[: at_home.size] = np.tile(experts, size)
 
-    def column(values: Any) -> Any:
-        return np.reshape(values, (-1, 1))
-
-    def flat(parts: IntArray) -> IntArray:
-        """[C x G, parts]."""
-        return parts.reshape(len(parts), -1).T
-
-    def beside(parts: IntArray) -> IntArray:
-        """[C, parts x G]."""
-        return np.concatenate(list(parts), axis=1)
-
-    def at_most(right: FloatArray, *terms: tuple[IntArray, Any, Any], name: str = "") -> None:
-        """Row by row: variables ([rows, any]), what they are multiplied by, and which number of a box's."""
-        order = np.arange(len(right))[:, None]
-        row, variable, value, scale = (
-            np.concatenate([np.broadcast_to(part, term[0].shape).ravel() for term, part in zip(terms, parts, strict=True)])
-            for parts in ([order] * len(terms), *zip(*terms, strict=True))
-        )
-        rows.add(row, variable, value, right, scale=scale, name=name)
-
-    # Numbers of a box: one; chords of users and of holders; visits of each size, or larger, that a holder receives; and slopes of
-    # lines above what a site can serve.
-    chords = 1 + np.arange(2 * 3 * (num + 1) * size).reshape(2, 3, num + 1, size)
-    most_received = 1 + chords.size + np.arange(num * size).reshape(num, size)
-    slopes = 1 + chords.size + most_received.size + np.arange(size * num_lines).reshape(size, num_lines)
-
-    at_most(np.zeros(size), (held, 1.0, 0), name=MOST_HELD)
-    # What stays unserved counts as held where a site must hold so much, so that there is always a solution.
-    in_place = np.concatenate([held, unserved], axis=1)
-    at_most(np.zeros(size), (in_place, -1.0, 0), name=LEAST_HELD)
-    # Nothing is served that is not held: to the own site, to all others, and in large visits to as many as these may be.
-    everything = np.zeros(size * groups)
-    at_most(at_home.ravel(), (column(own), 1.0, 0), (column(held), -1.0, 0))
-    at_most(others * at_home.ravel(), (flat(served), 1.0, 0), (column(held), -others, 0))
-    for place in range(num):
-        factor = column(np.repeat(most_received[place], groups))
-        at_most(everything, (flat(served[place + 1 :]), 1.0, 0), (column(held), -1.0, factor), name=COPY_SERVES)
-    # Visits find as many experts as those of their size, and of a group no more than there are.
-    for side, (visits, parts) in enumerate(((made, found), (received, served))):
-        for place, (visit, part) in enumerate(zip(visits, parts[1:], strict=True)):
-            at_most(everything, (column(part), 1.0, 0), (column(np.repeat(visit, groups)), -column(np.tile(experts, size)), 0))
-            at_most(np.zeros(size), (part, 1.0, 0), (column(visit), -1.0, column(chords[side, 2, place + 1])))
-            at_most(np.zeros(size), (part, -1.0, 0), (column(visit), float(sizes[place]), 0))
-    # So many visits are made, are received, and must be made; so much is found and served beside them.
-    every, line = np.repeat(np.arange(size), len(PRICES)), np.repeat(np.arange(size), num_lines)
-    for place in range(num):
-        at_most(np.zeros(size), (made[place:].T, -1.0, 0), (unserved, -1.0, 0), name=MUST_VISIT)
-    for visits, parts, number, name in ((made, found, MADE, FOUND_BESIDE), (received, served, RECEIVED, SERVED_BESIDE)):
-        for place in range(num):
-            at_most(np.zeros(size), (visits[place:].T, 1.0, 0), name=number)
-        for place in range(num):
-            price, smaller = np.tile(PRICES * (sizes[place] - 1), size), beside(parts[: place + 1])
-            terms = (smaller[every], 1.0, 0), (visits[place:].T[every], column(price), 0)
-            at_most(np.zeros(len(every)), *terms, name=name)
-    all_served = beside(served)
-    at_most(np.zeros(len(line)), (all_served[line], 1.0, 0), (in_place[line], -1.0, column(slopes)), name=SERVED)
-
-    # Rows that are sent and received, and how long they keep links busy; computation.
-    tokens = relaxation.user_rows / relaxation.rows
-    for side, (row, parts, visits, least) in enumerate(
-        ((rows_sent, found, made, tokens), (rows_received, served, received, np.ones(size)))
-    ):
-        each, whole, _ = chords[side]
-        at_most(
-            np.zeros(size),
-            (column(row), -1.0, 0),
-            *((part, column(least), column(number)) for part, number in zip(parts, each, strict=True)),
-            *((column(visit), column(least), column(number)) for visit, number in zip(visits, whole[1:], strict=True)),
-        )
-    up, down = classes.mean(kinds.up_bytes_per_s), classes.mean(kinds.down_bytes_per_s)
-    cost_forward, cost_back, cost_compute = relaxation.budgets_s
-    for row, there, again in ((rows_sent, up, down), (rows_received, down, up)):
-        for cost, rate, time in ((cost_forward, there, times.forward), (cost_back, again, times.back)):
-            seconds = column(np.asarray(cost * relaxation.rows / rate))
-            at_most(np.zeros(size), (column(row), seconds, 0), (np.full((size, 1), time), -1.0, 0))
-    work_s = column(np.asarray(cost_compute * relaxation.expert_s))
-    at_most(np.zeros(size), (own, work_s, 0), (all_served, work_s, 0), (np.full((size, 1), times.compute), -1.0, 0))
-
-    # Copies leave and arrive within the gather's time, their gradients within the return's.
-    weight, weight_back = float(problem.wire.expert_bytes), float(problem.wire.expert_gradient_bytes)
-    owned = kinds.homes > 0
-    for time, bytes_each, there, again in (
-        (times.gather, weight, down, kinds.up_bytes_per_s),
-        (times.give_back, weight_back, up, kinds.down_bytes_per_s),
-    ):
-        at_most(np.zeros(size), (held, column(bytes_each / there), 0), (np.full((size, 1), time), -1.0, 0))
-        together = np.bincount(group[owned], weights=(again * kinds.count)[owned], minlength=groups)
-        shares = bytes_each * classes.count / together[:, None]
-        at_most(np.zeros(groups), (held.T, shares, 0), (np.full((groups, 1), time), -1.0, 0))
-    at_most(np.zeros(groups), (held.T, classes.count, 0), name=UPLOADS)
-    add_copies(relaxation, residency, times, rows)
-
-    # Each site finds all; what is found in visits is served, visit by visit and row by row.
-    share = classes.count / problem.num_sites
-    finds = np.concatenate([own.reshape(-1, 1), unserved.reshape(-1, 1), flat(found)], axis=1)
-    equal = [(variable, np.ones(len(variable))) for variable in finds]
-    pooled = [(a, b) for one, other in zip(found, served, strict=True) for a, b in zip(one.T, other.T, strict=True)]
-    pooled += [*zip(made, received, strict=True), (rows_sent, rows_received)]
-    equal += [(np.concatenate(both), np.concatenate([share, -share])) for both in pooled]
-    row = np.repeat(np.arange(len(equal)), [len(variable) for variable, _ in equal])
-    entries = np.concatenate([value for _, value in equal]), (row, np.concatenate([variable for variable, _ in equal]))
-    total = np.zeros(len(equal))
-    total[: size * groups] = np.tile(experts, size)
-
-    bounds, costs = np.zeros((variables, 2)), np.zeros(variables)
-    costs[spent(times)] = 1.0
-    costs[unserved], bounds[unserved, 1] = unserved_s(relaxation), experts
+    bounds, costs = np.zeros((has.number, 2)), np.zeros(has.number)
+    costs[spent(has.times)] = 1.0
+    costs[has.unserved], bounds[has.unserved, 1] = unserved_s(relaxation), experts
     # What a site finds at most, and rows: one for each other site and token; what comes from all others is theirs.
-    bounds[found, 1], bounds[served, 1] = experts, others * experts
-    bounds[made, 1] = bounds[received, 1] = others
-    bounds[rows_sent, 1], bounds[rows_received, 1] = others * tokens, others * tokens.max()
+    tokens = relaxation.user_rows / relaxation.rows
+    bounds[has.found, 1], bounds[has.served, 1] = experts, others * experts
+    bounds[has.made, 1] = bounds[has.received, 1] = others
+    bounds[has.rows_sent, 1], bounds[has.rows_received, 1] = others * tokens, others * tokens.max()
     return Shape(
         at_home=at_home,
         group=group,
         experts=experts,
         sizes=sizes,
-        held=held,
-        own=own,
-        found=found,
-        served=served,
-        times=times,
-        inequality=rows.template(variables),
+        has=has,
+        inequality=rows.template(has.number),
         right=np.concatenate(rows.right),
         rows=rows.names,
-        equality=coo_array(entries, shape=(len(equal), variables)).tocsr(),
+        equality=equality,
         total=total,
         costs=costs,
         bounds=bounds,
     )
+
+
+def _variables(size: int, groups: int, sizes: int) -> Variables:
+    tables = np.arange((2 * sizes + 5) * size * groups).reshape(-1, size, groups)
+    lists = tables.size + np.arange((2 * sizes + 2) * size).reshape(-1, size)
+    return Variables(
+        held=tables[0],
+        own=tables[1],
+        unserved=tables[2],
+        found=tables[3 : sizes + 4],
+        served=tables[sizes + 4 :],
+        rows_sent=lists[0],
+        rows_received=lists[1],
+        made=lists[2 : sizes + 2],
+        received=lists[sizes + 2 :],
+        times=times_from(tables.size + lists.size),
+    )
+
+
+def _numbers(size: int, sizes: int) -> Numbers:
+    chords = 1 + np.arange(2 * 3 * (sizes + 1) * size).reshape(2, 3, sizes + 1, size)
+    received = 1 + chords.size + np.arange(sizes * size).reshape(sizes, size)
+    slopes = 1 + chords.size + received.size + np.arange(size * len(SLOPES)).reshape(size, len(SLOPES))
+    return Numbers(chords=chords, received=received, slopes=slopes)
+
+
+def _hold_and_serve(rows: Rows, has: Variables, numbers: Numbers, at_home: FloatArray, others: float) -> None:
+    """Nothing is served that is not held: to the own site, to all others, and in large visits to as many as these may be."""
+    size, groups = at_home.shape
+    _at_most(rows, np.zeros(size), (has.held, 1.0, 0), name=MOST_HELD)
+    # What stays unserved counts as held where a site must hold so much, so that there is always a solution.
+    in_place = np.concatenate([has.held, has.unserved], axis=1)
+    _at_most(rows, np.zeros(size), (in_place, -1.0, 0), name=LEAST_HELD)
+    held = _column(has.held)
+    _at_most(rows, at_home.ravel(), (_column(has.own), 1.0, 0), (held, -1.0, 0))
+    _at_most(rows, others * at_home.ravel(), (_flat(has.served), 1.0, 0), (held, -others, 0))
+    for place, number in enumerate(numbers.received):
+        factor = _column(np.repeat(number, groups))
+        larger = _flat(has.served[place + 1 :])
+        _at_most(rows, np.zeros(at_home.size), (larger, 1.0, 0), (held, -1.0, factor), name=COPY_SERVES)
+    line, slopes = np.repeat(np.arange(size), len(SLOPES)), _column(numbers.slopes)
+    served = _beside_each_other(has.served)
+    _at_most(rows, np.zeros(len(line)), (served[line], 1.0, 0), (in_place[line], -1.0, slopes), name=SERVED)
+
+
+def _visit(rows: Rows, has: Variables, numbers: Numbers, experts: FloatArray, sizes: IntArray) -> None:
+    """Visits find as many experts as those of their size, and of a group no more than there are. So many are made, are received,
+    and must be made; so much is found and served beside them."""
+    size, groups = has.own.shape
+    for (visits, parts), (_, _, most) in zip(((has.made, has.found), (has.received, has.served)), numbers.chords, strict=True):
+        for visit, part, least, number in zip(visits, parts[1:], sizes, most[1:], strict=True):
+            of_group = _column(np.repeat(visit, groups)), -_column(np.tile(experts, size)), 0
+            _at_most(rows, np.zeros(size * groups), (_column(part), 1.0, 0), of_group)
+            _at_most(rows, np.zeros(size), (part, 1.0, 0), (_column(visit), -1.0, _column(number)))
+            _at_most(rows, np.zeros(size), (part, -1.0, 0), (_column(visit), float(least), 0))
+    for place in range(len(sizes)):
+        _at_most(rows, np.zeros(size), (has.made[place:].T, -1.0, 0), (has.unserved, -1.0, 0), name=MUST_VISIT)
+    every = np.repeat(np.arange(size), len(PRICES))
+    for visits, parts, most_name, name in (
+        (has.made, has.found, MADE, FOUND_BESIDE),
+        (has.received, has.served, RECEIVED, SERVED_BESIDE),
+    ):
+        for place in range(len(sizes)):
+            _at_most(rows, np.zeros(size), (visits[place:].T, 1.0, 0), name=most_name)
+        for place, least in enumerate(sizes):
+            smaller, larger = _beside_each_other(parts[: place + 1])[every], visits[place:].T[every]
+            price = _column(np.tile(PRICES * (least - 1), size))
+            _at_most(rows, np.zeros(len(every)), (smaller, 1.0, 0), (larger, price, 0), name=name)
+
+
+def _keep_busy(rows: Rows, has: Variables, numbers: Numbers, relaxation: Relaxation) -> None:
+    """Rows that are sent and received, and how long they keep links busy; and computation."""
+    classes = relaxation.classes
+    size, kinds = len(classes.count), classes.kinds
+    up, down = classes.mean(kinds.up_bytes_per_s), classes.mean(kinds.down_bytes_per_s)
+    cost_forward, cost_back, cost_compute = relaxation.budgets_s
+    sides = (
+        (has.rows_sent, has.found, has.made, relaxation.user_rows / relaxation.rows, up, down),
+        (has.rows_received, has.served, has.received, np.ones(size), down, up),
+    )
+    for (row, parts, visits, tokens, there, again), (each, whole, _) in zip(sides, numbers.chords, strict=True):
+        least = _column(tokens)
+        _at_most(
+            rows,
+            np.zeros(size),
+            (_column(row), -1.0, 0),
+            *((part, least, _column(number)) for part, number in zip(parts, each, strict=True)),
+            *((_column(visit), least, _column(number)) for visit, number in zip(visits, whole[1:], strict=True)),
+        )
+        for cost, rate, time in ((cost_forward, there, has.times.forward), (cost_back, again, has.times.back)):
+            seconds = _column(cost * relaxation.rows / rate)
+            _at_most(rows, np.zeros(size), (_column(row), seconds, 0), (np.full((size, 1), time), -1.0, 0))
+    work_s, computed = _column(cost_compute * relaxation.expert_s), np.full((size, 1), has.times.compute)
+    _at_most(rows, np.zeros(size), (has.own, work_s, 0), (_beside_each_other(has.served), work_s, 0), (computed, -1.0, 0))
+
+
+def _copy(rows: Rows, has: Variables, relaxation: Relaxation, group: IntArray) -> None:
+    """Copies leave and arrive within the gather's time, their gradients within the return's. ``group`` is [K]."""
+    classes, kinds, wire = relaxation.classes, relaxation.classes.kinds, relaxation.problem.wire
+    size, groups = has.held.shape
+    up, down, owned = classes.mean(kinds.up_bytes_per_s), classes.mean(kinds.down_bytes_per_s), kinds.homes > 0
+    for time, each_bytes, there, again in (
+        (has.times.gather, float(wire.expert_bytes), down, kinds.up_bytes_per_s),
+        (has.times.give_back, float(wire.expert_gradient_bytes), up, kinds.down_bytes_per_s),
+    ):
+        _at_most(rows, np.zeros(size), (has.held, _column(each_bytes / there), 0), (np.full((size, 1), time), -1.0, 0))
+        together = np.bincount(group[owned], weights=(again * kinds.count)[owned], minlength=groups)
+        seconds = each_bytes * classes.count / together[:, None]
+        _at_most(rows, np.zeros(groups), (has.held.T, seconds, 0), (np.full((groups, 1), time), -1.0, 0))
+    _at_most(rows, np.zeros(groups), (has.held.T, classes.count, 0), name=UPLOADS)
+
+
+def _find_and_serve(has: Variables, share: FloatArray) -> Any:
+    """Sparse: each site finds all; what is found in visits is served, in as many visits and rows. ``share`` ([C]) is of sites."""
+    finds = np.concatenate([_column(has.own), _column(has.unserved), _flat(has.found)], axis=1)
+    equal = [(variable, np.ones(len(variable))) for variable in finds]
+    pooled = [both for found, served in zip(has.found, has.served, strict=True) for both in zip(found.T, served.T, strict=True)]
+    pooled += [*zip(has.made, has.received, strict=True), (has.rows_sent, has.rows_received)]
+    equal += [(np.concatenate(both), np.concatenate([share, -share])) for both in pooled]
+    row = np.repeat(np.arange(len(equal)), [len(variable) for variable, _ in equal])
+    variable, value = (np.concatenate(parts) for parts in zip(*equal, strict=True))
+    return coo_array((value, (row, variable)), shape=(len(equal), has.number)).tocsr()
+
+
+def _column(values: Any) -> Any:
+    return np.reshape(values, (-1, 1))
+
+
+def _flat(parts: IntArray) -> IntArray:
+    """[C x G, parts], given [parts, C, G]."""
+    return parts.reshape(len(parts), -1).T
+
+
+def _beside_each_other(parts: IntArray) -> IntArray:
+    """[C, parts x G], given [parts, C, G]."""
+    return np.concatenate(list(parts), axis=1)
+
+
+def _at_most(rows: Rows, right: FloatArray, *terms: tuple[IntArray, Any, Any], name: str = "") -> None:
+    """Row by row: variables ([rows, any]), what they are multiplied by, and which number of a box's."""
+    order = np.arange(len(right))[:, None]
+    row, variable, value, scale = (
+        np.concatenate([np.broadcast_to(part, term[0].shape).ravel() for term, part in zip(terms, parts, strict=True)])
+        for parts in ([order] * len(terms), *zip(*terms, strict=True))
+    )
+    rows.add(row, variable, value, right, scale=scale, name=name)
