@@ -97,6 +97,32 @@ class Template:
         return csr_array((self.value * numbers[self.scale], pattern.indices, pattern.indptr), shape=pattern.shape)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Frame:
+    """What the programs of all boxes have in common."""
+
+    inequality: Template
+    right: FloatArray
+    """[rows]: zero where a box gives it."""
+    rows: dict[str, slice]
+    """Those, by name."""
+    equality: Any
+    """Sparse."""
+    total: FloatArray
+    """Of equalities."""
+    costs: FloatArray
+    """[variables]."""
+    bounds: FloatArray
+    """[variables, 2]: zero where a box gives them."""
+
+    def program(self, *, numbers: FloatArray, right: FloatArray, bounds: FloatArray) -> BoxProgram:
+        """Of one box; ``numbers`` are those of the template."""
+        matrix = self.inequality.matrix(numbers)
+        return BoxProgram(
+            costs=self.costs, inequality=matrix, right=right, equality=self.equality, total=self.total, bounds=bounds
+        )
+
+
 class Rows:
     """Inequalities, collected block by block."""
 

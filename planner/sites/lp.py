@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from scipy.sparse import coo_array
@@ -27,7 +26,7 @@ from hybridep.traffic import FloatArray
 from planner.sites.boxes import Box
 from planner.sites.capacity import SLOPES, serving_lines
 from planner.sites.layer_lp import COPIES, Times, add_copies, bound_times, copies_right, spent, times_from, unserved_s
-from planner.sites.linear import BoxProgram, Rows, Template
+from planner.sites.linear import BoxProgram, Frame, Rows
 from planner.sites.pooled_lp import pooled_program
 from planner.sites.relaxation import Limits, Relaxation
 
@@ -56,19 +55,7 @@ class Shape:
     copied: tuple[IntArray, IntArray]
     """(g, h) of those after these, copies. Then come the times, and what stays unserved."""
     times: Times
-    inequality: Template
-    right: FloatArray
-    """[rows]: zero where a box gives it."""
-    rows: dict[str, slice]
-    """Those, by name."""
-    equality: Any
-    """Sparse [groups x D, variables]."""
-    total: FloatArray
-    """[groups x D]: experts of each group, which each site must find."""
-    costs: FloatArray
-    """[variables]."""
-    bounds: FloatArray
-    """[variables, 2]: zero where a box gives them."""
+    frame: Frame
 
 
 def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
@@ -80,7 +67,7 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
         return None
     shape = _shape(relaxation, box.residency, MOST_VARIABLES)
     slope, at_none = serving_lines(relaxation, box, limits)
-    right, rows = shape.right.copy(), shape.rows
+    right, rows = shape.frame.right.copy(), shape.frame.rows
     right[rows[MOST_HELD]] = limits.most_held - classes.homes
     right[rows[LEAST_HELD]] = classes.homes - np.minimum(limits.least_held, limits.most_held)
     right[rows[SERVED]] = (at_none + slope * classes.homes[:, None]).T.ravel()
@@ -90,12 +77,9 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     else:
         right[rows[UPLOADS]] = float(limits.uploads.sum())
     right[rows[COPIES]] = copies_right(relaxation, box)
-    return BoxProgram(
-        costs=shape.costs,
-        inequality=shape.inequality.matrix(np.concatenate([[1.0], relaxation.unit_rows(limits).ravel(), slope.ravel()])),
+    return shape.frame.program(
+        numbers=np.concatenate([[1.0], relaxation.unit_rows(limits).ravel(), slope.ravel()]),
         right=right,
-        equality=shape.equality,
-        total=shape.total,
         bounds=_bounds(relaxation, box, shape, limits),
     )
 
@@ -109,7 +93,7 @@ def _bounds(relaxation: Relaxation, box: Box, shape: Shape, limits: Limits) -> F
     copies = np.minimum(copies, limits.most_held - classes.homes)
     holdable = shape.at_home + copies
     (d, g, h), (own_g, own_d) = shape.away, shape.own
-    bounds, first, second = shape.bounds.copy(), len(d), len(d) + len(own_d)
+    bounds, first, second = shape.frame.bounds.copy(), len(d), len(d) + len(own_d)
     bounds[:first, 1] = np.minimum(limits.most_found[d, h], holdable[g, h])
     bounds[first:second, 1] = holdable[own_g, own_d]
     bounds[second : shape.times[0], 1] = copies[shape.copied]
@@ -251,11 +235,13 @@ def _shape(relaxation: Relaxation, residency: Residency, most_variables: int) ->
         own=(own_g, own_d),
         copied=(zg, zh),
         times=times,
-        inequality=rows.template(variables),
-        right=np.concatenate(rows.right),
-        rows=rows.names,
-        equality=coo_array((np.ones(len(row)), (row, column)), shape=(size * groups, variables)).tocsr(),
-        total=np.tile(owned, size),
-        costs=costs,
-        bounds=bounds,
+        frame=Frame(
+            inequality=rows.template(variables),
+            right=np.concatenate(rows.right),
+            rows=rows.names,
+            equality=coo_array((np.ones(len(row)), (row, column)), shape=(size * groups, variables)).tocsr(),
+            total=np.tile(owned, size),
+            costs=costs,
+            bounds=bounds,
+        ),
     )

@@ -25,7 +25,7 @@ from hybridep.traffic import FloatArray
 from planner.sites.boxes import Box
 from planner.sites.capacity import SLOPES, serving_lines
 from planner.sites.layer_lp import COPIES, Times, add_copies, bound_times, copies_right, spent, times_from, unserved_s
-from planner.sites.linear import BoxProgram, Rows, Template
+from planner.sites.linear import BoxProgram, Frame, Rows
 from planner.sites.relaxation import Relaxation
 from planner.sites.visits import in_small_visits, large_visits, row_budgets, slowest_homes
 
@@ -97,19 +97,7 @@ class Shape:
     sizes: IntArray
     """[V]: experts of the smallest visits that are not small, size by size."""
     has: Variables
-    inequality: Template
-    right: FloatArray
-    """[rows]: zero where a box gives it."""
-    rows: dict[str, slice]
-    """Those, by name."""
-    equality: Any
-    """Sparse."""
-    total: FloatArray
-    """Of equalities."""
-    costs: FloatArray
-    """[variables]."""
-    bounds: FloatArray
-    """[variables, 2]: zero where a box gives them."""
+    frame: Frame
 
 
 def pooled_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
@@ -118,7 +106,7 @@ def pooled_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     if not limits.possible(classes):
         return None
     shape = pooled_shape(relaxation, box.residency)
-    right, rows, kinds, sizes = shape.right.copy(), shape.rows, classes.kinds, shape.sizes[:, None]
+    right, rows, kinds, sizes = shape.frame.right.copy(), shape.frame.rows, classes.kinds, shape.sizes[:, None]
     sent, room = row_budgets(relaxation, box)
     made, received = large_visits(relaxation, limits, sent, room, sizes)
     slope, at_none = serving_lines(relaxation, box, limits)
@@ -139,16 +127,8 @@ def pooled_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     right[rows[COPIES]] = copies_right(relaxation, box)
     found = classes.largest(limits.most_found)
     chords = [_chords(hit, most, shape.sizes) for most in (found.max(axis=1), found.max(axis=0))]
-    return BoxProgram(
-        costs=shape.costs,
-        inequality=shape.inequality.matrix(
-            np.concatenate([np.ones(1), *(chord.ravel() for chord in chords), most_received.ravel(), slope.ravel()])
-        ),
-        right=right,
-        equality=shape.equality,
-        total=shape.total,
-        bounds=_bounds(relaxation, box, shape, most_held),
-    )
+    numbers = [np.ones(1), *(chord.ravel() for chord in chords), most_received.ravel(), slope.ravel()]
+    return shape.frame.program(numbers=np.concatenate(numbers), right=right, bounds=_bounds(relaxation, box, shape, most_held))
 
 
 def _means(relaxation: Relaxation, values: FloatArray) -> FloatArray:
@@ -184,7 +164,7 @@ def _beside(relaxation: Relaxation, rows: FloatArray, most: FloatArray, sizes: I
 
 def _bounds(relaxation: Relaxation, box: Box, shape: Shape, most_held: FloatArray) -> FloatArray:
     """[variables, 2]."""
-    bounds = shape.bounds.copy()
+    bounds = shape.frame.bounds.copy()
     copies = np.minimum(shape.experts - shape.at_home, (most_held - relaxation.classes.homes)[:, None])
     bounds[shape.has.held, 1], bounds[shape.has.own, 1] = copies, shape.at_home + copies
     bound_times(relaxation, box, shape.has.times, bounds)
@@ -228,13 +208,15 @@ def pooled_shape(relaxation: Relaxation, residency: Residency) -> Shape:
         experts=experts,
         sizes=sizes,
         has=has,
-        inequality=rows.template(has.number),
-        right=np.concatenate(rows.right),
-        rows=rows.names,
-        equality=equality,
-        total=total,
-        costs=costs,
-        bounds=bounds,
+        frame=Frame(
+            inequality=rows.template(has.number),
+            right=np.concatenate(rows.right),
+            rows=rows.names,
+            equality=equality,
+            total=total,
+            costs=costs,
+            bounds=bounds,
+        ),
     )
 
 

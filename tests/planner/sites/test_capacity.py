@@ -52,7 +52,7 @@ def test_lines_touch_what_sites_can_serve_from_above() -> None:
                 continue
             slope, at_none = serving_lines(relaxation, tight, limits)
             rows = np.minimum(forward_s * kinds.down_bytes_per_s, back_s * kinds.up_bytes_per_s) / relaxation.rows
-            for kind, served in enumerate(most_served(relaxation.hit, rows, users)):
+            for kind, served in enumerate(most_served(relaxation.hit, rows[:, None], users, np.arange(10))):
                 held = np.arange(max(limits.least_held[kind], kinds.homes[kind]), limits.most_held[kind] + 1).astype(int)
                 above = at_none[kind] + slope[kind] * held[:, None] - served[held][:, None]
                 assert above.min(axis=0) == pytest.approx(0, abs=1e-9)
