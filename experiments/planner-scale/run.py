@@ -2,9 +2,9 @@
 
     .venv/bin/python experiments/planner-scale/run.py [--sites 10,30,100] [--input CSV] [--figure TABLE]
 
-Sites of eight ranks: equal; ten kinds of regions with a tenth of the sites each; ten kinds of sites; all different; and with
-``--input`` (columns src, dst, gbps_sent) sites at measured regions. One row each in ``results/scale.csv``. Limits are seconds of
-computation of the planner's process, not of wall time.
+Sites of eight ranks: equal; ten kinds of regions with a tenth of the sites each; three and ten kinds of sites; all different; and
+with ``--input`` (columns src, dst, gbps_sent) sites at measured regions. One row each in ``results/scale.csv``. Limits are
+seconds of computation of the planner's process, not of wall time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from planner import plan
 from planner.clock import timed_by
 
 HERE = Path(__file__).resolve().parent
-EQUAL, REGIONS, KINDS_OF_SITES, DIFFERENT, MEASURED = KINDS = ("equal", "regions", "ten kinds", "different", "measured")
+EQUAL, REGIONS, THREE_KINDS, TEN_KINDS, DIFFERENT, MEASURED = KINDS = (
+    "equal",
+    "regions",
+    "three kinds",
+    "ten kinds",
+    "different",
+    "measured",
+)
 SPREAD = 0.1
 """Rates of sites at one measured region differ from the region's by up to this share, so that no two sites are alike."""
 COLUMNS = ("kind", "sites", "cpu_s", "wall_s", "step_s", "bound_s", "gap", "ep_s", "full_gather_s", "peak_memory_gb")
@@ -44,9 +51,9 @@ def measured_rates(table: Path) -> np.ndarray:
 def rates_of(kind: str, sites: int, measured: np.ndarray | None) -> np.ndarray:
     """[sites, or ten, 2] Gbps up and down."""
     rng = np.random.default_rng(0)
-    if kind in (REGIONS, KINDS_OF_SITES):
-        ten = rng.uniform(2, 16, (10, 2))
-        return ten if kind == REGIONS else np.tile(ten, (sites // 10 + 1, 1))[:sites]
+    if kind in (REGIONS, THREE_KINDS, TEN_KINDS):
+        few = rng.uniform(2, 16, (3 if kind == THREE_KINDS else 10, 2))
+        return few if kind == REGIONS else np.tile(few, (sites // len(few) + 1, 1))[:sites]
     if kind == MEASURED:
         assert measured is not None
         return measured[rng.integers(len(measured), size=sites)] * rng.uniform(1 - SPREAD, 1 + SPREAD, (sites, 2))
