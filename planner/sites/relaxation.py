@@ -8,7 +8,7 @@ there, P being the chance that a token needs one of n. P is concave, so n <= N e
 tighter a box, the truer these chords.
 
 With chords, rows are linear in n[d, h], the number of experts that site h serves for tokens of site d, and linear programs
-(``planner.sites.lp``) bound what they take.
+(``planner.sites.lp``, or ``planner.sites.pooled_lp`` where sites are taken together) bound what they take.
 """
 
 from __future__ import annotations
@@ -412,9 +412,9 @@ class Relaxation:
         return np.where((room < 0).any(axis=1), -1.0, room.sum(axis=1))
 
     def unit_rows(self, limits: Limits) -> FloatArray:
-        """[C, C]: rows of one of n <= N experts that a site of the column's class serves for tokens of one of the row's, at
-        least."""
-        found = np.maximum(self.classes.largest(limits.most_found), 1.0)
+        """[D, D], where no sites are taken together: rows of one of n <= N experts that the column's site serves for tokens of the
+        row's, at least."""
+        found = np.maximum(limits.most_found, 1.0)
         return np.asarray(self.user_rows[:, None] * self.problem.hit[found.astype(np.int64)] / found)
 
 
