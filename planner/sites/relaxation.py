@@ -412,8 +412,8 @@ class Relaxation:
         return np.where((room < 0).any(axis=1), -1.0, room.sum(axis=1))
 
     def unit_rows(self, limits: Limits) -> FloatArray:
-        """[D, D], where no sites are taken together: rows of one of n <= N experts that the column's site serves for tokens of the
-        row's, at least."""
+        """[D, D], where no sites are taken together: rows of one of n <= N experts that the column's site serves for tokens of
+        the row's, at least."""
         found = np.maximum(limits.most_found, 1.0)
         return np.asarray(self.user_rows[:, None] * self.problem.hit[found.astype(np.int64)] / found)
 
