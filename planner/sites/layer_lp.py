@@ -12,8 +12,9 @@ from planner.sites.boxes import Box
 from planner.sites.linear import Rows
 from planner.sites.relaxation import Relaxation
 
-COPIES = "copies"
-"""Rows whose right sides change from box to box: what gathers and returns cost beyond the computation beside them."""
+MOST_HELD, LEAST_HELD, UPLOADS, SERVED, COPIES = "most held", "least held", "uploads", "served", "copies"
+"""Rows whose right sides change from box to box; the last ones say what gathers and returns cost beyond the computation beside
+them."""
 
 
 class Times(NamedTuple):

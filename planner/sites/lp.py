@@ -25,15 +25,28 @@ from hybridep.plan import Residency
 from hybridep.traffic import FloatArray
 from planner.sites.boxes import Box
 from planner.sites.capacity import SLOPES, serving_lines
-from planner.sites.layer_lp import COPIES, Times, add_copies, bound_times, copies_right, spent, times_from, unserved_s
+from planner.sites.layer_lp import (
+    COPIES,
+    LEAST_HELD,
+    MOST_HELD,
+    SERVED,
+    UPLOADS,
+    Times,
+    add_copies,
+    bound_times,
+    copies_right,
+    spent,
+    times_from,
+    unserved_s,
+)
 from planner.sites.linear import BoxProgram, Frame, Rows
 from planner.sites.pooled_lp import pooled_program
 from planner.sites.relaxation import Limits, Relaxation
 
 MOST_VARIABLES = 600
 """With homes told apart; larger programs take a solver longer than halving boxes is worth."""
-MOST_HELD, LEAST_HELD, FOUND, SERVED, UPLOADS = "most held", "least held", "found", "served", "uploads"
-"""Rows whose right sides change from box to box."""
+FOUND = "found"
+"""Rows whose right sides change from box to box, beside those of ``planner.sites.layer_lp``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

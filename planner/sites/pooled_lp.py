@@ -24,7 +24,20 @@ from hybridep.plan import Residency
 from hybridep.traffic import FloatArray
 from planner.sites.boxes import Box
 from planner.sites.capacity import SLOPES, serving_lines
-from planner.sites.layer_lp import COPIES, Times, add_copies, bound_times, copies_right, spent, times_from, unserved_s
+from planner.sites.layer_lp import (
+    COPIES,
+    LEAST_HELD,
+    MOST_HELD,
+    SERVED,
+    UPLOADS,
+    Times,
+    add_copies,
+    bound_times,
+    copies_right,
+    spent,
+    times_from,
+    unserved_s,
+)
 from planner.sites.linear import BoxProgram, Frame, Rows
 from planner.sites.relaxation import Relaxation
 from planner.sites.visits import in_small_visits, large_visits, row_budgets, slowest_homes
@@ -37,9 +50,9 @@ PRICES = np.array([0.0, 0.5, 0.8, 1.0, 1.1, 1.3])
 """Of a visit, in experts of the smallest one of its size: slopes of lines above what is found beside such visits."""
 MOST_VISITS = 8
 """Up to so many visits are counted one by one."""
-MOST_HELD, LEAST_HELD, UPLOADS, SERVED, COPY_SERVES = "most held", "least held", "uploads", "served", "a copy serves"
+COPY_SERVES = "a copy serves"
 MUST_VISIT, MADE, RECEIVED, FOUND_BESIDE, SERVED_BESIDE = "must visit", "made", "received", "found beside", "served beside"
-"""Rows whose right sides change from box to box."""
+"""Rows whose right sides change from box to box, beside those of ``planner.sites.layer_lp``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

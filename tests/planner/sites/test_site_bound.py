@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from site_cases import random_problem, random_table, small_workload, uneven_cluster
+from site_cases import few_kinds, random_problem, random_table, small_workload, uneven_cluster
 
 from hybridep.config import build
 from hybridep.topology import Cluster
@@ -194,6 +194,20 @@ def test_a_wrong_relaxation_is_caught_by_the_oracle(name: str) -> None:
         return prove(relaxation, 2 * optimum[2], max_boxes=100).bound_s > optimum[2] * (1 + 1e-6)
 
     assert any(exceeds(seed) for seed in range(24))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bound_of_few_kinds_against_every_table(seed: int) -> None:
+    """Sites taken together, and ways back as fast as ways there."""
+    problem = few_kinds(seed, *[(2, 3), (3, 2), (2, 4)][seed % 3])
+    relaxation, optimum = Relaxation(problem=problem), best_table(problem)
+    assert relaxation.tied is (seed % 3 == 0)
+    assert relaxation.classes.merged or seed % 2 == 0 or relaxation.tied
+    if optimum is None:
+        return
+    proof = prove(relaxation, 1.5 * optimum[2], max_boxes=60)
+    assert verify(relaxation, proof) == pytest.approx(proof.bound_s, rel=1e-12)
+    assert proof.bound_s <= optimum[2] * (1 + 1e-9)
 
 
 def test_a_trunk_slower_than_every_link_leaves_time_for_tokens() -> None:
