@@ -7,38 +7,49 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-def compiled(function: _Function, inline: Literal["never", "always"] = "never") -> _Function:
-    """Compile a function of arrays and numbers. The first call on a machine takes seconds, a later process a fraction of one.
+def compiled(function: _Function) -> _Function:
+    """Compile a function of numbers and of arrays that its callers keep: it makes none itself. The first call on a machine takes
+    seconds, a later process a fraction of one.
 
-    Division follows numpy (no exception for zero), sums keep their order.
+    Division follows numpy (no exception for zero), sums keep their order. Nobody counts who uses an array: numba does that by
+    atomic operations wherever one leaves a tuple or is handed on, which were two thirds of a walk's time.
     """
+    return _compiled(function, _nrt=False)
+
+
+def inlined(function: _Function) -> _Function:
+    """As ``compiled``, with a copy wherever it is called: to pass tuples of arrays takes longer than short functions do."""
+    return _compiled(function, _nrt=False, inline="always")
+
+
+def allocating(function: _Function) -> _Function:
+    """As ``compiled``, of a function that makes arrays, or asks numpy what does."""
+    return _compiled(function, _nrt=True)
+
+
+def _compiled(function: _Function, **options: Any) -> _Function:
     config: Any = numba.config
     before, folder = config.CACHE_DIR, _cache_folder(function.__module__.partition(".")[0])
     # numba looks at a function's own file only, and would go on using callers of a function that has changed.
     config.CACHE_DIR = folder or ""
     try:
-        return cast(_Function, numba.njit(cache=folder is not None, error_model="numpy", inline=inline)(function))
+        return cast(_Function, numba.njit(cache=folder is not None, error_model="numpy", **options)(function))
     finally:
         config.CACHE_DIR = before
 
 
-def inlined(function: _Function) -> _Function:
-    """As ``compiled``, with a copy wherever it is called: to pass tuples of arrays takes longer than short functions do."""
-    return compiled(function, "always")
-
-
 @cache
 def _cache_folder(package: str) -> str | None:
-    """A folder of the user's for exactly those sources of a package that speak of compiled code: those that have some, or what it
-    uses. None where none can be made, and every process compiles anew."""
-    sources = hashlib.sha256()
+    """A folder of the user's for exactly this file and those sources of a package that speak of compiled code: those that have
+    some, or what it uses. None where none can be made, and every process compiles anew."""
+    sources = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted((Path(__file__).parent.parent / package).rglob("*.py")):
         text = path.read_bytes()
         if b"compiled" in text:

@@ -11,7 +11,7 @@ from itertools import combinations
 import networkx as nx
 import numpy as np
 
-from hybridep.compiled import compiled
+from hybridep.compiled import allocating, compiled
 from simulator.arrays import BoolArray, FloatArray, IntArray
 from simulator.fabric_file import Allocation
 
@@ -126,7 +126,7 @@ def _cost(demand: FloatArray, circuits: IntArray, packet_ports: float) -> tuple[
     return most, squares
 
 
-@compiled
+@allocating
 def _improve(demand: FloatArray, circuits: IntArray, ports: int, packet_ports: float) -> None:
     """Give a pair that holds the exchange up a circuit more, or take all of its circuits away, in place of others where ports
     are short, as long as the exchange gets shorter (or, as long as before, is better balanced)."""
@@ -167,7 +167,7 @@ def _improve(demand: FloatArray, circuits: IntArray, ports: int, packet_ports: f
         circuits[:] = chosen
 
 
-@compiled
+@allocating
 def _slow(demand: FloatArray, circuits: IntArray, packet_ports: float, most: float) -> BoolArray:
     """[nodes, nodes]: pairs with circuits that take longest, and pairs over packet links that take longest."""
     nodes = demand.shape[0]

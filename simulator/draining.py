@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.compiled import compiled
+from hybridep.compiled import allocating, compiled
 from simulator.arrays import FloatArray, IntArray
 from simulator.columns import ACTIVE, DONE, RESIDUE, UNKNOWN, ByteArray, FlowColumns, Int32Array, LinkColumns, swap_entries
 from simulator.filling import fill
@@ -134,7 +134,10 @@ def activate(
     now_s = clock.now_s[0]
     num_told = 0
     weighted = cargo.weights.shape[0] > 0
-    if rows.size * flows.links.shape[1] * _MANY > links.num_members.sum():
+    num_entries = 0
+    for link in range(links.num_members.size):
+        num_entries += links.num_members[link]
+    if rows.size * flows.links.shape[1] * _MANY > num_entries:
         clock.counts[ANEW] = 1
     for index in range(rows.size):
         flow = rows[index]
@@ -241,7 +244,7 @@ def _bring_up_to_date(flows: FlowColumns, links: LinkColumns, clock: Clock) -> N
     clock.counts[UNCHANGED] = links.order.size
 
 
-@compiled
+@allocating
 def drain(
     flows: FlowColumns,
     links: LinkColumns,

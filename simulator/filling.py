@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridep.compiled import compiled
+from hybridep.compiled import allocating, compiled
 from simulator.arrays import FloatArray
 from simulator.columns import (
     ACTIVE,
@@ -56,8 +56,10 @@ def _load(links: LinkColumns, link: int) -> float:
     """Of all flows on a link."""
     if links.weights.size == 0:
         return float(links.num_members[link])
-    begin = links.first[link]
-    return float(links.weights[begin : begin + links.num_members[link]].sum())
+    load = 0.0
+    for entry in range(links.first[link], links.first[link] + links.num_members[link]):
+        load += links.weights[entry]
+    return load
 
 
 @compiled
@@ -108,7 +110,7 @@ def _fix_all(flows: FlowColumns, links: LinkColumns, rest: FloatArray, is_open: 
     return load
 
 
-@compiled
+@allocating
 def _fill_rows(
     flows: FlowColumns,
     links: LinkColumns,
@@ -202,7 +204,7 @@ def _hand_over(flows: FlowColumns, links: LinkColumns) -> None:
                 fixed_by[places[flow, hop]] = link
 
 
-@compiled
+@allocating
 def fill(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
     """Find the rates of all active flows and the order of the links. What is written is little where little has changed."""
     num_links, at = links.order.size, 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridep.compiled import compiled
+from hybridep.compiled import allocating, compiled
 from simulator.arrays import FloatArray, IntArray
 from simulator.columns import ByteArray, Int32Array
 
 
-@compiled
+@allocating
 def members_by_link(paths: Int32Array, num_links: int) -> tuple[IntArray, Int32Array]:
     """paths: [flows, width] link ids, -1 where fewer. Returns first [links + 1] and members: the flows on a link are
     members[first[link] : first[link + 1]], in order."""
@@ -34,7 +34,7 @@ def members_by_link(paths: Int32Array, num_links: int) -> tuple[IntArray, Int32A
     return first, members
 
 
-@compiled
+@allocating
 def links_that_can_fill(
     paths: Int32Array, weights: FloatArray, first: IntArray, members: Int32Array, capacity: FloatArray, num_shared: int
 ) -> ByteArray:
@@ -120,7 +120,7 @@ def compress(paths: Int32Array, weights: FloatArray, local: Int32Array, links: I
             links[flow, hop] = -1
 
 
-@compiled
+@allocating
 def by_priority(paths: Int32Array, priority: ByteArray, num_links: int) -> tuple[ByteArray, Int32Array, Int32Array]:
     """Rows of links where flows have different priorities: one for each that a link's flows have.
 

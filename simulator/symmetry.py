@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridep.compiled import compiled
+from hybridep.compiled import allocating, compiled
 from hybridep.topology import Cluster
 from hybridep.traffic import Direct
 from simulator.arrays import BoolArray, FloatArray, IntArray
@@ -190,7 +190,7 @@ def _mix(value: np.uint64) -> np.uint64:
     return value ^ (value >> np.uint64(31))
 
 
-@compiled
+@allocating
 def _mixed(first: HashArray, second: HashArray) -> HashArray:
     """[n]: a hash of two numbers each."""
     both = np.empty_like(first)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.compiled import compiled, inlined
+from hybridep.compiled import allocating, compiled, inlined
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
 from planner.constraints import BoolArray
@@ -79,6 +79,8 @@ class Flows(NamedTuple):
     """[2, 2 ways]: the smooth sums."""
     before: FloatArray
     """Those before the last change."""
+    seconds: FloatArray
+    """[4]: room for something of each kind and way."""
     per_s: FloatArray
     """[2, 2 ways]: powers are of seconds in units of the busiest link's, about."""
     sharpness: IntArray
@@ -126,6 +128,7 @@ def no_flows(links: Links, typical: FloatArray) -> Flows:
         trunk_power=np.zeros((2, 2)),
         total=np.zeros((2, 2)),
         before=np.zeros((2, 2)),
+        seconds=np.zeros(4),
         per_s=np.ones((2, 2)),
         sharpness=np.full(1, SHARPEST),
     )
@@ -159,7 +162,7 @@ def add(links: Links, flows: Flows, kind: int, src: int, dst: int, more: float) 
                 flows.trunk_s[kind, way, trunk] += links.trunk_s[way, src, trunk, dst] * more
 
 
-@compiled
+@allocating
 def sum_all(links: Links, flows: Flows, sharpness: int) -> None:
     """All that follows from the units."""
     flows.sharpness[0] = sharpness
@@ -252,7 +255,11 @@ def _reach(pair_s: FloatArray, units: FloatArray, farthest_s: FloatArray, src: i
     farthest_s[src] = now_s
     if now_s >= latency_s:
         return now_s
-    return float(farthest_s.max()) if before_s == latency_s else latency_s
+    if before_s < latency_s:
+        return latency_s
+    for other in range(len(farthest_s)):
+        now_s = max(now_s, farthest_s[other])
+    return now_s
 
 
 @compiled
@@ -321,7 +328,7 @@ def at_busy(links: Links, flows: Flows, kind: int, way: int) -> tuple[int, int]:
     return -1, -1
 
 
-@compiled
+@allocating
 def _on_trunk(trunk_s: FloatArray, units: FloatArray) -> tuple[int, int]:
     """A pair, drawn in proportion to what it takes of a trunk ([D, D] each)."""
     size = len(units)

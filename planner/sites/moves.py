@@ -40,16 +40,15 @@ def propose(guide: Guide, near: IntArray) -> None:
     if np.random.random() > RELIEVING:
         any_move(state)
         return
-    exchanges_s = np.zeros(4)
     for kind in range(2):
         for way in range(2):
             busy = flows.total[kind, way] > 0
-            exchanges_s[2 * kind + way] = busy * work.unit_bytes[kind, way] / flows.per_s[kind, way]
-    chosen = any_of(exchanges_s)
-    if flows.total[chosen // 2, chosen % 2] <= 0:
+            flows.seconds[2 * kind + way] = busy * work.unit_bytes[kind, way] / flows.per_s[kind, way]
+    chosen = any_of(flows.seconds)
+    kind, way = chosen // 2, chosen % 2
+    if flows.total[kind, way] <= 0:
         any_move(state)
         return
-    kind, way = chosen // 2, chosen % 2
     src, dst = at_busy(links, flows, kind, way)
     if kind == COPIES:
         _fewer_copies(guide, src, dst)
@@ -203,6 +202,15 @@ def _drop(guide: Guide, holder: int, expert: int) -> None:
 
 
 @compiled
+def _alike(row: IntArray, other: IntArray) -> bool:
+    """The same holder for every expert. (numpy's own comparison makes arrays.)"""
+    different = 0
+    for expert in range(len(row)):
+        different += row[expert] != other[expert]
+    return different == 0
+
+
+@compiled
 def any_move(state: State) -> None:
     """Exchanged rows or exchanged holders; or, of a site or of all with its row, another site's row or another holder of some
     experts."""
@@ -241,7 +249,7 @@ def any_move(state: State) -> None:
     count = number[0]
     if alike:
         for site in range(size):
-            if site != one and np.array_equal(table[site], table[one]):
+            if site != one and _alike(table[site], table[one]):
                 for place in range(count):
                     _propose(proposed, number, site, proposed[EXPERT, place], proposed[HOLDER, place])
 

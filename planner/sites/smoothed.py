@@ -285,10 +285,10 @@ def has_room(guide: Guide) -> bool:
 @inlined
 def smooth_value(guide: Guide) -> float:
     """Smoothed seconds of all MoE layers, or dollars."""
-    links_s = np.empty((2, 2))
+    links_s = guide.flows.seconds
     for kind in range(2):
         for way in range(2):
-            links_s[kind, way] = smooth_s(guide.flows, kind, way)
+            links_s[2 * kind + way] = smooth_s(guide.flows, kind, way)
     share = rooted(guide.state.computed[POWERS], guide.flows.sharpness[0])
     return _value(guide, links_s, guide.state.computed[LONGEST_S] * share)
 
@@ -296,10 +296,10 @@ def smooth_value(guide: Guide) -> float:
 @compiled
 def busiest_value(guide: Guide) -> float:
     """The same with the busiest link's and site's time in place of the norm of all."""
-    links_s, longest_s = np.empty((2, 2)), 0.0
+    links_s, longest_s = guide.flows.seconds, 0.0
     for kind in range(2):
         for way in range(2):
-            links_s[kind, way] = busiest_s(guide.links, guide.flows, kind, way)
+            links_s[2 * kind + way] = busiest_s(guide.links, guide.flows, kind, way)
     for site in range(len(guide.state.served)):
         longest_s = max(longest_s, guide.state.served[site] * guide.work.by_site[ROW_S, site])
     return _value(guide, links_s, longest_s)
@@ -307,7 +307,7 @@ def busiest_value(guide: Guide) -> float:
 
 @inlined
 def _value(guide: Guide, links_s: FloatArray, longest_s: float) -> float:
-    """Given what each kind and way takes per unit's byte ([2, 2]), and what the last site computes for."""
+    """Given what each kind and way takes per unit's byte ([4]), and what the last site computes for."""
     work, flows = guide.work, guide.flows
     by_op, numbers, served, moved = work.by_op, work.numbers, guide.state.served, guide.state.moved
     layer_s, dollars = numbers[FIXED_S], 0.0
@@ -315,7 +315,7 @@ def _value(guide: Guide, links_s: FloatArray, longest_s: float) -> float:
         kind, way = OP_KIND[op], OP_WAY[op]
         if moved[kind] == 0:
             continue
-        left_s = flows.latency_s[kind, way] + links_s[kind, way] * by_op[op, BYTES]
+        left_s = flows.latency_s[kind, way] + links_s[2 * kind + way] * by_op[op, BYTES]
         begun_s = 0.0
         for piece in range(KNOTS):
             end_s = by_op[op, KNOT_S + piece]
