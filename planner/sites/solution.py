@@ -25,10 +25,12 @@ FEW_TABLES = 5000
 """Up to so many serving tables all are tried."""
 MOST_BOXES = 100_000
 """Of one proof."""
-SEARCHED, SEARCHED_LONGER = 0.6, 0.75
-"""Share of the time in which plans are looked for, the latter where paths between sites differ: there walks gain much."""
+SEARCHED = 0.6
+"""Share of the time in which plans are looked for; the bound has what is left."""
 AMPLE_S = 60.0
-"""With less time walks are shorter, with its power of 1.5, which leaves more of it to the bound."""
+"""With less time walks are shorter in proportion, with more they are longer."""
+LONGEST_WALKS = 3.0
+"""Times as long as with ``AMPLE_S``: the longest tried."""
 ENOUGH_GAP = 0.005
 """The bound is not improved below this gap."""
 
@@ -79,12 +81,11 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     in_dollars = problem.goal.objective is Objective.DOLLARS
     if in_dollars:
         report = None
-    searched = SEARCHED if problem.alike_paths else SEARCHED_LONGER
     search = Search(
         problem=problem,
-        deadline_s=started + searched * limit_s,
+        deadline_s=started + SEARCHED * limit_s,
         max_evaluations=_evaluations(problem),
-        moves_share=min(limit_s / AMPLE_S, 1.0) ** 1.5,
+        moves_share=min(limit_s / AMPLE_S, LONGEST_WALKS),
         scenarios=wishes.scenarios,
         quantile=wishes.quantile,
         keep=wishes.keep,
@@ -111,7 +112,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     best_s, scenarios = search.best.cost.step_s if in_dollars else search.best.rank[1], search.scenarios
     proofs: list[Proof] = []
     for number, one in enumerate(scenarios):
-        share = searched + (0.95 - searched) * (number + 1) / len(scenarios)
+        share = SEARCHED + (0.95 - SEARCHED) * (number + 1) / len(scenarios)
         deadline_s = 0.0 if interrupted else started + share * limit_s
         told = None if report is None or len(scenarios) > 1 else lambda seconds: report("bound", seconds)
         boxes = MOST_BOXES // len(scenarios)
