@@ -15,7 +15,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def compiled(function: _Function) -> _Function:
-    """Compile a function of numbers and of arrays that its callers keep: it makes none itself. The first call on a machine takes
+    """Compile a function of numbers and of arrays that its callers keep: it makes and returns none. The first call on a machine takes
     seconds, a later process a fraction of one.
 
     Division follows numpy (no exception for zero), sums keep their order. Nobody counts who uses an array: numba does that by

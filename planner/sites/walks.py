@@ -26,7 +26,7 @@ HELPS = 3e-3
 FITTING = 1000
 """Moves at most that make a table fit, each of which is costed exactly."""
 ANY_SEED = 2**32
-COMPILING_S, LOADING_S = 20.0, 1.5
+COMPILING_S, LOADING_S = 15.0, 1.5
 """About what compiling takes once on a machine, and at most what loading takes from then on."""
 
 
@@ -63,7 +63,7 @@ def pace_of(problem: SiteProblem) -> Pace:
 
 
 def prepare(problem: SiteProblem, report: Callable[[str, float], None] | None = None) -> None:
-    """Compiles what walks need: once on a machine that takes some 20 s, which shall not count as time of a search. ``report`` is
+    """Compiles what walks need: once on a machine that takes some 15 s, which shall not count as time of a search. ``report`` is
     told ("compiling", ``COMPILING_S``) unless it has been done before."""
     told = Timer(LOADING_S, report or (lambda what, seconds: None), ("compiling", COMPILING_S))
     told.daemon = True
