@@ -15,8 +15,8 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def compiled(function: _Function) -> _Function:
-    """Compile a function of numbers and of arrays that its callers keep: it makes and returns none. The first call on a machine takes
-    seconds, a later process a fraction of one.
+    """Compile a function of numbers and of arrays that its callers keep: it makes and returns none. The first call on a machine
+    takes seconds, a later process a fraction of one.
 
     Division follows numpy (no exception for zero), sums keep their order. Nobody counts who uses an array: numba does that by
     atomic operations wherever one leaves a tuple or is handed on, which were two thirds of a walk's time.

@@ -37,8 +37,8 @@ class Search:
     deadline_s: float = float("inf")
     """Of ``planner.clock``."""
     max_evaluations: int = 6000
-    moves_share: float = 1.0
-    """How much of their moves walks make: less where time is short."""
+    walks_share: float = 1.0
+    """How much of their moves walks make, where time is short; above one, how many times they begin."""
     scenarios: tuple[SiteProblem, ...] = ()
     """The same sites and work with other links, of which ``quantile`` counts; the problem alone when absent."""
     quantile: float = 1.0

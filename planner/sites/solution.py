@@ -28,9 +28,9 @@ MOST_BOXES = 100_000
 SEARCHED = 0.6
 """Share of the time in which plans are looked for; the bound has what is left."""
 AMPLE_S = 60.0
-"""With less time walks are shorter in proportion, with more they are longer."""
-LONGEST_WALKS = 3.0
-"""Times as long as with ``AMPLE_S``: the longest tried."""
+"""With less time walks are shorter in proportion."""
+ROUNDS = 3
+"""Up to so many times as much, they begin so many times."""
 ENOUGH_GAP = 0.005
 """The bound is not improved below this gap."""
 
@@ -85,7 +85,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         problem=problem,
         deadline_s=started + SEARCHED * limit_s,
         max_evaluations=_evaluations(problem),
-        moves_share=min(limit_s / AMPLE_S, LONGEST_WALKS),
+        walks_share=min(limit_s / AMPLE_S, ROUNDS),
         scenarios=wishes.scenarios,
         quantile=wishes.quantile,
         keep=wishes.keep,

@@ -96,12 +96,16 @@ def run(search: Search, *, seed: int = 0) -> None:
         _try_hubs(search)
     if not walks_help(problem):
         return
-    from planner.sites.walks import improve_tables, pace_of  # numba takes a while to import
+    from planner.sites.walks import helped, improve_tables, pace_of  # numba takes a while to import
 
     search.max_evaluations, pace = sys.maxsize, pace_of(problem)  # walks end by themselves
     # However short the time, tables are costed twice.
-    moves = max(round(pace.moves * search.moves_share), min(2 * pace.stretch, pace.moves))
-    improve_tables(search, search.best_apart(pace.walks, APART), moves, np.random.default_rng(seed))
+    moves = max(round(pace.moves * min(search.walks_share, 1.0)), min(2 * pace.stretch, pace.moves))
+    tables, rng = search.best_apart(pace.walks, APART), np.random.default_rng(seed)
+    for _ in range(max(int(search.walks_share), 1)):
+        improve_tables(search, tables, moves, rng)
+        if search.best is None or not helped(tables[0], search.best):
+            break
 
 
 def is_large(problem: SiteProblem) -> bool:

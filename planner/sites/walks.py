@@ -22,7 +22,7 @@ from planner.sites.smoothed import Guide, allowed, change, guide_of, has_room, l
 COOLER = 50
 """How much less warmth there is in the end."""
 HELPS = 3e-3
-"""What the last walks must shorten the step by to be followed by others."""
+"""What walks must shorten the step by to be followed by others."""
 FITTING = 1000
 """Moves at most that make a table fit, each of which is costed exactly."""
 ANY_SEED = 2**32
@@ -91,9 +91,13 @@ def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.
         best = tables[0]
         for begin in begins:
             best = _walk(search, best, moves, begin, rng)
-        helped = best.rank < (tables[0].rank[0], tables[0].rank[1] * (1 - HELPS))
-        tables = [best] if helped else []
+        tables = [best] if helped(tables[0], best) else []
         moves *= 2
+
+
+def helped(before: Found, after: Found) -> bool:
+    """Whether walks from the one to the other are worth others."""
+    return after.rank < (before.rank[0], before.rank[1] * (1 - HELPS))
 
 
 def _walk(search: Search, best: Found, moves: int, begin: int, rng: np.random.Generator) -> Found:
