@@ -52,7 +52,7 @@ from planner.sites.smoothed import (
     smooth_value,
     undo,
 )
-from planner.sites.strategy import starts
+from planner.sites.strategy import run, starts
 from planner.sites.walks import COMPILING_S, Pace, _deciding, _walk, improve_tables, pace_of, prepare
 
 UNSEEN = {"jitter": 0.0, "message_overhead": 0.0, "expert_overhead": 0.0}
@@ -336,6 +336,28 @@ def test_walks_are_played_off_against_each_other(monkeypatch: pytest.MonkeyPatch
     improve_tables(Search(problem=problem), tables, 10, np.random.default_rng(0))
     played_off = [(10, 0, 2), (10, 1, 3), (10, 2, 5), (10, 3, 2), (20, 3, 3), (20, 2, 5)]
     assert seen_moves == [*played_off, *((moves, 3, begin) for moves in (80, 160, 320) for begin in (2, 3, 5))]
+
+
+@pytest.mark.parametrize(
+    ("share", "gain", "rounds"), [(0.1, 0.1, [1600]), (1.0, 0.1, [16000]), (2.5, 0.1, [16000] * 2), (3.0, 0.001, [16000])]
+)
+def test_walks_begin_again_with_more_time_where_they_help(
+    monkeypatch: pytest.MonkeyPatch, share: float, gain: float, rounds: list[int]
+) -> None:
+    """From the same tables, with further random moves."""
+    problem, seen_moves, seen_tables, draws = random_problem(0, 20, 4), [], [], []
+
+    def improved(search: Search, tables: list[Found], moves: int, rng: np.random.Generator) -> None:
+        assert search.best is not None
+        seen_moves.append(moves)
+        seen_tables.append([id(one) for one in tables])
+        draws.append(rng.random())
+        search.best = replace(tables[0], rank=(0, tables[0].rank[1] * (1 - gain)))
+
+    monkeypatch.setattr("planner.sites.walks.improve_tables", improved)
+    run(Search(problem=problem, max_evaluations=40, walks_share=share))
+    assert seen_moves == rounds
+    assert len(set(draws)) == len(rounds) and all(one == seen_tables[0] for one in seen_tables)
 
 
 @pytest.mark.parametrize("quantile", [0.5, 1.0])
