@@ -39,7 +39,6 @@ def most_served(hit: FloatArray, rows: FloatArray, users: int, held: IntArray) -
     also found at most with so many rows at so many sites, each holding ``held``. ``hit`` is P, [E + 1]; rows and held have shapes
     that go together."""
     room, each = rows * (1 + SLACK), hit[held]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        whole = np.where(each > 0, np.minimum(np.floor(room / each), users), 0.0)
-    rest = np.searchsorted(hit, (room - whole * each) * (1 + SLACK), side="right") - 1
+    whole = np.minimum(np.floor(room / np.maximum(each, hit[1])), users)
+    rest = hit.searchsorted((room - whole * each) * (1 + SLACK), side="right") - 1
     return np.asarray(whole * held + np.where(whole < users, np.minimum(rest, held), 0))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
@@ -27,63 +29,8 @@ class Duals:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BoxProgram:
-    """minimise ``costs`` x; times in seconds of one layer."""
-
-    costs: FloatArray
-    inequality: Any
-    """Sparse [rows, variables]; at most ``right``."""
-    right: FloatArray
-    equality: Any
-    """Sparse; equal to ``total``."""
-    total: FloatArray
-    bounds: FloatArray
-    """[variables, 2], finite."""
-
-    def value_s(self, duals: Duals) -> float:
-        """A lower bound on the program, whatever the multipliers. Raises ValueError for a negative one."""
-        return float(self.values_s([duals])[0])
-
-    def values_s(self, many: Sequence[Duals]) -> FloatArray:
-        """The same of many at once."""
-        inequality = np.stack([one.inequality for one in many], axis=1)
-        equality = np.stack([one.equality for one in many], axis=1)
-        if (inequality < 0).any():
-            raise ValueError("multipliers of inequalities must be at least zero")
-        reduced = self.costs[:, None] + self.inequality.T @ inequality - self.equality.T @ equality
-        ends = np.minimum(reduced * self.bounds[:, :1], reduced * self.bounds[:, 1:])
-        return np.asarray(self.total @ equality - self.right @ inequality + ends.sum(axis=0))
-
-    def solve(self) -> Duals | None:
-        """The best multipliers; None when the program is infeasible or the solver fails."""
-        solver: Any = linprog  # its stubs know dense matrices only
-        # Scaled by the cheapest variable: by the price of what stays unserved, all else would be within the solver's tolerance.
-        # Its presolve takes longer than it saves here, but for variables that must be zero and rows that bounds keep anyway.
-        unit = float(self.costs[self.costs > 0].min())
-        free = np.flatnonzero(self.bounds.any(axis=1))
-        low, high = self.bounds.T
-        most = self.inequality.maximum(0) @ high + self.inequality.minimum(0) @ low
-        needed = np.flatnonzero(most > self.right)
-        found = solver(
-            self.costs[free] / unit,
-            self.inequality[needed][:, free],
-            self.right[needed],
-            self.equality[:, free],
-            self.total,
-            self.bounds[free],
-            method="highs",
-            options={"presolve": False},
-        )
-        if found.status != 0:
-            return None
-        inequality = np.zeros(len(self.right))
-        inequality[needed] = np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) * unit
-        return Duals(inequality=inequality, equality=np.asarray(found.eqlin.marginals) * unit)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Template:
-    """A sparse matrix but for numbers by which its entries are multiplied."""
+    """A sparse matrix but for numbers by which its entries are multiplied; the first of them is one."""
 
     pattern: Any
     """Sparse."""
@@ -96,6 +43,22 @@ class Template:
         pattern = self.pattern
         return csr_array((self.value * numbers[self.scale], pattern.indices, pattern.indptr), shape=pattern.shape)
 
+    @cached_property
+    def row(self) -> IntArray:
+        """[entries]."""
+        return np.repeat(np.arange(self.pattern.shape[0]), np.diff(self.pattern.indptr))
+
+    @cached_property
+    def pairs(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Of a column and a number in it, ascending: (column, number), [P] each, and which of them each entry belongs to."""
+        both, pair = np.unique(self.pattern.indices * (int(self.scale.max()) + 1) + self.scale, return_inverse=True)
+        column, number = np.divmod(both, int(self.scale.max()) + 1)
+        return column, number, pair
+
+    def weighted(self, rows: FloatArray) -> FloatArray:
+        """[P]: sums of the entries of each of ``pairs``, times their rows' weights."""
+        return np.bincount(self.pairs[2], weights=self.value * rows[self.row], minlength=len(self.pairs[0]))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Frame:
@@ -107,7 +70,7 @@ class Frame:
     rows: dict[str, slice]
     """Those, by name."""
     equality: Any
-    """Sparse."""
+    """Sparse; equal to ``total``."""
     total: FloatArray
     """Of equalities."""
     costs: FloatArray
@@ -115,12 +78,95 @@ class Frame:
     bounds: FloatArray
     """[variables, 2]: zero where a box gives them."""
 
-    def program(self, *, numbers: FloatArray, right: FloatArray, bounds: FloatArray) -> BoxProgram:
-        """Of one box; ``numbers`` are those of the template."""
-        matrix = self.inequality.matrix(numbers)
-        return BoxProgram(
-            costs=self.costs, inequality=matrix, right=right, equality=self.equality, total=self.total, bounds=bounds
+    @cached_property
+    def scaled(self) -> tuple[NDArray[np.bool_], IntArray, IntArray]:
+        """Which of the template's pairs have numbers of a box's, [P]; the columns with such, and where in these pairs each of them
+        begins."""
+        column, number, _ = self.inequality.pairs
+        columns, first = np.unique(column[number > 0], return_index=True)
+        return number > 0, columns, first
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BoxProgram:
+    """minimise the costs of x, in seconds of one layer."""
+
+    frame: Frame
+    numbers: FloatArray
+    """Of the frame's template."""
+    right: FloatArray
+    """[rows]."""
+    bounds: FloatArray
+    """[variables, 2], finite."""
+
+    @cached_property
+    def inequality(self) -> Any:
+        """Sparse [rows, variables]; at most ``right``."""
+        return self.frame.inequality.matrix(self.numbers)
+
+    def value_s(self, duals: Duals) -> float:
+        """A lower bound on the program, whatever the multipliers. Raises ValueError for a negative one."""
+        return float(self.values_s([duals])[0])
+
+    def values_s(self, many: Sequence[Duals]) -> FloatArray:
+        """The same of many at once."""
+        prices = [_prices(self.frame, one) for one in many]
+        own, columns, first = self.frame.scaled
+        reduced = np.stack([one.fixed for one in prices])
+        scaled = np.stack([one.scaled for one in prices]) * self.numbers[self.frame.inequality.pairs[1][own]]
+        reduced[:, columns] += np.add.reduceat(scaled, first, axis=1)
+        ends = np.minimum(reduced * self.bounds[:, 0], reduced * self.bounds[:, 1])
+        right = np.array([one.inequality @ self.right for one in many])
+        return np.array([one.total for one in prices]) - right + ends.sum(axis=1)
+
+    def solve(self) -> Duals | None:
+        """The best multipliers; None when the program is infeasible or the solver fails."""
+        solver: Any = linprog  # its stubs know dense matrices only
+        costs, equality = self.frame.costs, self.frame.equality
+        # Scaled by the cheapest variable: by the price of what stays unserved, all else would be within the solver's tolerance.
+        # Its presolve takes longer than it saves here, but for variables that must be zero and rows that bounds keep anyway.
+        unit = float(costs[costs > 0].min())
+        free = np.flatnonzero(self.bounds.any(axis=1))
+        low, high = self.bounds.T
+        most = self.inequality.maximum(0) @ high + self.inequality.minimum(0) @ low
+        needed = np.flatnonzero(most > self.right)
+        found = solver(
+            costs[free] / unit,
+            self.inequality[needed][:, free],
+            self.right[needed],
+            equality[:, free],
+            self.frame.total,
+            self.bounds[free],
+            method="highs",
+            options={"presolve": False},
         )
+        if found.status != 0:
+            return None
+        inequality = np.zeros(len(self.right))
+        inequality[needed] = np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) * unit
+        return Duals(inequality=inequality, equality=np.asarray(found.eqlin.marginals) * unit)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Prices:
+    """What multipliers say of all boxes' programs alike."""
+
+    fixed: FloatArray
+    """[variables]: reduced costs, but for entries with numbers of a box's."""
+    scaled: FloatArray
+    """Of those, by ``Frame.scaled``."""
+    total: float
+    """nu g."""
+
+
+@lru_cache(maxsize=64)
+def _prices(frame: Frame, duals: Duals) -> _Prices:
+    if (duals.inequality < 0).any():
+        raise ValueError("multipliers of inequalities must be at least zero")
+    own, weighted = frame.scaled[0], frame.inequality.weighted(duals.inequality)
+    fixed = frame.costs - frame.equality.T @ duals.equality
+    fixed[frame.inequality.pairs[0][~own]] += weighted[~own]
+    return _Prices(fixed=fixed, scaled=weighted[own], total=float(frame.total @ duals.equality))
 
 
 class Rows:

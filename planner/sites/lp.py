@@ -57,8 +57,8 @@ class Shape:
     """By homes."""
     sites: IntArray
     """With experts at home."""
-    group: IntArray
-    """[D]: g of the experts at home there."""
+    member: FloatArray
+    """[groups, D]: one where sites have experts of a group at home."""
     at_home: FloatArray
     """[groups, D]: experts of a group at home there."""
     away: tuple[IntArray, IntArray, IntArray]
@@ -90,7 +90,8 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     else:
         right[rows[UPLOADS]] = float(limits.uploads.sum())
     right[rows[COPIES]] = copies_right(relaxation, box)
-    return shape.frame.program(
+    return BoxProgram(
+        frame=shape.frame,
         numbers=np.concatenate([[1.0], relaxation.unit_rows(limits).ravel(), slope.ravel()]),
         right=right,
         bounds=_bounds(relaxation, box, shape, limits),
@@ -100,10 +101,7 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
 def _bounds(relaxation: Relaxation, box: Box, shape: Shape, limits: Limits) -> FloatArray:
     """[variables, 2]."""
     classes = relaxation.classes
-    most_copies = limits.copies.T * classes.others.T
-    copies = np.zeros_like(shape.at_home)
-    np.add.at(copies, shape.group[shape.sites], most_copies[shape.sites])
-    copies = np.minimum(copies, limits.most_held - classes.homes)
+    copies = np.minimum(shape.member @ (limits.copies * classes.others).T, limits.most_held - classes.homes)
     holdable = shape.at_home + copies
     (d, g, h), (own_g, own_d) = shape.away, shape.own
     bounds, first, second = shape.frame.bounds.copy(), len(d), len(d) + len(own_d)
@@ -242,7 +240,7 @@ def _shape(relaxation: Relaxation, residency: Residency, most_variables: int) ->
     return Shape(
         told_apart=told_apart,
         sites=sites,
-        group=group,
+        member=(at_home > 0).astype(np.float64),
         at_home=at_home,
         away=(d, g, h),
         own=(own_g, own_d),

@@ -141,7 +141,8 @@ def pooled_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     found = classes.largest(limits.most_found)
     chords = [_chords(hit, most, shape.sizes) for most in (found.max(axis=1), found.max(axis=0))]
     numbers = [np.ones(1), *(chord.ravel() for chord in chords), most_received.ravel(), slope.ravel()]
-    return shape.frame.program(numbers=np.concatenate(numbers), right=right, bounds=_bounds(relaxation, box, shape, most_held))
+    bounds = _bounds(relaxation, box, shape, most_held)
+    return BoxProgram(frame=shape.frame, numbers=np.concatenate(numbers), right=right, bounds=bounds)
 
 
 def _means(relaxation: Relaxation, values: FloatArray) -> FloatArray:

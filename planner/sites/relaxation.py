@@ -19,10 +19,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.memory import TOLERANCE
-from planner.sites.boxes import Box
+from planner.sites.boxes import POSITIONS, TIMES, Box
 from planner.sites.classes import SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
 from planner.sites.inside import InsideTimes, inside_times
@@ -307,15 +308,16 @@ class Relaxation:
 
     def limits(self, box: Box) -> Limits:
         """What the upper ends of the box's intervals leave possible."""
-        known = self._known_limits.get(box)
+        ends = (box.residency, *(getattr(box, side)[1] for side in (*TIMES, *POSITIONS)))
+        known = self._known_limits.get(ends)
         if known is None:
             self._known_limits.clear()
-            known = self._known_limits[box] = self._limits_of(box)
+            known = self._known_limits[ends] = self._limits_of(box)
         return known
 
     @cached_property
-    def _known_limits(self) -> dict[Box, Limits]:
-        """Of the last box, which several bounds ask for."""
+    def _known_limits(self) -> dict[tuple[Residency | float, ...], Limits]:
+        """Of the last box, which several bounds ask for: those that narrowing leaves it are the same."""
         return {}
 
     def _limits_of(self, box: Box) -> Limits:
@@ -324,21 +326,21 @@ class Relaxation:
         weight, weight_back = float(self.problem.wire.expert_bytes), float(self.problem.wire.expert_gradient_bytes)
         up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
         gather, back = box.gather_s[1] * (1 + SLACK), box.return_s[1] * (1 + SLACK)
-        near = self._copied & (classes.latency_s <= self.copy_reaches_s[box.copy_reach[1]]) & (box.copy_reach[1] > 0)
+        near = self._copies_from_s <= (self.copy_reaches_s[box.copy_reach[1]] if box.copy_reach[1] > 0 else -1.0)
         there_rate, again_rate = self.rates
         # [holder, home site]: whole experts that fit through in time.
-        copies = np.minimum(whole(gather * again_rate / weight), whole(back * there_rate / weight_back))
-        copies = np.minimum(copies, classes.largest(homes)) * near.T[kinds.label]
+        copies = whole(np.minimum(again_rate * (gather / weight), there_rate * (back / weight_back)))
+        copies = np.minimum(copies, classes.largest(homes)) * near
         others = classes.others[kinds.label]
         most = np.minimum((copies * others).sum(axis=1), self.copies_in_memory(box.residency)[kinds.label])
-        most = np.minimum(most, np.minimum(whole(gather * down / weight), whole(back * up / weight_back)))
+        most = np.minimum(most, whole(np.minimum(gather * down / weight, back * up / weight_back)))
         most_held = np.minimum(homes + most, experts)
         most_found = self._most_found(box, most_held)
         copies = np.minimum(copies, np.maximum(most, 0.0)[:, None])
         kept = self._kept(copies, most_found)
         must_hold = 0.0 if classes.merged else homes + kept.sum(axis=1)
         least_own = np.maximum(experts - self._found_in_all(box, most_found), 0.0)
-        uploads = np.minimum(whole(gather * up / weight), whole(back * down / weight_back))
+        uploads = whole(np.minimum(gather * up / weight, back * down / weight_back))
         sent = (classes.largest(copies).T * classes.others).sum(axis=1)
         return Limits(
             most_held=most_held,
@@ -355,21 +357,31 @@ class Relaxation:
         classes = self.classes
         if classes.merged:
             return np.zeros_like(copies)
-        own = np.eye(len(classes.homes))
-        elsewhere = (most_found > 0) @ (copies * (1 - own) + np.diag(classes.homes))
-        return np.asarray(np.maximum(classes.homes - elsewhere, 0.0) * (1 - own))
+        elsewhere = (most_found > 0) @ (copies + np.diag(classes.homes))
+        return np.asarray(np.maximum(classes.homes - elsewhere, 0.0) * classes.others)
 
     def _most_found(self, box: Box, most_held: FloatArray) -> FloatArray:
-        classes, problem = self.classes, self.problem
-        allowed = (self.token_latency_s <= self.reaches_s[box.reach[1]]) & (box.reach[1] > 0) & (classes.others > 0)
-        if problem.permissions is not None:
-            permitted = np.zeros_like(allowed)
-            np.logical_or.at(permitted, (classes.label[:, None], classes.label[None, :]), problem.permissions.serve)
-            allowed &= permitted
         there_rate, again_rate = self.rates
         rows = np.minimum(box.forward_s[1] * there_rate, box.back_s[1] * again_rate) / self.kind_rows[:, None]
-        found = np.searchsorted(self.hit, rows * (1 + SLACK), side="right") - 1.0
-        return np.asarray(np.minimum(found, classes.largest(most_held)) * allowed[classes.kinds.label])
+        found = self.hit.searchsorted(rows * (1 + SLACK), side="right") - 1.0
+        near = self._tokens_to_s <= (self.reaches_s[box.reach[1]] if box.reach[1] > 0 else -1.0)
+        return np.asarray(np.minimum(found, self.classes.largest(most_held)) * near)
+
+    @cached_property
+    def _copies_from_s(self) -> FloatArray:
+        """[K, C]: latency of copies at the row's site from the column's; infinite where there can be none."""
+        return np.where(self._copied, self.classes.latency_s, np.inf).T[self.classes.kinds.label]
+
+    @cached_property
+    def _tokens_to_s(self) -> FloatArray:
+        """[K, C]: ``token_latency_s`` from the row's site to the column's; infinite where tokens may not go."""
+        classes, permissions = self.classes, self.problem.permissions
+        allowed = classes.others > 0
+        if permissions is not None:
+            permitted = np.zeros_like(allowed)
+            np.logical_or.at(permitted, (classes.label[:, None], classes.label[None, :]), permissions.serve)
+            allowed &= permitted
+        return np.where(allowed, self.token_latency_s, np.inf)[classes.kinds.label]
 
     def _found_in_all(self, box: Box, most_found: FloatArray) -> FloatArray:
         """[K]: experts that tokens find at all other sites together, at most. Because P is concave, most are found with as few
@@ -380,30 +392,40 @@ class Relaxation:
         rows = rows * (1 + SLACK) / self.kind_rows
         # Small integers are sorted in a fraction of the time.
         small = np.min_scalar_type(-self.problem.num_experts)
-        order = np.argsort((-most_found).astype(small), axis=1, kind="stable")
-        parts = np.take_along_axis(most_found, order, axis=1)
-        number = np.take_along_axis(classes.others[kinds.label], order, axis=1)
+        order = np.argsort((-most_found).astype(small), axis=1, kind="stable") + self._row_starts
+        parts, number = most_found.ravel()[order], classes.others[kinds.label].ravel()[order]
         each = hit[parts.astype(np.int64)]
         before = np.cumsum(each * number, axis=1) - each * number
         left = np.maximum(rows[:, None] - before, 0.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            full = np.minimum(np.where(each > 0, np.floor(left / each * (1 + SLACK)), 0.0), number)
-        rest = np.maximum(left - full * each, 0.0)
-        partial = np.minimum(np.searchsorted(hit, rest * (1 + SLACK), side="right") - 1.0, parts)
+        full = np.minimum(np.floor(left / np.maximum(each, hit[1]) * (1 + SLACK)), number)
         # One part at most is neither full nor empty.
-        first = (full < number).argmax(axis=1)
-        some = (full < number).any(axis=1)
-        row = np.arange(len(parts))
-        return np.asarray((full * parts).sum(axis=1) + np.where(some, partial[row, first], 0.0))
+        first = np.arange(len(parts)), (full < number).argmax(axis=1)
+        rest = np.maximum(left[first] - full[first] * each[first], 0.0)
+        partial = np.minimum(hit.searchsorted(rest * (1 + SLACK), side="right") - 1.0, parts[first])
+        return np.asarray((full * parts).sum(axis=1) + np.where(full[first] < number[first], partial, 0.0))
+
+    @cached_property
+    def _row_starts(self) -> IntArray:
+        """[K, 1]: where rows of a raveled [K, C] begin."""
+        classes = self.classes
+        return np.asarray(np.arange(len(classes.kinds.label))[:, None] * len(classes.count))
 
     def copies_in_memory(self, residency: Residency) -> FloatArray:
         """[D]: no site keeps more copies: its ranks' memory beside what is there in any case. Activations of routed
         tokens and buffers are left out, and copies spread evenly inside, so this is never too few."""
+        known = self._copies_in_memory.get(residency)
+        if known is not None:
+            return known
         accumulates = self.problem.workload.training.micro_batches > 1
         # Weights and gradients of the copies of all layers, or of those of one layer; see ``planner.memory``.
         number = self.num_layers * (2.0 if accumulates else 1.0) + 2.0 if residency is Residency.STEP else 3.0
         weight = self.problem.workload.expert_bytes * number
-        return self.classes.best(np.where(self.room_bytes < 0, -1.0, whole(self.room_bytes / weight)))
+        known = self.classes.best(np.where(self.room_bytes < 0, -1.0, whole(self.room_bytes / weight)))
+        return self._copies_in_memory.setdefault(residency, known)
+
+    @cached_property
+    def _copies_in_memory(self) -> dict[Residency, FloatArray]:
+        return {}
 
     @cached_property
     def room_bytes(self) -> FloatArray:

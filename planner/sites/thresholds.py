@@ -18,9 +18,11 @@ def least_rows_s(relaxation: Relaxation, box: Box, limits: Limits) -> tuple[floa
     kinds = relaxation.classes.kinds
     up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
     total = float((kinds.homes + limits.uploads) @ kinds.count)
-    there_s = _sending_s(relaxation, limits, total, up, box.forward_s), _serving_s(relaxation, limits, total, down)
-    back_s = _sending_s(relaxation, limits, total, down, box.back_s), _serving_s(relaxation, limits, total, up)
-    return max(there_s), max(back_s)
+    there_s, back_s = _serving_s(relaxation, limits, total, (down, up))
+    return (
+        max(there_s, _sending_s(relaxation, limits, total, up, box.forward_s)),
+        max(back_s, _sending_s(relaxation, limits, total, down, box.back_s)),
+    )
 
 
 def least_copies_s(relaxation: Relaxation, limits: Limits) -> tuple[float, float]:
@@ -43,7 +45,7 @@ def _sending_s(relaxation: Relaxation, limits: Limits, total: float, rates: Floa
     experts, count, rows_per_s = relaxation.problem.num_experts, relaxation.classes.kinds.count, rates / relaxation.kind_rows
 
     def enough(time_s: float) -> bool:
-        needed = experts + 1 - np.searchsorted(relaxation.hit, time_s * (1 + SLACK) * rows_per_s, side="right")
+        needed = experts + 1 - relaxation.hit.searchsorted(time_s * (1 + SLACK) * rows_per_s, side="right")
         return bool((needed <= limits.most_held).all()) and float(needed @ count) <= total * (1 + SLACK)
 
     low, high = ends
@@ -57,20 +59,24 @@ def _sending_s(relaxation: Relaxation, limits: Limits, total: float, rates: Floa
     return low
 
 
-def _serving_s(relaxation: Relaxation, limits: Limits, total: float, rates: FloatArray) -> float:
-    """In which all links ([K]: bytes per second) can receive what others' tokens need: a row that comes to a site with m experts
-    finds at most m / P(m) of those it needs on average, and sites that hold ``total`` experts together leave D E - total to be
-    found elsewhere. m / P(m) lies below a line from one expert on; the best m under those lines are found greedily."""
+def _serving_s(relaxation: Relaxation, limits: Limits, total: float, both: tuple[FloatArray, FloatArray]) -> FloatArray:
+    """In which all links ([K]: bytes per second, of either way) can receive what others' tokens need: a row that comes to a site
+    with m experts finds at most m / P(m) of those it needs on average, and sites that hold ``total`` experts together leave
+    D E - total to be found elsewhere. m / P(m) lies below a line from one expert on; the best m under those lines are found
+    greedily."""
     problem, count, most = relaxation.problem, relaxation.classes.kinds.count, limits.most_held
     first = np.where(most >= 1, 1 / problem.hit[1], 0.0)
     last = most / np.maximum(problem.hit[most.astype(np.int64)], problem.hit[1])
-    slope = np.where(most > 1, (last - first) / np.maximum(most - 1, 1.0), 0.0)
-    units = np.concatenate([np.minimum(most, 1.0) * count, np.maximum(most - 1, 0.0) * count])
-    found_per_s = np.concatenate([first, slope]) * np.tile(rates / relaxation.rows, 2)
-    order = np.argsort(-found_per_s, kind="stable")
-    taken = np.clip(total - (np.cumsum(units[order]) - units[order]), 0.0, units[order])
-    missing = problem.num_experts * problem.num_sites - float(taken.sum())
-    if missing <= 0:
-        return 0.0
-    all_per_s = float(taken @ found_per_s[order])
-    return missing / all_per_s * (1 - SLACK) if all_per_s > 0 else float("inf")
+    more = np.maximum(most - 1, 0.0)
+    found = np.concatenate([first, (last - first) * (more > 0) / np.maximum(more, 1.0)])
+    number = np.concatenate([np.minimum(most, 1.0) * count, more * count])
+    shortest_s = []
+    for rates in both:
+        found_per_s = found * np.concatenate([rates, rates]) / relaxation.rows
+        order = np.argsort(-found_per_s, kind="stable")
+        units, found_per_s = number[order], found_per_s[order]
+        taken = np.minimum(np.maximum(total - (np.cumsum(units) - units), 0.0), units)
+        missing, all_per_s = problem.num_experts * problem.num_sites - float(taken.sum()), float(taken @ found_per_s)
+        least_s = missing / all_per_s * (1 - SLACK) if all_per_s > 0 else float("inf")
+        shortest_s.append(least_s if missing > 0 else 0.0)
+    return np.array(shortest_s)

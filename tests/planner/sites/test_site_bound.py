@@ -117,7 +117,7 @@ def test_no_random_table_beats_the_bound(seed: int) -> None:
     for root in relaxation.roots():
         program = box_program(relaxation, root)
         assert program is not None
-        rows, columns = program.inequality.shape[0], program.equality.shape[0]
+        rows, columns = program.inequality.shape[0], program.frame.equality.shape[0]
         worse = Duals(inequality=rng.random(rows) * 10, equality=rng.normal(size=columns))
         best_s = solve_sites(problem, Wishes(time_limit_s=1.0)).found.rank[1]
         assert proven_s(relaxation, root, worse) <= best_s * (1 + 1e-9)
@@ -143,7 +143,7 @@ def test_evidence_that_proves_nothing_is_refused(problem: SiteProblem) -> None:
     root = relaxation.roots()[0]
     program = box_program(relaxation, root)
     assert program is not None
-    rows, columns = program.inequality.shape[0], program.equality.shape[0]
+    rows, columns = program.inequality.shape[0], program.frame.equality.shape[0]
     with pytest.raises(ValueError, match="at least zero"):
         proven_s(relaxation, root, Duals(inequality=-np.ones(rows), equality=np.zeros(columns)))
 
