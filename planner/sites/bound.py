@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hybridep.traffic import FloatArray
 from planner.clock import now_s
-from planner.sites.boxes import POSITIONS, TIMES, Box, covered
+from planner.sites.boxes import POSITIONS, TIMES, Box, covered, side_by_side
 from planner.sites.linear import BoxProgram, Duals
-from planner.sites.lp import box_program
-from planner.sites.narrowing import narrowed
+from planner.sites.lp import box_program, pair_program
+from planner.sites.narrowing import all_narrowed, narrowed
 from planner.sites.relaxation import Relaxation
 
 STALLED = 3000, 1e-3
@@ -40,9 +40,7 @@ def _within_s(relaxation: Relaxation, narrow: Box, evidence: Evidence) -> float:
     """The same of a box that is narrowed."""
     if isinstance(evidence, Corner):
         return relaxation.base_s + relaxation.num_layers * relaxation.corner_s(narrow)
-    program = box_program(relaxation, narrow)
-    assert program is not None, "what is narrowed is possible"
-    return float(_by_duals_s(relaxation, narrow, program, [evidence])[0])
+    return float(_by_duals_s(relaxation, narrow, _program(relaxation, narrow), [evidence])[0])
 
 
 def _by_duals_s(relaxation: Relaxation, narrow: Box, program: BoxProgram, many: Sequence[Duals]) -> FloatArray:
@@ -98,7 +96,7 @@ def prove(
     done: list[_Part] = []
     proven: list[Duals] = []
     boxes = pushed = programs = 0
-    interrupted, every = False, _boxes_a_program(relaxation)
+    interrupted, every, most = False, _boxes_a_program(relaxation), _most_together(relaxation)
     raised_s, raised_at = -float("inf"), 0
 
     def keep(one: _Open) -> None:
@@ -109,55 +107,71 @@ def prove(
         else:
             heapq.heappush(heap, (one.part.value_s, pushed, one))
 
-    def enter(box: Box, around: _Part | None) -> None:
+    def enter(halves: Sequence[tuple[Box, _Part | None]]) -> None:
+        """Each with what bounds the box around it."""
         nonlocal boxes
-        boxes += 1
-        narrow = narrowed(relaxation, box, best_s)
-        if narrow is None:
-            done.append(_Part(box, Corner(), best_s))
-            return
-        part = _Part(box, Corner(), min(best_s, _within_s(relaxation, narrow, Corner())))
-        if around is not None and around.value_s >= part.value_s:
-            part = around  # what bounds the whole box bounds its half
-        if proven and part.value_s < target_s and _worth(relaxation, narrow, best_s):
-            part = _by_known(relaxation, box, narrow, part, proven, best_s)
-        keep(_Open(box, narrow, part, solved=False))
+        boxes += len(halves)
+        worth: list[_Open] = []
+        for (box, around), narrow in zip(halves, all_narrowed(relaxation, [box for box, _ in halves], best_s), strict=True):
+            if narrow is None:
+                done.append(_Part(box, Corner(), best_s))
+                continue
+            part = _Part(box, Corner(), min(best_s, _within_s(relaxation, narrow, Corner())))
+            if around is not None and around.value_s >= part.value_s:
+                part = around  # what bounds the whole box bounds its half
+            one = _Open(box, narrow, part, solved=False)
+            if proven and part.value_s < target_s and _worth(relaxation, narrow, best_s):
+                worth.append(one)
+            else:
+                keep(one)
+        for one in _by_known(relaxation, worth, proven, best_s):
+            keep(one)
 
     for root in relaxation.roots():
-        enter(root, None)
+        enter([(root, None)])
+    # The lowest boxes; all are cut before their halves are looked at side by side.
+    batch: list[_Open] = []
     while heap and boxes < max_boxes and now_s() < deadline_s:
-        value_s, _, one = heapq.heappop(heap)
+        value_s = heap[0][0]
         if value_s > raised_s + STALLED[1] * best_s:
             raised_s, raised_at = value_s, boxes
         elif boxes > raised_at + STALLED[0]:
-            done.append(one.part)
             break
         try:
             if report is not None:
                 report(value_s)
-            cut = widest(relaxation, one.narrow)
-            # In its turn, where the bound is about to be given up, or where there is nothing to cut.
-            turn = programs * every <= boxes or boxes > raised_at + STALLED[0] // 2
-            if not one.solved and (cut is None or (turn and _worth(relaxation, one.narrow, best_s))):
-                programs += 1
-                part = one.part
-                if (found := _by_program(relaxation, one.box, one.narrow, best_s)) is not None:
-                    part = max(part, found[0], key=lambda part: part.value_s)
-                    proven.insert(0, found[1])
-                    del proven[MOST_KNOWN:]
-                keep(_Open(one.box, one.narrow, part, solved=True))
-                continue
-            if cut is None:
+            halves: list[tuple[Box, _Part | None]] = []
+            width = min(most, 1 + len(heap) // SHARE)
+            while heap and len(batch) < width and (not batch or heap[0][2].box.residency is batch[0].box.residency):
+                batch.append(one := heapq.heappop(heap)[2])
+                cut = widest(relaxation, one.narrow)
+                # In its turn, where the bound is about to be given up, or where there is nothing to cut.
+                turn = programs * every <= boxes or boxes > raised_at + STALLED[0] // 2
+                if not one.solved and (cut is None or (turn and _worth(relaxation, one.narrow, best_s))):
+                    programs += 1
+                    part = one.part
+                    if (found := _by_program(relaxation, one.box, one.narrow, best_s)) is not None:
+                        part = max(part, found[0], key=lambda part: part.value_s)
+                        proven.insert(0, found[1])
+                        del proven[MOST_KNOWN:]
+                    keep(_Open(batch.pop().box, one.narrow, part, solved=True))
+                    break
+                if cut is None:
+                    if halves:
+                        keep(batch.pop())
+                    break
+                halves += [(half, one.part) for half in one.box.cut(*cut)]
+            if halves:
+                enter(halves)
+            elif batch:
                 # The bound cannot rise above this box.
-                done.append(one.part)
                 break
-            for half in one.box.cut(*cut):
-                enter(half, one.part)
+            batch = []
         except KeyboardInterrupt:
             # What bounds the whole box bounds its halves, whichever of them were entered.
-            done.append(one.part)
             interrupted = True
             break
+    done += [one.part for one in batch]
     parts = list(dict.fromkeys([*done, *(one.part for *_, one in heap)]))
     return Proof(
         best_s=best_s,
@@ -176,21 +190,44 @@ def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) ->
     return _Part(box, duals, min(best_s, float(_by_duals_s(relaxation, narrow, program, [duals])[0]))), duals
 
 
+WIDTH, SHARE, TOGETHER = 16, 64, 50_000
+"""At most so many boxes are cut at once, the lowest ones and one in so many of those that are open; tables over their halves
+(``Limits``) have at most so many entries."""
 MOST_KNOWN = 16
 """Multipliers of other boxes' programs that are tried on each box: those that proved most of one lately. To evaluate them takes a
 fraction of what solving a program takes, and with a few dozen programs solved they prove most of what its own would."""
 
 
-def _by_known(relaxation: Relaxation, box: Box, narrow: Box, part: _Part, proven: list[Duals], best_s: float) -> _Part:
-    """``part``, or what one of ``proven`` says if that is more; the best one is moved to their front."""
+def _by_known(relaxation: Relaxation, many: Sequence[_Open], proven: list[Duals], best_s: float) -> Sequence[_Open]:
+    """Each with what one of ``proven`` says of it, if that is more; the best one is moved to their front."""
+    if not many:
+        return many
+    duals, better = list(proven), []
+    for one, values_s in zip(many, _known_s(relaxation, [one.narrow for one in many], duals), strict=True):
+        best = int(values_s.argmax())
+        part = one.part
+        if values_s[best] > part.value_s:
+            part = _Part(one.box, duals[best], min(best_s, float(values_s[best])))
+            proven.remove(duals[best])
+            proven.insert(0, duals[best])
+        better.append(replace(one, part=part))
+    return better
+
+
+def _known_s(relaxation: Relaxation, narrow: Sequence[Box], duals: Sequence[Duals]) -> FloatArray:
+    """[boxes, duals]: what each of these multipliers says of each box."""
+    if relaxation.classes.merged:
+        return np.stack([_by_duals_s(relaxation, one, _program(relaxation, one), duals) for one in narrow])
+    ends = side_by_side(narrow)
+    beside_s = [relaxation.token_latency_of(one) + relaxation.inside_s(one) for one in narrow]
+    layers_s = np.array(beside_s)[:, None] + pair_program(relaxation, ends, relaxation.limits(ends)).values_s(duals)
+    return np.asarray(relaxation.base_s + relaxation.num_layers * layers_s)
+
+
+def _program(relaxation: Relaxation, narrow: Box) -> BoxProgram:
     program = box_program(relaxation, narrow)
     assert program is not None, "what is narrowed is possible"
-    values_s = _by_duals_s(relaxation, narrow, program, proven)
-    best = int(values_s.argmax())
-    if values_s[best] <= part.value_s:
-        return part
-    proven.insert(0, proven.pop(best))
-    return _Part(box, proven[0], min(best_s, float(values_s[best])))
+    return program
 
 
 NEAR = ((10, 1.0), (16, 0.5), (32, 0.3))
@@ -201,9 +238,9 @@ NEAR_MERGED = 0.5
 TIGHT = 0.05
 """Among more different sites a program takes a second. It is made where cutting copies' times and distances can bring no more
 than this share of what is left."""
-SMALL = 8
-"""With so many classes each such box has its program solved; with more, as many boxes are cut for each one that is solved as the
-time grows that solving takes: with their number to the power of four."""
+SMALL, CUT_FOR_ONE = 8, 3
+"""With so many classes each such box has its program solved; with more, so many boxes are cut for each one that is solved, and
+the more as the time grows that solving takes: with the number of classes to the power of four."""
 BOXES_MERGED = 16, 2
 """Boxes that are cut for each program that is solved where sites are merged: so many, or the latter for each class."""
 
@@ -219,12 +256,18 @@ def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
     return left_s <= next(share for most, share in NEAR if classes <= most) * layer_s
 
 
+def _most_together(relaxation: Relaxation) -> int:
+    """Boxes that are cut at once: calls of numpy take longer than what they do for one box between few sites."""
+    classes = relaxation.classes
+    return int(np.clip(TOGETHER // (2 * len(classes.kinds.count) * len(classes.count)), 1, WIDTH))
+
+
 def _boxes_a_program(relaxation: Relaxation) -> float:
     """Boxes that are cut for each program that is solved."""
     classes = len(relaxation.classes.count)
     if relaxation.classes.merged:
         return max(BOXES_MERGED[0], BOXES_MERGED[1] * classes)
-    return (classes / SMALL) ** 4 if SMALL < classes <= NEAR[-1][0] else 0.0
+    return CUT_FOR_ONE * (classes / SMALL) ** 4 if SMALL < classes <= NEAR[-1][0] else 0.0
 
 
 CUT = (*TIMES, *POSITIONS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray
 
@@ -46,6 +47,31 @@ class Box:
         """Every plan of this box is one of the other's."""
         ends = [(getattr(self, side), getattr(other, side)) for side in (*TIMES, *POSITIONS)]
         return self.residency is other.residency and all(b[0] <= a[0] and a[1] <= b[1] for a, b in ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxes:
+    """N boxes of one residency side by side, as ``Box`` with [N] of each end: what works on arrays takes either, and has as many
+    first axes as there are here."""
+
+    residency: Residency
+    gather_s: tuple[FloatArray, FloatArray]
+    return_s: tuple[FloatArray, FloatArray]
+    forward_s: tuple[FloatArray, FloatArray]
+    back_s: tuple[FloatArray, FloatArray]
+    copy_reach: tuple[IntArray, IntArray]
+    reach: tuple[IntArray, IntArray]
+
+
+def side_by_side(boxes: Sequence[Box]) -> Boxes:
+    """All of one residency."""
+    ends = {side: np.array([getattr(box, side) for box in boxes]).T for side in (*TIMES, *POSITIONS)}
+    return Boxes(residency=boxes[0].residency, **{side: (low, high) for side, (low, high) in ends.items()})
+
+
+def over(end: float | FloatArray, axes: int) -> FloatArray:
+    """With so many further axes."""
+    return np.asarray(end).reshape(*np.shape(end), *[1] * axes)
 
 
 def covered(root: Box, boxes: Sequence[Box]) -> bool:

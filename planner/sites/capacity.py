@@ -12,26 +12,28 @@ import numpy as np
 
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
-from planner.sites.boxes import Box
+from planner.sites.boxes import Box, Boxes, over
 from planner.sites.relaxation import SLACK, Limits, Relaxation
 
 SLOPES = np.array([0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5])
 """Of lines above what a site can serve, in experts served per expert held and row of a token that there is room for."""
 
 
-def serving_lines(relaxation: Relaxation, box: Box, limits: Limits) -> tuple[FloatArray, FloatArray]:
+def serving_lines(relaxation: Relaxation, box: Box | Boxes, limits: Limits) -> tuple[FloatArray, FloatArray]:
     """(slope, value at zero), [C, S] each: in every plan of the box a site that holds ``held`` experts serves at most
     slope x held + value for others. As close as lines of these slopes can be."""
     classes = relaxation.classes
-    rows = np.minimum(box.forward_s[1] * classes.down_bytes_per_s, box.back_s[1] * classes.up_bytes_per_s) / relaxation.rows
+    forward_s, back_s = over(box.forward_s[1], 1), over(box.back_s[1], 1)
+    rows = np.minimum(forward_s * classes.down_bytes_per_s, back_s * classes.up_bytes_per_s) / relaxation.rows
     users = relaxation.problem.num_sites - 1
-    rows = np.minimum(rows, users)  # nobody needs more than a row per token
-    slope, held = SLOPES * rows[:, None], np.arange(relaxation.problem.num_experts + 1)
-    served = most_served(relaxation.hit, rows[:, None], users, held)
+    rows = np.minimum(rows, users)[..., None]  # nobody needs more than a row per token
+    slope, held = SLOPES * rows, np.arange(relaxation.problem.num_experts + 1)
+    served = most_served(relaxation.hit, rows, users, held)
     least = -classes.largest(-np.maximum(limits.least_held, classes.kinds.homes))
-    can_hold = (least[:, None] <= held) & (held <= classes.largest(limits.most_held)[:, None])
-    above = np.where(can_hold[:, None, :], served[:, None, :] - slope[:, :, None] * held, -np.inf)
-    return slope, np.asarray(above.max(axis=2))
+    can_hold = (least[..., None] <= held) & (held <= classes.largest(limits.most_held)[..., None])
+    served = np.where(can_hold, served, -np.inf)
+    above = served[..., None, :] - slope[..., None] * held
+    return slope, np.asarray(above.max(axis=-1))
 
 
 def most_served(hit: FloatArray, rows: FloatArray, users: int, held: IntArray) -> FloatArray:

@@ -78,9 +78,9 @@ class SiteClasses:
         np.maximum.at(largest, self.label, values)
         return largest
 
-    def largest(self, values: FloatArray) -> FloatArray:
-        """[C, ...]: of each class; ``values`` are of kinds, [K, ...]."""
-        return np.asarray(np.maximum.reduceat(values, self._first, axis=0)) if self.mixed else values
+    def largest(self, values: FloatArray, axis: int = -1) -> FloatArray:
+        """Of each class, [C] along the axis along which ``values`` are of kinds, [K]."""
+        return np.asarray(np.maximum.reduceat(values, self._first, axis=axis)) if self.mixed else values
 
     def mean(self, values: FloatArray) -> FloatArray:
         """[C, ...]: of all sites of each class; ``values`` are of kinds, [K, ...]."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
-from planner.sites.boxes import Box
+from planner.sites.boxes import Box, Boxes
 from planner.sites.linear import Rows
 from planner.sites.relaxation import Relaxation
 
@@ -48,26 +48,32 @@ def add_copies(relaxation: Relaxation, residency: Residency, times: Times, rows:
     rows.add(np.array([0, 0, 1, 1, 2, 2]), columns, factors, np.zeros(3), name=COPIES)
 
 
-def copies_right(relaxation: Relaxation, box: Box) -> FloatArray:
-    """[3]: right sides of ``COPIES``."""
+def copies_right(relaxation: Relaxation, box: Box | Boxes) -> FloatArray:
+    """[..., 3]: right sides of ``COPIES``."""
     gathers, returns, hidden = _moves(relaxation, box.residency)
-    (latency_s, latency_back_s), beside = relaxation.copy_latency_s(box), relaxation.problem.beside_s
+    (latency_s, latency_back_s), beside = _latencies_s(relaxation, box), relaxation.problem.beside_s
     early, late = -(gathers - hidden) * latency_s, hidden * beside - gathers * latency_s
-    return np.array([early, late, returns * (2 * beside - latency_back_s)])
+    return np.stack([early, late, returns * (2 * beside - latency_back_s)], axis=-1)
 
 
-def bound_times(relaxation: Relaxation, box: Box, times: Times, bounds: FloatArray) -> None:
-    """Sets the bounds ([variables, 2]) of ``times``."""
+def bound_times(relaxation: Relaxation, box: Box | Boxes, times: Times, bounds: FloatArray) -> None:
+    """Sets the bounds ([..., variables, 2]) of ``times``."""
     cost_forward, cost_back, cost_compute = relaxation.budgets_s
     gathers, returns, _ = _moves(relaxation, box.residency)
-    latency_s, latency_back_s = relaxation.copy_latency_s(box)
+    latency_s, latency_back_s = _latencies_s(relaxation, box)
     problem = relaxation.problem
     most_s, least_s = float(relaxation.expert_s.max()) * problem.num_sites * problem.num_experts, problem.least_expert_s
-    bounds[times.forward], bounds[times.back] = cost_forward * np.array(box.forward_s), cost_back * np.array(box.back_s)
-    bounds[times.compute] = cost_compute * least_s, cost_compute * (least_s + most_s)
-    bounds[times.gather], bounds[times.give_back] = box.gather_s, box.return_s
-    bounds[times.gather_cost] = 0.0, gathers * (box.gather_s[1] + latency_s)
-    bounds[times.return_cost] = 0.0, returns * (box.return_s[1] + latency_back_s)
+    ends: tuple[tuple[int, float | FloatArray, float | FloatArray], ...] = (
+        (times.forward, cost_forward * box.forward_s[0], cost_forward * box.forward_s[1]),
+        (times.back, cost_back * box.back_s[0], cost_back * box.back_s[1]),
+        (times.compute, cost_compute * least_s, cost_compute * (least_s + most_s)),
+        (times.gather, *box.gather_s),
+        (times.give_back, *box.return_s),
+        (times.gather_cost, 0.0, gathers * (box.gather_s[1] + latency_s)),
+        (times.return_cost, 0.0, returns * (box.return_s[1] + latency_back_s)),
+    )
+    for time, least, most in ends:
+        bounds[..., time, 0], bounds[..., time, 1] = least, most
 
 
 def spent(times: Times) -> list[int]:
@@ -85,3 +91,7 @@ def _moves(relaxation: Relaxation, residency: Residency) -> tuple[int, int, int]
     batches = relaxation.problem.workload.training.micro_batches
     gathers, returns = gathers_and_returns(residency, batches)
     return gathers, returns, min(gathers, batches)
+
+
+def _latencies_s(relaxation: Relaxation, box: Box | Boxes) -> tuple[float, float] | tuple[FloatArray, FloatArray]:
+    return relaxation.copy_latencies_s(box) if isinstance(box, Boxes) else relaxation.copy_latency_s(box)

@@ -57,7 +57,8 @@ class Template:
 
     def weighted(self, rows: FloatArray) -> FloatArray:
         """[P]: sums of the entries of each of ``pairs``, times their rows' weights."""
-        return np.bincount(self.pairs[2], weights=self.value * rows[self.row], minlength=len(self.pairs[0]))
+        weights = self.value * rows[self.row]
+        return np.bincount(self.pairs[2], weights=weights, minlength=len(self.pairs[0])).astype(np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,8 +81,8 @@ class Frame:
 
     @cached_property
     def scaled(self) -> tuple[NDArray[np.bool_], IntArray, IntArray]:
-        """Which of the template's pairs have numbers of a box's, [P]; the columns with such, and where in these pairs each of them
-        begins."""
+        """Which of the template's pairs ([P]) have numbers of a box's; the columns with such, and where in these pairs each of
+        them begins."""
         column, number, _ = self.inequality.pairs
         columns, first = np.unique(column[number > 0], return_index=True)
         return number > 0, columns, first
@@ -89,7 +90,7 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoxProgram:
-    """minimise the costs of x, in seconds of one layer."""
+    """minimise the costs of x, in seconds of one layer: of one box, or with a first axis of several, which are only valued."""
 
     frame: Frame
     numbers: FloatArray
@@ -109,15 +110,18 @@ class BoxProgram:
         return float(self.values_s([duals])[0])
 
     def values_s(self, many: Sequence[Duals]) -> FloatArray:
-        """The same of many at once."""
+        """The same of many at once, [..., multipliers]."""
         prices = [_prices(self.frame, one) for one in many]
         own, columns, first = self.frame.scaled
-        reduced = np.stack([one.fixed for one in prices])
-        scaled = np.stack([one.scaled for one in prices]) * self.numbers[self.frame.inequality.pairs[1][own]]
-        reduced[:, columns] += np.add.reduceat(scaled, first, axis=1)
-        ends = np.minimum(reduced * self.bounds[:, 0], reduced * self.bounds[:, 1])
-        right = np.array([one.inequality @ self.right for one in many])
-        return np.array([one.total for one in prices]) - right + ends.sum(axis=1)
+        fixed, scaled = np.stack([one.fixed for one in prices]), np.stack([one.scaled for one in prices])
+        scaled = scaled * self.numbers[..., None, self.frame.inequality.pairs[1][own]]
+        reduced = np.broadcast_to(fixed, (*scaled.shape[:-1], fixed.shape[-1])).copy()
+        reduced[..., columns] += np.add.reduceat(scaled, first, axis=-1)
+        # A variable is at its upper bound where that is cheaper, else at its lower one.
+        low, wide = self.bounds[..., 0, None], self.bounds[..., 1, None] - self.bounds[..., 0, None]
+        ends = (reduced @ low + np.minimum(reduced, 0.0) @ wide)[..., 0]
+        right = self.right @ np.stack([one.inequality for one in many], axis=1)
+        return np.asarray(np.array([one.total for one in prices]) - right + ends)
 
     def solve(self) -> Duals | None:
         """The best multipliers; None when the program is infeasible or the solver fails."""

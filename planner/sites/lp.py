@@ -23,7 +23,7 @@ from scipy.sparse import coo_array
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray
-from planner.sites.boxes import Box
+from planner.sites.boxes import Box, Boxes
 from planner.sites.capacity import SLOPES, serving_lines
 from planner.sites.layer_lp import (
     COPIES,
@@ -78,36 +78,44 @@ def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
         return pooled_program(relaxation, box)
     if not limits.possible(classes):
         return None
+    return pair_program(relaxation, box, limits)
+
+
+def pair_program(relaxation: Relaxation, box: Box | Boxes, limits: Limits) -> BoxProgram:
+    """Where no sites are taken together; of boxes that are possible."""
+    classes, lead = relaxation.classes, limits.most_held.shape[:-1]
     shape = _shape(relaxation, box.residency, MOST_VARIABLES)
     slope, at_none = serving_lines(relaxation, box, limits)
-    right, rows = shape.frame.right.copy(), shape.frame.rows
-    right[rows[MOST_HELD]] = limits.most_held - classes.homes
-    right[rows[LEAST_HELD]] = classes.homes - np.minimum(limits.least_held, limits.most_held)
-    right[rows[SERVED]] = (at_none + slope * classes.homes[:, None]).T.ravel()
+    right, rows = np.tile(shape.frame.right, (*lead, 1)), shape.frame.rows
+    right[..., rows[MOST_HELD]] = limits.most_held - classes.homes
+    right[..., rows[LEAST_HELD]] = classes.homes - np.minimum(limits.least_held, limits.most_held)
+    right[..., rows[SERVED]] = (at_none + slope * classes.homes[:, None]).swapaxes(-1, -2).reshape(*lead, -1)
     if shape.told_apart:
-        right[rows[FOUND]] = limits.most_found[classes.others > 0]
-        right[rows[UPLOADS]] = limits.uploads[shape.sites]
+        right[..., rows[FOUND]] = limits.most_found[..., classes.others > 0]
+        right[..., rows[UPLOADS]] = limits.uploads[..., shape.sites]
     else:
-        right[rows[UPLOADS]] = float(limits.uploads.sum())
-    right[rows[COPIES]] = copies_right(relaxation, box)
+        right[..., rows[UPLOADS]] = limits.uploads.sum(axis=-1, keepdims=True)
+    right[..., rows[COPIES]] = copies_right(relaxation, box)
+    unit_rows = relaxation.unit_rows(limits)
     return BoxProgram(
         frame=shape.frame,
-        numbers=np.concatenate([[1.0], relaxation.unit_rows(limits).ravel(), slope.ravel()]),
+        numbers=np.concatenate([np.ones((*lead, 1)), *(one.reshape(*lead, -1) for one in (unit_rows, slope))], axis=-1),
         right=right,
         bounds=_bounds(relaxation, box, shape, limits),
     )
 
 
-def _bounds(relaxation: Relaxation, box: Box, shape: Shape, limits: Limits) -> FloatArray:
-    """[variables, 2]."""
-    classes = relaxation.classes
-    copies = np.minimum(shape.member @ (limits.copies * classes.others).T, limits.most_held - classes.homes)
+def _bounds(relaxation: Relaxation, box: Box | Boxes, shape: Shape, limits: Limits) -> FloatArray:
+    """[..., variables, 2]."""
+    classes, lead = relaxation.classes, limits.most_held.shape[:-1]
+    sent = shape.member @ (limits.copies * classes.others).swapaxes(-1, -2)
+    copies = np.minimum(sent, (limits.most_held - classes.homes)[..., None, :])
     holdable = shape.at_home + copies
-    (d, g, h), (own_g, own_d) = shape.away, shape.own
-    bounds, first, second = shape.frame.bounds.copy(), len(d), len(d) + len(own_d)
-    bounds[:first, 1] = np.minimum(limits.most_found[d, h], holdable[g, h])
-    bounds[first:second, 1] = holdable[own_g, own_d]
-    bounds[second : shape.times[0], 1] = copies[shape.copied]
+    (d, g, h), (own_g, own_d), (zg, zh) = shape.away, shape.own, shape.copied
+    bounds, first, second = np.tile(shape.frame.bounds, (*lead, 1, 1)), len(d), len(d) + len(own_d)
+    bounds[..., :first, 1] = np.minimum(limits.most_found[..., d, h], holdable[..., g, h])
+    bounds[..., first:second, 1] = holdable[..., own_g, own_d]
+    bounds[..., second : shape.times[0], 1] = copies[..., zg, zh]
     bound_times(relaxation, box, shape.times, bounds)
     return bounds
 

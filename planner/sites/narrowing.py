@@ -6,49 +6,58 @@ its upper ends leave possible keeps links busy for so long at least.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from hybridep.traffic import gathers_and_returns
-from planner.sites.boxes import Box
+from planner.sites.boxes import TIMES, Box, side_by_side
 from planner.sites.relaxation import SLACK, Relaxation
 from planner.sites.thresholds import least_copies_s, least_rows_s
 from planner.sites.visits import copies_for_visits_s
 
 
 def narrowed(relaxation: Relaxation, box: Box, best_s: float) -> Box | None:
-    """Holds every plan of ``box`` with a shorter step than ``best_s``; None when there is none. First no side may exceed its
-    lower end by more than all lower ends together leave of a layer's time; then what the upper ends leave possible
-    (``Relaxation.limits``) gives copies and rows lower ends of their own."""
+    """Holds every plan of ``box`` with a shorter step than ``best_s``; None when there is none."""
+    return all_narrowed(relaxation, [box], best_s)[0]
+
+
+def all_narrowed(relaxation: Relaxation, boxes: Sequence[Box], best_s: float) -> list[Box | None]:
+    """Each, as ``narrowed``; all of one residency. First no side may exceed its lower end by more than all lower ends together
+    leave of a layer's time; then what the upper ends leave possible (``Relaxation.limits``) gives copies and rows lower ends of
+    their own."""
     layer_s = (best_s - relaxation.base_s) / relaxation.num_layers
-    lower_s = relaxation.corner_s(box) * (1 - SLACK)
-    if lower_s >= layer_s:
-        return None
-    box = _ends_within(relaxation, box, layer_s - lower_s)
-    limits = relaxation.limits(box)
-    if not limits.possible(relaxation.classes):
-        return None
-    gather_s, return_s = least_copies_s(relaxation, limits)
-    visits_s, visits_back_s = copies_for_visits_s(relaxation, box, limits)
-    forward_s, back_s = least_rows_s(relaxation, box, limits)
+    found: list[Box | None] = [None] * len(boxes)
+    left: list[tuple[int, Box]] = []
+    for number, box in enumerate(boxes):
+        lower_s = relaxation.corner_s(box) * (1 - SLACK)
+        if lower_s < layer_s:
+            left.append((number, _ends_within(relaxation, box, layer_s - lower_s)))
+    if not left:
+        return found
+    ends = side_by_side([box for _, box in left])
+    limits = relaxation.limits(ends)
+    possible = limits.possible(relaxation.classes)
+    counted = zip(least_copies_s(relaxation, limits), copies_for_visits_s(relaxation, ends, limits), strict=True)
+    least_s = np.stack([*(np.maximum(*both) for both in counted), *least_rows_s(relaxation, ends, limits)], axis=1)
+    for (number, box), least, some in zip(left, least_s.tolist(), possible.tolist(), strict=True):
+        if not some:
+            continue
+        gather_s, return_s, forward_s, back_s = map(_at_least, (box.gather_s, box.return_s, box.forward_s, box.back_s), least)
+        narrow = replace(box, gather_s=gather_s, return_s=return_s, forward_s=forward_s, back_s=back_s)
+        if relaxation.tied:
+            narrow = _tied(relaxation, narrow)
+        if any(low > high for low, high in (getattr(narrow, side) for side in TIMES)):
+            continue
+        # A second round of the same costs more boxes than it saves.
+        if relaxation.corner_s(narrow) * (1 - SLACK) < layer_s:
+            found[number] = narrow
+    return found
 
-    def at_least(interval: tuple[float, float], low: float) -> tuple[float, float]:
-        return max(interval[0], low), interval[1]
 
-    box = replace(
-        box,
-        gather_s=at_least(box.gather_s, max(gather_s, visits_s)),
-        return_s=at_least(box.return_s, max(return_s, visits_back_s)),
-        forward_s=at_least(box.forward_s, forward_s),
-        back_s=at_least(box.back_s, back_s),
-    )
-    if relaxation.tied:
-        box = _tied(relaxation, box)
-    if any(low > high for low, high in (box.gather_s, box.return_s, box.forward_s, box.back_s)):
-        return None
-    # A second round of the same costs more boxes than it saves.
-    return None if relaxation.corner_s(box) * (1 - SLACK) >= layer_s else box
+def _at_least(interval: tuple[float, float], low: float) -> tuple[float, float]:
+    return max(interval[0], low), interval[1]
 
 
 def _tied(relaxation: Relaxation, box: Box) -> Box:

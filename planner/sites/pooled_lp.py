@@ -138,7 +138,7 @@ def pooled_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     right[rows[FOUND_BESIDE]] = _means(relaxation, _beside(relaxation, sent, made, sizes)).ravel()
     right[rows[SERVED_BESIDE]] = _means(relaxation, _beside(relaxation, room, received, sizes)).ravel()
     right[rows[COPIES]] = copies_right(relaxation, box)
-    found = classes.largest(limits.most_found)
+    found = classes.largest(limits.most_found, axis=-2)
     chords = [_chords(hit, most, shape.sizes) for most in (found.max(axis=1), found.max(axis=0))]
     numbers = [np.ones(1), *(chord.ravel() for chord in chords), most_received.ravel(), slope.ravel()]
     bounds = _bounds(relaxation, box, shape, most_held)

@@ -13,8 +13,10 @@ With chords, rows are linear in n[d, h], the number of experts that site h serve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +25,7 @@ from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.memory import TOLERANCE
-from planner.sites.boxes import POSITIONS, TIMES, Box
+from planner.sites.boxes import POSITIONS, TIMES, Box, Boxes, over
 from planner.sites.classes import SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
 from planner.sites.inside import InsideTimes, inside_times
@@ -37,7 +39,7 @@ SLACK = 1e-9
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits:
-    """What a box leaves possible, by kinds of sites (K) and classes of them (C)."""
+    """What a box leaves possible, by kinds of sites (K) and classes of them (C); of ``Boxes`` with a first axis."""
 
     most_held: FloatArray
     """[K]: M_h, experts that a site can hold."""
@@ -55,16 +57,21 @@ class Limits:
     """[K, C]: experts of the column's home site that the row's, another one, must hold, because its tokens find them nowhere
     else; zero where classes are merged."""
 
-    def possible(self, classes: SiteClasses) -> bool:
+    def __getitem__(self, index: Any) -> Limits:
+        """Of some of the boxes."""
+        return Limits(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
+
+    def possible(self, classes: SiteClasses) -> NDArray[np.bool_]:
         """Every site can hold its own experts and as many as it must, all together no more than homes have and send. And copies
         of what sites must hold of each home can come from there."""
         kinds = classes.kinds
         least = np.maximum(self.least_held, kinds.homes)
-        room = float((kinds.homes + self.uploads) @ kinds.count) * (1 + SLACK)
-        held = bool((least <= self.most_held).all()) and float(least @ kinds.count) <= room
-        if not held or classes.merged:
-            return held
-        return bool((self.kept <= self.copies).all() and (self.kept.sum(axis=0) <= self.uploads).all())
+        room = (kinds.homes + self.uploads) @ kinds.count * (1 + SLACK)
+        held = (least <= self.most_held).all(axis=-1) & (least @ kinds.count <= room)
+        if classes.merged:
+            return np.asarray(held)
+        come = (self.kept <= self.copies).all(axis=(-1, -2)) & (self.kept.sum(axis=-2) <= self.uploads).all(axis=-1)
+        return np.asarray(held & come)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -235,16 +242,24 @@ class Relaxation:
         hidden = min(gathers, batches) * min(gather_s, beside) + returns * min(return_s, 2 * beside)
         return gathers * gather_s + returns * return_s - hidden
 
+    def copy_latencies_s(self, boxes: Boxes) -> tuple[FloatArray, FloatArray]:
+        """``copy_latency_s`` of each."""
+        known = [self._latency_s(*reach) for reach in zip(*(ends.tolist() for ends in boxes.copy_reach), strict=True)]
+        there_s, back_s = np.array(known).T
+        return there_s, back_s
+
     def copy_latency_s(self, box: Box) -> tuple[float, float]:
         """Of one gather and one return, in every plan of the box: some pair of a home and a copy is as far as the lower end says,
         no farther than the upper one, and the way back is at least the shortest of such pairs."""
-        known = self._copy_latency_s.get(box.copy_reach)
+        return self._latency_s(*box.copy_reach)
+
+    def _latency_s(self, low: int, high: int) -> tuple[float, float]:
+        known = self._copy_latency_s.get((low, high))
         if known is None:
-            low, high = box.copy_reach
             latency, reaches = self.classes.latency_s, self.copy_reaches_s
             farthest = self._copied & (latency >= reaches[low]) & (latency <= reaches[high])
             known = (float(reaches[low]), float(latency.T[farthest].min())) if low > 0 else (0.0, 0.0)
-            self._copy_latency_s[box.copy_reach] = known
+            self._copy_latency_s[low, high] = known
         return known
 
     @cached_property
@@ -306,48 +321,55 @@ class Relaxation:
             for one in self.inside_times
         )
 
-    def limits(self, box: Box) -> Limits:
+    def limits(self, box: Box | Boxes) -> Limits:
         """What the upper ends of the box's intervals leave possible."""
-        ends = (box.residency, *(getattr(box, side)[1] for side in (*TIMES, *POSITIONS)))
-        known = self._known_limits.get(ends)
+        ends = [getattr(box, side)[1] for side in (*TIMES, *POSITIONS)]
+        if isinstance(box, Boxes):
+            keys = [(box.residency, *one) for one in zip(*(end.tolist() for end in ends), strict=True)]
+            if all(key in self._known_limits for key in keys):
+                return stacked([self._known_limits[key] for key in keys])
+            found = self._limits_of(box)
+            self._known_limits.clear()
+            self._known_limits.update({key: found[number] for number, key in enumerate(keys)})
+            return found
+        known = self._known_limits.get((box.residency, *ends))
         if known is None:
             self._known_limits.clear()
-            known = self._known_limits[ends] = self._limits_of(box)
+            known = self._known_limits[box.residency, *ends] = self._limits_of(box)
         return known
 
     @cached_property
     def _known_limits(self) -> dict[tuple[Residency | float, ...], Limits]:
-        """Of the last box, which several bounds ask for: those that narrowing leaves it are the same."""
+        """Of the last boxes, which several bounds ask for: those that narrowing leaves them are the same."""
         return {}
 
-    def _limits_of(self, box: Box) -> Limits:
+    def _limits_of(self, box: Box | Boxes) -> Limits:
         classes, kinds = self.classes, self.classes.kinds
         homes, experts = kinds.homes, float(self.problem.num_experts)
         weight, weight_back = float(self.problem.wire.expert_bytes), float(self.problem.wire.expert_gradient_bytes)
         up, down = kinds.up_bytes_per_s, kinds.down_bytes_per_s
-        gather, back = box.gather_s[1] * (1 + SLACK), box.return_s[1] * (1 + SLACK)
-        near = self._copies_from_s <= (self.copy_reaches_s[box.copy_reach[1]] if box.copy_reach[1] > 0 else -1.0)
+        gather, back = over(box.gather_s[1], 1) * ((1 + SLACK) / weight), over(box.return_s[1], 1) * ((1 + SLACK) / weight_back)
         there_rate, again_rate = self.rates
         # [holder, home site]: whole experts that fit through in time.
-        copies = whole(np.minimum(again_rate * (gather / weight), there_rate * (back / weight_back)))
-        copies = np.minimum(copies, classes.largest(homes)) * near
+        copies = whole(np.minimum(again_rate * gather[..., None], there_rate * back[..., None]))
+        copies = np.minimum(copies, classes.largest(homes)) * _within(self._copies_from_s, self.copy_reaches_s, box.copy_reach[1])
         others = classes.others[kinds.label]
-        most = np.minimum((copies * others).sum(axis=1), self.copies_in_memory(box.residency)[kinds.label])
-        most = np.minimum(most, whole(np.minimum(gather * down / weight, back * up / weight_back)))
+        most = np.minimum((copies * others).sum(axis=-1), self.copies_in_memory(box.residency)[kinds.label])
+        most = np.minimum(most, whole(np.minimum(gather * down, back * up)))
         most_held = np.minimum(homes + most, experts)
         most_found = self._most_found(box, most_held)
-        copies = np.minimum(copies, np.maximum(most, 0.0)[:, None])
+        copies = np.minimum(copies, np.maximum(most, 0.0)[..., None])
         kept = self._kept(copies, most_found)
-        must_hold = 0.0 if classes.merged else homes + kept.sum(axis=1)
+        must_hold = 0.0 if classes.merged else homes + kept.sum(axis=-1)
         least_own = np.maximum(experts - self._found_in_all(box, most_found), 0.0)
-        uploads = whole(np.minimum(gather * up / weight, back * down / weight_back))
-        sent = (classes.largest(copies).T * classes.others).sum(axis=1)
+        uploads = whole(np.minimum(gather * up, back * down))
+        sent = (classes.largest(copies, axis=-2).swapaxes(-1, -2) * classes.others).sum(axis=-1)
         return Limits(
             most_held=most_held,
             least_held=np.maximum(least_own, must_hold),
             least_own=least_own,
             copies=copies,
-            uploads=np.minimum(uploads, sent[kinds.label]),
+            uploads=np.minimum(uploads, sent[..., kinds.label]),
             most_found=most_found,
             kept=kept,
         )
@@ -357,15 +379,15 @@ class Relaxation:
         classes = self.classes
         if classes.merged:
             return np.zeros_like(copies)
-        elsewhere = (most_found > 0) @ (copies + np.diag(classes.homes))
+        elsewhere = (most_found > 0).astype(np.float64) @ (copies + np.diag(classes.homes))
         return np.asarray(np.maximum(classes.homes - elsewhere, 0.0) * classes.others)
 
-    def _most_found(self, box: Box, most_held: FloatArray) -> FloatArray:
+    def _most_found(self, box: Box | Boxes, most_held: FloatArray) -> FloatArray:
         there_rate, again_rate = self.rates
-        rows = np.minimum(box.forward_s[1] * there_rate, box.back_s[1] * again_rate) / self.kind_rows[:, None]
+        rows = np.minimum(over(box.forward_s[1], 2) * there_rate, over(box.back_s[1], 2) * again_rate) / self.kind_rows[:, None]
         found = self.hit.searchsorted(rows * (1 + SLACK), side="right") - 1.0
-        near = self._tokens_to_s <= (self.reaches_s[box.reach[1]] if box.reach[1] > 0 else -1.0)
-        return np.asarray(np.minimum(found, self.classes.largest(most_held)) * near)
+        found = np.minimum(found, self.classes.largest(most_held)[..., None, :])
+        return np.asarray(found * _within(self._tokens_to_s, self.reaches_s, box.reach[1]))
 
     @cached_property
     def _copies_from_s(self) -> FloatArray:
@@ -383,32 +405,30 @@ class Relaxation:
             allowed &= permitted
         return np.where(allowed, self.token_latency_s, np.inf)[classes.kinds.label]
 
-    def _found_in_all(self, box: Box, most_found: FloatArray) -> FloatArray:
+    def _found_in_all(self, box: Box | Boxes, most_found: FloatArray) -> FloatArray:
         """[K]: experts that tokens find at all other sites together, at most. Because P is concave, most are found with as few
         rows as a site may send when parts are as large as they can be, largest first, but for one (no parts of the same sum and
         within the same limits are less even, so the sum of P is least)."""
         classes, kinds, hit = self.classes, self.classes.kinds, self.hit
-        rows = np.minimum(box.forward_s[1] * kinds.up_bytes_per_s, box.back_s[1] * kinds.down_bytes_per_s)
+        rows = np.minimum(over(box.forward_s[1], 1) * kinds.up_bytes_per_s, over(box.back_s[1], 1) * kinds.down_bytes_per_s)
         rows = rows * (1 + SLACK) / self.kind_rows
         # Small integers are sorted in a fraction of the time.
         small = np.min_scalar_type(-self.problem.num_experts)
-        order = np.argsort((-most_found).astype(small), axis=1, kind="stable") + self._row_starts
-        parts, number = most_found.ravel()[order], classes.others[kinds.label].ravel()[order]
+        order = np.argsort((-most_found).astype(small), axis=-1, kind="stable")
+        parts = np.take_along_axis(most_found, order, axis=-1)
+        number = np.take_along_axis(np.broadcast_to(classes.others[kinds.label], parts.shape), order, axis=-1)
         each = hit[parts.astype(np.int64)]
-        before = np.cumsum(each * number, axis=1) - each * number
-        left = np.maximum(rows[:, None] - before, 0.0)
+        before = np.cumsum(each * number, axis=-1) - each * number
+        left = np.maximum(rows[..., None] - before, 0.0)
         full = np.minimum(np.floor(left / np.maximum(each, hit[1]) * (1 + SLACK)), number)
         # One part at most is neither full nor empty.
-        first = np.arange(len(parts)), (full < number).argmax(axis=1)
-        rest = np.maximum(left[first] - full[first] * each[first], 0.0)
-        partial = np.minimum(hit.searchsorted(rest * (1 + SLACK), side="right") - 1.0, parts[first])
-        return np.asarray((full * parts).sum(axis=1) + np.where(full[first] < number[first], partial, 0.0))
-
-    @cached_property
-    def _row_starts(self) -> IntArray:
-        """[K, 1]: where rows of a raveled [K, C] begin."""
-        classes = self.classes
-        return np.asarray(np.arange(len(classes.kinds.label))[:, None] * len(classes.count))
+        first = (full < number).argmax(axis=-1)[..., None]
+        left, each, part, whole_ones, number = (
+            np.take_along_axis(one, first, axis=-1)[..., 0] for one in (left, each, parts, full, number)
+        )
+        rest = np.maximum(left - whole_ones * each, 0.0)
+        partial = np.minimum(hit.searchsorted(rest * (1 + SLACK), side="right") - 1.0, part)
+        return np.asarray((full * parts).sum(axis=-1) + np.where(whole_ones < number, partial, 0.0))
 
     def copies_in_memory(self, residency: Residency) -> FloatArray:
         """[D]: no site keeps more copies: its ranks' memory beside what is there in any case. Activations of routed
@@ -438,6 +458,16 @@ class Relaxation:
         the row's, at least."""
         found = np.maximum(limits.most_found, 1.0)
         return np.asarray(self.user_rows[:, None] * self.problem.hit[found.astype(np.int64)] / found)
+
+
+def stacked(limits: Sequence[Limits]) -> Limits:
+    """Of boxes side by side."""
+    return Limits(**{one.name: np.stack([getattr(each, one.name) for each in limits]) for one in fields(Limits)})
+
+
+def _within(far_s: FloatArray, reaches_s: FloatArray, position: int | IntArray) -> NDArray[np.bool_]:
+    """[K, C]: what is no farther than a position says, of which the first one is nobody's."""
+    return far_s <= over(np.where(np.asarray(position) > 0, reaches_s[position], -1.0), 2)
 
 
 def whole(value: FloatArray) -> FloatArray:
