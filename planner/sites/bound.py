@@ -129,7 +129,7 @@ def prove(
 
     for root in relaxation.roots():
         enter([(root, None)])
-    # The lowest boxes; all are cut before their halves are looked at side by side.
+    # The lowest boxes, whose halves are looked at side by side. However that is interrupted, no box is lost from all of these.
     batch: list[_Open] = []
     while heap and boxes < max_boxes and now_s() < deadline_s:
         value_s = heap[0][0]
@@ -143,7 +143,8 @@ def prove(
             halves: list[tuple[Box, _Part | None]] = []
             width = min(most, 1 + len(heap) // SHARE)
             while heap and len(batch) < width and (not batch or heap[0][2].box.residency is batch[0].box.residency):
-                batch.append(one := heapq.heappop(heap)[2])
+                batch.append(one := heap[0][2])
+                heapq.heappop(heap)
                 cut = widest(relaxation, one.narrow)
                 # In its turn, where the bound is about to be given up, or where there is nothing to cut.
                 turn = programs * every <= boxes or boxes > raised_at + STALLED[0] // 2
@@ -154,11 +155,13 @@ def prove(
                         part = max(part, found[0], key=lambda part: part.value_s)
                         proven.insert(0, found[1])
                         del proven[MOST_KNOWN:]
-                    keep(_Open(batch.pop().box, one.narrow, part, solved=True))
+                    keep(_Open(one.box, one.narrow, part, solved=True))
+                    batch.pop()
                     break
                 if cut is None:
                     if halves:
-                        keep(batch.pop())
+                        keep(one)
+                        batch.pop()
                     break
                 halves += [(half, one.part) for half in one.box.cut(*cut)]
             if halves:

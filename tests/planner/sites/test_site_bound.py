@@ -15,11 +15,13 @@ from site_cases import few_kinds, random_problem, random_table, small_workload, 
 from hybridep.config import build
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner.sites import bound
+from planner.sites import bound, lp
 from planner.sites.bound import Proof, prove, proven_s, verify
+from planner.sites.boxes import side_by_side
 from planner.sites.cost import site_cost
-from planner.sites.linear import Duals
-from planner.sites.lp import box_program
+from planner.sites.linear import BoxProgram, Duals
+from planner.sites.lp import box_program, pair_program
+from planner.sites.narrowing import all_narrowed, narrowed
 from planner.sites.oracle import best_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Limits, Relaxation
@@ -136,6 +138,90 @@ def test_multipliers_of_one_program_prove_other_boxes(monkeypatch: pytest.Monkey
     assert verify(relaxation, proof) == pytest.approx(proof.bound_s, rel=1e-9)
     monkeypatch.setattr(bound, "_by_known", lambda *given: given[1])
     assert prove(relaxation, best_s, max_boxes=150).bound_s < proof.bound_s
+
+
+def wide(problem: SiteProblem, monkeypatch: pytest.MonkeyPatch) -> tuple[Relaxation, Proof]:
+    """A proof whose boxes are cut sixteen at once."""
+    monkeypatch.setattr(bound, "SHARE", 1)
+    relaxation = Relaxation(problem=problem)
+    search = Search(problem=problem, max_evaluations=100)
+    run(search)
+    assert search.best is not None
+    return relaxation, prove(relaxation, search.best.rank[1], max_boxes=200)
+
+
+SIDE_BY_SIDE: dict[str, tuple[Callable[[], SiteProblem], int]] = {
+    "homes told apart": (lambda: random_problem(6, 8, 12), 600),
+    "homes not told apart": (lambda: random_problem(6, 8, 12), 0),
+    "of few kinds": (lambda: few_kinds(1, 6, 12), 600),
+    "as fast back as there": (lambda: few_kinds(0, 6, 12), 600),
+}
+
+
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_boxes_side_by_side_are_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, variables = SIDE_BY_SIDE[name]
+    monkeypatch.setattr(lp, "MOST_VARIABLES", variables)
+    relaxation, proof = wide(make(), monkeypatch)
+    assert verify(relaxation, proof) == pytest.approx(proof.bound_s, rel=1e-12)
+    compared = 0
+    for root in relaxation.roots():
+        boxes = [root, *(box for box, _ in proof.parts if box.residency is root.residency)]
+        found = all_narrowed(relaxation, boxes, 1.2 * proof.best_s)
+        for box, narrow in zip(boxes, found, strict=True):
+            alone = narrowed(Relaxation(problem=relaxation.problem), box, 1.2 * proof.best_s)
+            assert (alone is None) == (narrow is None)
+            if alone is not None and narrow is not None:
+                assert narrow.inside(alone) and alone.inside(narrow)
+        some = [narrow for narrow in found if narrow is not None]
+        if not some or relaxation.classes.merged:
+            continue
+        ends, program = side_by_side(some), box_program(relaxation, some[0])
+        assert program is not None
+        rng = np.random.default_rng(0)
+        anything = Duals(inequality=rng.random(len(program.right)), equality=rng.normal(size=len(program.frame.total)))
+        known = [anything, *(duals for _, duals in proof.parts if isinstance(duals, Duals))][:5]
+        together = pair_program(relaxation, ends, relaxation.limits(ends)).values_s(known)
+        for one, values_s in zip(some, together, strict=True):
+            program = box_program(relaxation, one)
+            assert program is not None
+            assert values_s == pytest.approx([weak_duality(program, duals) for duals in known], rel=1e-9)
+            compared += 1
+    assert compared > 10 or relaxation.classes.merged
+
+
+def weak_duality(program: BoxProgram, duals: Duals) -> float:
+    """As the module's docstring has it, with whole matrices."""
+    frame = program.frame
+    reduced = frame.costs + program.inequality.T @ duals.inequality - frame.equality.T @ duals.equality
+    ends = np.minimum(reduced * program.bounds[:, 0], reduced * program.bounds[:, 1]).sum()
+    return float(frame.total @ duals.equality - program.right @ duals.inequality + ends)
+
+
+@pytest.mark.parametrize("module", ["bound.all_narrowed", "bound.heapq.heappush", "bound.widest", "bound.box_program"])
+@pytest.mark.parametrize("after", [5, 60])
+def test_interrupted_proofs_leave_nothing_out(module: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever Ctrl-C hits while boxes are cut, several at once."""
+    problem = random_problem(6, 7, 10)
+    best_s = solve_sites(problem, Wishes(time_limit_s=1.0)).found.rank[1]
+    monkeypatch.setattr(bound, "SHARE", 1)
+    place, name = module.rsplit(".", 1)
+    owner = bound.heapq if place == "bound.heapq" else bound
+    right, calls = getattr(owner, name), 0
+
+    def interrupting(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise KeyboardInterrupt
+        return right(*given)
+
+    monkeypatch.setattr(owner, name, interrupting)
+    relaxation = Relaxation(problem=problem)
+    proof = prove(relaxation, best_s, max_boxes=800)
+    monkeypatch.undo()
+    assert proof.interrupted
+    assert verify(relaxation, proof) == pytest.approx(proof.bound_s, rel=1e-12)
 
 
 def test_evidence_that_proves_nothing_is_refused(problem: SiteProblem) -> None:
