@@ -187,7 +187,7 @@ def test_boxes_side_by_side_are_as_alone(name: str, monkeypatch: pytest.MonkeyPa
             assert program is not None
             assert values_s == pytest.approx([weak_duality(program, duals) for duals in known], rel=1e-9)
             compared += 1
-    assert compared > 10 or relaxation.classes.merged
+    assert compared > 2 or relaxation.classes.merged
 
 
 def weak_duality(program: BoxProgram, duals: Duals) -> float:
