@@ -14,6 +14,7 @@ from planner.sites.boxes import POSITIONS, TIMES, Box, covered, side_by_side
 from planner.sites.linear import BoxProgram, Duals
 from planner.sites.lp import box_program, pair_program
 from planner.sites.narrowing import all_narrowed, narrowed
+from planner.sites.priced import priced_s
 from planner.sites.relaxation import Relaxation
 
 STALLED = 3000, 1e-3
@@ -39,7 +40,7 @@ def proven_s(relaxation: Relaxation, box: Box, evidence: Evidence, best_s: float
 def _within_s(relaxation: Relaxation, narrow: Box, evidence: Evidence) -> float:
     """The same of a box that is narrowed."""
     if isinstance(evidence, Corner):
-        return relaxation.base_s + relaxation.num_layers * relaxation.corner_s(narrow)
+        return relaxation.base_s + relaxation.num_layers * priced_s(relaxation, narrow)
     return float(_by_duals_s(relaxation, narrow, _program(relaxation, narrow), [evidence])[0])
 
 

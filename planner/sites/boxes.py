@@ -69,6 +69,11 @@ def side_by_side(boxes: Sequence[Box]) -> Boxes:
     return Boxes(residency=boxes[0].residency, **{side: (low, high) for side, (low, high) in ends.items()})
 
 
+def upper_ends(box: Box | Boxes) -> tuple[Any, ...]:
+    """Of all sides."""
+    return tuple(getattr(box, side)[1] for side in (*TIMES, *POSITIONS))
+
+
 def over(end: float | FloatArray, axes: int) -> FloatArray:
     """With so many further axes."""
     return np.asarray(end).reshape(*np.shape(end), *[1] * axes)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 
 from hybridep.traffic import gathers_and_returns
 from planner.sites.boxes import TIMES, Box, side_by_side
+from planner.sites.priced import copies_by_prices_s
 from planner.sites.relaxation import SLACK, Relaxation
 from planner.sites.thresholds import least_copies_s, least_rows_s
 from planner.sites.visits import copies_for_visits_s
@@ -39,8 +41,13 @@ def all_narrowed(relaxation: Relaxation, boxes: Sequence[Box], best_s: float) ->
     ends = side_by_side([box for _, box in left])
     limits = relaxation.limits(ends)
     possible = limits.possible(relaxation.classes)
-    counted = zip(least_copies_s(relaxation, limits), copies_for_visits_s(relaxation, ends, limits), strict=True)
-    least_s = np.stack([*(np.maximum(*both) for both in counted), *least_rows_s(relaxation, ends, limits)], axis=1)
+    counted = (
+        least_copies_s(relaxation, limits),
+        copies_for_visits_s(relaxation, ends, limits),
+        copies_by_prices_s(relaxation, ends, limits),
+    )
+    copies_s = (reduce(np.maximum, each) for each in zip(*counted, strict=True))
+    least_s = np.stack([*copies_s, *least_rows_s(relaxation, ends, limits)], axis=1)
     for (number, box), least, some in zip(left, least_s.tolist(), possible.tolist(), strict=True):
         if not some:
             continue

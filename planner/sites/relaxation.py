@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from planner.sites.classes import SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
 from planner.sites.inside import InsideTimes, inside_times
 from planner.sites.problem import SiteProblem
+
+if TYPE_CHECKING:
+    from planner.sites.priced import Priced
 
 NEGLIGIBLE = 1e-3
 """Share of a layer's longest step below which what is spent inside sites is left out."""
@@ -79,6 +82,14 @@ class Relaxation:
     """The bound's ingredients for one problem."""
 
     problem: SiteProblem
+    prices: tuple[Priced, ...] = ()
+    """Of visits."""
+
+    @cached_property
+    def known_needed(self) -> dict[tuple[float, ...], FloatArray]:
+        """``planner.sites.priced``: copies that the last boxes need by each of ``prices``, by their upper ends. All of one
+        residency."""
+        return {}
 
     @cached_property
     def classes(self) -> SiteClasses:

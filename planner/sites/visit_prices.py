@@ -1,0 +1,273 @@
+"""How many copies all sites need together, by prices of visits: a bound that leaves every visit whole.
+
+Of the experts of some homes, each site holds a number and finds the rest at others, visit by visit. Let a visit that finds n of
+them have a price, in copies, which its site pays and its holder earns. What is paid is earned, so the copies of any plan are at
+least what all sites hold, pay and do not earn, each at its cheapest:
+
+    sum over sites of  min over m of  m + least paid for finding the others - most earned with m
+
+Rows of a site's visits fit into what its links carry in time, and so do those of visits that it receives, none of which finds
+more than m: two knapsacks of whole visits, with P as it is (no chords) and every site's own links (no classes). They depend on
+nothing but prices, so they are solved once for all boxes. Any prices prove something; good ones are the multipliers of a linear
+program over ways of single sites to hold, find and serve, which are generated as they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+
+from hybridep.compiled import allocating, compiled
+from hybridep.placement import IntArray
+from hybridep.traffic import FloatArray
+
+STEPS, MOST_STEPS = 3, 1500
+"""Rows are counted in steps, of which a visit that finds one expert takes so many; those of larger visits are rounded down, so
+that nothing a plan does is left out. And so many steps of a holder's rows are told apart."""
+KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Prices are straight lines between visits of so many experts."""
+ROUNDS, CLOSE = 60, 2e-3
+"""Generating ways ends after so many rounds, or when no further ones would save this share of the copies."""
+WAYS = 4
+"""Of a class, that are added in a round."""
+FORBIDDEN = 8
+"""How much dearer copies are that a site cannot hold; some way must be there to begin with."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VisitPrices:
+    """What prices say of n experts, whatever the box."""
+
+    find: FloatArray
+    """[steps, n + 1]: copies that a site pays at least for finding so many in visits, with rows for so many steps, or more than
+    are told apart."""
+    serve: FloatArray
+    """[MOST_STEPS, n + 1]: copies that a site earns at most if it holds so many."""
+    beyond: float
+    """Earned at most for each further step."""
+    longest: int
+    """Steps of the largest visit."""
+    rows: float
+    """Of a step."""
+
+    @property
+    def experts(self) -> int:
+        """n."""
+        return int(self.find.shape[1] - 1)
+
+    def needed(self, sent: FloatArray, received: FloatArray, least: FloatArray, most: FloatArray) -> FloatArray:
+        """[...]: what sites hold, pay and do not earn at least, given rows that each may send and receive and how many of the
+        experts it holds at least and at most; all [..., sites]. Infinite where some site cannot find all."""
+        shape = np.broadcast_shapes(sent.shape, received.shape, least.shape, most.shape)
+        flat = [np.ascontiguousarray(np.broadcast_to(one, shape)).ravel() for one in (sent, received, least, most)]
+        steps = [np.floor(one * ((1 + SLACK) / self.rows)).astype(np.int64) for one in flat[:2]]
+        ends = [np.clip(one, 0, self.experts).astype(np.int64) for one in (np.ceil(flat[2] - SLACK), np.floor(flat[3] + SLACK))]
+        found = np.empty(len(flat[0]))
+        _cheapest(self.find, self.serve, self.beyond, self.longest, steps[0], steps[1], ends[0], ends[1], found)
+        return found.reshape(shape)
+
+
+SLACK = 1e-9
+"""Numbers of rows and experts are rounded after so much, so that rounding never cuts off a plan."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sites:
+    """C classes of sites that prices are found for."""
+
+    count: FloatArray
+    """[C]."""
+    sent: FloatArray
+    """[C]: rows that a site may send."""
+    received: FloatArray
+    """[C]."""
+    most: FloatArray
+    """[C]: experts that a site may hold."""
+
+
+def find_prices(sites: Sites, hit: FloatArray) -> VisitPrices:
+    """Good ones for these sites. ``hit`` is P, [n + 1]."""
+    experts, needs = len(hit) - 1, _needs(hit)
+    knots = np.array([0, *(one for one in KNOTS if one < experts), experts])
+    # [knots - 1, n + 1]: what a visit counts at each knot but zero.
+    shape = np.stack([np.interp(np.arange(experts + 1), knots, one) for one in np.eye(len(knots))[1:]])
+    steps = [np.floor(one / _step(hit)).astype(np.int64) for one in (sites.sent, sites.received)]
+    steps = [np.minimum(steps[0], _enough(needs)), np.minimum(steps[1], MOST_STEPS - 1)]
+    # To begin with, all hold everything.
+    dearer = np.where(sites.most < experts, FORBIDDEN, 1.0)
+    ways = [_Way(site, experts * factor, np.zeros(len(shape))) for site, factor in enumerate(dearer.tolist())]
+    best = -np.inf, np.zeros(experts + 1)
+    for _ in range(ROUNDS):
+        held, price = _master(sites, ways, shape)
+        proven, added = _generate(sites, steps, price, needs, shape)
+        best = max(best, (proven, price), key=lambda one: one[0])
+        if not added or best[0] >= held * (1 - CLOSE):
+            break
+        ways += added
+    return visit_prices(best[1], hit)
+
+
+def visit_prices(price: FloatArray, hit: FloatArray) -> VisitPrices:
+    """What these prices ([n + 1], of visits that find so many) say. They do not fall."""
+    needs = _needs(hit)
+    return VisitPrices(
+        find=_find_table(price, needs, _enough(needs) + 1)[0],
+        serve=_serve_table(price, needs, MOST_STEPS)[0],
+        beyond=float((price[1:] / needs[1:]).max()),
+        longest=int(needs.max()),
+        rows=_step(hit),
+    )
+
+
+def _step(hit: FloatArray) -> float:
+    """Rows."""
+    return float(hit[1]) / (STEPS + 1e-6)
+
+
+def _needs(hit: FloatArray) -> IntArray:
+    """[n + 1]: steps of a visit."""
+    return np.floor(hit * ((1 - SLACK) / _step(hit))).astype(np.int64)
+
+
+def _enough(needs: IntArray) -> int:
+    """Steps that visits of any sizes take at most which find all."""
+    experts = np.arange(1, len(needs))
+    return int(len(experts) * (needs[1:] / experts).max()) + 1
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Of a site of one class: what it holds, and its visits, made less received, by knots of the price."""
+
+    site: int
+    held: float
+    visits: FloatArray
+
+
+def _master(sites: Sites, ways: list[_Way], shape: FloatArray) -> tuple[float, FloatArray]:
+    """Fewest experts held with shares of these ways, and the price of visits, [n + 1]."""
+    knots = len(shape)
+    member = np.zeros((len(sites.count), len(ways) + knots - 1))
+    member[[way.site for way in ways], np.arange(len(ways))] = 1.0
+    # A visit that finds more will do, so prices do not fall.
+    larger = np.eye(knots)[:, :-1] - np.eye(knots)[:, 1:]
+    visits = np.concatenate([np.stack([way.visits for way in ways], axis=1), -larger], axis=1)
+    costs = np.array([*(way.held for way in ways), *np.zeros(knots - 1)])
+    found = linprog(costs, visits, np.zeros(knots), member, sites.count, method="highs")
+    if found.status != 0:
+        return float("inf"), np.zeros(shape.shape[1])
+    return float(costs @ found.x), np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) @ shape
+
+
+def _generate(
+    sites: Sites, steps: Sequence[IntArray], price: FloatArray, needs: IntArray, shape: FloatArray
+) -> tuple[float, list[_Way]]:
+    """What prices prove of these sites, which may send and receive rows of so many ``steps`` ([C] each), and their cheapest
+    ways."""
+    experts, held = len(price) - 1, np.arange(len(price))
+    find, found = _find_table(price, needs, int(steps[0].max()) + 1)
+    serve, served = _serve_table(price, needs, int(steps[1].max()) + 1)
+    proven, ways = 0.0, []
+    for site, (count, most) in enumerate(zip(sites.count, sites.most, strict=True)):
+        sent, received = steps[0][site], steps[1][site]
+        value = held + find[sent, experts - held] - serve[received]
+        value[held > most] = np.inf
+        proven += count * float(value.min())
+        lower = np.append(np.inf, value[:-1]) > value
+        lowest = np.flatnonzero(lower & (np.append(value[1:], np.inf) >= value) & np.isfinite(value))
+        for number in lowest[np.argsort(value[lowest], kind="stable")][:WAYS].tolist():
+            visits = _visits(found, sent, experts - number, needs) - _received(served, received, number, needs)
+            ways.append(_Way(site, float(number), shape @ visits))
+    return proven, ways
+
+
+@allocating
+def _find_table(price: FloatArray, needs: IntArray, length: int) -> tuple[FloatArray, IntArray]:
+    """[length, n + 1] each: least price of visits that find so many with rows for so many steps, and the largest of them."""
+    experts = len(price) - 1
+    best, visit = np.full((length, experts + 1), np.inf), np.zeros((length, experts + 1), dtype=np.int64)
+    for steps in range(length):
+        best[steps, 0] = 0.0
+        for number in range(1, experts + 1):
+            least, chosen = np.inf, 0
+            for one in range(1, number + 1):
+                if needs[one] > steps:
+                    break
+                paid = price[one] + best[steps - needs[one], number - one]
+                if paid < least:
+                    least, chosen = paid, one
+            best[steps, number], visit[steps, number] = least, chosen
+    return best, visit
+
+
+@allocating
+def _serve_table(price: FloatArray, needs: IntArray, length: int) -> tuple[FloatArray, IntArray]:
+    """[length, n + 1] each: most that visits earn which find no more than so many with rows for so many steps, and one of these
+    visits, or -1 where a step less is as good, or 0."""
+    experts = len(price) - 1
+    best, visit = np.zeros((length, experts + 1)), np.zeros((length, experts + 1), dtype=np.int64)
+    for number in range(1, experts + 1):
+        for steps in range(length):
+            most, chosen = best[steps, number - 1], visit[steps, number - 1]
+            if steps > 0 and best[steps - 1, number] > most:
+                most, chosen = best[steps - 1, number], -1
+            if steps >= needs[number]:
+                earned = price[number] + best[steps - needs[number], number]
+                if earned > most:
+                    most, chosen = earned, number
+            best[steps, number], visit[steps, number] = most, chosen
+    return best, visit
+
+
+@allocating
+def _visits(visit: IntArray, steps: int, number: int, needs: IntArray) -> FloatArray:
+    """[n + 1]: how many visits of each size find so many."""
+    made = np.zeros(visit.shape[1])
+    while number > 0:
+        one = visit[steps, number]
+        made[one] += 1.0
+        number -= one
+        steps -= needs[one]
+    return made
+
+
+@allocating
+def _received(visit: IntArray, steps: int, number: int, needs: IntArray) -> FloatArray:
+    """[n + 1]: the same of the visits that earn most."""
+    made = np.zeros(visit.shape[1])
+    while visit[steps, number] != 0:
+        one = visit[steps, number]
+        if one < 0:
+            steps -= 1
+        else:
+            made[one] += 1.0
+            steps -= needs[one]
+    return made
+
+
+@compiled
+def _cheapest(
+    find: FloatArray,
+    serve: FloatArray,
+    beyond: float,
+    longest: int,
+    sent: IntArray,
+    received: IntArray,
+    least: IntArray,
+    most: IntArray,
+    found: FloatArray,
+) -> None:
+    """Site by site, into ``found``."""
+    last, experts = len(serve) - 1, find.shape[1] - 1
+    for site in range(len(found)):
+        there, here = min(sent[site], len(find) - 1), min(received[site], last)
+        best = np.inf
+        for number in range(least[site], most[site] + 1):
+            best = min(best, number + find[there, experts - number] - serve[here, number])
+        # What exceeds the table: all but a visit that both share.
+        if received[site] > last:
+            best -= beyond * (received[site] - last + longest)
+        found[site] = best
