@@ -250,7 +250,9 @@ BOXES_MERGED = 16, 2
 
 
 def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
-    """Whether the box's program can say much."""
+    """Whether the box's program can say much, and more than prices do."""
+    if relaxation.prices:
+        return False
     classes, layer_s = len(relaxation.classes.count), (best_s - relaxation.base_s) / relaxation.num_layers
     left_s = layer_s - relaxation.corner_s(narrow)
     if relaxation.classes.merged:
@@ -275,14 +277,19 @@ def _boxes_a_program(relaxation: Relaxation) -> float:
 
 
 CUT = (*TIMES, *POSITIONS)
-ROWS = ("forward_s", "back_s")
+COPIES, ROWS = ("gather_s", "return_s"), ("forward_s", "back_s")
 CHEAPER = 0.5
 """Cutting times counts for less: narrowing finds much of their lower ends."""
+PRICED = 0.1
+"""And for less again of copies' times where prices say what copies cost, however long gathers and returns take."""
 
 
 def widest(relaxation: Relaxation, narrow: Box) -> tuple[str, float] | None:
     """The side along which the box's corners differ most in cost, and where to cut it; None when they hardly differ."""
-    spread = {side: _spread_s(relaxation, narrow, side) * (CHEAPER if side in TIMES else 1.0) for side in CUT}
+    factor = dict.fromkeys(TIMES, CHEAPER)
+    if relaxation.prices:
+        factor |= dict.fromkeys(COPIES, CHEAPER * PRICED)
+    spread = {side: _spread_s(relaxation, narrow, side) * factor.get(side, 1.0) for side in CUT}
     side = max(spread, key=lambda one: spread[one])
     if spread[side] <= 1e-6 * relaxation.base_s / relaxation.num_layers:
         return None

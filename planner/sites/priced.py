@@ -4,6 +4,7 @@ together, how long gathers and returns of so many take, and what they cost."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,8 +12,10 @@ from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.sites.boxes import Box, Boxes, upper_ends
 from planner.sites.relaxation import SLACK, Limits, Relaxation
-from planner.sites.visit_prices import VisitPrices
 from planner.sites.visits import row_budgets
+
+if TYPE_CHECKING:
+    from planner.sites.visit_prices import VisitPrices
 
 STEPS = 4
 """Towards the time of a gather that sends enough; what is reached is never too long."""
@@ -113,20 +116,21 @@ def _moves(relaxation: Relaxation, residency: Residency) -> tuple[int, int]:
     return gathers_and_returns(residency, relaxation.problem.workload.training.micro_batches)
 
 
-def per_copy_s(relaxation: Relaxation, homes: FloatArray, residency: Residency) -> float:
-    """``Priced.cost_s``. Each home sends no more than fits into a gather, and into a return. So all together send no more than
-    shares of either, for any shares; those are best for which a second of gathers and one of returns bring as much for what
-    they cost."""
+def per_copy_s(relaxation: Relaxation, homes: FloatArray) -> dict[Residency, float]:
+    """``Priced.cost_s`` for these homes ([K]). Each sends no more than fits into a gather, and into a return. So all together
+    send no more than shares of either, for any shares; those are best for which a second of gathers and one of returns bring as
+    much for what they cost."""
     kinds, wire = relaxation.classes.kinds, relaxation.problem.wire
-    gathers, returns = _moves(relaxation, residency)
     owners = np.flatnonzero(homes)
-    count = kinds.count[owners]
-    there = kinds.up_bytes_per_s[owners] / wire.expert_bytes * count / gathers
-    back = kinds.down_bytes_per_s[owners] / wire.expert_gradient_bytes * count / returns
-    # Where less goes there than back, what goes there counts.
-    order = np.argsort(there / back, kind="stable")
-    gained, lost = np.cumsum(there[order]), back.sum() - np.cumsum(back[order])
-    at = int((gained >= lost).argmax())
-    before, after = float(gained[at] - there[order[at]]), float(lost[at] + back[order[at]])
-    share = (after - before) / float(there[order[at]] + back[order[at]])
-    return 1 / (before + share * float(there[order[at]]))
+    up, down = (rate[owners] * kinds.count[owners] for rate in (kinds.up_bytes_per_s, kinds.down_bytes_per_s))
+    # Where least goes there of what comes back, what goes there counts.
+    order = np.argsort(up / down, kind="stable")
+    cost_s = {}
+    for residency in relaxation.problem.residencies:
+        gathers, returns = _moves(relaxation, residency)
+        there, back = up[order] / (wire.expert_bytes * gathers), down[order] / (wire.expert_gradient_bytes * returns)
+        gained, lost = np.cumsum(there), back.sum() - np.cumsum(back)
+        at = int((gained >= lost).argmax())
+        before, after = float(gained[at] - there[at]), float(lost[at] + back[at])
+        cost_s[residency] = 1 / (before + (after - before) * float(there[at] / (there[at] + back[at])))
+    return cost_s

@@ -13,7 +13,9 @@ from hybridep.plan import Objective
 from planner.clock import now_s
 from planner.price import step_usd
 from planner.sites.bound import Proof, prove
+from planner.sites.classes import site_classes
 from planner.sites.egress_bound import least_egress_usd
+from planner.sites.exchange import between_sites
 from planner.sites.oracle import best_table
 from planner.sites.others import OTHERS
 from planner.sites.problem import SiteProblem
@@ -31,6 +33,8 @@ AMPLE_S = 60.0
 """With less time walks are shorter in proportion."""
 ROUNDS = 3
 """Up to so many times as much, they begin so many times."""
+PRICING = 0.5
+"""Share of a bound's time in which prices of visits are looked for, at most."""
 ENOUGH_GAP = 0.005
 """The bound is not improved below this gap."""
 
@@ -77,6 +81,11 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         from planner.sites.walks import prepare  # numba takes a while to import
 
         prepare(problem, wishes.report)
+    priced = not walks_help(problem) and site_classes(problem).mixed
+    if priced:
+        from planner.sites import pricing
+
+        pricing.prepare()
     started, limit_s, report = now_s(), wishes.time_limit_s, wishes.report
     in_dollars = problem.goal.objective is Objective.DOLLARS
     if in_dollars:
@@ -118,6 +127,10 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         boxes = MOST_BOXES // len(scenarios)
         relaxation = Relaxation(problem=one)
         try:
+            if priced:
+                rows, begun_s = between_sites(one, search.best.table).rows, now_s()
+                until_s = begun_s + PRICING * (deadline_s - begun_s)
+                relaxation = pricing.with_prices(relaxation, best_s, (rows.line(one)[1], rows.reverse.line(one)[1]), until_s)
             proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=deadline_s, report=told)
         except KeyboardInterrupt:
             interrupted, proof = True, prove(relaxation, best_s, deadline_s=0.0)

@@ -88,8 +88,26 @@ class Sites:
     """[C]: experts that a site may hold."""
 
 
-def find_prices(sites: Sites, hit: FloatArray) -> VisitPrices:
-    """Good ones for these sites. ``hit`` is P, [n + 1]."""
+@dataclass(frozen=True)
+class Way:
+    """Of a site of one class: what it holds, and its visits, made less received, by knots of the price, in so many steps of rows
+    each."""
+
+    site: int
+    held: float
+    visits: FloatArray
+    sent: int
+    received: int
+
+    def possible(self, sites: Sites, steps: Sequence[IntArray]) -> bool:
+        """With room for so many steps ([C], made and received)."""
+        here = self.site
+        return bool(self.sent <= steps[0][here] and self.received <= steps[1][here] and self.held <= sites.most[here])
+
+
+def find_prices(sites: Sites, hit: FloatArray, known: Sequence[Way] = ()) -> tuple[VisitPrices, list[Way]]:
+    """Good ones for these sites, and the ways behind them, which may be ``known`` where the same sites have more or less room.
+    ``hit`` is P, [n + 1]."""
     experts, needs = len(hit) - 1, _needs(hit)
     knots = np.array([0, *(one for one in KNOTS if one < experts), experts])
     # [knots - 1, n + 1]: what a visit counts at each knot but zero.
@@ -98,7 +116,8 @@ def find_prices(sites: Sites, hit: FloatArray) -> VisitPrices:
     steps = [np.minimum(steps[0], _enough(needs)), np.minimum(steps[1], MOST_STEPS - 1)]
     # To begin with, all hold everything.
     dearer = np.where(sites.most < experts, FORBIDDEN, 1.0)
-    ways = [_Way(site, experts * factor, np.zeros(len(shape))) for site, factor in enumerate(dearer.tolist())]
+    ways = [Way(site, experts * factor, np.zeros(len(shape)), 0, 0) for site, factor in enumerate(dearer.tolist())]
+    ways += [one for one in known if one.possible(sites, steps)]
     best = -np.inf, np.zeros(experts + 1)
     for _ in range(ROUNDS):
         held, price = _master(sites, ways, shape)
@@ -107,7 +126,7 @@ def find_prices(sites: Sites, hit: FloatArray) -> VisitPrices:
         if not added or best[0] >= held * (1 - CLOSE):
             break
         ways += added
-    return visit_prices(best[1], hit)
+    return visit_prices(best[1], hit), ways[len(sites.count) :]
 
 
 def visit_prices(price: FloatArray, hit: FloatArray) -> VisitPrices:
@@ -138,16 +157,7 @@ def _enough(needs: IntArray) -> int:
     return int(len(experts) * (needs[1:] / experts).max()) + 1
 
 
-@dataclass(frozen=True)
-class _Way:
-    """Of a site of one class: what it holds, and its visits, made less received, by knots of the price."""
-
-    site: int
-    held: float
-    visits: FloatArray
-
-
-def _master(sites: Sites, ways: list[_Way], shape: FloatArray) -> tuple[float, FloatArray]:
+def _master(sites: Sites, ways: list[Way], shape: FloatArray) -> tuple[float, FloatArray]:
     """Fewest experts held with shares of these ways, and the price of visits, [n + 1]."""
     knots = len(shape)
     member = np.zeros((len(sites.count), len(ways) + knots - 1))
@@ -164,7 +174,7 @@ def _master(sites: Sites, ways: list[_Way], shape: FloatArray) -> tuple[float, F
 
 def _generate(
     sites: Sites, steps: Sequence[IntArray], price: FloatArray, needs: IntArray, shape: FloatArray
-) -> tuple[float, list[_Way]]:
+) -> tuple[float, list[Way]]:
     """What prices prove of these sites, which may send and receive rows of so many ``steps`` ([C] each), and their cheapest
     ways."""
     experts, held = len(price) - 1, np.arange(len(price))
@@ -179,8 +189,8 @@ def _generate(
         lower = np.append(np.inf, value[:-1]) > value
         lowest = np.flatnonzero(lower & (np.append(value[1:], np.inf) >= value) & np.isfinite(value))
         for number in lowest[np.argsort(value[lowest], kind="stable")][:WAYS].tolist():
-            visits = _visits(found, sent, experts - number, needs) - _received(served, received, number, needs)
-            ways.append(_Way(site, float(number), shape @ visits))
+            made, got = _visits(found, sent, experts - number, needs), _received(served, received, number, needs)
+            ways.append(Way(site, float(number), shape @ (made - got), int(made @ needs), int(got @ needs)))
     return proven, ways
 
 

@@ -1,0 +1,237 @@
+"""Prices of visits: their tables against enumeration, and that no plan needs fewer copies than they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+from site_cases import box_of, few_kinds, random_problem, random_table
+
+from hybridep.placement import IntArray
+from hybridep.plan import Residency
+from hybridep.traffic import FloatArray, gathers_and_returns
+from planner.sites import priced
+from planner.sites.bound import prove, verify
+from planner.sites.cost import site_cost
+from planner.sites.exchange import between_sites, held_by_site
+from planner.sites.narrowing import narrowed
+from planner.sites.oracle import best_table
+from planner.sites.priced import Priced, needed_copies, per_copy_s, priced_s
+from planner.sites.pricing import with_prices
+from planner.sites.problem import SiteProblem
+from planner.sites.relaxation import Relaxation
+from planner.sites.visit_prices import Sites, VisitPrices, find_prices, visit_prices
+
+HIT = 1 - np.array([1.0, 0.6, 0.34, 0.18, 0.08, 0.02, 0.0])
+
+
+def rising(rng: np.random.Generator, experts: int) -> FloatArray:
+    """Any prices."""
+    return np.append(0.0, np.cumsum(rng.exponential(size=experts)))
+
+
+def sets_of_visits(hit: FloatArray, rows: float, largest: int) -> Iterator[tuple[int, ...]]:
+    """All whose rows fit."""
+    most = int(rows / hit[1] * (1 + 1e-9))
+    for number in range(most + 1):
+        for visits in combinations_with_replacement(range(1, largest + 1), number):
+            if sum(hit[one] for one in visits) <= rows * (1 + 1e-9):
+                yield visits
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tables_against_all_sets_of_visits(seed: int) -> None:
+    """Never dearer to find and never less to earn than the best set of whole visits; and no more than rounding of rows apart."""
+    rng = np.random.default_rng(seed)
+    price, experts = rising(rng, 6), 6
+    made = visit_prices(price, HIT)
+    for rows in (0.3, 0.45, 0.7, 1.1, 1.6):
+        some = np.array([rows])
+        for held in range(experts + 1):
+            here = np.array([float(held)])
+            paid = [price[list(one)].sum() for one in sets_of_visits(HIT, rows, experts) if sum(one) >= experts - held]
+            earned = max(price[list(one)].sum() for one in sets_of_visits(HIT, rows, held)) if held else 0.0
+            least = held + min(paid, default=np.inf) - earned
+            assert made.needed(some, some, here, here)[0] <= least + 1e-9
+        looser = some * (1 + 1 / 3) + HIT[1]
+        paid = [price[list(one)].sum() for one in sets_of_visits(HIT, float(looser[0]), experts) if sum(one) >= experts]
+        zero, nothing = np.zeros(1), np.zeros(1)
+        assert made.needed(some, zero, nothing, nothing)[0] >= min(paid, default=np.inf) - 1e-9
+
+
+def test_more_rows_than_are_told_apart_earn_more() -> None:
+    """Never less than with fewer, and linearly in the end: no holder's earnings are cut off."""
+    price = rising(np.random.default_rng(0), 6)
+    made = visit_prices(price, HIT)
+    rows = np.array([1.0, 100.0, 150.0, 500.0, 5000.0])
+    needed = made.needed(np.full(5, 9.0), rows, np.full(5, 6.0), np.full(5, 6.0))
+    assert (np.diff(needed) < 0).all()
+    each = max(price[1:] / HIT[1:])
+    assert (6 - needed >= 0.99 * rows * each - price[-1]).all()
+
+
+def plans_of(seed: int, problem: SiteProblem) -> list[IntArray]:
+    """Random tables, ones that are mostly full gather or expert parallelism, and hubs."""
+    rng, size = np.random.default_rng(seed), problem.num_sites
+    own, home = np.repeat(np.arange(size)[:, None], problem.num_experts, axis=1), np.tile(problem.home_site, (size, 1))
+    tables = [random_table(rng, problem) for _ in range(4)]
+    for base in (own, home, own // 2 * 2):
+        tables.append(base)
+        tables += [np.where(rng.random(base.shape) < 0.2, random_table(rng, problem), base) for _ in range(3)]
+    return tables
+
+
+def any_prices(seed: int, relaxation: Relaxation) -> Relaxation:
+    """Not even good ones."""
+    rng, homes = np.random.default_rng(seed), relaxation.classes.kinds.homes
+    made = []
+    for number in range(3):
+        some = homes if number == 0 else homes * (rng.random(len(homes)) < 0.6)
+        if some.any():
+            experts = round(float(some @ relaxation.classes.kinds.count))
+            prices = visit_prices(rising(rng, experts), relaxation.hit[: experts + 1])
+            made.append(Priced(prices=prices, homes=some, cost_s=per_copy_s(relaxation, some)))
+    return replace(relaxation, prices=tuple(made))
+
+
+def rows_of(problem: SiteProblem, table: IntArray) -> tuple[float, float]:
+    rows = between_sites(problem, table).rows
+    return rows.line(problem)[1], rows.reverse.line(problem)[1]
+
+
+CASES = [(0, 7, 10), (1, 5, 8), (2, 12, 6), (3, 9, 20)]
+
+
+def problem_of(seed: int, sites: int, experts: int) -> SiteProblem:
+    return few_kinds(seed, sites, experts) if seed % 2 else random_problem(seed, sites, experts)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("good", [False, True])
+def test_no_plan_needs_fewer_copies(case: tuple[int, int, int], good: bool) -> None:
+    """What prices say of a plan's own box: copies of each group of homes, its narrowing and its step."""
+    problem = problem_of(*case)
+    plain, tables, told = Relaxation(problem=problem), plans_of(case[0], problem), 0
+    costs = [(table, one, site_cost(problem, table, one)) for table in tables for one in problem.configurations()]
+    longest_s = max(cost.step_s for *_, cost in costs)
+    relaxation = with_prices(plain, longest_s, rows_of(problem, tables[-1])) if good else any_prices(case[0], plain)
+    kinds = relaxation.classes.kinds
+    for table, configuration, cost in costs:
+        if not cost.fits:
+            continue
+        box, held = box_of(relaxation, table, configuration), held_by_site(problem, table)
+        for one in relaxation.prices:
+            about = (one.homes[kinds.place] > 0)[problem.home_site]
+            copies = held[:, about].sum() - about.sum()
+            needed = float(needed_copies(relaxation, one, box, relaxation.limits(box)))
+            assert needed <= copies + 1e-6
+            told += needed > 0
+        narrow = narrowed(relaxation, box, cost.step_s * 1.001)
+        assert narrow is not None
+        layers_s = relaxation.num_layers * priced_s(relaxation, narrow)
+        assert relaxation.base_s + layers_s <= cost.step_s * (1 + 1e-9)
+    assert told or not good
+
+
+def check_bound(seed: int) -> None:
+    """With good prices and with any."""
+    problem = random_problem(seed, *[(3, 2), (4, 1), (2, 4), (3, 3)][seed % 4])
+    best = best_table(problem)
+    assert best is not None
+    plain, within_s = Relaxation(problem=problem), best[2] * 1.05
+    for relaxation in (with_prices(plain, within_s, rows_of(problem, best[0])), any_prices(seed, plain)):
+        proof = prove(relaxation, within_s, max_boxes=40)
+        assert proof.bound_s <= best[2] * (1 + 1e-9)
+        assert verify(relaxation, proof) == pytest.approx(proof.bound_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 8, 12])
+def test_bound_with_prices_against_every_table(seed: int) -> None:
+    check_bound(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(1000, 1300, 30))
+def test_three_hundred_bounds_with_prices(first: int) -> None:
+    for seed in range(first, first + 30):
+        check_bound(seed)
+
+
+def test_copies_cost_no_more_than_any_two_times_say() -> None:
+    """However long gathers and returns are, what homes can send in them costs as much at least."""
+    relaxation = Relaxation(problem=random_problem(4, 8, 12))
+    kinds, wire, rng = relaxation.classes.kinds, relaxation.problem.wire, np.random.default_rng(0)
+    homes = kinds.homes * (rng.random(len(kinds.homes)) < 0.7)
+    cost_s, closest = per_copy_s(relaxation, homes), np.inf
+    for residency in (Residency.STEP, Residency.MICROBATCH):
+        gathers, returns = gathers_and_returns(residency, relaxation.problem.workload.training.micro_batches)
+        for gather_s, return_s in 10 ** rng.uniform(-3, 0, (2000, 2)):
+            there = kinds.up_bytes_per_s * gather_s / wire.expert_bytes
+            back = kinds.down_bytes_per_s * return_s / wire.expert_gradient_bytes
+            copies = float((np.minimum(there, back) * kinds.count)[homes > 0].sum())
+            closest = min(closest, (gathers * gather_s + returns * return_s) / (copies * cost_s[residency]))
+    assert 1 - 1e-9 <= closest < 1.01
+
+
+def test_a_gather_is_never_found_too_long() -> None:
+    """What homes send in that time, each no more than it may, is at most what is needed; and hardly less."""
+    rng = np.random.default_rng(1)
+    rates, most, count = rng.uniform(1, 9, 6), rng.uniform(0, 9, (40, 6)), np.arange(1.0, 7.0)
+    needed = most @ count * rng.uniform(0.05, 0.99, 40)
+    time_s = priced._shortest_s(needed, rates, most, count)
+    sent = (np.minimum(rates * time_s[:, None], most) * count).sum(axis=1)
+    assert (sent <= needed * (1 + 1e-9)).all()
+    assert (sent >= needed * 0.95).all()
+
+
+def classes(rng: np.random.Generator, number: int) -> Sites:
+    return Sites(
+        count=rng.integers(1, 40, number).astype(np.float64),
+        sent=rng.uniform(1.05, 2, number),
+        received=rng.uniform(0.5, 6, number),
+        most=np.full(number, 24.0),
+    )
+
+
+def needed_of(prices: VisitPrices, sites: Sites) -> float:
+    return float(prices.needed(sites.sent, sites.received, np.zeros(len(sites.count)), sites.most) @ sites.count)
+
+
+def test_good_prices_prove_more_than_any_others() -> None:
+    rng = np.random.default_rng(2)
+    sites, hit = classes(rng, 5), np.concatenate([[0.0], 1 - 0.8 ** np.arange(1, 25)])
+    good, ways = find_prices(sites, hit)
+    others = [visit_prices(scale * rising(rng, 24), hit) for scale in 10 ** rng.uniform(-2, 1, 30)]
+    others += [visit_prices(scale * hit, hit) for scale in np.linspace(0.5, 24, 20)]
+    assert needed_of(good, sites) > max(needed_of(one, sites) for one in others)
+    again, _ = find_prices(sites, hit, ways)
+    assert needed_of(again, sites) == pytest.approx(needed_of(good, sites), rel=5e-3)
+    assert np.array_equal(find_prices(sites, hit)[0].find, good.find)
+
+
+def test_ways_are_kept_where_they_fit() -> None:
+    rng = np.random.default_rng(3)
+    sites, hit = classes(rng, 4), np.concatenate([[0.0], 1 - 0.8 ** np.arange(1, 25)])
+    _, ways = find_prices(sites, hit)
+    tighter = replace(sites, sent=sites.sent * 0.95, received=sites.received * 0.8)
+    from_known, _ = find_prices(tighter, hit, ways)
+    assert needed_of(from_known, tighter) == pytest.approx(needed_of(find_prices(tighter, hit)[0], tighter), rel=5e-3)
+    assert needed_of(from_known, tighter) > needed_of(find_prices(sites, hit)[0], sites)
+
+
+def names(prices: Sequence[Priced]) -> list[int]:
+    return [one.prices.experts for one in prices]
+
+
+def test_prices_for_the_slowest_homes_alone() -> None:
+    """Of half of the experts, five eighths and three quarters, where homes differ."""
+    problem = random_problem(0, 16, 16)
+    table = np.repeat(np.arange(16)[:, None] // 4 * 4, 16, axis=1)
+    step_s = site_cost(problem, table, problem.configurations()[0]).step_s
+    made = with_prices(Relaxation(problem=problem), step_s, rows_of(problem, table)).prices
+    assert made and set(names(made)) <= {8, 10, 12}
+    assert with_prices(Relaxation(problem=problem), step_s, rows_of(problem, table), deadline_s=-1.0).prices == ()
