@@ -17,6 +17,8 @@ from planner.sites.visits import row_budgets
 if TYPE_CHECKING:
     from planner.sites.visit_prices import VisitPrices
 
+ROUNDING = 1e-12
+"""Share of what all sites may pay and earn that their sum may be too large by."""
 STEPS = 4
 """Towards the time of a gather that sends enough; what is reached is never too long."""
 
@@ -39,7 +41,7 @@ def needed_copies(relaxation: Relaxation, priced: Priced, box: Box | Boxes, limi
     others = experts - priced.prices.experts
     least = np.maximum(priced.homes, np.minimum(limits.least_held, limits.most_held) - others)
     each = priced.prices.needed(sent, received, least, limits.most_held)
-    return np.asarray(each @ kinds.count - priced.prices.experts)
+    return np.asarray(each @ kinds.count - priced.prices.experts - ROUNDING * priced.prices.largest * kinds.count.sum())
 
 
 def _all_needed(relaxation: Relaxation, box: Box | Boxes, limits: Limits) -> FloatArray:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from scipy.optimize import linprog
@@ -52,6 +53,11 @@ class VisitPrices:
     """Steps of the largest visit."""
     rows: float
     """Of a step."""
+
+    @cached_property
+    def largest(self) -> float:
+        """Copies that a site pays or earns, or holds, at most."""
+        return max(float(self.experts), float(self.find[np.isfinite(self.find)].max()), float(self.serve.max()))
 
     @property
     def experts(self) -> int:
