@@ -69,9 +69,12 @@ def side_by_side(boxes: Sequence[Box]) -> Boxes:
     return Boxes(residency=boxes[0].residency, **{side: (low, high) for side, (low, high) in ends.items()})
 
 
-def upper_ends(box: Box | Boxes) -> tuple[Any, ...]:
-    """Of all sides."""
-    return tuple(getattr(box, side)[1] for side in (*TIMES, *POSITIONS))
+def upper_ends(box: Box | Boxes) -> list[tuple[Any, ...]]:
+    """What tells boxes apart whose lower ends do not matter, one by one: residency and upper ends."""
+    ends = [getattr(box, side)[1] for side in (*TIMES, *POSITIONS)]
+    if isinstance(box, Box):
+        return [(box.residency, *ends)]
+    return [(box.residency, *one) for one in zip(*(end.tolist() for end in ends), strict=True)]
 
 
 def over(end: float | FloatArray, axes: int) -> FloatArray:

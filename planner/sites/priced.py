@@ -46,15 +46,13 @@ def needed_copies(relaxation: Relaxation, priced: Priced, box: Box | Boxes, limi
 
 def _all_needed(relaxation: Relaxation, box: Box | Boxes, limits: Limits) -> FloatArray:
     """[..., prices]."""
-    known, ends = relaxation.known_needed, upper_ends(box)
-    if isinstance(box, Boxes):
-        found = np.stack([needed_copies(relaxation, one, box, limits) for one in relaxation.prices], axis=-1)
-        known.clear()
-        known.update(zip(zip(*(end.tolist() for end in ends), strict=True), found, strict=True))
-        return found
-    if ends not in known:
-        known[ends] = np.array([needed_copies(relaxation, one, box, limits) for one in relaxation.prices])
-    return known[ends]
+    known, keys = relaxation.known_needed, upper_ends(box)
+    if isinstance(box, Box) and keys[0] in known:
+        return known[keys[0]]
+    found = np.stack([needed_copies(relaxation, one, box, limits) for one in relaxation.prices], axis=-1)
+    known.clear()
+    known.update(zip(keys, found if isinstance(box, Boxes) else [found], strict=True))
+    return found
 
 
 def copies_by_prices_s(relaxation: Relaxation, boxes: Boxes, limits: Limits) -> tuple[FloatArray, FloatArray]:

@@ -25,7 +25,7 @@ from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
 from planner.memory import TOLERANCE
-from planner.sites.boxes import POSITIONS, TIMES, Box, Boxes, over
+from planner.sites.boxes import Box, Boxes, over, upper_ends
 from planner.sites.classes import SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
 from planner.sites.inside import InsideTimes, inside_times
@@ -86,9 +86,8 @@ class Relaxation:
     """Of visits."""
 
     @cached_property
-    def known_needed(self) -> dict[tuple[float, ...], FloatArray]:
-        """``planner.sites.priced``: copies that the last boxes need by each of ``prices``, by their upper ends. All of one
-        residency."""
+    def known_needed(self) -> dict[tuple[Any, ...], FloatArray]:
+        """Copies that the last boxes need by each of ``prices`` (``planner.sites.priced``), by ``upper_ends``."""
         return {}
 
     @cached_property
@@ -334,23 +333,16 @@ class Relaxation:
 
     def limits(self, box: Box | Boxes) -> Limits:
         """What the upper ends of the box's intervals leave possible."""
-        ends = [getattr(box, side)[1] for side in (*TIMES, *POSITIONS)]
-        if isinstance(box, Boxes):
-            keys = [(box.residency, *one) for one in zip(*(end.tolist() for end in ends), strict=True)]
-            if all(key in self._known_limits for key in keys):
-                return stacked([self._known_limits[key] for key in keys])
-            found = self._limits_of(box)
-            self._known_limits.clear()
-            self._known_limits.update({key: found[number] for number, key in enumerate(keys)})
-            return found
-        known = self._known_limits.get((box.residency, *ends))
-        if known is None:
-            self._known_limits.clear()
-            known = self._known_limits[box.residency, *ends] = self._limits_of(box)
-        return known
+        keys, known = upper_ends(box), self._known_limits
+        if all(key in known for key in keys):
+            return stacked([known[key] for key in keys]) if isinstance(box, Boxes) else known[keys[0]]
+        found = self._limits_of(box)
+        known.clear()
+        known.update((key, found[number] if isinstance(box, Boxes) else found) for number, key in enumerate(keys))
+        return found
 
     @cached_property
-    def _known_limits(self) -> dict[tuple[Residency | float, ...], Limits]:
+    def _known_limits(self) -> dict[tuple[Any, ...], Limits]:
         """Of the last boxes, which several bounds ask for: those that narrowing leaves them are the same."""
         return {}
 
