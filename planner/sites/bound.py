@@ -251,7 +251,7 @@ BOXES_MERGED = 16, 2
 
 def _worth(relaxation: Relaxation, narrow: Box, best_s: float) -> bool:
     """Whether the box's program can say much, and more than prices do."""
-    if relaxation.prices:
+    if relaxation.prices and relaxation.classes.mixed:
         return False
     classes, layer_s = len(relaxation.classes.count), (best_s - relaxation.base_s) / relaxation.num_layers
     left_s = layer_s - relaxation.corner_s(narrow)
@@ -287,7 +287,7 @@ PRICED = 0.1
 def widest(relaxation: Relaxation, narrow: Box) -> tuple[str, float] | None:
     """The side along which the box's corners differ most in cost, and where to cut it; None when they hardly differ."""
     factor = dict.fromkeys(TIMES, CHEAPER)
-    if relaxation.prices:
+    if relaxation.prices and relaxation.classes.mixed:
         factor |= dict.fromkeys(COPIES, CHEAPER * PRICED)
     spread = {side: _spread_s(relaxation, narrow, side) * factor.get(side, 1.0) for side in CUT}
     side = max(spread, key=lambda one: spread[one])

@@ -33,8 +33,10 @@ AMPLE_S = 60.0
 """With less time walks are shorter in proportion."""
 ROUNDS = 3
 """Up to so many times as much, they begin so many times."""
-PRICING = 0.5
-"""Share of a bound's time in which prices of visits are looked for, at most."""
+PRICING = {True: 0.5, False: 0.125}
+"""Share of a bound's time in which prices of visits are looked for, at most: where different sites are merged, and where not."""
+FEW = 32
+"""Up to so many sites that are not merged have programs which say more than prices."""
 ENOUGH_GAP = 0.005
 """The bound is not improved below this gap."""
 
@@ -81,8 +83,8 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         from planner.sites.walks import prepare  # numba takes a while to import
 
         prepare(problem, wishes.report)
-    priced = not walks_help(problem) and site_classes(problem).mixed
-    if priced:
+    pricing_share = _pricing_share(problem)
+    if pricing_share:
         from planner.sites import pricing
 
         pricing.prepare()
@@ -127,9 +129,9 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         boxes = MOST_BOXES // len(scenarios)
         relaxation = Relaxation(problem=one)
         try:
-            if priced:
+            if pricing_share:
                 rows, begun_s = between_sites(one, search.best.table).rows, now_s()
-                until_s = begun_s + PRICING * (deadline_s - begun_s)
+                until_s = begun_s + pricing_share * (deadline_s - begun_s)
                 relaxation = pricing.with_prices(relaxation, best_s, (rows.line(one)[1], rows.reverse.line(one)[1]), until_s)
             proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=deadline_s, report=told)
         except KeyboardInterrupt:
@@ -146,6 +148,14 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         solve_s=now_s() - started,
         pool=tuple(search.pool),
     )
+
+
+def _pricing_share(problem: SiteProblem) -> float:
+    """Of a bound's time, for prices: where many sites are merged whose walks take none of it, or programs take too long."""
+    classes = site_classes(problem)
+    if classes.mixed:
+        return 0.0 if walks_help(problem) else PRICING[True]
+    return 0.0 if classes.merged or problem.num_sites <= FEW else PRICING[False]
 
 
 def least_usd(problem: SiteProblem, bound_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations_with_replacement
@@ -10,19 +11,26 @@ import numpy as np
 import pytest
 from site_cases import box_of, few_kinds, random_problem, random_table
 
+from hybridep.config import build
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
+from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray, gathers_and_returns
+from hybridep.workload import Workload
+from planner.clock import timed_by
 from planner.sites import priced
 from planner.sites.bound import prove, verify
 from planner.sites.cost import site_cost
 from planner.sites.exchange import between_sites, held_by_site
+from planner.sites.hubs import best_hubs, served_table
 from planner.sites.narrowing import narrowed
 from planner.sites.oracle import best_table
 from planner.sites.priced import Priced, needed_copies, per_copy_s, priced_s
 from planner.sites.pricing import with_prices
-from planner.sites.problem import SiteProblem
+from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
+from planner.sites.search import Search
+from planner.sites.solution import Wishes, solve_sites
 from planner.sites.visit_prices import Sites, VisitPrices, find_prices, visit_prices
 
 HIT = 1 - np.array([1.0, 0.6, 0.34, 0.18, 0.08, 0.02, 0.0])
@@ -235,3 +243,48 @@ def test_prices_for_the_slowest_homes_alone() -> None:
     made = with_prices(Relaxation(problem=problem), step_s, rows_of(problem, table)).prices
     assert made and set(names(made)) <= {8, 10, 12}
     assert with_prices(Relaxation(problem=problem), step_s, rows_of(problem, table), deadline_s=-1.0).prices == ()
+
+
+def many_sites(number: int) -> SiteProblem:
+    """All different, without links of pairs."""
+    rng = np.random.default_rng(0)
+    data = {
+        "name": "many",
+        "levels": [
+            {"name": "dc", "size": number, "bandwidth": "10 Gbps", "latency": "30 ms"},
+            {"name": "gpu", "size": 8, "bandwidth": "2400 Gbps", "latency": "5 us"},
+        ],
+        "gpu": {"throughput": "150 TFLOPS", "memory": "80 GB", "memory_bandwidth": "2 TB/s"},
+        "sites": [
+            {"name": f"s{i}", "up": f"{up:.3f} Gbps", "down": f"{down:.3f} Gbps"}
+            for i, (up, down) in enumerate(rng.uniform(5, 28, (number, 2)))
+        ],
+    }
+    model = {
+        "num_layers": 4,
+        "hidden_size": 2048,
+        "num_heads": 16,
+        "vocab_size": 32000,
+        "num_experts": 64,
+        "top_k": 8,
+        "expert_ffn_size": 512,
+    }
+    training = {"sequence_length": 4096, "micro_batch_size": 1, "micro_batches": 4, "dtype": "bf16"}
+    workload = build(Workload, {"name": "test", "model": model, "training": training}, "test")
+    return site_problem(build(Cluster, data, "test"), workload)
+
+
+def test_many_different_sites_are_bounded_more_closely() -> None:
+    """Than by programs over merged sites, with fewer boxes; and a planner uses prices there."""
+    problem = many_sites(400)
+    plan = best_hubs(problem, problem.num_sites)
+    assert plan is not None
+    table = served_table(problem, plan)
+    step_s = Search(problem=problem).evaluate(table).rank[1]
+    plain = Relaxation(problem=problem)
+    relaxation = with_prices(plain, step_s, rows_of(problem, table))
+    bounds_s = [prove(one, step_s, max_boxes=boxes).bound_s for one, boxes in ((relaxation, 200), (plain, 400))]
+    assert bounds_s[0] > 1.05 * bounds_s[1]
+    with timed_by(time.process_time):
+        solved = solve_sites(problem, Wishes(time_limit_s=8.0))
+    assert 1.05 * bounds_s[1] < solved.bound_s <= solved.found.rank[1]
