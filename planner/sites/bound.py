@@ -14,7 +14,7 @@ from planner.sites.boxes import POSITIONS, TIMES, Box, covered, side_by_side
 from planner.sites.linear import BoxProgram, Duals
 from planner.sites.lp import box_program, pair_program
 from planner.sites.narrowing import all_narrowed, narrowed
-from planner.sites.priced import priced_s
+from planner.sites.priced import Priced, priced_s
 from planner.sites.relaxation import Relaxation
 
 STALLED = 3000, 1e-3
@@ -56,6 +56,8 @@ class Proof:
 
     best_s: float
     parts: tuple[tuple[Box, Evidence], ...]
+    prices: tuple[Priced, ...]
+    """Of visits, which say something of all of them."""
     bound_s: float
     """The smallest of the parts' bounds."""
     interrupted: bool
@@ -180,6 +182,7 @@ def prove(
     return Proof(
         best_s=best_s,
         parts=tuple((part.box, part.evidence) for part in parts),
+        prices=relaxation.prices,
         bound_s=min(part.value_s for part in parts),
         interrupted=interrupted,
     )
@@ -319,7 +322,14 @@ def _spread_s(relaxation: Relaxation, narrow: Box, side: str) -> float:
 
 
 def verify(relaxation: Relaxation, proof: Proof) -> float:
-    """The bound that a proof gives, evaluated anew without any solver. Raises ValueError when its boxes leave plans out."""
+    """The bound that a proof gives, evaluated anew without any solver: of its prices nothing but themselves is believed. Raises
+    ValueError when its boxes leave plans out, or its prices say nothing."""
+    made: tuple[Priced, ...] = ()
+    if proof.prices:
+        from planner.sites.pricing import priced  # numba takes a while to import
+
+        made = tuple(priced(relaxation, one.prices.price, one.homes) for one in proof.prices)
+    relaxation = replace(relaxation, prices=made)
     boxes = [box for box, _ in proof.parts]
     for root in relaxation.roots():
         if not covered(root, boxes):

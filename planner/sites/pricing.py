@@ -66,7 +66,7 @@ def with_prices(
             if made and now_s() >= deadline_s:
                 break
             prices, ways[group] = find_prices(grids[0].sites(box), _hit(relaxation, groups[group]), ways[group])
-            made.append(Priced(prices=prices, homes=groups[group], cost_s=per_copy_s(relaxation, groups[group])))
+            made.append(priced(relaxation, prices, groups[group]))
             about.append(group)
             for grid in grids:
                 grid.add(made[-1], best_s)
@@ -85,7 +85,8 @@ def _groups(relaxation: Relaxation) -> list[FloatArray]:
 def prepare() -> None:
     """Compiles what prices need, once on a machine."""
     one, hit = np.ones(1), np.array([0.0, 0.5, 1.0])
-    find_prices(Sites(count=one, sent=one, received=one, most=2 * one), hit)[0].needed(one, one, one, one)
+    price, _ = find_prices(Sites(count=one, sent=one, received=one, most=2 * one), hit)
+    visit_prices(price, hit).needed(one, one, one, one)
 
 
 def _telling(grids: Sequence[_Grid], about: Sequence[int], groups: int, cell: int | None) -> list[int]:
@@ -121,8 +122,8 @@ class _Grid:
         self.without_s = relaxation.base_s + relaxation.num_layers * (lower @ (forward, back) + fixed_s)
         self.rooms = [self.sites(self.box(cell)) for cell in range(len(cells))]
         # Visits that cost nothing tell where rows have too little time.
-        prices, homes = visit_prices(np.zeros(relaxation.problem.num_experts + 1), relaxation.hit), relaxation.classes.kinds.homes
-        self.add(Priced(prices=prices, homes=homes, cost_s=per_copy_s(relaxation, homes)), np.inf)
+        none = np.zeros(relaxation.problem.num_experts + 1)
+        self.add(priced(relaxation, none, relaxation.classes.kinds.homes), np.inf)
 
     def box(self, cell: int) -> Box:
         """The cell's plans, and those whose rows take less time."""
@@ -136,20 +137,29 @@ class _Grid:
         mean = [np.bincount(self.label, weights=one * kinds.count) / self.count for one in rooms]
         return Sites(count=self.count, sent=mean[0], received=mean[1], most=mean[2])
 
-    def add(self, priced: Priced, best_s: float) -> None:
+    def add(self, one: Priced, best_s: float) -> None:
         """Where a step shorter than ``best_s`` may be possible."""
-        prices, proven_s = priced.prices, self.without_s.copy()
+        prices, proven_s = one.prices, self.without_s.copy()
         known_s, none = self.proven_s.max(axis=0, initial=0.0), np.zeros(len(self.count))
         for cell in np.flatnonzero(known_s < best_s).tolist():
             room = self.rooms[cell]
             needed = float(prices.needed(room.sent, room.received, none, room.most) @ self.count) - prices.experts
-            proven_s[cell] += self.relaxation.num_layers * copies_cost_s(priced, self.root.residency, needed)
+            proven_s[cell] += self.relaxation.num_layers * copies_cost_s(one, self.root.residency, needed)
         self.proven_s = np.concatenate([self.proven_s, proven_s[None]])
 
 
 def _hit(relaxation: Relaxation, homes: FloatArray) -> FloatArray:
     """P, of the experts of these homes ([K])."""
     return relaxation.hit[: round(float(homes @ relaxation.classes.kinds.count)) + 1]
+
+
+def priced(relaxation: Relaxation, price: FloatArray, homes: FloatArray) -> Priced:
+    """What prices of visits that find so many of the experts of some homes ([K]: of each kind, zero but for these) say. Raises
+    ValueError where that is nothing: for prices that fall, or of another number of experts."""
+    hit, all_homes = _hit(relaxation, homes), relaxation.classes.kinds.homes
+    if len(price) != len(hit) or not homes.any() or ((homes != 0) & (homes != all_homes)).any():
+        raise ValueError("prices are not about all experts of some homes")
+    return Priced(prices=visit_prices(price, hit), homes=homes, cost_s=per_copy_s(relaxation, homes))
 
 
 def _classes(relaxation: Relaxation, box: Box) -> IntArray:

@@ -42,6 +42,8 @@ FORBIDDEN = 8
 class VisitPrices:
     """What prices say of n experts, whatever the box."""
 
+    price: FloatArray
+    """[n + 1]: copies, of a visit that finds so many."""
     find: FloatArray
     """[steps, n + 1]: copies that a site pays at least for finding so many in visits, with rows for so many steps, or more than
     are told apart."""
@@ -111,9 +113,9 @@ class Way:
         return bool(self.sent <= steps[0][here] and self.received <= steps[1][here] and self.held <= sites.most[here])
 
 
-def find_prices(sites: Sites, hit: FloatArray, known: Sequence[Way] = ()) -> tuple[VisitPrices, list[Way]]:
-    """Good ones for these sites, and the ways behind them, which may be ``known`` where the same sites have more or less room.
-    ``hit`` is P, [n + 1]."""
+def find_prices(sites: Sites, hit: FloatArray, known: Sequence[Way] = ()) -> tuple[FloatArray, list[Way]]:
+    """Good ones for these sites, [n + 1], and the ways behind them; some of these may be ``known`` where the same sites have more
+    or less room. ``hit`` is P, [n + 1]."""
     experts, needs = len(hit) - 1, _needs(hit)
     knots = np.array([0, *(one for one in KNOTS if one < experts), experts])
     # [knots - 1, n + 1]: what a visit counts at each knot but zero.
@@ -132,13 +134,17 @@ def find_prices(sites: Sites, hit: FloatArray, known: Sequence[Way] = ()) -> tup
         if not added or best[0] >= held * (1 - CLOSE):
             break
         ways += added
-    return visit_prices(best[1], hit), ways[len(sites.count) :]
+    return np.maximum.accumulate(best[1]), ways[len(sites.count) :]
 
 
 def visit_prices(price: FloatArray, hit: FloatArray) -> VisitPrices:
-    """What these prices ([n + 1], of visits that find so many) say. They do not fall."""
+    """What these prices ([n + 1], of visits that find so many) say; ``hit`` is P. Raises ValueError where prices fall: to find
+    more must not be cheaper."""
+    if price[0] < 0 or (np.diff(price) < 0).any():
+        raise ValueError("a visit that finds more must not have a lower price")
     needs = _needs(hit)
     return VisitPrices(
+        price=price,
         find=_find_table(price, needs, _enough(needs) + 1)[0],
         serve=_serve_table(price, needs, MOST_STEPS)[0],
         beyond=float((price[1:] / needs[1:]).max()),

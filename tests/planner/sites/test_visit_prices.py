@@ -18,7 +18,7 @@ from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray, gathers_and_returns
 from hybridep.workload import Workload
 from planner.clock import timed_by
-from planner.sites import priced
+from planner.sites import priced, pricing
 from planner.sites.bound import prove, verify
 from planner.sites.cost import site_cost
 from planner.sites.exchange import between_sites, held_by_site
@@ -99,9 +99,7 @@ def any_prices(seed: int, relaxation: Relaxation) -> Relaxation:
     for number in range(3):
         some = homes if number == 0 else homes * (rng.random(len(homes)) < 0.6)
         if some.any():
-            experts = round(float(some @ relaxation.classes.kinds.count))
-            prices = visit_prices(rising(rng, experts), relaxation.hit[: experts + 1])
-            made.append(Priced(prices=prices, homes=some, cost_s=per_copy_s(relaxation, some)))
+            made.append(pricing.priced(relaxation, rising(rng, round(float(some @ relaxation.classes.kinds.count))), some))
     return replace(relaxation, prices=tuple(made))
 
 
@@ -153,7 +151,7 @@ def check_bound(seed: int) -> None:
     for relaxation in (with_prices(plain, within_s, rows_of(problem, best[0])), any_prices(seed, plain)):
         proof = prove(relaxation, within_s, max_boxes=40)
         assert proof.bound_s <= best[2] * (1 + 1e-9)
-        assert verify(relaxation, proof) == pytest.approx(proof.bound_s, rel=1e-12)
+        assert verify(plain, proof) == pytest.approx(proof.bound_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", [1, 3, 8, 12, 1029])
@@ -212,23 +210,43 @@ def needed_of(prices: VisitPrices, sites: Sites) -> float:
 def test_good_prices_prove_more_than_any_others() -> None:
     rng = np.random.default_rng(2)
     sites, hit = classes(rng, 5), np.concatenate([[0.0], 1 - 0.8 ** np.arange(1, 25)])
-    good, ways = find_prices(sites, hit)
+    price, ways = find_prices(sites, hit)
+    good = visit_prices(price, hit)
     others = [visit_prices(scale * rising(rng, 24), hit) for scale in 10 ** rng.uniform(-2, 1, 30)]
     others += [visit_prices(scale * hit, hit) for scale in np.linspace(0.5, 24, 20)]
     assert needed_of(good, sites) > max(needed_of(one, sites) for one in others)
     again, _ = find_prices(sites, hit, ways)
-    assert needed_of(again, sites) == pytest.approx(needed_of(good, sites), rel=5e-3)
-    assert np.array_equal(find_prices(sites, hit)[0].find, good.find)
+    assert needed_of(visit_prices(again, hit), sites) == pytest.approx(needed_of(good, sites), rel=5e-3)
+    assert np.array_equal(find_prices(sites, hit)[0], price)
 
 
 def test_ways_are_kept_where_they_fit() -> None:
     rng = np.random.default_rng(3)
     sites, hit = classes(rng, 4), np.concatenate([[0.0], 1 - 0.8 ** np.arange(1, 25)])
-    _, ways = find_prices(sites, hit)
+    loose, ways = find_prices(sites, hit)
     tighter = replace(sites, sent=sites.sent * 0.95, received=sites.received * 0.8)
-    from_known, _ = find_prices(tighter, hit, ways)
-    assert needed_of(from_known, tighter) == pytest.approx(needed_of(find_prices(tighter, hit)[0], tighter), rel=5e-3)
-    assert needed_of(from_known, tighter) > needed_of(find_prices(sites, hit)[0], sites)
+    found = (find_prices(tighter, hit, ways)[0], find_prices(tighter, hit)[0], loose)
+    from_known, alone, before = (visit_prices(one, hit) for one in found)
+    assert needed_of(from_known, tighter) == pytest.approx(needed_of(alone, tighter), rel=5e-3)
+    assert needed_of(from_known, tighter) > needed_of(before, tighter)
+
+
+def test_proofs_with_lying_prices_are_found_out() -> None:
+    """Tables are made anew from prices, which must not fall and be about all experts of whole homes."""
+    problem = random_problem(2, 6, 6)
+    table = np.tile(problem.home_site, (6, 1))
+    step_s = min(site_cost(problem, table, one).step_s for one in problem.configurations())
+    plain = Relaxation(problem=problem)
+    relaxation = any_prices(0, plain)
+    proof = prove(relaxation, step_s, max_boxes=40)
+    one = relaxation.prices[0]
+    dear = replace(one, prices=replace(one.prices, find=one.prices.find + 1e6))
+    lie = prove(replace(plain, prices=(dear,)), step_s, max_boxes=40)
+    assert verify(plain, lie) < lie.bound_s
+    falling = replace(one, prices=replace(one.prices, price=one.prices.price[::-1]))
+    for wrong in (falling, replace(one, homes=one.homes * 0.5), replace(one, homes=np.zeros_like(one.homes))):
+        with pytest.raises(ValueError, match=r"prices are not about|lower price"):
+            verify(plain, replace(proof, prices=(wrong,)))
 
 
 def names(prices: Sequence[Priced]) -> list[int]:
