@@ -154,7 +154,7 @@ def check_bound(seed: int) -> None:
         assert verify(plain, proof) == pytest.approx(proof.bound_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", [1, 3, 8, 12, 1029])
+@pytest.mark.parametrize("seed", [1, 2, 8, 12, 1029])
 def test_bound_with_prices_against_every_table(seed: int) -> None:
     check_bound(seed)
 
