@@ -37,9 +37,8 @@ MOST_PRICES, AT_ONCE = 24, 2
 def with_prices(
     relaxation: Relaxation, best_s: float, rows_s: tuple[float, float], deadline_s: float = float("inf")
 ) -> Relaxation:
-    """The same with prices: for about the times that a known plan's rows keep
-    the busiest link, there and back (seconds per byte of a row), and then for those for which least is proven, as long as that
-    helps. ``best_s`` is that plan's step."""
+    """The same with prices: for about the times that a known plan's rows keep the busiest link, there and back (seconds per byte
+    of a row), and then for those for which least is proven, as long as that helps. ``best_s`` is that plan's step."""
     roots = [box for box in (narrowed(relaxation, root, best_s) for root in relaxation.roots()) if box is not None]
     groups = _groups(relaxation)
     if not (roots and groups):
@@ -70,7 +69,8 @@ def with_prices(
             about.append(group)
             for grid in grids:
                 grid.add(made[-1], best_s)
-    left = np.minimum.reduce([grid.proven_s.max(axis=0) for grid in grids]) < best_s
+    lowest = np.minimum.reduce([grid.proven_s.max(axis=0) for grid in grids])
+    left = lowest <= max(best_s, float(lowest.min()))
     useful = {int(number) - 1 for grid in grids for number in grid.proven_s[:, left].argmax(axis=0)}
     return replace(relaxation, prices=tuple(made[number] for number in sorted(useful - {-1})))
 
