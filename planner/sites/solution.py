@@ -29,12 +29,16 @@ MOST_BOXES = 100_000
 """Of one proof."""
 SEARCHED = 0.6
 """Share of the time in which plans are looked for; the bound has what is left."""
+PROVEN = 0.95
+"""Share after which nothing is begun."""
 AMPLE_S = 60.0
 """With less time walks are shorter in proportion."""
 ROUNDS = 3
 """Up to so many times as much, they begin so many times."""
 PRICING = {True: 0.5, False: 0.125}
 """Share of a bound's time in which prices of visits are looked for, at most: where different sites are merged, and where not."""
+LEAST_PRICING_S = 0.3
+"""With less time they are not."""
 FEW = 32
 """Up to so many sites that are not merged have programs which say more than prices."""
 ENOUGH_GAP = 0.005
@@ -83,7 +87,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         from planner.sites.walks import prepare  # numba takes a while to import
 
         prepare(problem, wishes.report)
-    pricing_share = _pricing_share(problem)
+    pricing_share = _pricing_share(problem, wishes.time_limit_s)
     if pricing_share:
         from planner.sites import pricing
 
@@ -123,7 +127,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     best_s, scenarios = search.best.cost.step_s if in_dollars else search.best.rank[1], search.scenarios
     proofs: list[Proof] = []
     for number, one in enumerate(scenarios):
-        share = SEARCHED + (0.95 - SEARCHED) * (number + 1) / len(scenarios)
+        share = SEARCHED + (PROVEN - SEARCHED) * (number + 1) / len(scenarios)
         deadline_s = 0.0 if interrupted else started + share * limit_s
         told = None if report is None or len(scenarios) > 1 else lambda seconds: report("bound", seconds)
         boxes = MOST_BOXES // len(scenarios)
@@ -150,12 +154,14 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     )
 
 
-def _pricing_share(problem: SiteProblem) -> float:
+def _pricing_share(problem: SiteProblem, limit_s: float) -> float:
     """Of a bound's time, for prices: where many sites are merged whose walks take none of it, or programs take too long."""
     classes = site_classes(problem)
     if classes.mixed:
-        return 0.0 if walks_help(problem) else PRICING[True]
-    return 0.0 if classes.merged or problem.num_sites <= FEW else PRICING[False]
+        share = 0.0 if walks_help(problem) else PRICING[True]
+    else:
+        share = 0.0 if classes.merged or problem.num_sites <= FEW else PRICING[False]
+    return share if share * (PROVEN - SEARCHED) * limit_s >= LEAST_PRICING_S else 0.0
 
 
 def least_usd(problem: SiteProblem, bound_s: float) -> float:
