@@ -35,7 +35,7 @@ AMPLE_S = 60.0
 """With less time walks are shorter in proportion."""
 ROUNDS = 3
 """Up to so many times as much, they begin so many times."""
-PRICING = {True: 0.5, False: 0.125}
+PRICING_MERGED, PRICING = 0.5, 0.125
 """Share of a bound's time in which prices of visits are looked for, at most: where different sites are merged, and where not."""
 LEAST_PRICING_S = 0.3
 """With less time they are not."""
@@ -158,9 +158,9 @@ def _pricing_share(problem: SiteProblem, limit_s: float) -> float:
     """Of a bound's time, for prices: where many sites are merged whose walks take none of it, or programs take too long."""
     classes = site_classes(problem)
     if classes.mixed:
-        share = 0.0 if walks_help(problem) else PRICING[True]
+        share = 0.0 if walks_help(problem) else PRICING_MERGED
     else:
-        share = 0.0 if classes.merged or problem.num_sites <= FEW else PRICING[False]
+        share = 0.0 if classes.merged or problem.num_sites <= FEW else PRICING
     return share if share * (PROVEN - SEARCHED) * limit_s >= LEAST_PRICING_S else 0.0
 
 
