@@ -24,6 +24,7 @@ from scipy.optimize import linprog
 from hybridep.compiled import allocating, compiled
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
+from planner.sites.relaxation import SLACK
 
 STEPS, MOST_STEPS = 3, 1500
 """Rows are counted in steps, of which a visit that finds one expert takes so many; those of larger visits are rounded down, so
@@ -76,10 +77,6 @@ class VisitPrices:
         found = np.empty(len(flat[0]))
         _cheapest(self.find, self.serve, self.beyond, self.longest, steps[0], steps[1], ends[0], ends[1], found)
         return found.reshape(shape)
-
-
-SLACK = 1e-9
-"""Numbers of rows and experts are rounded after so much, so that rounding never cuts off a plan."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
