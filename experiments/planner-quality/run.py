@@ -18,7 +18,7 @@ import click
 import numpy as np
 import yaml
 
-from hybridep.commands.plan import by_simulation
+from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose
 from hybridep.config import build, load
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
@@ -128,20 +128,20 @@ def improve_groups(search: Search, groups: Groups, share: Share, rng: np.random.
 
 def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row per planner, ours first: the plan with the shortest step; of the best ones the one whose simulated step is
-    shortest; and the one whose simulated step is shortest among those whose step is no longer than any other planner's (searched
-    domains aside), as ``hybridep plan --top --simulate --compare`` does.
+    shortest; and the one that ``hybridep plan`` chooses within its limit, whose simulated step is the shortest among those whose
+    step is no longer than any other planner's (searched domains aside).
 
     ``gain`` is a step over the first's, ``simulated_gain`` a simulated step over the second's, ``off`` the simulated step over
     the expected one - 1.
     """
     problem = site_problem(cluster, workload)
-    started = time.process_time()
-    best = plans(cluster, workload, config["top"], time_limit_s=config["time_limit_s"])
+    started, ends_s = time.process_time(), time.monotonic() + config["time_limit_s"]
+    best = plans(cluster, workload, config["top"], time_limit_s=SEARCHED * config["time_limit_s"])
     plan_s = time.process_time() - started
+    choice = choose(best, None, until_s=ends_s)
     found = {other: other_plan(problem, other) for other in OTHERS} | {"searched_domains": searched_domains(problem)}
-    others_s = min(found[other].rank[1] for other in OTHERS if found[other].rank[0] == 0)
-    ours, (chosen, simulated_s) = best[0], by_simulation(best, [], others_s)
-    least_s = min(simulated_s)
+    ours, (chosen, simulated_s) = best[0], by_simulation(best, [])
+    least_s = simulated_s[0]
     assert ours.solver is not None and ours.prediction is not None
     cost_s = ours.prediction.step
 
@@ -161,7 +161,8 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
         }
 
     rows = []
-    places = {"hybridep": chosen.index(ours), "hybridep_simulated": simulated_s.index(least_s), "hybridep_both": 0}
+    digests = [one.digest for one in chosen]
+    places = {"hybridep": digests.index(ours.digest), "hybridep_simulated": 0, "hybridep_both": digests.index(choice.plan.digest)}
     for planner, place in places.items():
         prediction = chosen[place].prediction
         assert prediction is not None
@@ -182,9 +183,11 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
 @click.command(help=__doc__)
 @click.option("--input", "inputs", multiple=True, required=True, metavar="NAME=CSV", help="A table.")
 @click.option("--only", default="", help="Profiles, comma separated.")
-def main(inputs: tuple[str, ...], only: str) -> None:
+@click.option("--time-limit", "time_limit_s", type=float, help="Seconds of wall time for a plan, in place of the config's.")
+def main(inputs: tuple[str, ...], only: str, time_limit_s: float | None) -> None:
     tables = dict(entry.split("=", 1) for entry in inputs)
     config = yaml.safe_load((HERE / "config.yaml").read_text(encoding="utf-8"))
+    config |= {} if time_limit_s is None else {"time_limit_s": time_limit_s}
     out = HERE / "results" / "quality.csv"
     out.parent.mkdir(exist_ok=True)
     done: set[tuple[str, str]] = set()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridep.codecs import Codecs
 from hybridep.commands.inputs import load_cluster
-from hybridep.commands.plan import by_simulation
+from hybridep.commands.plan_choice import by_simulation
 from hybridep.commands.probe import with_measurements
 from hybridep.config import build, write_text
 from hybridep.launch.host import child_environment

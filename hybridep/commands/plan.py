@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,8 +14,9 @@ from hybridep.commands.common import emit, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
+    from hybridep.commands.plan_choice import SimulatedChoice
     from hybridep.plan import Plan, Schedule
-    from hybridep.routing import Routing, RoutingRecord
+    from hybridep.routing import RoutingRecord
     from hybridep.topology import Cluster
     from planner import PooledPlan, RobustPlan
     from planner.goal import Goal
@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 @click.option("--explain", "whole", is_flag=True, help="Every group of sites, and why each alternative was rejected.")
 @click.option("--top", type=click.IntRange(min=1), default=1, show_default=True, help="Different plans, one file each.")
 @click.option(
-    "--simulate",
-    is_flag=True,
-    help="Of the --top plans, choose the one whose simulated step is shortest: where links rule and ranks fall out of step, a "
-    "simulation knows more than the cost that is minimised; where much computation shares processors, less. With --compare, of "
-    "those that cost no more than what any other planner would do (without --routing, which those know nothing of).",
+    "--simulate/--no-simulate",
+    default=None,
+    help="Of several plans, choose the one whose simulated step is shortest. Without --top: of 48, simulated for two layers, of "
+    "those that cost no more than what any other planner would do, within the time limit; so also without this option where up "
+    "to 64 sites differ, since where links rule and ranks fall out of step a simulation knows more than the cost that is "
+    "minimised. Where much computation shares processors it knows less. With --top: of these plans, all of the step; with "
+    "--compare of those that cost no more than any other planner's (without --routing, which those know nothing of).",
 )
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
 @click.option("--figure", type=click.Path(path_type=Path), help="PNG: who computes for whom, who copies from whom, link loads.")
@@ -103,7 +105,7 @@ def command(
     routing: Path | None,
     whole: bool,
     top: int,
-    simulate: bool,
+    simulate: bool | None,
     constraints: Path | None,
     figure: Path | None,
     upgrades: bool,
@@ -128,7 +130,7 @@ def command(
     config's name or a YAML file. Ctrl-C ends the search with the best plan so far.
     """
     import planner
-    from hybridep.commands import plan_text
+    from hybridep.commands import plan_choice, plan_text
     from hybridep.commands.codecs import codec_lines, lossy_codecs, read_codecs, read_max_loss
     from hybridep.commands.inputs import cluster_and_workload, load_cluster
     from hybridep.commands.plan_progress import PlanProgress
@@ -164,8 +166,13 @@ def command(
             "--pool: plans for one rate after the other, by time; leave --top, --scenario, --within, --max-loss, --objective and "
             "--budget out"
         )
-    if simulate and (top == 1 or scenarios or within is not None or goal.needs_prices):
-        raise UserError("--simulate: orders plans by time; give --top, at least 2, and no rates or prices to plan for")
+    by_time = not (scenarios or within is not None or goal.needs_prices or pool is not None or permitted_loss is not None)
+    if simulate and not by_time:
+        raise UserError("--simulate: orders plans by time, for known rates; leave it, or other rates, prices and --max-loss, out")
+    if simulate is None:
+        simulate = by_time and top == 1 and not prefetch and not popularity and plan_choice.decides(site)
+    among_more = simulate and top == 1
+    ends_s = time.monotonic() + time_limit_s
     pooled: list[PooledPlan] = []
     if scenarios or within is not None:
         others = [load_cluster(one) for one in scenarios]
@@ -185,7 +192,7 @@ def command(
         with PlanProgress() as progress:
             wishes: dict[str, Any] = {
                 "solver": solver,
-                "time_limit_s": time_limit_s,
+                "time_limit_s": time_limit_s * (plan_choice.SEARCHED if among_more else 1),
                 "schedule": schedule,
                 "constraints": rules,
                 "popularity": popularity,
@@ -203,18 +210,22 @@ def command(
                 pooled = planner.plan_pool(plan_on, site, widest=pool, time_limit_s=time_limit_s)
                 made = [one.plan for one in pooled]
             elif permitted_loss is None:
-                made = planner.plans(site, work, top, **wishes)
+                made = planner.plans(site, work, plan_choice.CANDIDATES if among_more else top, **wishes)
             else:
                 made = [planner.plan(site, work, max_loss=permitted_loss, **wishes)]
     simulated_s: list[float] = []
-    if simulate:
-        if record is not None:
-            record.require(made[0], Path(str(routing)))
-        most_s = inf
-        if compare and record is None:  # What others would do is costed with experts that are equally popular.
-            others_s = [other.step_s for other in planner.compare_planners(made[0], rules).values() if other.fits]
-            most_s = min(others_s, default=inf)
-        made, simulated_s = by_simulation(made, record.steps(work) if record is not None else [], most_s)
+    choice: SimulatedChoice | None = None
+    if simulate and record is not None:
+        record.require(made[0], Path(str(routing)))
+    if among_more:
+        choice = plan_choice.choose(made, rules, record.steps(work) if record is not None else [], ends_s)
+        made = [choice.plan]
+    elif simulate:
+        # What others would do is costed with experts that are equally popular.
+        most_s = plan_choice.least_of_others_s(made[0], rules) if compare and record is None else inf
+        first = made[0]
+        made, simulated_s = plan_choice.by_simulation(made, record.steps(work) if record is not None else [], most_s)
+        made[0] = plan_choice.reported(made[0], first)
     best = next((one.plan for one in pooled if one.pays_from <= 1 <= one.pays_to), made[0])
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made) + 1))]
     for one, path in zip(made, files, strict=True):
@@ -228,6 +239,8 @@ def command(
     bought = planner.upgrades(best, constraints=rules) if upgrades else []
     if as_json:
         more: dict[str, Any] = {"planners": {name: asdict(other) for name, other in known.items()}} if compare else {}
+        if choice is not None:
+            more["choice"] = choice.to_json()
         if top > 1:
             more["plans"] = [
                 {"step_s": one.prediction and one.prediction.step, "output": str(path)}
@@ -256,6 +269,8 @@ def command(
     for line in codec_lines(best):
         click.echo(line)
     plan_text.show_others(known)
+    if choice is not None:
+        plan_text.show_choice(choice)
     if top > 1:
         plan_text.show_top(made, simulated_s)
     if pooled:
@@ -265,22 +280,6 @@ def command(
     if robust is not None:
         plan_text.show_robust(robust)
     click.echo(f"\nplan written to {', '.join(str(path) for path in files)}")
-
-
-def by_simulation(plans: list[Plan], recorded: Sequence[Routing], most_s: float = inf) -> tuple[list[Plan], list[float]]:
-    """The plans by their simulated steps, the fastest first, and those steps in seconds: on average over the recorded ones, or
-    with what their popularity of experts lets expect where there are none. Plans that cost more than ``most_s`` and than the
-    first come last."""
-    from simulator.step import simulate_step
-
-    steps: Sequence[Routing | None] = recorded or [None]
-    costs_s = [one.prediction.step if one.prediction is not None else 0.0 for one in plans]
-    most_s = max(most_s, costs_s[0]) * (1 + 1e-9)
-    found = sorted(
-        (cost_s > most_s, fmean(simulate_step(one, step).step_s for step in steps), place)
-        for place, (one, cost_s) in enumerate(zip(plans, costs_s, strict=True))
-    )
-    return [plans[place] for *_, place in found], [step_s for _, step_s, _ in found]
 
 
 def _on_fabric(cluster: Cluster, name: str) -> Cluster:

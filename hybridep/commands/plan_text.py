@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from hybridep.commands.plan_choice import SimulatedChoice
     from hybridep.plan import LayerGroup, Plan, SolverReport
     from planner import Alternative, Explanation, OtherPlan, PlanDifference, PooledPlan, RobustPlan, Upgrade
 
@@ -175,6 +176,17 @@ def _placed(outermost: str, group: LayerGroup, *, served: bool = True) -> str:
     parts = [_serving(outermost, group)] if group.serving and served else []
     parts += [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
     return f"layers {group.first_layer}-{last}: {'; '.join(parts)}; copies live for one {group.residency.value}"
+
+
+def show_choice(choice: SimulatedChoice) -> None:
+    """What simulations have changed."""
+    if choice.shorter > 0:
+        click.echo(
+            f"chosen by simulation among {choice.simulated} plans: its step is simulated to be {choice.shorter:.1%} shorter than "
+            f"that of the plan that costs least, which costs {choice.dearer:.1%} less"
+        )
+    elif choice.simulated:
+        click.echo(f"costs least, and is simulated to be the fastest of {choice.simulated} plans")
 
 
 def show_top(plans: Sequence[Plan], simulated_s: Sequence[float] = ()) -> None:

@@ -107,20 +107,24 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     )
     if report is not None:
         search.report = lambda seconds: report("plan", seconds)
-    if few and not wishes.scenarios and wishes.keep == 1 and (best := best_table(problem)) is not None:
-        found, cheapest = search.evaluate(best[0]), least_usd(problem, 0.0)
-        return SiteSolution(
-            found=found,
-            bound_s=0.0 if in_dollars else best[2],
-            bound_usd=best[2] if in_dollars else cheapest,
-            proofs=(),
-            solve_s=now_s() - started,
-        )
+    exact = best_table(problem) if few and not wishes.scenarios else None
+    if exact is not None:
+        search.evaluate(exact[0])
     interrupted = False
     try:
-        _look(search, wishes.seeds)
+        if exact is None or wishes.keep > 1:
+            _look(search, wishes.seeds)
     except KeyboardInterrupt:
         interrupted = True
+    if exact is not None and search.best is not None:
+        return SiteSolution(
+            found=search.best,
+            bound_s=0.0 if in_dollars else exact[2],
+            bound_usd=exact[2] if in_dollars else least_usd(problem, 0.0),
+            proofs=(),
+            solve_s=now_s() - started,
+            pool=tuple(search.pool),
+        )
     if search.best is None:
         raise NoSolutionError(f"no plan was looked at within {limit_s:g} s; give it more time (--time-limit)")
     assert search.best.cost is not None

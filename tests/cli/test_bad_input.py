@@ -139,7 +139,7 @@ def test_wrong_usage(call: Call) -> None:
         (("--streams", "wan=2"), ["--streams wan=2", "dc, gpu"]),
         (("--set", "levels.dc.window=0 B"), ["levels.0.window", "above zero"]),
         (("--set", "levels.dc.window=64"), ["levels.0.window", "no unit", "64 GiB"]),
-        (("--simulate",), ["--simulate", "--top, at least 2"]),
+        (("--simulate", "--within", "0.1"), ["--simulate", "known rates"]),
         (("--prefetch", "--top", "2"), ["copies ahead", "one plan at a time"]),
         (("--prefetch", "--within", "0.1"), ["--prefetch", "leave one out"]),
         (("--set", "levels.gpu.egress=1 $/GB"), ["levels.1.egress", "give it to level 'dc'"]),

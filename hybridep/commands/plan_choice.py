@@ -1,0 +1,150 @@
+"""Which of several plans a simulation prefers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from hybridep.config import build
+
+if TYPE_CHECKING:
+    from hybridep.plan import Plan
+    from hybridep.routing import Routing
+    from hybridep.topology import Cluster
+    from planner import Constraints
+
+CANDIDATES = 48
+"""Plans among which a simulation chooses where nobody says how many."""
+SEARCHED = 0.75
+"""Share of the time limit in which they are made; simulations have what is left."""
+MOST_SITES = 64
+"""Between more sites that differ, a simulation takes too long to make dozens."""
+SHORT_LAYERS = 2
+"""MoE layers of the models that are simulated to choose: layers are alike, and two put plans in about the order of all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedChoice:
+    """One plan of several."""
+
+    plan: Plan
+    simulated: int
+    """Plans that were simulated."""
+    shorter: float
+    """Share by which its simulated step is shorter than that of the plan that costs least."""
+    dearer: float
+    """Share by which it costs more than that one."""
+
+    def to_json(self) -> dict[str, float]:
+        """Without the plan."""
+        return {"simulated": self.simulated, "shorter": self.shorter, "dearer": self.dearer}
+
+
+def decides(cluster: Cluster) -> bool:
+    """A simulation chooses unless told otherwise: sites differ, so that plans of equal cost take different times; they are few
+    enough; and ranks share no processors, of which simulations know less than the cost does."""
+    from planner.choose import by_site
+
+    return by_site(cluster) and cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1
+
+
+def choose(
+    plans: Sequence[Plan], rules: Constraints | None, recorded: Sequence[Routing] = (), until_s: float = inf
+) -> SimulatedChoice:
+    """Of those that cost no more than what any other planner would do, the plan whose step is simulated to be the shortest, with
+    the solver's report of the first, which costs least. Simulates them in order of cost, for a model of few layers, and begins
+    none but the first two after ``until_s`` (``time.monotonic``). With a record, of which other planners know nothing, of all
+    plans, and all layers."""
+    first = plans[0]
+    if len(plans) > 1 and not recorded:
+        most_s = least_of_others_s(first, rules)
+        plans = [first, *(one for one in plans[1:] if _cost_s(one) <= most_s)]
+    if len(plans) == 1:
+        return SimulatedChoice(plan=first, simulated=0, shorter=0.0, dearer=0.0)
+    short = list(plans) if recorded else shortened(plans)
+    found, steps_s = by_simulation(short, recorded, until_s=until_s)
+    step_s = {id(one): step_s for one, step_s in zip(found, steps_s, strict=True)}
+    chosen = next(one for one, its_short in zip(plans, short, strict=True) if its_short is found[0])
+    return SimulatedChoice(
+        plan=reported(chosen, first),
+        simulated=len(found),
+        shorter=1 - steps_s[0] / step_s[id(short[0])],
+        dearer=_cost_s(chosen) / _cost_s(first) - 1,
+    )
+
+
+def by_simulation(
+    plans: Sequence[Plan], recorded: Sequence[Routing], most_s: float = inf, until_s: float = inf
+) -> tuple[list[Plan], list[float]]:
+    """The plans by their simulated steps, the fastest first, and those steps in seconds: on average over the recorded ones, or
+    with what their popularity of experts lets expect where there are none. Plans that cost more than ``most_s`` and than the
+    first come last. Left out, but for the first two, are those that were not begun before ``until_s`` (``time.monotonic``)
+    or a KeyboardInterrupt."""
+    from simulator.step import simulate_step
+
+    steps: Sequence[Routing | None] = recorded or [None]
+    most_s = max(most_s, _cost_s(plans[0])) * (1 + 1e-9)
+    found: list[tuple[bool, float, int]] = []
+    for place, one in enumerate(plans):
+        if place >= 2 and monotonic() >= until_s:
+            break
+        try:
+            found.append((_cost_s(one) > most_s, fmean(simulate_step(one, step).step_s for step in steps), place))
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            break
+    found.sort()
+    return [plans[place] for *_, place in found], [step_s for _, step_s, _ in found]
+
+
+def least_of_others_s(plan: Plan, rules: Constraints | None) -> float:
+    """What the cheapest plan of other planners costs; infinite where none of theirs fits, or there is one site."""
+    import planner
+
+    if plan.cluster.sizes[0] < 2:
+        return inf
+    return min((other.step_s for other in planner.compare_planners(plan, rules).values() if other.fits), default=inf)
+
+
+def reported(chosen: Plan, first: Plan) -> Plan:
+    """With the solver's report of the first, whose bound holds for it, too."""
+    from hybridep.plan import Status
+
+    if chosen is first or first.solver is None:
+        return chosen
+    step_s, bound_s = _cost_s(chosen), first.solver.bound
+    changed = {"status": Status.FEASIBLE, "objective": step_s, "gap": max(0.0, 1 - bound_s / step_s)}
+    return chosen.model_copy(update={"solver": first.solver.model_copy(update=changed)})
+
+
+def shortened(plans: Sequence[Plan]) -> list[Plan]:
+    """The same for a model of ``SHORT_LAYERS`` layers, where all have but one placement for all layers and no measured
+    popularity; else the plans themselves. What was predicted is left out."""
+    from hybridep.plan import Plan
+    from hybridep.workload import Workload
+
+    if any(len(one.layers) > 1 or one.popularity for one in plans):
+        return list(plans)
+    work = plans[0].workload.model_dump(mode="json")
+    layers = min(SHORT_LAYERS, plans[0].workload.model.num_moe_layers)
+    work["model"] |= {"num_layers": layers, "num_dense_layers": 0}
+    workload = build(Workload, work, "workload")
+    return [
+        Plan(
+            cluster=one.cluster,
+            workload=workload,
+            layers=(one.layers[0].model_copy(update={"num_layers": layers}),),
+            schedule=one.schedule,
+            codecs=one.codecs,
+        )
+        for one in plans
+    ]
+
+
+def _cost_s(plan: Plan) -> float:
+    return 0.0 if plan.prediction is None else plan.prediction.step

@@ -1,0 +1,107 @@
+"""Plans that a simulation chooses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from cli_cases import Inputs, Result
+
+import planner
+from hybridep.commands.inputs import cluster_and_workload
+from hybridep.commands.plan_choice import SHORT_LAYERS, choose, decides, least_of_others_s, shortened
+from hybridep.config import build
+from hybridep.plan import Plan, Status, load_plan
+from hybridep.topology import Cluster
+from simulator.step import simulate_step
+
+Call = Callable[..., Result]
+SHORT = ("--set", "model.num_layers=2")
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    """Between six sites whose links differ tenfold, for a model of four layers."""
+    rng, names = np.random.default_rng(3), [f"s{number}" for number in range(6)]
+    rates = rng.uniform(0.5, 5.0, size=(6, 6))
+    data = {
+        "name": "six",
+        "levels": [{"name": "dc", "size": 6, "bandwidth": "1 Gbps", "latency": "0 s"}],
+        "gpu": {"throughput": "100 TFLOPS", "memory": "1 TB", "memory_bandwidth": "2 TB/s"},
+        "sites": [{"name": name, "up": "4 Gbps", "down": "4 Gbps"} for name in names],
+        "links": [
+            {"src": a, "dst": b, "bandwidth": f"{rates[i, j]} Gbps", "latency": "20 ms"}
+            for i, a in enumerate(names)
+            for j, b in enumerate(names)
+            if a != b
+        ],
+    }
+    _, work = cluster_and_workload("dtfm-10", "gpt-large", ["model.num_layers=4", "model.num_experts=12"])
+    return planner.plans(build(Cluster, data, "six"), work, 16, time_limit_s=6)
+
+
+def simulated_s(one: Plan) -> float:
+    return simulate_step(one).step_s
+
+
+def cost_s(one: Plan) -> float:
+    assert one.prediction is not None
+    return one.prediction.step
+
+
+def test_the_choice_is_simulated_fastest_of_those_that_cost_no_more_than_others(plans: list[Plan]) -> None:
+    allowed = [one for one in plans if cost_s(one) <= least_of_others_s(plans[0], None)]
+    steps_s = [simulated_s(one) for one in shortened(allowed)]
+    fastest = int(np.argmin(steps_s))
+    assert len(allowed) > 2 and fastest > 0, "nothing to choose: take another seed"
+    choice = choose(plans, None)
+    assert choice.plan.digest == allowed[fastest].digest and choice.simulated == len(allowed)
+    assert choice.shorter == pytest.approx(1 - steps_s[fastest] / steps_s[0])
+    assert choice.dearer == pytest.approx(cost_s(allowed[fastest]) / cost_s(plans[0]) - 1)
+    first, report = plans[0].solver, choice.plan.solver
+    assert first is not None and report is not None and report.status is Status.FEASIBLE
+    assert (report.objective, report.bound) == (cost_s(choice.plan), first.bound)
+    assert report.gap == pytest.approx(1 - first.bound / report.objective)
+
+
+def test_after_the_time_limit_only_two_are_simulated(plans: list[Plan]) -> None:
+    assert choose(plans, None, until_s=time.monotonic()).simulated == 2
+
+
+def test_shortened_plans_differ_in_nothing_but_layers(plans: list[Plan]) -> None:
+    """A step of few layers puts plans in about the order of all."""
+    for one, short in zip(plans, shortened(plans), strict=True):
+        assert short.workload.model.num_layers == SHORT_LAYERS
+        assert [p.serve[0].tolist() for p in short.placements] == [p.serve[0].tolist() for p in one.placements]
+    whole, few = [np.argsort([simulated_s(one) for one in some]) for some in (plans, shortened(plans))]
+    assert np.corrcoef(np.argsort(whole), np.argsort(few))[0, 1] > 0.9
+
+
+def test_plans_of_several_placements_are_simulated_whole(plans: list[Plan]) -> None:
+    group = plans[0].layers[0]
+    split = tuple(group.model_copy(update={"first_layer": first, "num_layers": 2}) for first in (0, 2))
+    mixed = [plans[0].model_copy(update={"layers": split}), plans[1]]
+    assert shortened(mixed) == mixed
+
+
+def test_plan_chooses_by_simulation_where_sites_differ(inputs: Inputs, call: Call) -> None:
+    path = inputs.folder / "plan.yaml"
+    words = ("plan", "dtfm-10", "gpt-large", *SHORT, "-o", path, "--time-limit", "4")
+    found = call(*words, "--compare", "--json").json
+    assert found["choice"]["simulated"] >= 2 and found["choice"]["shorter"] >= 0
+    assert found["objective_s"] <= min(one["step_s"] for one in found["planners"].values()) * (1 + 1e-9)
+    assert found["gap"] == pytest.approx(1 - found["bound_s"] / found["objective_s"]) and found["solver"] is not None
+    assert load_plan(path).digest == found["digest"] and not list(inputs.folder.glob("plan-*.yaml"))
+    assert "choice" not in call(*words, "--no-simulate", "--json").json
+
+
+def test_nothing_is_chosen_by_simulation_where_the_cost_knows_as_much(inputs: Inputs, call: Call) -> None:
+    equal, _ = cluster_and_workload("h100-4dc", "mixtral-8x7b", [])
+    shared, _ = cluster_and_workload("dtfm-10", "gpt-large", ["gpu.sharing=2"])
+    uneven, _ = cluster_and_workload("dtfm-10", "gpt-large", [])
+    assert decides(uneven) and not decides(equal) and not decides(shared)
+    assert "choice" not in call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", "--json").json
+    asked = call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", "--json", "--simulate").json
+    assert asked["choice"]["simulated"] in (0, *range(2, 49))
