@@ -24,7 +24,7 @@ SHARES = 0.5, 0.625, 0.75
 """Of the experts, those of the slowest homes: prices are for finding them alone. Fewer need fewer copies, from slower links."""
 BANDS = 20, 3
 """Of sites that prices are found for: by rows that they may send, and among these by rows that they may receive."""
-CELLS, WINDOW = 16, (0.25, 2.0)
+CELLS, WINDOW = 20, (0.6, 1.4)
 """Times of rows at which it is asked what is proven, each way, between these shares of a known plan's."""
 FIRST = 0.95
 """Share of a known plan's times for which prices are found first."""
@@ -32,6 +32,8 @@ RAISED, PATIENCE = 1e-3, 3
 """Prices are looked for as long as those for so many times raise what is proven by this share of the step."""
 MOST_PRICES, AT_ONCE = 24, 2
 """In all, and for the same times."""
+NEAR = 0.01
+"""Of the step: prices are kept that prove most where hardly more than the least is proven, which is where boxes are looked at."""
 
 
 def with_prices(
@@ -70,7 +72,7 @@ def with_prices(
             for grid in grids:
                 grid.add(made[-1], best_s)
     lowest = np.minimum.reduce([grid.proven_s.max(axis=0) for grid in grids])
-    left = lowest <= max(best_s, float(lowest.min()))
+    left = lowest <= float(lowest.min()) + NEAR * best_s
     useful = {int(number) - 1 for grid in grids for number in grid.proven_s[:, left].argmax(axis=0)}
     return replace(relaxation, prices=tuple(made[number] for number in sorted(useful - {-1})))
 
