@@ -61,8 +61,9 @@ class Search:
         """Time or evaluations are used up."""
         return self.evaluations >= self.max_evaluations or now_s() >= self.deadline_s
 
-    def evaluate(self, table: IntArray) -> Found:
-        """Cost of a table in its best configuration, made to keep the problem's rules first; remembers the best table."""
+    def evaluate(self, table: IntArray, configuration: Configuration | None = None) -> Found:
+        """Cost of a table in its best configuration, or in this one, made to keep the problem's rules first; remembers the best
+        table."""
         if self.problem.permissions is not None:
             table = self.problem.permissions.repaired(table, self.problem.home_site)
         key = table.tobytes()
@@ -73,23 +74,21 @@ class Search:
         found: Found | None = None
         layers: dict[tuple[Inside, ...], tuple[LayerExchanges, list[BlockTimes]]] = {}
         between = between_sites(self.problem, table)
-        for configuration in self.configurations:
-            if configuration.inside not in layers:
-                layer = with_inside(self.problem, between, configuration.inside)
-                layers[configuration.inside] = layer, [block_times(one, layer) for one in self.scenarios]
-            layer, times = layers[configuration.inside]
-            costs = [
-                cost_of(one, layer, configuration.residency, known) for one, known in zip(self.scenarios, times, strict=True)
-            ]
+        for tried in self.configurations if configuration is None else (configuration,):
+            if tried.inside not in layers:
+                layer = with_inside(self.problem, between, tried.inside)
+                layers[tried.inside] = layer, [block_times(one, layer) for one in self.scenarios]
+            layer, times = layers[tried.inside]
+            costs = [cost_of(one, layer, tried.residency, known) for one, known in zip(self.scenarios, times, strict=True)]
             cost = costs[0]
             missing = 0 if cost.fits else max(int(cost.memory_bytes - cost.capacity_bytes), 1)
             if overdraft := goal.overdraft(cost.step_usd):
                 missing += math.ceil(cost.capacity_bytes * overdraft)
             rank = missing, at_quantile([goal.value(one.step_s, one.step_usd) for one in costs], self.quantile)
             if found is None or rank < found.rank:
-                found = Found(table=table, configuration=configuration, cost=cost, rank=rank)
+                found = Found(table=table, configuration=tried, cost=cost, rank=rank)
         assert found is not None
-        if len(self._seen) < 20000 and table.size < 100000:
+        if configuration is None and len(self._seen) < 20000 and table.size < 100000:
             self._seen[key] = found
         if self.keep > 1 and found.rank[0] == 0:
             self._pool(found)

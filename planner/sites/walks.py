@@ -103,7 +103,7 @@ def helped(before: Found, after: Found) -> bool:
 def _walk(search: Search, best: Found, moves: int, begin: int, rng: np.random.Generator) -> Found:
     """Moves that make the smoothed step shorter, or longer by ever less, whose norm is as sharp as ``begin`` at first and gets
     sharper. Where a stretch of them ends is costed exactly, if it promises to be better than where all before did with a norm as
-    sharp. Returns the best of these, or ``best``."""
+    sharp, in the configuration of ``best``. Returns the best of these, in its best one, or ``best``."""
     if best.rank[0] > 0:
         best = _made_to_fit(search, best, rng)
     if best.configuration is None or best.rank[0] > 0:
@@ -121,7 +121,7 @@ def _walk(search: Search, best: Found, moves: int, begin: int, rng: np.random.Ge
         begun += stretch
         if promised >= least:
             continue
-        found = search.evaluate(guide.state.table.copy())
+        found = search.evaluate(guide.state.table.copy(), configuration)
         if found.rank[0] > 0:
             # Too far for memory, or a budget: back, and on in smaller steps.
             stretch = max(stretch // 2, 1)
@@ -130,7 +130,7 @@ def _walk(search: Search, best: Found, moves: int, begin: int, rng: np.random.Ge
             stretch, least = min(2 * stretch, pace.stretch), promised
             limit(guide, room_of(problem, found.table, configuration))
             best = min(best, found, key=lambda one: one.rank)
-    return best
+    return min(best, search.evaluate(best.table), key=lambda one: one.rank)
 
 
 @compiled

@@ -280,9 +280,9 @@ def test_walks_keep_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     search, looked = Search(problem=problem), []
     evaluate = search.evaluate
 
-    def noted(table: IntArray) -> Found:
+    def noted(table: IntArray, configuration: Configuration | None = None) -> Found:
         looked.append(kept.keeps(table))
-        return evaluate(table)
+        return evaluate(table, configuration)
 
     search.evaluate = noted  # type: ignore[method-assign]
     monkeypatch.setattr("planner.sites.walks.FEW", Pace(16, 2000, 20, 5e-4, (2, 5)))
@@ -457,3 +457,20 @@ def test_who_waits_for_walks_to_compile_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("planner.sites.walks._stretch", lambda *given: waiting.wait(20))
     prepare(problem, report)
     assert told == [("compiling", COMPILING_S)]
+
+
+def test_walks_look_at_one_configuration_on_the_way_and_at_all_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(2, 8, 12)
+    search, asked = Search(problem=problem), []
+    evaluate, start = search.evaluate, random_table(np.random.default_rng(0), problem)
+    first = evaluate(start)
+
+    def noted(table: IntArray, configuration: Configuration | None = None) -> Found:
+        asked.append(configuration)
+        return evaluate(table, configuration)
+
+    search.evaluate = noted  # type: ignore[method-assign]
+    monkeypatch.setattr("planner.sites.walks.FEW", Pace(16, 2000, 20, 5e-4, (2, 5)))
+    found = _walk(search, first, 2000, 2, np.random.default_rng(0))
+    assert len(asked) > 2 and set(asked[:-1]) == {first.configuration} and asked[-1] is None
+    assert found.rank == min(evaluate(found.table, one).rank for one in problem.configurations())
