@@ -114,9 +114,9 @@ def resolve_plan(run: Run) -> Plan:
     cluster and workload. Raises what the planner raises, ConfigError and PlanMismatchError."""
     cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
     if run.plan == "auto":
-        from planner import plan  # slow to import, and not needed for a plan that exists
+        from hybridep.commands.plan_choice import planned
 
-        return plan(cluster, workload)
+        return planned(cluster, workload)
     if run.plan in ("ep", "full_gather"):
         from planner import baseline
 

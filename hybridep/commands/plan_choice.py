@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.routing import Routing
     from hybridep.topology import Cluster
+    from hybridep.workload import Workload
     from planner import Constraints
 
 CANDIDATES = 48
@@ -50,6 +51,16 @@ def decides(cluster: Cluster) -> bool:
     from planner.choose import by_site
 
     return by_site(cluster) and cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1
+
+
+def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) -> Plan:
+    """What ``hybridep plan`` makes of these without further wishes. Raises what the planner raises."""
+    import planner
+
+    if not decides(cluster):
+        return planner.plan(cluster, workload, time_limit_s=time_limit_s)
+    ends_s = monotonic() + time_limit_s
+    return choose(planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s), None, until_s=ends_s).plan
 
 
 def choose(

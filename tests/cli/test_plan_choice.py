@@ -11,7 +11,7 @@ from cli_cases import Inputs, Result
 
 import planner
 from hybridep.commands.inputs import cluster_and_workload
-from hybridep.commands.plan_choice import SHORT_LAYERS, choose, decides, least_of_others_s, shortened
+from hybridep.commands.plan_choice import SHORT_LAYERS, choose, decides, least_of_others_s, planned, shortened
 from hybridep.config import build
 from hybridep.plan import Plan, Status, load_plan
 from hybridep.topology import Cluster
@@ -64,6 +64,12 @@ def test_the_choice_is_simulated_fastest_of_those_that_cost_no_more_than_others(
     assert first is not None and report is not None and report.status is Status.FEASIBLE
     assert (report.objective, report.bound) == (cost_s(choice.plan), first.bound)
     assert report.gap == pytest.approx(1 - first.bound / report.objective)
+
+
+def test_runs_that_leave_the_plan_open_get_the_same_one(plans: list[Plan]) -> None:
+    assert planned(plans[0].cluster, plans[0].workload, 6.0).digest == choose(plans, None).plan.digest
+    equal, work = cluster_and_workload("lab-4dc", "tiny", [])
+    assert planned(equal, work).digest == planner.plan(equal, work).digest
 
 
 def test_after_the_time_limit_only_two_are_simulated(plans: list[Plan]) -> None:
