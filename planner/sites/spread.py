@@ -19,12 +19,12 @@ from hybridep.traffic import FloatArray
 from planner.sites.hubs import HubPlan, hubs_within, layer_bytes
 from planner.sites.problem import SiteProblem
 
-SCALES = (1.0, 1.01, 1.05, 1.1, 1.25, 2.0)
-"""How much longer than the hubs need the busiest link may carry rows, so that hubs can leave more out."""
+SCALES = (0.94, 0.97, 1.0, 1.01, 1.05, 1.1, 1.25, 2.0)
+"""How long the busiest link may carry rows, over what the best hubs that leave nothing out need; longer leaves more out."""
 MOST_USERS = 8
 """Of each hub of equal sites."""
-THIN_COPIES = 4
-"""Further copies of each expert that is left out anywhere, about: what hubs must leave out more to make up for them."""
+MOST_THIN = 0.9
+"""Of what hubs leave out, the share that its other holders make up for again, at most."""
 STEPS = 20
 """Lengths of a gather that are tried, and halvings of a return's."""
 
@@ -39,7 +39,9 @@ class Spread:
     left_out: IntArray
     """[hubs]: experts that each may leave out."""
     most_copies: FloatArray
-    """[E]: how many hubs are to hold each expert at most."""
+    """[E]: how many sites are to hold each expert at most, about."""
+    thin: float
+    """Copies elsewhere for each that a hub leaves out, about."""
     layer_s: float
     """About what rows and copies of one layer take."""
 
@@ -84,15 +86,27 @@ def _spread(problem: SiteProblem, plan: HubPlan) -> Spread:
     np.minimum.at(room, hub_of, spare)
     most = np.maximum(room[plan.hubs], 0.0) / one * (1 + 1e-9)
     left_out = np.minimum(most, problem.num_experts // 2).astype(np.int64)
-    most_copies, copies_s = _fewest_copies(problem, plan.hubs, left_out)
+    thin = _thin(problem, plan, left_out)
+    most_copies, copies_s = _fewest_copies(problem, plan.hubs, left_out, thin)
     per_forward, per_back = layer_bytes(problem)
     return Spread(
         plan=plan,
         hub_of=hub_of,
         left_out=left_out,
         most_copies=most_copies,
+        thin=thin,
         layer_s=per_forward * plan.forward + per_back * plan.back + copies_s,
     )
+
+
+def _thin(problem: SiteProblem, plan: HubPlan, left_out: IntArray) -> float:
+    """``Spread.thin``: as many as it takes of those users who can serve most others' tokens, for all that find experts one by
+    one."""
+    served = np.floor(plan.rows(problem)[1] / problem.hit[1] * (1 + 1e-9))
+    served[plan.hubs] = 0
+    found = float(left_out @ (plan.rooms + 1))
+    holders = np.searchsorted(np.cumsum(np.sort(served)[::-1]), found) + 1
+    return min(float(holders) / max(float(left_out.sum()), 1.0), MOST_THIN)
 
 
 def copy_seconds(problem: SiteProblem) -> tuple[FloatArray, FloatArray]:
@@ -102,21 +116,22 @@ def copy_seconds(problem: SiteProblem) -> tuple[FloatArray, FloatArray]:
     return there_s, back_s
 
 
-def _fewest_copies(problem: SiteProblem, hubs: IntArray, left_out: IntArray) -> tuple[FloatArray, float]:
-    """([E] copies of each expert at ``hubs`` that leave so many out, seconds of a gather and a return): those of the homes with
+def _fewest_copies(problem: SiteProblem, hubs: IntArray, left_out: IntArray, thin: float) -> tuple[FloatArray, float]:
+    """([E] copies of each expert if ``hubs`` leave so many out, seconds of a gather and a return): those of the homes with
     the slowest links are the fewest, but no fewer than what the hubs' own links take as long for."""
     there_s, back_s = copy_seconds(problem)
     count, kept = len(hubs), problem.num_experts - left_out - problem.homes[hubs]
     there_least_s = float((problem.wire.expert_bytes * kept / problem.down_bytes_per_s[hubs]).max())
     back_least_s = float((problem.wire.expert_gradient_bytes * kept / problem.up_bytes_per_s[hubs]).max())
-    budget, least = float(left_out.sum()), count - int((left_out > 0).sum())
+    fewer = 1 - thin
+    budget, least = float(left_out.sum()) * fewer, count - int((left_out > 0).sum()) * fewer
 
     def copies(gather_s: float, return_s: float) -> FloatArray:
         return np.minimum(np.minimum(gather_s / there_s, return_s / back_s), count)
 
     def fits(gather_s: float, return_s: float) -> bool:
         few = copies(gather_s, return_s)
-        return bool(few.min() >= least and (count - few).sum() + THIN_COPIES * (few < count).sum() <= budget)
+        return bool(few.min() >= least and (count - few).sum() <= budget)
 
     def shortest_s(gather_s: float) -> float:
         low, high = float(back_s.max()) * least, max(float(back_s.max()) * count, back_least_s)
@@ -176,8 +191,7 @@ def spread_table(problem: SiteProblem, spread: Spread, away: np.ndarray | None =
 def left_out(problem: SiteProblem, spread: Spread) -> np.ndarray:
     """[hubs, E]: which experts each hub leaves out."""
     hubs = spread.plan.hubs
-    wanted = len(hubs) - spread.most_copies
-    wanted = np.ceil(wanted + THIN_COPIES * (wanted > 0))
+    wanted = np.ceil((len(hubs) - spread.most_copies) / (1 - spread.thin))
     chosen = np.zeros((len(hubs), problem.num_experts), dtype=np.bool_)
     for hub in np.argsort(-spread.left_out, kind="stable"):
         own = problem.home_site == hubs[hub]

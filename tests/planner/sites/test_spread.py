@@ -68,6 +68,19 @@ def test_slow_homes_send_fewer_copies_and_the_step_is_shorter(seed: int) -> None
     assert search.evaluate(table).rank < search.evaluate(full).rank
 
 
+@pytest.mark.parametrize("sites", [100, 400])
+def test_copies_are_as_many_as_was_estimated(sites: int) -> None:
+    """Those at the few holders of what hubs leave out, too, of which there are ever more of each expert among more sites."""
+    problem, spread = spread_of(0, sites)
+    table, wanted = spread_table(problem, spread), spread.most_copies < len(spread.plan.hubs)
+    held = held_by_site(problem, table)
+    at_hubs, copies = held[spread.plan.hubs].sum(), held.sum()
+    elsewhere = copies - at_hubs - (problem.num_experts - problem.homes[spread.plan.hubs].sum())
+    assert spread.thin * spread.left_out.sum() == pytest.approx(elsewhere, rel=0.35)
+    # Hubs leave out all they may, which may be more than is of use.
+    assert 0.8 < held.sum(axis=0)[wanted].mean() / spread.most_copies[wanted].mean() < 1.05
+
+
 def equal_sites(sites: int) -> SiteProblem:
     data = cluster_of(0, sites).model_dump(mode="json", exclude_none=True)
     del data["sites"]
