@@ -18,7 +18,7 @@ import click
 import numpy as np
 import yaml
 
-from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose
+from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose, ends_s
 from hybridep.config import build, load
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
@@ -135,10 +135,10 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
     the expected one - 1.
     """
     problem = site_problem(cluster, workload)
-    started, ends_s = time.process_time(), time.monotonic() + config["time_limit_s"]
+    started, started_s = time.process_time(), time.monotonic()
     best = plans(cluster, workload, config["top"], time_limit_s=SEARCHED * config["time_limit_s"])
     plan_s = time.process_time() - started
-    choice = choose(best, None, until_s=ends_s)
+    choice = choose(best, None, until_s=ends_s(started_s, config["time_limit_s"]))
     found = {other: other_plan(problem, other) for other in OTHERS} | {"searched_domains": searched_domains(problem)}
     ours, (chosen, simulated_s) = best[0], by_simulation(best, [])
     least_s = simulated_s[0]

@@ -172,7 +172,7 @@ def command(
     if simulate is None:
         simulate = by_time and top == 1 and not prefetch and not popularity and plan_choice.decides(site)
     among_more = simulate and top == 1
-    ends_s = time.monotonic() + time_limit_s
+    started_s = time.monotonic()
     pooled: list[PooledPlan] = []
     if scenarios or within is not None:
         others = [load_cluster(one) for one in scenarios]
@@ -218,7 +218,8 @@ def command(
     if simulate and record is not None:
         record.require(made[0], Path(str(routing)))
     if among_more:
-        choice = plan_choice.choose(made, rules, record.steps(work) if record is not None else [], ends_s)
+        until_s = plan_choice.ends_s(started_s, time_limit_s)
+        choice = plan_choice.choose(made, rules, record.steps(work) if record is not None else [], until_s)
         made = [choice.plan]
     elif simulate:
         # What others would do is costed with experts that are equally popular.

@@ -59,8 +59,15 @@ def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) ->
 
     if not decides(cluster):
         return planner.plan(cluster, workload, time_limit_s=time_limit_s)
-    ends_s = monotonic() + time_limit_s
-    return choose(planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s), None, until_s=ends_s).plan
+    started_s = monotonic()
+    made = planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s)
+    return choose(made, None, until_s=ends_s(started_s, time_limit_s)).plan
+
+
+def ends_s(started_s: float, time_limit_s: float) -> float:
+    """Until when to simulate plans that are made now, of a search that ``started_s`` (``time.monotonic``): as long as the limit
+    leaves, and for a share of it at least where the search took longer, since compiling counts to no limit."""
+    return max(started_s + time_limit_s, monotonic() + (1 - SEARCHED) * time_limit_s)
 
 
 def choose(

@@ -11,7 +11,7 @@ from cli_cases import Inputs, Result
 
 import planner
 from hybridep.commands.inputs import cluster_and_workload
-from hybridep.commands.plan_choice import SHORT_LAYERS, choose, decides, least_of_others_s, planned, shortened
+from hybridep.commands.plan_choice import SEARCHED, SHORT_LAYERS, choose, decides, ends_s, least_of_others_s, planned, shortened
 from hybridep.config import build
 from hybridep.plan import Plan, Status, load_plan
 from hybridep.topology import Cluster
@@ -74,6 +74,12 @@ def test_runs_that_leave_the_plan_open_get_the_same_one(plans: list[Plan]) -> No
 
 def test_after_the_time_limit_only_two_are_simulated(plans: list[Plan]) -> None:
     assert choose(plans, None, until_s=time.monotonic()).simulated == 2
+
+
+def test_simulations_have_a_share_of_the_limit_whatever_compiling_took() -> None:
+    now_s = time.monotonic()
+    assert ends_s(now_s, 60.0) == now_s + 60
+    assert ends_s(now_s - 100, 60.0) == pytest.approx(now_s + (1 - SEARCHED) * 60, abs=1)
 
 
 def test_shortened_plans_differ_in_nothing_but_layers(plans: list[Plan]) -> None:
