@@ -65,7 +65,7 @@ def plan_sites(
         except (InfeasibleError, NoSolutionError):
             domains = None
     left_s = max(wishes.time_limit_s - (now_s() - started), 0.1)
-    solution = solve_sites(problem, replace(wishes, time_limit_s=left_s))
+    solution = solve_sites(problem, replace(wishes, time_limit_s=left_s, paced_by_s=wishes.time_limit_s))
     fits = solution.found.rank[0] == 0
     if not fits and domains is None:
         domains = _cheapest(problem, constraints, solution.found, wishes)

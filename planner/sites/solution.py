@@ -65,6 +65,8 @@ class Wishes:
     """What a plan between sites is asked for beside the shortest step."""
 
     time_limit_s: float = 60.0
+    paced_by_s: float | None = None
+    """Limit that walks are in proportion to, where some of it is over already: how much is must not change their moves."""
     keep: int = 1
     """Different plans to keep."""
     scenarios: tuple[SiteProblem, ...] = ()
@@ -100,7 +102,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         problem=problem,
         deadline_s=started + SEARCHED * limit_s,
         max_evaluations=_evaluations(problem),
-        walks_share=min(limit_s / AMPLE_S, ROUNDS),
+        walks_share=min((wishes.paced_by_s or limit_s) / AMPLE_S, ROUNDS),
         scenarios=wishes.scenarios,
         quantile=wishes.quantile,
         keep=wishes.keep,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from site_cases import small_workload, uneven_cluster
@@ -11,6 +13,8 @@ from hybridep.config import build
 from hybridep.errors import ConfigError, InfeasibleError
 from hybridep.topology import Cluster
 from planner.constraints import Constraints, Kind, Rule
+from planner.sites.search import Search
+from planner.sites.solution import AMPLE_S
 from simulator.step import simulate_step
 
 
@@ -95,3 +99,17 @@ def test_few_tables_are_all_tried_for_several_plans_too(seed: int) -> None:
     assert several[0].prediction == one.prediction and several[0].solver is not None and several[0].solver.gap < 1e-9
     steps_s = [made.prediction.step for made in several if made.prediction is not None]
     assert len(steps_s) > 1 and steps_s == sorted(steps_s) and len({made.digest for made in several}) == len(several)
+
+
+def test_what_is_over_of_the_limit_changes_no_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walks are in proportion to the whole limit: two runs make the same plans, however long what comes before them takes."""
+    shares: list[float] = []
+
+    def noted(**given: Any) -> Search:
+        shares.append(given["walks_share"])
+        return Search(**given)
+
+    monkeypatch.setattr("planner.sites.solution.Search", noted)
+    rng = np.random.default_rng(0)
+    planner.plan(uneven_cluster(rng, 6, 2), small_workload(rng, 12), time_limit_s=3)
+    assert shares == [3 / AMPLE_S]
