@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,11 @@ class RobustPlan:
     def gap(self) -> float:
         """(step - bound) / step at the quantile."""
         return gap(self.step_s, self.bound_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without the plans."""
+        names = ("quantile", "step_s", "bound_s", "gap", "steps_s", "nominal_step_s", "nominal_steps_s")
+        return {name: getattr(self, name) for name in names}
 
 
 def plan_for_scenarios(

@@ -18,7 +18,7 @@ import click
 import numpy as np
 import yaml
 
-from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose, ends_s
+from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose, ends_s, most_simulated
 from hybridep.config import build, load
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
@@ -138,7 +138,8 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
     started, started_s = time.process_time(), time.monotonic()
     best = plans(cluster, workload, config["top"], time_limit_s=SEARCHED * config["time_limit_s"])
     plan_s = time.process_time() - started
-    choice = choose(best, None, until_s=ends_s(started_s, config["time_limit_s"]))
+    until_s, most = ends_s(started_s, config["time_limit_s"]), most_simulated(cluster, config["time_limit_s"])
+    choice = choose(best, None, until_s=until_s, most=most)
     found = {other: other_plan(problem, other) for other in OTHERS} | {"searched_domains": searched_domains(problem)}
     ours, (chosen, simulated_s) = best[0], by_simulation(best, [])
     least_s = simulated_s[0]

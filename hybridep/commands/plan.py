@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict
-from math import inf
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +12,13 @@ from hybridep.commands.common import emit, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
-    from hybridep.commands.plan_choice import SimulatedChoice
-    from hybridep.plan import Plan, Schedule
-    from hybridep.routing import RoutingRecord
+    from hybridep.commands.plan_request import MadePlans
+    from hybridep.plan import Schedule
     from hybridep.topology import Cluster
-    from planner import PooledPlan, RobustPlan
+    from planner.explain import Explanation
     from planner.goal import Goal
+    from planner.sensitivity import Upgrade
+    from planner.sites.compare import OtherPlan
 
 
 @verb(name="plan")
@@ -130,10 +129,9 @@ def command(
     config's name or a YAML file. Ctrl-C ends the search with the best plan so far.
     """
     import planner
-    from hybridep.commands import plan_choice, plan_text
-    from hybridep.commands.codecs import codec_lines, lossy_codecs, read_codecs, read_max_loss
+    from hybridep.commands.codecs import read_codecs, read_max_loss
     from hybridep.commands.inputs import cluster_and_workload, load_cluster
-    from hybridep.commands.plan_progress import PlanProgress
+    from hybridep.commands.plan_request import PlanRequest, make
     from hybridep.routing import load_routing
 
     if compare and _are_plans(cluster, model):
@@ -143,144 +141,116 @@ def command(
     if fabric is not None:
         site = _on_fabric(site, fabric)
     rules = planner.load_constraints(constraints) if constraints else None
-    popularity: tuple[tuple[float, ...], ...] = ()
-    record: RoutingRecord | None = None
-    if routing is not None:
-        record = load_routing(routing)
-        record.require_model(work, routing)
-        popularity = record.popularity()
-    coded = read_codecs(codecs, [level.name for level in site.levels])
-    schedule = _schedule(streams, [level.name for level in site.levels])
-    robust: RobustPlan | None = None
-    made: list[Plan]
-    goal = _goal(objective, budget)
-    permitted_loss = read_max_loss(max_loss)
-    if permitted_loss is not None and (top > 1 or scenarios or within is not None):
-        raise UserError("--max-loss: makes one plan, for known rates; leave --top, --scenario and --within out")
-    if (scenarios or within is not None) and prefetch:
-        raise UserError("--prefetch with --scenario or --within: plans for scenarios know no copies ahead; leave one out")
-    if (scenarios or within is not None) and goal.needs_prices:
-        raise UserError("--objective and --budget with --scenario or --within: plans for scenarios know time only; leave one out")
-    if pool is not None and (top > 1 or scenarios or within is not None or permitted_loss is not None or goal.needs_prices):
-        raise UserError(
-            "--pool: plans for one rate after the other, by time; leave --top, --scenario, --within, --max-loss, --objective and "
-            "--budget out"
-        )
-    by_time = not (scenarios or within is not None or goal.needs_prices or pool is not None or permitted_loss is not None)
-    if simulate and not by_time:
-        raise UserError("--simulate: orders plans by time, for known rates; leave it, or other rates, prices and --max-loss, out")
-    if simulate is None:
-        simulate = by_time and top == 1 and not prefetch and not popularity and plan_choice.decides(site)
-    among_more = simulate and top == 1
-    started_s = time.monotonic()
-    pooled: list[PooledPlan] = []
-    if scenarios or within is not None:
-        others = [load_cluster(one) for one in scenarios]
-        others += planner.interval_scenarios(site, within) if within is not None else []
-        robust = planner.plan_for_scenarios(
-            site,
-            work,
-            others,
-            quantile=quantile,
+    record = load_routing(routing) if routing is not None else None
+    if record is not None:
+        record.require_model(work, Path(str(routing)))
+    levels = [level.name for level in site.levels]
+    made = make(
+        PlanRequest(
+            cluster=site,
+            workload=work,
+            solver=solver,
             time_limit_s=time_limit_s,
-            schedule=schedule,
-            constraints=rules,
-            codecs=coded,
+            codecs=read_codecs(codecs, levels),
+            schedule=_schedule(streams, levels),
+            rules=rules,
+            goal=_goal(objective, budget),
+            max_loss=read_max_loss(max_loss),
+            prefetch=prefetch,
+            top=top,
+            simulate=simulate,
+            compare=compare,
+            scenarios=tuple(load_cluster(one) for one in scenarios),
+            within=within,
+            quantile=quantile,
+            pool=pool,
+            record=record,
+            record_path=routing,
         )
-        made = [robust.plan]
-    else:
-        with PlanProgress() as progress:
-            wishes: dict[str, Any] = {
-                "solver": solver,
-                "time_limit_s": time_limit_s * (plan_choice.SEARCHED if among_more else 1),
-                "schedule": schedule,
-                "constraints": rules,
-                "popularity": popularity,
-                "ahead": prefetch,
-                "codecs": coded,
-                "goal": goal,
-                "report": progress,
-            }
-            if pool is not None:
-                wishes |= {"report": None}
-
-                def plan_on(one: Cluster, limit_s: float) -> Plan:
-                    return planner.plan(one, work, **(wishes | {"time_limit_s": limit_s}))
-
-                pooled = planner.plan_pool(plan_on, site, widest=pool, time_limit_s=time_limit_s)
-                made = [one.plan for one in pooled]
-            elif permitted_loss is None:
-                made = planner.plans(site, work, plan_choice.CANDIDATES if among_more else top, **wishes)
-            else:
-                made = [planner.plan(site, work, max_loss=permitted_loss, **wishes)]
-    simulated_s: list[float] = []
-    choice: SimulatedChoice | None = None
-    if simulate and record is not None:
-        record.require(made[0], Path(str(routing)))
-    if among_more:
-        until_s = plan_choice.ends_s(started_s, time_limit_s)
-        choice = plan_choice.choose(made, rules, record.steps(work) if record is not None else [], until_s)
-        made = [choice.plan]
-    elif simulate:
-        # What others would do is costed with experts that are equally popular.
-        most_s = plan_choice.least_of_others_s(made[0], rules) if compare and record is None else inf
-        first = made[0]
-        made, simulated_s = plan_choice.by_simulation(made, record.steps(work) if record is not None else [], most_s)
-        made[0] = plan_choice.reported(made[0], first)
-    best = next((one.plan for one in pooled if one.pays_from <= 1 <= one.pays_to), made[0])
-    files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made) + 1))]
-    for one, path in zip(made, files, strict=True):
+    )
+    best = made.best
+    files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made.plans) + 1))]
+    for one, path in zip(made.plans, files, strict=True):
         one.save(path)
     if figure is not None:
         from hybridep.commands.plots import plot_plan
 
         plot_plan(figure, planner.plan_matrices(best))
-    explanation = planner.explain(best, rules)
-    known = planner.compare_planners(best, rules) if compare else {}
-    bought = planner.upgrades(best, constraints=rules) if upgrades else []
+    report = PlanReport(
+        made=made,
+        files=files,
+        explanation=planner.explain(best, rules),
+        several=top > 1,
+        others=planner.compare_planners(best, rules) if compare else None,
+        upgrades=planner.upgrades(best, constraints=rules) if upgrades else None,
+    )
     if as_json:
-        more: dict[str, Any] = {"planners": {name: asdict(other) for name, other in known.items()}} if compare else {}
-        if choice is not None:
-            more["choice"] = choice.to_json()
-        if top > 1:
-            more["plans"] = [
+        emit(report.to_json())
+    else:
+        report.show(whole=whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """Plans that were written, and what is told of them."""
+
+    made: MadePlans
+    files: list[Path]
+    explanation: Explanation
+    several: bool
+    """More than one plan was asked for."""
+    others: dict[str, OtherPlan] | None
+    """Of other planners, by name; None unless asked for."""
+    upgrades: list[Upgrade] | None
+    """None unless asked for."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        import planner
+        from hybridep.commands.codecs import lossy_codecs
+
+        made, best = self.made, self.made.best
+        entries: dict[str, Any] = {**planner.summary(best), "lossy_codecs": lossy_codecs(best)}
+        if self.others is not None:
+            entries["planners"] = {name: asdict(other) for name, other in self.others.items()}
+        if made.choice is not None:
+            entries["choice"] = made.choice.to_json()
+        if self.several:
+            entries["plans"] = [
                 {"step_s": one.prediction and one.prediction.step, "output": str(path)}
-                for one, path in zip(made, files, strict=True)
+                for one, path in zip(made.plans, self.files, strict=True)
             ]
-            for entry, step_s in zip(more["plans"], simulated_s, strict=False):
+            for entry, step_s in zip(entries["plans"], made.simulated_s, strict=False):
                 entry["simulated_s"] = step_s
-        if pooled:
-            more["pool"] = [one.to_json() | {"output": str(path)} for one, path in zip(pooled, files, strict=True)]
-        if upgrades:
-            more["upgrades"] = [one.to_json() for one in bought]
-        if robust is not None:
-            more["robust"] = {
-                "quantile": quantile,
-                "step_s": robust.step_s,
-                "bound_s": robust.bound_s,
-                "gap": robust.gap,
-                "steps_s": robust.steps_s,
-                "nominal_step_s": robust.nominal_step_s,
-                "nominal_steps_s": robust.nominal_steps_s,
-            }
-        summary = {**planner.summary(best), "lossy_codecs": lossy_codecs(best)}
-        emit({**summary, **more, "explanation": explanation.to_json(), "digest": best.digest, "output": str(output)})
-        return
-    plan_text.show(best, explanation, whole=whole)
-    for line in codec_lines(best):
-        click.echo(line)
-    plan_text.show_others(known)
-    if choice is not None:
-        plan_text.show_choice(choice)
-    if top > 1:
-        plan_text.show_top(made, simulated_s)
-    if pooled:
-        plan_text.show_pool(pooled, files)
-    if upgrades:
-        plan_text.show_upgrades(bought, explanation.plan.step_s)
-    if robust is not None:
-        plan_text.show_robust(robust)
-    click.echo(f"\nplan written to {', '.join(str(path) for path in files)}")
+        if made.pooled:
+            entries["pool"] = [one.to_json() | {"output": str(path)} for one, path in zip(made.pooled, self.files, strict=True)]
+        if self.upgrades is not None:
+            entries["upgrades"] = [one.to_json() for one in self.upgrades]
+        if made.robust is not None:
+            entries["robust"] = made.robust.to_json()
+        return {**entries, "explanation": self.explanation.to_json(), "digest": best.digest, "output": str(self.files[0])}
+
+    def show(self, *, whole: bool) -> None:
+        """Prints it for people; the ``whole`` explanation, or what matters most of it."""
+        from hybridep.commands import plan_text
+        from hybridep.commands.codecs import codec_lines
+
+        made, best = self.made, self.made.best
+        plan_text.show(best, self.explanation, whole=whole)
+        for line in codec_lines(best):
+            click.echo(line)
+        plan_text.show_others(self.others or {})
+        if made.choice is not None:
+            plan_text.show_choice(made.choice)
+        if self.several:
+            plan_text.show_top(made.plans, made.simulated_s)
+        if made.pooled:
+            plan_text.show_pool(made.pooled, self.files)
+        if self.upgrades is not None:
+            plan_text.show_upgrades(self.upgrades, self.explanation.plan.step_s)
+        if made.robust is not None:
+            plan_text.show_robust(made.robust)
+        click.echo(f"\nplan written to {', '.join(str(path) for path in self.files)}")
 
 
 def _on_fabric(cluster: Cluster, name: str) -> Cluster:

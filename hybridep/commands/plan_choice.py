@@ -24,6 +24,8 @@ SEARCHED = 0.75
 """Share of the time limit in which they are made; simulations have what is left."""
 MOST_SITES = 64
 """Between more sites that differ, a simulation takes too long to make dozens."""
+SECONDS_PER_PAIR = 5e-4
+"""What simulating one of them takes at most, for each ordered pair of sites: 2.5e-4 to 4e-4 were measured with 10 to 60 sites."""
 SHORT_LAYERS = 2
 """MoE layers of the models that are simulated to choose: layers are alike, and two put plans in about the order of all."""
 
@@ -61,7 +63,14 @@ def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) ->
         return planner.plan(cluster, workload, time_limit_s=time_limit_s)
     started_s = monotonic()
     made = planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s)
-    return choose(made, None, until_s=ends_s(started_s, time_limit_s)).plan
+    most = most_simulated(cluster, time_limit_s)
+    return choose(made, None, until_s=ends_s(started_s, time_limit_s), most=most).plan
+
+
+def most_simulated(cluster: Cluster, time_limit_s: float) -> int:
+    """Plans that simulations' share of the limit has time for, two at least. A count, because what a deadline cuts off differs
+    from run to run."""
+    return max(2, min(CANDIDATES, int((1 - SEARCHED) * time_limit_s / (SECONDS_PER_PAIR * cluster.sizes[0] ** 2))))
 
 
 def ends_s(started_s: float, time_limit_s: float) -> float:
@@ -71,16 +80,21 @@ def ends_s(started_s: float, time_limit_s: float) -> float:
 
 
 def choose(
-    plans: Sequence[Plan], rules: Constraints | None, recorded: Sequence[Routing] = (), until_s: float = inf
+    plans: Sequence[Plan],
+    rules: Constraints | None,
+    recorded: Sequence[Routing] = (),
+    *,
+    until_s: float = inf,
+    most: int = CANDIDATES,
 ) -> SimulatedChoice:
     """Of those that cost no more than what any other planner would do, the plan whose step is simulated to be the shortest, with
-    the solver's report of the first, which costs least. Simulates them in order of cost, for a model of few layers, and begins
-    none but the first two after ``until_s`` (``time.monotonic``). With a record, of which other planners know nothing, of all
-    plans, and all layers."""
+    the solver's report of the first, which costs least. Simulates ``most`` of them in order of cost, for a model of few layers,
+    and begins none but the first two after ``until_s`` (``time.monotonic``). With a record, of which other planners know nothing,
+    of all plans, and all layers."""
     first = plans[0]
     if len(plans) > 1 and not recorded:
         most_s = least_of_others_s(first, rules)
-        plans = [first, *(one for one in plans[1:] if _cost_s(one) <= most_s)]
+        plans = [first, *(one for one in plans[1:] if _cost_s(one) <= most_s)][:most]
     if len(plans) == 1:
         return SimulatedChoice(plan=first, simulated=0, shorter=0.0, dearer=0.0)
     short = list(plans) if recorded else shortened(plans)

@@ -11,7 +11,18 @@ from cli_cases import Inputs, Result
 
 import planner
 from hybridep.commands.inputs import cluster_and_workload
-from hybridep.commands.plan_choice import SEARCHED, SHORT_LAYERS, choose, decides, ends_s, least_of_others_s, planned, shortened
+from hybridep.commands.plan_choice import (
+    CANDIDATES,
+    SEARCHED,
+    SHORT_LAYERS,
+    choose,
+    decides,
+    ends_s,
+    least_of_others_s,
+    most_simulated,
+    planned,
+    shortened,
+)
 from hybridep.config import build
 from hybridep.plan import Plan, Status, load_plan
 from hybridep.topology import Cluster
@@ -74,6 +85,16 @@ def test_runs_that_leave_the_plan_open_get_the_same_one(plans: list[Plan]) -> No
 
 def test_after_the_time_limit_only_two_are_simulated(plans: list[Plan]) -> None:
     assert choose(plans, None, until_s=time.monotonic()).simulated == 2
+
+
+def test_how_many_are_simulated_depends_on_the_limit_and_not_on_the_machine(plans: list[Plan]) -> None:
+    cluster = plans[0].cluster
+    counts = [most_simulated(cluster, limit_s) for limit_s in (1e-3, 1.0, 60.0)]
+    assert counts[0] == 2 < counts[1] < counts[2] == CANDIDATES
+    allowed = [one for one in plans if cost_s(one) <= least_of_others_s(plans[0], None)]
+    steps_s = [simulated_s(one) for one in shortened(allowed)[:3]]
+    few = choose(plans, None, most=3)
+    assert few.simulated == 3 and few.plan.digest == allowed[int(np.argmin(steps_s))].digest
 
 
 def test_simulations_have_a_share_of_the_limit_whatever_compiling_took() -> None:

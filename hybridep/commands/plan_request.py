@@ -1,0 +1,217 @@
+"""What ``hybridep plan`` is asked for, and the plans that answer it: one kind of search for each kind of wish."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridep.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hybridep.codecs import Codecs
+    from hybridep.commands.plan_choice import SimulatedChoice
+    from hybridep.plan import Plan, Schedule
+    from hybridep.routing import Routing, RoutingRecord
+    from hybridep.topology import Cluster
+    from hybridep.workload import Workload
+    from planner import Constraints, PooledPlan, RobustPlan
+    from planner.goal import Goal
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Options of ``hybridep plan`` that decide which plans are made, read and named as there."""
+
+    cluster: Cluster
+    workload: Workload
+    solver: str
+    time_limit_s: float
+    schedule: Schedule | None
+    rules: Constraints | None
+    codecs: dict[str, Codecs]
+    goal: Goal
+    prefetch: bool
+    top: int
+    simulate: bool | None
+    """None leaves it to ``plan_choice.decides``."""
+    compare: bool
+    scenarios: tuple[Cluster, ...]
+    within: float | None
+    quantile: float
+    pool: float | None
+    max_loss: float | None
+    record: RoutingRecord | None
+    record_path: Path | None
+
+    @property
+    def for_scenarios(self) -> bool:
+        """Rates are not known."""
+        return bool(self.scenarios) or self.within is not None
+
+    def require_compatible(self) -> None:
+        """Raises UserError for wishes that no search has together."""
+        if self.max_loss is not None and (self.top > 1 or self.for_scenarios):
+            raise UserError("--max-loss: makes one plan, for known rates; leave --top, --scenario and --within out")
+        if self.for_scenarios and self.prefetch:
+            raise UserError("--prefetch with --scenario or --within: plans for scenarios know no copies ahead; leave one out")
+        if self.for_scenarios and self.goal.needs_prices:
+            raise UserError(
+                "--objective and --budget with --scenario or --within: plans for scenarios know time only; leave one out"
+            )
+        others = self.top > 1 or self.for_scenarios or self.max_loss is not None or self.goal.needs_prices
+        if self.pool is not None and others:
+            raise UserError(
+                "--pool: plans for one rate after the other, by time; leave --top, --scenario, --within, --max-loss, --objective "
+                "and --budget out"
+            )
+        if self.simulate and not self._by_time:
+            raise UserError(
+                "--simulate: orders plans by time, for known rates; leave it, or other rates, prices and --max-loss, out"
+            )
+
+    @property
+    def _by_time(self) -> bool:
+        others = self.for_scenarios or self.goal.needs_prices
+        return not (others or self.pool is not None or self.max_loss is not None)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Simulations choose."""
+        from hybridep.commands import plan_choice
+
+        if self.simulate is not None:
+            return self.simulate
+        plain = self._by_time and self.top == 1 and not self.prefetch and self.record is None
+        return plain and plan_choice.decides(self.cluster)
+
+    def recorded(self) -> Sequence[Routing]:
+        """Steps whose every choice is known."""
+        return [] if self.record is None else self.record.steps(self.workload)
+
+    def searched(self, time_limit_s: float, report: Any = None) -> dict[str, Any]:
+        """Arguments of ``planner.plan`` and ``planner.plans``."""
+        return {
+            "solver": self.solver,
+            "time_limit_s": time_limit_s,
+            "schedule": self.schedule,
+            "constraints": self.rules,
+            "popularity": () if self.record is None else self.record.popularity(),
+            "ahead": self.prefetch,
+            "codecs": self.codecs,
+            "goal": self.goal,
+            "report": report,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadePlans:
+    """The answer."""
+
+    plans: Sequence[Plan]
+    """The best one first, but where they are for links of different speed."""
+    choice: SimulatedChoice | None = None
+    """Of more plans than were asked for."""
+    simulated_s: Sequence[float] = ()
+    """Steps of the plans, where they are ordered by these."""
+    pooled: Sequence[PooledPlan] = ()
+    robust: RobustPlan | None = None
+    best: Plan = field(init=False)
+    """For the links as they are."""
+
+    def __post_init__(self) -> None:
+        now = next((one.plan for one in self.pooled if one.pays_from <= 1 <= one.pays_to), self.plans[0])
+        object.__setattr__(self, "best", now)
+
+
+def make(request: PlanRequest) -> MadePlans:
+    """Raises UserError for wishes that no search has together, and what the planner raises."""
+    import planner
+    from hybridep.commands.plan_progress import PlanProgress
+
+    request.require_compatible()
+    if request.for_scenarios:
+        return _for_scenarios(request)
+    if request.is_simulated:
+        return _chosen_by_simulation(request) if request.top == 1 else _ordered_by_simulation(request)
+    if request.pool is not None:
+        return _pooled(request)
+    with PlanProgress() as progress:
+        wishes = request.searched(request.time_limit_s, progress)
+        if request.max_loss is not None:
+            return MadePlans(plans=[planner.plan(request.cluster, request.workload, max_loss=request.max_loss, **wishes)])
+        return MadePlans(plans=planner.plans(request.cluster, request.workload, request.top, **wishes))
+
+
+def _for_scenarios(request: PlanRequest) -> MadePlans:
+    import planner
+
+    others = list(request.scenarios)
+    others += planner.interval_scenarios(request.cluster, request.within) if request.within is not None else []
+    robust = planner.plan_for_scenarios(
+        request.cluster,
+        request.workload,
+        others,
+        quantile=request.quantile,
+        time_limit_s=request.time_limit_s,
+        schedule=request.schedule,
+        constraints=request.rules,
+        codecs=request.codecs,
+    )
+    return MadePlans(plans=[robust.plan], robust=robust)
+
+
+def _pooled(request: PlanRequest) -> MadePlans:
+    import planner
+
+    assert request.pool is not None
+
+    def plan_on(cluster: Cluster, limit_s: float) -> Plan:
+        return planner.plan(cluster, request.workload, **request.searched(limit_s))
+
+    pooled = planner.plan_pool(plan_on, request.cluster, widest=request.pool, time_limit_s=request.time_limit_s)
+    return MadePlans(plans=[one.plan for one in pooled], pooled=pooled)
+
+
+def _chosen_by_simulation(request: PlanRequest) -> MadePlans:
+    """One of more plans than were asked for."""
+    from hybridep.commands import plan_choice
+
+    started_s, limit_s = time.monotonic(), request.time_limit_s
+    plans = _several(request, plan_choice.CANDIDATES, plan_choice.SEARCHED * limit_s)
+    choice = plan_choice.choose(
+        plans,
+        request.rules,
+        request.recorded(),
+        until_s=plan_choice.ends_s(started_s, limit_s),
+        most=plan_choice.most_simulated(request.cluster, limit_s),
+    )
+    return MadePlans(plans=[choice.plan], choice=choice)
+
+
+def _ordered_by_simulation(request: PlanRequest) -> MadePlans:
+    """All that were asked for, by their simulated steps."""
+    from hybridep.commands import plan_choice
+
+    plans = _several(request, request.top, request.time_limit_s)
+    # What others would do is costed with experts that are equally popular.
+    known = request.compare and request.record is None
+    most_s = plan_choice.least_of_others_s(plans[0], request.rules) if known else inf
+    ordered, simulated_s = plan_choice.by_simulation(plans, request.recorded(), most_s)
+    return MadePlans(plans=[plan_choice.reported(ordered[0], plans[0]), *ordered[1:]], simulated_s=simulated_s)
+
+
+def _several(request: PlanRequest, count: int, time_limit_s: float) -> list[Plan]:
+    """To be simulated; their record must fit them."""
+    import planner
+    from hybridep.commands.plan_progress import PlanProgress
+
+    with PlanProgress() as progress:
+        plans = planner.plans(request.cluster, request.workload, count, **request.searched(time_limit_s, progress))
+    if request.record is not None:
+        request.record.require(plans[0], Path(str(request.record_path)))
+    return plans
