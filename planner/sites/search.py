@@ -38,7 +38,7 @@ class Search:
     """Of ``planner.clock``."""
     max_evaluations: int = 6000
     walks_share: float = 1.0
-    """How much of their moves walks make, where time is short; above one, how many times they begin."""
+    """How much of a minute's moves walks make."""
     scenarios: tuple[SiteProblem, ...] = ()
     """The same sites and work with other links, of which ``quantile`` counts; the problem alone when absent."""
     quantile: float = 1.0

@@ -32,9 +32,9 @@ SEARCHED = 0.6
 PROVEN = 0.95
 """Share after which nothing is begun."""
 AMPLE_S = 60.0
-"""With less time walks are shorter in proportion."""
-ROUNDS = 3
-"""Up to so many times as much, they begin so many times."""
+"""With less time walks make fewer moves in proportion, with more time more of them."""
+MOST_MINUTES = 3
+"""But no more than in so many minutes."""
 PRICING_MERGED, PRICING = 0.5, 0.125
 """Share of a bound's time in which prices of visits are looked for, at most: where different sites are merged, and where not."""
 LEAST_PRICING_S = 0.3
@@ -102,7 +102,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         problem=problem,
         deadline_s=started + SEARCHED * limit_s,
         max_evaluations=_evaluations(problem),
-        walks_share=min((wishes.paced_by_s or limit_s) / AMPLE_S, ROUNDS),
+        walks_share=min((wishes.paced_by_s or limit_s) / AMPLE_S, MOST_MINUTES),
         scenarios=wishes.scenarios,
         quantile=wishes.quantile,
         keep=wishes.keep,

@@ -40,6 +40,9 @@ APART = 0.15
 """Walks begin at the best tables that differ from each other in this share of their entries."""
 MOST_SITES, MOST_EQUAL = 384, 64
 """With more sites, or more equal ones, walks gain nothing in the time there is, and the bound needs it."""
+LEAST_ROUND, MOST_ROUNDS = 0.375, 3
+"""Walks begin again from the same tables with other random moves, as often as each round has this share of a minute's moves or
+more: where luck decides, two rounds end better than one that is twice as long."""
 LIKELY = 4
 """Among many sites, numbers of groups that are tried: those of the best estimates."""
 
@@ -99,10 +102,11 @@ def run(search: Search, *, seed: int = 0) -> None:
     from planner.sites.walks import helped, improve_tables, pace_of  # numba takes a while to import
 
     search.max_evaluations, pace = sys.maxsize, pace_of(problem)  # walks end by themselves
+    rounds = int(np.clip(search.walks_share / LEAST_ROUND, 1, MOST_ROUNDS))
     # However short the time, tables are costed twice.
-    moves = max(round(pace.moves * min(search.walks_share, 1.0)), min(2 * pace.stretch, pace.moves))
+    moves = max(round(pace.moves * min(search.walks_share / rounds, 1.0)), min(2 * pace.stretch, pace.moves))
     tables, rng = search.best_apart(pace.walks, APART), np.random.default_rng(seed)
-    for _ in range(max(int(search.walks_share), 1)):
+    for _ in range(rounds):
         improve_tables(search, tables, moves, rng)
         if search.best is None or not helped(tables[0], search.best):
             break

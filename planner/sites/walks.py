@@ -44,14 +44,17 @@ class Pace(NamedTuple):
     begins: tuple[int, ...]
     """How sharp the norm is (``planner.sites.flows``) at first, walk by walk in turn: blunt ones lead to better tables where all
     links are about as busy, and lose what is good where few links decide."""
+    repeats: int
+    """How often the last table is walked on from at most, each time with twice as many moves. What luck has left out another
+    round finds sooner (``strategy.run``), and moves that are counted make the same plan on any machine."""
 
 
 FULL_SITES, FEW_SITES, SOME_SITES = 20, 32, 64
-FEW = Pace(32, 16000, 500, 5e-4, (2, 3, 5))
+FEW = Pace(32, 16000, 500, 5e-4, (2, 3, 5), 3)
 """Among so many sites at most; walks are shorter among fewer than ``FULL_SITES``, with the square of their number."""
-SOME = Pace(16, 12000, 500, 5e-4, (3, 5))
+SOME = Pace(16, 12000, 500, 5e-4, (3, 5), 4)
 """Moves take longer, so fewer walks begin; the bluntest norm gains nothing."""
-MANY = Pace(4, 48000, 10000, 5e-6, (4, 5))
+MANY = Pace(4, 48000, 10000, 5e-6, (4, 5), 4)
 """A single move changes a step by little, and to cost a table takes long."""
 
 
@@ -78,21 +81,25 @@ def prepare(problem: SiteProblem, report: Callable[[str, float], None] | None = 
 def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.random.Generator) -> None:
     """A walk of so many moves from each; from the better half of where they end with twice as many each, and so on; from the last
     one with four times as many in each of the ways that walks begin, with twice as many in each again, and so on, as long as that
-    helps. Tables without enough memory are left out, but for the first if none has it."""
+    helps, ``Pace.repeats`` times at most. Tables without enough memory are left out, but for the first if none has it."""
     tables = [one for one in tables if one.rank[0] == 0] or tables[:1]
-    begins, turn = pace_of(search.problem).begins, 0
+    pace, turn = pace_of(search.problem), 0
+    begins = pace.begins
     while len(tables) > 1 and not search.over:
         ends = [_walk(search, one, moves, begins[(turn + at) % len(begins)], rng) for at, one in enumerate(tables)]
         tables = sorted(ends, key=lambda one: one.rank)[: len(tables) // 2]
         moves *= 2
         turn += 1
-    moves *= 2
-    while tables and not search.over:
+    for _ in range(pace.repeats):
+        if search.over:
+            break
+        moves *= 2
         best = tables[0]
         for begin in begins:
             best = _walk(search, best, moves, begin, rng)
-        tables = [best] if helped(tables[0], best) else []
-        moves *= 2
+        if not helped(tables[0], best):
+            break
+        tables = [best]
 
 
 def helped(before: Found, after: Found) -> bool:

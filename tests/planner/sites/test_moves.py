@@ -285,7 +285,7 @@ def test_walks_keep_rules(monkeypatch: pytest.MonkeyPatch) -> None:
         return evaluate(table, configuration)
 
     search.evaluate = noted  # type: ignore[method-assign]
-    monkeypatch.setattr("planner.sites.walks.FEW", Pace(16, 2000, 20, 5e-4, (2, 5)))
+    monkeypatch.setattr("planner.sites.walks.FEW", Pace(16, 2000, 20, 5e-4, (2, 5), 3))
     improve_tables(search, [evaluate(start)], 2000, np.random.default_rng(0))
     assert search.best is not None and search.best.rank[1] < evaluate(start).rank[1]
     assert len(looked) > 2 and all(looked)
@@ -318,8 +318,9 @@ def test_a_walk_first_makes_a_table_fit() -> None:
     assert end.rank[0] == 0 and end is search.best
 
 
-def test_walks_are_played_off_against_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of them go on with twice as many moves, the last one in all ways to begin until it no longer helps."""
+@pytest.mark.parametrize(("repeats", "last"), [(5, (80, 160, 320)), (2, (80, 160))])
+def test_walks_are_played_off_against_each_other(monkeypatch: pytest.MonkeyPatch, repeats: int, last: tuple[int, ...]) -> None:
+    """Half of them go on with twice as many moves, the last one in all ways to begin until it no longer helps or often enough."""
     problem = random_problem(0, 3, 4)
     tables, seen_moves = [Search(problem=problem).evaluate(random_table(np.random.default_rng(i), problem)) for i in range(4)], []
     steps_s = {
@@ -332,14 +333,15 @@ def test_walks_are_played_off_against_each_other(monkeypatch: pytest.MonkeyPatch
         return replace(best, rank=(0, steps_s[id(best.table)].pop(0)))
 
     monkeypatch.setattr("planner.sites.walks._walk", walk)
-    monkeypatch.setattr("planner.sites.walks.FEW", Pace(4, 10, 5, 5e-4, (2, 3, 5)))
+    monkeypatch.setattr("planner.sites.walks.FEW", Pace(4, 10, 5, 5e-4, (2, 3, 5), repeats))
     improve_tables(Search(problem=problem), tables, 10, np.random.default_rng(0))
     played_off = [(10, 0, 2), (10, 1, 3), (10, 2, 5), (10, 3, 2), (20, 3, 3), (20, 2, 5)]
-    assert seen_moves == [*played_off, *((moves, 3, begin) for moves in (80, 160, 320) for begin in (2, 3, 5))]
+    assert seen_moves == [*played_off, *((moves, 3, begin) for moves in last for begin in (2, 3, 5))]
 
 
 @pytest.mark.parametrize(
-    ("share", "gain", "rounds"), [(0.1, 0.1, [1600]), (1.0, 0.1, [16000]), (2.5, 0.1, [16000] * 2), (3.0, 0.001, [16000])]
+    ("share", "gain", "rounds"),
+    [(0.1, 0.1, [1600]), (0.7, 0.1, [11200]), (0.8, 0.1, [6400] * 2), (3.0, 0.1, [16000] * 3), (3.0, 0.001, [16000])],
 )
 def test_walks_begin_again_with_more_time_where_they_help(
     monkeypatch: pytest.MonkeyPatch, share: float, gain: float, rounds: list[int]
@@ -470,7 +472,7 @@ def test_walks_look_at_one_configuration_on_the_way_and_at_all_in_the_end(monkey
         return evaluate(table, configuration)
 
     search.evaluate = noted  # type: ignore[method-assign]
-    monkeypatch.setattr("planner.sites.walks.FEW", Pace(16, 2000, 20, 5e-4, (2, 5)))
+    monkeypatch.setattr("planner.sites.walks.FEW", Pace(16, 2000, 20, 5e-4, (2, 5), 3))
     found = _walk(search, first, 2000, 2, np.random.default_rng(0))
     assert len(asked) > 2 and set(asked[:-1]) == {first.configuration} and asked[-1] is None
     assert found.rank == min(evaluate(found.table, one).rank for one in problem.configurations())
