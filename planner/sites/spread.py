@@ -9,6 +9,7 @@ sites as their links allow.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,6 +22,8 @@ from planner.sites.problem import SiteProblem
 
 SCALES = (0.94, 0.97, 1.0, 1.01, 1.05, 1.1, 1.25, 2.0)
 """How long the busiest link may carry rows, over what the best hubs that leave nothing out need; longer leaves more out."""
+FINER = (0.98, 0.99, 1.0, 1.01, 1.02)
+"""And over what the fastest of these need."""
 MOST_USERS = 8
 """Of each hub of equal sites."""
 MOST_THIN = 0.9
@@ -63,13 +66,21 @@ def equal_spread(problem: SiteProblem) -> Spread | None:
 
 def best_spreads(problem: SiteProblem, plan: HubPlan, most_users: int) -> list[Spread]:
     """With links busy for as long as ``plan`` needs or somewhat longer, and the hubs that this takes: the fastest first."""
-    made = []
-    for forward, back in product(*([scale * busy for scale in SCALES] for busy in (plan.forward, plan.back))):
-        within = hubs_within(problem, forward, back, most_users)
-        if within is not None:
-            hubs, rooms = within
-            made.append(_spread(problem, HubPlan(hubs=hubs, rooms=rooms, layer_s=plan.layer_s, forward=forward, back=back)))
-    return sorted((one for one in made if one.left_out.any()), key=lambda one: one.layer_s)
+
+    def near(middle: HubPlan, scales: Iterable[tuple[float, float]]) -> list[Spread]:
+        found = []
+        for there, again in scales:
+            forward, back = there * middle.forward, again * middle.back
+            within = hubs_within(problem, forward, back, most_users)
+            if within is not None:
+                hubs, rooms = within
+                found.append(_spread(problem, HubPlan(hubs=hubs, rooms=rooms, layer_s=plan.layer_s, forward=forward, back=back)))
+        return sorted((one for one in found if one.left_out.any()), key=lambda one: one.layer_s)
+
+    made = near(plan, product(SCALES, SCALES))
+    if made:
+        made += near(made[0].plan, (scales for scales in product(FINER, FINER) if scales != (1.0, 1.0)))
+    return sorted(made, key=lambda one: one.layer_s)
 
 
 def _spread(problem: SiteProblem, plan: HubPlan) -> Spread:

@@ -68,6 +68,15 @@ def test_slow_homes_send_fewer_copies_and_the_step_is_shorter(seed: int) -> None
     assert search.evaluate(table).rank < search.evaluate(full).rank
 
 
+def test_finer_times_are_tried_about_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no coarse one is, where that is faster."""
+    finer = [spread_of(seed, 50) for seed in range(4)]
+    monkeypatch.setattr(module, "FINER", ())
+    coarse = [spread_of(seed, 50) for seed in range(4)]
+    gains = [before.layer_s / after.layer_s for (_, before), (_, after) in zip(coarse, finer, strict=True)]
+    assert min(gains) >= 1 and max(gains) > 1.001, gains
+
+
 @pytest.mark.parametrize("sites", [100, 400])
 def test_copies_are_as_many_as_was_estimated(sites: int) -> None:
     """Those at the few holders of what hubs leave out, too, of which there are ever more of each expert among more sites."""
