@@ -36,7 +36,7 @@ AMPLE_S = 60.0
 MOST_MINUTES = 3
 """But no more than in so many minutes."""
 PRICING_MERGED, PRICING = 0.5, 0.125
-"""Share of a bound's time in which prices of visits are looked for, at most: where different sites are merged, and where not."""
+"""Share of a bound's time in which prices of visits are looked for, at most: where sites are merged, and where not."""
 LEAST_PRICING_S = 0.3
 """With less time they are not."""
 FEW = 32
@@ -161,12 +161,11 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
 
 
 def _pricing_share(problem: SiteProblem, limit_s: float) -> float:
-    """Of a bound's time, for prices: where many sites are merged whose walks take none of it, or programs take too long."""
-    classes = site_classes(problem)
-    if classes.mixed:
-        share = 0.0 if walks_help(problem) else PRICING_MERGED
+    """Of a bound's time, for prices: where many sites are merged, which are not all equal, or programs take too long."""
+    if site_classes(problem).merged:
+        share = 0.0 if walks_help(problem) or problem.equal_sites else PRICING_MERGED
     else:
-        share = 0.0 if classes.merged or problem.num_sites <= FEW else PRICING
+        share = 0.0 if problem.num_sites <= FEW else PRICING
     return share if share * (PROVEN - SEARCHED) * limit_s >= LEAST_PRICING_S else 0.0
 
 

@@ -79,7 +79,8 @@ def best_spreads(problem: SiteProblem, plan: HubPlan, most_users: int) -> list[S
 
     made = near(plan, product(SCALES, SCALES))
     if made:
-        made += near(made[0].plan, (scales for scales in product(FINER, FINER) if scales != (1.0, 1.0)))
+        # The best of these only: where it does not fit into memory others like it do not either.
+        made += near(made[0].plan, (scales for scales in product(FINER, FINER) if scales != (1.0, 1.0)))[:1]
     return sorted(made, key=lambda one: one.layer_s)
 
 

@@ -18,7 +18,7 @@ from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray, gathers_and_returns
 from hybridep.workload import Workload
 from planner.clock import timed_by
-from planner.sites import priced, pricing
+from planner.sites import priced, pricing, solution
 from planner.sites.bound import prove, verify
 from planner.sites.cost import site_cost
 from planner.sites.exchange import between_sites, held_by_site
@@ -151,8 +151,12 @@ def test_no_plan_needs_fewer_copies(case: tuple[int, int, int], good: bool) -> N
 
 
 def check_bound(seed: int) -> None:
-    """With good prices and with any."""
-    problem = random_problem(seed, *[(3, 2), (4, 1), (2, 4), (3, 3)][seed % 4])
+    """With good prices and with any, of sites that differ and of a few kinds."""
+    check_bound_of(seed, random_problem(seed, *[(3, 2), (4, 1), (2, 4), (3, 3)][seed % 4]))
+    check_bound_of(seed, few_kinds(2 * seed + 1, *[(3, 2), (4, 1), (2, 4), (3, 3)][seed % 4]))
+
+
+def check_bound_of(seed: int, problem: SiteProblem) -> None:
     best = best_table(problem)
     assert best is not None
     plain, within_s = Relaxation(problem=problem), best[2] * 1.05
@@ -273,9 +277,9 @@ def test_prices_for_the_slowest_homes_alone() -> None:
     assert with_prices(Relaxation(problem=problem), step_s, rows_of(problem, table), deadline_s=-1.0).prices == ()
 
 
-def many_sites(number: int) -> SiteProblem:
-    """All different, without links of pairs."""
-    rng = np.random.default_rng(0)
+def many_sites(number: int, kinds: int | None = None) -> SiteProblem:
+    """All different, or of so many kinds, without links of pairs."""
+    rates = np.random.default_rng(0).uniform(5, 28, (kinds or number, 2))
     data = {
         "name": "many",
         "levels": [
@@ -285,7 +289,7 @@ def many_sites(number: int) -> SiteProblem:
         "gpu": {"throughput": "150 TFLOPS", "memory": "80 GB", "memory_bandwidth": "2 TB/s"},
         "sites": [
             {"name": f"s{i}", "up": f"{up:.3f} Gbps", "down": f"{down:.3f} Gbps"}
-            for i, (up, down) in enumerate(rng.uniform(5, 28, (number, 2)))
+            for i, (up, down) in enumerate(np.resize(rates, (number, 2)))
         ],
     }
     model = {
@@ -300,6 +304,27 @@ def many_sites(number: int) -> SiteProblem:
     training = {"sequence_length": 4096, "micro_batch_size": 1, "micro_batches": 4, "dtype": "bf16"}
     workload = build(Workload, {"name": "test", "model": model, "training": training}, "test")
     return site_problem(build(Cluster, data, "test"), workload)
+
+
+@pytest.mark.parametrize(
+    ("sites", "kinds", "limit_s", "looked_for"),
+    [(400, None, 10, True), (400, 10, 10, True), (400, 10, 1, False), (400, 1, 10, False), (300, None, 10, False)],
+)
+def test_prices_are_looked_for_among_many_sites_that_are_not_equal(
+    sites: int, kinds: int | None, limit_s: float, looked_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[float]()
+
+    def without(relaxation: Relaxation, best_s: float, rows_s: tuple[float, float], until_s: float) -> Relaxation:
+        asked.append(until_s)
+        return relaxation
+
+    monkeypatch.setattr(pricing, "with_prices", without)
+    monkeypatch.setattr(solution, "_look", lambda search, seeds: search.evaluate(np.tile(search.problem.home_site, (sites, 1))))
+    monkeypatch.setattr(solution, "MOST_BOXES", 1)
+    monkeypatch.setattr("planner.sites.walks.prepare", lambda problem, report: None)
+    solve_sites(many_sites(sites, kinds), Wishes(time_limit_s=limit_s))
+    assert bool(asked) == looked_for
 
 
 def test_many_different_sites_are_bounded_more_closely() -> None:
