@@ -22,9 +22,10 @@ ROUNDS = 3
 """Tokens that leave need some memory themselves, for what comes back of them."""
 
 
-def relieved_table(problem: SiteProblem, spread: Spread, table: IntArray) -> IntArray | None:
-    """[D, E]: ``table``, which is that of ``spread``, with tokens of hubs sent away until copies may stay for the whole step in
-    all ranks' memory, or as it is where they may already; None where hubs' links have too little room for that."""
+def relieved_table(problem: SiteProblem, spread: Spread, table: IntArray, own: IntArray | None = None) -> IntArray | None:
+    """[D, E]: ``table``, which is that of ``spread`` and of what users hold themselves (``own``), with tokens of hubs sent away
+    until copies may stay for the whole step in all ranks' memory, or as it is where they may already; None where hubs' links have
+    too little room for that."""
     missing_bytes = wanted_bytes = _missing_bytes(problem, table)
     for _ in range(ROUNDS):
         if not missing_bytes.any():
@@ -32,7 +33,7 @@ def relieved_table(problem: SiteProblem, spread: Spread, table: IntArray) -> Int
         away = _sent_away(problem, spread, wanted_bytes)
         if away is None:
             return None
-        table = spread_table(problem, spread, away)
+        table = spread_table(problem, spread, away, own)
         missing_bytes = _missing_bytes(problem, table)
         wanted_bytes = wanted_bytes + missing_bytes
     return None if missing_bytes.any() else table

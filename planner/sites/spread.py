@@ -5,6 +5,9 @@ A token needs a holder of one expert only with the small chance P(1), so a site 
 s / P(1) experts elsewhere, one by one, and its hub need not hold them. What limits the gather are the homes with the slowest
 links, so it is their experts that hubs leave out. Each expert left out has a few holders among the users, who serve it to as many
 sites as their links allow.
+
+Among few hundred sites gathers wait for the hubs' own links, while fast homes' have room for copies at many more sites. There a
+hub's users hold some experts themselves, which the hub finds at one of them; that leaves memory for users, too.
 """
 
 from __future__ import annotations
@@ -164,9 +167,22 @@ def _fewest_copies(problem: SiteProblem, hubs: IntArray, left_out: IntArray, thi
     return copies(*best), sum(best)
 
 
-def spread_table(problem: SiteProblem, spread: Spread, away: np.ndarray | None = None) -> IntArray:
+def own_counts(problem: SiteProblem, spread: Spread, share: float) -> IntArray:
+    """[hubs]: how many experts each hub's users hold themselves, so that no hub's links take longer for its copies than this
+    share of what the slowest hub's take for all that it does not leave out."""
+    hubs, wire = spread.plan.hubs, problem.wire
+    kept = problem.num_experts - spread.left_out - problem.homes[hubs]
+    down, up = problem.down_bytes_per_s[hubs] / wire.expert_bytes, problem.up_bytes_per_s[hubs] / wire.expert_gradient_bytes
+    rate = np.minimum(down, up)
+    most = np.floor(share * float((kept / rate).max()) * rate).astype(np.int64)
+    users = np.bincount(spread.hub_of, minlength=problem.num_sites)[hubs] - 1
+    return np.where(users > 0, np.maximum(kept - most, 0), 0)
+
+
+def spread_table(problem: SiteProblem, spread: Spread, away: np.ndarray | None = None, own: IntArray | None = None) -> IntArray:
     """[D, E]: hubs compute for their users what they hold; the rest is computed by each expert's few other holders. So is what
-    hubs hold for their users only (``away``, [hubs, E]; see ``planner.sites.relief``)."""
+    hubs hold for their users only (``away``, [hubs, E]; see ``planner.sites.relief``). Of the fastest homes' experts each hub's
+    users hold so many themselves (``own``, [hubs]), one of whom computes them for the hub, where its links have room."""
     size, hubs, hub_of = problem.num_sites, spread.plan.hubs, spread.hub_of
     missing = np.zeros((size, problem.num_experts), dtype=np.bool_)
     missing[hubs] = left_out(problem, spread)
@@ -177,9 +193,13 @@ def spread_table(problem: SiteProblem, spread: Spread, away: np.ndarray | None =
     lacks = missing[hub_of]
     if away is not None:
         lacks[hubs] |= away
-    # The slowest homes first, whose experts are to have the fewest copies: each goes to those with most room.
     there_s, back_s = copy_seconds(problem)
-    for expert in np.argsort(-(there_s + back_s), kind="stable"):
+    slowest = np.argsort(-(there_s + back_s), kind="stable")
+    if own is not None:
+        _give_users(problem, spread, own, table, free)
+        lacks &= table == hub_of[:, None]
+    # The slowest homes first, whose experts are to have the fewest copies: each goes to those with most room.
+    for expert in slowest:
         home = problem.home_site[expert]
         table[home, expert] = home
         lacks[home, expert] = False
@@ -195,9 +215,30 @@ def spread_table(problem: SiteProblem, spread: Spread, away: np.ndarray | None =
         places, asking = places[: len(asking)], asking[: len(places)]
         table[asking, expert] = places
         free -= np.bincount(places, minlength=size)
-        own = holders[lacks[holders, expert]]
-        table[own, expert] = own
+        own_places = holders[lacks[holders, expert]]
+        table[own_places, expert] = own_places
     return table
+
+
+def _give_users(problem: SiteProblem, spread: Spread, own: IntArray, table: IntArray, free: IntArray) -> None:
+    """What users hold themselves, into ``table``, and what that takes of the room of those who compute it for hubs. Hub by hub
+    those experts whose homes' links are then busy for the shortest time."""
+    missing, one = left_out(problem, spread), float(problem.hit[1])
+    copy_s, copies = sum(copy_seconds(problem)), (~missing).sum(axis=0)
+    for number in np.flatnonzero(own):
+        hub = spread.plan.hubs[number]
+        users = np.flatnonzero(spread.hub_of == hub)
+        users = users[users != hub]
+        busy_s = np.where(missing[number] | (problem.home_site == hub), np.inf, (copies + len(users)) * copy_s)
+        held = np.argsort(busy_s, kind="stable")[: own[number]]
+        held = held[np.isfinite(busy_s[held])]
+        rows = int(np.ceil(problem.hit[len(held)] / one))
+        computing = users[np.argmax(free[users])]
+        if len(held) and free[computing] >= rows:
+            free[computing] -= rows
+            copies[held] += len(users) - 1
+            table[np.ix_(users, held)] = users[:, None]
+            table[hub, held] = computing
 
 
 def left_out(problem: SiteProblem, spread: Spread) -> np.ndarray:

@@ -28,7 +28,7 @@ from planner.sites.hubs import best_hubs, hub_table, served_table
 from planner.sites.problem import SiteProblem
 from planner.sites.relief import relieved_table
 from planner.sites.search import Found, Search
-from planner.sites.spread import best_spreads, equal_spread, spread_table
+from planner.sites.spread import Spread, best_spreads, equal_spread, own_counts, spread_table
 
 SHARES = (Share(), Share(power=0.5), Share(power=1.0), Share(holders=1), Share(holders=2))
 """Ways for the members of a group to share the experts."""
@@ -36,6 +36,9 @@ FEWER_USERS = 0.85
 """How much fewer users each hub is given in the next attempt, at least one."""
 SPREADS = 3
 """Ways to leave experts out that are tried with so many users: estimates are right about the order to a percent."""
+OWN_SHARES, FOR_MEMORY = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5), 0.85
+"""How long hubs' links may take for copies, over what the slowest hub's take for all that it does not leave out, while users hold
+the rest; and down to where that is tried for hubs' memory alone."""
 APART = 0.15
 """Walks begin at the best tables that differ from each other in this share of their entries."""
 MOST_SITES, MOST_EQUAL = 384, 64
@@ -135,12 +138,16 @@ def try_best_hubs(search: Search) -> bool:
         if plan is None:
             return None
         found = search.evaluate(served_table(problem, plan))
+        made: list[tuple[Found, Spread]] = []
         for spread in [] if search.over else best_spreads(problem, plan, most_users)[:SPREADS]:
-            table = spread_table(problem, spread)
-            relieved = relieved_table(problem, spread, table)
-            found = min(found, search.evaluate(table if relieved is None else relieved), key=lambda one: one.rank)
+            made.append((_spread_over(search, spread, 1.0), spread))
             if search.over:
                 break
+        if made:
+            # Where copies stay with none of them, the one that would be fastest if they did.
+            best = min(made, key=lambda one: one[0].rank)
+            best = best if _copies_stay(best[0]) else made[0]
+            found = min(found, *(one for one, _ in made), _with_own(search, *best), key=lambda one: one.rank)
         ranks[most_users] = found.rank
         return found
 
@@ -161,6 +168,26 @@ def try_best_hubs(search: Search) -> bool:
     if not ranks or found is None or found.configuration is None or found.rank > min(ranks.values()):
         return False
     return _copies_stay(found)
+
+
+def _spread_over(search: Search, spread: Spread, share: float) -> Found:
+    """With what users hold themselves so that hubs' links take this share of the time for copies."""
+    own = own_counts(search.problem, spread, share)
+    table = spread_table(search.problem, spread, own=own)
+    relieved = relieved_table(search.problem, spread, table, own)
+    return search.evaluate(table if relieved is None else relieved)
+
+
+def _with_own(search: Search, found: Found, spread: Spread) -> Found:
+    """Users hold ever more themselves as long as that helps; or, where memory lets no copies stay, until it does."""
+    for share in OWN_SHARES:
+        if search.over:
+            break
+        made = _spread_over(search, spread, share)
+        if made.rank >= found.rank and (_copies_stay(found) or share < FOR_MEMORY):
+            break
+        found = min(found, made, key=lambda one: one.rank)
+    return found
 
 
 def _copies_stay(found: Found) -> bool:

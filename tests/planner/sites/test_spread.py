@@ -11,11 +11,12 @@ from test_hubs import cluster_of, many_experts
 from hybridep.config import build
 from hybridep.topology import Cluster
 from planner.sites import spread as module
+from planner.sites import strategy
 from planner.sites.exchange import held_by_site, layer_exchanges
 from planner.sites.hubs import best_hubs, served_table
 from planner.sites.problem import Inside, SiteProblem, site_problem
 from planner.sites.search import Search
-from planner.sites.spread import Spread, best_spreads, equal_hubs, equal_spread, spread_table
+from planner.sites.spread import Spread, best_spreads, equal_hubs, equal_spread, own_counts, spread_table
 from planner.sites.strategy import run
 
 
@@ -27,7 +28,11 @@ def busiest(problem: SiteProblem, table: np.ndarray) -> tuple[float, float]:
 
 
 def within_times(problem: SiteProblem, spread: Spread) -> bool:
-    forward, back = busiest(problem, spread_table(problem, spread))
+    return within(problem, spread, spread_table(problem, spread))
+
+
+def within(problem: SiteProblem, spread: Spread, table: np.ndarray) -> bool:
+    forward, back = busiest(problem, table)
     return forward <= spread.plan.forward * (1 + 1e-6) and back <= spread.plan.back * (1 + 1e-6)
 
 
@@ -88,6 +93,45 @@ def test_copies_are_as_many_as_was_estimated(sites: int) -> None:
     assert spread.thin * spread.left_out.sum() == pytest.approx(elsewhere, rel=0.35)
     # Hubs leave out all they may, which may be more than is of use.
     assert 0.8 < held.sum(axis=0)[wanted].mean() / spread.most_copies[wanted].mean() < 1.05
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_users_hold_what_hubs_have_no_time_for(seed: int) -> None:
+    """Links keep to their time for rows, and hubs' to a share of theirs for copies; one user computes for its hub."""
+    problem, spread = spread_of(seed, 60)
+    hubs, before = spread.plan.hubs, held_by_site(problem, spread_table(problem, spread))
+    own = own_counts(problem, spread, 0.8)
+    table = spread_table(problem, spread, own=own)
+    assert within(problem, spread, table)
+    held = held_by_site(problem, table)
+    fewer = before[hubs].sum(axis=1) - held[hubs].sum(axis=1)
+    assert (fewer > 0).sum() >= 5 and (fewer[own == 0] == 0).all() and (fewer <= own).all()
+    for number in np.flatnonzero(fewer > 0):
+        hub = hubs[number]
+        users = np.setdiff1d(np.flatnonzero(spread.hub_of == hub), hub)
+        gone = np.flatnonzero(before[hub].astype(bool) & ~held[hub].astype(bool))
+        assert held[np.ix_(users, gone)].all() and len(np.unique(table[hub, gone])) == 1 and table[hub, gone][0] in users
+    rate = np.minimum(
+        problem.down_bytes_per_s / problem.wire.expert_bytes, problem.up_bytes_per_s / problem.wire.expert_gradient_bytes
+    )
+    copies = (held.sum(axis=1) - problem.homes)[hubs] / rate[hubs]
+    longest = ((before.sum(axis=1) - problem.homes)[hubs] / rate[hubs]).max()
+    assert copies[fewer == own].max() <= 0.8 * longest * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("sites", "kinds"), [(60, None), (100, None), (100, 10)])
+def test_hubs_whose_users_hold_some_are_faster_where_links_of_hubs_are_busiest(
+    sites: int, kinds: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = site_problem(cluster_of(0, sites, kinds=kinds), many_experts())
+    steps_s = []
+    for shares in (strategy.OWN_SHARES, ()):
+        monkeypatch.setattr(strategy, "OWN_SHARES", shares)
+        search = Search(problem=problem)
+        strategy.try_best_hubs(search)
+        assert search.best is not None
+        steps_s.append(search.best.rank[1])
+    assert steps_s[0] < 0.997 * steps_s[1]
 
 
 def equal_sites(sites: int) -> SiteProblem:
