@@ -56,6 +56,7 @@ class Proof:
 
     best_s: float
     parts: tuple[tuple[Box, Evidence], ...]
+    """Those first for which least is proven."""
     prices: tuple[Priced, ...]
     """Of visits, which say something of all of them."""
     bound_s: float
@@ -178,12 +179,12 @@ def prove(
             interrupted = True
             break
     done += [one.part for one in batch]
-    parts = list(dict.fromkeys([*done, *(one.part for *_, one in heap)]))
+    parts = sorted(dict.fromkeys([*done, *(one.part for *_, one in heap)]), key=lambda part: part.value_s)
     return Proof(
         best_s=best_s,
         parts=tuple((part.box, part.evidence) for part in parts),
         prices=relaxation.prices,
-        bound_s=min(part.value_s for part in parts),
+        bound_s=parts[0].value_s,
         interrupted=interrupted,
     )
 

@@ -77,6 +77,26 @@ def with_prices(
     return replace(relaxation, prices=tuple(made[number] for number in sorted(useful - {-1})))
 
 
+def with_prices_about(relaxation: Relaxation, box: Box, best_s: float) -> Relaxation:
+    """The same with those for the times of rows in a box, too, for which others prove little."""
+    box = narrowed(relaxation, box, best_s) or box
+    classes = _mean_sites(relaxation, box, _classes(relaxation, box), relaxation.limits(box).most_held)
+    made = []
+    for homes in _groups(relaxation):
+        price, _ = find_prices(classes, _hit(relaxation, homes))
+        made.append(priced(relaxation, price, homes))
+    return replace(relaxation, prices=(*relaxation.prices, *made))
+
+
+def _mean_sites(relaxation: Relaxation, box: Box, label: IntArray, most_held: FloatArray) -> Sites:
+    """Of classes ([K]: which one each kind is of), where links are busy for as long as the box's upper ends say."""
+    number = relaxation.classes.kinds.count
+    count = np.bincount(label, weights=number).astype(np.float64)
+    rooms = (*row_budgets(relaxation, box), most_held)
+    sent, received, most = (np.bincount(label, weights=one * number) / count for one in rooms)
+    return Sites(count=count, sent=sent, received=received, most=most)
+
+
 def _groups(relaxation: Relaxation) -> list[FloatArray]:
     """[K] each: experts at home of sites of each kind, of the slowest homes with about each of ``SHARES``."""
     kinds, slowest = relaxation.classes.kinds, slowest_homes(relaxation, PARTS)
@@ -134,10 +154,7 @@ class _Grid:
 
     def sites(self, box: Box) -> Sites:
         """Where links are busy for as long as the box's upper ends say."""
-        kinds, most = self.relaxation.classes.kinds, self.relaxation.limits(self.root).most_held
-        rooms = (*row_budgets(self.relaxation, box), most)
-        mean = [np.bincount(self.label, weights=one * kinds.count) / self.count for one in rooms]
-        return Sites(count=self.count, sent=mean[0], received=mean[1], most=mean[2])
+        return _mean_sites(self.relaxation, box, self.label, self.relaxation.limits(self.root).most_held)
 
     def add(self, one: Priced, best_s: float) -> None:
         """Where a step shorter than ``best_s`` may be possible."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,6 +39,8 @@ PRICING_MERGED, PRICING = 0.5, 0.125
 """Share of a bound's time in which prices of visits are looked for, at most: where sites are merged, and where not."""
 LEAST_PRICING_S = 0.3
 """With less time they are not."""
+AGAIN = 1e-3
+"""What a proof must gain by further prices, of the step, for more of them."""
 FEW = 32
 """Up to so many sites that are not merged have programs which say more than prices."""
 ENOUGH_GAP = 0.005
@@ -143,7 +145,10 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
                 rows, begun_s = between_sites(one, search.best.table).rows, now_s()
                 until_s = begun_s + pricing_share * (deadline_s - begun_s)
                 relaxation = pricing.with_prices(relaxation, best_s, (rows.line(one)[1], rows.reverse.line(one)[1]), until_s)
+            begun_s = now_s()
             proof = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=boxes, deadline_s=deadline_s, report=told)
+            if pricing_share:
+                proof = _with_more_prices(relaxation, proof, boxes, now_s() - begun_s, deadline_s, told)
         except KeyboardInterrupt:
             interrupted, proof = True, prove(relaxation, best_s, deadline_s=0.0)
         interrupted |= proof.interrupted
@@ -158,6 +163,34 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         solve_s=now_s() - started,
         pool=tuple(search.pool),
     )
+
+
+def _with_more_prices(
+    relaxation: Relaxation, proof: Proof, max_boxes: int, took_s: float, deadline_s: float, report: Callable[[float], None] | None
+) -> Proof:
+    """Begun again with prices for where least is proven, as long as that helps and there is as much time as it took before."""
+    from planner.sites import pricing
+
+    best_s = proof.best_s
+    while not proof.interrupted and proof.bound_s < best_s * (1 - ENOUGH_GAP) and now_s() + took_s < deadline_s:
+        begun_s = now_s()
+        try:
+            relaxation = pricing.with_prices_about(relaxation, proof.parts[0][0], best_s)
+        except KeyboardInterrupt:
+            return replace(proof, interrupted=True)
+        told = _from(report, proof.bound_s)
+        again = prove(relaxation, best_s, enough_gap=ENOUGH_GAP, max_boxes=max_boxes, deadline_s=deadline_s, report=told)
+        helped = again.bound_s > proof.bound_s + AGAIN * best_s
+        proof = replace(max(again, proof, key=lambda one: one.bound_s), interrupted=again.interrupted)
+        if not helped:
+            break
+        took_s = now_s() - begun_s
+    return proof
+
+
+def _from(report: Callable[[float], None] | None, least_s: float) -> Callable[[float], None] | None:
+    """Told no bound below one that is known."""
+    return None if report is None else lambda seconds: report(max(seconds, least_s))
 
 
 def _pricing_share(problem: SiteProblem, limit_s: float) -> float:

@@ -17,9 +17,10 @@ from hybridep.plan import Residency
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray, gathers_and_returns
 from hybridep.workload import Workload
-from planner.clock import timed_by
+from planner.clock import now_s, timed_by
 from planner.sites import priced, pricing, solution
 from planner.sites.bound import prove, verify
+from planner.sites.boxes import Box
 from planner.sites.cost import site_cost
 from planner.sites.exchange import between_sites, held_by_site
 from planner.sites.hubs import best_hubs, served_table
@@ -341,3 +342,27 @@ def test_many_different_sites_are_bounded_more_closely() -> None:
     with timed_by(time.process_time):
         solved = solve_sites(problem, Wishes(time_limit_s=8.0))
     assert 1.05 * bounds_s[1] < solved.bound_s <= solved.found.rank[1]
+
+
+def test_prices_are_added_where_least_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the proof made anew with them, until that no longer helps, is interrupted, or there is too little time."""
+    problem = many_sites(400)
+    plan = best_hubs(problem, problem.num_sites)
+    assert plan is not None
+    step_s = Search(problem=problem).evaluate(served_table(problem, plan)).rank[1]
+    plain = Relaxation(problem=problem)
+    proof = prove(plain, step_s, max_boxes=60)
+    told = list[float]()
+    better = solution._with_more_prices(plain, proof, 60, 0.0, np.inf, told.append)
+    assert min(told) == proof.bound_s
+    assert better.prices and not better.interrupted
+    assert better.bound_s > proof.bound_s + solution.AGAIN * step_s
+    assert verify(plain, better) == pytest.approx(better.bound_s, rel=1e-12)
+    assert solution._with_more_prices(plain, proof, 60, 10.0, now_s() + 5, None) is proof
+
+    def stop(relaxation: Relaxation, box: Box, best_s: float) -> Relaxation:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pricing, "with_prices_about", stop)
+    stopped = solution._with_more_prices(plain, proof, 60, 0.0, np.inf, None)
+    assert stopped.interrupted and stopped.bound_s == proof.bound_s and stopped.parts == proof.parts
