@@ -6,7 +6,7 @@ s / P(1) experts elsewhere, one by one, and its hub need not hold them. What lim
 links, so it is their experts that hubs leave out. Each expert left out has a few holders among the users, who serve it to as many
 sites as their links allow.
 
-Among few hundred sites gathers wait for the hubs' own links, while fast homes' have room for copies at many more sites. There a
+Among a few hundred sites gathers wait for the hubs' own links, while fast homes' have room for copies at many more sites. There a
 hub's users hold some experts themselves, which the hub finds at one of them; that leaves memory for users, too.
 """
 
@@ -181,8 +181,8 @@ def own_counts(problem: SiteProblem, spread: Spread, share: float) -> IntArray:
 
 def spread_table(problem: SiteProblem, spread: Spread, away: np.ndarray | None = None, own: IntArray | None = None) -> IntArray:
     """[D, E]: hubs compute for their users what they hold; the rest is computed by each expert's few other holders. So is what
-    hubs hold for their users only (``away``, [hubs, E]; see ``planner.sites.relief``). Of the fastest homes' experts each hub's
-    users hold so many themselves (``own``, [hubs]), one of whom computes them for the hub, where its links have room."""
+    hubs hold for their users only (``away``, [hubs, E]; see ``planner.sites.relief``). So many experts each hub's users hold
+    themselves (``own``, [hubs]), and one of them computes these for the hub, where its links have room."""
     size, hubs, hub_of = problem.num_sites, spread.plan.hubs, spread.hub_of
     missing = np.zeros((size, problem.num_experts), dtype=np.bool_)
     missing[hubs] = left_out(problem, spread)
@@ -194,12 +194,11 @@ def spread_table(problem: SiteProblem, spread: Spread, away: np.ndarray | None =
     if away is not None:
         lacks[hubs] |= away
     there_s, back_s = copy_seconds(problem)
-    slowest = np.argsort(-(there_s + back_s), kind="stable")
     if own is not None:
         _give_users(problem, spread, own, table, free)
         lacks &= table == hub_of[:, None]
     # The slowest homes first, whose experts are to have the fewest copies: each goes to those with most room.
-    for expert in slowest:
+    for expert in np.argsort(-(there_s + back_s), kind="stable"):
         home = problem.home_site[expert]
         table[home, expert] = home
         lacks[home, expert] = False
