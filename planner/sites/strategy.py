@@ -181,10 +181,11 @@ def _spread_over(search: Search, spread: Spread, share: float) -> Found:
 def _with_own(search: Search, found: Found, spread: Spread) -> Found:
     """Users hold ever more themselves as long as that helps; or, where memory lets no copies stay, until it does."""
     for share in OWN_SHARES:
-        if search.over:
+        stays = _copies_stay(found)
+        if search.over or (share < FOR_MEMORY and not stays):
             break
         made = _spread_over(search, spread, share)
-        if made.rank >= found.rank and (_copies_stay(found) or share < FOR_MEMORY):
+        if stays and made.rank >= found.rank:
             break
         found = min(found, made, key=lambda one: one.rank)
     return found
