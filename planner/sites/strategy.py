@@ -24,7 +24,7 @@ from planner.sites.grouping import (
     nearest_groups,
     shared_table,
 )
-from planner.sites.hubs import best_hubs, hub_table, served_table
+from planner.sites.hubs import HubPlan, best_hubs, hub_table, served_table
 from planner.sites.problem import SiteProblem
 from planner.sites.relief import relieved_table
 from planner.sites.search import Found, Search
@@ -127,7 +127,8 @@ def walks_help(problem: SiteProblem) -> bool:
 
 def try_best_hubs(search: Search) -> bool:
     """The best hubs for the links alone, then with ever fewer users each, until memory lets copies stay and fewer do not help;
-    each with everything, and without what users find elsewhere. True if one of these is best then, and its copies stay."""
+    each with everything, without what users find elsewhere, and without what users hold themselves. True if one of these is best
+    then, and its copies stay."""
     problem = search.problem
     ranks: dict[int, tuple[int, float]] = {}
 
@@ -137,17 +138,8 @@ def try_best_hubs(search: Search) -> bool:
         plan = best_hubs(problem, most_users) if most_users > 0 and most_users not in ranks and not late else None
         if plan is None:
             return None
-        found = search.evaluate(served_table(problem, plan))
-        made: list[tuple[Found, Spread]] = []
-        for spread in [] if search.over else best_spreads(problem, plan, most_users)[:SPREADS]:
-            made.append((_spread_over(search, spread, 1.0), spread))
-            if search.over:
-                break
-        if made:
-            # Where copies stay with none of them, the one that would be fastest if they did.
-            best = min(made, key=lambda one: one[0].rank)
-            best = best if _copies_stay(best[0]) else made[0]
-            found = min(found, *(one for one, _ in made), _with_own(search, *best), key=lambda one: one.rank)
+        tables = [search.evaluate(served_table(problem, plan)), *_leaving_out(search, plan, most_users)]
+        found = min(tables, key=lambda one: one.rank)
         ranks[most_users] = found.rank
         return found
 
@@ -168,6 +160,21 @@ def try_best_hubs(search: Search) -> bool:
     if not ranks or found is None or found.configuration is None or found.rank > min(ranks.values()):
         return False
     return _copies_stay(found)
+
+
+def _leaving_out(search: Search, plan: HubPlan, most_users: int) -> list[Found]:
+    """The likeliest ways to leave experts out, and the best of them with what users hold themselves."""
+    made: list[tuple[Found, Spread]] = []
+    for spread in [] if search.over else best_spreads(search.problem, plan, most_users)[:SPREADS]:
+        made.append((_spread_over(search, spread, 1.0), spread))
+        if search.over:
+            break
+    if not made:
+        return []
+    # Where copies stay with none of them, the one that would be fastest if they did.
+    best = min(made, key=lambda one: one[0].rank)
+    best = best if _copies_stay(best[0]) else made[0]
+    return [*(found for found, _ in made), _with_own(search, *best)]
 
 
 def _spread_over(search: Search, spread: Spread, share: float) -> Found:
