@@ -16,8 +16,7 @@ from planner.sites.problem import SiteProblem
 def hub_table(problem: SiteProblem, count: int, team: int) -> IntArray:
     """[D, E]: ``count`` hubs of ``team`` sites each; the hubs' sites are the fastest, and each hub gets users in proportion to
     the slowest link of its sites, near ones where paths between sites differ."""
-    rate = np.minimum(problem.up_bytes_per_s, problem.down_bytes_per_s)
-    order = np.argsort(-rate, kind="stable")
+    rate, order = np.minimum(problem.up_bytes_per_s, problem.down_bytes_per_s), problem.fastest_first
     hubs = order[: count * team].reshape(count, team)
     room = apportion(len(order) - count * team, rate[hubs].min(axis=1))
     table = np.empty((problem.num_sites, problem.num_experts), dtype=np.int64)
@@ -104,7 +103,9 @@ def hubs_within(problem: SiteProblem, forward: float, back: float, most_users: i
     rooms = np.floor(np.minimum(forward * down, back * up) * (1 + 1e-9)).astype(np.int64)
     rooms = np.minimum(rooms, most_users)
     stays = np.minimum(forward * up, back * down) * (1 + 1e-9) < 1.0
-    order = np.lexsort((-np.minimum(up, down), -rooms, ~stays))
+    order = problem.fastest_first
+    order = order[np.argsort(-rooms[order], kind="stable")]
+    order = np.concatenate([order[stays[order]], order[~stays[order]]])
     enough = np.cumsum(rooms[order]) >= size - 1 - np.arange(size)
     enough[: max(int(stays.sum()) - 1, 0)] = False
     if not enough.any():

@@ -111,6 +111,11 @@ class SiteProblem:
         return np.bincount(self.home_site, minlength=self.num_sites).astype(np.int64)
 
     @cached_property
+    def fastest_first(self) -> IntArray:
+        """[D]: sites by the slower of their links."""
+        return np.argsort(-np.minimum(self.up_bytes_per_s, self.down_bytes_per_s), kind="stable")
+
+    @cached_property
     def inner_sizes(self) -> tuple[int, ...]:
         """Of the levels below the sites; n is their product."""
         return self.cluster.sizes[1:]

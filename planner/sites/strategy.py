@@ -132,10 +132,12 @@ def try_best_hubs(search: Search) -> bool:
     problem = search.problem
     ranks: dict[int, tuple[int, float]] = {}
 
-    def attempt(most_users: int) -> Found | None:
+    def attempt(most_users: int, plan: HubPlan | None = None) -> Found | None:
         # Whatever the time limit, one plan is looked at: finding hubs among many sites may take all of a short one.
         late = search.over and search.best is not None
-        plan = best_hubs(problem, most_users) if most_users > 0 and most_users not in ranks and not late else None
+        if most_users < 1 or most_users in ranks or late:
+            return None
+        plan = plan or best_hubs(problem, most_users)
         if plan is None:
             return None
         tables = [search.evaluate(served_table(problem, plan)), *_leaving_out(search, plan, most_users)]
@@ -147,7 +149,8 @@ def try_best_hubs(search: Search) -> bool:
     plan = best_hubs(problem, most)
     while plan is not None and most > 1:
         most = min(int(plan.rooms.max()), most - 1, int(most * FEWER_USERS) if ranks else most)
-        found = attempt(most)
+        # No hub of the first has more users than that.
+        found = attempt(most, None if ranks else plan)
         if found is None or found.configuration is None:
             break
         if found.rank > min(ranks.values()) and found.configuration.residency is Residency.STEP:
@@ -167,14 +170,15 @@ def _leaving_out(search: Search, plan: HubPlan, most_users: int) -> list[Found]:
     made: list[tuple[Found, Spread]] = []
     for spread in [] if search.over else best_spreads(search.problem, plan, most_users)[:SPREADS]:
         made.append((_spread_over(search, spread, 1.0), spread))
-        if search.over:
+        # Where memory is too short even for copies that do not stay, others like it need not be tried.
+        if search.over or made[-1][0].rank[0] > 0:
             break
     if not made:
         return []
     # Where copies stay with none of them, the one that would be fastest if they did.
     best = min(made, key=lambda one: one[0].rank)
     best = best if _copies_stay(best[0]) else made[0]
-    return [*(found for found, _ in made), _with_own(search, *best)]
+    return [*(found for found, _ in made), *([_with_own(search, *best)] if best[0].rank[0] == 0 else [])]
 
 
 def _spread_over(search: Search, spread: Spread, share: float) -> Found:
