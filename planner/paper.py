@@ -86,10 +86,10 @@ def best_share(
 ) -> float:
     """Eq. 12: the continuous p that minimises ``latency_s``, in [0, 1].
 
-    Where moving all experts is cheaper than moving tokens (2 D >= G P_E), p = 0. Otherwise as many experts are gathered as
-    the pre-expert computation hides: p = 1 - B PE / (P_E (G - 1)).
+    Where moving all experts is cheaper than moving tokens (2 D >= G P_E), or nobody is there to move to, p = 0. Otherwise as many
+    experts are gathered as the pre-expert computation hides: p = 1 - B PE / (P_E (G - 1)).
     """
-    if 2 * data_bytes >= num_gpus * expert_bytes:
+    if num_gpus == 1 or 2 * data_bytes >= num_gpus * expert_bytes:
         return 0.0
     return max(0.0, 1 - bandwidth_bytes_per_s * pre_expert_s / all_gather_bytes(expert_bytes, num_gpus))
 

@@ -329,7 +329,7 @@ def verify(relaxation: Relaxation, proof: Proof) -> float:
     if proof.prices:
         from planner.sites.pricing import priced  # numba takes a while to import
 
-        made = tuple(priced(relaxation, one.prices.price, one.homes) for one in proof.prices)
+        made = tuple(priced(relaxation, one.prices.price, one.homes, fine=one.prices.fine) for one in proof.prices)
     relaxation = replace(relaxation, prices=made)
     boxes = [box for box, _ in proof.parts]
     for root in relaxation.roots():

@@ -24,7 +24,7 @@ def best_table(problem: SiteProblem) -> tuple[IntArray, Configuration, float] | 
     None when there is none. Looks at all D ** (D E) tables; with rules, of those that keep them."""
     best: tuple[IntArray, Configuration, float] | None = None
     for tables in _chunks(problem):
-        if problem.num_inside == 1 and not any(one.lossy for one in problem.codecs):
+        if at_once(problem):
             found = _best_of(problem, tables)
             if found is not None and (best is None or found[2] < best[2]):
                 best = found
@@ -33,6 +33,11 @@ def best_table(problem: SiteProblem) -> tuple[IntArray, Configuration, float] | 
             for inside in dict.fromkeys(one.inside for one in problem.configurations()):
                 best = _better(problem, table, inside, best)
     return best
+
+
+def at_once(problem: SiteProblem) -> bool:
+    """Whether costs of many tables can be computed together."""
+    return problem.num_inside == 1 and not any(one.lossy for one in problem.codecs)
 
 
 def _chunks(problem: SiteProblem) -> Iterator[IntArray]:

@@ -55,19 +55,31 @@ def with_prices(
     raised: list[float] = []
     box = _within(roots[0], (FIRST * rows_s[0], FIRST * rows_s[1]))
     cell: int | None = None
+    fine = False
     while now_s() < deadline_s and len(made) < MOST_PRICES:
         if made:
             lowest = np.minimum.reduce([grid.proven_s.max(axis=0) for grid in grids])
             cell = int(lowest.argmin())
             raised.append(float(lowest[cell]))
-            if raised[-1] >= best_s or (len(raised) > PATIENCE and raised[-1] < raised[-1 - PATIENCE] + RAISED * best_s):
+            if raised[-1] >= best_s:
                 break
+            if len(raised) > PATIENCE and raised[-1] < raised[-1 - PATIENCE] + RAISED * best_s:
+                if fine:
+                    break
+                # What is found in coarse steps tells where to look.
+                fine, raised, ways = True, [], [[] for _ in groups]
+                made = [priced(relaxation, one.prices.price, one.homes, fine=True) for one in made]
+                for grid in grids:
+                    grid.proven_s = grid.proven_s[:1]
+                    for one in made:
+                        grid.add(one, best_s)
+                continue
             box = min(grids, key=lambda one: float(one.proven_s[:, cell].max())).box(cell)
         for group in _telling(grids, about, len(groups), cell):
             if made and now_s() >= deadline_s:
                 break
-            prices, ways[group] = find_prices(grids[0].sites(box), _hit(relaxation, groups[group]), ways[group])
-            made.append(priced(relaxation, prices, groups[group]))
+            prices, ways[group] = find_prices(grids[0].sites(box), _hit(relaxation, groups[group]), ways[group], fine=fine)
+            made.append(priced(relaxation, prices, groups[group], fine=fine))
             about.append(group)
             for grid in grids:
                 grid.add(made[-1], best_s)
@@ -83,8 +95,8 @@ def with_prices_about(relaxation: Relaxation, box: Box, best_s: float) -> Relaxa
     classes = _mean_sites(relaxation, box, _classes(relaxation, box), relaxation.limits(box).most_held)
     made = []
     for homes in _groups(relaxation):
-        price, _ = find_prices(classes, _hit(relaxation, homes))
-        made.append(priced(relaxation, price, homes))
+        price, _ = find_prices(classes, _hit(relaxation, homes), fine=True)
+        made.append(priced(relaxation, price, homes, fine=True))
     return replace(relaxation, prices=(*relaxation.prices, *made))
 
 
@@ -172,13 +184,13 @@ def _hit(relaxation: Relaxation, homes: FloatArray) -> FloatArray:
     return relaxation.hit[: round(float(homes @ relaxation.classes.kinds.count)) + 1]
 
 
-def priced(relaxation: Relaxation, price: FloatArray, homes: FloatArray) -> Priced:
-    """What prices of visits that find so many of the experts of some homes ([K]: of each kind, zero but for these) say. Raises
-    ValueError where that is nothing: for prices that fall, or of another number of experts."""
+def priced(relaxation: Relaxation, price: FloatArray, homes: FloatArray, *, fine: bool = False) -> Priced:
+    """What prices of visits that find so many of the experts of some homes ([K]: of each kind, zero but for these) say, in
+    ``fine`` steps or not. Raises ValueError where that is nothing: for prices that fall, or of another number of experts."""
     hit, all_homes = _hit(relaxation, homes), relaxation.classes.kinds.homes
     if len(price) != len(hit) or not homes.any() or ((homes != 0) & (homes != all_homes)).any():
         raise ValueError("prices are not about all experts of some homes")
-    return Priced(prices=visit_prices(price, hit), homes=homes, cost_s=per_copy_s(relaxation, homes))
+    return Priced(prices=visit_prices(price, hit, fine), homes=homes, cost_s=per_copy_s(relaxation, homes))
 
 
 def _classes(relaxation: Relaxation, box: Box) -> IntArray:

@@ -12,11 +12,11 @@ from hybridep.placement import IntArray
 from hybridep.plan import Objective
 from planner.clock import now_s
 from planner.price import step_usd
+from planner.sites import oracle
 from planner.sites.bound import Proof, prove
 from planner.sites.classes import site_classes
 from planner.sites.egress_bound import least_egress_usd
 from planner.sites.exchange import between_sites
-from planner.sites.oracle import best_table
 from planner.sites.others import OTHERS
 from planner.sites.problem import SiteProblem
 from planner.sites.relaxation import Relaxation
@@ -24,7 +24,9 @@ from planner.sites.search import Found, Search, at_quantile
 from planner.sites.strategy import is_large, run, walks_help
 
 FEW_TABLES = 5000
-"""Up to so many serving tables all are tried."""
+"""Up to so many serving tables all are tried, where sites are ranks; elsewhere so many plans, which are costed one by one,"""
+FEW_PER_S = 500
+"""but no more than so many per second of the time limit."""
 MOST_BOXES = 100_000
 """Of one proof."""
 SEARCHED = 0.6
@@ -86,7 +88,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     """The best serving table found and a proven bound on all; on KeyboardInterrupt the best so far, as when the time is over.
     Raises NoSolutionError when the time was over before one table was tried."""
     wishes = wishes or Wishes()
-    few = problem.num_sites * problem.num_experts * np.log(problem.num_sites) <= np.log(FEW_TABLES)
+    few = _few_tables(problem, wishes.time_limit_s)
     if not few and walks_help(problem):
         from planner.sites.walks import prepare  # numba takes a while to import
 
@@ -111,7 +113,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     )
     if report is not None:
         search.report = lambda seconds: report("plan", seconds)
-    exact = best_table(problem) if few and not wishes.scenarios else None
+    exact = oracle.best_table(problem) if few and not wishes.scenarios else None
     if exact is not None:
         search.evaluate(exact[0])
     interrupted = False
@@ -163,6 +165,12 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         solve_s=now_s() - started,
         pool=tuple(search.pool),
     )
+
+
+def _few_tables(problem: SiteProblem, limit_s: float) -> bool:
+    """Whether all can be tried."""
+    most = FEW_TABLES if oracle.at_once(problem) else min(FEW_TABLES, FEW_PER_S * limit_s) / len(problem.configurations())
+    return bool(problem.num_sites * problem.num_experts * np.log(problem.num_sites) <= np.log(most))
 
 
 def _with_more_prices(

@@ -63,8 +63,9 @@ def equal_hubs(problem: SiteProblem, users: int) -> HubPlan:
 def equal_spread(problem: SiteProblem) -> Spread | None:
     """The best number of users per hub of equal sites; None where no hub would leave anything out."""
     most = min(MOST_USERS, problem.num_sites - 1)
-    best = min((_spread(problem, equal_hubs(problem, users)) for users in range(1, most + 1)), key=lambda one: one.layer_s)
-    return best if best.left_out.any() else None
+    made = [_spread(problem, equal_hubs(problem, users)) for users in range(1, most + 1)]
+    best = min(made, key=lambda one: one.layer_s, default=None)
+    return best if best is not None and best.left_out.any() else None
 
 
 def best_spreads(problem: SiteProblem, plan: HubPlan, most_users: int) -> list[Spread]:

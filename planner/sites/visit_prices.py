@@ -31,6 +31,8 @@ STEPS, TRIED, SMALL = (3.0, 7.5), 200, 8
 expert takes between so many; of so many sizes of steps it is the one that leaves out least of any visit of so few experts."""
 MOST_STEPS = 3000
 """Of a holder's rows that are told apart."""
+FINE = 4
+"""So many times as many steps, for the same rows, are fine ones, of which less is left out; tables take as much more memory."""
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Prices are straight lines between visits of so many experts."""
 ROUNDS, CLOSE = 60, 2e-3
@@ -51,13 +53,15 @@ class VisitPrices:
     """[steps, n + 1]: copies that a site pays at least for finding so many in visits, with rows for so many steps, or more than
     are told apart."""
     serve: FloatArray
-    """[MOST_STEPS, n + 1]: copies that a site earns at most if it holds so many."""
+    """[steps, n + 1]: copies that a site earns at most if it holds so many."""
     beyond: float
     """Earned at most for each further step."""
     longest: int
     """Steps of the largest visit."""
     rows: float
     """Of a step."""
+    fine: bool
+    """Whether steps are."""
 
     @cached_property
     def largest(self) -> float:
@@ -117,15 +121,17 @@ class Way:
         return bool(self.sent <= steps[0][here] and self.received <= steps[1][here] and self.held <= sites.most[here])
 
 
-def find_prices(sites: Sites, hit: FloatArray, known: Sequence[Way] = ()) -> tuple[FloatArray, list[Way]]:
+def find_prices(sites: Sites, hit: FloatArray, known: Sequence[Way] = (), *, fine: bool = False) -> tuple[FloatArray, list[Way]]:
     """Good ones for these sites, [n + 1], and the ways behind them; some of these may be ``known`` where the same sites have more
-    or less room. ``hit`` is P, [n + 1]."""
-    experts, needs = len(hit) - 1, _needs(hit)
+    or less room, counted in steps as ``fine``. ``hit`` is P, [n + 1]."""
+    experts, times = len(hit) - 1, FINE if fine else 1
+    step = _step(hit, times)
+    needs = _needs(hit, step)
     knots = np.array([0, *(one for one in KNOTS if one < experts), experts])
     # [knots - 1, n + 1]: what a visit counts at each knot but zero.
     shape = np.stack([np.interp(np.arange(experts + 1), knots, one) for one in np.eye(len(knots))[1:]])
-    steps = [np.floor(one / _step(hit)).astype(np.int64) for one in (sites.sent, sites.received)]
-    steps = [np.minimum(steps[0], _enough(needs)), np.minimum(steps[1], MOST_STEPS - 1)]
+    steps = [np.floor(one / step).astype(np.int64) for one in (sites.sent, sites.received)]
+    steps = [np.minimum(steps[0], _enough(needs)), np.minimum(steps[1], times * MOST_STEPS - 1)]
     # To begin with, all hold everything.
     dearer = np.where(sites.most < experts, FORBIDDEN, 1.0)
     ways = [Way(site, experts * factor, np.zeros(len(shape)), 0, 0) for site, factor in enumerate(dearer.tolist())]
@@ -141,32 +147,35 @@ def find_prices(sites: Sites, hit: FloatArray, known: Sequence[Way] = ()) -> tup
     return np.maximum.accumulate(best[1]), [way for way in used if way.sent or way.received]
 
 
-def visit_prices(price: FloatArray, hit: FloatArray) -> VisitPrices:
-    """What these prices ([n + 1], of visits that find so many) say; ``hit`` is P. Raises ValueError where prices fall: to find
-    more must not be cheaper."""
+def visit_prices(price: FloatArray, hit: FloatArray, fine: bool = False) -> VisitPrices:
+    """What these prices ([n + 1], of visits that find so many) say, in ``fine`` steps or not; ``hit`` is P. Raises ValueError
+    where prices fall: to find more must not be cheaper."""
     if price[0] < 0 or (np.diff(price) < 0).any():
         raise ValueError("a visit that finds more must not have a lower price")
-    needs = _needs(hit)
+    times = FINE if fine else 1
+    step = _step(hit, times)
+    needs = _needs(hit, step)
     return VisitPrices(
         price=price,
         find=_find_table(price, needs, _enough(needs) + 1)[0],
-        serve=_serve_table(price, needs, MOST_STEPS)[0],
+        serve=_serve_table(price, needs, times * MOST_STEPS)[0],
         beyond=float((price[1:] / needs[1:]).max()),
         longest=int(needs.max()),
-        rows=_step(hit),
+        rows=step,
+        fine=fine,
     )
 
 
-def _step(hit: FloatArray) -> float:
-    """Rows."""
-    small, sizes = hit[1 : SMALL + 1], hit[1] / np.linspace(*STEPS, TRIED)[:, None]
+def _step(hit: FloatArray, times: int) -> float:
+    """Rows, of so many ``times`` as many steps."""
+    small, sizes = hit[1 : SMALL + 1], hit[1] / (times * np.linspace(*STEPS, TRIED))[:, None]
     left_out = 1 - np.floor(small * ((1 - SLACK) / sizes)) * sizes / small
     return float(sizes[left_out.max(axis=1).argmin(), 0])
 
 
-def _needs(hit: FloatArray) -> IntArray:
-    """[n + 1]: steps of a visit."""
-    return np.floor(hit * ((1 - SLACK) / _step(hit))).astype(np.int64)
+def _needs(hit: FloatArray, step: float) -> IntArray:
+    """[n + 1]: steps of a visit, of so many rows each."""
+    return np.floor(hit * ((1 - SLACK) / step)).astype(np.int64)
 
 
 def _enough(needs: IntArray) -> int:
