@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from hybridep.codecs import Codecs
+from hybridep.config import build
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -56,13 +57,15 @@ def baseline_plan(
     codecs: Mapping[str, Codecs] | None = None,
     popularity: tuple[tuple[float, ...], ...] = (),
 ) -> Plan:
-    """The baseline on a cluster, without a prediction, whether or not it fits the memory."""
-    return Plan(
-        cluster=cluster,
-        workload=workload,
-        layers=(baseline_group(cluster, workload, baseline),),
-        popularity=popularity,
-        codecs=dict(codecs or {}),
-        schedule=schedule or Schedule(),
-        provenance={"baseline": baseline.value},
-    )
+    """The baseline on a cluster, without a prediction, whether or not it fits the memory. Raises ConfigError where the cluster's
+    sites cannot share the workload."""
+    data = {
+        "cluster": cluster,
+        "workload": workload,
+        "layers": (baseline_group(cluster, workload, baseline),),
+        "popularity": popularity,
+        "codecs": dict(codecs or {}),
+        "schedule": schedule or Schedule(),
+        "provenance": {"baseline": baseline.value},
+    }
+    return build(Plan, data, f"{workload.name} on {cluster.name}")

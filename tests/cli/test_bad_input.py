@@ -157,3 +157,16 @@ def test_wrong_usage(call: Call) -> None:
 def test_wishes_that_make_no_sense(inputs: Inputs, call: Call, options: tuple[str, ...], named: list[str]) -> None:
     line = one_line(call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", *options))
     assert all(name in line for name in named), line
+
+
+@pytest.mark.parametrize("verb", ["plan", "train", "simulate"])
+def test_a_batch_that_sites_cannot_share(inputs: Inputs, call: Call, verb: str) -> None:
+    """One sequence a rank, and one site to take twice as many: also where a baseline needs no planning."""
+    inputs.cluster.write_text(inputs.cluster.read_text() + "sites: [{name: a, tokens: 3}, {name: b}]\n", encoding="utf-8")
+    scenario = inputs.write("scenario.yaml", f"cluster: {inputs.cluster}\nworkload: {inputs.workload}\nplan: ep\n")
+    arguments = {
+        "plan": ("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml"),
+        "train": ("train", inputs.run, "--local"),
+        "simulate": ("simulate", scenario),
+    }
+    assert "sites.b.tokens: 1 is 0.5 sequences per rank and micro-batch" in one_line(call(*arguments[verb]))

@@ -58,6 +58,11 @@ def test_gather_only_rows_of_table_iv(row: tuple[float, float, float]) -> None:
         assert best_share(row, gigabytes_per_s * 1e9) == 0.0
 
 
+def test_one_gpu_gathers_nothing() -> None:
+    common = {"data_bytes": 1.0, "expert_bytes": 8.0, "bandwidth_bytes_per_s": 1e9, "pre_expert_s": 1e-3}
+    assert paper.best_share(num_gpus=1, **common) == 0.0 < paper.best_share(num_gpus=2, **common | {"pre_expert_s": 0.0})
+
+
 def test_mixed_rows_of_table_iv_need_gigabits_read_as_gigabytes() -> None:
     """Table IV prints p = .75 and .5 for 128 Gbps. That is 16 GB/s, for which Eq. 12 gives .976 and .952, next to plain EP.
     Only 128 GB/s gives .81 and .62, which round down to feasible shares as the paper prints them (1 - S / G)."""

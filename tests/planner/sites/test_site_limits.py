@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from site_cases import small_workload, uneven_cluster
+from site_cases import random_problem, small_workload, uneven_cluster
 
 import planner
 from hybridep.config import build
@@ -116,3 +116,13 @@ def test_a_thousand_different_sites_are_planned_alike() -> None:
         with at_speed(slowness):
             made.append(text_of(planner.plan(cluster, workload)))
     assert made[0] == made[1]
+
+
+def test_trying_every_plan_keeps_the_limit() -> None:
+    """256 tables of two sites, two ways each inside them: more than can be costed in half a second."""
+    problem = random_problem(0, 2, 4, inside=4)
+    with timed_by(time.process_time):
+        quick = solution.solve_sites(problem, solution.Wishes(time_limit_s=0.5))
+        ample = solution.solve_sites(problem, solution.Wishes(time_limit_s=60.0))
+    assert quick.solve_s < 1.0 and quick.proofs and not ample.proofs
+    assert quick.bound_s <= ample.bound_s * (1 + 1e-9) <= quick.found.rank[1] * (1 + 2e-9)

@@ -32,7 +32,7 @@ from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
 from planner.sites.search import Search
 from planner.sites.solution import Wishes, solve_sites
-from planner.sites.visit_prices import Sites, VisitPrices, find_prices, visit_prices
+from planner.sites.visit_prices import FINE, Sites, VisitPrices, find_prices, visit_prices
 
 HIT = 1 - np.array([1.0, 0.6, 0.34, 0.18, 0.08, 0.02, 0.0])
 
@@ -51,12 +51,13 @@ def sets_of_visits(hit: FloatArray, rows: float, largest: int) -> Iterator[tuple
                 yield visits
 
 
+@pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_tables_against_all_sets_of_visits(seed: int) -> None:
+def test_tables_against_all_sets_of_visits(seed: int, fine: bool) -> None:
     """Never dearer to find and never less to earn than the best set of whole visits; and no more than rounding of rows apart."""
     rng = np.random.default_rng(seed)
     price, experts = rising(rng, 6), 6
-    made = visit_prices(price, HIT)
+    made = visit_prices(price, HIT, fine)
     for rows in (0.3, 0.45, 0.7, 1.1, 1.6):
         some = np.array([rows])
         for held in range(experts + 1):
@@ -65,16 +66,29 @@ def test_tables_against_all_sets_of_visits(seed: int) -> None:
             earned = max(price[list(one)].sum() for one in sets_of_visits(HIT, rows, held)) if held else 0.0
             least = held + min(paid, default=np.inf) - earned
             assert made.needed(some, some, here, here)[0] <= least + 1e-9
-        looser = some * (1 + 1 / 3) + HIT[1]
+        looser = some * (1 + 1 / (3 * (FINE if fine else 1))) + HIT[1]
         paid = [price[list(one)].sum() for one in sets_of_visits(HIT, float(looser[0]), experts) if sum(one) >= experts]
         zero, nothing = np.zeros(1), np.zeros(1)
         assert made.needed(some, zero, nothing, nothing)[0] >= min(paid, default=np.inf) - 1e-9
 
 
-def test_more_rows_than_are_told_apart_earn_more() -> None:
+def test_fine_steps_leave_less_out() -> None:
+    """Of 24 experts, at rooms for rows of all sizes: never more than a little less is proven, and more in all."""
+    rng, hit = np.random.default_rng(5), np.concatenate([[0.0], 1 - 0.8 ** np.arange(1, 25)])
+    price, sent = rising(rng, 24), rng.uniform(0.2, 3, 400)
+    received, held = rng.uniform(0, 6, 400), rng.integers(0, 25, 400).astype(np.float64)
+    coarse, fine = (visit_prices(price, hit, one).needed(sent, received, held, np.full(400, 24.0)) for one in (False, True))
+    some = np.isfinite(coarse) & np.isfinite(fine)
+    assert some.sum() > 200
+    assert fine[some].sum() > coarse[some].sum() + 0.1 * some.sum()
+    assert np.isfinite(coarse)[np.isfinite(fine)].all()
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_more_rows_than_are_told_apart_earn_more(fine: bool) -> None:
     """Never less than with fewer, and linearly in the end: no holder's earnings are cut off."""
     price = rising(np.random.default_rng(0), 6)
-    made = visit_prices(price, HIT)
+    made = visit_prices(price, HIT, fine)
     rows = np.array([1.0, 100.0, 150.0, 500.0, 5000.0])
     needed = made.needed(np.full(5, 9.0), rows, np.full(5, 6.0), np.full(5, 6.0))
     assert (np.diff(needed) < 0).all()
@@ -100,7 +114,8 @@ def any_prices(seed: int, relaxation: Relaxation) -> Relaxation:
     for number in range(3):
         some = homes if number == 0 else homes * (rng.random(len(homes)) < 0.6)
         if some.any():
-            made.append(pricing.priced(relaxation, rising(rng, round(float(some @ relaxation.classes.kinds.count))), some))
+            price = rising(rng, round(float(some @ relaxation.classes.kinds.count)))
+            made.append(pricing.priced(relaxation, price, some, fine=number == 1))
     return replace(relaxation, prices=tuple(made))
 
 
