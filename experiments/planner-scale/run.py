@@ -10,6 +10,7 @@ seconds of computation of the planner's process, not of wall time.
 from __future__ import annotations
 
 import csv
+import os
 import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -156,6 +157,8 @@ def main(sites: str, kinds: str, rates: Path | None, time_limit_s: float, table:
     chosen = [kind for kind in kinds.split(",") if kind != MEASURED or measured is not None]
     if not chosen:
         raise click.UsageError(f"--kinds {MEASURED} needs --input, a table of measured pairs")
+    # Of one core: BLAS would take all there are.
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     out.parent.mkdir(exist_ok=True)
     with out.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, COLUMNS)
