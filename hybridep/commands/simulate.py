@@ -33,6 +33,13 @@ _SHOWN_LINKS = 5
     "--routing", metavar="uniform|zipf:S|FILE", help="What tokens choose; FILE as `hybridep train` records it (routing.npz)."
 )
 @click.option("--fabric", metavar="FILE|NAME", help="What joins the sites, and the machines inside each (see docs/scenarios.md).")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, max=0.1, max_open=True),
+    metavar="SHARE",
+    help="Let transfers end together that differ by at most this share of their bytes, for example 0.005: for speed among "
+    "thousands of different sites.  [default: exact]",
+)
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the step's timeline (open in ui.perfetto.dev).")
 @click.option("--out", type=click.Path(path_type=Path), help="CSV of a sweep.  [default: the scenario's name, .csv]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes of a sweep.  [default: one per core]")
@@ -42,6 +49,7 @@ def command(
     against: str,
     routing: str | None,
     fabric: str | None,
+    tolerance: float | None,
     trace: Path | None,
     out: Path | None,
     jobs: int | None,
@@ -55,6 +63,7 @@ def command(
     every combination in parallel into a table, which a later call goes on with.
     """
     from hybridep.config import read_yaml
+    from simulator.network import EXACT
     from simulator.scenario import Scenario, points
 
     # Both are YAML; what holds placed layers is a plan.
@@ -65,6 +74,8 @@ def command(
         given["routing"] = routing
     if fabric is not None:
         given["fabric"] = fabric
+    if tolerance:
+        given["tolerance"] = max(tolerance, EXACT)
     plain = [({}, Scenario(plan=str(what), overrides=overrides))] if is_plan else points(what, overrides)
     grid = [(point, scenario.model_copy(update=given)) for point, scenario in plain]
     if len(grid) > 1 or out is not None:

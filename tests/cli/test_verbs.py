@@ -88,6 +88,17 @@ def test_simulate_keys_of_the_contract(inputs: Inputs, call: Call) -> None:
     assert "busiest links" in call("simulate", path).out
 
 
+def test_simulate_within_a_tolerance(inputs: Inputs, call: Call) -> None:
+    path = inputs.folder / "plan.yaml"
+    rates = "sites: [{name: a, up: 50 Mbps}, {name: b, down: 51 Mbps}]\n"
+    inputs.cluster.write_text(inputs.cluster.read_text(encoding="utf-8") + rates, encoding="utf-8")
+    assert call("plan", inputs.cluster, inputs.workload, "-o", path).code == 0
+    exact, near, same = (call("simulate", path, "--json", *more) for more in ((), ("--tolerance", 0.05), ("--tolerance", 0)))
+    assert near.json["step_s"] == pytest.approx(exact.json["step_s"], rel=0.05) and same.json["step_s"] == exact.json["step_s"]
+    refused = call("simulate", path, "--tolerance", 0.2)
+    assert refused.code == 2 and "0.2 is not in the range" in refused.err
+
+
 def test_doctor_finds_what_this_suite_needs(call: Call) -> None:
     result = call("doctor", "--json")
     assert result.code == 0 and result.json["ok"]
