@@ -74,7 +74,7 @@ def command(
         given["routing"] = routing
     if fabric is not None:
         given["fabric"] = fabric
-    if tolerance:
+    if tolerance is not None:
         given["tolerance"] = max(tolerance, EXACT)
     plain = [({}, Scenario(plan=str(what), overrides=overrides))] if is_plan else points(what, overrides)
     grid = [(point, scenario.model_copy(update=given)) for point, scenario in plain]

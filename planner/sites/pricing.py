@@ -68,11 +68,7 @@ def with_prices(
                     break
                 # What is found in coarse steps tells where to look.
                 fine, raised, ways = True, [], [[] for _ in groups]
-                made = [priced(relaxation, one.prices.price, one.homes, fine=True) for one in made]
-                for grid in grids:
-                    grid.proven_s = grid.proven_s[:1]
-                    for one in made:
-                        grid.add(one, best_s)
+                made = _in_fine_steps(relaxation, made, grids, best_s)
                 continue
             box = min(grids, key=lambda one: float(one.proven_s[:, cell].max())).box(cell)
         for group in _telling(grids, about, len(groups), cell):
@@ -87,6 +83,16 @@ def with_prices(
     left = lowest <= float(lowest.min()) + NEAR * best_s
     useful = {int(number) - 1 for grid in grids for number in grid.proven_s[:, left].argmax(axis=0)}
     return replace(relaxation, prices=tuple(made[number] for number in sorted(useful - {-1})))
+
+
+def _in_fine_steps(relaxation: Relaxation, made: Sequence[Priced], grids: Sequence[_Grid], best_s: float) -> list[Priced]:
+    """The same prices, which grids know in place of the coarse ones."""
+    found = [priced(relaxation, one.prices.price, one.homes, fine=True) for one in made]
+    for grid in grids:
+        grid.proven_s = grid.proven_s[:1]
+        for one in found:
+            grid.add(one, best_s)
+    return found
 
 
 def with_prices_about(relaxation: Relaxation, box: Box, best_s: float) -> Relaxation:

@@ -95,6 +95,9 @@ def test_simulate_within_a_tolerance(inputs: Inputs, call: Call) -> None:
     assert call("plan", inputs.cluster, inputs.workload, "-o", path).code == 0
     exact, near, same = (call("simulate", path, "--json", *more) for more in ((), ("--tolerance", 0.05), ("--tolerance", 0)))
     assert near.json["step_s"] == pytest.approx(exact.json["step_s"], rel=0.05) and same.json["step_s"] == exact.json["step_s"]
+    loose = inputs.write("loose.yaml", f"plan: {path}\ntolerance: 0.05\n")
+    assert call("simulate", loose, "--json").json["step_s"] == near.json["step_s"]
+    assert call("simulate", loose, "--json", "--tolerance", 0).json["step_s"] == exact.json["step_s"]
     refused = call("simulate", path, "--tolerance", 0.2)
     assert refused.code == 2 and "0.2 is not in the range" in refused.err
 
