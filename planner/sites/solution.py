@@ -70,7 +70,8 @@ class Wishes:
 
     time_limit_s: float = 60.0
     paced_by_s: float | None = None
-    """Limit that walks are in proportion to, where some of it is over already: how much is must not change their moves."""
+    """Limit that walks are in proportion to, and tables that are all tried, where some of it is over already: how much is must
+    not change the plan."""
     keep: int = 1
     """Different plans to keep."""
     scenarios: tuple[SiteProblem, ...] = ()
@@ -88,7 +89,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     """The best serving table found and a proven bound on all; on KeyboardInterrupt the best so far, as when the time is over.
     Raises NoSolutionError when the time was over before one table was tried."""
     wishes = wishes or Wishes()
-    few = _few_tables(problem, wishes.time_limit_s)
+    few = _few_tables(problem, wishes.paced_by_s or wishes.time_limit_s)
     if not few and walks_help(problem):
         from planner.sites.walks import prepare  # numba takes a while to import
 

@@ -151,6 +151,10 @@ def test_equal_sites_share_what_hubs_leave_out() -> None:
     assert search.evaluate(table).rank < search.evaluate(served_table(problem, spread.plan)).rank
 
 
+def test_one_site_has_no_hubs() -> None:
+    assert equal_spread(equal_sites(1)) is None
+
+
 def test_each_expert_left_out_is_found_where_few_hold_it() -> None:
     problem = equal_sites(200)
     spread = module._spread(problem, equal_hubs(problem, 3))
