@@ -73,7 +73,7 @@ def test_tables_against_all_sets_of_visits(seed: int, fine: bool) -> None:
 
 
 def test_fine_steps_leave_less_out() -> None:
-    """Of 24 experts, at rooms for rows of all sizes: more is proven in all, and what fine steps leave possible coarse ones do, too."""
+    """Of 24 experts, rooms for rows of all sizes: more is proven in all, and what fine steps allow coarse ones do, too."""
     rng, hit = np.random.default_rng(5), np.concatenate([[0.0], 1 - 0.8 ** np.arange(1, 25)])
     price, sent = rising(rng, 24), rng.uniform(0.2, 3, 400)
     received, held = rng.uniform(0, 6, 400), rng.integers(0, 25, 400).astype(np.float64)
