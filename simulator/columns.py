@@ -86,6 +86,8 @@ class LinkColumns(NamedTuple):
     """Links by priority and level, those that do not fill last."""
     position: Int32Array
     """Of each link in the order."""
+    changed: ByteArray
+    """Its flows, or their rates, are not those that its level is for."""
 
 
 @compiled

@@ -68,14 +68,18 @@ class Clock(NamedTuple):
     late: FloatArray
     """[1] Share of its bytes that a flow may send beyond them."""
     counts: IntArray
-    """[6]: rows not done, first changed position of the order, whether rates are out of date, and so much that the order is of
-    no use; how often to fill from nothing after refilling was in vain, and how often still."""
+    """[8]: rows not done, first changed position of the order, whether rates are out of date, and so much that the order is of
+    no use; how often to fill from nothing after refilling was in vain, and how often still; how often refilling is to look at
+    every link after most had changed, and how often still."""
 
 
-NOT_DONE, UNCHANGED, STALE, ANEW, VAIN, REST = 0, 1, 2, 3, 4, 5
+NOT_DONE, UNCHANGED, STALE, ANEW, VAIN, REST, MOST, EACH = 0, 1, 2, 3, 4, 5, 6, 7
 
 _MOST_REST = 15
 """Refilling that was in vain is not tried for so long at most: what changes the order much once may well do so again."""
+
+_FEW = 0.25
+"""To tell which links changed pays where no more of them did."""
 
 _MANY = 8
 """If one in so many flows is new, filling from nothing is faster."""
@@ -179,7 +183,7 @@ def _finish(
     """Take flows off their links and hand them in; return the number of tickets told."""
     paths, places, full_link = flows.links, flows.places, flows.full_link
     members, fixed_by, weights = links.members, links.fixed_by, links.weights
-    first, num_members, num_fixed = links.first, links.num_members, links.num_fixed
+    first, num_members, num_fixed, changed = links.first, links.num_members, links.num_fixed, links.changed
     use, since_s, busy_s = usage.load, usage.since_s, usage.busy_s
     all_paths, all_weights, latency_s = cargo.path, cargo.weights, cargo.latency_s
     unfinished, due_s, last_flow, ticket_of = tickets.unfinished, tickets.due_s, tickets.last, cargo.tickets
@@ -204,6 +208,7 @@ def _finish(
                 entry = places[flow, hop]
             num_members[link] -= 1
             swap_entries(paths, places, members, fixed_by, weights, link, entry, first[link] + num_members[link])
+            changed[link] = 1
         for hop in range(all_paths.shape[1]):
             link = all_paths[flow, hop]
             if link < 0:
@@ -233,7 +238,14 @@ def _bring_up_to_date(flows: FlowColumns, links: LinkColumns, clock: Clock) -> N
     counts = clock.counts
     is_done = False
     if not counts[ANEW] and counts[REST] == 0:
-        is_done = refill(flows, links, counts[UNCHANGED], now_s)
+        num_looked_at = refill(flows, links, counts[UNCHANGED], now_s, counts[EACH] > 0)
+        is_done = num_looked_at >= 0
+        if counts[EACH] > 0:
+            counts[EACH] -= 1
+        else:
+            is_few = num_looked_at < _FEW * (links.order.size - counts[UNCHANGED])
+            counts[MOST] = 0 if is_few else min(2 * counts[MOST] + 1, _MOST_REST)
+            counts[EACH] = counts[MOST]
         counts[VAIN] = 0 if is_done else min(2 * counts[VAIN] + 1, _MOST_REST)
         counts[REST] = counts[VAIN]
     elif counts[REST] > 0:

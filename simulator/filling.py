@@ -222,6 +222,7 @@ def fill(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
             links.served[link] += links.level[link] * (now_s - links.since_s[link])
     links.position[order] = np.arange(num_links).astype(np.int32)
     links.since_s[:], links.level[:], links.load[:] = now_s, level, load
+    links.changed[:] = 0
     _hand_over(flows, links)
     for link in range(num_links):
         if links.num_fixed[link] == 0:

@@ -91,7 +91,7 @@ class Network:
         self._num_tickets = 0
         self._outstanding = 0
         self._late = tolerance if tolerance > EXACT else 0.0
-        self._clock = Clock(np.zeros(1), np.zeros(1), np.full(1, self._late), np.zeros(6, dtype=np.int64))
+        self._clock = Clock(np.zeros(1), np.zeros(1), np.full(1, self._late), np.zeros(8, dtype=np.int64))
         self._batches: dict[int, Batch] = {}
         self._num_batches = 0
         nothing = Transfers(links=np.zeros((0, 0), np.int64), latency_s=np.zeros(0), size_bytes=np.zeros(0))
@@ -409,5 +409,6 @@ def _index(cargo: Cargo, capacity: FloatArray, spare: float) -> tuple[FlowColumn
         soonest_s=np.full(num_links, np.inf),
         order=np.arange(num_links, dtype=np.int32),
         position=np.arange(num_links, dtype=np.int32),
+        changed=np.zeros(num_links, dtype=np.int8),
     )
     return flows, links

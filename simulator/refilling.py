@@ -9,6 +9,10 @@ before should have filled earlier: it changes places with that link, fixes the f
 that lost flows are computed again behind it. Each such move makes the first level that was wrong smaller, so it ends; should
 rounding keep it from ending, the budget of moves does, and all is filled from nothing.
 
+Only links whose flows or whose flows' rates changed need that: a link whose level changes marks the other links of the flows
+that it fixed, which lie behind it, and what lies between is passed over. Where most links change at every end, as in a
+complete All-to-All, marking costs more than it spares, and each is looked at.
+
 Nothing is written for a flow that stays with its link: what is kept is how much the link has given to each since it
 began, and for a flow at how much it ends (as in fair queueing's virtual time).
 """
@@ -53,6 +57,7 @@ def adopt(flows: FlowColumns, links: LinkColumns, flow: int, now_s: float) -> in
     for hop in range(flows.links.shape[1]):
         if flows.links[flow, hop] >= 0:
             links.fixed_by[flows.places[flow, hop]] = link
+            links.changed[flows.links[flow, hop]] = 1
     return int(first)
 
 
@@ -86,10 +91,11 @@ def _too_fast(links: LinkColumns, link: int) -> bool:
 
 
 @compiled
-def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float) -> bool:
-    """Bring rates and order up to date. `unchanged`: links at the head of the order that are as they were.
+def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float, each: bool) -> int:
+    """Bring rates and order up to date. `unchanged`: links at the head of the order that are as they were. Each link behind
+    is looked at, or only those whose flows or rates changed.
 
-    False where it came to no end in time, and rates are wrong.
+    Returns how many were; -1 where it came to no end in time, and rates are wrong.
     """
     # Named once, and all in one function: to take an array out of a table, or to hand one on, costs two atomic operations.
     paths, places, full_link, due, spare_bytes = flows.links, flows.places, flows.full_link, flows.due, flows.spare_bytes
@@ -104,11 +110,17 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float)
         links.least_early,
     )
     num_links, width, weighted = order.size, paths.shape[1], weights.size > 0
-    layered, limited = links.above.size > 0, links.is_limit.size > 0
-    moves = _MOVES_PER_LINK * num_links
+    changed, layered, limited = links.changed, links.above.size > 0, links.is_limit.size > 0
+    moves, num_looked_at = _MOVES_PER_LINK * num_links, 0
+    each = each or layered
     at = unchanged
     while at < num_links:
         link = order[at]
+        if not (each or changed[link]) and (at == 0 or level[order[at - 1]] <= level[link]):
+            at += 1
+            continue
+        num_looked_at += 1
+        level_before = level[link]
         if level[link] < np.inf:
             served[link] += level[link] * (now_s - since_s[link])
         since_s[link] = now_s
@@ -198,6 +210,7 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float)
                 for hop in range(width):
                     if paths[flow, hop] >= 0:
                         fixed_by[places[flow, hop]] = link
+                        changed[paths[flow, hop]] = 1
                 if not weighted:
                     left += level[other]
                     load[link] += 1.0
@@ -217,11 +230,17 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float)
         order[place] = link
         position[link] = place
         if moves < 0:
-            return False
+            return -1
         if place > 0 and priority[order[place - 1]] == priority[link] and level[order[place - 1]] < np.inf:
             # What is missing then is rounding.
             mine = max(mine, level[order[place - 1]])
         level[link] = mine
+        if not each and mine != level_before:
+            for entry in range(begin, begin + num_fixed[link]):
+                for hop in range(width):
+                    if paths[members[entry], hop] >= 0:
+                        changed[paths[members[entry], hop]] = 1
+        changed[link] = 0
         if num_fixed[link] == 0:
             least_due[link] = least_early[link] = np.inf
         elif least_due[link] == UNKNOWN:
@@ -234,4 +253,4 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float)
         waits = not 0.0 < mine < np.inf
         soonest_s[link] = np.inf if waits else now_s + max(least_due[link] - served[link], 0.0) / mine
         at = again
-    return True
+    return num_looked_at

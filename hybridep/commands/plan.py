@@ -170,12 +170,7 @@ def command(
     )
     best = made.best
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made.plans) + 1))]
-    for one, path in zip(made.plans, files, strict=True):
-        one.save(path)
-    if figure is not None:
-        from hybridep.commands.plots import plot_plan
-
-        plot_plan(figure, planner.plan_matrices(best))
+    # Before anything is written: what is asked of a plan may have no answer.
     report = PlanReport(
         made=made,
         files=files,
@@ -184,6 +179,12 @@ def command(
         others=planner.compare_planners(best, rules) if compare else None,
         upgrades=planner.upgrades(best, constraints=rules) if upgrades else None,
     )
+    for one, path in zip(made.plans, files, strict=True):
+        one.save(path)
+    if figure is not None:
+        from hybridep.commands.plots import plot_plan
+
+        plot_plan(figure, planner.plan_matrices(best))
     if as_json:
         emit(report.to_json())
     else:

@@ -170,3 +170,10 @@ def test_a_batch_that_sites_cannot_share(inputs: Inputs, call: Call, verb: str) 
         "simulate": ("simulate", scenario),
     }
     assert "sites.b.tokens: 1 is 0.5 sequences per rank and micro-batch" in one_line(call(*arguments[verb]))
+
+
+def test_a_question_about_a_plan_without_an_answer_leaves_no_file(inputs: Inputs, call: Call) -> None:
+    path = inputs.folder / "plan.yaml"
+    result = call("plan", inputs.cluster, inputs.workload, "--set", "levels.dc.size=1", "--upgrades", "-o", path)
+    assert result.code == 2 and "upgrades are priced for plans between sites" in result.err
+    assert not path.exists()

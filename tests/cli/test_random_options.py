@@ -144,7 +144,7 @@ def check(seed: int, inputs: Inputs, call: Call) -> None:
     if result.code:
         lines = [line for line in result.err.splitlines() if line.startswith("hybridep plan: ")]
         assert result.code in (2, 3, 4) and len(lines) == 1 and "Traceback" not in result.err, (arguments, result.err)
-        assert not written, arguments
+        assert not written, (arguments, result.err)
         return
     assert plan in written
     for path in written:

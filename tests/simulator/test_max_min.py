@@ -97,6 +97,24 @@ def test_links_that_are_passed_over_several_at_a_time(seed: int) -> None:
     np.testing.assert_allclose(run.end_s, fluid_end_s(capacity, paths, np.ones(paths.shape), sizes), rtol=1e-7)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_hubs_whose_users_change_few_links_at_a_time(seed: int) -> None:
+    """Most links are as they were at each end and start: levels are computed anew only where flows or their rates changed."""
+    rng = np.random.default_rng(seed)
+    num_users, num_hubs = 40, 5
+    users = np.repeat(np.arange(num_users), 3)
+    hubs = num_users + np.concatenate([rng.choice(num_hubs, 3, replace=False) for _ in range(num_users)])
+    pairs = np.stack([rng.permutation(num_users)[:2] for _ in range(10)])
+    paths = np.concatenate([np.stack([users, hubs], axis=1), pairs])
+    capacity = np.concatenate([rng.uniform(1, 4, num_users), rng.uniform(5, 40, num_hubs)])
+    weights, sizes = np.ones(paths.shape), rng.lognormal(0, 1, len(paths))
+    start_s = rng.uniform(0, 3, len(paths)) if seed % 2 else np.zeros(len(paths))
+    run = Run(capacity, paths, weights, sizes, start_s=start_s)
+    run.engine.run()
+    expected_s = fluid_end_s(capacity, paths, weights, sizes, start_s)
+    np.testing.assert_allclose(run.end_s, expected_s, rtol=1e-7)
+
+
 def test_bottlenecks_that_follow_one_another() -> None:
     # Link 0 (1/3 each) fills first, then link 1 ((2 - 1/3) / 2), then link 2 with what is left.
     paths = np.array([[0, -1, -1], [0, -1, -1], [0, 1, -1], [1, -1, -1], [1, 2, -1], [2, -1, -1]])
@@ -177,5 +195,5 @@ def test_filling_from_nothing_goes_on_from_other_rates(seed: int, spread: float)
         check_max_min(capacity, paths[active], weights[active], rates)
         np.testing.assert_allclose(rates, max_min_rates(capacity, paths[active], weights[active]), rtol=1e-8)
         # The tables are such that single ends can be followed from here.
-        assert refill(flows, links, 0, 0.0)
+        assert refill(flows, links, 0, 0.0, True) >= 0
         np.testing.assert_allclose(run.network.rates_bytes_per_s(run.batch)[active], rates, rtol=1e-9)
