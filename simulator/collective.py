@@ -7,7 +7,7 @@ only when its receive is posted), and a rank leaves the exchange when all its se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -113,12 +113,17 @@ class Execution:
 Changes = Iterator[tuple[float, FloatArray]]
 """When, in rising order, links get other capacities, and which ([links], as `Network.set_capacity`). May go on for ever."""
 
+Progress = Callable[[float], None]
+"""Takes the share of all ranks' operations that is done, whenever it is a thousandth more."""
+
 _MOST_CHANGES_IN_VAIN = 100_000
 
 
-def execute(program: Program, engine: Engine, network: Network, changes: Changes | None = None) -> Execution:
+def execute(
+    program: Program, engine: Engine, network: Network, changes: Changes | None = None, progress: Progress | None = None
+) -> Execution:
     """Run a program from the engine's present to its end; links change until then. Raises SimulationError when it cannot end."""
-    return _Executor(program, engine, network, iter(()) if changes is None else changes).run()
+    return _Executor(program, engine, network, iter(()) if changes is None else changes, progress).run()
 
 
 @dataclass(slots=True)
@@ -136,8 +141,11 @@ class _Exchange:
 
 
 class _Executor:
-    def __init__(self, program: Program, engine: Engine, network: Network, changes: Changes) -> None:
+    def __init__(self, program: Program, engine: Engine, network: Network, changes: Changes, progress: Progress | None) -> None:
         self._changes = changes
+        self._progress = progress
+        self._told = 0
+        """Thousandths, of `progress`."""
         self._changes_in_vain = 0
         self._operations = program.operations
         self._num_ranks = program.num_ranks
@@ -167,6 +175,12 @@ class _Executor:
         if self._unfinished:
             raise SimulationError(f"{self._unfinished} rank operations never ran: an exchange waits for itself or for a cut link")
         return Execution(start_s=self._start_s, end_s=self._end_s, gate=self._gate)
+
+    def _tell(self, progress: Progress) -> None:
+        done = 1 - self._unfinished / self._end_s.size
+        if int(1000 * done) > self._told:
+            self._told = int(1000 * done)
+            progress(done)
 
     def _await_change(self) -> None:
         change = next(self._changes, None)
@@ -237,6 +251,8 @@ class _Executor:
         self._end_s[position, ranks] = self._engine.now_s
         self._unfinished -= ranks.size
         self._changes_in_vain = 0
+        if self._progress is not None:
+            self._tell(self._progress)
         for follower in self._followers[position]:
             waits_for = self._waits_for[follower]
             waits_for[ranks] -= 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,22 +57,26 @@ def simulate(
     tolerance: float = EXACT,
     conditions: Conditions | None = None,
     fabric: FabricFile | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Report:
     """Simulate one training step of a plan, and of the baselines and systems `against` under the same routing.
 
     routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; the expectation from the plan's popularity without it.
-    tolerance, conditions, fabric: as `simulate_step`. Raises UserError for conditions of links or workers that are not there.
+    tolerance, conditions, fabric: as `simulate_step`. progress: takes the name of what is simulated, "plan" or one of `against`,
+    and the share of it that is done. Raises UserError for conditions of links or workers that are not there.
     """
     began_s = time.perf_counter()
     if conditions is not None:
         conditions.require(plan.cluster, wiring(plan.cluster, fabric).link_names if fabric is not None else None)
-    step = simulate_step(plan, routing, tolerance, conditions, fabric=fabric)
+
+    def simulated(name: str, one: Plan, exchange: TokenExchange | None = None) -> StepResult:
+        told = None if progress is None else partial(progress, name)
+        return simulate_step(one, routing, tolerance, conditions, fabric=fabric, exchange=exchange, progress=told)
+
+    step = simulated("plan", plan)
     popularity = [np.asarray(shares) for shares in plan.popularity]
     if routing is not None:
         popularity = popularity_of(routing, plan.workload.model.num_experts)
-
-    def simulate_system(other: Plan, exchange: TokenExchange) -> StepResult:
-        return simulate_step(other, routing, tolerance, conditions, fabric=fabric, exchange=exchange)
 
     baselines, choices = {}, {}
     for name in against:
@@ -82,7 +87,7 @@ def simulate(
             baselines[name.value], choices[name.value] = pipeline.step_s, pipeline.choice
             continue
         if isinstance(name, System):
-            found = system_step(plan, name, simulate_system, popularity)
+            found = system_step(plan, name, partial(simulated, name.value), popularity)
             baselines[name.value], choices[name.value] = found.step.step_s, found.choice
             continue
         # The alternative keeps the plan's codecs and schedule: it is the placement that differs.
@@ -94,5 +99,5 @@ def simulate(
             codecs=plan.codecs,
             popularity=plan.popularity,
         )
-        baselines[name.value] = simulate_step(other, routing, tolerance, conditions, fabric=fabric).step_s
+        baselines[name.value] = simulated(name.value, other).step_s
     return Report(step=step, baselines=baselines, choices=choices, wall_s=time.perf_counter() - began_s)

@@ -13,7 +13,7 @@ from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
 from simulator.arrays import BoolArray, FloatArray
-from simulator.collective import Changes, Execution, Operation, Program, execute
+from simulator.collective import Changes, Execution, Operation, Program, Progress, execute
 from simulator.conditions import Conditions, LinkFactors
 from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
@@ -170,6 +170,7 @@ def simulate_step(
     start_s: float = 0.0,
     fabric: FabricFile | None = None,
     exchange: TokenExchange | None = None,
+    progress: Progress | None = None,
 ) -> StepResult:
     """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly; without `fabric`, the
     cluster's own links are all there is; without `exchange`, tokens travel as in the runtime.
@@ -177,10 +178,11 @@ def simulate_step(
     tolerance: share of its bytes by which a transfer may differ to end together with another, for speed at thousands of
     different datacenters; `largest_cut` says how much any did.
     conditions: what links and workers meet, in a step that begins `start_s` into the run.
+    progress: told how much of the step is simulated.
     """
     engine = Engine()
     program, made = step_program(plan, engine, wiring(plan.cluster, fabric), routing, tolerance, conditions, start_s, exchange)
-    execution = execute(program, engine, made.network, _changes(made, conditions, start_s))
+    execution = execute(program, engine, made.network, _changes(made, conditions, start_s), progress)
     kind = made.symmetry.link_kind
     return StepResult(
         plan=plan,

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hybridep.commands.progress import Bar
 from hybridep.units import format_seconds
 
 COMPILING = "compiling"
 _LINE_EVERY_S = 2.0
 
 
-class PlanProgress:
+class PlanProgress(Bar):
     """A context that is told ("plan" or "bound", seconds) as either improves, and before that ("compiling", about how many
     seconds) where that is so. The bar fills as the gap closes; where stderr is no terminal, a line every two seconds."""
 
     def __init__(self) -> None:
         self._known: dict[str, float] = {}
         self._printed_s = time.monotonic()
-        self._bar: Progress | None = None
         if sys.stderr.isatty():
             columns = [TextColumn("planning"), BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn()]
             self._bar = Progress(*columns, TextColumn("(Ctrl-C: the best so far)"), console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("", total=1.0)
-
-    def __enter__(self) -> PlanProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def __call__(self, what: str, seconds: float) -> None:
         """Show what has improved."""

@@ -1,33 +1,38 @@
-"""Live progress of training on stderr: a bar on a terminal, a few lines elsewhere."""
+"""Live progress of training and of simulations on stderr: a bar on a terminal, a few lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from hybridep.launch.controller import StepRecord
 from hybridep.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from hybridep.launch.controller import StepRecord
+
 _LINE_EVERY_S = 2.0
+_SIMULATION_LINE_EVERY_S = 10.0
 
 
-class TrainingProgress:
-    """A context that shows each step."""
+class Bar:
+    """A context with a bar, where stderr is a terminal."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._printed_s = float("-inf")
-        self._bar: Progress | None = None
-        if sys.stderr.isatty():
-            columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}")]
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-            self._task = self._bar.add_task("starting the ranks", total=steps)
+    _bar: Progress | None = None
 
-    def __enter__(self) -> TrainingProgress:
+    def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -35,6 +40,18 @@ class TrainingProgress:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class TrainingProgress(Bar):
+    """A context that shows each step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._printed_s = float("-inf")
+        if sys.stderr.isatty():
+            columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}")]
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+            self._task = self._bar.add_task("starting the ranks", total=steps)
 
     def __call__(self, record: StepRecord) -> None:
         """Show one step."""
@@ -45,6 +62,26 @@ class TrainingProgress:
         if record.step == self._steps or now - self._printed_s >= _LINE_EVERY_S:
             print(f"step {record.step}/{self._steps}  {_text(record)}", file=sys.stderr, flush=True)
             self._printed_s = now
+
+
+class SimulationProgress(Bar):
+    """A context that is told what is simulated and how much of it is done. Where stderr is no terminal, a line every ten
+    seconds."""
+
+    def __init__(self) -> None:
+        self._printed_s = time.monotonic()
+        if sys.stderr.isatty():
+            columns = [TextColumn("simulating {task.description}"), BarColumn(bar_width=20), TaskProgressColumn()]
+            self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=1.0, visible=False)
+
+    def __call__(self, what: str, done: float) -> None:
+        """Show how far it is."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, description=what, visible=True)
+        elif time.monotonic() - self._printed_s >= _SIMULATION_LINE_EVERY_S:
+            print(f"simulating {what}: {done:.1%}", file=sys.stderr, flush=True)
+            self._printed_s = time.monotonic()
 
 
 def _text(record: StepRecord) -> str:

@@ -120,13 +120,14 @@ class Outcome:
         return {**self.report.as_dict(), "plan_digest": self.plan.digest, **run}
 
 
-def simulate_scenario(scenario: Scenario) -> Outcome:
-    """Simulate the first step beside its baselines, and then the whole run where it has more."""
+def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None] | None = None) -> Outcome:
+    """Simulate the first step beside its baselines, and then the whole run where it has more. progress: of the first step, as
+    `simulator.report.simulate`."""
     from simulator.many_steps import simulate_run
 
     informed, routing = routing_of(scenario)
     plan = informed(resolve(scenario))
-    report, run = _first_step(scenario, plan, routing), None
+    report, run = _first_step(scenario, plan, routing, progress), None
     if scenario.course.steps > 1 or scenario.course.losses:
 
         def anew(cluster: Cluster) -> Plan:
@@ -154,7 +155,9 @@ def fabric_of(text: str | None) -> FabricFile | None:
     return load(FabricFile, find(Kind.FABRIC, text))
 
 
-def _first_step(scenario: Scenario, plan: Plan, routing: RoutingOfStep | None) -> Report:
+def _first_step(
+    scenario: Scenario, plan: Plan, routing: RoutingOfStep | None, progress: Callable[[str, float], None] | None
+) -> Report:
     from simulator.report import simulate
 
     return simulate(
@@ -164,4 +167,5 @@ def _first_step(scenario: Scenario, plan: Plan, routing: RoutingOfStep | None) -
         scenario.tolerance,
         scenario.conditions,
         fabric_of(scenario.fabric),
+        progress,
     )

@@ -87,10 +87,12 @@ def command(
 
 
 def _one(scenario: Scenario, trace: Path | None, as_json: bool) -> None:
+    from hybridep.commands.progress import SimulationProgress
     from hybridep.commands.scenarios import simulate_scenario
     from hybridep.timeline import write_chrome_trace
 
-    result = simulate_scenario(scenario)
+    with SimulationProgress() as progress:
+        result = simulate_scenario(scenario, progress)
     if trace is not None:
         write_chrome_trace(trace, result.report.step.spans())
     if as_json:

@@ -8,6 +8,7 @@ from hybridep.baselines import Baseline
 from hybridep.timeline import write_chrome_trace
 from simulator.report import simulate
 from simulator.step import simulate_step
+from simulator.systems import System
 
 
 def test_report_is_plain_data_with_what_the_command_line_promises() -> None:
@@ -21,6 +22,15 @@ def test_report_is_plain_data_with_what_the_command_line_promises() -> None:
     assert [link["name"] for link in data["links"]] == [link.name for link in plan.cluster.link_table]
     assert sum(data["parts"].values()) == pytest.approx(data["step_s"])
     assert data["wall_s"] > 0
+
+
+def test_progress_of_the_plan_and_of_what_it_is_compared_with() -> None:
+    told: dict[str, list[float]] = {}
+    against = [Baseline.EP, System.TUTEL]
+    simulate(PLANS["part gathered"], against, progress=lambda name, done: told.setdefault(name, []).append(done))
+    assert list(told) == ["plan", "ep", "tutel"]
+    for name in ("plan", "ep"):
+        assert told[name] == sorted(set(told[name])) and told[name][0] < 0.5 and told[name][-1] == 1.0
 
 
 def test_no_baselines_unless_asked() -> None:
