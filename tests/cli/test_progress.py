@@ -8,16 +8,20 @@ from hybridep.commands.plan_progress import PlanProgress
 from hybridep.commands.progress import SimulationProgress
 
 
-def test_lines_tell_of_compiling_at_once_and_of_gaps_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now_s = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """[1]: what the clock says."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def test_lines_tell_of_compiling_at_once_and_of_gaps_now_and_then(now_s: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with PlanProgress() as progress:
         progress("compiling", 20.0)
         progress("plan", 4.0)
         assert progress.gap == 1.0
-        now_s += 2.5
+        now_s[0] += 2.5
         progress("bound", 3.0)
         progress("bound", 3.5)
     lines = capsys.readouterr().err.splitlines()
@@ -28,16 +32,9 @@ def test_lines_tell_of_compiling_at_once_and_of_gaps_now_and_then(
     assert progress.gap == pytest.approx(0.125)
 
 
-def test_short_simulations_say_nothing_and_long_ones_how_far_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now_s = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
+def test_simulations_say_how_far_they_are_every_ten_seconds(now_s: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with SimulationProgress() as progress:
-        progress("plan", 0.3)
-        now_s += 9
-        progress("plan", 0.4)
-        now_s += 2
-        progress("plan", 0.5)
-        progress("ep", 0.1)
+        for later_s, what, done in ((0.0, "plan", 0.3), (9.0, "plan", 0.4), (2.0, "plan", 0.5), (1.0, "ep", 0.1)):
+            now_s[0] += later_s
+            progress(what, done)
     assert capsys.readouterr().err.splitlines() == ["simulating plan: 50.0%"]
