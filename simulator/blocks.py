@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.coding import Coded, Coding, copy_coding, dense_coding, direct_coding, speed_of, token_coding
+from hybridep.errors import UserError
 from hybridep.plan import PlacedLayers, Plan
 from hybridep.routing import Routing
 from hybridep.shares import site_shares
@@ -34,6 +35,7 @@ from simulator.engine import Engine
 from simulator.errors import SimulationError
 from simulator.fabric import Fabric
 from simulator.mixnet import CircuitController
+from simulator.precision import Precision, busiest_inside, mean_between_sites, most_of_site
 from simulator.sent import Sent, compact, dense
 from simulator.symmetry import Exchange, no_symmetry, symmetry
 from simulator.token_exchange import Route, TokenExchange
@@ -82,7 +84,7 @@ class Blocks:
         engine: Engine,
         wiring: Wiring,
         routing: Routing | None,
-        tolerance: float,
+        precision: Precision,
         conditions: Conditions,
         start_s: float,
         exchange: TokenExchange,
@@ -90,13 +92,14 @@ class Blocks:
         self._plan = plan
         self._routing = routing
         self._exchange = exchange
+        self._one_of_site = precision.one_rank_per_site
         self.controller = CircuitController(wiring) if wiring.inside.mixnet is not None else None
         # Ranks that share processors queue for them instead: `messages_s`.
         self._jitter_s = plan.cluster.gpu.jitter if plan.cluster.processors is None else 0.0
         if self.controller is not None and exchange.route is Route.DIRECT:
             raise SimulationError("route direct: circuits of a MixNet are for exchanges hop by hop")
         workload, of_ranks = plan.workload, plan.cluster.of_ranks
-        self._slowdown = conditions.slowdown(plan.cluster, start_s)
+        self._slowdown = self._most(conditions.slowdown(plan.cluster, start_s))
         if plan.cluster.processors is not None:
             # All figures are those of a rank while all compute.
             self._slowdown = self._slowdown * (plan.cluster.processors / plan.cluster.num_gpus)
@@ -105,14 +108,20 @@ class Blocks:
         each_s = np.repeat(shares, plan.cluster.num_gpus // shares.size) / rates
         self.pre_expert_s = self._slowdown * (workload.pre_expert_flops * each_s + of_ranks(lambda gpu: gpu.block_overhead))
         self.head_s = self._slowdown * (workload.head_flops * each_s + of_ranks(lambda gpu: gpu.pass_overhead))
-        self.optimizer_s = self._optimizer()
+        self.optimizer_s = self._most(self._optimizer())
         reduction = dense_traffic(plan.placements[0], workload, plan.level_codecs)
         reduction_coding_s = self._seconds(self._reduction_coding())
         expected = {}
         # Shares of routes over trunks are not compared where rows go directly; circuits join some nodes and not others.
         comparable = exchange.route is Route.HOPS or wiring.wan is None
         in_step = not conditions.compute_jitter and plan.cluster.processors is None
-        if routing is None and in_step and comparable and self.controller is None:
+        is_expected = routing is None and in_step and self.controller is None
+        if self._one_of_site and not (is_expected and exchange.route is Route.HOPS):
+            raise UserError(
+                "one_rank_per_site: only where tokens go as expected, hop by hop; leave it out with recorded or drawn routing, "
+                "compute_jitter, ranks that share processors, a MixNet, and systems other than baselines and pipeline"
+            )
+        if is_expected and comparable:
             for layers in plan.placed:
                 expected[layers.first_layer] = self._traffic(layers, None)
             all_coding_s = (reduction_coding_s, *(one.coding_s for one in expected.values()))
@@ -133,7 +142,7 @@ class Blocks:
             )
         else:
             alike = no_symmetry(wiring)
-        self.fabric = Fabric(engine, alike, tolerance, conditions, plan.schedule.streams)
+        self.fabric = Fabric(engine, alike, precision.tolerance, conditions, plan.schedule.streams)
         self._expected = {first: self._block_of(sent) for first, sent in expected.items()}
         # One after the other: at thousands of sites each takes hundreds of megabytes.
         flows = {key: made for key in list(reduction) for made in self._flows({key: reduction.pop(key)}).values()}
@@ -195,9 +204,21 @@ class Blocks:
         if self.controller is not None or choices is not None:
             return _LayerSent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s, coding_s)
         # One after the other: at thousands of sites each of these arrays takes hundreds of megabytes.
-        sent = {key: compact(traffic.pop(key)) for key in list(traffic)}
-        sent |= {key: compact(part) for key, part in copy_traffic(placement, workload, codecs).items()}
-        return _LayerSent(sent, direct, expert_s, coding_s)
+        sent = {key: compact(self._of_site(key.level, traffic.pop(key))) for key in list(traffic)}
+        copies = copy_traffic(placement, workload, codecs)
+        sent |= {key: compact(self._of_site(key.level, copies.pop(key))) for key in list(copies)}
+        return _LayerSent(
+            sent, direct, self._most(expert_s), {key: Coded(*map(self._most, one)) for key, one in coding_s.items()}
+        )
+
+    def _of_site(self, level: int, sent: FloatArray) -> FloatArray:
+        if not self._one_of_site:
+            return sent
+        cluster = self._plan.cluster
+        return mean_between_sites(cluster, sent) if level == 0 else busiest_inside(cluster, level, sent)
+
+    def _most(self, each_s: FloatArray) -> FloatArray:
+        return most_of_site(self._plan.cluster, each_s) if self._one_of_site else each_s
 
     def _reduction_coding(self) -> Coding:
         plan = self._plan

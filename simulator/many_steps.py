@@ -19,7 +19,7 @@ from hybridep.units import Dimension, exact
 from simulator.conditions import Conditions, LinkFactors
 from simulator.errors import SimulationError
 from simulator.fabric_file import FabricFile
-from simulator.network import EXACT
+from simulator.precision import EXACTLY, Precision
 from simulator.step import simulate_step
 from simulator.wiring import wiring
 
@@ -116,7 +116,7 @@ def simulate_run(
     conditions: Conditions | None = None,
     routing: RoutingOfStep | None = None,
     planning: Planning | None = None,
-    tolerance: float = EXACT,
+    precision: Precision = EXACTLY,
     on_stretch: Callable[[Stretch], None] = lambda stretch: None,
     fabric: FabricFile | None = None,
 ) -> RunResult:
@@ -129,7 +129,7 @@ def simulate_run(
     ring closes where a site is lost, and of a graph the trunks of the site remain.
     Raises SimulationError when a plan is needed and no `planning` given, UserError for unknown sites, links or workers.
     """
-    return _Run(plan, course, conditions or Conditions(), routing, planning, tolerance, on_stretch, fabric).run()
+    return _Run(plan, course, conditions or Conditions(), routing, planning, precision, on_stretch, fabric).run()
 
 
 class _Run:
@@ -140,12 +140,12 @@ class _Run:
         conditions: Conditions,
         routing: RoutingOfStep | None,
         planning: Planning | None,
-        tolerance: float,
+        precision: Precision,
         on_stretch: Callable[[Stretch], None],
         fabric: FabricFile | None,
     ) -> None:
         self._plan, self._course, self._conditions = plan, course, conditions
-        self._routing, self._planning, self._tolerance, self._on_stretch = routing, planning, tolerance, on_stretch
+        self._routing, self._planning, self._precision, self._on_stretch = routing, planning, precision, on_stretch
         self._fabric = fabric
         self._factors_under: dict[str, LinkFactors] = {}
         self._now_s, self._step = 0.0, 0
@@ -196,7 +196,7 @@ class _Run:
             step_s = self._known[known]
             if factors.next_s(self._now_s) >= self._now_s + step_s:
                 return step_s
-        step_s = simulate_step(plan, routing, self._tolerance, self._conditions, self._now_s, self._fabric).step_s
+        step_s = simulate_step(plan, routing, self._precision, self._conditions, self._now_s, self._fabric).step_s
         self._simulated += 1
         if known is not None and factors is not None and factors.next_s(self._now_s) >= self._now_s + step_s:
             self._known[known] = step_s

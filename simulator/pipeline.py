@@ -35,7 +35,7 @@ from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
 from simulator.errors import PipelineError
 from simulator.fabric import Fabric
-from simulator.network import EXACT
+from simulator.precision import EXACTLY, Precision
 from simulator.stages import Stage, alike, cut, routing_of, timed
 from simulator.step import StepResult, simulate_step
 from simulator.symmetry import no_symmetry
@@ -113,7 +113,7 @@ class PipelineStep:
 def fastest_pipeline(
     plan: Plan,
     routing: Routing | None = None,
-    tolerance: float = EXACT,
+    precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
 ) -> PipelineStep:
     """The fastest of all numbers of stages from 2 that divide the sites and leave each stage a layer with experts, of both
@@ -125,7 +125,7 @@ def fastest_pipeline(
     for stages in [number for number in range(2, sites + 1) if sites % number == 0]:
         for inside in INSIDE[: 2 if stages < sites else 1]:
             try:
-                candidates.append((inside, time_stages(plan, stages, inside, routing, tolerance, conditions)))
+                candidates.append((inside, time_stages(plan, stages, inside, routing, precision, conditions)))
             except PipelineError as error:
                 why = str(error)
     found: PipelineStep | None = None
@@ -135,7 +135,7 @@ def fastest_pipeline(
             # No schedule is faster than the busiest stage by itself.
             if found is not None and _busiest_s(made) >= found.step_s:
                 break
-            step = run_stages(plan.cluster, made, inside, ahead, tolerance, conditions)
+            step = run_stages(plan.cluster, made, inside, ahead, precision, conditions)
             if found is None or step.step_s < found.step_s:
                 found = step
             if step.step_s > best_s * (1 - _GAIN):
@@ -156,7 +156,7 @@ def pipeline_step(
     inside: Baseline = Baseline.EP,
     ahead: int = 1,
     routing: Routing | None = None,
-    tolerance: float = EXACT,
+    precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
 ) -> PipelineStep:
     """One step of the plan's workload on its cluster, with its codecs and popularity, in so many stages of sites in a row.
@@ -165,8 +165,8 @@ def pipeline_step(
     of the plan; tokens keep their choices wherever they are computed. Raises PipelineError for stages that do not divide the
     sites or leave one without experts, and for links or computation that vary within a step.
     """
-    made = time_stages(plan, stages, inside, routing, tolerance, conditions)
-    return run_stages(plan.cluster, made, inside, ahead, tolerance, conditions)
+    made = time_stages(plan, stages, inside, routing, precision, conditions)
+    return run_stages(plan.cluster, made, inside, ahead, precision, conditions)
 
 
 def time_stages(
@@ -174,7 +174,7 @@ def time_stages(
     stages: int,
     inside: Baseline,
     routing: Routing | None = None,
-    tolerance: float = EXACT,
+    precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
 ) -> list[Stage]:
     """Each stage by itself; arguments and errors as `pipeline_step`."""
@@ -183,7 +183,7 @@ def time_stages(
         raise PipelineError("pipeline: not simulated with links or computation that vary; leave out changes, trace and jitters")
 
     def simulate(one: Plan, choices: Routing | None) -> StepResult:
-        return simulate_step(one, choices, tolerance, conditions)
+        return simulate_step(one, choices, precision, conditions)
 
     known: dict[str, Stage] = {}
     made: list[Stage] = []
@@ -201,7 +201,7 @@ def run_stages(
     stages: list[Stage],
     inside: Baseline,
     ahead: int = 1,
-    tolerance: float = EXACT,
+    precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
 ) -> PipelineStep:
     """The stages' passes in the order of 1F1B, or further `ahead`, with activations between them. The stages have equally many
@@ -210,7 +210,7 @@ def run_stages(
         raise PipelineError(f"pipeline: ahead {ahead} must be at least 1, or stages wait for each other in a circle")
     conditions = conditions or Conditions()
     engine = Engine()
-    fabric = Fabric(engine, no_symmetry(wiring(cluster)), tolerance, conditions, stages[0].plan.schedule.streams)
+    fabric = Fabric(engine, no_symmetry(wiring(cluster)), precision.tolerance, conditions, stages[0].plan.schedule.streams)
     forth, back = (_between(fabric, stages, down) for down in (True, False))
     program, without_s = _Schedule(stages, forth, back, ahead).build()
     capacity = fabric.network.link_capacity_bytes_per_s * conditions.goodput

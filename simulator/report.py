@@ -16,8 +16,8 @@ from hybridep.routing import Routing
 from simulator.conditions import Conditions
 from simulator.errors import PipelineError
 from simulator.fabric_file import FabricFile
-from simulator.network import EXACT
 from simulator.pipeline import fastest_pipeline
+from simulator.precision import EXACTLY, Precision
 from simulator.step import StepResult, simulate_step
 from simulator.systems import System, popularity_of, system_step
 from simulator.token_exchange import TokenExchange
@@ -54,7 +54,7 @@ def simulate(
     plan: Plan,
     against: Sequence[Baseline | System] = (),
     routing: Routing | None = None,
-    tolerance: float = EXACT,
+    precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
     fabric: FabricFile | None = None,
     progress: Callable[[str, float], None] | None = None,
@@ -62,7 +62,7 @@ def simulate(
     """Simulate one training step of a plan, and of the baselines and systems `against` under the same routing.
 
     routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; the expectation from the plan's popularity without it.
-    tolerance, conditions, fabric: as `simulate_step`. progress: takes the name of what is simulated, "plan" or one of `against`,
+    precision, conditions, fabric: as `simulate_step`. progress: takes the name of what is simulated, "plan" or one of `against`,
     and the share of it that is done. Raises UserError for conditions of links or workers that are not there.
     """
     began_s = time.perf_counter()
@@ -71,7 +71,7 @@ def simulate(
 
     def simulated(name: str, one: Plan, exchange: TokenExchange | None = None) -> StepResult:
         told = None if progress is None else partial(progress, name)
-        return simulate_step(one, routing, tolerance, conditions, fabric=fabric, exchange=exchange, progress=told)
+        return simulate_step(one, routing, precision, conditions, fabric=fabric, exchange=exchange, progress=told)
 
     step = simulated("plan", plan)
     popularity = [np.asarray(shares) for shares in plan.popularity]
@@ -83,7 +83,7 @@ def simulate(
         if name is System.PIPELINE:
             if fabric is not None:
                 raise PipelineError(f"pipeline: not simulated over a fabric ({fabric.name}); leave out one of the two")
-            pipeline = fastest_pipeline(plan, routing, tolerance, conditions)
+            pipeline = fastest_pipeline(plan, routing, precision, conditions)
             baselines[name.value], choices[name.value] = pipeline.step_s, pipeline.choice
             continue
         if isinstance(name, System):

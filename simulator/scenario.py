@@ -15,6 +15,7 @@ from hybridep.errors import ConfigError
 from simulator.conditions import Conditions
 from simulator.many_steps import Course
 from simulator.network import EXACT
+from simulator.precision import Precision
 
 _PARTS = ("cluster.", "workload.")
 
@@ -43,8 +44,15 @@ class Scenario(Strict):
     course: Course = Course()
     tolerance: float = Field(default=EXACT, ge=EXACT, lt=0.1)
     """Share of its bytes by which a transfer may differ, for speed."""
+    one_rank_per_site: bool = False
+    """Take the ranks of a site for alike, for speed."""
     grid: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     """Key of this file, or ``cluster.<key>`` and ``workload.<key>`` of these, -> values; every combination is a point."""
+
+    @property
+    def precision(self) -> Precision:
+        """How exactly to simulate."""
+        return Precision(tolerance=self.tolerance, one_rank_per_site=self.one_rank_per_site)
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:

@@ -19,7 +19,7 @@ from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
 from simulator.fabric import Fabric
 from simulator.fabric_file import FabricFile
-from simulator.network import EXACT
+from simulator.precision import EXACTLY, Precision
 from simulator.symmetry import Symmetry
 from simulator.token_exchange import TokenExchange
 from simulator.training import step_program
@@ -165,7 +165,7 @@ def _changes(made: Fabric, conditions: Conditions | None, start_s: float) -> Cha
 def simulate_step(
     plan: Plan,
     routing: Routing | None = None,
-    tolerance: float = EXACT,
+    precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
     start_s: float = 0.0,
     fabric: FabricFile | None = None,
@@ -175,13 +175,13 @@ def simulate_step(
     """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly; without `fabric`, the
     cluster's own links are all there is; without `exchange`, tokens travel as in the runtime.
 
-    tolerance: share of its bytes by which a transfer may differ to end together with another, for speed at thousands of
-    different datacenters; `largest_cut` says how much any did.
+    precision: what may be given up for speed at thousands of different datacenters; `largest_cut` says by how much transfers
+    differed.
     conditions: what links and workers meet, in a step that begins `start_s` into the run.
     progress: told how much of the step is simulated.
     """
     engine = Engine()
-    program, made = step_program(plan, engine, wiring(plan.cluster, fabric), routing, tolerance, conditions, start_s, exchange)
+    program, made = step_program(plan, engine, wiring(plan.cluster, fabric), routing, precision, conditions, start_s, exchange)
     execution = execute(program, engine, made.network, _changes(made, conditions, start_s), progress)
     kind = made.symmetry.link_kind
     return StepResult(

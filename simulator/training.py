@@ -17,7 +17,7 @@ from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.errors import SimulationError
 from simulator.fabric import Fabric
-from simulator.network import EXACT
+from simulator.precision import EXACTLY, Precision
 from simulator.token_exchange import TokenExchange
 from simulator.wiring import Wiring
 
@@ -71,7 +71,7 @@ def step_program(
     engine: Engine,
     wiring: Wiring,
     routing: Routing | None = None,
-    tolerance: float = EXACT,
+    precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
     start_s: float = 0.0,
     exchange: TokenExchange | None = None,
@@ -93,7 +93,7 @@ def step_program(
     conditions, exchange = conditions or Conditions(), exchange or TokenExchange()
     if exchange.chunks > 1 and plan.schedule.prefetch:
         raise SimulationError(f"chunks: {exchange.chunks} with prefetch {plan.schedule.prefetch}; only one of them can be")
-    blocks = Blocks(plan, engine, wiring, routing, tolerance, conditions, start_s, exchange)
+    blocks = Blocks(plan, engine, wiring, routing, precision, conditions, start_s, exchange)
     random = np.random.default_rng([conditions.seed, int(start_s * 1e6)])
     return _Builder(plan, blocks, exchange.chunks, conditions.compute_jitter, random).build(), blocks.fabric
 

@@ -3,15 +3,19 @@
     .venv/bin/python experiments/simulator-scale/run.py [--sites 10,100,1000] [--kinds equal]
 
 Mixtral 8x7B, 32 layers, forward and backward, 8 GPUs a site, expert parallelism. Equal sites, and sites whose access links all
-differ (synthetic rates, no measured data). One process per point; one row each in results/scale.csv, and a figure.
+differ (synthetic rates, no measured data). And on the latter what the planner makes of 256 small experts in each of 16 layers and
+four micro-batches: with all ranks, and with the ranks of a site taken for alike. One process per point; one row each in
+results/scale.csv, and a figure.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,55 +27,66 @@ import yaml
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 
-from hybridep.config import write_text
+from hybridep.baselines import Baseline, baseline_plan
+from hybridep.commands.inputs import load_workload
+from hybridep.config import build, write_text
+from hybridep.plan import Plan
 from hybridep.provenance import provenance
+from hybridep.timeline import write_chrome_trace
+from hybridep.topology import Cluster
+from planner import plan as search
+from simulator.precision import Precision
+from simulator.step import simulate_step
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = (
     *("kind", "sites", "gpus", "tolerance", "cpu_s", "wall_s", "step_s", "largest_cut", "peak_memory_gb"),
     *("trace_mb", "trace_s"),
 )
+KINDS = EQUAL, DIFFERENT, PLANNED, MERGED = ("equal", "different", "planned", "planned merged")
+"""Merged: one rank for each site."""
+
+
+def cluster_of(kind: str, sites: int) -> Cluster:
+    """8 GPUs a site; all access links alike or all different."""
+    data: dict[str, Any] = {
+        "name": f"{kind} {sites}",
+        "levels": [
+            {"name": "dc", "size": sites, "bandwidth": "10 Gbps", "latency": "30 ms"},
+            {"name": "gpu", "size": 8, "bandwidth": "2400 Gbps", "latency": "5 us"},
+        ],
+        "gpu": {"throughput": "150 TFLOPS", "memory": "80 GB", "memory_bandwidth": "2 TB/s"},
+    }
+    if kind != EQUAL:
+        rates = np.random.default_rng(0).uniform(2, 16, (sites, 2))
+        data["sites"] = [
+            {"name": f"s{i}", "up": f"{up:.3f} Gbps", "down": f"{down:.3f} Gbps"} for i, (up, down) in enumerate(rates)
+        ]
+    return build(Cluster, data, "config")
+
+
+def plan_of(kind: str, sites: int) -> Plan:
+    """Expert parallelism, or what the planner finds in 20 s."""
+    if kind not in (PLANNED, MERGED):
+        workload = load_workload("mixtral-8x7b", ["training.micro_batches=1"])
+        return baseline_plan(cluster_of(kind, sites), workload, Baseline.EP)
+    model = {"hidden_size": 2048, "num_experts": 256, "top_k": 8, "expert_ffn_size": 512, "ffn": "swiglu"}
+    training = {"sequence_length": 4096, "micro_batch_size": 1, "micro_batches": 4}
+    overrides = [f"model.{key}={value}" for key, value in model.items()]
+    overrides += [f"training.{key}={value}" for key, value in training.items()]
+    return search(cluster_of(kind, sites), load_workload("gpt-large", overrides), time_limit_s=20)
 
 
 def measure(kind: str, sites: int, tolerance: float) -> dict[str, Any]:
     """In a process of its own, after the compiled code has been loaded."""
-    import resource
-    import tempfile
-
-    import numpy as np
-
-    from hybridep.baselines import Baseline, baseline_plan
-    from hybridep.commands.inputs import load_workload
-    from hybridep.config import build
-    from hybridep.timeline import write_chrome_trace
-    from hybridep.topology import Cluster
-    from simulator.step import simulate_step
-
-    def cluster_of(number: int) -> Cluster:
-        rates = np.random.default_rng(0).uniform(2, 16, (number, 2))
-        data: dict[str, Any] = {
-            "name": f"{kind} {number}",
-            "levels": [
-                {"name": "dc", "size": number, "bandwidth": "10 Gbps", "latency": "30 ms"},
-                {"name": "gpu", "size": 8, "bandwidth": "2400 Gbps", "latency": "5 us"},
-            ],
-            "gpu": {"throughput": "150 TFLOPS", "memory": "80 GB", "memory_bandwidth": "2 TB/s"},
-        }
-        if kind == "different":
-            data["sites"] = [
-                {"name": f"s{i}", "up": f"{rates[i, 0]:.3f} Gbps", "down": f"{rates[i, 1]:.3f} Gbps"} for i in range(number)
-            ]
-        return build(Cluster, data, "config")
-
-    workload = load_workload("mixtral-8x7b", ["training.micro_batches=1"])
-
-    def step(number: int) -> Any:
-        return simulate_step(baseline_plan(cluster_of(number), workload, Baseline.EP), tolerance=tolerance)
-
-    step(3)
+    precision = Precision(tolerance=tolerance, one_rank_per_site=kind == MERGED)
+    simulate_step(plan_of(kind, 3), precision=precision)
+    # What planning takes is another experiment's.
+    planned = plan_of(kind, sites) if kind in (PLANNED, MERGED) else None
     cpu_s, wall_s = time.process_time(), time.perf_counter()
-    result = step(sites)
+    result = simulate_step(planned or plan_of(kind, sites), precision=precision)
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
     peak_memory_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +112,7 @@ def measure(kind: str, sites: int, tolerance: float) -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--sites", default=None, help="Comma separated.  [default: as config.yaml has them]")
-@click.option("--kinds", default="equal,different", show_default=True)
+@click.option("--kinds", default=",".join(KINDS), show_default=True)
 @click.option("--results", type=click.Path(path_type=Path), default=HERE / "results")
 @click.option("--inside", nargs=3, type=(str, int, float), hidden=True)
 def main(sites: str | None, kinds: str, results: Path, inside: tuple[str, int, float] | None) -> None:

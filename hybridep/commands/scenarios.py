@@ -140,7 +140,7 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
             scenario.conditions,
             routing,
             anew,
-            scenario.tolerance,
+            scenario.precision,
             fabric=fabric_of(scenario.fabric),
         )
     return Outcome(plan=plan, report=report, run=run)
@@ -164,7 +164,7 @@ def _first_step(
         plan,
         others(scenario.against, "against"),
         routing(plan, 0) if routing is not None else None,
-        scenario.tolerance,
+        scenario.precision,
         scenario.conditions,
         fabric_of(scenario.fabric),
         progress,

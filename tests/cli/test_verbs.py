@@ -102,6 +102,16 @@ def test_simulate_within_a_tolerance(inputs: Inputs, call: Call) -> None:
     assert refused.code == 2 and "0.2 is not in the range" in refused.err
 
 
+def test_simulate_with_one_rank_per_site(inputs: Inputs, call: Call) -> None:
+    path = inputs.folder / "plan.yaml"
+    assert call("plan", inputs.cluster, inputs.workload, "-o", path).code == 0
+    merged = call("simulate", path, "--json", "--one-rank-per-site", "--against", "ep")
+    assert merged.json["step_s"] == pytest.approx(call("simulate", path, "--json").json["step_s"], rel=0.01)
+    scenario = inputs.write("merged.yaml", f"plan: {path}\none_rank_per_site: true\nrouting: zipf:1\n")
+    for refused in (call("simulate", path, "--one-rank-per-site", "--routing", "zipf:1"), call("simulate", scenario)):
+        assert refused.code == 2 and "one_rank_per_site: only where tokens go as expected" in refused.err
+
+
 def test_doctor_finds_what_this_suite_needs(call: Call) -> None:
     result = call("doctor", "--json")
     assert result.code == 0 and result.json["ok"]

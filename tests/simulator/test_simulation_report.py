@@ -6,6 +6,7 @@ from simulated_plans import PLANS, make_plan
 
 from hybridep.baselines import Baseline
 from hybridep.timeline import write_chrome_trace
+from simulator.precision import Precision
 from simulator.report import simulate
 from simulator.step import simulate_step
 from simulator.systems import System
@@ -41,7 +42,7 @@ def test_no_baselines_unless_asked() -> None:
 def test_a_timeline_of_many_sites_stays_small(different: bool, tmp_path: Path) -> None:
     """Browsers must open it: sites that are alike are one, and of those that differ the first are shown."""
     sites = [{"name": f"s{site}"} | ({"up": f"{1 + site / 100} Gbps"} if different else {}) for site in range(40)]
-    step = simulate_step(make_plan(40, 2, num_experts=80, num_layers=4, sites=sites), tolerance=0.005)
+    step = simulate_step(make_plan(40, 2, num_experts=80, num_layers=4, sites=sites), precision=Precision(tolerance=0.005))
     write_chrome_trace(tmp_path / "trace.json", step.spans())
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]

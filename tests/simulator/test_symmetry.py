@@ -8,6 +8,7 @@ from simulated_plans import PLANS, make_plan
 
 import simulator.blocks
 from hybridep.plan import Plan
+from simulator.precision import Precision
 from simulator.step import simulate_step
 from simulator.symmetry import Symmetry, no_symmetry
 from simulator.wiring import Wiring
@@ -83,6 +84,6 @@ def test_a_tolerance_shifts_a_step_by_no_more() -> None:
     rng = np.random.default_rng(0)
     sites = [{"name": f"s{i}", "up": f"{rate:.3f} Gbps"} for i, rate in enumerate(rng.uniform(0.5, 2, 12))]
     plan = make_plan(12, 2, num_experts=24, sites=sites)
-    exact, near = simulate_step(plan), simulate_step(plan, tolerance=0.01)
+    exact, near = simulate_step(plan), simulate_step(plan, precision=Precision(tolerance=0.01))
     assert exact.largest_cut < 1e-9 < near.largest_cut <= 0.01
     assert near.step_s == pytest.approx(exact.step_s, rel=0.01)
