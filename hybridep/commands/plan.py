@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
     from hybridep.commands.plan_request import MadePlans
-    from hybridep.plan import Schedule
+    from hybridep.plan import Plan, Schedule
     from hybridep.topology import Cluster
     from planner.explain import Explanation
     from planner.goal import Goal
@@ -171,16 +172,20 @@ def command(
     best = made.best
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made.plans) + 1))]
     # Before anything is written: what is asked of a plan may have no answer.
-    report = PlanReport(
-        made=made,
-        files=files,
-        explanation=planner.explain(best, rules),
-        several=top > 1,
-        others=planner.compare_planners(best, rules) if compare else None,
-        upgrades=planner.upgrades(best, constraints=rules) if upgrades else None,
-    )
-    for one, path in zip(made.plans, files, strict=True):
-        one.save(path)
+    try:
+        report = PlanReport(
+            made=made,
+            files=files,
+            explanation=planner.explain(best, rules),
+            several=top > 1,
+            others=planner.compare_planners(best, rules) if compare else None,
+            upgrades=planner.upgrades(best, constraints=rules) if upgrades else None,
+        )
+    except KeyboardInterrupt:
+        _write(made.plans, files)
+        click.echo(f"interrupted; plan written to {output}", err=True)
+        raise
+    _write(made.plans, files)
     if figure is not None:
         from hybridep.commands.plots import plot_plan
 
@@ -252,6 +257,11 @@ class PlanReport:
         if made.robust is not None:
             plan_text.show_robust(made.robust)
         click.echo(f"\nplan written to {', '.join(str(path) for path in self.files)}")
+
+
+def _write(plans: Sequence[Plan], files: Sequence[Path]) -> None:
+    for one, path in zip(plans, files, strict=True):
+        one.save(path)
 
 
 def _on_fabric(cluster: Cluster, name: str) -> Cluster:

@@ -88,6 +88,19 @@ def test_simulate_keys_of_the_contract(inputs: Inputs, call: Call) -> None:
     assert "busiest links" in call("simulate", path).out
 
 
+def test_plans_are_kept_when_questions_about_them_are_interrupted(
+    inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.upgrades", interrupted)
+    path = inputs.folder / "plan.yaml"
+    result = call("plan", inputs.cluster, inputs.workload, "--upgrades", "--top", "2", "-o", path)
+    assert result.code == 130 and f"interrupted; plan written to {path}" in result.err and not result.out
+    assert all(load_plan(one).cluster.name == "two" for one in (path, path.with_stem("plan-2")))
+
+
 def test_simulate_within_a_tolerance(inputs: Inputs, call: Call) -> None:
     path = inputs.folder / "plan.yaml"
     rates = "sites: [{name: a, up: 50 Mbps}, {name: b, down: 51 Mbps}]\n"
