@@ -12,7 +12,8 @@ from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.constraints import Constraints
-from planner.depths import plan_ahead
+from planner.depths import BETWEEN_SITES, plan_ahead, tables_ahead
+from planner.evaluate import MOST_RANKS
 from planner.goal import FASTEST, Goal
 from planner.measured import plans_measured
 from planner.plans import plan_domains, top_domains
@@ -46,7 +47,7 @@ def plan(
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. At levels
     with a window that ``schedule`` says nothing of, connections per pair of ranks are chosen, too (``planner.streams``). With
     measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
-    plans whose copies set out before their blocks (``Schedule.prefetch``), for sites that are alike. ``codecs`` by level name, or
+    plans whose copies set out before their blocks (``Schedule.prefetch``). ``codecs`` by level name, or
     those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a ``goal`` the cheapest
     plan in place of the fastest, or the fastest that costs no more than a budget. On KeyboardInterrupt, once there is a plan, the
     best so far.
@@ -103,29 +104,37 @@ def plans(
             )
     lossy = any(one.lossy for one in (codecs or {}).values())
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
-    if ahead and (lossy or popularity or constraints is not None or given or count > 1 or by_site(cluster)):
-        raise UserError(
-            "copies ahead of their blocks are planned where sites are alike, for exact bytes, one plan at a time, without rules, "
-            "popularity or a given schedule; leave those out, or ahead"
-        )
+    dear = goal.needs_prices and uneven_prices(cluster)
+    by_table = by_site(cluster) or dear or constraints is not None
+    if ahead:
+        if lossy or popularity or given or (count > 1 and not by_table):
+            raise UserError(
+                "copies ahead of their blocks are planned for exact bytes, without popularity or a given schedule, and one plan "
+                "at a time where sites are alike; leave those out, or ahead"
+            )
+        if by_table and cluster.num_gpus > MOST_RANKS:
+            raise UserError(
+                f"copies ahead between sites are planned for at most {MOST_RANKS} ranks, and {cluster.name} has "
+                f"{cluster.num_gpus}; leave ahead out"
+            )
     schedule, free = with_most(cluster, schedule)
     if popularity:
         if constraints is not None:
             raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
         measured = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
         return [with_fewest(one, free) for one in measured]
-    dear = goal.needs_prices and uneven_prices(cluster)
-    if by_site(cluster) or dear or constraints is not None:
+    if by_table:
         found = plan_sites(
             cluster,
             workload,
             solver=solver,
             schedule=schedule,
             constraints=constraints,
-            wishes=Wishes(time_limit_s=time_limit_s, keep=count, report=report),
+            wishes=Wishes(time_limit_s=time_limit_s, keep=max(count, BETWEEN_SITES) if ahead else count, report=report),
             goal=goal,
             codecs=codecs,
         )
+        found = tables_ahead(found, count) if ahead else found
     elif ahead:
         found = [plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)]
     else:

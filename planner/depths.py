@@ -2,24 +2,32 @@
 
 The search for a placement needs times that add up over layers, so it runs without prefetch. Then the step with copies ahead is
 computed for the plan found, and for one configuration in all layers wherever that could still be faster: never below its
-computation and tokens, nor below its busiest link.
+computation and tokens, nor below its busiest link. Between sites that differ it is computed for the best plans found.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster
+from hybridep.traffic import DENSE
 from hybridep.workload import Workload
-from planner.cost import step_costs
+from planner.compute import compute_of_ranks
+from planner.cost import StepCost, step_costs
+from planner.layer_times import HEAD, OPTIMIZER
 from planner.memory import memory_use
-from planner.plans import layer_group, plan_of, reported
+from planner.plans import goal_of, layer_group, plan_of, predict, reported, solver_report
 from planner.problem import TIE, Problem, build_problem
 from planner.solve import Solution, solve
 
 MOST_TRIED = 32
 """Configurations for all layers; those that are left lower the bound."""
+
+BETWEEN_SITES = 48
+"""Plans between sites that differ, of which copies ahead are costed: they suit some far better than others that cost the same."""
 
 
 def depths(num_layers: int) -> tuple[int, ...]:
@@ -80,3 +88,48 @@ def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
     if best is made and bound_s >= solution.bound_s:
         return made
     return reported(best, solution, best_s, min(bound_s, best_s))
+
+
+def tables_ahead(found: Sequence[Plan], count: int) -> list[Plan]:
+    """Of plans between sites, the first with a solver's report, each with the depth (or none) that makes its step the shortest
+    and fits; at most ``count``, the fastest first, with a bound for all tables used in all layers and all depths."""
+    tried = (0, *depths(found[0].workload.model.num_moe_layers))
+    best: list[tuple[float, Plan]] = []
+    for plain in found:
+        costs = step_costs(plain, tried)
+        order = sorted(range(len(tried)), key=lambda number: (costs[number].step_s * (1 + TIE * number), number))
+        ahead = (_with_depth(plain, tried[number]) for number in order)
+        # Without copies ahead it fits.
+        number, one = next((number, one) for number, one in zip(order, ahead, strict=True) if not number or memory_use(one).fits)
+        best.append((costs[number].step_s, one))
+    best.sort(key=lambda one: one[0])
+    made = [one.model_copy(update={"prediction": predict(one), "solver": None}) for _, one in best[:count]]
+    report = found[0].solver
+    if report is None:
+        return made
+    step_s = best[0][0]
+    bound_s = min(_any_depth_s(found[0], step_costs(found[0], (0,))[0], report.bound), step_s)
+    told = solver_report(
+        solver=report.solver,
+        goal=goal_of(report),
+        objective_s=step_s,
+        bound_s=bound_s,
+        cost_usd=0.0,
+        bound_usd=0.0,
+        solve_s=report.solve,
+    )
+    return [made[0].model_copy(update={"solver": told}), *made[1:]]
+
+
+def _with_depth(plan: Plan, depth: int) -> Plan:
+    return plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"prefetch": depth})})
+
+
+def _any_depth_s(plan: Plan, cost: StepCost, bound_s: float) -> float:
+    """Where no plan of some kind has a shorter step than ``bound_s`` without copies ahead, none has a shorter one than this with
+    them: their layers take at least what the chain of computation and tokens takes, and with the heads' computation what copies
+    take one after the other, so half of both together. ``cost`` is that of any such plan, without copies ahead."""
+    fixed_s = sum(cost.parts_s.get(name, 0.0) for name in (HEAD, OPTIMIZER, *(op.value for op in DENSE)))
+    compute = compute_of_ranks(plan.cluster, plan.workload)
+    heads_s = 3 * plan.workload.training.micro_batches * float(compute.head_s.max())
+    return fixed_s + max(bound_s - fixed_s - heads_s, 0.0) / 2

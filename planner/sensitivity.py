@@ -62,6 +62,10 @@ def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Cons
         raise UserError(
             f"cluster {plan.cluster.name}: upgrades are priced for plans between sites, without homes of their own or popularity"
         )
+    if plan.schedule.prefetch:
+        raise UserError(
+            "upgrades are priced for plans whose copies set out with their blocks; leave --prefetch or --upgrades out"
+        )
     table, configuration = chosen
     problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
     present_s = _searched(problem, table)

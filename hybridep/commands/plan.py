@@ -78,9 +78,7 @@ if TYPE_CHECKING:
     metavar="SHARE",
     help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without.",
 )
-@click.option(
-    "--prefetch", is_flag=True, help="Also try copies that set out blocks ahead and give way to tokens; alike sites only."
-)
+@click.option("--prefetch", is_flag=True, help="Also try copies that set out blocks ahead and give way to tokens.")
 @click.option(
     "--streams",
     multiple=True,

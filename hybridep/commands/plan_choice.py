@@ -26,8 +26,11 @@ MOST_SITES = 64
 """Between more sites that differ, a simulation takes too long to make dozens."""
 SECONDS_PER_PAIR = 5e-4
 """What simulating one of them takes at most, for each ordered pair of sites: 2.5e-4 to 4e-4 were measured with 10 to 60 sites."""
-SHORT_LAYERS = 2
-"""MoE layers of the models that are simulated to choose: layers are alike, and two put plans in about the order of all."""
+SHORT_LAYERS, SHORT_LAYERS_AHEAD = 2, 4
+"""MoE layers of the models that are simulated to choose: layers are alike, and two put plans in about the order of all; four
+where copies set out ahead of their blocks."""
+AHEAD_TAKES = 3
+"""Times as long simulating those takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +70,11 @@ def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) ->
     return choose(made, None, until_s=ends_s(started_s, time_limit_s), most=most).plan
 
 
-def most_simulated(cluster: Cluster, time_limit_s: float) -> int:
-    """Plans that simulations' share of the limit has time for, two at least. A count, because what a deadline cuts off differs
-    from run to run."""
-    return max(2, min(CANDIDATES, int((1 - SEARCHED) * time_limit_s / (SECONDS_PER_PAIR * cluster.sizes[0] ** 2))))
+def most_simulated(cluster: Cluster, time_limit_s: float, *, ahead: bool = False) -> int:
+    """Plans, perhaps with copies ``ahead``, that simulations' share of the limit has time for, two at least. A count, because
+    what a deadline cuts off differs from run to run."""
+    each_s = SECONDS_PER_PAIR * cluster.sizes[0] ** 2 * (AHEAD_TAKES if ahead else 1)
+    return max(2, min(CANDIDATES, int((1 - SEARCHED) * time_limit_s / each_s)))
 
 
 def ends_s(started_s: float, time_limit_s: float) -> float:
@@ -160,15 +164,16 @@ def reported(chosen: Plan, first: Plan) -> Plan:
 
 
 def shortened(plans: Sequence[Plan]) -> list[Plan]:
-    """The same for a model of ``SHORT_LAYERS`` layers, where all have but one placement for all layers and no measured
-    popularity; else the plans themselves. What was predicted is left out."""
+    """The same for a model of ``SHORT_LAYERS`` layers, or as many as copies ahead take, where all have but one placement for all
+    layers and no measured popularity; else the plans themselves. What was predicted is left out."""
     from hybridep.plan import Plan
     from hybridep.workload import Workload
 
     if any(len(one.layers) > 1 or one.popularity for one in plans):
         return list(plans)
     work = plans[0].workload.model_dump(mode="json")
-    layers = min(SHORT_LAYERS, plans[0].workload.model.num_moe_layers)
+    few = SHORT_LAYERS_AHEAD if any(one.schedule.prefetch for one in plans) else SHORT_LAYERS
+    layers = min(few, plans[0].workload.model.num_moe_layers)
     work["model"] |= {"num_layers": layers, "num_dense_layers": 0}
     workload = build(Workload, work, "workload")
     return [

@@ -86,7 +86,7 @@ class PlanRequest:
 
         if self.simulate is not None:
             return self.simulate
-        plain = self._by_time and self.top == 1 and not self.prefetch and self.record is None
+        plain = self._by_time and self.top == 1 and self.record is None
         return plain and plan_choice.decides(self.cluster)
 
     def recorded(self) -> Sequence[Routing]:
@@ -188,7 +188,7 @@ def _chosen_by_simulation(request: PlanRequest) -> MadePlans:
         request.rules,
         request.recorded(),
         until_s=plan_choice.ends_s(started_s, limit_s),
-        most=plan_choice.most_simulated(request.cluster, limit_s),
+        most=plan_choice.most_simulated(request.cluster, limit_s, ahead=request.prefetch),
     )
     return MadePlans(plans=[choice.plan], choice=choice)
 
