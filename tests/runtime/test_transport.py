@@ -218,15 +218,15 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
                 assert transport.sent_bytes[label, peer] == 8 * size
         background("alone@dc")
 
-        # Rank 0 waits for tokens that rank 1 sends late. Its copies of that level wait, those of another do not.
+        # Rank 0 has tokens for rank 1, which takes them late. Its copies of that level wait, those of another do not.
         dist.barrier()
-        threads = []
+        threads, got = [], torch.zeros(size, dtype=torch.int64)
         if rank == 1:
             time.sleep(1.5)
-            transport.exchange({0: torch.tensor([5])}, {}, "tokens@dc")
+            transport.exchange({}, {0: got}, "tokens@dc")
+            assert torch.equal(got, message(0, 1, size))
         if rank == 0:
-            got = torch.zeros(1, dtype=torch.int64)
-            tokens = transport.start({}, {1: got}, "tokens@dc")
+            tokens = transport.start({1: message(0, 1, size)}, {}, "tokens@dc")
             while not transport._urgent["dc"]:
                 time.sleep(0.01)
         if rank != 1:
@@ -236,13 +236,27 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             for thread in threads: thread.join()
         if rank == 0:
             tokens.wait()
-            assert got.item() == 5
             assert [label for label, _ in ends] == ["alone@dc", "copies@gpu", "tokens@dc", "copies@dc"], ends
+        dist.barrier()
+
+        # It only waits for tokens now: they keep nothing that leaves back.
+        del ends[:]
+        if rank == 1:
+            time.sleep(1.5)
+            transport.exchange({0: message(1, 0, size)}, {}, "tokens@dc")
+        if rank == 0:
+            tokens = transport.start({}, {1: got}, "tokens@dc")
+        if rank != 1:
+            background("others@dc")
+        if rank == 0:
+            tokens.wait()
+            assert torch.equal(got, message(1, 0, size))
+            assert [label for label, _ in ends] == ["others@dc", "tokens@dc"], ends
         dist.barrier()
 
         # Closed while it gives way: it ends at once.
         if rank == 0:
-            tokens = transport.start({}, {1: got}, "tokens@dc")
+            tokens = transport.start({1: got}, {}, "tokens@dc")
             while not transport._urgent["dc"]:
                 time.sleep(0.01)
             threading.Timer(0.3, transport.close).start()
@@ -253,7 +267,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
                 assert "closed" in error.why
         if rank == 1:
             time.sleep(1)
-            transport.exchange({0: torch.tensor([5])}, {}, "tokens@dc")
+            transport.exchange({}, {0: got}, "tokens@dc")
         dist.barrier()
     """
     for code, output in run_ranks(program, 3, tmp_path):
