@@ -12,7 +12,7 @@ from hybridep.plan import LayerGroup, Objective, Plan, Residency
 from planner.constraints import Constraints, Permissions, permissions
 from planner.cost import StepCost
 from planner.domains import divisors
-from planner.evaluate import evaluate, expected_s
+from planner.evaluate import MOST_RANKS, evaluate, expected_s
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, layer_group
 
@@ -64,7 +64,8 @@ class Explanation:
     plan: Alternative
     baselines: tuple[Alternative, ...]
     neighbours: tuple[Alternative, ...]
-    """The next smaller and larger domain of each level, full migration where it is partial, the other residency."""
+    """The next smaller and larger domain of each level, full migration where it is partial, the other residency, copies ahead
+    of their blocks or not."""
     binds: str
     """What keeps the step from being shorter: ``memory of <rank>`` when a neighbour or a baseline would be faster but does
     not fit; else what the lower bound comes from: the name of the busiest link, or ``computation``."""
@@ -100,12 +101,13 @@ def explain(plan: Plan, constraints: Constraints | None = None) -> Explanation:
     others = [(name.value, baseline_group(plan.cluster, plan.workload, name)) for name in BASELINES]
     baselines = tuple(_of_group(name, plan, group, allowed) for name, group in others)
     neighbours = tuple(_of_group(name, plan, group, allowed) for name, group in _neighbours(plan))
+    scheduled = tuple(_alternative(name, one, *evaluate(one), allowed) for name, one in _schedules(plan))
     blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.allowed and other.step_s < chosen.step_s]
     order = sorted(range(len(cost.link_s)), key=lambda link: -cost.link_s[link])[:NUM_LINKS]
     return Explanation(
         plan=chosen,
         baselines=baselines,
-        neighbours=neighbours,
+        neighbours=neighbours + scheduled,
         binds=f"memory of {memory.fullest_name}" if blocked else cost.bound_by,
         expected_s=expected_s(plan, cost),
         lower_bound_s=cost.bound_s,
@@ -193,6 +195,16 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
     if (base.serving or any(size > 1 for size in base.domains.values())) and not changes:
         other = Residency.MICROBATCH if base.residency is Residency.STEP else Residency.STEP
         yield f"copies per {other.value}", base.model_copy(update={"first_layer": 0, "num_layers": layers, "residency": other})
+
+
+def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The same placement with what ``planner.plan`` chooses only if asked for copies ahead, or without it."""
+    copies = any(one.serving or any(size > 1 for size in one.domains.values()) for one in plan.layers)
+    lossy = any(one.lossy for one in plan.codecs.values())
+    possible = plan.schedule.overlap and plan.cluster.num_gpus <= MOST_RANKS
+    if copies and possible and not plan.popularity and not lossy:
+        name, depth = ("copies with their blocks", 0) if plan.schedule.prefetch else ("copies ahead (--prefetch)", 1)
+        yield name, plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"prefetch": depth})})
 
 
 def _of_group(name: str, plan: Plan, group: LayerGroup, allowed: Permissions | None) -> Alternative:

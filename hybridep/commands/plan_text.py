@@ -42,6 +42,8 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         for one in group.serving if whole else ():
             holders = ", ".join(f"{site} ({experts})" for site, experts in one.holders.items())
             console.print(f"    tokens of {', '.join(one.sites)}: experts at {holders}")
+    if made.schedule.prefetch:
+        console.print(f"  copies set out ahead of their blocks (prefetch {made.schedule.prefetch}) and give way to tokens")
     if made.schedule.streams:
         console.print(f"  connections per pair of ranks: {_connections(made)}")
     if made.solver is not None:

@@ -9,6 +9,7 @@ from planner_cases import make_cluster, make_workload, mixing_case
 
 import planner
 from hybridep.plan import Plan
+from planner.cost import step_cost
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +19,24 @@ def plan() -> Plan:
 
 def test_neighbours_are_one_move_away_and_slower(plan: Plan) -> None:
     explained = planner.explain(plan)
-    assert {other.name for other in explained.neighbours} == {"l0 1", "l0 4", "l1 1", "copies per microbatch"}
+    *placed, _ = explained.neighbours
+    assert {other.name for other in placed} == {"l0 1", "l0 4", "l1 1", "copies per microbatch"}
     assert [other.name for other in explained.baselines] == ["ep", "full_gather"]
-    for other in (*explained.neighbours, *explained.baselines):
+    for other in (*placed, *explained.baselines):
         assert other.step_s >= explained.plan.step_s
     assert explained.plan.domains == plan.layers[0].domains
     assert explained.plan.copies_per_rank == 6  # a domain of 2 x 2 ranks with 2 experts each, less its own
+
+
+def test_copies_ahead_are_shown_and_their_plan_without(plan: Plan) -> None:
+    ahead = plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"prefetch": 1})})
+    for one, name, other in ((plan, "copies ahead (--prefetch)", ahead), (ahead, "copies with their blocks", plan)):
+        shown = planner.explain(one).neighbours[-1]
+        assert shown.name == name and shown.step_s == step_cost(other).step_s
+    assert step_cost(ahead).step_s < step_cost(plan).step_s
+    group = plan.layers[0].model_copy(update={"domains": {}, "migration": {}})
+    without_copies = plan.model_copy(update={"layers": (group,), "prediction": None, "solver": None})
+    assert not any("ahead" in one.name for one in planner.explain(without_copies).neighbours)
 
 
 def test_links_and_bound(plan: Plan) -> None:
