@@ -36,7 +36,7 @@ def test_wishes_that_no_search_has_together_are_refused() -> None:
     with pytest.raises(UserError, match="copies ahead"):
         planner.plan(CLUSTER, WORKLOAD, ahead=True, popularity=shares)
     with pytest.raises(UserError, match="copies ahead"):
-        planner.plan(make_cluster(4, bandwidths=["400 Mbps"], pairs=["50 Mbps", "80 Mbps"]), WORKLOAD, ahead=True)
+        planner.plans(CLUSTER, WORKLOAD, 2, ahead=True)
 
 
 def test_the_depth_that_is_chosen_is_the_best_of_all() -> None:
