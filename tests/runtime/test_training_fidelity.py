@@ -45,9 +45,9 @@ FOUR = [
 ]
 EIGHT = [
     *cases((4, 2), 1),
-    Case(sizes=(4, 2), domains=(1, 1), random_serving=2, residency=Residency.MICROBATCH),
+    Case(sizes=(4, 2), domains=(1, 1), random_serving=2, residency=Residency.MICROBATCH, prefetch=1),
     Case(sizes=(2, 2, 2), domains=(2, 1, 2), micro_batches=2, migration=(0.5,)),
-    Case(sizes=(2, 2, 2), domains=(1, 2, 1), random_serving=4, micro_batches=2),
+    Case(sizes=(2, 2, 2), domains=(1, 2, 1), random_serving=4, micro_batches=2, prefetch=2),
 ]
 
 
