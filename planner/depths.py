@@ -61,8 +61,7 @@ def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
         tried = depths(problem.num_layers)
         for depth, cost in zip(tried, step_costs(plain, tried), strict=True):
             if cost.step_s < best_s * (1 - TIE):
-                schedule = plain.schedule.model_copy(update={"prefetch": depth})
-                ahead = plain.model_copy(update={"schedule": schedule})
+                ahead = _with_depth(plain, depth)
                 if memory_use(ahead).fits:
                     best, best_s = ahead, cost.step_s
 

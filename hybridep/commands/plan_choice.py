@@ -30,7 +30,7 @@ SHORT_LAYERS, SHORT_LAYERS_AHEAD = 2, 4
 """MoE layers of the models that are simulated to choose: layers are alike, and two put plans in about the order of all; four
 where copies set out ahead of their blocks."""
 AHEAD_TAKES = 3
-"""Times as long simulating those takes."""
+"""Times ``SECONDS_PER_PAIR`` is what simulating those takes at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
