@@ -226,15 +226,17 @@ def token_traffic(
     codecs: Sequence[Codecs] = (),
     *,
     per_choice: bool = False,
+    chunks: int = 1,
 ) -> Traffic:
     """Bytes of the four token exchanges of one layer and micro-batch, given the rows of its dispatch. ``codecs`` per level;
-    exact ones when left out, here and below. Where rows are ``per_choice`` gate weights stay with the token."""
+    exact ones when left out, here and below. Where rows are ``per_choice`` gate weights stay with the token. Each of ``chunks``
+    parts has counts of its own; rows are as many in any case."""
     traffic: Traffic = {}
     for level, (sent, wire) in enumerate(zip(rows, wires(workload, codecs, len(rows)), strict=True)):
         if placement.sizes[level] == 1:
             continue
         peers = placement.token_links[level][placement.coordinates[:, level]]
-        traffic[OpLevel(Op.TOKEN_COUNTS, level)] = peers.astype(np.float64) * COUNT_BYTES
+        traffic[OpLevel(Op.TOKEN_COUNTS, level)] = peers.astype(np.float64) * (chunks * COUNT_BYTES)
         dispatch_bytes = wire.combine_row_bytes if per_choice else wire.dispatch_row_bytes
         gradient_bytes = wire.combine_row_bytes if per_choice else wire.dispatch_gradient_row_bytes
         traffic[OpLevel(Op.TOKEN_DISPATCH, level)] = sent * dispatch_bytes
@@ -313,7 +315,8 @@ def step_traffic(plan: Plan, routing: Mapping[tuple[int, int], IntArray] | None 
     if routing is None:
         for layers in plan.placed:
             rows = expected_rows(layers.placement, layers.gating)
-            add(token_traffic(layers.placement, workload, rows, codecs), layers.num_layers * micro_batches)
+            tokens = token_traffic(layers.placement, workload, rows, codecs, chunks=layers.group.chunks)
+            add(tokens, layers.num_layers * micro_batches)
     for layer, group, placement in plan.each_layer():
         gathers, returns = gathers_and_returns(group.residency, micro_batches)
         times = {Op.EXPERT_GATHER: gathers, Op.GRADIENT_RETURN: returns}
@@ -322,7 +325,7 @@ def step_traffic(plan: Plan, routing: Mapping[tuple[int, int], IntArray] | None 
         for micro_batch in range(micro_batches if routing is not None else 0):
             assert routing is not None
             rows = routed_rows(placement, routing[layer, micro_batch])
-            add(token_traffic(placement, workload, rows, codecs), 1)
+            add(token_traffic(placement, workload, rows, codecs, chunks=group.chunks), 1)
     add(dense_traffic(plan.placements[0], workload, codecs), 1)
     return total
 

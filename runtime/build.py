@@ -13,6 +13,7 @@ from torch import nn
 from hybridep.plan import Residency
 from hybridep.traffic import served_copies
 from runtime.checkpoint import expert_name
+from runtime.chunked import ChunkedExperts
 from runtime.dispatch import Dispatcher
 from runtime.expert_exchange import CopyStream, ExpertExchange
 from runtime.mesh import Mesh
@@ -21,6 +22,7 @@ from runtime.routed import DistributedExperts
 from runtime.spans import SpanRecorder
 from runtime.transformer import Transformer, initial_expert
 from runtime.transport import Transport
+from runtime.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,18 @@ class RankModel:
 
     transformer: Transformer
     routed: tuple[DistributedExperts, ...]
+    tokens: Worker | None
+    """The thread on which they travel, where they do so in parts."""
 
     def start_backward(self) -> None:
         """Backward begins: the first copies that it needs again may set out."""
         for exchange in self.routed[-1].ahead_backward[: self.routed[-1].exchange.prefetch]:
             exchange.start_gather()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self.tokens is not None:
+            self.tokens.close()
 
     def home_parameters(self) -> dict[str, nn.Parameter]:
         """[n_home, P] per layer: the experts whose master weights this rank keeps."""
@@ -47,6 +56,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     placed = {layers.first_layer + offset: layers for layers in mesh.plan.placed for offset in range(layers.num_layers)}
     dispatchers = {id(placement): Dispatcher(mesh, placement, transport) for placement in mesh.plan.placements}
     routed: list[DistributedExperts] = []
+    tokens = Worker("tokens") if any(group.chunks > 1 for group in mesh.plan.layers) else None
 
     def make(layer: int) -> RoutedExperts:
         layers = placed[layer]
@@ -61,7 +71,12 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
         padded = None
         if model.pad_expert_input_to_capacity:
             padded = torch.from_numpy(served_copies(placement, layers.gating)[mesh.rank].astype(np.int64)).to(mesh.device)
-        routed.append(DistributedExperts(model, home, exchange, dispatchers[id(placement)], spans, layer=layer, padded_E=padded))
+        parts = (model, home, exchange, dispatchers[id(placement)], spans)
+        if group.chunks > 1:
+            assert tokens is not None
+            routed.append(ChunkedExperts(*parts, layer=layer, chunks=group.chunks, tokens=tokens))
+        else:
+            routed.append(DistributedExperts(*parts, layer=layer, padded_E=padded))
         return routed[-1]
 
     transformer = Transformer(workload, make, dtype=mesh.dtype)
@@ -71,7 +86,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     for below, above in pairwise(routed):
         above.below, below.above = below, above
     _look_ahead(routed, mesh.plan.schedule.prefetch, [group.residency for _, group, _ in mesh.plan.each_layer()])
-    return RankModel(transformer=transformer, routed=tuple(routed))
+    return RankModel(transformer=transformer, routed=tuple(routed), tokens=tokens)
 
 
 def _look_ahead(routed: Sequence[DistributedExperts], prefetch: int, residencies: Sequence[Residency]) -> None:

@@ -127,6 +127,19 @@ class Dispatcher:
             y_NH = _CombineHop.apply(y_NH, hop, self)  # type: ignore[no-untyped-call]
         return y_NH
 
+    def combine_backward(self, gradient_NH: Tensor, hops: Sequence[Hop]) -> Tensor:
+        """What ``combine`` does backward: gradients of its result to where its rows came from."""
+        for hop in hops:
+            [gradient_NH] = self.forth(hop, Op.COMBINE_BACKWARD, gradient_NH)
+        return gradient_NH
+
+    def dispatch_backward(self, x_NH: Tensor, weights_NK: Tensor, hops: Sequence[Hop]) -> tuple[Tensor, Tensor]:
+        """What ``dispatch`` does backward: gradients of rows and weights back to where they came from."""
+        for hop in reversed(hops):
+            # Slots that another rank serves have no gradient here, so adding whole rows of weight gradients is right.
+            x_NH, weights_NK = self.back(hop, Op.DISPATCH_BACKWARD, x_NH, (weights_NK,))
+        return x_NH, weights_NK
+
     def _route(self, level: int, x_NH: Tensor, ids_NK: Tensor, counts: Counts) -> tuple[Hop, Tensor]:
         """Which rows go where; exchanges the counts, and announces what the combine will bring. The mask [M, K] marks the slots
         that go with a row."""
@@ -231,8 +244,7 @@ class _DispatchHop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Slots that another rank serves have no gradient here, so adding whole rows of weight gradients is right.
-        x, weights = ctx.dispatcher.back(ctx.hop, Op.DISPATCH_BACKWARD, gradients[0], gradients[1:2])
+        x, weights = ctx.dispatcher.dispatch_backward(gradients[0], gradients[1], [ctx.hop])
         return x, weights, None, None, None, None
 
 
@@ -244,8 +256,7 @@ class _CombineHop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        [y] = ctx.dispatcher.forth(ctx.hop, Op.COMBINE_BACKWARD, gradients[0])
-        return y, None, None
+        return ctx.dispatcher.combine_backward(gradients[0], [ctx.hop]), None, None
 
 
 def _message(blocks: Sequence[Tensor]) -> Tensor:

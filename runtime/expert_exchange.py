@@ -7,10 +7,8 @@ which blocks ask for them, which is the same on all ranks; so they never wait fo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from hybridep.traffic import Op
 from runtime.copy_codecs import CopyCodecs
 from runtime.mesh import Mesh
 from runtime.transport import Transport
+from runtime.worker import Worker
 
 
 class CopyStream:
@@ -33,21 +32,16 @@ class CopyStream:
 
     def __init__(self, *, overlap: bool, prefetch: int = 0) -> None:
         self.prefetch = prefetch
-        self._queue: SimpleQueue[tuple[Callable[[], Tensor | None], Future[Tensor | None]] | None] | None = None
+        self._worker = Worker("copies") if overlap else None
         self._last: Future[Tensor | None] | None = None
-        if overlap:
-            self._queue = SimpleQueue()
-            # A daemon: a rank that ends after an error does not wait for what the thread waits for.
-            threading.Thread(target=_work_off, args=(self._queue,), name="copies", daemon=True).start()
 
     def submit(self, work: Callable[[], Tensor | None]) -> Future[Tensor | None]:
         """Queue ``work`` behind everything submitted before."""
+        if self._worker is not None:
+            self._last = self._worker.submit(work)
+            return self._last
         done: Future[Tensor | None] = Future()
-        if self._queue is not None:
-            self._last = done
-            self._queue.put((work, done))
-        else:
-            done.set_result(work())
+        done.set_result(work())
         return done
 
     def drain(self) -> None:
@@ -57,22 +51,8 @@ class CopyStream:
 
     def close(self) -> None:
         """End the thread after the work that it has."""
-        if self._queue is not None:
-            self._queue.put(None)
-
-
-def _work_off(queue: SimpleQueue[tuple[Callable[[], Tensor | None], Future[Tensor | None]] | None]) -> None:
-    failed: BaseException | None = None
-    while (item := queue.get()) is not None:
-        work, done = item
-        try:
-            # After an error nothing fits together any more: what was to follow has failed for the same reason.
-            if failed is not None:
-                raise failed
-            done.set_result(work())
-        except BaseException as error:
-            failed = error
-            done.set_exception(error)
+        if self._worker is not None:
+            self._worker.close()
 
 
 class ExpertExchange:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,15 @@ from runtime.expert_exchange import ExpertExchange
 from runtime.kernels.local import weighted_experts
 from runtime.moe import RoutedExperts
 from runtime.spans import BACKWARD, EXPERT, PRE_EXPERT, SpanRecorder
+
+
+class Over(NamedTuple):
+    """What a forward went over."""
+
+    hops: list[Hop]
+    like_NH: Tensor
+    """No elements: type and width of rows is what counts, and of their weights."""
+    like_NK: Tensor
 
 
 class DistributedExperts(RoutedExperts):
@@ -45,8 +55,8 @@ class DistributedExperts(RoutedExperts):
         self.above: DistributedExperts | None = None
         """The layer whose forward follows; None for the topmost."""
         self._counts: list[Counts] | None = None
-        self._over: tuple[list[Hop], Tensor, Tensor] | None = None
-        """What the last forward went over, and rows and weights as they travel."""
+        self._overs: Sequence[Over] = ()
+        """Of the last forward, until its backward is announced."""
         self._ffn, self._padded_E = model.ffn, padded_E
         place_E = torch.full((model.num_experts,), -1, dtype=torch.int32)
         place_E[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held), dtype=torch.int32)
@@ -67,25 +77,31 @@ class DistributedExperts(RoutedExperts):
             x_TH.register_hook(self._dispatch_returned)  # type: ignore[no-untyped-call]
         counts, self._counts = self._counts, None
         x_NH, weights_NK, ids_NK, hops = self.dispatcher.dispatch(x_TH, weights_TK, ids_TK, counts)
-        # Peers hear of what is awaited after the combine before the combine itself.
-        if self.above is not None:
-            self.above._counts = self.above.dispatcher.announce_counts()
-        if x_NH.requires_grad:
-            # No elements: type and width is what counts.
-            self._over = hops, x_NH.detach()[:0], weights_NK.detach()[:0]
-            if self.above is None:
-                self.announce_backward()
+        self.arrived([Over(hops, x_NH.detach()[:0], weights_NK.detach()[:0])] if x_NH.requires_grad else [])
         y_NH = _Experts.apply(x_NH, weights_NK, self.home, ids_NK, self)  # type: ignore[no-untyped-call]
         combined = self.dispatcher.combine(y_NH, hops)
         if combined.requires_grad:
             combined.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
         return combined
 
+    def arrived(self, overs: Sequence[Over]) -> None:
+        """All rows of a dispatch are here: peers hear of what is awaited after the combine before the combine itself. ``overs``:
+        what backward will go over, if there is one."""
+        if self.above is not None:
+            self.above.announce_counts()
+        self._overs = overs
+        if self.above is None:
+            self.announce_backward()
+
+    def announce_counts(self) -> None:
+        """Other ranks hear that the counts of this layer's next dispatch are awaited."""
+        self._counts = self.dispatcher.announce_counts()
+
     def announce_backward(self) -> None:
         """Other ranks hear that the gradients of this layer's combine and dispatch are awaited."""
-        if self._over is not None:
-            self.dispatcher.announce_backward(*self._over)
-            self._over = None
+        for over in self._overs:
+            self.dispatcher.announce_backward(*over)
+        self._overs = ()
 
     def _backward_starts(self, _: Tensor) -> None:
         self.spans.end()

@@ -165,9 +165,10 @@ class RankTrainer:
             record.save(self.run.output / ROUTING_FILE)
 
     def close(self) -> None:
-        """End the background thread."""
+        """End the background threads."""
         self.transport.close()
         self.stream.close()
+        self.model.close()
 
 
 def train(run: Run, plan: Plan, *, rank: int, store: Store, on_step: Callable[[StepReport], None], resume: bool = False) -> None:

@@ -72,6 +72,7 @@ class Case:
     micro_batches: int = 1
     overlap: bool = True
     prefetch: int = 0
+    chunks: int = 1
     streams: int = 1
     """Of the outermost level."""
     dtype: str = "fp64"
@@ -98,6 +99,7 @@ class Case:
         text += f"-t{self.tokens}" if self.tokens else ""
         text += f"-pods{self.pods}" if self.pods else ""
         text += f"-s{self.streams}" if self.streams > 1 else ""
+        text += f"-c{self.chunks}" if self.chunks > 1 else ""
         return f"{text}{'' if self.overlap else '-serial'}{f'-d{self.prefetch}' if self.prefetch else ''}"
 
     @property
@@ -135,6 +137,7 @@ class Case:
             migration=dict(zip(names, self.migration, strict=False)),
             residency=self.residency,
             serving=serving,
+            chunks=self.chunks,
         )
         codecs = {level: build(Codecs, dict(pairs), "codecs") for level, pairs in self.codecs}
         schedule = Schedule(overlap=self.overlap, prefetch=self.prefetch, streams={names[0]: self.streams})
