@@ -49,6 +49,8 @@ SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 """What keeps a layer's shared expert in step, where copies are coded against one."""
 MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN, *SHARED)
 """What can travel ahead of its block, or after it, beside tokens."""
+TOKENS = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)
+"""What travels once for each part of a micro-batch's tokens."""
 
 
 class OpLevel(NamedTuple):

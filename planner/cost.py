@@ -23,6 +23,7 @@ from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import (
     SHARED,
+    TOKENS,
     FloatArray,
     Op,
     OpLevel,
@@ -63,7 +64,7 @@ class StepCost:
     parts_s: dict[str, float]
     """Seconds by kind of operation; they add up to ``step_s``."""
     hidden_s: dict[str, float]
-    """Seconds of transfers that computation hides, by kind."""
+    """By kind, seconds of transfers that computation hides, and of computation that transfers hide."""
     bound_s: float
     """No schedule of this plan is faster: the busiest link's bytes over its bandwidth, or computation alone, without coding."""
     bound_by: str
@@ -87,11 +88,13 @@ class StepCost:
         return step_usd(self.rent_usd_per_s, self.egress_usd, self.step_s)
 
 
-def layer_traffic(placement: Placement, workload: Workload, gating: Gating, codecs: Sequence[Codecs] = ()) -> Traffic:
-    """Expected bytes of one layer: the token exchanges of one micro-batch, and one gather and return of copies. ``codecs`` per
-    level, exact ones when left out."""
+def layer_traffic(
+    placement: Placement, workload: Workload, gating: Gating, codecs: Sequence[Codecs] = (), chunks: int = 1
+) -> Traffic:
+    """Expected bytes of one layer: the token exchanges of one micro-batch, in ``chunks`` parts, and one gather and return of
+    copies. ``codecs`` per level, exact ones when left out."""
     rows = expected_rows(placement, gating)
-    return token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs)
+    return token_traffic(placement, workload, rows, codecs, chunks=chunks) | copy_traffic(placement, workload, codecs)
 
 
 def layer_coding(
@@ -136,13 +139,15 @@ def block_times(
     gating: Gating,
     traffic: Traffic,
     coding_s: Mapping[OpLevel, tuple[float, float]] | None = None,
+    chunks: int = 1,
 ) -> BlockTimes:
-    """Times of one MoE layer's operations, given ``layer_traffic`` and ``layer_coding``."""
+    """Times of one MoE layer's operations, given ``layer_traffic`` in as many parts, and ``layer_coding``."""
     served, held = served_copies(placement, gating).sum(axis=1), placement.holds.sum(axis=1)
     exchanges = dict.fromkeys(Op, 0.0)
     for key, sent in traffic.items():
-        exchanges[key.op] += network.exchange_s(key, sent)
-    return timed_block(compute_of_ranks(network.cluster, workload), served, held, exchanges, by_op(coding_s or {}))
+        parts = chunks if key.op in TOKENS else 1
+        exchanges[key.op] += parts * network.exchange_s(key, sent / parts)
+    return timed_block(compute_of_ranks(network.cluster, workload), served, held, exchanges, by_op(coding_s or {}), chunks)
 
 
 def layer_cost(
@@ -240,9 +245,9 @@ def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
     groups: list[tuple[int, Cost]] = []
     blocks: list[Block] = []
     for _, num_layers, group, placement, gating in plan.placed:
-        traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
+        traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs, group.chunks)
         coding_s = layer_coding(plan.cluster.gpu, placement, plan.workload, gating, plan.level_codecs)
-        times = block_times(network, plan.workload, placement, gating, traffic, coding_s)
+        times = block_times(network, plan.workload, placement, gating, traffic, coding_s, group.chunks)
         groups.append((num_layers, layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)))
         if any(depths):
             blocks += [_block(group, times, block_transfers(network, traffic, coding_s))] * num_layers

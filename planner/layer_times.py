@@ -9,6 +9,8 @@ backward; it shares the links with the combine-backward hops, so nothing of it i
 
 Coding and decoding occupy the rank: tokens are coded before a hop and decoded after it, and what copies and their gradients take
 is added to the computation that they travel beside, so only their transfers can hide.
+
+Where tokens travel in several parts (``LayerGroup.chunks``), the experts compute one while others are on the links: ``piped_s``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class LayerTimes:
     parts_s: dict[str, float]
     """By kind. A transfer that runs beside computation counts only as far as it shows, so the parts add up to the time."""
     hidden_s: dict[str, float]
-    """Seconds of transfers that computation hides, by kind."""
+    """By kind, seconds of transfers that computation hides; of experts' computation, what their tokens' transfers hide."""
 
     @property
     def total_s(self) -> float:
@@ -51,7 +53,8 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTimes:
-    """Seconds of single operations of one MoE layer and micro-batch, on the slowest rank or the busiest link."""
+    """Seconds of single operations of one MoE layer and micro-batch, on the slowest rank or the busiest link; all parts together
+    where tokens travel in parts."""
 
     pre_expert_s: float
     """Forward; backward takes twice that."""
@@ -63,6 +66,8 @@ class BlockTimes:
     """Of their payloads, before and after; absent where it takes no time."""
     compute_s: FloatArray
     """Forward of each rank by itself (any shape): computation alone."""
+    chunks: int = 1
+    """Parts in which tokens travel."""
 
     def forward_s(self) -> float:
         """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
@@ -79,9 +84,10 @@ def timed_block(
     held: FloatArray | IntArray,
     exchanges_s: dict[Op, float],
     coding_s: dict[Op, float],
+    chunks: int = 1,
 ) -> BlockTimes:
-    """Of ranks that compute ``served`` rows with ``held`` experts each."""
-    expert_s = compute.expert_s(served, held)
+    """Of ranks that compute ``served`` rows with ``held`` experts each, whose fixed cost each of ``chunks`` parts has."""
+    expert_s = compute.expert_s(served, held * chunks)
     return BlockTimes(
         pre_expert_s=float(compute.pre_expert_s.flat[compute.slowest]),
         expert_s=float(expert_s.max()),
@@ -89,6 +95,20 @@ def timed_block(
         exchanges_s=exchanges_s,
         compute_s=compute.pre_expert_s + compute.overhead_s + expert_s,
         coding_s=coding_s,
+        chunks=chunks,
+    )
+
+
+def piped_s(out_s: float, expert_s: float, back_s: float, chunks: int) -> float:
+    """Tokens to the experts and back in ``chunks`` equal parts; arguments are those of all parts together. A rank's exchanges
+    keep one order, all dispatches before all combines, and so do its parts' computations. The longest chain goes over to the
+    experts, and back, with the first part or the last."""
+    part = 1 / chunks
+    return max(
+        out_s + back_s,
+        out_s + part * expert_s + part * back_s,
+        part * out_s + expert_s + part * back_s,
+        part * out_s + part * expert_s + back_s,
     )
 
 
@@ -100,9 +120,10 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
     beside_s = times.pre_expert_s + times.overhead_s if schedule.overlap else 0.0
     hidden_gather = min(gather, beside_s)
     hidden_return = min(gradient_return, 2 * beside_s)
+    hidden_experts = batches * _hidden_experts_s(times)
     parts = {
         PRE_EXPERT: 3 * batches * times.pre_expert_s,
-        EXPERTS: 3 * batches * times.expert_s,
+        EXPERTS: 3 * batches * times.expert_s - hidden_experts,
         BLOCK_OVERHEAD: 3 * batches * times.overhead_s,
         Op.EXPERT_GATHER.value: gathers * gather - forward_gathers * hidden_gather,
         Op.GRADIENT_RETURN.value: returns * (gradient_return - hidden_return),
@@ -116,6 +137,8 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
         Op.EXPERT_GATHER.value: forward_gathers * hidden_gather,
         Op.GRADIENT_RETURN.value: returns * hidden_return,
     }
+    if hidden_experts:
+        hidden[EXPERTS] = hidden_experts
     # The layer's shared expert is renewed once per step, behind the last return and beside the same computation.
     left_s = 2 * beside_s - hidden_return
     for op in SHARED:
@@ -123,3 +146,19 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
         parts[op.value] = times.exchanges_s[op] - hidden[op.value]
         left_s -= hidden[op.value]
     return LayerTimes(parts_s=parts, hidden_s=hidden)
+
+
+_FORWARDS = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH), (Op.TOKEN_COMBINE,)
+_BACKWARDS = (Op.COMBINE_BACKWARD,), (Op.DISPATCH_BACKWARD,)
+
+
+def _hidden_experts_s(times: BlockTimes) -> float:
+    """Of one micro-batch's computation, forward and backward."""
+    if times.chunks == 1:
+        return 0.0
+
+    def hidden_s(ways: tuple[tuple[Op, ...], tuple[Op, ...]], expert_s: float) -> float:
+        out_s, back_s = (sum(times.exchanges_s[op] + times.coding_s.get(op, 0.0) for op in way) for way in ways)
+        return out_s + expert_s + back_s - piped_s(out_s, expert_s, back_s, times.chunks)
+
+    return hidden_s(_FORWARDS, times.expert_s) + hidden_s(_BACKWARDS, 2 * times.expert_s)

@@ -64,9 +64,22 @@ class _Layer:
     """One MoE layer in one micro-batch."""
 
     residency: Residency
+    chunks: int
+    """Parts in which tokens travel; what is computed, and exchanged of them, is that of one part."""
     expert_s: FloatArray
     """[G]"""
     exchanges: Exchanges
+
+    def through_experts(self, ready_s: FloatArray, out: Callable[[FloatArray], FloatArray], expert_s: FloatArray, back: Op) -> FloatArray:
+        """[G]: when each rank has the results of its tokens, part by part: all dispatches (``out``) before all combines."""
+        computed_s, results_s = ready_s, []
+        for _ in range(self.chunks):
+            ready_s = out(ready_s)
+            computed_s = np.maximum(computed_s, ready_s) + expert_s
+            results_s.append(computed_s)
+        for result_s in results_s:
+            ready_s = self.exchanges.hops(back, np.maximum(ready_s, result_s), inwards=False)
+        return ready_s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,19 +146,23 @@ class _Walk:
         if is_first or layer.residency is Residency.MICROBATCH:
             gathered_s = exchanges.hops(Op.EXPERT_GATHER, ready_s, inwards=True)
             begin_s = ready_s + exchanges.coding_of(Op.EXPERT_GATHER) if self._plan.schedule.overlap else gathered_s
+
+        def dispatched_s(ready_s: FloatArray) -> FloatArray:
+            for level in range(len(self._plan.cluster.sizes)):
+                for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH):
+                    ready_s = exchanges.hop(OpLevel(op, level), ready_s)
+            return ready_s
+
         ready_s = np.maximum(begin_s + self._pre_expert_s, gathered_s)
-        for level in range(len(self._plan.cluster.sizes)):
-            for op in (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH):
-                ready_s = exchanges.hop(OpLevel(op, level), ready_s)
-        return exchanges.hops(Op.TOKEN_COMBINE, ready_s + layer.expert_s, inwards=False)
+        return layer.through_experts(ready_s, dispatched_s, layer.expert_s, Op.TOKEN_COMBINE)
 
     def _backward(self, layer: _Layer, ready_s: FloatArray, *, is_last: bool) -> FloatArray:
         exchanges, each_time = layer.exchanges, layer.residency is Residency.MICROBATCH
-        ready_s = exchanges.hops(Op.COMBINE_BACKWARD, ready_s, inwards=True)
         if each_time:
-            # Both share the links, so nothing of the gather is hidden.
+            # It shares the links with the combine's gradients, so nothing of it is hidden.
             ready_s = exchanges.hops(Op.EXPERT_GATHER, ready_s, inwards=True)
-        ready_s = exchanges.hops(Op.DISPATCH_BACKWARD, ready_s + 2 * layer.expert_s, inwards=False)
+        out = partial(exchanges.hops, Op.COMBINE_BACKWARD, inwards=True)
+        ready_s = layer.through_experts(ready_s, out, 2 * layer.expert_s, Op.DISPATCH_BACKWARD)
         returned_s, begin_s = ready_s, ready_s
         if each_time or is_last:
             returned_s = exchanges.hops(Op.GRADIENT_RETURN, ready_s, inwards=False)
@@ -157,11 +174,13 @@ class _Walk:
 
     def _layer(self, layers: PlacedLayers) -> _Layer:
         placement, workload, gating, codecs = layers.placement, self._plan.workload, layers.gating, self._plan.level_codecs
-        rows = expected_rows(placement, gating)
+        chunks = layers.group.chunks
+        rows = [one / chunks for one in expected_rows(placement, gating)]
         served, held = served_copies(placement, gating).sum(axis=1), placement.holds.sum(axis=1)
         return _Layer(
             residency=layers.group.residency,
-            expert_s=self._compute.expert_s(served, held),
+            chunks=chunks,
+            expert_s=self._compute.expert_s(served / chunks, held),
             exchanges=self._exchanges(
                 token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs),
                 token_coding(placement, workload, rows, codecs, gating) | copy_coding(placement, workload, codecs),

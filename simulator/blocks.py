@@ -56,6 +56,7 @@ class _LayerSent(NamedTuple):
     """[ranks of the cluster] forward of the routed experts."""
     coding_s: Mapping[OpLevel, Coded]
     """[ranks of the cluster] seconds before and after each exchange."""
+    chunks: int
 
 
 class Block(NamedTuple):
@@ -72,6 +73,8 @@ class Block(NamedTuple):
     """[regions, nodes of one, again]: what circuits are for."""
     circuits: IntArray | None = None
     """[regions, nodes of one, again]: those that its flows use."""
+    chunks: int = 1
+    """Parts in which tokens travel; their flows and computation are those of one part."""
 
 
 class Blocks:
@@ -174,6 +177,7 @@ class Blocks:
         workload, cluster, placement = self._plan.workload, self._plan.cluster, layers.placement
         gpu = cluster.gpu
         codecs, per_choice, chunks = self._plan.level_codecs, self._exchange.per_choice, self._exchange.chunks
+        chunks = layers.group.chunks if chunks is None else chunks
         traffic: Traffic = {}
         direct: dict[Op, Direct] = {}
         if self._exchange.route is Route.DIRECT:
@@ -202,13 +206,13 @@ class Blocks:
             coding = tokens | copy_coding(placement, workload, codecs)
         coding_s = self._seconds(coding)
         if self.controller is not None or choices is not None:
-            return _LayerSent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s, coding_s)
+            return _LayerSent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s, coding_s, chunks)
         # One after the other: at thousands of sites each of these arrays takes hundreds of megabytes.
         sent = {key: compact(self._of_site(key.level, traffic.pop(key))) for key in list(traffic)}
         copies = copy_traffic(placement, workload, codecs)
         sent |= {key: compact(self._of_site(key.level, copies.pop(key))) for key in list(copies)}
         return _LayerSent(
-            sent, direct, self._most(expert_s), {key: Coded(*map(self._most, one)) for key, one in coding_s.items()}
+            sent, direct, self._most(expert_s), {key: Coded(*map(self._most, one)) for key, one in coding_s.items()}, chunks
         )
 
     def _of_site(self, level: int, sent: FloatArray) -> FloatArray:
@@ -242,14 +246,15 @@ class Blocks:
         control = self.controller
         if control is None:
             direct = {OpLevel(op, 0): self.fabric.direct(pairs, self._jitter_s) for op, pairs in sent.direct.items()}
-            return Block(flows=self._flows(sent.traffic) | direct, expert_s=sent.expert_s, coding_s=sent.coding_s)
+            flows = self._flows(sent.traffic) | direct
+            return Block(flows, expert_s=sent.expert_s, coding_s=sent.coding_s, chunks=sent.chunks)
         traffic = {key: dense(part) for key, part in sent.traffic.items()}
         demand = control.demand_bytes(traffic)
         circuits = control.circuits(demand)
         light = {key: part for key, part in traffic.items() if control.is_light(key)}
         dark = {key: part for key, part in traffic.items() if key not in light}
         flows = self._flows(dark) | self._flows(light, circuits)
-        return Block(flows, sent.expert_s, sent.coding_s, light=light, demand_bytes=demand, circuits=circuits)
+        return Block(flows, sent.expert_s, sent.coding_s, light=light, demand_bytes=demand, circuits=circuits, chunks=sent.chunks)
 
     def ahead(self, block: Block, layer: int, layers: PlacedLayers, micro_batch: int) -> Block | None:
         """A block as its forward is where circuits are set before its gate, for what is then expected of it."""

@@ -25,13 +25,13 @@ class TokenExchange:
     route: Route = Route.HOPS
     per_choice: bool = False
     """A row per chosen expert, its gate weight left at home; or a row per destination, weighted and summed there."""
-    chunks: int = 1
-    """Pipelining degree: tokens move in so many equal parts, and a part is computed while others are on the links. A rank's
+    chunks: int | None = None
+    """None: as the plan has it. Pipelining degree: tokens move in so many equal parts, and a part is computed while others are on the links. A rank's
     exchanges keep one order, all dispatches before all combines. Every part pays the latencies and the experts' fixed
     overheads anew."""
 
     def __post_init__(self) -> None:
-        if self.chunks < 1:
+        if self.chunks is not None and self.chunks < 1:
             raise SimulationError(f"chunks: {self.chunks} must be at least 1")
         if self.route is Route.DIRECT and not self.per_choice:
             raise SimulationError("route direct: has rows per choice only")
@@ -40,4 +40,4 @@ class TokenExchange:
     def text(self) -> str:
         """In few words: ``hops, a row per choice, degree 2``."""
         rows = "a row per choice" if self.per_choice else "a row per destination"
-        return f"{self.route.value}, {rows}, degree {self.chunks}"
+        return f"{self.route.value}, {rows}, degree {self.chunks or 'of the plan'}"

@@ -91,16 +91,16 @@ def step_program(
     The program's ranks are then the kinds of ranks that differ; with routing all do.
     """
     conditions, exchange = conditions or Conditions(), exchange or TokenExchange()
-    if exchange.chunks > 1 and plan.schedule.prefetch:
+    if plan.schedule.prefetch and exchange.chunks is not None and exchange.chunks > 1:
         raise SimulationError(f"chunks: {exchange.chunks} with prefetch {plan.schedule.prefetch}; only one of them can be")
     blocks = Blocks(plan, engine, wiring, routing, precision, conditions, start_s, exchange)
     random = np.random.default_rng([conditions.seed, int(start_s * 1e6)])
-    return _Builder(plan, blocks, exchange.chunks, conditions.compute_jitter, random).build(), blocks.fabric
+    return _Builder(plan, blocks, conditions.compute_jitter, random).build(), blocks.fabric
 
 
 class _Builder:
-    def __init__(self, plan: Plan, blocks: Blocks, chunks: int, compute_jitter: float, random: np.random.Generator) -> None:
-        self._plan, self._blocks, self._chunks = plan, blocks, chunks
+    def __init__(self, plan: Plan, blocks: Blocks, compute_jitter: float, random: np.random.Generator) -> None:
+        self._plan, self._blocks = plan, blocks
         self._jitter, self._random = compute_jitter, random
         self._prefetch = plan.schedule.prefetch
         self._queue: list[int] = []
@@ -249,7 +249,7 @@ class _Builder:
         for `circuits`, ends of their setting (None: they are set once the first counts have told what will move)."""
         last, computed = after, list(held)
         results = []
-        for _ in range(self._chunks):
+        for _ in range(block.chunks):
             for level in self._levels:
                 if way is _FORWARDS:
                     last = self._hops(block, Op.TOKEN_COUNTS, [level], last, name)
@@ -260,7 +260,7 @@ class _Builder:
                 last = self._hops(block, way.out, [level], last, name)
             computed = [self._compute(way.label, block.expert_s * way.cost, [*last, *computed], name)]
             results += computed
-        if self._chunks == 1:
+        if block.chunks == 1:
             last = computed
         for result in results:
             last = self._back(block, way.back, list(dict.fromkeys([*last, result])), name)
