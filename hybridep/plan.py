@@ -71,8 +71,6 @@ class LayerGroup(Strict):
     residency: Residency = Residency.STEP
     serving: tuple[ServingGroup, ...] = ()
     """In place of a domain size for the outermost level: which site computes which experts for tokens of which sites."""
-    chunks: int = Field(default=1, ge=1)
-    """Parts in which the tokens of a micro-batch travel: what has come is computed while the others are on their way."""
     homes: dict[str, str] = Field(default_factory=dict)
     """Site or worker -> experts that live there (see ``hybridep.homes``); blocks as the cluster's sites have them when empty."""
 
@@ -101,6 +99,9 @@ class Schedule(Strict):
     beside tokens. d > 0: a block's gather may set out with the block d before it and must be there before its experts
     compute; gradients return until the end of the step; copies give way to tokens."""
 
+    chunks: int = Field(default=1, ge=1)
+    """Parts in which a rank's tokens of a micro-batch travel: what has come is computed while others are on their way."""
+
     streams: dict[str, int] = Field(default_factory=dict)
     """Level name -> connections per pair of ranks, each of which has at most a window of bytes under way; one where absent."""
 
@@ -111,6 +112,8 @@ class Schedule(Strict):
                 raise ValueError(f"streams.{name}: {number} must be at least 1")
         if self.prefetch and not self.overlap:
             raise ValueError(f"prefetch: {self.prefetch} needs overlap, which is off")
+        if self.prefetch and self.chunks > 1:
+            raise ValueError(f"chunks: {self.chunks} with prefetch {self.prefetch}; only one of them can be")
         return self
 
 
@@ -198,7 +201,11 @@ class Plan(Strict):
         if covered != self.workload.model.num_moe_layers:
             raise ValueError(f"layers: {covered} layers are placed, the model has {self.workload.model.num_moe_layers}")
         _check_popularity(self.popularity, self.workload)
-        self._check_chunks()
+        if self.schedule.chunks > 1 and self.workload.model.pad_expert_input_to_capacity:
+            chunks = self.schedule.chunks
+            raise ValueError(
+                f"schedule.chunks: {chunks} with pad_expert_input_to_capacity, which pads whole micro-batches; set it to 1"
+            )
         levels = [level.name for level in self.cluster.levels]
         for name in self.schedule.streams:
             if name not in levels:
@@ -213,14 +220,6 @@ class Plan(Strict):
         except PlacementError as error:
             raise ValueError(str(error)) from None
         return self
-
-    def _check_chunks(self) -> None:
-        for group in self.layers:
-            where = f"layers from {group.first_layer}: chunks: {group.chunks}"
-            if group.chunks > 1 and self.schedule.prefetch:
-                raise ValueError(f"{where} with schedule.prefetch {self.schedule.prefetch}; only one of them can be: set one to 1 or 0")
-            if group.chunks > 1 and self.workload.model.pad_expert_input_to_capacity:
-                raise ValueError(f"{where} with pad_expert_input_to_capacity, which pads whole micro-batches; set chunks to 1")
 
     @cached_property
     def placed(self) -> tuple[PlacedLayers, ...]:

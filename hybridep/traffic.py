@@ -317,7 +317,7 @@ def step_traffic(plan: Plan, routing: Mapping[tuple[int, int], IntArray] | None 
     if routing is None:
         for layers in plan.placed:
             rows = expected_rows(layers.placement, layers.gating)
-            tokens = token_traffic(layers.placement, workload, rows, codecs, chunks=layers.group.chunks)
+            tokens = token_traffic(layers.placement, workload, rows, codecs, chunks=plan.schedule.chunks)
             add(tokens, layers.num_layers * micro_batches)
     for layer, group, placement in plan.each_layer():
         gathers, returns = gathers_and_returns(group.residency, micro_batches)
@@ -327,7 +327,7 @@ def step_traffic(plan: Plan, routing: Mapping[tuple[int, int], IntArray] | None 
         for micro_batch in range(micro_batches if routing is not None else 0):
             assert routing is not None
             rows = routed_rows(placement, routing[layer, micro_batch])
-            add(token_traffic(placement, workload, rows, codecs, chunks=group.chunks), 1)
+            add(token_traffic(placement, workload, rows, codecs, chunks=plan.schedule.chunks), 1)
     add(dense_traffic(plan.placements[0], workload, codecs), 1)
     return total
 

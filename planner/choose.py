@@ -11,6 +11,8 @@ from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner import chunks
+from planner.chunks import best_of_searches, tables_in_parts
 from planner.constraints import Constraints
 from planner.depths import BETWEEN_SITES, plan_ahead, tables_ahead
 from planner.evaluate import MOST_RANKS
@@ -39,6 +41,7 @@ def plan(
     constraints: Constraints | None = None,
     popularity: Sequence[tuple[float, ...]] = (),
     ahead: bool = False,
+    most_chunks: int = 1,
     codecs: Mapping[str, Codecs] | None = None,
     max_loss: float | None = None,
     goal: Goal = FASTEST,
@@ -47,8 +50,9 @@ def plan(
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. At levels
     with a window that ``schedule`` says nothing of, connections per pair of ranks are chosen, too (``planner.streams``). With
     measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
-    plans whose copies set out before their blocks (``Schedule.prefetch``). ``codecs`` by level name, or
-    those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a ``goal`` the cheapest
+    plans whose copies set out before their blocks (``Schedule.prefetch``). Tokens travel in up to ``most_chunks`` parts, as many
+    as bring something (``planner.chunks``). ``codecs`` by level name, or those that are best between sites among all whose
+    measured losses add up to at most ``max_loss``. With a ``goal`` the cheapest
     plan in place of the fastest, or the fastest that costs no more than a budget. On KeyboardInterrupt, once there is a plan, the
     best so far.
 
@@ -67,6 +71,7 @@ def plan(
             constraints=constraints,
             popularity=popularity,
             ahead=ahead,
+            most_chunks=most_chunks,
             codecs=chosen,
             goal=goal,
             report=report,
@@ -90,6 +95,7 @@ def plans(
     constraints: Constraints | None = None,
     popularity: Sequence[tuple[float, ...]] = (),
     ahead: bool = False,
+    most_chunks: int = 1,
     codecs: Mapping[str, Codecs] | None = None,
     goal: Goal = FASTEST,
     report: Report | None = None,
@@ -106,6 +112,11 @@ def plans(
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)
     by_table = by_site(cluster) or dear or constraints is not None
+    if most_chunks > 1:
+        if ahead or (schedule is not None and schedule.prefetch):
+            raise UserError("tokens in parts and copies ahead of their blocks: a schedule has one of them; leave the other out")
+        if workload.model.pad_expert_input_to_capacity:
+            raise UserError("tokens in parts with pad_expert_input_to_capacity, which pads whole micro-batches; leave one out")
     if ahead:
         if lossy or popularity or given or (count > 1 and not by_table):
             raise UserError(
@@ -121,8 +132,12 @@ def plans(
     if popularity:
         if constraints is not None:
             raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
-        measured = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
-        return [with_fewest(one, free) for one in measured]
+
+        def measured(schedule: Schedule | None) -> list[Plan]:
+            return plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
+
+        found = best_of_searches(measured, schedule, most_chunks) if most_chunks > 1 else measured(schedule)
+        return [with_fewest(one, free) for one in found]
     if by_table:
         found = plan_sites(
             cluster,
@@ -130,19 +145,34 @@ def plans(
             solver=solver,
             schedule=schedule,
             constraints=constraints,
-            wishes=Wishes(time_limit_s=time_limit_s, keep=max(count, BETWEEN_SITES) if ahead else count, report=report),
+            wishes=Wishes(time_limit_s=time_limit_s, keep=_kept(count, ahead, most_chunks), report=report),
             goal=goal,
             codecs=codecs,
+            most_chunks=most_chunks,
         )
-        found = tables_ahead(found, count) if ahead else found
+        if ahead:
+            found = tables_ahead(found, count)
+        elif most_chunks > 1:
+            found = tables_in_parts(found, most_chunks, count)
     elif ahead:
         found = [plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)]
     else:
-        best = plan_domains(
-            cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs, goal=goal
-        )
-        found = [best, *top_domains(best, count - 1)]
+
+        def domains(schedule: Schedule | None) -> list[Plan]:
+            best = plan_domains(
+                cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs, goal=goal
+            )
+            return [best, *top_domains(best, count - 1)]
+
+        found = best_of_searches(domains, schedule, most_chunks) if most_chunks > 1 else domains(schedule)
     return [with_fewest(one, free) for one in found]
+
+
+def _kept(count: int, ahead: bool, most_chunks: int) -> int:
+    """Plans between sites of which the best may be other ones with copies ahead, or with tokens in parts."""
+    if ahead:
+        return max(count, BETWEEN_SITES)
+    return max(count, chunks.BETWEEN_SITES) if most_chunks > 1 else count
 
 
 def uneven_prices(cluster: Cluster) -> bool:

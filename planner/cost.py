@@ -245,9 +245,9 @@ def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
     groups: list[tuple[int, Cost]] = []
     blocks: list[Block] = []
     for _, num_layers, group, placement, gating in plan.placed:
-        traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs, group.chunks)
+        traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs, plan.schedule.chunks)
         coding_s = layer_coding(plan.cluster.gpu, placement, plan.workload, gating, plan.level_codecs)
-        times = block_times(network, plan.workload, placement, gating, traffic, coding_s, group.chunks)
+        times = block_times(network, plan.workload, placement, gating, traffic, coding_s, plan.schedule.chunks)
         groups.append((num_layers, layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)))
         if any(depths):
             blocks += [_block(group, times, block_transfers(network, traffic, coding_s))] * num_layers

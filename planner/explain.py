@@ -64,8 +64,8 @@ class Explanation:
     plan: Alternative
     baselines: tuple[Alternative, ...]
     neighbours: tuple[Alternative, ...]
-    """The next smaller and larger domain of each level, full migration where it is partial, the other residency, copies ahead
-    of their blocks or not."""
+    """The next smaller and larger domain of each level, full migration where it is partial, the other residency, tokens in parts
+    or not, copies ahead of their blocks or not."""
     binds: str
     """What keeps the step from being shorter: ``memory of <rank>`` when a neighbour or a baseline would be faster but does
     not fit; else what the lower bound comes from: the name of the busiest link, or ``computation``."""
@@ -157,6 +157,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "wan_bytes": cost.wan_bytes,
         "layers": groups,
         "streams": dict(plan.schedule.streams),
+        "chunks": plan.schedule.chunks,
         "fullest_rank": memory.fullest_name,
         "solver": report.solver if report else None,
     }
@@ -198,11 +199,15 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
 
 
 def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The same placement with what ``planner.plan`` chooses only if asked for copies ahead, or without it."""
+    """The same placement with what ``planner.plan`` chooses only if asked for copies ahead or tokens in parts, or without it."""
     copies = any(one.serving or any(size > 1 for size in one.domains.values()) for one in plan.layers)
     lossy = any(one.lossy for one in plan.codecs.values())
     possible = plan.schedule.overlap and plan.cluster.num_gpus <= MOST_RANKS
-    if copies and possible and not plan.popularity and not lossy:
+    chunks = plan.schedule.chunks
+    if not plan.schedule.prefetch and not plan.workload.model.pad_expert_input_to_capacity:
+        name, number = ("tokens in one piece", 1) if chunks > 1 else ("tokens in 2 parts (--chunks)", 2)
+        yield name, plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"chunks": number})})
+    if copies and possible and not plan.popularity and not lossy and chunks == 1:
         name, depth = ("copies with their blocks", 0) if plan.schedule.prefetch else ("copies ahead (--prefetch)", 1)
         yield name, plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"prefetch": depth})})
 

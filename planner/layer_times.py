@@ -123,7 +123,7 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
     hidden_experts = batches * _hidden_experts_s(times)
     parts = {
         PRE_EXPERT: 3 * batches * times.pre_expert_s,
-        EXPERTS: 3 * batches * times.expert_s - hidden_experts,
+        EXPERTS: max(3 * batches * times.expert_s - hidden_experts, 0.0),
         BLOCK_OVERHEAD: 3 * batches * times.overhead_s,
         Op.EXPERT_GATHER.value: gathers * gather - forward_gathers * hidden_gather,
         Op.GRADIENT_RETURN.value: returns * (gradient_return - hidden_return),

@@ -39,6 +39,9 @@ from planner.exchange import Network
 _ALIKE = 1e-12
 """Ranks that grew by the same time up to this share of it grow so again."""
 
+_Exchanged = Callable[[FloatArray], FloatArray]
+"""[G] when ranks enter an exchange -> [G] when they are done."""
+
 _NOTHING: tuple[FloatArray, FloatArray] = np.zeros(1), np.zeros(1)
 
 
@@ -64,22 +67,9 @@ class _Layer:
     """One MoE layer in one micro-batch."""
 
     residency: Residency
-    chunks: int
-    """Parts in which tokens travel; what is computed, and exchanged of them, is that of one part."""
     expert_s: FloatArray
-    """[G]"""
+    """[G]: of one part, where tokens travel in parts; so are their exchanges."""
     exchanges: Exchanges
-
-    def through_experts(self, ready_s: FloatArray, out: Callable[[FloatArray], FloatArray], expert_s: FloatArray, back: Op) -> FloatArray:
-        """[G]: when each rank has the results of its tokens, part by part: all dispatches (``out``) before all combines."""
-        computed_s, results_s = ready_s, []
-        for _ in range(self.chunks):
-            ready_s = out(ready_s)
-            computed_s = np.maximum(computed_s, ready_s) + expert_s
-            results_s.append(computed_s)
-        for result_s in results_s:
-            ready_s = self.exchanges.hops(back, np.maximum(ready_s, result_s), inwards=False)
-        return ready_s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +144,19 @@ class _Walk:
             return ready_s
 
         ready_s = np.maximum(begin_s + self._pre_expert_s, gathered_s)
-        return layer.through_experts(ready_s, dispatched_s, layer.expert_s, Op.TOKEN_COMBINE)
+        combined_s = partial(exchanges.hops, Op.TOKEN_COMBINE, inwards=False)
+        return self._through_experts(ready_s, dispatched_s, layer.expert_s, combined_s)
+
+    def _through_experts(self, ready_s: FloatArray, out: _Exchanged, expert_s: FloatArray, back: _Exchanged) -> FloatArray:
+        """[G]: when each rank has what comes back for its tokens, part by part: all go out before any comes back."""
+        computed_s, results_s = ready_s, []
+        for _ in range(self._plan.schedule.chunks):
+            ready_s = out(ready_s)
+            computed_s = np.maximum(computed_s, ready_s) + expert_s
+            results_s.append(computed_s)
+        for result_s in results_s:
+            ready_s = back(np.maximum(ready_s, result_s))
+        return ready_s
 
     def _backward(self, layer: _Layer, ready_s: FloatArray, *, is_last: bool) -> FloatArray:
         exchanges, each_time = layer.exchanges, layer.residency is Residency.MICROBATCH
@@ -162,7 +164,8 @@ class _Walk:
             # It shares the links with the combine's gradients, so nothing of it is hidden.
             ready_s = exchanges.hops(Op.EXPERT_GATHER, ready_s, inwards=True)
         out = partial(exchanges.hops, Op.COMBINE_BACKWARD, inwards=True)
-        ready_s = layer.through_experts(ready_s, out, 2 * layer.expert_s, Op.DISPATCH_BACKWARD)
+        back = partial(exchanges.hops, Op.DISPATCH_BACKWARD, inwards=False)
+        ready_s = self._through_experts(ready_s, out, 2 * layer.expert_s, back)
         returned_s, begin_s = ready_s, ready_s
         if each_time or is_last:
             returned_s = exchanges.hops(Op.GRADIENT_RETURN, ready_s, inwards=False)
@@ -174,12 +177,11 @@ class _Walk:
 
     def _layer(self, layers: PlacedLayers) -> _Layer:
         placement, workload, gating, codecs = layers.placement, self._plan.workload, layers.gating, self._plan.level_codecs
-        chunks = layers.group.chunks
+        chunks = self._plan.schedule.chunks
         rows = [one / chunks for one in expected_rows(placement, gating)]
         served, held = served_copies(placement, gating).sum(axis=1), placement.holds.sum(axis=1)
         return _Layer(
             residency=layers.group.residency,
-            chunks=chunks,
             expert_s=self._compute.expert_s(served / chunks, held),
             exchanges=self._exchanges(
                 token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs),

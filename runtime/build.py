@@ -56,7 +56,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     placed = {layers.first_layer + offset: layers for layers in mesh.plan.placed for offset in range(layers.num_layers)}
     dispatchers = {id(placement): Dispatcher(mesh, placement, transport) for placement in mesh.plan.placements}
     routed: list[DistributedExperts] = []
-    tokens = Worker("tokens") if any(group.chunks > 1 for group in mesh.plan.layers) else None
+    tokens = Worker("tokens") if mesh.plan.schedule.chunks > 1 else None
 
     def make(layer: int) -> RoutedExperts:
         layers = placed[layer]
@@ -72,9 +72,8 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
         if model.pad_expert_input_to_capacity:
             padded = torch.from_numpy(served_copies(placement, layers.gating)[mesh.rank].astype(np.int64)).to(mesh.device)
         parts = (model, home, exchange, dispatchers[id(placement)], spans)
-        if group.chunks > 1:
-            assert tokens is not None
-            routed.append(ChunkedExperts(*parts, layer=layer, chunks=group.chunks, tokens=tokens))
+        if tokens is not None:
+            routed.append(ChunkedExperts(*parts, layer=layer, chunks=mesh.plan.schedule.chunks, tokens=tokens))
         else:
             routed.append(DistributedExperts(*parts, layer=layer, padded_E=padded))
         return routed[-1]

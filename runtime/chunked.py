@@ -76,9 +76,7 @@ class _Chunks(torch.autograd.Function):
     """Dispatch, experts and combine of all parts in one function, because autograd by itself would run one after the other."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TH: Tensor, weights_TK: Tensor, home_nP: Tensor, ids_TK: Tensor, layer: ChunkedExperts
-    ) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weights_TK: Tensor, home_nP: Tensor, ids_TK: Tensor, layer: ChunkedExperts) -> Tensor:
         cut = [tensor.detach().tensor_split(layer.chunks) for tensor in (x_TH, weights_TK, ids_TK)]
         arriving = [
             layer.tokens.submit(partial(layer.dispatch, x, weights, ids, counts))

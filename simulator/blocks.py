@@ -56,7 +56,6 @@ class _LayerSent(NamedTuple):
     """[ranks of the cluster] forward of the routed experts."""
     coding_s: Mapping[OpLevel, Coded]
     """[ranks of the cluster] seconds before and after each exchange."""
-    chunks: int
 
 
 class Block(NamedTuple):
@@ -73,8 +72,6 @@ class Block(NamedTuple):
     """[regions, nodes of one, again]: what circuits are for."""
     circuits: IntArray | None = None
     """[regions, nodes of one, again]: those that its flows use."""
-    chunks: int = 1
-    """Parts in which tokens travel; their flows and computation are those of one part."""
 
 
 class Blocks:
@@ -95,6 +92,8 @@ class Blocks:
         self._plan = plan
         self._routing = routing
         self._exchange = exchange
+        self.chunks = plan.schedule.chunks if exchange.chunks is None else exchange.chunks
+        """Parts in which tokens travel; their flows and computation are those of one part."""
         self._one_of_site = precision.one_rank_per_site
         self.controller = CircuitController(wiring) if wiring.inside.mixnet is not None else None
         # Ranks that share processors queue for them instead: `messages_s`.
@@ -176,8 +175,7 @@ class Blocks:
     def _traffic(self, layers: PlacedLayers, choices: IntArray | None) -> _LayerSent:
         workload, cluster, placement = self._plan.workload, self._plan.cluster, layers.placement
         gpu = cluster.gpu
-        codecs, per_choice, chunks = self._plan.level_codecs, self._exchange.per_choice, self._exchange.chunks
-        chunks = layers.group.chunks if chunks is None else chunks
+        codecs, per_choice, chunks = self._plan.level_codecs, self._exchange.per_choice, self.chunks
         traffic: Traffic = {}
         direct: dict[Op, Direct] = {}
         if self._exchange.route is Route.DIRECT:
@@ -206,13 +204,13 @@ class Blocks:
             coding = tokens | copy_coding(placement, workload, codecs)
         coding_s = self._seconds(coding)
         if self.controller is not None or choices is not None:
-            return _LayerSent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s, coding_s, chunks)
+            return _LayerSent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s, coding_s)
         # One after the other: at thousands of sites each of these arrays takes hundreds of megabytes.
         sent = {key: compact(self._of_site(key.level, traffic.pop(key))) for key in list(traffic)}
         copies = copy_traffic(placement, workload, codecs)
         sent |= {key: compact(self._of_site(key.level, copies.pop(key))) for key in list(copies)}
         return _LayerSent(
-            sent, direct, self._most(expert_s), {key: Coded(*map(self._most, one)) for key, one in coding_s.items()}, chunks
+            sent, direct, self._most(expert_s), {key: Coded(*map(self._most, one)) for key, one in coding_s.items()}
         )
 
     def _of_site(self, level: int, sent: FloatArray) -> FloatArray:
@@ -246,15 +244,14 @@ class Blocks:
         control = self.controller
         if control is None:
             direct = {OpLevel(op, 0): self.fabric.direct(pairs, self._jitter_s) for op, pairs in sent.direct.items()}
-            flows = self._flows(sent.traffic) | direct
-            return Block(flows, expert_s=sent.expert_s, coding_s=sent.coding_s, chunks=sent.chunks)
+            return Block(flows=self._flows(sent.traffic) | direct, expert_s=sent.expert_s, coding_s=sent.coding_s)
         traffic = {key: dense(part) for key, part in sent.traffic.items()}
         demand = control.demand_bytes(traffic)
         circuits = control.circuits(demand)
         light = {key: part for key, part in traffic.items() if control.is_light(key)}
         dark = {key: part for key, part in traffic.items() if key not in light}
         flows = self._flows(dark) | self._flows(light, circuits)
-        return Block(flows, sent.expert_s, sent.coding_s, light=light, demand_bytes=demand, circuits=circuits, chunks=sent.chunks)
+        return Block(flows, sent.expert_s, sent.coding_s, light=light, demand_bytes=demand, circuits=circuits)
 
     def ahead(self, block: Block, layer: int, layers: PlacedLayers, micro_batch: int) -> Block | None:
         """A block as its forward is where circuits are set before its gate, for what is then expected of it."""

@@ -26,9 +26,9 @@ class TokenExchange:
     per_choice: bool = False
     """A row per chosen expert, its gate weight left at home; or a row per destination, weighted and summed there."""
     chunks: int | None = None
-    """None: as the plan has it. Pipelining degree: tokens move in so many equal parts, and a part is computed while others are on the links. A rank's
-    exchanges keep one order, all dispatches before all combines. Every part pays the latencies and the experts' fixed
-    overheads anew."""
+    """Pipelining degree, None: the plan's. Tokens move in so many equal parts, and a part is computed while others are on the
+    links. A rank's exchanges keep one order, all dispatches before all combines. Every part pays the latencies and the experts'
+    fixed overheads anew."""
 
     def __post_init__(self) -> None:
         if self.chunks is not None and self.chunks < 1:

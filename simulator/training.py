@@ -249,7 +249,7 @@ class _Builder:
         for `circuits`, ends of their setting (None: they are set once the first counts have told what will move)."""
         last, computed = after, list(held)
         results = []
-        for _ in range(block.chunks):
+        for _ in range(self._blocks.chunks):
             for level in self._levels:
                 if way is _FORWARDS:
                     last = self._hops(block, Op.TOKEN_COUNTS, [level], last, name)
@@ -260,7 +260,7 @@ class _Builder:
                 last = self._hops(block, way.out, [level], last, name)
             computed = [self._compute(way.label, block.expert_s * way.cost, [*last, *computed], name)]
             results += computed
-        if block.chunks == 1:
+        if self._blocks.chunks == 1:
             last = computed
         for result in results:
             last = self._back(block, way.back, list(dict.fromkeys([*last, result])), name)

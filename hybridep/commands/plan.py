@@ -80,6 +80,14 @@ if TYPE_CHECKING:
 )
 @click.option("--prefetch", is_flag=True, help="Also try copies that set out blocks ahead and give way to tokens.")
 @click.option(
+    "--chunks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="MOST",
+    help="Also try tokens that travel in up to so many parts, computed while others are on the links.",
+)
+@click.option(
     "--streams",
     multiple=True,
     metavar="LEVEL=NUMBER",
@@ -116,6 +124,7 @@ def command(
     fabric: str | None,
     max_loss: str | None,
     prefetch: bool,
+    chunks: int,
     streams: tuple[str, ...],
     objective: str,
     budget: str | None,
@@ -156,6 +165,7 @@ def command(
             goal=_goal(objective, budget),
             max_loss=read_max_loss(max_loss),
             prefetch=prefetch,
+            most_chunks=chunks,
             top=top,
             simulate=simulate,
             compare=compare,

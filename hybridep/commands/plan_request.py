@@ -36,6 +36,7 @@ class PlanRequest:
     codecs: dict[str, Codecs]
     goal: Goal
     prefetch: bool
+    most_chunks: int
     top: int
     simulate: bool | None
     """None leaves it to ``plan_choice.decides``."""
@@ -59,6 +60,10 @@ class PlanRequest:
             raise UserError("--max-loss: makes one plan, for known rates; leave --top, --scenario and --within out")
         if self.for_scenarios and self.prefetch:
             raise UserError("--prefetch with --scenario or --within: plans for scenarios know no copies ahead; leave one out")
+        if self.for_scenarios and self.most_chunks > 1:
+            raise UserError("--chunks with --scenario or --within: plans for scenarios know no tokens in parts; leave one out")
+        if self.prefetch and self.most_chunks > 1:
+            raise UserError("--chunks with --prefetch: a schedule has tokens in parts or copies ahead; leave one out")
         if self.for_scenarios and self.goal.needs_prices:
             raise UserError(
                 "--objective and --budget with --scenario or --within: plans for scenarios know time only; leave one out"
@@ -102,6 +107,7 @@ class PlanRequest:
             "constraints": self.rules,
             "popularity": () if self.record is None else self.record.popularity(),
             "ahead": self.prefetch,
+            "most_chunks": self.most_chunks,
             "codecs": self.codecs,
             "goal": self.goal,
             "report": report,

@@ -44,6 +44,8 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
             console.print(f"    tokens of {', '.join(one.sites)}: experts at {holders}")
     if made.schedule.prefetch:
         console.print(f"  copies set out ahead of their blocks (prefetch {made.schedule.prefetch}) and give way to tokens")
+    if made.schedule.chunks > 1:
+        console.print(f"  tokens travel in {made.schedule.chunks} parts, each computed while others are on the links")
     if made.schedule.streams:
         console.print(f"  connections per pair of ranks: {_connections(made)}")
     if made.solver is not None:

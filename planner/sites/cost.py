@@ -13,7 +13,7 @@ from hybridep.codecs import Wire
 from hybridep.coding import Coding, moved_coding, row_coding
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray, Op, OpLevel, gathers_and_returns, is_late
+from hybridep.traffic import TOKENS, FloatArray, Op, OpLevel, gathers_and_returns, is_late
 from planner.cost import by_op, coded_s, dense_coding_part, fixed_computation
 from planner.layer_times import BlockTimes, layer_times, timed_block
 from planner.memory import (
@@ -86,12 +86,14 @@ def wire_of(problem: SiteProblem, exchange: Exchange) -> Wire:
 def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     """Of one layer and micro-batch."""
     gpu = problem.cluster.gpu
+    chunks = problem.schedule.chunks
     times = dict.fromkeys(Op, 0.0)
 
     def add(op: Op, exchange: Exchange, unit_bytes: float) -> None:
         latency_s, per_byte_s = exchange.line(problem)
         late = per_byte_s > 0 and is_late(OpLevel(op, exchange.level))
-        times[op] += late * gpu.jitter + latency_s + per_byte_s * unit_bytes
+        often = chunks if op in TOKENS else 1
+        times[op] += often * (late * gpu.jitter + latency_s) + per_byte_s * unit_bytes
 
     for exchange in layer.copies:
         wire = wire_of(problem, exchange)
@@ -104,7 +106,7 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
         add(Op.TOKEN_COMBINE, back, wire.combine_row_bytes)
         add(Op.DISPATCH_BACKWARD, back, wire.dispatch_gradient_row_bytes)
     for exchange in layer.counts:
-        add(Op.TOKEN_COUNTS, exchange, 1.0)
+        add(Op.TOKEN_COUNTS, exchange, float(chunks))
     for exchange in shared_exchanges(problem, layer):
         add(Op.SHARED_REDUCE_SCATTER, exchange, 1.0)
         add(Op.SHARED_ALL_GATHER, exchange.reverse, 1.0)
@@ -112,7 +114,7 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     coding_s = {}
     if gpu.coding is not None and any(one.lossy for one in problem.codecs):
         coding_s = by_op(coded_s(gpu, _coding(problem, layer), problem.codecs))
-    return timed_block(problem.compute, layer.served, problem.at_home + layer.copies_held, times, coding_s)
+    return timed_block(problem.compute, layer.served, problem.at_home + layer.copies_held, times, coding_s, chunks)
 
 
 def _coding(problem: SiteProblem, layer: LayerExchanges) -> Coding:
@@ -192,7 +194,7 @@ def moved_in_a_step(problem: SiteProblem, layer: LayerExchanges, residency: Resi
         yield exchange, float(batches * (wire.dispatch_row_bytes + wire.combine_row_bytes))
         yield exchange.reverse, float(batches * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes))
     for exchange in layer.counts:
-        yield exchange, float(batches)
+        yield exchange, float(batches * problem.schedule.chunks)
     for exchange in layer.copies:
         wire = wire_of(problem, exchange)
         yield exchange, float(gathers * wire.expert_bytes)

@@ -37,7 +37,7 @@ def best_table(problem: SiteProblem) -> tuple[IntArray, Configuration, float] | 
 
 def at_once(problem: SiteProblem) -> bool:
     """Whether costs of many tables can be computed together."""
-    return problem.num_inside == 1 and not any(one.lossy for one in problem.codecs)
+    return problem.num_inside == 1 and problem.schedule.chunks == 1 and not any(one.lossy for one in problem.codecs)
 
 
 def _chunks(problem: SiteProblem) -> Iterator[IntArray]:

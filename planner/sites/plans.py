@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from hybridep.provenance import provenance
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.chunks import best_of_searches
 from planner.clock import now_s
 from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS
@@ -38,30 +40,29 @@ def plan_sites(
     wishes: Wishes | None = None,
     goal: Goal = FASTEST,
     codecs: Mapping[str, Codecs] | None = None,
+    most_chunks: int = 1,
 ) -> list[Plan]:
     """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
     layers, or equal domains where those win.
 
     The first has a bound that holds for every serving table that keeps the rules, whatever it costs and the choice inside sites,
-    used in all layers, and for the integer program's mixtures of equal domains. Raises InfeasibleError, NoSolutionError and
-    UserError.
+    used in all layers, and for the integer program's mixtures of equal domains; and where tokens travel in any number of parts up
+    to ``most_chunks`` (tables are searched for tokens in one piece). Raises InfeasibleError, NoSolutionError and UserError.
     """
     wishes = wishes or Wishes()
     started = now_s()
-    problem = site_problem(cluster, workload, schedule, constraints, goal=goal, codecs=codecs)
+    problem = site_problem(cluster, workload, schedule, constraints, goal=goal, codecs=codecs, most_chunks=most_chunks)
     domains = None
     if problem.permissions is None and cluster.num_gpus <= MOST_RANKS:
+        limit_s, by_level = max(wishes.time_limit_s / 4, 0.2), problem.codecs_by_level
+
+        def search(schedule: Schedule) -> list[Plan]:
+            wanted = partial(plan_domains, solver=solver, time_limit_s=limit_s, goal=goal, codecs=by_level)
+            return [wanted(cluster, workload, schedule=schedule)]
+
         try:
-            limit_s = max(wishes.time_limit_s / 4, 0.2)
-            domains = plan_domains(
-                cluster,
-                workload,
-                solver=solver,
-                time_limit_s=limit_s,
-                schedule=problem.schedule,
-                goal=goal,
-                codecs=problem.codecs_by_level,
-            )
+            many = most_chunks > 1
+            [domains] = best_of_searches(search, problem.schedule, most_chunks) if many else search(problem.schedule)
         except (InfeasibleError, NoSolutionError):
             domains = None
     left_s = max(wishes.time_limit_s - (now_s() - started), 0.1)
@@ -106,6 +107,7 @@ def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Foun
         wishes=replace(wishes, keep=1, report=None),
         goal=Goal(objective=Objective.DOLLARS),
         codecs=problem.codecs_by_level,
+        most_chunks=problem.most_chunks,
     )[0]
     assert cheap.solver is not None and cheap.solver.cost_bound is not None
     if problem.goal.overdraft(_cost_usd(cheap)):

@@ -69,6 +69,8 @@ class SiteProblem:
     goal: Goal = FASTEST
     codecs: tuple[Codecs, ...] = ()
     """Per level; exact ones where left out."""
+    most_chunks: int = 1
+    """Parts in which tokens may travel: bounds hold for any number up to this, or to the schedule's."""
 
     @cached_property
     def num_sites(self) -> int:
@@ -222,15 +224,25 @@ class SiteProblem:
         """Forward of one layer and micro-batch on the slowest rank, without routed experts."""
         return float((self.compute.pre_expert_s + self.compute.overhead_s).max())
 
+    @property
+    def in_parts(self) -> bool:
+        """Tokens may travel in parts: then their exchanges may hide what experts compute."""
+        return max(self.most_chunks, self.schedule.chunks) > 1
+
     @cached_property
     def expert_s_per_choice(self) -> FloatArray:
         """[D]: seconds one rank of a site computes at least for each of n experts that it serves for any rank's tokens, forward.
-        For bounds, so what ranks that share processors wait for each other is left out."""
+        For bounds, so what ranks that share processors wait for each other is left out, and so is all that may be hidden."""
+        if self.in_parts:
+            return np.zeros(self.num_sites)
         return float(self.rows_per_choice.min()) * self.compute.expert_s_per_row[:, 0] / self.compute.sharing
 
     @cached_property
     def least_expert_s(self) -> float:
-        """Seconds the last rank computes at least, forward, whoever serves what: all would be done at once."""
+        """Seconds the last rank computes at least, forward, whoever serves what: all would be done at once. None where that may
+        be hidden."""
+        if self.in_parts:
+            return 0.0
         rates = self.compute.sharing / self.compute.expert_s_per_row
         return self.num_experts * float(self.rows_per_choice.sum() / rates.sum())
 
@@ -269,6 +281,7 @@ def site_problem(
     *,
     goal: Goal = FASTEST,
     codecs: Mapping[str, Codecs] | None = None,
+    most_chunks: int = 1,
 ) -> SiteProblem:
     """Raises InfeasibleError for rules that clash."""
     size, level = cluster.sizes[0], cluster.levels[0]
@@ -292,4 +305,5 @@ def site_problem(
         permissions=require_possible(cluster, workload.model.num_experts, constraints) if constraints else None,
         goal=goal,
         codecs=level_codecs([level.name for level in cluster.levels], codecs or {}),
+        most_chunks=most_chunks,
     )

@@ -169,7 +169,9 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
 
 
 def _few_tables(problem: SiteProblem, limit_s: float) -> bool:
-    """Whether all can be tried."""
+    """Whether all can be tried; with any number of parts for tokens they are not."""
+    if problem.most_chunks > 1:
+        return False
     most = FEW_TABLES if oracle.at_once(problem) else min(FEW_TABLES, FEW_PER_S * limit_s) / len(problem.configurations())
     return bool(problem.num_sites * problem.num_experts * np.log(problem.num_sites) <= np.log(most))
 

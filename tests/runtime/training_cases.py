@@ -123,7 +123,7 @@ class Case:
             Workload, {"name": "test", "model": (MODELS | CROSS | CAPACITY)[self.model], "training": training}, "workload"
         )
         if self.wild is not None:
-            return wild_plan(cluster, workload, self.wild, Schedule(overlap=self.overlap))
+            return wild_plan(cluster, workload, self.wild, Schedule(overlap=self.overlap, chunks=self.chunks))
         domains = dict(zip(names, self.domains, strict=True))
         serving: tuple[ServingGroup, ...] = ()
         if self.random_serving is not None:
@@ -137,10 +137,10 @@ class Case:
             migration=dict(zip(names, self.migration, strict=False)),
             residency=self.residency,
             serving=serving,
-            chunks=self.chunks,
         )
         codecs = {level: build(Codecs, dict(pairs), "codecs") for level, pairs in self.codecs}
-        schedule = Schedule(overlap=self.overlap, prefetch=self.prefetch, streams={names[0]: self.streams})
+        streams = {names[0]: self.streams}
+        schedule = Schedule(overlap=self.overlap, prefetch=self.prefetch, chunks=self.chunks, streams=streams)
         return Plan(cluster=cluster, workload=workload, layers=(group,), codecs=codecs, schedule=schedule)
 
 

@@ -1,0 +1,83 @@
+"""In how many parts tokens travel (``Schedule.chunks``): what has come of a micro-batch is computed while the rest is on its way.
+
+Parts hide computation behind links, and each pays the latencies of its exchanges anew. Plans of equal domains are searched for
+with each number of parts. Between sites that differ the search is made for tokens in one piece, the best plans that it finds are
+costed with each number, and its bound leaves out what experts compute (``SiteProblem.in_parts``): no number of parts hides more.
+Further parts that bring next to nothing are not worth their messages, which no prediction counts in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hybridep.plan import Plan, Schedule, SolverReport
+from planner.evaluate import evaluate
+from planner.goal import FASTEST, Goal
+from planner.plans import goal_of, predict, solver_report
+
+BETWEEN_SITES = 48
+"""Plans between sites that are costed with each number of parts."""
+WORTH = 5e-3
+"""Share of the step (or price) that fewer parts may add."""
+
+
+def numbers(most: int) -> tuple[int, ...]:
+    """1, 2, 4 and so on; at last ``most``."""
+    return tuple(sorted({*(2**power for power in range(most.bit_length())), most}))
+
+
+def best_of_searches(search: Callable[[Schedule], list[Plan]], schedule: Schedule | None, most: int) -> list[Plan]:
+    """What ``search`` finds, best first, with the fewest parts for which its first plan is as good as with any up to ``most``,
+    but for ``WORTH``. The first plan's bound holds for all of them. Raises what ``search`` raises."""
+    given = schedule or Schedule()
+    found = [search(given.model_copy(update={"chunks": number})) for number in numbers(most)]
+    reports = [plans[0].solver for plans in found if plans[0].solver is not None]
+    goal = goal_of(reports[0]) if reports else FASTEST
+    values = [_value(plans[0], goal) for plans in found]
+    best = found[_fewest(values)]
+    return [_reported(best[0], reports), *best[1:]] if reports else best
+
+
+def tables_in_parts(found: Sequence[Plan], most: int, count: int) -> list[Plan]:
+    """Of plans between sites, whose first has a report with a bound for any number of parts, each with the number that suits it;
+    at most ``count``, the best first."""
+    report = found[0].solver
+    goal = FASTEST if report is None else goal_of(report)
+    best = sorted((_in_parts(plan, most, goal) for plan in found), key=lambda plan: _value(plan, goal))[:count]
+    return best if report is None else [_reported(best[0], [report]), *best[1:]]
+
+
+def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
+    """With the fewest that make its step as short as any, but for ``WORTH``; without a report."""
+    schedules = [plan.schedule.model_copy(update={"chunks": number}) for number in numbers(most)]
+    tried = [plan.model_copy(update={"schedule": schedule}) for schedule in schedules]
+    costs = [evaluate(one)[0] for one in tried]
+    steps_s = [float("inf") if number and goal.overdraft(cost.step_usd) else cost.step_s for number, cost in enumerate(costs)]
+    best = _fewest(steps_s)
+    return tried[best].model_copy(update={"prediction": predict(tried[best]) if best else plan.prediction, "solver": None})
+
+
+def _fewest(values: Sequence[float]) -> int:
+    """Place of the first that is as small as the smallest, but for ``WORTH``."""
+    return next(place for place, value in enumerate(values) if value <= min(values) * (1 + WORTH))
+
+
+def _reported(plan: Plan, reports: Sequence[SolverReport]) -> Plan:
+    """With the bound of all these searches."""
+    assert plan.prediction is not None
+    step_s, cost_usd = plan.prediction.step, plan.prediction.cost or 0.0
+    report = solver_report(
+        solver=reports[0].solver,
+        goal=goal_of(reports[0]),
+        objective_s=step_s,
+        bound_s=min(step_s, *(one.bound for one in reports)),
+        cost_usd=cost_usd,
+        bound_usd=min(cost_usd, *(one.cost_bound or 0.0 for one in reports)),
+        solve_s=sum(one.solve for one in reports),
+    )
+    return plan.model_copy(update={"solver": report})
+
+
+def _value(plan: Plan, goal: Goal) -> float:
+    assert plan.prediction is not None
+    return goal.value(plan.prediction.step, plan.prediction.cost or 0.0)
