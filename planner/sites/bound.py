@@ -40,7 +40,7 @@ def proven_s(relaxation: Relaxation, box: Box, evidence: Evidence, best_s: float
 def _within_s(relaxation: Relaxation, narrow: Box, evidence: Evidence) -> float:
     """The same of a box that is narrowed."""
     if isinstance(evidence, Corner):
-        return relaxation.base_s + relaxation.num_layers * priced_s(relaxation, narrow)
+        return relaxation.base_s + relaxation.num_layers * max(priced_s(relaxation, narrow), relaxation.computing_s(narrow))
     return float(_by_duals_s(relaxation, narrow, _program(relaxation, narrow), [evidence])[0])
 
 

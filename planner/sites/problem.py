@@ -239,10 +239,12 @@ class SiteProblem:
 
     @cached_property
     def least_expert_s(self) -> float:
-        """Seconds the last rank computes at least, forward, whoever serves what: all would be done at once. None where that may
-        be hidden."""
-        if self.in_parts:
-            return 0.0
+        """``computed_s``, or nothing where that may be hidden."""
+        return 0.0 if self.in_parts else self.computed_s
+
+    @cached_property
+    def computed_s(self) -> float:
+        """Seconds the last rank computes at least, forward, whoever serves what: all would be done at once."""
         rates = self.compute.sharing / self.compute.expert_s_per_row
         return self.num_experts * float(self.rows_per_choice.sum() / rates.sum())
 

@@ -289,6 +289,14 @@ class Relaxation:
         between_s = copies_s + tokens_s + self.token_latency_of(box)
         return between_s + self.inside_s(box) + compute * self.problem.least_expert_s
 
+    def computing_s(self, box: Box) -> float:
+        """What every plan of the box spends in one layer at least on copies and experts, beside what no plan changes: where
+        tokens travel in parts, they may hide the experts or be hidden by them."""
+        _, _, compute = self.budgets_s
+        latency_s, latency_back_s = self.copy_latency_s(box)
+        copies_s = self.copies_s(box.residency, latency_s + box.gather_s[0], latency_back_s + box.return_s[0])
+        return copies_s + compute * self.problem.computed_s
+
     @cached_property
     def inside_times(self) -> tuple[InsideTimes, ...]:
         """Of all choices inside sites; none where the cheapest takes next to nothing."""

@@ -39,7 +39,9 @@ def plans(cluster, workload, residency, schedule):
 
 
 @pytest.mark.parametrize(
-    "schedule", [Schedule(), Schedule(overlap=False), Schedule(prefetch=1)], ids=["beside", "serial", "ahead"]
+    "schedule",
+    [Schedule(), Schedule(overlap=False), Schedule(prefetch=1), Schedule(chunks=3)],
+    ids=["beside", "serial", "ahead", "parts"],
 )
 @pytest.mark.parametrize("residency", list(Residency))
 @pytest.mark.parametrize(("cluster", "model"), [("lab-4dc", "tiny"), ("paper-m", "llama-tiny"), ("paper-l", "gpt-large")])

@@ -19,7 +19,7 @@ def plan() -> Plan:
 
 def test_neighbours_are_one_move_away_and_slower(plan: Plan) -> None:
     explained = planner.explain(plan)
-    *placed, _ = explained.neighbours
+    *placed, _, _ = explained.neighbours
     assert {other.name for other in placed} == {"l0 1", "l0 4", "l1 1", "copies per microbatch"}
     assert [other.name for other in explained.baselines] == ["ep", "full_gather"]
     for other in (*placed, *explained.baselines):
@@ -37,6 +37,15 @@ def test_copies_ahead_are_shown_and_their_plan_without(plan: Plan) -> None:
     group = plan.layers[0].model_copy(update={"domains": {}, "migration": {}})
     without_copies = plan.model_copy(update={"layers": (group,), "prediction": None, "solver": None})
     assert not any("ahead" in one.name for one in planner.explain(without_copies).neighbours)
+
+
+def test_tokens_in_parts_are_shown_and_their_plan_in_one_piece(plan: Plan) -> None:
+    parts = plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"chunks": 2})})
+    for one, name, other in ((plan, "tokens in 2 parts (--chunks)", parts), (parts, "tokens in one piece", plan)):
+        [shown] = [one for one in planner.explain(one).neighbours if one.name.startswith("tokens")]
+        assert shown.name == name and shown.step_s == step_cost(other).step_s
+    assert step_cost(parts).step_s != step_cost(plan).step_s
+    assert not any("ahead" in one.name for one in planner.explain(parts).neighbours), "a schedule has one of them"
 
 
 def test_links_and_bound(plan: Plan) -> None:

@@ -42,7 +42,7 @@ FOUR = [
     Case(sizes=(2, 2), domains=(2, 1), tokens=(1, 3), model="drop-padded", residency=Residency.MICROBATCH),
     *(Case(sizes=(2, 2), domains=(2, 1), streams=3, prefetch=prefetch) for prefetch in (0, 1)),
     Case(sizes=(2, 2), domains=(1, 2), chunks=2, micro_batches=2),
-    Case(sizes=(2, 2), domains=(1, 1), chunks=5, residency=Residency.MICROBATCH, model="drop-position"),
+    Case(sizes=(2, 2), domains=(1, 1), chunks=5, residency=Residency.MICROBATCH, model="top4-tied-gqa"),
     Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), chunks=3, residency=Residency.MICROBATCH, micro_batches=2),
     Case(sizes=(2, 2), domains=(1, 1), random_serving=5, chunks=16, overlap=False),
     Case(sizes=(4, 1), domains=(1, 1), pods=(2, 1, 1), random_serving=3, residency=Residency.MICROBATCH, micro_batches=2),

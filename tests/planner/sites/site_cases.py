@@ -110,12 +110,19 @@ def small_workload(rng: np.random.Generator, experts: int) -> Workload:
 
 
 def random_problem(
-    seed: int, sites: int, experts: int, inside: int | None = None, *, windows: bool = False, nodes: tuple[int, ...] = ()
+    seed: int,
+    sites: int,
+    experts: int,
+    inside: int | None = None,
+    *,
+    windows: bool = False,
+    nodes: tuple[int, ...] = (),
+    chunks: int = 1,
 ) -> SiteProblem:
     rng = np.random.default_rng(seed)
     ranks = int(rng.choice([0, 1, 2, 3])) if inside is None else inside
     cluster = uneven_cluster(rng, sites, ranks, pairs=rng.random() < 0.7, windows=windows, nodes=nodes)
-    schedule = Schedule(streams={"dc": 1 + seed % 3} if windows else {})
+    schedule = Schedule(streams={"dc": 1 + seed % 3} if windows else {}, chunks=chunks)
     return site_problem(cluster, small_workload(rng, experts), schedule)
 
 

@@ -20,7 +20,7 @@ from planner.sites import classes, lp, narrowing, pooled_lp, thresholds, visits
 from planner.sites.bound import Corner, Evidence, proven_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
 from planner.sites.capacity import serving_lines
-from planner.sites.cost import site_cost
+from planner.sites.cost import cost_of, site_cost
 from planner.sites.exchange import LayerExchanges, held_by_site, layer_exchanges
 from planner.sites.lp import box_program
 from planner.sites.narrowing import narrowed
@@ -209,6 +209,22 @@ def test_no_plan_is_faster_than_its_own_box(monkeypatch: pytest.MonkeyPatch, var
         if not case.merged:
             shares.append(bound_s / case.step_s)
     assert np.mean(shares) > 0.8
+
+
+def test_no_plan_in_parts_is_faster_than_its_own_box() -> None:
+    """Where experts may hide behind tokens' exchanges, or these behind experts; mistakes are found out."""
+    lies = {"experts never hide": 0, "experts compute for longer": 0}
+    for case in cases(ALL):
+        schedules = [case.problem.schedule.model_copy(update={"chunks": number}) for number in (1, 2, 5, 64)]
+        problems = [replace(case.problem, schedule=schedule) for schedule in schedules]
+        shortest_s = min(cost_of(one, case.layer, case.box.residency).step_s for one in problems)
+        relaxation = relaxed(replace(case.problem, most_chunks=64), case.merged)
+        assert proven(relaxation, case, 1.5 * shortest_s) <= shortest_s * CLOSE
+        # What holds for tokens in one piece does not, nor does more computation.
+        lies["experts never hide"] += proven(case.relaxation, case, 1.5 * shortest_s) > shortest_s * CLOSE
+        own("computing_s", lambda seconds: 1.2 * seconds)(relaxation, pytest.MonkeyPatch())
+        lies["experts compute for longer"] += proven(relaxation, case, 1.5 * shortest_s) > shortest_s * CLOSE
+    assert min(lies.values()) > 3, lies
 
 
 def test_limits_and_narrowing_leave_every_plan_in() -> None:

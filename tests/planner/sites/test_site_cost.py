@@ -21,7 +21,7 @@ NODES = ((), (), (2,), (3,), (2, 3), (1, 2))
 def test_equals_the_models_on_ranks(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape = {"sites": int(rng.integers(1, 6)), "experts": int(rng.integers(1, 12 + 12 * (seed % 2)))}
-    problem = random_problem(seed, **shape, nodes=NODES[seed % 6], windows=seed % 7 == 0)
+    problem = random_problem(seed, **shape, nodes=NODES[seed % 6], windows=seed % 7 == 0, chunks=(1, 1, 3, 2)[seed % 4])
     if not problem.cluster.links and problem.num_sites == 1:
         assert problem.latency_s.sum() == 0
     any_table = random_table(rng, problem)
@@ -40,7 +40,8 @@ def test_equals_the_models_on_ranks(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(18))
 def test_whole_plans_equal_link_by_link_and_rank_by_rank(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    problem = random_problem(seed, sites=int(rng.integers(1, 6)), experts=int(rng.integers(1, 12)), nodes=NODES[seed % 6])
+    shape = {"sites": int(rng.integers(1, 6)), "experts": int(rng.integers(1, 12))}
+    problem = random_problem(seed, **shape, nodes=NODES[seed % 6], chunks=(1, 1, 3, 2)[seed % 4])
     for configuration in problem.configurations():
         plan = as_plan(problem, random_table(rng, problem), configuration)
         cost, memory = step_cost(plan), memory_use(plan)
