@@ -51,9 +51,10 @@ def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
     """With the fewest that make its step as short as any, but for ``WORTH``; without a report."""
     schedules = [plan.schedule.model_copy(update={"chunks": number}) for number in numbers(most)]
     tried = [plan.model_copy(update={"schedule": schedule}) for schedule in schedules]
-    costs = [evaluate(one)[0] for one in tried]
-    steps_s = [float("inf") if number and goal.overdraft(cost.step_usd) else cost.step_s for number, cost in enumerate(costs)]
-    best = _fewest(steps_s)
+    known = [evaluate(one) for one in tried]
+    # In one piece it fits, and the budget allows it.
+    possible = [not place or (use.fits and not goal.overdraft(cost.step_usd)) for place, (cost, use) in enumerate(known)]
+    best = _fewest([cost.step_s if good else float("inf") for (cost, _), good in zip(known, possible, strict=True)])
     return tried[best].model_copy(update={"prediction": predict(tried[best]) if best else plan.prediction, "solver": None})
 
 

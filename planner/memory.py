@@ -156,16 +156,21 @@ def passing_bytes(
     copies: FloatArray,
     at_home: IntArray,
     residency: Residency,
+    chunks: int = 1,
 ) -> dict[str, FloatArray]:
     """By kind, while one layer is computed: its largest exchange, what its experts' backward makes, or what the head holds if it
-    is the topmost; receives that are posted ahead; and copies that live for one micro-batch. ``served`` rows are computed."""
+    is the topmost; receives that are posted ahead; and copies that live for one micro-batch. ``served`` rows are computed, in
+    ``chunks`` parts."""
     model, width = workload.model, workload.training.dtype.num_bytes
     held = copies + at_home
     gradients, row = float(workload.expert_bytes) * held, served * float(model.hidden_size * width)
     # First one expert after the other, with the gradients of all rows and of one expert's inner widths; then the experts'
     # gradients become one piece.
     inner = served / np.maximum(held, 1) * float(_inner_width(workload, model.expert_ffn_size) * width)
-    backward = gradients + np.maximum(3 * row + inner, gradients + row)
+    backward = gradients + np.maximum((3 * row + inner) / chunks, gradients + row / chunks)
+    if chunks > 1:
+        # To which those of further parts are added; and what earlier ones have computed is on its way.
+        backward = backward + gradients + row * (1 - 1 / chunks)
     own_copies = copies * float(workload.expert_bytes if residency is Residency.MICROBATCH else 0)
     # Meanwhile the layer below awaits its gradients; it is taken to be like this one. At the head, where there are no copies of
     # one micro-batch, the topmost layer does.
@@ -217,6 +222,7 @@ def layer_memory(
     residency: Residency,
     prefetch: int = 0,
     codecs: Sequence[Codecs] = (),
+    chunks: int = 1,
 ) -> LayerMemory:
     """What one MoE layer's copies, routed tokens and exchanges take, given ``planner.cost.layer_traffic``. With ``prefetch``,
     copies' gradients wait their turn to return, and copies per micro-batch of so many more layers are there or on their way."""
@@ -226,7 +232,7 @@ def layer_memory(
     share = rank_sequences(placement, gating) / workload.training.micro_batch_size
     ahead = Ahead(*(arriving_bytes(placement, traffic, op) for op in (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)))
     largest = exchange_bytes(placement, traffic)
-    passing = passing_bytes(workload, share, largest, ahead, served, copies, placement.num_at_home, residency)
+    passing = passing_bytes(workload, share, largest, ahead, served, copies, placement.num_at_home, residency, chunks)
     both = copies * float(2 * workload.expert_bytes)
     if prefetch and residency is Residency.STEP:
         kept_copies = both
@@ -309,8 +315,9 @@ def memory_use(plan: Plan) -> MemoryUse:
     groups = []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
+        schedule, codecs = plan.schedule, plan.level_codecs
         memory = layer_memory(
-            placement, plan.workload, gating, traffic, group.residency, plan.schedule.prefetch, plan.level_codecs
+            placement, plan.workload, gating, traffic, group.residency, schedule.prefetch, codecs, schedule.chunks
         )
         groups.append((num_layers, memory))
     fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs)

@@ -212,14 +212,14 @@ def build_problem(
     candidates = []
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
         placement = place(cluster, experts, choices, hotness=popularity)
-        traffic = layer_traffic(placement, workload, expected, coded)
+        traffic = layer_traffic(placement, workload, expected, coded, schedule.chunks)
         copies = int(placement.holds.sum()) - experts
         coding_s = layer_coding(cluster.gpu, placement, workload, expected, coded)
-        times = block_times(network, workload, placement, expected, traffic, coding_s)
+        times = block_times(network, workload, placement, expected, traffic, coding_s, schedule.chunks)
         for residency in residencies if copies else (Residency.STEP,):
             cost = layer_cost(network, workload, times, traffic, residency, schedule)
             layer_usd = step_usd(cluster.rent_usd_per_s, egress_usd(cluster, cost.link_bytes), cost.total_s)
-            memory = layer_memory(placement, workload, expected, traffic, residency, codecs=coded)
+            memory = layer_memory(placement, workload, expected, traffic, residency, codecs=coded, chunks=schedule.chunks)
             candidates.append(
                 Candidate(
                     choices=choices,

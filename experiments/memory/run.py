@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from hybridep.config import build
-from hybridep.plan import LayerGroup, Plan
+from hybridep.plan import LayerGroup, Plan, Schedule
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
 from hybridep.topology import Cluster
@@ -61,9 +61,10 @@ def plan_of(config: dict[str, Any], name: str) -> Plan:
     case = dict(config["cases"][name])
     model, training = config["model"] | case.pop("model", {}), config["training"] | case.pop("training", {})
     workload = build(Workload, {"name": name, "model": model, "training": training}, "config.yaml")
+    schedule = build(Schedule, case.pop("schedule", {}), f"config.yaml: {name}")
     case = {"first_layer": 0, "num_layers": workload.model.num_moe_layers, "migration": {}} | case
     group = build(LayerGroup, case, f"config.yaml: {name}")
-    return Plan(cluster=build(Cluster, config["cluster"], "config.yaml"), workload=workload, layers=(group,))
+    return Plan(cluster=build(Cluster, config["cluster"], "config.yaml"), workload=workload, layers=(group,), schedule=schedule)
 
 
 def measure(config: dict[str, Any], name: str) -> list[dict[str, Any]]:

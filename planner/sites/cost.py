@@ -240,6 +240,7 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
             layer.copies_held,
             problem.at_home,
             residency,
+            problem.schedule.chunks,
         ),
     )
 

@@ -142,6 +142,12 @@ def test_wrong_usage(call: Call) -> None:
         (("--simulate", "--within", "0.1"), ["--simulate", "known rates"]),
         (("--prefetch", "--top", "2"), ["copies ahead", "one plan at a time"]),
         (("--prefetch", "--within", "0.1"), ["--prefetch", "leave one out"]),
+        (("--chunks", "2", "--within", "0.1"), ["--chunks", "leave one out"]),
+        (("--chunks", "2", "--prefetch"), ["--chunks with --prefetch", "leave one out"]),
+        (
+            ("--chunks", "2", "--set", "model.capacity_factor=1", "--set", "model.pad_expert_input_to_capacity=true"),
+            ["pads whole"],
+        ),
         (("--set", "levels.gpu.egress=1 $/GB"), ["levels.1.egress", "give it to level 'dc'"]),
         (("--set", "levels.dc.egress=1 $"), ["levels.0.egress", "0.02 $/GB"]),
         (("--set", "sites=[{name: a}, {name: b, tokens: 0.1}]"), ["sites.b.tokens: 0.1", "training.micro_batch_size (1"]),

@@ -27,6 +27,7 @@ OPTIONS = (
     ("--codec", "gpu.tokens=int8"),
     ("--max-loss", "1%"),
     ("--prefetch",),
+    ("--chunks", "4"),
     ("--streams", "dc=2"),
     ("--objective", "dollars"),
     ("--budget", "0.001 $"),

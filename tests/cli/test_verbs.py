@@ -197,6 +197,19 @@ def test_plan_sends_copies_ahead_on_demand(inputs: Inputs, call: Call) -> None:
     assert steps[1] < steps[0] and load_plan(path).schedule.prefetch > 0
 
 
+def test_plan_cuts_tokens_in_parts_on_demand(inputs: Inputs, call: Call) -> None:
+    path, steps = inputs.folder / "plan.yaml", []
+    for options in ((), ("--chunks", "8")):
+        result = call("plan", "paper-s", "llama-tiny", "-o", path, *options, "--json")
+        assert result.code == 0, result.err
+        steps.append(result.json["step_s"])
+    plan = load_plan(path)
+    assert steps[1] < 0.9 * steps[0] and result.json["chunks"] == plan.schedule.chunks > 1
+    assert call("simulate", path, "--json").json["step_s"] == pytest.approx(steps[1])
+    shown = call("plan", "paper-s", "llama-tiny", "-o", path, "--chunks", "8")
+    assert f"tokens travel in {plan.schedule.chunks} parts" in shown.out and "tokens in one piece" in shown.out
+
+
 def test_plan_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
     fabric = inputs.write("fabric.yaml", "name: narrow\nwan: {hub: {bandwidth: 10 Mbps}}\n")
     path = inputs.folder / "plan.yaml"

@@ -20,7 +20,8 @@ from planner.chunks import WORTH, numbers, tables_in_parts
 from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS, evaluate, expected_s
 from planner.layer_times import piped_s
-from planner.plans import plan_domains
+from planner.memory import memory_use
+from planner.plans import plan_domains, predict
 from planner.sites.cost import site_cost
 from planner.sites.plans import table_plan
 from planner.sites.problem import SiteProblem, site_problem
@@ -67,6 +68,7 @@ def test_the_fewest_parts_that_are_worth_it_are_found_and_proven() -> None:
     made = planner.plan(cluster, work, most_chunks=8)
     each = [plan_domains(cluster, work, schedule=Schedule(chunks=number)) for number in numbers(8)]
     steps_s = [step_s(one) for one in each]
+    assert all(one.solver is not None and one.solver.objective == pytest.approx(step_s(one), rel=1e-9) for one in each)
     number = numbers(8).index(made.schedule.chunks)
     assert step_s(made) == steps_s[number] <= min(steps_s) * (1 + WORTH)
     assert all(other > min(steps_s) * (1 + WORTH) for other in steps_s[:number])
@@ -75,6 +77,38 @@ def test_the_fewest_parts_that_are_worth_it_are_found_and_proven() -> None:
     planner.check(made)
     hidden = evaluate(made)[0].hidden_s["experts"]
     assert 0 < hidden <= sum(evaluate(each[0])[0].parts_s[name] for name in ("experts",)) * (1 + 1e-9)
+
+
+def test_each_number_of_parts_has_a_search_of_its_own() -> None:
+    """Where experts are slow, parts hide them behind tokens between sites, which copies would spare."""
+    cluster, work = shipped_cluster("lab-4dc"), shipped_workload("tiny")
+    found = set()
+    for speed in (10, 3, 1):
+        gpu = cluster.gpu.model_copy(update={"expert_throughput": speed * 1e9, "block_overhead": 0.0})
+        slow = cluster.model_copy(update={"gpu": gpu})
+        best = [plan_domains(slow, work, schedule=Schedule(chunks=number)) for number in (1, 8)]
+        crossed = [
+            min(step_s(in_parts(one, number).model_copy(update={"prediction": predict(in_parts(one, number))})) for one in best)
+            for number in (1, 8)
+        ]
+        assert [step_s(one) for one in best] == pytest.approx(crossed, rel=1e-9)
+        found.add(best[0].layers[0].domains != best[1].layers[0].domains)
+    assert True in found
+
+
+def test_parts_that_do_not_fit_the_memory_are_left_out() -> None:
+    """Gradients of experts are there twice while those of a further part are added."""
+    problem, _ = slow_problem(2)
+    configuration, found = problem.configurations()[0], 0
+    for entries in product(range(2), repeat=6):
+        plain = table_plan(problem, np.array(entries).reshape(2, 3), configuration)
+        needs = [memory_use(in_parts(plain, number)).fullest_bytes for number in (1, 2, 4)]
+        if needs[0] < min(needs[1:]) and tables_in_parts([plain], 4, 1)[0].schedule.chunks > 1:
+            gpu = plain.cluster.gpu.model_copy(update={"memory": (needs[0] + min(needs[1:])) / 2})
+            small = plain.model_copy(update={"cluster": plain.cluster.model_copy(update={"gpu": gpu})})
+            assert tables_in_parts([small], 4, 1)[0].schedule.chunks == 1
+            found += 1
+    assert found
 
 
 def test_numbers_are_powers_of_two_and_the_most() -> None:
