@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from planner.goal import FASTEST, Goal
 from planner.measured import plans_measured
 from planner.plans import plan_domains, top_domains
 from planner.sites.plans import plan_sites
+from planner.sites.popular import plans_popular
 from planner.sites.solution import Wishes
 from planner.streams import with_fewest, with_most
 from planner.within_loss import plan_within_loss
@@ -49,7 +51,7 @@ def plan(
 ) -> Plan:
     """The fastest plan found that fits and keeps the rules, with its prediction, a proven bound, and how it was found. At levels
     with a window that ``schedule`` says nothing of, connections per pair of ranks are chosen, too (``planner.streams``). With
-    measured ``popularity`` of the experts ([MoE layers][E] shares) equal domains are chosen layer by layer. With ``ahead``, also
+    measured ``popularity`` of the experts ([MoE layers][E] shares) plans are chosen layer by layer. With ``ahead``, also
     plans whose copies set out before their blocks (``Schedule.prefetch``). Tokens travel in up to ``most_chunks`` parts, as many
     as bring something (``planner.chunks``). ``codecs`` by level name, or those that are best between sites among all whose
     measured losses add up to at most ``max_loss``. With a ``goal`` the cheapest
@@ -133,7 +135,12 @@ def plans(
         if constraints is not None:
             raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
 
+        limit_s = time_limit_s / len(chunks.numbers(most_chunks))
+
         def measured(schedule: Schedule | None) -> list[Plan]:
+            if by_table and cluster.num_gpus <= MOST_RANKS:
+                limited = partial(plans_popular, solver=solver, time_limit_s=limit_s)
+                return limited(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
             return plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
 
         found = best_of_searches(measured, schedule, most_chunks) if most_chunks > 1 else measured(schedule)

@@ -80,6 +80,7 @@ def test_codec_loss(tmp_path: Path) -> None:
         pytest.param("lab-choice", {"rows.csv": 6}, marks=pytest.mark.slow),
         pytest.param("link-use", {"exchanges.csv": 5, "steps.csv": 2}, marks=pytest.mark.slow),
         pytest.param("copies-ahead", {"ahead.csv": 1}, marks=pytest.mark.slow),
+        pytest.param("tokens-in-parts", {"parts.csv": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_in_the_lab(claim: str, tables: dict[str, int], tmp_path: Path) -> None:

@@ -1,0 +1,170 @@
+"""Tables for experts of measured popularity: what is exchanged, and a bound that holds for a table of its own in each layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from site_cases import random_table, small_workload, uneven_cluster
+
+import planner
+from hybridep.errors import InfeasibleError
+from hybridep.gating import gating
+from hybridep.plan import Plan, Schedule, Status
+from hybridep.workload import DropPolicy, Workload
+from planner.cost import step_cost
+from planner.measured import plans_measured
+from planner.memory import memory_use
+from planner.sites.plans import table_plan
+from planner.sites.popular import exchanged, least_hit_share, least_s, plans_popular
+from planner.sites.problem import SiteProblem, site_problem
+
+Shares = tuple[tuple[float, ...], ...]
+
+
+def skewed(seed: int, layers: int, experts: int, top_k: int, concentration: float = 0.7) -> Shares:
+    drawn = np.random.default_rng(seed).dirichlet(np.full(experts, concentration), size=layers) + 1e-3
+    for _ in range(50):
+        drawn = np.minimum(drawn / drawn.sum(axis=1, keepdims=True), 0.999 / top_k)
+    return tuple(tuple(float(share) for share in row / row.sum()) for row in drawn)
+
+
+def step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step
+
+
+def workload_of(seed: int, experts: int, layers: int, **model: object) -> Workload:
+    work = small_workload(np.random.default_rng(seed), experts)
+    changes = {"num_layers": layers, "top_k": min(2, experts)} | model
+    return work.model_copy(update={"model": work.model.model_copy(update=changes)})
+
+
+@pytest.mark.parametrize(
+    "drops", [{}, {"capacity_factor": 0.8}, {"capacity_factor": 0.6, "token_drop_policy": DropPolicy.POSITION}]
+)
+def test_no_set_of_experts_is_needed_by_fewer_tokens(drops: dict[str, object]) -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(6):
+        work = workload_of(seed, 8, 2, **drops)
+        layers = [gating(work, shares) for shares in skewed(seed, 2, 8, 2)]
+        share, even = least_hit_share(layers), gating(work).hit_by_count
+        assert 0 < share < 1
+        closest = np.inf
+        for one in layers:
+            coldest = np.argsort(one.chosen)
+            for number in range(1, 9):
+                member = np.zeros((20, 8), dtype=bool)
+                for row in member[1:]:
+                    row[rng.permutation(8)[:number]] = True
+                member[0, coldest[:number]] = True
+                hit = one.hit(member)
+                assert (share * even[number] <= hit * (1 + 1e-9)).all()
+                closest = min(closest, float((hit / even[number]).min()))
+        assert drops or share == pytest.approx(closest, rel=1e-9)
+    even_layers = [gating(workload_of(0, 8, 1), (1 / 8,) * 8)]
+    assert least_hit_share(even_layers) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_more_popular_of_one_home_have_more_copies() -> None:
+    rng = np.random.default_rng(1)
+    problem = site_problem(uneven_cluster(rng, 3, 1), workload_of(1, 12, 1))
+    for seed in range(5):
+        table, shares = random_table(rng, problem), np.array(skewed(seed, 1, 12, 2)[0])
+        found = exchanged(problem.home_site, table, shares.tolist())
+        for site in range(3):
+            own = np.flatnonzero(problem.home_site == site)
+            order = own[np.argsort(-shares[own])]
+            copies = [len(set(found[:, expert])) for expert in order]
+            assert copies == sorted(copies, reverse=True)
+            assert sorted(map(tuple, found[:, own].T)) == sorted(map(tuple, table[:, own].T))
+
+
+def best_mixture_s(problem: SiteProblem, popularity: Shares) -> float:
+    """Of all tables for each layer by itself: a step's parts that no table changes, and the least of each layer."""
+    layers, fixed = [np.inf] * len(popularity), 0.0
+    for entries in product(range(2), repeat=2 * problem.num_experts):
+        table = np.array(entries).reshape(2, problem.num_experts)
+        for configuration in problem.configurations():
+            for layer, shares in enumerate(popularity):
+                plan = table_plan(problem, table, configuration)
+                plan = plan.model_copy(update={"popularity": (shares,) * len(popularity), "prediction": None})
+                cost = step_cost(plan)
+                fixed = sum(cost.parts_s.get(name, 0.0) for name in FIXED)
+                layers[layer] = min(layers[layer], (cost.step_s - fixed) / len(popularity))
+    return fixed + sum(layers)
+
+
+FIXED = ("head", "optimizer", "dense_reduce_scatter", "dense_all_gather")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_mixture_of_tables_is_faster_than_the_bound(seed: int) -> None:
+    cluster, work = uneven_cluster(np.random.default_rng(seed), 2, 1, pairs=bool(seed % 2)), workload_of(seed, 3, 2)
+    popularity = skewed(seed, 2, 3, 2, 3.0)
+    best_s = best_mixture_s(site_problem(cluster, work), popularity)
+    made = planner.plan(cluster, work, popularity=popularity, time_limit_s=2)
+    assert made.solver is not None and made.solver.bound <= best_s * (1 + 1e-9) <= step_s(made) * (1 + 1e-9) * (1 + 1e-9)
+    assert step_s(made) <= best_s * 1.3
+    planner.check(made)
+
+
+def test_a_bound_as_if_all_were_alike_lies() -> None:
+    """So it matters that fewer tokens need the least popular."""
+    lies = 0
+    for seed in range(8):
+        cluster = uneven_cluster(np.random.default_rng(seed), 2, 1, pairs=False)
+        problem = site_problem(cluster, workload_of(seed, 3, 1, expert_ffn_size=1024))
+        popularity = skewed(seed, 1, 3, 2, 0.5)
+        best_s = best_mixture_s(problem, popularity)
+        assert least_s(problem, popularity, 2 * best_s, np.inf) <= best_s * (1 + 1e-9)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("planner.sites.popular.least_hit_share", lambda _: 1.0)
+            lies += least_s(problem, popularity, 2 * best_s, np.inf) > best_s * (1 + 1e-9)
+    assert lies
+
+
+def test_layers_choose_by_themselves_and_never_worse_than_equal_domains() -> None:
+    rng = np.random.default_rng(3)
+    cluster, work = uneven_cluster(rng, 4, 2), workload_of(3, 16, 3, hidden_size=64, expert_ffn_size=256)
+    popularity = skewed(3, 3, 16, 2)
+    found = plans_popular(cluster, work, popularity, 3, time_limit_s=3)
+    [domains] = plans_measured(cluster, work, popularity)
+    assert step_s(found[0]) < step_s(domains)
+    assert [step_s(one) for one in found] == sorted(step_s(one) for one in found)
+    for one in found:
+        assert one.popularity == popularity and step_cost(one).step_s == step_s(one) and memory_use(one).fits
+    assert found[0].solver is not None and not any(one.solver for one in found[1:])
+    assert found[0].digest == planner.plan(cluster, work, popularity=popularity, time_limit_s=3).digest
+    planner.check(found[0])
+
+
+def test_with_tokens_in_parts_too() -> None:
+    cluster, work = uneven_cluster(np.random.default_rng(3), 3, 1), workload_of(3, 6, 2)
+    popularity = skewed(4, 2, 6, 2)
+    made = planner.plan(cluster, work, popularity=popularity, time_limit_s=3, most_chunks=2)
+    plain = plans_popular(cluster, work, popularity, schedule=Schedule(), time_limit_s=1.5)[0]
+    assert step_s(made) <= step_s(plain) * (1 + 5e-3) and made.solver is not None and made.solver.bound <= step_s(made)
+
+
+def test_even_popularity_is_planned_as_if_none_were_known() -> None:
+    cluster, work = uneven_cluster(np.random.default_rng(5), 2, 1), workload_of(5, 4, 2)
+    known = planner.plan(cluster, work, popularity=((0.25,) * 4,) * 2, time_limit_s=2)
+    assert step_s(known) == pytest.approx(step_s(planner.plan(cluster, work, time_limit_s=2)), rel=1e-6)
+    assert known.solver is not None and known.solver.status in Status
+
+
+def test_too_little_memory_is_an_error() -> None:
+    cluster = uneven_cluster(np.random.default_rng(5), 2, 1, memory="1 KB")
+    with pytest.raises(InfeasibleError, match="no plan"):
+        planner.plan(cluster, workload_of(5, 4, 2), popularity=skewed(5, 2, 4, 2), time_limit_s=1)
+
+
+def test_memory_of_one_layer_does_not_bound_another() -> None:
+    """A layer may have what others do not need, so the bound gives each all memory."""
+    cluster, work = uneven_cluster(np.random.default_rng(7), 2, 1), workload_of(7, 4, 2)
+    problem, popularity = site_problem(cluster, work), skewed(7, 2, 4, 2)
+    small = replace(problem, cluster=cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"memory": 1.0})}))
+    assert least_s(small, popularity, 10.0, np.inf) == pytest.approx(least_s(problem, popularity, 10.0, np.inf))
