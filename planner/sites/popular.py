@@ -1,8 +1,9 @@
 """Serving tables for experts whose popularity was measured, layer by layer, between sites that differ.
 
-Tables are searched for as if all experts were alike, which makes their times a matter of counts. Then each layer takes the one of
-the best tables that costs it least with its own popularity, experts of one home exchanged so that the more popular ones are where
-there are more copies: their tokens stay. Times add up over layers.
+Tables are searched for as if all experts were alike, which makes their times a matter of counts. Then each layer takes those of
+the best tables that cost it least with its own popularity, experts of one home exchanged so that the more popular ones are where
+there are more copies, and walks on from there (``planner.sites.walks``), experts counting as often as they are chosen. Times add
+up over layers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError
 from hybridep.gating import Gating, gating
-from hybridep.placement import IntArray, Placement
+from hybridep.placement import IntArray
 from hybridep.plan import LayerGroup, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.serving import serving_groups
@@ -33,12 +34,19 @@ from planner.sites.bound import prove
 from planner.sites.plans import chosen_table, plan_sites
 from planner.sites.problem import Configuration, SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
+from planner.sites.room import room_of
 from planner.sites.solution import Wishes
+from planner.sites.strategy import walks_help
+from planner.sites.work import for_popularity
 
 TABLES = 16
 """The best ones found, among which each layer chooses."""
-SEARCHED = 0.6
-"""Share of the time in which they are searched for; the bound has what is left."""
+STARTS = 2
+"""Of these, from which each layer's walks begin."""
+SEARCHED, WALKED = 0.4, 0.8
+"""Shares of the time after which tables are found, and walks end; the bound has what is left."""
+AMPLE_S = 60.0
+"""With less time walks make fewer moves in proportion."""
 MOST_BOXES = 20_000
 
 
@@ -74,25 +82,35 @@ def plans_popular(
         codecs=codecs,
         wishes=Wishes(time_limit_s=SEARCHED * time_limit_s, keep=TABLES),
     )
+    # What was compiled meanwhile counts to no limit.
+    begun = now_s() - SEARCHED * time_limit_s
     problem = site_problem(cluster, workload, schedule, codecs=codecs)
-    choices = [_Choice(*chosen) for one in found if (chosen := chosen_table(one)) is not None]
-    groups = [[_group(problem, one, layer, shares) for one in choices] for layer, shares in enumerate(popularity)]
-    layer_s = np.array([[_layer_s(problem, one, popularity[layer]) for one in row] for layer, row in enumerate(groups)])
-    by_layer = [row[best] for row, best in zip(groups, layer_s.argmin(axis=1), strict=True)]
-    alike = [[row[place] for row in groups] for place in np.argsort(layer_s.sum(axis=0), kind="stable")]
-    made = [_plan(problem, each, popularity) for each in (by_layer, *alike)]
+    choices = [_Choice(*known) for one in found if (known := chosen_table(one)) is not None]
+    layers = [_Layer(problem, layer, shares) for layer, shares in enumerate(popularity)]
+    tried = [[layer.suited(one) for one in choices] for layer in layers]
+    layer_s = np.array([[layer.seconds(one) for one in row] for layer, row in zip(layers, tried, strict=True)])
+    places = np.argsort(layer_s, axis=1, kind="stable")[:, :STARTS]
+    starts = [[row[place] for place in best] for row, best in zip(tried, places.tolist(), strict=True)]
+    share = min(time_limit_s / AMPLE_S, 1.0)
+    walked = _walked(layers, starts, share, begun + WALKED * time_limit_s) if walks_help(problem) else []
+    variants = [[row[0] for row in starts], *([row[place] for row in tried] for place in range(len(choices)))]
+    variants += [walked] if walked else []
+    seconds = [sum(layer.seconds(one) for layer, one in zip(layers, each, strict=True)) for each in variants]
+    fitting: list[Plan] = []
+    for place in np.argsort(seconds, kind="stable").tolist():
+        made = _plan(layers, variants[place])
+        if len(fitting) < count and made.digest not in {one.digest for one in fitting} and memory_use(made).fits:
+            fitting.append(made.model_copy(update={"prediction": predict(made)}))
     try:
         domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
     except InfeasibleError:
         domains = []
-    fitting = [one for one in made if memory_use(one).fits]
     plans = sorted((*domains, *fitting), key=_step_s)
     if not plans:
         # As if all experts were alike they fit; where popular ones are, they do not.
         raise InfeasibleError(f"no plan found for experts of this popularity fits the memory of {cluster.name}; raise gpu.memory")
     best = plans[0]
-    deadline_s = started + time_limit_s
-    bounds_s = [_step_s(best), least_s(problem, popularity, _step_s(best), deadline_s)]
+    bounds_s = [_step_s(best), least_s(problem, popularity, _step_s(best), begun + time_limit_s)]
     bounds_s += [one.solver.bound for one in domains[:1] if one.solver is not None]
     report = solver_report(
         solver=solver,
@@ -140,17 +158,63 @@ def least_hit_share(layers: Sequence[Gating]) -> float:
     return min(1.0, *shares)
 
 
-def _group(problem: SiteProblem, choice: _Choice, layer: int, shares: Sequence[float]) -> LayerGroup:
-    """One layer with this table, its experts exchanged."""
-    inside = problem.choices(choice.configuration.inside)
-    return LayerGroup(
-        first_layer=layer,
-        num_layers=1,
-        domains={name: one.domain_size for name, one in inside.items()},
-        migration={name: 1.0 for name, one in inside.items() if one.domain_size > 1},
-        residency=choice.configuration.residency,
-        serving=serving_groups(problem.cluster, exchanged(problem.home_site, choice.table, shares)),
-    )
+class _Layer:
+    """One MoE layer, whose experts are chosen with ``shares`` ([E])."""
+
+    def __init__(self, problem: SiteProblem, number: int, shares: Sequence[float]) -> None:
+        self.problem, self.number, self.shares = problem, number, shares
+        self._network = Network(cluster=problem.cluster, streams=problem.schedule.streams)
+        self._gating = gating(problem.workload, shares, problem.cluster)
+
+    def suited(self, choice: _Choice) -> _Choice:
+        """With experts of one home exchanged."""
+        return choice._replace(table=exchanged(self.problem.home_site, choice.table, self.shares))
+
+    def group(self, choice: _Choice) -> LayerGroup:
+        """As plans have it."""
+        inside = self.problem.choices(choice.configuration.inside)
+        return LayerGroup(
+            first_layer=self.number,
+            num_layers=1,
+            domains={name: one.domain_size for name, one in inside.items()},
+            migration={name: 1.0 for name, one in inside.items() if one.domain_size > 1},
+            residency=choice.configuration.residency,
+            serving=serving_groups(self.problem.cluster, choice.table),
+        )
+
+    def seconds(self, choice: _Choice) -> float:
+        """Its share of a step."""
+        problem, group = self.problem, self.group(choice)
+        cluster, workload, codecs, chunks = problem.cluster, problem.workload, problem.codecs, problem.schedule.chunks
+        placement = group.placement(cluster, problem.num_experts, self.shares)
+        traffic = layer_traffic(placement, workload, self._gating, codecs, chunks)
+        coding_s = layer_coding(cluster.gpu, placement, workload, self._gating, codecs)
+        times = block_times(self._network, workload, placement, self._gating, traffic, coding_s, chunks)
+        return layer_cost(self._network, workload, times, traffic, group.residency, problem.schedule).total_s
+
+
+def _walked(layers: Sequence[_Layer], starts: Sequence[Sequence[_Choice]], share: float, until_s: float) -> list[_Choice]:
+    """What each layer has where its walks end; once the time is over, the first of its starts."""
+    from planner.sites import walks  # numba takes a while to import
+    from planner.sites.moves import near_sites
+    from planner.sites.smoothed import guide_of, limit
+
+    problem, rng, ends = layers[0].problem, np.random.default_rng(0), []
+    near, pace = near_sites(problem), walks.pace_of(problem)
+    for layer, choices in zip(layers, starts, strict=True):
+        found: list[tuple[float, _Choice]] = []
+        for one in choices if now_s() < until_s else []:
+            guide = guide_of(problem, one.table, one.configuration.residency)
+            guide = guide._replace(work=for_popularity(guide.work, problem, layer.shares))
+            limit(guide, room_of(problem, one.table, one.configuration))
+
+            def cost_s(table: IntArray, layer: _Layer = layer, one: _Choice = one) -> float:
+                return layer.seconds(one._replace(table=table))
+
+            seconds, table = walks.walked(guide, near, pace, round(share * pace.moves), cost_s, rng)
+            found.append((seconds, one._replace(table=table)))
+        ends.append(min(found, key=lambda one: one[0])[1] if found else choices[0])
+    return ends
 
 
 def exchanged(home_site: IntArray, table: IntArray, shares: Sequence[float]) -> IntArray:
@@ -164,38 +228,27 @@ def exchanged(home_site: IntArray, table: IntArray, shares: Sequence[float]) -> 
     return found
 
 
-def _layer_s(problem: SiteProblem, group: LayerGroup, shares: Sequence[float]) -> float:
-    """The layer's share of a step."""
-    cluster, workload, chunks = problem.cluster, problem.workload, problem.schedule.chunks
-    network = Network(cluster=cluster, streams=problem.schedule.streams)
-    placement: Placement = group.placement(cluster, problem.num_experts, shares)
-    expected = gating(workload, shares, cluster)
-    traffic = layer_traffic(placement, workload, expected, problem.codecs, chunks)
-    coding_s = layer_coding(cluster.gpu, placement, workload, expected, problem.codecs)
-    times = block_times(network, workload, placement, expected, traffic, coding_s, chunks)
-    return layer_cost(network, workload, times, traffic, group.residency, problem.schedule).total_s
-
-
-def _plan(problem: SiteProblem, layers: Sequence[LayerGroup], popularity: Sequence[tuple[float, ...]]) -> Plan:
+def _plan(layers: Sequence[_Layer], choices: Sequence[_Choice]) -> Plan:
     """Neighbouring layers that do the same are one group."""
+    problem = layers[0].problem
 
     def decided(group: LayerGroup) -> object:
         return group.model_copy(update={"first_layer": 0})
 
     groups: list[LayerGroup] = []
-    for _, same in groupby(layers, key=decided):
+    each = [layer.group(one) for layer, one in zip(layers, choices, strict=True)]
+    for _, same in groupby(each, key=decided):
         alike = list(same)
         groups.append(alike[0].model_copy(update={"num_layers": len(alike)}))
-    made = Plan(
+    return Plan(
         cluster=problem.cluster,
         workload=problem.workload,
         layers=tuple(groups),
-        popularity=tuple(popularity),
+        popularity=tuple(tuple(layer.shares) for layer in layers),
         schedule=problem.schedule,
         codecs=problem.codecs_by_level,
         provenance=provenance(),
     )
-    return made.model_copy(update={"prediction": predict(made)})
 
 
 def _step_s(plan: Plan) -> float:

@@ -71,7 +71,7 @@ class State(NamedTuple):
     table: IntArray
     """[D, E]."""
     counts: IntArray
-    """[D, D]: experts that the column's site serves for the row's."""
+    """[D, D]: what those experts count for (``Work.weight``) that the column's site serves for the row's."""
     users: IntArray
     """[D, E]: how many sites find an expert at a site."""
     moved: IntArray
@@ -153,7 +153,7 @@ def restart(guide: Guide, sharpness: int) -> None:
     for site in range(size):
         for expert in range(experts):
             holder = state.table[site, expert]
-            state.counts[site, holder] += 1
+            state.counts[site, holder] += work.weight[expert]
             state.users[holder, expert] += 1
             state.moved[TOKENS] += holder != site
     for site in range(size):
@@ -205,7 +205,7 @@ def _swap(guide: Guide) -> None:
     flows, state = guide.flows, guide.state
     table, counts, users, moved, served = state.table, state.counts, state.users, state.moved, state.served
     proposed, changed, is_changed = state.proposed, state.changed, state.is_changed
-    home_site, hit = guide.work.home_site, guide.work.hit
+    home_site, hit, weight = guide.work.home_site, guide.work.hit, guide.work.weight
     access, units, pairs = flows.access, flows.units, state.pairs
     rows_of, choices = guide.work.by_site[SITE_ROWS], guide.work.by_site[CHOICES]
     has_pairs, num_changed, num_pairs = units.size > 0, 0, 0
@@ -217,12 +217,12 @@ def _swap(guide: Guide) -> None:
         proposed[HOLDER, number], table[site, expert] = before, holder
         for turn in range(2):
             at, more = (holder, 1) if turn else (before, -1)
-            count = counts[site, at]
-            counts[site, at] = count + more
-            served[at] += choices[site] * more
+            count, weighs = counts[site, at], weight[expert] * more
+            counts[site, at] = count + weighs
+            served[at] += choices[site] * weighs
             if at != site:
                 moved[TOKENS] += more
-                old, new = rows_of[site] * hit[count], rows_of[site] * hit[count + more]
+                old, new = rows_of[site] * hit[count], rows_of[site] * hit[count + weighs]
                 access[site, TOKENS, SENT] += new - old
                 access[at, TOKENS, RECEIVED] += new - old
                 if has_pairs:

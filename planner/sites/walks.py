@@ -102,6 +102,25 @@ def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.
         tables = [best]
 
 
+def walked(
+    guide: Guide, near: IntArray, pace: Pace, moves: int, cost_s: Callable[[IntArray], float], rng: np.random.Generator
+) -> tuple[float, IntArray]:
+    """As ``_walk``, of what ``cost_s`` says of a table ([D, E]; infinite for none): the least, and the table that has it."""
+    least_s, best = cost_s(guide.state.table), guide.state.table.copy()
+    promised, sharpness, begin = np.inf, 0, pace.begins[-1]
+    for begun in range(0, moves, pace.stretch):
+        if (now := begin + (SHARPEST + 1 - begin) * begun // moves) != sharpness:
+            sharpness, promised = now, np.inf
+        warmth = pace.warmth * COOLER ** (-begun / moves)
+        value = _stretch(guide, near, pace.stretch, warmth, sharpness, int(rng.integers(ANY_SEED)))
+        if value >= promised:
+            continue
+        promised, table_s = value, cost_s(guide.state.table)
+        if table_s < least_s:
+            least_s, best = table_s, guide.state.table.copy()
+    return least_s, best
+
+
 def helped(before: Found, after: Found) -> bool:
     """Whether walks from the one to the other are worth others."""
     return after.rank < (before.rank[0], before.rank[1] * (1 - HELPS))

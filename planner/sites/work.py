@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,15 +40,22 @@ what a rank computes and the mean of all contribute (``planner.compute.shared_s`
 to the goal."""
 
 
+UNITS = 16
+"""What an expert that is as popular as all are on average counts for, where they differ."""
+
+
 class Work(NamedTuple):
     """What no table changes."""
 
     home_site: IntArray
     """[E]."""
+    weight: IntArray
+    """[E]: what an expert counts for in ``hit`` and in rows that are computed; 1 where all are alike."""
     hit: FloatArray
-    """[E + 1]: ``SiteProblem.hit``."""
+    """[sum of weights + 1]: probability that a token needs at least one of experts that together count for so much
+    (``SiteProblem.hit``)."""
     by_site: FloatArray
-    """[SITE_ROWS to ROW_S, D]."""
+    """[SITE_ROWS to ROW_S, D]; choices are those of an expert that counts for 1."""
     by_op: FloatArray
     """[7, BYTES to the last slope]."""
     numbers: FloatArray
@@ -85,6 +93,7 @@ def work_of(problem: SiteProblem, residency: Residency) -> Work:
     size = problem.num_sites
     return Work(
         home_site=problem.home_site.astype(np.int64),
+        weight=np.ones(problem.num_experts, dtype=np.int64),
         hit=problem.hit.copy(),
         by_site=np.stack([problem.num_inside * problem.tokens, problem.rows_per_choice, problem.compute.expert_s_per_row[:, 0]]),
         by_op=by_op,
@@ -95,6 +104,17 @@ def work_of(problem: SiteProblem, residency: Residency) -> Work:
         serve=np.ones((size, size), dtype=np.bool_) if rules is None else rules.serve.copy(),
         hold=np.ones((size, problem.num_experts), dtype=np.bool_) if rules is None else rules.hold.copy(),
     )
+
+
+def for_popularity(work: Work, problem: SiteProblem, shares: Sequence[float]) -> Work:
+    """The same where experts are chosen with these shares ([E]): they count as often as they are chosen, and a set is needed by
+    about as many tokens as experts that are all alike, of which as much is chosen."""
+    experts = problem.num_experts
+    weight = np.maximum(np.round(np.asarray(shares) * (experts * UNITS)), 1.0).astype(np.int64)
+    hit = np.interp(np.arange(weight.sum() + 1) / UNITS, np.arange(experts + 1), problem.hit)
+    by_site = work.by_site.copy()
+    by_site[CHOICES] /= UNITS
+    return work._replace(weight=weight, hit=hit, by_site=by_site)
 
 
 def _weights(problem: SiteProblem, residency: Residency) -> tuple[float, float, FloatArray]:
