@@ -74,6 +74,11 @@ def plans_popular(
     first holds for any tables, of each layer by itself. Raises what ``plan_sites`` raises."""
     started = now_s()
     schedule = schedule or Schedule()
+    try:
+        domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
+    except InfeasibleError:
+        domains = []
+    time_limit_s = max(time_limit_s - (now_s() - started), time_limit_s / 2)
     found = plan_sites(
         cluster,
         workload,
@@ -101,16 +106,13 @@ def plans_popular(
         made = _plan(layers, variants[place])
         if len(fitting) < count and made.digest not in {one.digest for one in fitting} and memory_use(made).fits:
             fitting.append(made.model_copy(update={"prediction": predict(made)}))
-    try:
-        domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
-    except InfeasibleError:
-        domains = []
     plans = sorted((*domains, *fitting), key=_step_s)
     if not plans:
         # As if all experts were alike they fit; where popular ones are, they do not.
         raise InfeasibleError(f"no plan found for experts of this popularity fits the memory of {cluster.name}; raise gpu.memory")
     best = plans[0]
-    bounds_s = [_step_s(best), least_s(problem, popularity, _step_s(best), begun + time_limit_s)]
+    deadline_s = max(begun, now_s() - WALKED * time_limit_s) + time_limit_s
+    bounds_s = [_step_s(best), least_s(problem, popularity, _step_s(best), deadline_s)]
     bounds_s += [one.solver.bound for one in domains[:1] if one.solver is not None]
     report = solver_report(
         solver=solver,
