@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from planner_cases import make_cluster, make_workload, mixing_case
 
@@ -46,6 +47,16 @@ def test_tokens_in_parts_are_shown_and_their_plan_in_one_piece(plan: Plan) -> No
         assert shown.name == name and shown.step_s == step_cost(other).step_s
     assert step_cost(parts).step_s != step_cost(plan).step_s
     assert not any("ahead" in one.name for one in planner.explain(parts).neighbours), "a schedule has one of them"
+
+
+def test_alternatives_meet_experts_as_popular(plan: Plan) -> None:
+    shares = tuple(float(share) for share in np.arange(1, 17) / 136)
+    known = planner.plan(plan.cluster, plan.workload, popularity=(shares,) * len(list(plan.each_layer())))
+    assert known.prediction is not None
+    explained = planner.explain(known)
+    found = {other.name: other.step_s for other in explained.baselines}
+    assert found == pytest.approx(dict(known.prediction.baselines), rel=1e-9)
+    assert found != pytest.approx({other.name: other.step_s for other in planner.explain(plan).baselines}, rel=1e-3)
 
 
 def test_links_and_bound(plan: Plan) -> None:

@@ -1,0 +1,102 @@
+"""Between sites that differ, what does it bring to plan for experts whose popularity is known, layer by layer?
+
+The plan made for it is set beside the best equal domains chosen for it layer by layer, and beside the plan made as if all experts
+were alike, which then meets them as they are; by cost and simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+import planner
+from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.config import write_text
+from hybridep.plan import Plan
+from hybridep.provenance import provenance
+from hybridep.workload import Workload
+from planner.measured import plans_measured
+from simulator.step import simulate_step
+
+HERE = Path(__file__).resolve().parent
+OTHERS = ("domains", "unknown")
+COLUMNS = (
+    *("cluster", "concentration", "largest_share", "plan_s", "domains_s", "unknown_s", "gap"),
+    *("simulated_plan_s", "simulated_domains_s", "simulated_unknown_s"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--cluster", action="append", default=[], help="further clusters, for example a CSV matrix")
+    parser.add_argument("--smoke", action="store_true", help="one case in little time, no verdict: does it run?")
+    given = parser.parse_args()
+    config = yaml.safe_load((HERE / "config.yaml").read_text())
+    config |= config["smoke"] if given.smoke else {}
+    folder = given.results.resolve() / ("smoke" if given.smoke else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name in (*config["clusters"], *given.cluster):
+        for concentration in config["concentrations"]:
+            rows.append(row_of(config, name, concentration))
+            with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as stream:
+                writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+    write_text(folder / "provenance.json", json.dumps(provenance(), indent=1))
+    return 0 if given.smoke else summarise(rows)
+
+
+def row_of(config: dict[str, Any], name: str, concentration: float) -> dict[str, Any]:
+    cluster, workload, limit_s = load_cluster(name), load_workload(config["model"]), config["time_limit_s"]
+    popularity = drawn(workload, concentration, config["seed"])
+    made = planner.plan(cluster, workload, popularity=popularity, time_limit_s=limit_s)
+    [domains] = plans_measured(cluster, workload, popularity)
+    unknown = planner.plan(cluster, workload, time_limit_s=limit_s).with_popularity(popularity)
+    row = {"cluster": Path(name).stem, "concentration": concentration, "largest_share": f"{max(map(max, popularity)):.3f}"}
+    for kind, plan in (("plan", made), ("domains", domains), ("unknown", unknown)):
+        row |= {f"{kind}_s": f"{planner.step_cost(plan).step_s:.4g}", f"simulated_{kind}_s": f"{simulate_step(plan).step_s:.4g}"}
+    print({**row, "gap": _gap(made)}, file=sys.stderr, flush=True)
+    return row | {"gap": _gap(made)}
+
+
+def drawn(workload: Workload, concentration: float, seed: int) -> tuple[tuple[float, ...], ...]:
+    """[MoE layers][E] shares; no expert is chosen by all tokens, none by nearly nobody."""
+    model = workload.model
+    shares = np.random.default_rng(seed).dirichlet(np.full(model.num_experts, concentration), size=model.num_moe_layers) + 1e-3
+    for _ in range(50):
+        shares = np.minimum(shares / shares.sum(axis=1, keepdims=True), 0.99 / model.top_k)
+    return tuple(tuple(float(share) for share in row / row.sum()) for row in shares)
+
+
+def _gap(made: Plan) -> str:
+    assert made.solver is not None
+    return f"{made.solver.gap:.3f}"
+
+
+def summarise(rows: list[dict[str, Any]]) -> int:
+    """1 where another one is shorter, by cost or simulated."""
+    behind = False
+    for row in rows:
+        by_cost, simulated = ([float(row[f"{way}{kind}_s"]) for kind in ("plan", *OTHERS)] for way in ("", "simulated_"))
+        ratios = ", ".join(
+            f"{kind} x {cost / by_cost[0]:.3f} by cost, x {step_s / simulated[0]:.3f} simulated"
+            for kind, cost, step_s in zip(OTHERS, by_cost[1:], simulated[1:], strict=True)
+        )
+        print(
+            f"{row['cluster']}, concentration {row['concentration']:g}: {by_cost[0]:g} s, {simulated[0]:g} s simulated; {ratios}"
+        )
+        behind |= by_cost[0] > min(by_cost) or simulated[0] > min(simulated)
+    return int(behind)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
