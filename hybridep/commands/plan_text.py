@@ -179,7 +179,8 @@ def _placed(outermost: str, group: LayerGroup, *, served: bool = True) -> str:
     last = group.first_layer + group.num_layers - 1
     parts = [_serving(outermost, group)] if group.serving and served else []
     parts += [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
-    return f"layers {group.first_layer}-{last}: {'; '.join(parts)}; copies live for one {group.residency.value}"
+    layers = f"layers {group.first_layer}-{last}" if last > group.first_layer else f"layer {last}"
+    return f"{layers}: {'; '.join(parts)}; copies live for one {group.residency.value}"
 
 
 def show_choice(choice: SimulatedChoice) -> None:
