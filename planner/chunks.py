@@ -55,7 +55,8 @@ def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
     # In one piece it fits, and the budget allows it.
     possible = [not place or (use.fits and not goal.overdraft(cost.step_usd)) for place, (cost, use) in enumerate(known)]
     best = _fewest([cost.step_s if good else float("inf") for (cost, _), good in zip(known, possible, strict=True)])
-    return tried[best].model_copy(update={"prediction": predict(tried[best]) if best else plan.prediction, "solver": None})
+    same = tried[best].schedule == plan.schedule
+    return tried[best].model_copy(update={"prediction": plan.prediction if same else predict(tried[best]), "solver": None})
 
 
 def _fewest(values: Sequence[float]) -> int:

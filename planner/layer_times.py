@@ -10,7 +10,7 @@ backward; it shares the links with the combine-backward hops, so nothing of it i
 Coding and decoding occupy the rank: tokens are coded before a hop and decoded after it, and what copies and their gradients take
 is added to the computation that they travel beside, so only their transfers can hide.
 
-Where tokens travel in several parts (``LayerGroup.chunks``), the experts compute one while others are on the links: ``piped_s``.
+Where tokens travel in several parts (``Schedule.chunks``), the experts compute one while others are on the links: ``piped_s``.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ SEARCHED, WALKED = 0.4, 0.8
 AMPLE_S = 60.0
 """With less time walks make fewer moves in proportion."""
 MOST_BOXES = 20_000
+"""Of the proof."""
 
 
 class _Choice(NamedTuple):
