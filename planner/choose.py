@@ -12,8 +12,7 @@ from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import chunks
-from planner.chunks import best_of_searches, tables_in_parts
+from planner.chunks import best_of_searches, numbers, tables_in_parts
 from planner.constraints import Constraints
 from planner.depths import BETWEEN_SITES, plan_ahead, tables_ahead
 from planner.evaluate import MOST_RANKS
@@ -135,15 +134,13 @@ def plans(
         if constraints is not None:
             raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
 
-        limit_s = time_limit_s / len(chunks.numbers(most_chunks))
+        def measured(schedule: Schedule) -> list[Plan]:
+            if not by_table or cluster.num_gpus > MOST_RANKS:
+                return plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
+            limited = partial(plans_popular, solver=solver, time_limit_s=time_limit_s / len(numbers(most_chunks)))
+            return limited(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
 
-        def measured(schedule: Schedule | None) -> list[Plan]:
-            if by_table and cluster.num_gpus <= MOST_RANKS:
-                limited = partial(plans_popular, solver=solver, time_limit_s=limit_s)
-                return limited(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
-            return plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
-
-        found = best_of_searches(measured, schedule, most_chunks) if most_chunks > 1 else measured(schedule)
+        found = best_of_searches(measured, schedule or Schedule(), most_chunks)
         return [with_fewest(one, free) for one in found]
     if by_table:
         found = plan_sites(
@@ -152,7 +149,9 @@ def plans(
             solver=solver,
             schedule=schedule,
             constraints=constraints,
-            wishes=Wishes(time_limit_s=time_limit_s, keep=_kept(count, ahead, most_chunks), report=report),
+            wishes=Wishes(
+                time_limit_s=time_limit_s, keep=max(count, BETWEEN_SITES) if ahead or most_chunks > 1 else count, report=report
+            ),
             goal=goal,
             codecs=codecs,
             most_chunks=most_chunks,
@@ -165,21 +164,14 @@ def plans(
         found = [plan_ahead(cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule)]
     else:
 
-        def domains(schedule: Schedule | None) -> list[Plan]:
+        def domains(schedule: Schedule) -> list[Plan]:
             best = plan_domains(
                 cluster, workload, solver=solver, time_limit_s=time_limit_s, schedule=schedule, codecs=codecs, goal=goal
             )
             return [best, *top_domains(best, count - 1)]
 
-        found = best_of_searches(domains, schedule, most_chunks) if most_chunks > 1 else domains(schedule)
+        found = best_of_searches(domains, schedule or Schedule(), most_chunks)
     return [with_fewest(one, free) for one in found]
-
-
-def _kept(count: int, ahead: bool, most_chunks: int) -> int:
-    """Plans between sites of which the best may be other ones with copies ahead, or with tokens in parts."""
-    if ahead:
-        return max(count, BETWEEN_SITES)
-    return max(count, chunks.BETWEEN_SITES) if most_chunks > 1 else count
 
 
 def uneven_prices(cluster: Cluster) -> bool:

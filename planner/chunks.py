@@ -15,8 +15,6 @@ from planner.evaluate import evaluate
 from planner.goal import FASTEST, Goal
 from planner.plans import goal_of, predict, solver_report
 
-BETWEEN_SITES = 48
-"""Plans between sites that are costed with each number of parts."""
 WORTH = 5e-3
 """Share of the step (or price) that fewer parts may add."""
 
@@ -26,11 +24,13 @@ def numbers(most: int) -> tuple[int, ...]:
     return tuple(sorted({*(2**power for power in range(most.bit_length())), most}))
 
 
-def best_of_searches(search: Callable[[Schedule], list[Plan]], schedule: Schedule | None, most: int) -> list[Plan]:
+def best_of_searches(search: Callable[[Schedule], list[Plan]], schedule: Schedule, most: int) -> list[Plan]:
     """What ``search`` finds, best first, with the fewest parts for which its first plan is as good as with any up to ``most``,
-    but for ``WORTH``. The first plan's bound holds for all of them. Raises what ``search`` raises."""
-    given = schedule or Schedule()
-    found = [search(given.model_copy(update={"chunks": number})) for number in numbers(most)]
+    but for ``WORTH``; as the schedule says where ``most`` is 1. The first plan's bound holds for all of them. Raises what
+    ``search`` raises."""
+    if most == 1:
+        return search(schedule)
+    found = [search(schedule.model_copy(update={"chunks": number})) for number in numbers(most)]
     reports = [plans[0].solver for plans in found if plans[0].solver is not None]
     goal = goal_of(reports[0]) if reports else FASTEST
     values = [_value(plans[0], goal) for plans in found]

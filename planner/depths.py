@@ -27,7 +27,8 @@ MOST_TRIED = 32
 """Configurations for all layers; those that are left lower the bound."""
 
 BETWEEN_SITES = 48
-"""Plans between sites that differ, of which copies ahead are costed: they suit some far better than others that cost the same."""
+"""Plans between sites that differ, of which copies ahead (or tokens in parts) are costed: they suit some far better than others
+that cost the same."""
 
 
 def depths(num_layers: int) -> tuple[int, ...]:

@@ -61,8 +61,7 @@ def plan_sites(
             return [wanted(cluster, workload, schedule=schedule)]
 
         try:
-            many = most_chunks > 1
-            [domains] = best_of_searches(search, problem.schedule, most_chunks) if many else search(problem.schedule)
+            [domains] = best_of_searches(search, problem.schedule, most_chunks)
         except (InfeasibleError, NoSolutionError):
             domains = None
     left_s = max(wishes.time_limit_s - (now_s() - started), 0.1)

@@ -79,7 +79,7 @@ def plans_popular(
         domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
     except InfeasibleError:
         domains = []
-    time_limit_s = max(time_limit_s - (now_s() - started), time_limit_s / 2)
+    domains_s = now_s() - started
     found = plan_sites(
         cluster,
         workload,
@@ -88,23 +88,14 @@ def plans_popular(
         codecs=codecs,
         wishes=Wishes(time_limit_s=SEARCHED * time_limit_s, keep=TABLES),
     )
-    # What was compiled meanwhile counts to no limit.
-    begun = now_s() - SEARCHED * time_limit_s
+    # What was compiled meanwhile counts to no limit; and how many moves walks have follows from the limit, not from what is left.
+    begun = now_s() - SEARCHED * time_limit_s - domains_s
     problem = site_problem(cluster, workload, schedule, codecs=codecs)
     choices = [_Choice(*known) for one in found if (known := chosen_table(one)) is not None]
     layers = [_Layer(problem, layer, shares) for layer, shares in enumerate(popularity)]
-    tried = [[layer.suited(one) for one in choices] for layer in layers]
-    layer_s = np.array([[layer.seconds(one) for one in row] for layer, row in zip(layers, tried, strict=True)])
-    places = np.argsort(layer_s, axis=1, kind="stable")[:, :STARTS]
-    starts = [[row[place] for place in best] for row, best in zip(tried, places.tolist(), strict=True)]
-    share = min(time_limit_s / AMPLE_S, 1.0)
-    walked = _walked(layers, starts, share, begun + WALKED * time_limit_s) if walks_help(problem) else []
-    variants = [[row[0] for row in starts], *([row[place] for row in tried] for place in range(len(choices)))]
-    variants += [walked] if walked else []
-    seconds = [sum(layer.seconds(one) for layer, one in zip(layers, each, strict=True)) for each in variants]
     fitting: list[Plan] = []
-    for place in np.argsort(seconds, kind="stable").tolist():
-        made = _plan(layers, variants[place])
+    for variant in _variants(layers, choices, min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s):
+        made = _plan(layers, variant)
         if len(fitting) < count and made.digest not in {one.digest for one in fitting} and memory_use(made).fits:
             fitting.append(made.model_copy(update={"prediction": predict(made)}))
     plans = sorted((*domains, *fitting), key=_step_s)
@@ -129,9 +120,9 @@ def plans_popular(
 
 
 def least_s(problem: SiteProblem, popularity: Sequence[tuple[float, ...]], best_s: float, deadline_s: float) -> float:
-    """No plan whose layers have any serving tables takes less, given that one takes ``best_s``. As if all experts were alike, but
-    fewer tokens needed each number of them than need as many of the least popular in any layer; and each layer had all memory,
-    since others may take less."""
+    """No plan takes less, whatever table each layer has, given that one takes ``best_s``. Bounded as if all experts were alike,
+    with no more tokens that need n of them than need the n least popular ones in any layer (``least_hit_share``), and as much
+    memory as any layer may want: others may need less."""
     roomy = problem.cluster.gpu.model_copy(update={"memory": 1e18})
     sites = tuple(
         site.model_copy(update={"gpu": None if site.gpu is None else site.gpu.model_copy(update={"memory": None})})
@@ -194,6 +185,21 @@ class _Layer:
         coding_s = layer_coding(cluster.gpu, placement, workload, self._gating, codecs)
         times = block_times(self._network, workload, placement, self._gating, traffic, coding_s, chunks)
         return layer_cost(self._network, workload, times, traffic, group.residency, problem.schedule).total_s
+
+
+def _variants(layers: Sequence[_Layer], choices: Sequence[_Choice], share: float, until_s: float) -> list[list[_Choice]]:
+    """A table for each layer, in several ways, the shortest step first: where walks end; the best of ``choices`` for each; and
+    each of these in all layers."""
+    tried = [[layer.suited(one) for one in choices] for layer in layers]
+    layer_s = np.array([[layer.seconds(one) for one in row] for layer, row in zip(layers, tried, strict=True)])
+    places = np.argsort(layer_s, axis=1, kind="stable")[:, :STARTS]
+    starts = [[row[place] for place in best] for row, best in zip(tried, places.tolist(), strict=True)]
+    found = [([row[0] for row in starts], float(layer_s.min(axis=1).sum()))]
+    found += [([row[place] for row in tried], float(layer_s[:, place].sum())) for place in range(len(choices))]
+    if walks_help(layers[0].problem):
+        walked = _walked(layers, starts, share, until_s)
+        found.append((walked, sum(layer.seconds(one) for layer, one in zip(layers, walked, strict=True))))
+    return [variant for variant, _ in sorted(found, key=lambda one: one[1])]
 
 
 def _walked(layers: Sequence[_Layer], starts: Sequence[Sequence[_Choice]], share: float, until_s: float) -> list[_Choice]:

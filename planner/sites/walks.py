@@ -109,9 +109,9 @@ def walked(
     least_s, best = cost_s(guide.state.table), guide.state.table.copy()
     promised, sharpness, begin = np.inf, 0, pace.begins[-1]
     for begun in range(0, moves, pace.stretch):
-        if (now := begin + (SHARPEST + 1 - begin) * begun // moves) != sharpness:
+        now, warmth = _at(pace, begin, begun, moves)
+        if now != sharpness:
             sharpness, promised = now, np.inf
-        warmth = pace.warmth * COOLER ** (-begun / moves)
         value = _stretch(guide, near, pace.stretch, warmth, sharpness, int(rng.integers(ANY_SEED)))
         if value >= promised:
             continue
@@ -119,6 +119,11 @@ def walked(
         if table_s < least_s:
             least_s, best = table_s, guide.state.table.copy()
     return least_s, best
+
+
+def _at(pace: Pace, begin: int, begun: int, moves: int) -> tuple[int, float]:
+    """How sharp the norm is, and how warm a walk, after ``begun`` of its moves."""
+    return begin + (SHARPEST + 1 - begin) * begun // moves, pace.warmth * COOLER ** (-begun / moves)
 
 
 def helped(before: Found, after: Found) -> bool:
@@ -140,9 +145,9 @@ def _walk(search: Search, best: Found, moves: int, begin: int, rng: np.random.Ge
     pace, near, begun, least, sharpness = pace_of(problem), near_sites(problem), 0, np.inf, 0
     stretch = pace.stretch
     while begun < moves and not search.over:
-        if (now := begin + (SHARPEST + 1 - begin) * begun // moves) != sharpness:
+        now, warmth = _at(pace, begin, begun, moves)
+        if now != sharpness:
             sharpness, least = now, np.inf
-        warmth = pace.warmth * COOLER ** (-begun / moves)
         promised = _stretch(guide, near, min(stretch, moves - begun), warmth, sharpness, int(rng.integers(ANY_SEED)))
         begun += stretch
         if promised >= least:
