@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ from hybridep.errors import UserError
 from hybridep.provenance import provenance
 from hybridep.units import format_bytes, format_seconds, ms_to_s
 from runtime.kernels import bench_layer
-from runtime.kernels.bench_cases import SHAPES, Case, codec_cases, copy_case, quantised_cases, token_cases
+from runtime.kernels.bench_cases import SHAPES, Case, codec_cases, copy_cases, quantised_cases, token_cases
 from runtime.kernels.bench_layer import LAYERS, LayerData
 from runtime.kernels.codecs import CodecKernels
 from runtime.kernels.driver import cuda_driver
@@ -40,17 +40,18 @@ class Result:
     moved_bytes: int
     bytes_per_s: float
     share_of_copy: float | None
-    """Of the device copy's rate in the same run; None for a whole layer, which does more than move bytes."""
+    """Of the fastest device copy's rate in the same run; None for a whole layer, which does more than move bytes."""
 
 
 def time_runs_s(runs: list[Callable[[], object]], repeats: int) -> float:
     """Median seconds of one run. All runs are captured into a CUDA graph, so the host's launch time is left out; the first
-    call of each compiles and warms up outside it."""
+    call of each compiles and warms up outside it. On the current stream where that can be captured: backward runs on the stream
+    that its forward ran on."""
     for run in runs:
         run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    with torch.cuda.graph(graph, stream=None if current == torch.cuda.default_stream() else current):
         for run in runs:
             run()
     return _replay_s(graph.replay, repeats) / len(runs)
@@ -69,6 +70,13 @@ def _replay_s(replay: Callable[[], object], repeats: int) -> float:
     return statistics.median(times_s[3:])
 
 
+def measure_copies(device: torch.device, repeats: int) -> tuple[list[Result], float]:
+    """(device copies, bytes per second of the fastest)."""
+    copies = list(measure(copy_cases(device), 1.0, repeats))
+    fastest = max(copy.bytes_per_s for copy in copies)
+    return [replace(copy, share_of_copy=copy.bytes_per_s / fastest) for copy in copies], fastest
+
+
 def measure(cases: Iterable[Case], copy_bytes_per_s: float, repeats: int) -> Iterator[Result]:
     """Time each case as it comes, so that its data can go before the next is made."""
     for case in cases:
@@ -80,32 +88,33 @@ def measure(cases: Iterable[Case], copy_bytes_per_s: float, repeats: int) -> Ite
             time_s=time_s,
             moved_bytes=case.moved_bytes,
             bytes_per_s=rate,
-            share_of_copy=rate / copy_bytes_per_s if copy_bytes_per_s else 1.0,
+            share_of_copy=rate / copy_bytes_per_s,
         )
 
 
 def measure_layers(device: torch.device, repeats: int) -> Iterator[Result]:
     """One MoE layer, forward and backward, in each form, launched as a training step would; then each part of it."""
     for layer in LAYERS:
-        data = LayerData(layer, device)
         runs: list[tuple[str, float]] = []
-        for name, form in bench_layer.forms(data).items():
-            runs.append((f"layer, {name}, forward", _replay_s(form.forward, repeats)))
-            runs.append((f"layer, {name}, forward and backward", _replay_s(form.forward_backward, repeats)))
-        runs += [(f"layer, kernels, {name}", time_runs_s([run], repeats)) for name, run in bench_layer.parts(data)]
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            data = LayerData(layer, device)
+            for name, form in bench_layer.forms(data).items():
+                runs.append((f"layer, {name}, forward", _replay_s(form.forward, repeats)))
+                runs.append((f"layer, {name}, forward and backward", _replay_s(form.forward_backward, repeats)))
+            runs += [(f"layer, kernels, {name}", time_runs_s([run], repeats)) for name, run in bench_layer.parts(data)]
         for name, time_s in runs:
             yield Result(name=name, what=layer.label, time_s=time_s, moved_bytes=0, bytes_per_s=0.0, share_of_copy=None)
 
 
 def measure_all(device: torch.device, repeats: int) -> Iterator[Result]:
-    """The copy first, then everything held against it."""
-    [copy] = measure([copy_case(device)], 0.0, repeats)
-    yield copy
+    """The copies first, then everything held against the faster."""
+    copies, ceiling = measure_copies(device, repeats)
+    yield from copies
     tokens, codecs = TokenKernels(cuda_driver()), CodecKernels(cuda_driver())
     for shape in SHAPES:
-        yield from measure(token_cases(tokens, shape, device), copy.bytes_per_s, repeats)
-    yield from measure(quantised_cases(tokens, codecs, SHAPES[0], device), copy.bytes_per_s, repeats)
-    yield from measure(codec_cases(codecs, ELEMENTS, device), copy.bytes_per_s, repeats)
+        yield from measure(token_cases(tokens, shape, device), ceiling, repeats)
+    yield from measure(quantised_cases(tokens, codecs, SHAPES[0], device), ceiling, repeats)
+    yield from measure(codec_cases(codecs, ELEMENTS, device), ceiling, repeats)
     yield from measure_layers(device, repeats)
 
 

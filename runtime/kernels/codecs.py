@@ -20,6 +20,8 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 """Element types that are worth coding."""
 _SPANS_PER_UNIT = 4
 """Stretches of 128 elements that one warp handles at a time."""
+_ENCODING_BLOCKS = 1024
+"""Of the sparse residual: more than any GPU runs at once, so that each takes tile after tile."""
 
 
 class CodecKernels:
@@ -111,7 +113,7 @@ class CodecKernels:
             *(pointer(starts), pointer(status), ctypes.c_int64(length), u32(tiles), u32(capacity)),
             u32(lay.alignment([value, shared]) == 16),
         )
-        self._run_tiles("residual_encode", value, tiles, arguments)
+        self._run_tiles("residual_encode", value, min(tiles, _ENCODING_BLOCKS), arguments)
         return Residual(values, places, starts, status)
 
     def residual_decode(self, shared: Tensor, residual: Residual) -> Tensor:
@@ -155,10 +157,10 @@ class CodecKernels:
         launch = Launch(stem="change", kernel=kernel, grid=grid, block=lay.BLOCK, arguments=arguments)
         self._driver.launch(launch, like.device)
 
-    def _run_tiles(self, name: str, like: Tensor, tiles: int, arguments: tuple[Argument, ...]) -> None:
-        if tiles:
+    def _run_tiles(self, name: str, like: Tensor, blocks: int, arguments: tuple[Argument, ...]) -> None:
+        if blocks:
             kernel = f"{name}_{lay.ELEMENTS[like.dtype]}"
-            launch = Launch(stem="residual", kernel=kernel, grid=tiles, block=lay.BLOCK, arguments=arguments)
+            launch = Launch(stem="residual", kernel=kernel, grid=blocks, block=lay.BLOCK, arguments=arguments)
             self._driver.launch(launch, like.device)
 
 

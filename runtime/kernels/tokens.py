@@ -121,6 +121,8 @@ class TokenKernels:
             out = y.new_empty(rows, y.shape[1])
         require("combine", "out", out, (y.dtype,), (rows, y.shape[1]), y.device)
         kernel, packs = _element_kernel("combine", y, lay.alignment([peers if peers else y, out]))
+        if top_k <= 2 and not kernel.endswith("single"):
+            kernel = kernel.replace("combine", "combine_two")
         chunks = max(1, lay.ceil_div(packs, 2 * lay.WARP))
         arguments = (
             *(pointer(y), *lay.peers_arguments(peers), pointer(slot), pointer(weights), pointer(out)),

@@ -22,6 +22,8 @@ SOME = [
     Case(sizes=(2, 2), domains=(2, 1), model="top4-tied-gqa", migration=(0.5,), micro_batches=2),
     Case(sizes=(2, 2), domains=(2, 2), model="dense-first-uneven", residency=Residency.MICROBATCH),
     Case(sizes=(2, 2), domains=(1, 2), model="top1-gelu-shared", overlap=False, random_serving=1),
+    Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), chunks=3, residency=Residency.MICROBATCH, micro_batches=2),
+    Case(sizes=(2, 2), domains=(1, 1), random_serving=5, prefetch=1, micro_batches=2),
 ]
 
 
@@ -56,7 +58,8 @@ def test_fp64_equals_the_reference(pool: RankPool, case: Case) -> None:
     check_fidelity(case, outcomes, 1e-6)
     check_bytes(case, outcomes)
     for _, launched in results:
-        assert {"route_count", "route_scan", "route_assign", "combine_f64", "combine_backward_f64"} <= launched.keys()
+        assert {"route_count", "route_scan", "route_assign", "combine_backward_f64"} <= launched.keys()
+        assert launched.keys() & {"combine_f64", "combine_two_f64"}
         assert any(name.startswith("dispatch_") for name in launched)
 
 
@@ -66,7 +69,7 @@ def test_bf16_follows_the_reference(pool: RankPool, case: Case) -> None:
     results = pool.run(train_on_gpu, case, timeout_s=240.0)
     check_losses(case, [outcome for outcome, _ in results], 1e-2)
     check_bytes(case, [outcome for outcome, _ in results])
-    assert all(launched["combine_bf16"] for _, launched in results)
+    assert all(launched["combine_bf16"] + launched["combine_two_bf16"] for _, launched in results)
 
 
 @pytest.mark.parametrize("case", cases((2, 2), 1), ids=str)

@@ -8,13 +8,14 @@
 //   out     [rows, packs * N]
 #include "rows.cuh"
 
-template <class T, int N>
+// PAIRS * BATCH loads are in flight per thread.
+template <class T, int N, u32 PAIRS>
 __device__ __forceinline__ void combine(const T* __restrict__ y, const u64* __restrict__ buffers, u32 buffer_rows,
                                         const i32* __restrict__ slot, const T* __restrict__ weights, T* __restrict__ out, u32 rows,
                                         u32 top_k, u32 packs, u32 chunks) {
   using A = typename Accumulator<T>::type;
   using P = Pack<T, N>;
-  constexpr u32 BATCH = 2, PAIRS = 4;  // BATCH * PAIRS loads in flight per thread
+  constexpr u32 BATCH = 2;
   u32 lane = threadIdx.x % 32;
   u32 units = rows * chunks;
   for (u32 unit = blockIdx.x * WARPS + threadIdx.x / 32; unit < units; unit += gridDim.x * WARPS) {
@@ -53,19 +54,24 @@ __device__ __forceinline__ void combine(const T* __restrict__ y, const u64* __re
   }
 }
 
-#define KERNEL(name, T, N)                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)                                                                 \
+#define KERNEL(name, T, N, PAIRS, BLOCKS)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)                                                            \
       name(const T* __restrict__ y, const u64* __restrict__ buffers, u32 buffer_rows, const i32* __restrict__ slot,           \
            const T* __restrict__ weights, T* __restrict__ out, u32 rows, u32 top_k, u32 packs, u32 chunks) {                  \
-    combine<T, N>(y, buffers, buffer_rows, slot, weights, out, rows, top_k, packs, chunks);                                   \
+    combine<T, N, PAIRS>(y, buffers, buffer_rows, slot, weights, out, rows, top_k, packs, chunks);                            \
   }
 
-KERNEL(combine_bf16, bf16, 8)
-KERNEL(combine_f16, f16, 8)
-KERNEL(combine_f32, float, 4)
-KERNEL(combine_f64, double, 2)
+KERNEL(combine_bf16, bf16, 8, 4, 3)
+KERNEL(combine_f16, f16, 8, 4, 3)
+KERNEL(combine_f32, float, 4, 4, 3)
+KERNEL(combine_f64, double, 2, 4, 3)
+// Of at most two pairs: more blocks at a time instead of more loads per thread.
+KERNEL(combine_two_bf16, bf16, 8, 2, 4)
+KERNEL(combine_two_f16, f16, 8, 2, 4)
+KERNEL(combine_two_f32, float, 4, 2, 4)
+KERNEL(combine_two_f64, double, 2, 2, 4)
 // Rows whose size or address is no multiple of 16 bytes.
-KERNEL(combine_bf16_single, bf16, 1)
-KERNEL(combine_f16_single, f16, 1)
-KERNEL(combine_f32_single, float, 1)
-KERNEL(combine_f64_single, double, 1)
+KERNEL(combine_bf16_single, bf16, 1, 4, 3)
+KERNEL(combine_f16_single, f16, 1, 4, 3)
+KERNEL(combine_f32_single, float, 1, 4, 3)
+KERNEL(combine_f64_single, double, 1, 4, 3)

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from runtime.kernels import reference
+
 RESOURCES = Path(__file__).parents[3] / "experiments" / "kernels" / "resources.csv"
 """What every kernel takes on every architecture."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -63,8 +65,13 @@ def make_rows(rows: int, hidden: int, dtype: torch.dtype, seed: int = 1) -> Tens
     return torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def sum_bound(dtype: torch.dtype, terms: int = 8) -> dict[str, float]:
-    """Tolerance of a sum of products of about 1 that is made in float (double for double) and rounded once: two units in
-    the last place, since a fused multiply-add may round the other way, and one unit of the wide type per addition."""
-    unit, wide = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return {"rtol": 2 * unit + terms * wide, "atol": terms * wide}
+def check_sums(found: Tensor, wanted: Tensor, y: Tensor, slot: Tensor, weights: Tensor | None = None) -> None:
+    """Two results of ``combine``, each added in float (double for double) and rounded once, are as near as rounding allows: one
+    unit of the wide type per addition of the sum of the absolute products, and two units in the last place, since a fused
+    multiply-add may round the other way."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    sizes = reference.combine(y.abs().to(wide), slot, None if weights is None else weights.abs().to(wide)).double()
+    bound = slot.shape[1] * torch.finfo(wide).eps * sizes + 2 * torch.finfo(y.dtype).eps * wanted.double().abs()
+    assert found.dtype == wanted.dtype
+    excess = (found.double() - wanted.double()).abs() - bound
+    assert not (excess > 0).any(), f"{float(excess.max())} beyond the bound"

@@ -24,7 +24,7 @@ def test_every_case_runs(compiled_kernels: Path, monkeypatch: pytest.MonkeyPatch
     tokens, codecs = TokenKernels(driver), CodecKernels(driver)
     shape = Shape(tokens=16, top_k=2, experts=4, hidden=256)
     cases = [
-        bench_cases.copy_case(CPU, 4096),
+        *bench_cases.copy_cases(CPU, 4096),
         *bench_cases.token_cases(tokens, shape, CPU),
         *bench_cases.quantised_cases(tokens, codecs, shape, CPU),
         *bench_cases.codec_cases(codecs, 8192, CPU),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import CASES, DTYPES, Case, make_ids, make_rows, sum_bound
+from kernel_cases import CASES, DTYPES, Case, check_sums, make_ids, make_rows
 from kernel_emulator import EmulatingDriver
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def test_dispatch_and_combine(case: Case, emulator: EmulatingDriver) -> None:
         weights = make_rows(case.rows, case.top_k, dtype, seed=2)
         for given in (None, weights):
             found, wanted = kernels.combine(y, route.slot, given), reference.combine(y, route.slot, given)
-            torch.testing.assert_close(found, wanted, **sum_bound(dtype, case.top_k))
+            check_sums(found, wanted, y, route.slot, given)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -163,9 +163,7 @@ def test_misaligned_tensors_take_narrower_accesses(shift: int, emulator: Emulati
     y = kernels.dispatch(x, route, rows)
     assert torch.equal(y, reference.dispatch(x, route, rows))
     shifted = torch.empty(y.numel() + shift, dtype=y.dtype)[shift:].view_as(y).copy_(y)
-    torch.testing.assert_close(
-        kernels.combine(shifted, route.slot), reference.combine(y, route.slot), **sum_bound(torch.bfloat16)
-    )
+    check_sums(kernels.combine(shifted, route.slot), reference.combine(y, route.slot), y, route.slot)
 
 
 def test_addresses_beyond_two_to_the_31_elements(compiled_kernels: Path) -> None:
