@@ -7,7 +7,7 @@ The plain form is what one writes without kernels: sort the pairs, gather padded
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -117,7 +117,7 @@ class Form:
 
 
 def forms(data: LayerData) -> dict[str, Form]:
-    """All forms that can run here, by name."""
+    """All forms that can run here, by name; ``compiled`` ones take seconds at their first run."""
     found = {
         "kernels": Form(forward=partial(with_kernels, data), leaves=data.leaves),
         "plain torch": Form(forward=partial(in_plain_torch, data), leaves=data.leaves),
@@ -127,7 +127,8 @@ def forms(data: LayerData) -> dict[str, Form]:
         from runtime.kernels.bench_torchtitan import torchtitan_form
 
         found["torchtitan"] = torchtitan_form(data)
-    return found
+    compiled = {f"{name}, compiled": replace(form, forward=torch.compile(form.forward)) for name, form in found.items()}
+    return found | compiled
 
 
 def parts(data: LayerData) -> Iterator[tuple[str, Callable[[], object]]]:

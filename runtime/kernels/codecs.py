@@ -20,8 +20,10 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 """Element types that are worth coding."""
 _SPANS_PER_UNIT = 4
 """Stretches of 128 elements that one warp handles at a time."""
-_ENCODING_BLOCKS = 1024
-"""Of the sparse residual: more than any GPU runs at once, so that each takes tile after tile."""
+_STARTS_THREADS = 1024
+_MOST_KEPT = 512
+"""Entries that a tile of the sparse residual keeps at most until it is known where they belong: work space of a quarter of bf16
+values' bytes. A tile with more, which is hardly sparse, is read twice."""
 
 
 class CodecKernels:
@@ -104,16 +106,18 @@ class CodecKernels:
         tiles = checked("residual_encode", "tiles", lay.ceil_div(length, TILE))
         new = value.new_empty
         values, places = new(capacity), new(capacity, dtype=torch.uint16)
-        # No tile, no block that would write these.
-        make = new if tiles else value.new_zeros
-        starts, status = make(tiles + 1, dtype=torch.int32), make(2, dtype=torch.int32)
-        chain = value.new_zeros(tiles + 1, dtype=torch.int64)
-        arguments = (
-            *(pointer(value), pointer(shared), pointer(threshold), pointer(chain), pointer(values), pointer(places)),
-            *(pointer(starts), pointer(status), ctypes.c_int64(length), u32(tiles), u32(capacity)),
-            u32(lay.alignment([value, shared]) == 16),
-        )
-        self._run_tiles("residual_encode", value, min(tiles, _ENCODING_BLOCKS), arguments)
+        starts, status, found = new(tiles + 1, dtype=torch.int32), new(2, dtype=torch.int32), new(tiles, dtype=torch.int32)
+        room = min(_MOST_KEPT, lay.ceil_div(4 * capacity, max(1, tiles)))
+        kept = new(tiles * room), new(tiles * room, dtype=torch.uint16)
+        whole = u32(lay.alignment([value, shared]) == 16)
+        data: tuple[Argument, ...] = (*map(pointer, (value, shared, threshold, *kept, found)),)
+        size, results = ctypes.c_int64(length), map(pointer, (starts, values, places))
+        moving: tuple[Argument, ...] = (*data, *results, size, u32(tiles), u32(room), whole)
+        self._run_tiles("residual_find", value, tiles, (*data, size, u32(room), whole))
+        starting = (*map(pointer, (found, starts, status)), u32(tiles), u32(capacity))
+        launch = Launch(stem="residual", kernel="residual_starts", grid=1, block=_STARTS_THREADS, arguments=starting)
+        self._driver.launch(launch, value.device)
+        self._run_tiles("residual_move", value, lay.ceil_div(tiles, lay.WARPS_PER_BLOCK), moving)
         return Residual(values, places, starts, status)
 
     def residual_decode(self, shared: Tensor, residual: Residual) -> Tensor:

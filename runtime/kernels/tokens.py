@@ -121,7 +121,7 @@ class TokenKernels:
             out = y.new_empty(rows, y.shape[1])
         require("combine", "out", out, (y.dtype,), (rows, y.shape[1]), y.device)
         kernel, packs = _element_kernel("combine", y, lay.alignment([peers if peers else y, out]))
-        if top_k <= 2 and not kernel.endswith("single"):
+        if top_k <= 2 and packs < y.shape[1]:
             kernel = kernel.replace("combine", "combine_two")
         chunks = max(1, lay.ceil_div(packs, 2 * lay.WARP))
         arguments = (

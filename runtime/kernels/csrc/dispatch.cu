@@ -31,7 +31,7 @@ __device__ __forceinline__ void dispatch(const W* __restrict__ x, const i32* __r
         W* target = row_at(out, buffers, buffer_rows, to, words);
 #pragma unroll
         for (u32 b = 0; b < BATCH; ++b) {
-          if (first + b * 32 < words) target[first + b * 32] = held[b];
+          if (first + b * 32 < words) store_once(target + first + b * 32, held[b]);
         }
       }
     } else {

@@ -46,7 +46,7 @@ __device__ __forceinline__ void quantize(const T* __restrict__ x, const i32* __r
       float* scale_row = row_at(scales, scale_buffers, buffer_rows, to, spans);
 #pragma unroll
       for (u32 b = 0; b < BATCH; ++b) {
-        if ((first + b) * 32 + lane < quads) code_row[(first + b) * 32 + lane] = quad[b];
+        if ((first + b) * 32 + lane < quads) store_once(code_row + (first + b) * 32 + lane, quad[b]);
         if (lane == 0 && first + b < spans) scale_row[first + b] = scale[b];
       }
     }

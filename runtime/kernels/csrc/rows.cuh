@@ -14,6 +14,16 @@ __device__ __forceinline__ W* row_at(W* one, const u64* __restrict__ buffers, u3
   return reinterpret_cast<W*>(buffers[slot / buffer_rows]) + u64(slot % buffer_rows) * words;
 }
 
+// A store past which the cache keeps other data first: what is written is more than the cache holds, and is read once.
+template <class W>
+__device__ __forceinline__ void store_once(W* to, W value) {
+#ifdef __CUDA_ARCH__
+  __stcs(to, value);
+#else
+  *to = value;
+#endif
+}
+
 // Row of the ``index``-th possible padding row (there are multiple - 1 of them in each group), or -1 where the group has fewer.
 __device__ __forceinline__ i64 padding_row(const i32* __restrict__ counts, const i32* __restrict__ offsets, u32 index, u32 multiple) {
   u32 group = index / (multiple - 1);

@@ -38,7 +38,7 @@ def test_every_case_runs(compiled_kernels: Path, monkeypatch: pytest.MonkeyPatch
     assert moved["combine backward"] == (16 + 32 + 32) * 512
     assert moved["dispatch to int8"] == 16 * 512 + 32 * (256 + 8)
     assert moved["residual decode"] == 4 * 8192 + round(0.02 * 8192) * 4
-    assert {"residual_encode_bf16", "change_decode_bf16_int4", "dequantize_bf16_fp8"} <= driver.kernels_run
+    assert {"residual_find_bf16", "change_decode_bf16_int4", "dequantize_bf16_fp8"} <= driver.kernels_run
     assert all(len(case.runs) >= 1 for case in cases)
 
 

@@ -66,6 +66,7 @@ def test_every_kernel_of_the_table_has_a_launch(compiled_kernels: Path) -> None:
         for hidden in (64, 63):
             x, y = meta(16, hidden, dtype=dtype), meta(32, hidden, dtype=dtype)
             tokens.combine(y, route.slot, weights)
+            tokens.combine(y, meta_route(16, 3, 4).slot, meta(16, 3, dtype=dtype))
             tokens.combine_backward(x, y, route, weights)
         tokens.carry(route.slot, weights, group_of, route.slot, 16)
         tokens.carry_back(weights, route.slot, group_of, route.slot)
