@@ -7,20 +7,24 @@ pack and unpack.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hybridep.plan import LayerGroup, Plan
+from hybridep.run import Device
 from hybridep.topology import Cluster
+from hybridep.traffic import Op
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
+from runtime.device import choose_device, settle
+from runtime.device_links import device_links
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
 from runtime.probe_codecs import CodecProbe, probe_codecs
-from runtime.probe_compute import ComputeProbe, Timing, probe_compute
+from runtime.probe_compute import ComputeProbe, Timing, probe_compute, seconds_of, square
 from runtime.probe_links import STREAMS, Contention, PairPoint, PairProbe, probe_contention, probe_pairs
 from runtime.transport import Transport
 
@@ -39,8 +43,8 @@ _CODEC_SHARE = 0.1
 """Of the time of other measurements: there are many codecs."""
 _ALTERNATIONS = 10
 """Of computation and an exchange of almost nothing."""
-_QUANTUM, _PRODUCTS = 256, 4
-"""Width and number of the products before an exchange: about 2 ms on one core, 8 where four ranks share it. After shorter ones
+_PRODUCTS = 4
+"""Before an exchange: about 2 ms on one core, 8 where four ranks share it. After shorter ones
 ranks are less far apart than in a training; after longer ones no farther (7.7, 8.2 and 7.2 ms more after 8, 30 and 90 ms)."""
 
 
@@ -88,29 +92,42 @@ def probe(
     seconds: float = 0.3,
     timeout_s: float = 60.0,
     thorough: bool = False,
+    device: Device = Device.AUTO,
 ) -> Probe:
     """Measure as one rank; all ranks of ``cluster`` call it. ``seconds`` is about how long each measurement of a link or of
-    computation lasts; ``thorough`` measures pairs of sites and contention, too. ``store`` is the rendezvous, as for
-    ``trainer.train``. Raises TransportError when a peer is gone."""
+    computation lasts; ``thorough`` measures pairs of sites and contention, too. ``store`` is the rendezvous and ``device`` where
+    the rank computes, as for ``trainer.train``. Raises TransportError when a peer is gone."""
     torch.set_num_threads(1)
     open_process_group(store, rank=rank, world_size=cluster.num_gpus, timeout_s=JOIN_TIMEOUT_S)
     try:
-        return probe_in_group(cluster, workload, rank=rank, seconds=seconds, timeout_s=timeout_s, thorough=thorough)
+        return probe_in_group(
+            cluster, workload, rank=rank, seconds=seconds, timeout_s=timeout_s, thorough=thorough, device=device
+        )
     finally:
         close_process_group()
 
 
 def probe_in_group(
-    cluster: Cluster, workload: Workload, *, rank: int, seconds: float, timeout_s: float = 60.0, thorough: bool = False
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    rank: int,
+    seconds: float,
+    timeout_s: float = 60.0,
+    thorough: bool = False,
+    device: Device = Device.AUTO,
 ) -> Probe:
     """As ``probe``, in a process group that is open."""
     group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
-    mesh = Mesh(plan=Plan(cluster=cluster, workload=workload, layers=(group,)), rank=rank)
+    plan = Plan(cluster=cluster, workload=workload, layers=(group,))
+    mesh = Mesh(plan=plan, rank=rank, device=choose_device(device, rank))
     barrier = Barrier(rank=rank, world_size=mesh.world_size, timeout_s=timeout_s)
-    transport = Transport(timeout_s=timeout_s)
+    transport = Transport(timeout_s=timeout_s, device_links=device_links(mesh, timeout_s=timeout_s))
     found = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]
-    compute = probe_compute(cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds)
-    codecs = probe_codecs(workload, Timing(barrier, seconds * _CODEC_SHARE, least=2))
+    compute = probe_compute(
+        cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds, device=mesh.device
+    )
+    codecs = probe_codecs(workload, Timing(barrier, seconds * _CODEC_SHARE, mesh.device, least=2))
     pairs: tuple[PairProbe, ...] = ()
     several: LevelProbe | None = None
     contention: Contention | None = None
@@ -167,17 +184,20 @@ def _medians(same: Sequence[_Measured]) -> _Measured:
     return replace(same[0], **{name: statistics.median(getattr(one, name) for one in same) for name in numbers})
 
 
-def _timed(barrier: Barrier, work: Callable[[], object], repeats: int, rounds: int = 1) -> float:
+def _timed(barrier: Barrier, device: torch.device, work: Callable[[], object], repeats: int, rounds: int = 1) -> float:
     """Seconds of one ``work`` when all ranks start ``rounds`` of them together, as this rank saw it: the median. Ranks leave a
     barrier one after the other, so the first to leave would count that as part of an exchange."""
+
+    def several() -> None:
+        for _ in range(rounds):
+            work()
+
     work()
+    settle(device)
     taken = []
     for _ in range(repeats):
         barrier.wait()
-        start_s = time.perf_counter()
-        for _ in range(rounds):
-            work()
-        taken.append((time.perf_counter() - start_s) / rounds)
+        taken.append(seconds_of(several, device) / rounds)
     return statistics.median(taken)
 
 
@@ -187,17 +207,19 @@ def _level(
     """The level's links; what each further message of an exchange takes, where a rank has more than one peer; and what
     an exchange takes longer that follows computation."""
     name, size, own = mesh.plan.cluster.levels[level].name, mesh.sizes[level], mesh.location[level]
+    # As tokens travel in training: between GPUs of a site perhaps by links of their own.
+    label, timed = mesh.label(Op.TOKEN_DISPATCH, level), partial(_timed, barrier, mesh.device)
 
     def exchange(distances: Sequence[int], size_bytes: int, rounds: int = 1) -> Callable[[], None]:
         to = [mesh.peer(level, (own + distance) % size) for distance in distances]
         come_from = [mesh.peer(level, (own - distance) % size) for distance in distances]
-        content = torch.zeros(size_bytes, dtype=torch.uint8)
+        content = torch.zeros(size_bytes, dtype=torch.uint8, device=mesh.device)
 
         def work() -> None:
             awaited = []
             for _ in range(rounds):
                 receives = {peer: torch.empty_like(content) for peer in come_from}
-                awaited.append((receives, transport.post(receives, f"probe@{name}")))
+                awaited.append((receives, transport.post(receives, label)))
             for receives, posted in awaited:
                 # As copies are: laid one after the other here, and added up there.
                 posted.exchange({peer: content.clone() for peer in to})
@@ -210,19 +232,19 @@ def _level(
     everybody = range(1, size)
     # In training most receives are posted an exchange ahead, which spares half a round trip.
     latency_s, ahead_s = (
-        _timed(barrier, exchange(distances, _SMALL_BYTES, _IN_A_ROW), _REPEATS) / _IN_A_ROW for distances in ([1], everybody)
+        timed(exchange(distances, _SMALL_BYTES, _IN_A_ROW), _REPEATS) / _IN_A_ROW for distances in ([1], everybody)
     )
     further_s = max(ahead_s - latency_s, 0.0) / (size - 2) if size > 2 else None
-    all_s = _timed(barrier, exchange(everybody, _SMALL_BYTES), _REPEATS, _IN_A_ROW)
-    jitter_s = max(_amid_computation(barrier, exchange(everybody, _SMALL_BYTES)) - all_s, 0.0)
+    all_s = timed(exchange(everybody, _SMALL_BYTES), _REPEATS, _IN_A_ROW)
+    jitter_s = max(_amid_computation(barrier, mesh.device, exchange(everybody, _SMALL_BYTES)) - all_s, 0.0)
     size_bytes, taken_s = _FIRST_BYTES, 0.0
     while True:
         # All ranks must send the same: rank 0's clock decides.
-        taken_s = barrier.agree(_timed(barrier, exchange(everybody, size_bytes), 1))
+        taken_s = barrier.agree(timed(exchange(everybody, size_bytes), 1))
         if taken_s >= seconds or size_bytes >= _LARGEST_BYTES:
             break
         size_bytes = min(size_bytes * 4, _LARGEST_BYTES)
-    taken_s = _timed(barrier, exchange(everybody, size_bytes), _BANDWIDTH_REPEATS)
+    taken_s = timed(exchange(everybody, size_bytes), _BANDWIDTH_REPEATS)
     below = mesh.world_size
     for number in mesh.sizes[: level + 1]:
         below //= number
@@ -230,9 +252,9 @@ def _level(
     return LevelProbe(name=name, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth), further_s, jitter_s
 
 
-def _amid_computation(barrier: Barrier, exchange: Callable[[], None]) -> float:
+def _amid_computation(barrier: Barrier, device: torch.device, exchange: Callable[[], None]) -> float:
     """Seconds that one exchange adds to computation before it, when all ranks do the same."""
-    a = torch.ones(_QUANTUM, _QUANTUM)
+    a = square(device)
 
     def alternate(between: Callable[[], object]) -> Callable[[], None]:
         def work() -> None:
@@ -240,9 +262,10 @@ def _amid_computation(barrier: Barrier, exchange: Callable[[], None]) -> float:
                 for _ in range(_PRODUCTS):
                     torch.mm(a, a)
                 between()
+            settle(device)
             barrier.wait()
 
         return work
 
-    alone_s = _timed(barrier, alternate(lambda: None), _REPEATS)
-    return (_timed(barrier, alternate(exchange), _REPEATS) - alone_s) / _ALTERNATIONS
+    alone_s = _timed(barrier, device, alternate(lambda: None), _REPEATS)
+    return (_timed(barrier, device, alternate(exchange), _REPEATS) - alone_s) / _ALTERNATIONS

@@ -22,8 +22,9 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
 from runtime.build import RankModel, build_rank_model
+from runtime.device import CPU, settle
 from runtime.expert_exchange import CopyStream
-from runtime.mesh import Mesh
+from runtime.mesh import TORCH_DTYPE, Mesh
 from runtime.moe import MoeBlock
 from runtime.optimizer import HomeOptimizer
 from runtime.spans import OPTIMIZER, SpanRecorder
@@ -33,8 +34,10 @@ from runtime.transport import Transport
 
 _REPEATS = 5
 _MOST_REPEATS = 20
-_ALONE_WIDTH, _ALONE_PRODUCTS = 256, 100
-"""About 0.1 s on one core: what ranks take to meet must not count."""
+_WIDTH, _WIDTH_ON_GPU = 256, 2048
+"""Of products that take a fraction of a millisecond on one core, and on a GPU."""
+_ALONE_PRODUCTS = 100
+"""About 0.1 s: what ranks take to meet must not count."""
 _LEAST_PRODUCTS = 0.2
 """Share of a pass over a rank's own experts."""
 _RUN = Run(name="probe", cluster="one rank", workload="as given", output=Path(), steps=1)
@@ -64,16 +67,23 @@ class ComputeProbe:
 
 
 def probe_compute(
-    cluster: Cluster, workload: Workload, *, rank: int, barrier: Barrier, transport: Transport, seconds: float
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    rank: int,
+    barrier: Barrier,
+    transport: Transport,
+    seconds: float,
+    device: torch.device = CPU,
 ) -> ComputeProbe:
     """All ranks call it; each measurement lasts about ``seconds``."""
-    timed = Timing(barrier, seconds)
+    timed = Timing(barrier, seconds, device)
     model, rows = workload.model, workload.training.tokens * workload.model.top_k
     per_home = -(-model.num_experts // cluster.num_gpus)
     few_s = _experts(workload, per_home, rows, transport, timed)
     all_s = _experts(workload, model.num_experts, rows, transport, timed)
     expert_overhead_s, expert_throughput = _line(few_s, all_s, per_home, workload, rows)
-    trainer = RankTrainer(_RUN, local_mesh(workload))
+    trainer = RankTrainer(_RUN, local_mesh(workload, device))
     step_s = timed(lambda: trainer.step(1))
     optimizer_s = _optimizer_span(trainer, timed)
     pre_expert_s = timed(_pre_expert(trainer.model, workload)) / _PASS
@@ -99,27 +109,38 @@ def probe_compute(
 class Timing:
     """Medians of repeated work that all ranks start together. The same on all ranks: the slowest counts."""
 
-    def __init__(self, barrier: Barrier, seconds: float, least: int = _REPEATS) -> None:
-        self.barrier, self.seconds, self.least = barrier, seconds, least
+    def __init__(self, barrier: Barrier, seconds: float, device: torch.device = CPU, least: int = _REPEATS) -> None:
+        """``device``: where the work is done."""
+        self.barrier, self.seconds, self.device, self.least = barrier, seconds, device, least
 
     def once(self, work: Callable[[], object]) -> float:
         """Seconds of one ``work``, the same on all ranks."""
         self.barrier.wait()
-        start_s = time.perf_counter()
-        work()
-        return self.barrier.agree(time.perf_counter() - start_s)
+        return self.barrier.agree(seconds_of(work, self.device))
 
     def __call__(self, work: Callable[[], object]) -> float:
         """Seconds of one ``work`` until all ranks have done theirs: the median."""
-        work()
+        seconds_of(work, self.device)
         repeats = max(self.least, min(_MOST_REPEATS, int(self.seconds / max(self.once(work), 1e-6))))
         taken = []
         for _ in range(repeats):
             self.barrier.wait()
-            start_s = time.perf_counter()
-            work()
-            taken.append(time.perf_counter() - start_s)
+            taken.append(seconds_of(work, self.device))
         return statistics.median(self.barrier.most(taken))
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Until ``device`` has done what ``work`` gives it."""
+    start_s = time.perf_counter()
+    work()
+    settle(device)
+    return time.perf_counter() - start_s
+
+
+def square(device: torch.device) -> torch.Tensor:
+    """A matrix whose square takes a fraction of a millisecond there."""
+    width = _WIDTH if device.type == "cpu" else _WIDTH_ON_GPU
+    return torch.ones(width, width, device=device)
 
 
 def _line(few_s: float, all_s: float, per_home: int, workload: Workload, rows: int) -> tuple[float, float]:
@@ -134,7 +155,7 @@ def _line(few_s: float, all_s: float, per_home: int, workload: Workload, rows: i
     return overhead_s, rows * workload.expert_flops_per_row / products_s
 
 
-def local_mesh(workload: Workload) -> Mesh:
+def local_mesh(workload: Workload, device: torch.device) -> Mesh:
     """A cluster of one rank: no token leaves, no copy comes."""
     fields = {
         "name": "one rank",
@@ -142,11 +163,11 @@ def local_mesh(workload: Workload) -> Mesh:
         "gpu": {"throughput": "1 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 GB/s"},
     }
     group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
-    return Mesh(plan=Plan(cluster=Cluster.model_validate(fields), workload=workload, layers=(group,)), rank=0)
+    return Mesh(plan=Plan(cluster=Cluster.model_validate(fields), workload=workload, layers=(group,)), rank=0, device=device)
 
 
-def _local_model(workload: Workload, transport: Transport) -> RankModel:
-    mesh = local_mesh(workload)
+def _local_model(workload: Workload, transport: Transport, device: torch.device) -> RankModel:
+    mesh = local_mesh(workload, device)
     return build_rank_model(mesh, transport, CopyStream(overlap=False), SpanRecorder(mesh), seed=0)
 
 
@@ -154,11 +175,11 @@ def _experts(workload: Workload, number: int, rows: int, transport: Transport, t
     """Seconds of forward and backward of ``number`` experts of one layer on ``rows`` rows, evenly spread."""
     changes = {"num_layers": 1, "num_dense_layers": 0, "num_experts": number, "top_k": 1}
     one_layer = workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
-    experts = _local_model(one_layer, transport).routed[0]
+    experts = _local_model(one_layer, transport, timed.device).routed[0]
     home = experts.home
-    hidden = torch.randn(rows, workload.model.hidden_size).to(home.dtype).requires_grad_()
-    weights = torch.ones(rows, 1, dtype=home.dtype, requires_grad=True)
-    ids = (torch.arange(rows, dtype=torch.int32) % number)[:, None]
+    hidden = torch.randn(rows, workload.model.hidden_size).to(home).requires_grad_()
+    weights = torch.ones(rows, 1, dtype=home.dtype, device=home.device, requires_grad=True)
+    ids = (torch.arange(rows, dtype=torch.int32, device=home.device) % number)[:, None]
     none = home.new_empty(0, home.shape[1])
 
     def work() -> None:
@@ -174,7 +195,7 @@ def _pre_expert(model: RankModel, workload: Workload) -> Callable[[], None]:
     assert isinstance(layer, Layer) and isinstance(layer.feed_forward, MoeBlock)
     block = layer.feed_forward
     shape = workload.training.micro_batch_size, workload.training.sequence_length, workload.model.hidden_size
-    x = torch.randn(shape).to(model.transformer.norm.weight.dtype).requires_grad_()
+    x = torch.randn(shape).to(model.transformer.norm.weight).requires_grad_()
 
     def work() -> None:
         y = x + layer.attention(layer.attention_norm(x))
@@ -189,8 +210,9 @@ def _pre_expert(model: RankModel, workload: Workload) -> Callable[[], None]:
 def _products(workload: Workload, timed: Timing) -> float:
     """FLOPs per second of plain matrix products of the model's width, forward and backward."""
     width, tokens = workload.model.hidden_size, workload.training.tokens
-    layer = nn.Linear(width, 4 * width, bias=False)
-    x = torch.randn(tokens, width, requires_grad=True)
+    dtype = TORCH_DTYPE[workload.training.dtype]
+    layer = nn.Linear(width, 4 * width, bias=False, dtype=dtype, device=timed.device)
+    x = torch.randn(tokens, width).to(timed.device, dtype).requires_grad_()
     repeats = 8
 
     def work() -> None:
@@ -203,7 +225,8 @@ def _products(workload: Workload, timed: Timing) -> float:
 def _optimizer(workload: Workload, per_home: int, transport: Transport, timed: Timing) -> float:
     """Bytes per second at which AdamW reads weight, gradient and states and writes weight and states."""
     changes = {"num_experts": per_home, "top_k": 1}
-    model = _local_model(workload.model_copy(update={"model": workload.model.model_copy(update=changes)}), transport)
+    few = workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
+    model = _local_model(few, transport, timed.device)
     optimizer = HomeOptimizer(Optimizer(), {**model.transformer.dense_parameters(), **model.home_parameters()})
     gradients = {name: torch.zeros_like(parameter) for name, parameter in optimizer.parameters.items()}
     elements = sum(parameter.numel() for parameter in optimizer.parameters.values())
@@ -228,7 +251,7 @@ def _optimizer_span(trainer: RankTrainer, timed: Timing) -> float:
 
 def _sharing(rank: int, timed: Timing) -> float:
     """How many times longer the same products take while all ranks compute than while rank 0 does alone."""
-    a = torch.ones(_ALONE_WIDTH, _ALONE_WIDTH)
+    a = square(timed.device)
 
     def work() -> None:
         for _ in range(_ALONE_PRODUCTS):
@@ -238,8 +261,5 @@ def _sharing(rank: int, timed: Timing) -> float:
     alone_s = []
     for _ in range(_REPEATS):
         # Rank 0's clock decides; the others wait for its answer.
-        start_s = time.perf_counter()
-        if rank == 0:
-            work()
-        alone_s.append(timed.barrier.agree(time.perf_counter() - start_s))
+        alone_s.append(timed.barrier.agree(seconds_of(work, timed.device) if rank == 0 else 0.0))
     return max(together_s / statistics.median(alone_s), 1.0)

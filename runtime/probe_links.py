@@ -17,15 +17,15 @@ import torch
 
 from hybridep.plan import MOST_STREAMS
 from runtime.barrier import Barrier
+from runtime.device import settle
 from runtime.mesh import Mesh
+from runtime.probe_compute import square
 from runtime.transport import Transport
 
 SIZES_BYTES = (2**16, 2**18, 2**20, 2**23)
 STREAMS = (1, 2, MOST_STREAMS)
 _PINGS = 10
 _MOST_REPEATS = 5
-_WIDTH = 256
-"""Of the products beside an exchange."""
 _CONTENTION_BYTES = 2**22
 _ANSWER_BYTES = 8
 _CLEARLY_FASTER = 1.5
@@ -154,8 +154,8 @@ def probe_contention(mesh: Mesh, barrier: Barrier, *, seconds: float, timeout_s:
     """All ranks call it; takes about three times ``seconds``."""
     transport = Transport(timeout_s=timeout_s)
     peers = [mesh.peer(0, coordinate) for coordinate in range(mesh.sizes[0]) if coordinate != mesh.location[0]]
-    content = torch.zeros(_CONTENTION_BYTES, dtype=torch.uint8)
-    a = torch.ones(_WIDTH, _WIDTH)
+    content = torch.zeros(_CONTENTION_BYTES, dtype=torch.uint8, device=mesh.device)
+    a = square(mesh.device)
 
     def exchange() -> None:
         transport.exchange(dict.fromkeys(peers, content), {peer: torch.empty_like(content) for peer in peers}, "probe@contention")
@@ -164,6 +164,7 @@ def probe_contention(mesh: Mesh, barrier: Barrier, *, seconds: float, timeout_s:
         number, start_s = 0, time.perf_counter()
         while not until.is_set():
             torch.mm(a, a)
+            settle(mesh.device)
             number += 1
         done.append(number / (time.perf_counter() - start_s))
 

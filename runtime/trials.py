@@ -12,6 +12,7 @@ import torch
 from hybridep.plan import Plan
 from hybridep.run import Run, StepReport
 from runtime.barrier import Barrier
+from runtime.device import choose_device
 from runtime.gate import Gated
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
 from runtime.probe import Probe, probe_in_group
@@ -46,14 +47,14 @@ def run_trials(
     first ``recorded`` steps every choice is kept.
     Raises UserError for a plan that cannot be trained and TransportError when a peer is gone."""
     torch.set_num_threads(1)
-    meshes = [Mesh(plan=plan, rank=rank) for plan in plans]
+    meshes = [Mesh(plan=plan, rank=rank, device=choose_device(run.device, rank)) for plan in plans]
     open_process_group(store, rank=rank, world_size=meshes[0].world_size, timeout_s=JOIN_TIMEOUT_S)
     try:
         before = None
         for mesh in meshes:
             plan = mesh.plan
             if probe_s is not None and plan.workload != before:
-                yield probe_in_group(plan.cluster, plan.workload, rank=rank, seconds=probe_s)
+                yield probe_in_group(plan.cluster, plan.workload, rank=rank, seconds=probe_s, device=run.device)
             before = plan.workload
             yield _trial(run, mesh, recorded)
     finally:
@@ -71,7 +72,7 @@ def _trial(run: Run, mesh: Mesh, recorded: int) -> Trial:
     def count(layer: int, gated: Gated) -> None:
         if len(reports) < len(ids):
             ids[len(reports)].append(gated.ids_TK.tolist())
-        counts[len(reports), layer] += torch.bincount(gated.chosen_TK.flatten(), minlength=model.num_experts)
+        counts[len(reports), layer] += torch.bincount(gated.chosen_TK.flatten(), minlength=model.num_experts).cpu()
 
     for block in trainer.model.transformer.moe_blocks():
         block.routing_hook = count

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hybridep.commands.common import emit, note, set_option, verb
+from hybridep.run import Device
 
 if TYPE_CHECKING:
     from hybridep.codecs import Speeds
@@ -43,6 +44,13 @@ _OF_PAIRS = ("bandwidth_bytes_per_s", "latency_s")
     default=None,
     help="Write a link per pair (with --thorough).  [default: where the file has them or pairs differ by more than 20 %]",
 )
+@click.option(
+    "--device",
+    type=click.Choice([device.value for device in Device]),
+    default=Device.AUTO.value,
+    show_default=True,
+    help="Where ranks compute: on GPUs where torch sees some that the kernels run on, or on CPU.",
+)
 @set_option
 def command(
     cluster: str,
@@ -51,6 +59,7 @@ def command(
     seconds: float,
     thorough: bool,
     links: bool | None,
+    device: str,
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> int:
@@ -70,7 +79,7 @@ def command(
     if not in_lab() and not os.environ.get("RAY_ADDRESS"):
         reason = why_not_in_lab(given)
         if reason is None:
-            options = [cluster, model, "--seconds", str(seconds), *["--json"] * as_json]
+            options = [cluster, model, "--seconds", str(seconds), "--device", device, *["--json"] * as_json]
             options += ["--output", str(output)] if output else []
             options += ["--thorough"] * thorough
             options += [] if links is None else ["--links" if links else "--no-links"]
@@ -78,7 +87,7 @@ def command(
             again = [sys.executable, "-m", "hybridep.cli", "probe", *options]
             return run_in_lab(again, lab_spec(given), child_environment())
         note(f"hybridep probe: unshaped, links are not emulated: {reason}")
-    found = measure(given, workload, seconds, thorough=thorough)
+    found = measure(given, workload, seconds, thorough=thorough, device=Device(device))
     measured = with_pairs(with_measurements(given, found), found, links)
     path = output or Path(f"{given.name}-measured.yaml")
     write_yaml(path, measured.model_dump(mode="json", exclude_none=True))
@@ -104,7 +113,9 @@ def measured_cluster(cluster: Cluster, workload: Workload, seconds: float = 0.3)
     return with_measurements(cluster, measure(cluster, workload, seconds))
 
 
-def measure(cluster: Cluster, workload: Workload, seconds: float, *, thorough: bool = False) -> Probe:
+def measure(
+    cluster: Cluster, workload: Workload, seconds: float, *, thorough: bool = False, device: Device = Device.AUTO
+) -> Probe:
     """What all ranks of ``cluster`` find together; see ``measured_cluster``. Raises UserError where sites have GPUs of their own:
     the slowest rank counts, so one kind is measured."""
     from hybridep.errors import UserError
@@ -122,7 +133,7 @@ def measure(cluster: Cluster, workload: Workload, seconds: float, *, thorough: b
                 f"(--set sites.{site.name}.gpu=null) and give what differs by hand"
             )
     with tempfile.TemporaryDirectory(prefix="hybridep-") as folder:
-        run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=Path(folder), steps=1)
+        run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=Path(folder), steps=1, device=device)
         job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds, thorough=thorough)
         with backend_for(job, local=not os.environ.get("RAY_ADDRESS")) as backend:
             controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)

@@ -98,7 +98,15 @@ def run_rank(
         if job.probe_s is not None:
             from runtime.probe import probe
 
-            found = probe(job.plan.cluster, job.plan.workload, rank=rank, store=store, seconds=job.probe_s, thorough=job.thorough)
+            found = probe(
+                job.plan.cluster,
+                job.plan.workload,
+                rank=rank,
+                store=store,
+                seconds=job.probe_s,
+                thorough=job.thorough,
+                device=job.run.device,
+            )
             report(Finished(rank=rank, result=asdict(found)))
             return
 

@@ -114,7 +114,7 @@ class CodecKernels:
         size, results = ctypes.c_int64(length), map(pointer, (starts, values, places))
         moving: tuple[Argument, ...] = (*data, *results, size, u32(tiles), u32(room), whole)
         self._run_tiles("residual_find", value, tiles, (*data, size, u32(room), whole))
-        starting = (*map(pointer, (found, starts, status)), u32(tiles), u32(capacity))
+        starting: tuple[Argument, ...] = (*map(pointer, (found, starts, status)), u32(tiles), u32(capacity))
         launch = Launch(stem="residual", kernel="residual_starts", grid=1, block=_STARTS_THREADS, arguments=starting)
         self._driver.launch(launch, value.device)
         self._run_tiles("residual_move", value, lay.ceil_div(tiles, lay.WARPS_PER_BLOCK), moving)
