@@ -112,14 +112,15 @@ def enter_lab(bench: Bench, rate: str, script: str) -> int:
     return run_in_lab([sys.executable, script, "--inside", *sys.argv[1:]], lab_spec(cluster), child_environment())
 
 
-def measure_all(bench: Bench, settings: Sequence[Setting]) -> None:
-    """Whatever is not in the bench's folder yet, at one rate after the other; inside a lab."""
-    lab = Lab.current()
+def measure_all(bench: Bench, settings: Sequence[Setting], *, shaped: bool = True) -> None:
+    """Whatever is not in the bench's folder yet, at one rate after the other; inside a lab, or with links as they are."""
+    lab = Lab.current() if shaped else None
     for rate in dict.fromkeys(setting.rate for setting in settings):
         cluster = bench.at(rate)
-        for site in lab.sites:
+        if lab is not None:
             bandwidth = cluster.levels[0].bandwidth
-            lab.set_bandwidth(site.name, up_bytes_per_s=bandwidth, down_bytes_per_s=bandwidth)
+            for site in lab.sites:
+                lab.set_bandwidth(site.name, up_bytes_per_s=bandwidth, down_bytes_per_s=bandwidth)
         missing = [one for one in settings if one.rate == rate and not bench.path(one).exists()]
         for chunk in _chunks(missing, bench.at_once):
             placed = [placements(cluster, setting) for setting in chunk]
