@@ -16,19 +16,22 @@
 
 constexpr u32 THREADS = 32 * WARPS, TILE = 4096, STARTS_THREADS = 1024;
 
-// N elements at ``at``, 0 past the end.
+// N elements at ``at``, 0 past the end; as loaded, since taking them apart at once would wait for each load by itself.
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load_pack(const T* __restrict__ from, u64 at, u64 length, bool aligned) {
+__device__ __forceinline__ uint4 load(const T* __restrict__ from, u64 at, u64 length, bool aligned) {
+  static_assert(sizeof(Pack<T, N>) == sizeof(uint4));
+  if (aligned && at + N <= length) return *reinterpret_cast<const uint4*>(from + at);
   Pack<T, N> held = {};
-  if (aligned && at + N <= length) {
-    held = *reinterpret_cast<const Pack<T, N>*>(from + at);
-  } else {
 #pragma unroll
-    for (u32 e = 0; e < N; ++e) {
-      if (at + e < length) held.at[e] = from[at + e];
-    }
+  for (u32 e = 0; e < N; ++e) {
+    if (at + e < length) held.at[e] = from[at + e];
   }
-  return held;
+  return reinterpret_cast<const uint4&>(held);
+}
+
+template <class T, int N>
+__device__ __forceinline__ float change(const uint4& value, const uint4& shared, u32 e) {
+  return widen(reinterpret_cast<const Pack<T, N>&>(value).at[e]) - widen(reinterpret_cast<const Pack<T, N>&>(shared).at[e]);
 }
 
 // Inclusive sum over the lanes of a warp.
@@ -51,56 +54,48 @@ __device__ __forceinline__ void residual_find(const T* __restrict__ value, const
                                               const float* __restrict__ threshold, T* __restrict__ kept_values,
                                               u16* __restrict__ kept_places, i32* __restrict__ found, u64 length, u32 room,
                                               u32 aligned) {
-  constexpr u32 PACKS = TILE / (THREADS * N);  // per thread; at most 4, whose counts share one 64-bit word
-  __shared__ u64 warp_counts[WARPS];
+  constexpr u32 PACKS = TILE / (THREADS * N);  // per thread: 2 or 4
+  __shared__ u32 warp_counts[PACKS][WARPS];
   u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u64 first = u64(blockIdx.x) * TILE;
   float least = *threshold;
-  Pack<T, N> held[PACKS], base[PACKS];
+  uint4 held[PACKS], base[PACKS];
 #pragma unroll
   for (u32 p = 0; p < PACKS; ++p) {
     u64 at = first + (p * THREADS + threadIdx.x) * N;
-    held[p] = load_pack<T, N>(value, at, length, aligned);
-    base[p] = load_pack<T, N>(shared, at, length, aligned);
+    held[p] = load<T, N>(value, at, length, aligned);
+    base[p] = load<T, N>(shared, at, length, aligned);
   }
-  u32 chosen[PACKS];
-  u64 counts = 0;  // of pack p in bits 16 p ...: a tile has at most 4096 entries
+  u32 chosen[PACKS], before[PACKS];  // before: entries of the pack in earlier lanes
 #pragma unroll
   for (u32 p = 0; p < PACKS; ++p) {
     chosen[p] = 0;
 #pragma unroll
     for (u32 e = 0; e < N; ++e) {
-      float change = widen(held[p].at[e]) - widen(base[p].at[e]);
-      bool inside = first + (p * THREADS + threadIdx.x) * N + e < length;
-      chosen[p] |= u32(inside && reaches(change, least)) << e;
-      narrow(change, held[p].at[e]);
+      chosen[p] |= u32(reaches(change<T, N>(held[p], base[p], e), least)) << e;
     }
-    counts |= u64(__popc(chosen[p])) << (16 * p);
+    u64 at = first + (p * THREADS + threadIdx.x) * N;
+    if (first + TILE > length) chosen[p] &= at < length ? (1u << min(u64(N), length - at)) - 1 : 0;
+    u32 own = __popc(chosen[p]), sum = warp_scan(own);
+    before[p] = sum - own;
+    if (lane == 31) warp_counts[p][warp] = sum;
   }
-  u64 sum = warp_scan(counts);
-  if (lane == 31) warp_counts[warp] = sum;
   __syncthreads();
-  u64 earlier = sum - counts, totals = 0;
-#pragma unroll
-  for (u32 w = 0; w < WARPS; ++w) {
-    if (w < warp) earlier += warp_counts[w];
-    totals += warp_counts[w];
-  }
   u32 to = 0;
 #pragma unroll
   for (u32 p = 0; p < PACKS; ++p) {
-    u32 place = to + (u32(earlier >> (16 * p)) & 0xffff);
+    u32 place = to + before[p];
 #pragma unroll
-    for (u32 e = 0; e < N; ++e) {
-      if (chosen[p] >> e & 1) {
-        if (place < room) {
-          kept_values[u64(blockIdx.x) * room + place] = held[p].at[e];
-          kept_places[u64(blockIdx.x) * room + place] = u16((p * THREADS + threadIdx.x) * N + e);
-        }
-        ++place;
-      }
+    for (u32 w = 0; w < WARPS; ++w) {
+      if (w < warp) place += warp_counts[p][w];
+      to += warp_counts[p][w];
     }
-    to += u32(totals >> (16 * p)) & 0xffff;
+    // Few are chosen: what they are is read again, from the cache, instead of being kept for all.
+    for (u32 left = chosen[p]; left != 0 && place < room; left &= left - 1, ++place) {
+      u32 at = (p * THREADS + threadIdx.x) * N + __ffs(left) - 1;
+      narrow(widen(value[first + at]) - widen(shared[first + at]), kept_values[u64(blockIdx.x) * room + place]);
+      kept_places[u64(blockIdx.x) * room + place] = u16(at);
+    }
   }
   if (threadIdx.x == 0) found[blockIdx.x] = i32(to);
 }
@@ -108,7 +103,7 @@ __device__ __forceinline__ void residual_find(const T* __restrict__ value, const
 // One block of STARTS_THREADS.
 extern "C" __global__ void __launch_bounds__(STARTS_THREADS)
 residual_starts(const i32* __restrict__ found, i32* __restrict__ starts, i32* __restrict__ status, u32 tiles, u32 capacity) {
-  constexpr u32 EACH = 8;  // tiles of a thread at a time
+  constexpr u32 EACH = 16;  // tiles of a thread at a time
   __shared__ i64 warp_totals[STARTS_THREADS / 32];
   u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   i64 begin = 0;
@@ -160,21 +155,17 @@ __device__ __forceinline__ void residual_move(const T* __restrict__ value, const
   float least = *threshold;
   for (u32 base = 0; base < TILE && to < end; base += 32 * N) {
     u64 at = u64(tile) * TILE + base + lane * N;
-    Pack<T, N> held = load_pack<T, N>(value, at, length, aligned), other = load_pack<T, N>(shared, at, length, aligned);
+    uint4 held = load<T, N>(value, at, length, aligned), other = load<T, N>(shared, at, length, aligned);
     u32 chosen = 0;
 #pragma unroll
-    for (u32 e = 0; e < N; ++e) {
-      float change = widen(held.at[e]) - widen(other.at[e]);
-      chosen |= u32(at + e < length && reaches(change, least)) << e;
-      narrow(change, held.at[e]);
-    }
+    for (u32 e = 0; e < N; ++e) chosen |= u32(at + e < length && reaches(change<T, N>(held, other, e), least)) << e;
     i32 sum = warp_scan(i32(__popc(chosen)));
     i32 place = to + sum - i32(__popc(chosen));
 #pragma unroll
     for (u32 e = 0; e < N; ++e) {
       if (chosen >> e & 1) {
         if (place < end) {
-          values[place] = held.at[e];
+          narrow(change<T, N>(held, other, e), values[place]);
           places[place] = u16(base + lane * N + e);
         }
         ++place;
@@ -192,11 +183,11 @@ __device__ __forceinline__ void residual_decode(const T* __restrict__ shared, co
   __shared__ __align__(16) T tile[TILE];
   u64 first = u64(blockIdx.x) * TILE;
   i32 entry = starts[blockIdx.x] + threadIdx.x, end = starts[blockIdx.x + 1];
+  uint4 held[PACKS];
 #pragma unroll
-  for (u32 p = 0; p < PACKS; ++p) {
-    u32 at = (p * THREADS + threadIdx.x) * N;
-    *reinterpret_cast<Pack<T, N>*>(tile + at) = load_pack<T, N>(shared, first + at, length, aligned);
-  }
+  for (u32 p = 0; p < PACKS; ++p) held[p] = load<T, N>(shared, first + (p * THREADS + threadIdx.x) * N, length, aligned);
+#pragma unroll
+  for (u32 p = 0; p < PACKS; ++p) *reinterpret_cast<uint4*>(tile + (p * THREADS + threadIdx.x) * N) = held[p];
   __syncthreads();
   for (; entry < end; entry += THREADS) {
     u32 at = places[entry];  // each place occurs once
