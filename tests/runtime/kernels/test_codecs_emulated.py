@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_cases import Case, make_ids, make_rows
 from kernel_emulator import EmulatingDriver
 from torch import Tensor
 
 from runtime.kernels import reference, reference_codecs
 from runtime.kernels.codecs import CodecKernels
-from runtime.kernels.launch import worst_case_rows
+from runtime.kernels.driver import Launch
+from runtime.kernels.launch import pointer, u32, worst_case_rows
 from runtime.kernels.reference import Route
 from runtime.kernels.reference_codecs import TILE, ChangeCode, Code
 
@@ -118,6 +120,20 @@ def test_sparse_residual(length: int, dtype: torch.dtype, order: int, compiled_k
             assert torch.equal(found.places[:number].int(), wanted.places[:number].int())
             assert torch.equal(kernels.residual_decode(shared, found), reference_codecs.residual_decode(shared, wanted))
             assert int(found.status[0]) == max(0, int(found.status[1]) - capacity)
+
+
+@pytest.mark.parametrize("order", [0, 1, 3])
+@pytest.mark.parametrize("tiles", [1, 1000, 16 * 1024, 40_000])
+def test_starts_of_many_tiles(tiles: int, order: int, compiled_kernels: Path) -> None:
+    """Of more tiles than the one block counts at a time."""
+    found = torch.randint(TILE + 1, (tiles,), generator=torch.Generator().manual_seed(tiles), dtype=torch.int32)
+    starts, status = torch.empty(tiles + 1, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    capacity, total = TILE * tiles // 3, int(found.sum())
+    arguments = (*map(pointer, (found, starts, status)), u32(tiles), u32(capacity))
+    driver = EmulatingDriver(folder=compiled_kernels, order=order)
+    driver.launch(Launch(stem="residual", kernel="residual_starts", grid=1, block=1024, arguments=arguments), found.device)
+    assert torch.equal(starts, F.pad(found.cumsum(0), (1, 0)).clamp(max=capacity).int())
+    assert status.tolist() == [total - min(total, capacity), total]
 
 
 def test_residual_of_misaligned_and_empty_rows(kernels: CodecKernels) -> None:
