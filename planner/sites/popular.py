@@ -9,7 +9,6 @@ up over layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError
-from hybridep.gating import Gating, gating
+from hybridep.gating import gating
 from hybridep.placement import IntArray
 from hybridep.plan import LayerGroup, Plan, Schedule
 from hybridep.provenance import provenance
@@ -30,10 +29,9 @@ from planner.exchange import Network
 from planner.measured import plans_measured
 from planner.memory import memory_use
 from planner.plans import predict, solver_report
-from planner.sites.bound import prove
 from planner.sites.plans import chosen_table, plan_sites
+from planner.sites.popular_bound import least_s
 from planner.sites.problem import Configuration, SiteProblem, site_problem
-from planner.sites.relaxation import Relaxation
 from planner.sites.room import room_of
 from planner.sites.solution import Wishes
 from planner.sites.strategy import walks_help
@@ -47,8 +45,6 @@ SEARCHED, WALKED = 0.4, 0.8
 """Shares of the time after which tables are found, and walks end; the bound has what is left."""
 AMPLE_S = 60.0
 """With less time walks make fewer moves in proportion."""
-MOST_BOXES = 20_000
-"""Of the proof."""
 
 
 class _Choice(NamedTuple):
@@ -104,7 +100,7 @@ def plans_popular(
         raise InfeasibleError(f"no plan found for experts of this popularity fits the memory of {cluster.name}; raise gpu.memory")
     best = plans[0]
     deadline_s = max(begun, now_s() - WALKED * time_limit_s) + time_limit_s
-    bounds_s = [_step_s(best), least_s(problem, popularity, _step_s(best), deadline_s)]
+    bounds_s = [_step_s(best), least_s(problem, best, deadline_s)]
     bounds_s += [one.solver.bound for one in domains[:1] if one.solver is not None]
     report = solver_report(
         solver=solver,
@@ -117,39 +113,6 @@ def plans_popular(
     )
     rest = [one.model_copy(update={"solver": None}) for one in plans[1:] if one.digest != best.digest]
     return [best.model_copy(update={"solver": report}), *rest][:count]
-
-
-def least_s(problem: SiteProblem, popularity: Sequence[tuple[float, ...]], best_s: float, deadline_s: float) -> float:
-    """No plan takes less, whatever table each layer has, given that one takes ``best_s``. Bounded as if all experts were alike,
-    with no more tokens that need n of them than need the n least popular ones in any layer (``least_hit_share``), and as much
-    memory as any layer may want: others may need less."""
-    roomy = problem.cluster.gpu.model_copy(update={"memory": 1e18})
-    sites = tuple(
-        site.model_copy(update={"gpu": None if site.gpu is None else site.gpu.model_copy(update={"memory": None})})
-        for site in problem.cluster.sites
-    )
-    cluster = problem.cluster.model_copy(update={"gpu": roomy, "sites": sites})
-    of_least = least_hit_share([gating(problem.workload, shares) for shares in popularity])
-    relaxed = replace(problem, cluster=cluster, hit_share=of_least)
-    return prove(Relaxation(problem=relaxed), best_s, max_boxes=MOST_BOXES, deadline_s=deadline_s).bound_s
-
-
-def least_hit_share(layers: Sequence[Gating]) -> float:
-    """The largest share of ``Gating.hit_by_count`` that is no more, for any number of experts, than the probability that a token
-    needs one of the least popular ones, in any of these layers."""
-    even = replace(layers[0], popularity=None).hit_by_count[1:]
-    shares = []
-    for one in layers:
-        if one.capacity is None:
-            # None of n experts is chosen with the largest probability where they have the smallest ones of being drawn.
-            order = np.argsort(one.chosen, kind="stable")
-            member = np.zeros((one.num_experts, one.num_experts), dtype=np.bool_)
-            member[:, order] = np.tri(one.num_experts, dtype=np.bool_)
-            shares.append(float((one.hit(member) / even).min()))
-        else:
-            # Drops differ; any set has at least the tokens of its least chosen expert.
-            shares.append(float((one.chosen * one.kept).min() / even[-1]))
-    return min(1.0, *shares)
 
 
 class _Layer:

@@ -71,8 +71,8 @@ class SiteProblem:
     """Per level; exact ones where left out."""
     most_chunks: int = 1
     """Parts in which tokens may travel: bounds hold for any number up to this, or to the schedule's."""
-    hit_share: float = 1.0
-    """Below 1 for bounds only: where experts are not equally popular, of ``hit`` what holds for any of them."""
+    least_hit: FloatArray | None = None
+    """[E + 1], for bounds only: where experts are not equally popular, the ``hit`` that holds for any n of them."""
 
     @cached_property
     def num_sites(self) -> int:
@@ -165,7 +165,7 @@ class SiteProblem:
     @cached_property
     def hit(self) -> FloatArray:
         """[E + 1]: probability that a token needs at least one of n experts."""
-        return self.hit_share * gating(self.workload).hit_by_count
+        return gating(self.workload).hit_by_count if self.least_hit is None else self.least_hit
 
     @cached_property
     def tokens(self) -> FloatArray:
@@ -235,7 +235,7 @@ class SiteProblem:
     def expert_s_per_choice(self) -> FloatArray:
         """[D]: seconds one rank of a site computes at least for each of n experts that it serves for any rank's tokens, forward.
         For bounds, so what ranks that share processors wait for each other is left out, and so is all that may be hidden."""
-        if self.in_parts or self.hit_share < 1:
+        if self.in_parts or self.least_hit is not None:
             return np.zeros(self.num_sites)
         return float(self.rows_per_choice.min()) * self.compute.expert_s_per_row[:, 0] / self.compute.sharing
 
@@ -248,7 +248,7 @@ class SiteProblem:
     def computed_s(self) -> float:
         """Seconds the last rank computes at least, forward, whoever serves what: all would be done at once. With a capacity,
         popular experts drop more, so nothing where experts are not equally popular."""
-        if self.hit_share < 1:
+        if self.least_hit is not None and gating(self.workload).capacity is not None:
             return 0.0
         rates = self.compute.sharing / self.compute.expert_s_per_row
         return self.num_experts * float(self.rows_per_choice.sum() / rates.sum())

@@ -1,0 +1,108 @@
+"""A bound on the steps of all plans for experts whose popularity was measured, between sites that differ.
+
+Layers add up, so each is bounded by itself, as if all were like it. Bounds are made for experts that are all alike; what holds
+for any n experts of a layer is that tokens need them at least as often as its n least popular ones, which may be next to never.
+So the least popular are left out: whatever a plan does with the others takes no longer without them. How many to leave out is
+tried, in each layer close to what was best in the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hybridep.gating import Gating, gating
+from hybridep.placement import IntArray
+from hybridep.plan import Plan
+from hybridep.traffic import FloatArray
+from planner.clock import now_s
+from planner.cost import step_cost
+from planner.sites.bound import prove
+from planner.sites.problem import SiteProblem
+from planner.sites.relaxation import Relaxation
+
+LEFT_OUT = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+"""Shares of the experts that are tried."""
+TRYING = 0.4
+"""Share of a layer's time, all tries together; the best goes on in the rest."""
+MOST_BOXES = 20_000
+"""Of a layer's proof."""
+
+
+def least_s(problem: SiteProblem, plan: Plan, deadline_s: float) -> float:
+    """No plan for ``plan``'s popularity takes less, whatever table each layer has. Memory limits nothing: layers need different
+    amounts."""
+    roomy = problem.cluster.gpu.model_copy(update={"memory": 1e18})
+    sites = tuple(
+        site.model_copy(update={"gpu": None if site.gpu is None else site.gpu.model_copy(update={"memory": None})})
+        for site in problem.cluster.sites
+    )
+    relaxed = replace(problem, cluster=problem.cluster.model_copy(update={"gpu": roomy, "sites": sites}))
+    bounds_s: list[float] = []
+    layers, tried = plan.popularity, range(len(LEFT_OUT))
+    for number, shares in enumerate(layers):
+        ends_s = now_s() + max(0.0, deadline_s - now_s()) / (len(layers) - number)
+        chosen = gating(problem.workload, shares, problem.cluster)
+        bound_s, best = _layer_s(relaxed, chosen, tried, as_all_s(plan, number), ends_s)
+        bounds_s.append(bound_s)
+        tried = range(max(best - 1, 0), min(best + 2, len(LEFT_OUT)))
+    return float(np.mean(bounds_s))
+
+
+def as_all_s(plan: Plan, layer: int) -> float:
+    """The plan's step if all layers were as this one."""
+    layers = len(plan.popularity)
+    [group] = [one for one in plan.layers if one.first_layer <= layer < one.first_layer + one.num_layers]
+    alike = plan.model_copy(
+        update={
+            "layers": (group.model_copy(update={"first_layer": 0, "num_layers": layers}),),
+            "popularity": (plan.popularity[layer],) * layers,
+            "prediction": None,
+        }
+    )
+    return step_cost(alike).step_s
+
+
+def _layer_s(problem: SiteProblem, chosen: Gating, tried: Sequence[int], best_s: float, deadline_s: float) -> tuple[float, int]:
+    """(bound of steps whose layers are all as the one with these choices, which of ``LEFT_OUT`` it is made with)."""
+    order, began_s = np.argsort(chosen.chosen, kind="stable"), now_s()
+
+    def without_s(which: int, until_s: float) -> float:
+        number = min(round(LEFT_OUT[which] * len(order)), len(order) - problem.workload.model.top_k)
+        return _of_kept_s(problem, chosen, order[number:], best_s, until_s)
+
+    each_s = TRYING * (deadline_s - began_s) / len(tried)
+    found = [(without_s(which, began_s + each_s * place), which) for place, which in enumerate(tried, start=1)]
+    bound_s, best = max(found)
+    return max(bound_s, without_s(best, deadline_s)), best
+
+
+def _of_kept_s(problem: SiteProblem, chosen: Gating, kept: IntArray, best_s: float, deadline_s: float) -> float:
+    """With no other experts than ``kept``, the least popular first."""
+    model = problem.workload.model.model_copy(update={"num_experts": len(kept)})
+    fewer = replace(
+        problem,
+        workload=problem.workload.model_copy(update={"model": model}),
+        home=problem.home[np.sort(kept)],
+        least_hit=least_hit(chosen, kept),
+    )
+    return prove(Relaxation(problem=fewer), best_s, max_boxes=MOST_BOXES, deadline_s=deadline_s).bound_s
+
+
+def least_hit(chosen: Gating, kept: IntArray) -> FloatArray:
+    """[len(kept) + 1], concave: no more than the probability that a token needs at least one of any n of the experts ``kept``,
+    the least popular first."""
+    if chosen.capacity is None:
+        # None of n experts is chosen with the largest probability where they have the smallest ones of being drawn.
+        member = np.zeros((len(kept), chosen.num_experts), dtype=np.bool_)
+        member[:, kept] = np.tri(len(kept), dtype=np.bool_)
+        least = np.asarray(chosen.hit(member))
+    else:
+        # Drops differ; any set has at least the tokens of its least chosen expert.
+        least = np.full(len(kept), float((chosen.chosen * chosen.kept)[kept].min()))
+    number = np.arange(1, len(kept) + 1)
+    # The highest line through zero below it as far as n, and from there on no steeper than before.
+    below = number * np.minimum.accumulate(least / number)
+    return np.concatenate(([0.0], np.cumsum(np.minimum.accumulate(np.diff(below, prepend=0.0)))))
