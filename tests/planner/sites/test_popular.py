@@ -20,10 +20,12 @@ from hybridep.workload import DropPolicy, Workload
 from planner.cost import step_cost
 from planner.measured import plans_measured
 from planner.memory import memory_use
+from planner.sites.bound import Proof, prove
 from planner.sites.plans import table_plan
 from planner.sites.popular import exchanged, plans_popular
 from planner.sites.popular_bound import LEFT_OUT, as_all_s, least_hit, least_s
 from planner.sites.problem import SiteProblem, site_problem
+from planner.sites.relaxation import Relaxation
 
 Shares = tuple[tuple[float, ...], ...]
 
@@ -67,6 +69,10 @@ def test_no_set_of_experts_is_needed_by_fewer_tokens(drops: dict[str, object]) -
             assert (least[size] <= hit * (1 + 1e-9)).all()
             closest = min(closest, float((hit / least[size]).min()))
         assert drops or closest == pytest.approx(1.0)
+        # As high as a line through the least popular one allows.
+        coldest = one.hit(np.array([[expert in kept[:size] for expert in range(8)] for size in number]))
+        under = np.logical_and.accumulate(number * least[1] <= coldest * (1 + 1e-9))
+        assert least[1:][under] == pytest.approx((number * least[1])[under])
     alike = gating(workload_of(0, 8, 1), (1 / 8,) * 8)
     assert least_hit(alike, np.arange(8)) == pytest.approx(gating(workload_of(0, 8, 1)).hit_by_count, abs=1e-6)
 
@@ -146,6 +152,28 @@ def test_a_bound_as_if_all_were_alike_lies(monkeypatch: pytest.MonkeyPatch) -> N
 def even_hit(chosen: Gating, kept: IntArray) -> FloatArray:
     """As if all experts that are kept were as popular as all are on average."""
     return replace(chosen, popularity=None).hit_by_count[: len(kept) + 1]
+
+
+def test_each_layer_is_bounded_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its least popular experts, the others where they are."""
+    problem = site_problem(uneven_cluster(np.random.default_rng(2), 3, 1), workload_of(2, 8, 2))
+    both = skewed(2, 2, 8, 2)
+    bounded: list[SiteProblem] = []
+
+    def remember(relaxation: Relaxation, best_s: float, **limits: object) -> Proof:
+        bounded.append(relaxation.problem)
+        return prove(relaxation, best_s, max_boxes=50)
+
+    monkeypatch.setattr("planner.sites.popular_bound.prove", remember)
+    monkeypatch.setattr("planner.sites.popular_bound.LEFT_OUT", (0.4,))
+    plan = bad_plan(problem, both)
+    alone = [least_s(problem, plan.model_copy(update={"popularity": (shares,) * 2}), np.inf) for shares in both]
+    bounded.clear()
+    assert least_s(problem, plan, np.inf) == pytest.approx(np.mean(alone), rel=1e-9)
+    assert np.ptp(alone) > 0.01 * np.mean(alone)
+    for shares, one in zip(both, bounded[::2], strict=True):
+        kept = np.sort(np.argsort(shares)[3:])
+        assert one.home.tolist() == problem.home[kept].tolist() and one.num_experts == 5
 
 
 def test_leaving_the_least_popular_out_proves_more() -> None:
