@@ -87,6 +87,7 @@ def test_popular_experts(tmp_path: Path) -> None:
         pytest.param("link-use", {"exchanges.csv": 5, "steps.csv": 2}, marks=pytest.mark.slow),
         pytest.param("copies-ahead", {"ahead.csv": 1}, marks=pytest.mark.slow),
         pytest.param("tokens-in-parts", {"parts.csv": 1}, marks=pytest.mark.slow),
+        pytest.param("gpu-choice", {"rows.csv": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_in_the_lab(claim: str, tables: dict[str, int], tmp_path: Path) -> None:
