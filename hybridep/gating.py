@@ -119,14 +119,14 @@ class Gating:
         if not len(member):
             return np.zeros(0)
         # Ranks of one domain ask for the same sets.
-        sets, where = np.unique(np.packbits(member, axis=1), axis=0, return_inverse=True)
-        different = np.unpackbits(sets, axis=1, count=self.num_experts).astype(bool)
+        first, where = _different(np.packbits(member, axis=1))
+        different = member[first]
         missed = np.zeros(len(different))
         for kept in self.kept_along:
             picked = np.where(different, self._drawn * (1 - kept), self._drawn)
             missed += _number_drawn(self._drawn, picked, self.top_k)[:, self.top_k] / len(self.kept_along)
         all_drawn = _number_drawn(self._drawn, self._drawn[None, :], self.top_k)[0, self.top_k]
-        return np.asarray(1.0 - missed / all_drawn)[where.reshape(-1)]
+        return np.asarray(1.0 - missed / all_drawn)[where]
 
     @cached_property
     def _drawn(self) -> FloatArray:
@@ -141,6 +141,15 @@ class Gating:
                 break
             odds = odds * (wanted / (1 - wanted)) / (found / (1 - found))
         return np.asarray(odds / (1 + odds))
+
+
+def _different(rows: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(where each different row occurs first; which of these each of the rows [N, bytes] is)."""
+    # As numbers, or compared as a whole: numpy's own way compares byte by byte.
+    whole = np.ascontiguousarray(np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8))))
+    keys = whole.view(np.uint64 if whole.shape[1] == 8 else np.dtype((np.void, whole.shape[1])))
+    _, first, where = np.unique(keys.ravel(), return_index=True, return_inverse=True)
+    return first, where
 
 
 def _number_drawn(drawn: FloatArray, picked: FloatArray, most: int) -> FloatArray:

@@ -25,6 +25,8 @@ FloatArray = NDArray[np.float64]
 
 COUNT_BYTES = 8
 """Before each dispatch hop a rank tells each possible destination how many rows follow (one int64)."""
+_EVERYWHERE = 32
+"""Up to so many places for each expert of each rank, all places are counted: beyond that sorting is faster."""
 
 
 class Op(Enum):
@@ -131,8 +133,15 @@ def _visits(gating: Gating, sequences: FloatArray, place: IntArray, num_places: 
     """(ranks, places, rows): how many tokens of each rank, with so many ``sequences`` [G], are expected to visit each place;
     ``place`` [G, E] is where each rank's tokens find each expert."""
     keys = np.arange(len(place))[:, None] * num_places + place
-    # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
-    found, where, served = np.unique(keys, return_inverse=True, return_counts=True)
+    if (most := len(place) * num_places) <= _EVERYWHERE * keys.size:
+        counts = np.bincount(keys.ravel(), minlength=most)
+        found = np.flatnonzero(counts)
+        served, number = counts[found], np.empty(most, dtype=np.int64)
+        number[found] = np.arange(found.size)
+        where = number[keys]
+    else:
+        # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
+        found, where, served = np.unique(keys, return_inverse=True, return_counts=True)
     if gating.popularity is None:
         hit = gating.hit_by_count[served]
     else:
