@@ -17,9 +17,7 @@ from typing import Any
 import torch
 import yaml
 
-from hybridep.commands.lab_settings import Bench, Setting, enter_lab, measure_all, rows_of, write_rows
-from hybridep.config import build
-from hybridep.workload import Workload
+from hybridep.commands.lab_settings import Bench, enter_lab, measure_all, rows_of, setting_of, write_rows
 
 HERE = Path(__file__).resolve().parent
 MOST_BEHIND = 0.03
@@ -40,7 +38,7 @@ def main() -> int:
     folder = given.results.resolve() / ("smoke" if given.smoke else "unshaped" if given.unshaped else "full")
     times = {"steps": config["steps"], "untimed": config["untimed"], "probe_s": config["seconds"]}
     bench = Bench(cluster=str(HERE / "cluster.yaml"), folder=folder, **times)
-    settings = [setting_of(config, name, fields) for name, fields in config["settings"].items()]
+    settings = [setting_of(config["model"], name, fields) for name, fields in config["settings"].items()]
     if given.inside or given.unshaped:
         measure_all(bench, settings, shaped=not given.unshaped)
         if given.inside:
@@ -50,13 +48,6 @@ def main() -> int:
     rows = rows_of(bench, settings)
     write_rows(folder, rows)
     return 0 if given.smoke else summarise(rows)
-
-
-def setting_of(config: dict[str, Any], name: str, fields: dict[str, Any]) -> Setting:
-    training = dict(fields)
-    rate = training.pop("rate")
-    model = {**config["model"], "expert_ffn_size": training.pop("expert_ffn_size")}
-    return Setting(name=name, rate=rate, workload=build(Workload, {"name": name, "model": model, "training": training}, name))
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> int:

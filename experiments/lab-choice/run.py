@@ -17,9 +17,7 @@ from typing import Any
 
 import yaml
 
-from hybridep.commands.lab_settings import Bench, Setting, enter_lab, measure_all, rows_of, write_rows
-from hybridep.config import build
-from hybridep.workload import Workload
+from hybridep.commands.lab_settings import Bench, enter_lab, measure_all, rows_of, setting_of, write_rows
 
 HERE = Path(__file__).resolve().parent
 BASELINES = {"EP": (1, 1), "EP shared inside": (1, 2), "EP in DC": (4, 1), "full gather": (4, 2)}
@@ -40,7 +38,9 @@ def main() -> int:
     sweeps = config["sweeps"]
     folder = given.results.resolve() / ("smoke" if given.smoke else "full")
     bench = Bench(cluster=config["cluster"], steps=config["steps"], probe_s=config["seconds"], folder=folder)
-    settings = [setting_of(config, name, fields) for sweep in given.sweeps or sweeps for name, fields in sweeps[sweep].items()]
+    settings = [
+        setting_of(config["model"], name, fields) for sweep in given.sweeps or sweeps for name, fields in sweeps[sweep].items()
+    ]
     if given.inside:
         measure_all(bench, settings)
         return 0
@@ -50,14 +50,6 @@ def main() -> int:
         return code or 1
     write_rows(folder, rows)
     return 0 if given.smoke else summarise(rows)
-
-
-def setting_of(config: dict[str, Any], name: str, fields: dict[str, Any]) -> Setting:
-    training = dict(fields)
-    rate = training.pop("rate")
-    model = {**config["model"], "expert_ffn_size": training.pop("expert_ffn_size")}
-    workload = build(Workload, {"name": name, "model": model, "training": training}, "config.yaml")
-    return Setting(name=name, rate=rate, workload=workload)
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> int:

@@ -53,6 +53,14 @@ class Setting:
     """By level name."""
 
 
+def setting_of(model: Mapping[str, Any], name: str, fields: Mapping[str, Any]) -> Setting:
+    """From a configuration: ``fields`` are the rate, the experts' size and those of training, ``model`` all else of the model."""
+    training = dict(fields)
+    rate, size = training.pop("rate"), training.pop("expert_ffn_size")
+    workload = build(Workload, {"name": name, "model": {**model, "expert_ffn_size": size}, "training": training}, name)
+    return Setting(name=name, rate=rate, workload=workload)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """Where and how settings are measured."""
