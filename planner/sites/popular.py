@@ -9,6 +9,7 @@ up over layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
@@ -25,10 +26,12 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import now_s
 from planner.cost import block_times, layer_coding, layer_cost, layer_traffic
+from planner.domains import all_choices
 from planner.exchange import Network
 from planner.measured import plans_measured
 from planner.memory import memory_use
 from planner.plans import predict, solver_report
+from planner.problem import MAX_COPY_STEPS
 from planner.sites.plans import chosen_table, plan_sites
 from planner.sites.popular_bound import least_s
 from planner.sites.problem import Configuration, SiteProblem, site_problem
@@ -45,6 +48,10 @@ SEARCHED, WALKED = 0.4, 0.8
 """Shares of the time after which tables are found, and walks end; the bound has what is left."""
 AMPLE_S = 60.0
 """With less time walks make fewer moves in proportion."""
+DOMAINS = 0.4
+"""Equal domains are planned, too, where that takes no more than this share of the time."""
+DOMAINS_S = 1e-6
+"""Roughly, of one configuration in one layer, for each rank and expert."""
 
 
 class _Choice(NamedTuple):
@@ -67,15 +74,16 @@ def plans_popular(
     time_limit_s: float = 60.0,
 ) -> list[Plan]:
     """At most ``count`` plans, the fastest first, for experts of this ``popularity`` ([layers][E] shares): tables, or equal
-    domains, chosen for each MoE layer anew, and others that are alike in all layers, without a solver's report. The bound of the
-    first holds for any tables, of each layer by itself. Raises what ``plan_sites`` raises."""
+    domains if there is time for them, chosen for each MoE layer anew, and others that are alike in all layers, without a solver's
+    report. The bound of the first holds for any tables, of each layer by itself. Raises what ``plan_sites`` raises."""
     started = now_s()
     schedule = schedule or Schedule()
-    try:
-        domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
-    except InfeasibleError:
-        domains = []
-    domains_s = now_s() - started
+    domains: list[Plan] = []
+    # Follows from the limit, not from the clock, so that two runs do the same.
+    if domains_s(cluster, workload) <= DOMAINS * time_limit_s:
+        with suppress(InfeasibleError):
+            domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
+    spent_s = now_s() - started
     found = plan_sites(
         cluster,
         workload,
@@ -85,7 +93,7 @@ def plans_popular(
         wishes=Wishes(time_limit_s=SEARCHED * time_limit_s, keep=TABLES),
     )
     # What was compiled meanwhile counts to no limit; and how many moves walks have follows from the limit, not from what is left.
-    begun = now_s() - SEARCHED * time_limit_s - domains_s
+    begun = now_s() - SEARCHED * time_limit_s - spent_s
     problem = site_problem(cluster, workload, schedule, codecs=codecs)
     choices = [_Choice(*known) for one in found if (known := chosen_table(one)) is not None]
     layers = [_Layer(problem, layer, shares) for layer, shares in enumerate(popularity)]
@@ -113,6 +121,13 @@ def plans_popular(
     )
     rest = [one.model_copy(update={"solver": None}) for one in plans[1:] if one.digest != best.digest]
     return [best.model_copy(update={"solver": report}), *rest][:count]
+
+
+def domains_s(cluster: Cluster, workload: Workload) -> float:
+    """About how long ``plans_measured`` takes."""
+    model = workload.model
+    number = 2 * len(all_choices(cluster, model.num_experts, MAX_COPY_STEPS))
+    return DOMAINS_S * number * model.num_moe_layers * cluster.num_gpus * model.num_experts
 
 
 class _Layer:

@@ -155,7 +155,7 @@ def even_hit(chosen: Gating, kept: IntArray) -> FloatArray:
 
 
 def test_each_layer_is_bounded_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its least popular experts, the others where they are."""
+    """Without its least popular experts, the others where they are; all together come first."""
     problem = site_problem(uneven_cluster(np.random.default_rng(2), 3, 1), workload_of(2, 8, 2))
     both = skewed(2, 2, 8, 2)
     bounded: list[SiteProblem] = []
@@ -171,7 +171,7 @@ def test_each_layer_is_bounded_by_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     bounded.clear()
     assert least_s(problem, plan, np.inf) == pytest.approx(np.mean(alone), rel=1e-9)
     assert np.ptp(alone) > 0.001 * np.mean(alone)
-    for shares, one in zip(both, bounded[::2], strict=True):
+    for shares, one in zip(both, bounded[1::2], strict=True):
         kept = np.sort(np.argsort(shares)[3:])
         assert one.home.tolist() == problem.home[kept].tolist() and one.num_experts == 5
 
@@ -211,6 +211,17 @@ def test_layers_choose_by_themselves_and_never_worse_than_equal_domains() -> Non
     assert found[0].solver is not None and not any(one.solver for one in found[1:])
     assert found[0].digest == planner.plan(cluster, work, popularity=popularity, time_limit_s=LIMIT_S).digest
     planner.check(found[0])
+
+
+def test_equal_domains_are_left_out_where_they_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, work = uneven_cluster(np.random.default_rng(3), 3, 1), workload_of(3, 6, 2)
+    tried = []
+    monkeypatch.setattr("planner.sites.popular.plans_measured", lambda *_, **__: tried.append(1) or [])
+    for per_s, expected in ((1e-12, [1]), (1.0, [1])):
+        monkeypatch.setattr("planner.sites.popular.DOMAINS_S", per_s)
+        [made] = plans_popular(cluster, work, skewed(4, 2, 6, 2), time_limit_s=1)
+        assert tried == expected
+        planner.check(made)
 
 
 def test_with_tokens_in_parts_too() -> None:
