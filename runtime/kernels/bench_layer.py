@@ -117,7 +117,7 @@ class Form:
 
 
 def forms(data: LayerData) -> dict[str, Form]:
-    """All forms that can run here, by name; ``compiled`` ones take seconds at their first run."""
+    """All forms that can run here, by name; on a device compiled, too, which takes seconds at the first run."""
     found = {
         "kernels": Form(forward=partial(with_kernels, data), leaves=data.leaves),
         "plain torch": Form(forward=partial(in_plain_torch, data), leaves=data.leaves),
@@ -127,8 +127,9 @@ def forms(data: LayerData) -> dict[str, Form]:
         from runtime.kernels.bench_torchtitan import torchtitan_form
 
         found["torchtitan"] = torchtitan_form(data)
-    compiled = {f"{name}, compiled": replace(form, forward=torch.compile(form.forward)) for name, form in found.items()}
-    return found | compiled
+    if data.x.is_cuda:
+        found |= {f"{name}, compiled": replace(form, forward=torch.compile(form.forward)) for name, form in found.items()}
+    return found
 
 
 def parts(data: LayerData) -> Iterator[tuple[str, Callable[[], object]]]:
