@@ -74,13 +74,14 @@ def plans_popular(
     time_limit_s: float = 60.0,
 ) -> list[Plan]:
     """At most ``count`` plans, the fastest first, for experts of this ``popularity`` ([layers][E] shares): tables, or equal
-    domains if there is time for them, chosen for each MoE layer anew, and others that are alike in all layers, without a solver's
+    domains if there is time for them or no table fits, chosen for each MoE layer anew, and others that are alike in all layers, without a solver's
     report. The bound of the first holds for any tables, of each layer by itself. Raises what ``plan_sites`` raises."""
     started = now_s()
     schedule = schedule or Schedule()
     domains: list[Plan] = []
     # Follows from the limit, not from the clock, so that two runs do the same.
-    if domains_s(cluster, workload) <= DOMAINS * time_limit_s:
+    in_time = domains_s(cluster, workload) <= DOMAINS * time_limit_s
+    if in_time:
         with suppress(InfeasibleError):
             domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
     spent_s = now_s() - started
@@ -102,6 +103,8 @@ def plans_popular(
         made = _plan(layers, variant)
         if len(fitting) < count and made.digest not in {one.digest for one in fitting} and memory_use(made).fits:
             fitting.append(made.model_copy(update={"prediction": predict(made)}))
+    if not fitting and not in_time:
+        domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
     plans = sorted((*domains, *fitting), key=_step_s)
     if not plans:
         # As if all experts were alike they fit; where popular ones are, they do not.

@@ -56,6 +56,15 @@ def test_hits_are_the_sum_over_all_sets(rng: np.random.Generator) -> None:
         assert hit == pytest.approx(met / sum(weights), abs=1e-9)
 
 
+@pytest.mark.parametrize("num_experts", [7, 64, 65, 256])
+def test_sets_that_occur_often_are_told_apart(num_experts: int, rng: np.random.Generator) -> None:
+    """However many bytes their members take."""
+    gating = gate(num_experts=num_experts, popularity=skewed(num_experts, 0.5))
+    members = (rng.random((6, num_experts)) < 0.4)[rng.integers(6, size=40)]
+    alone = [float(gating.hit(member[None])[0]) for member in members]
+    assert gating.hit(members).tolist() == alone and len(set(alone)) > 3
+
+
 def test_large_skewed_gates_are_solved() -> None:
     """256 experts, top-8, the hottest in nearly every token, some never seen."""
     share = np.arange(1, 257) ** -1.1

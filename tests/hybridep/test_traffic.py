@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from math import comb
 
@@ -107,6 +108,19 @@ def test_expected_rows_are_the_mean_of_sampled_ones(
     copies = served_copies(placed, even(placed, tokens, top_k))
     sampled_copies = served_copies(placed, even(placed, tokens, top_k), routing)
     assert np.abs(copies - sampled_copies).max() <= 5 * np.sqrt(tokens * placed.num_gpus) / 2
+
+
+@pytest.mark.parametrize(("sizes", "choices"), CASES)
+@pytest.mark.parametrize("popular", [False, True])
+def test_rows_are_the_same_however_places_are_counted(
+    sizes: tuple[int, ...], choices: dict[str, LevelChoice], popular: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = place(cluster(*sizes), 12, choices)
+    shares = tuple(np.arange(1, 13) / 78) if popular else None
+    chosen = replace(even(placed, 100, 3), popularity=shares)
+    counted = [rows.tolist() for rows in expected_rows(placed, chosen)]
+    monkeypatch.setattr("hybridep.traffic._EVERYWHERE", 0)
+    assert [rows.tolist() for rows in expected_rows(placed, chosen)] == counted
 
 
 @pytest.mark.parametrize(("sizes", "choices"), CASES)

@@ -213,15 +213,24 @@ def test_layers_choose_by_themselves_and_never_worse_than_equal_domains() -> Non
     planner.check(found[0])
 
 
-def test_equal_domains_are_left_out_where_they_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("per_s", "times"), [(1e-12, 1), (1.0, 0)])
+def test_equal_domains_are_left_out_where_they_take_too_long(per_s: float, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, work = uneven_cluster(np.random.default_rng(3), 3, 1), workload_of(3, 6, 2)
-    tried = []
-    monkeypatch.setattr("planner.sites.popular.plans_measured", lambda *_, **__: tried.append(1) or [])
-    for per_s, expected in ((1e-12, [1]), (1.0, [1])):
-        monkeypatch.setattr("planner.sites.popular.DOMAINS_S", per_s)
-        [made] = plans_popular(cluster, work, skewed(4, 2, 6, 2), time_limit_s=1)
-        assert tried == expected
-        planner.check(made)
+    popularity, planned = skewed(4, 2, 6, 2), []
+
+    def count(*given: object, **named: object) -> list[Plan]:
+        planned.append(plans_measured(*given, **named))  # type: ignore[arg-type]
+        return planned[-1]
+
+    monkeypatch.setattr("planner.sites.popular.plans_measured", count)
+    monkeypatch.setattr("planner.sites.popular.DOMAINS_S", per_s)
+    [made] = plans_popular(cluster, work, popularity, time_limit_s=1)
+    assert len(planned) == times
+    planner.check(made)
+    # Where no table fits there is nothing else.
+    monkeypatch.setattr("planner.sites.popular._variants", lambda *_: [])
+    [made] = plans_popular(cluster, work, popularity, time_limit_s=1)
+    assert made.digest == planned[-1][0].digest and len(planned) == times + 1
 
 
 def test_with_tokens_in_parts_too() -> None:
