@@ -74,8 +74,9 @@ def plans_popular(
     time_limit_s: float = 60.0,
 ) -> list[Plan]:
     """At most ``count`` plans, the fastest first, for experts of this ``popularity`` ([layers][E] shares): tables, or equal
-    domains if there is time for them or no table fits, chosen for each MoE layer anew, and others that are alike in all layers, without a solver's
-    report. The bound of the first holds for any tables, of each layer by itself. Raises what ``plan_sites`` raises."""
+    domains if there is time for them or no table fits, chosen for each MoE layer anew, and others that are alike in all layers,
+    without a solver's report. The bound of the first holds for any tables, of each layer by itself. Raises what ``plan_sites``
+    raises."""
     started = now_s()
     schedule = schedule or Schedule()
     domains: list[Plan] = []
