@@ -266,12 +266,7 @@ class Plan(Strict):
 
     def require(self, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
         """Raises PlanMismatchError when the plan was made for another cluster or workload."""
-        differences = []
-        for name, mine, other in (("cluster", self.cluster, cluster), ("workload", self.workload, workload)):
-            if other is not None:
-                differences += _differences(name, mine.model_dump(mode="json"), other.model_dump(mode="json"))
-        if differences:
-            raise PlanMismatchError(where, differences)
+        require_same(self.cluster, self.workload, cluster, workload, where)
 
     def with_popularity(self, popularity: tuple[tuple[float, ...], ...]) -> Plan:
         """The same decisions with experts chosen as measured: partial migration then copies the most popular. What was predicted
@@ -315,6 +310,16 @@ def _check_popularity(popularity: tuple[tuple[float, ...], ...], workload: Workl
                 f"popularity.{layer}: shares must be at least 0, add up to 1, and be at most 1 / top_k, since a token "
                 "chooses an expert once"
             )
+
+
+def require_same(mine: Cluster, my_workload: Workload, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
+    """Raises PlanMismatchError, which names what differs, when a plan for the first two is used with others."""
+    found: list[str] = []
+    for name, one, other in (("cluster", mine, cluster), ("workload", my_workload, workload)):
+        if other is not None:
+            found += _differences(name, one.model_dump(mode="json"), other.model_dump(mode="json"))
+    if found:
+        raise PlanMismatchError(where, found)
 
 
 def _differences(prefix: str, mine: Any, other: Any) -> list[str]:

@@ -5,7 +5,7 @@ Ranks are numbered by location ``(x_0 .. x_{L-1})`` in mixed radix over the leve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import permutations, product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ModelWrapValidatorHandler, model_validator
 from scipy.sparse import csr_array
 
+from hybridep.config import build
 from hybridep.gpus import Gpu
 from hybridep.pods import expanded
 from hybridep.sites import ClusterFile, Level, PairLink, Site
@@ -302,3 +303,27 @@ class Cluster(ClusterFile):
         for offset, (src, dst) in enumerate(permutations(range(self.sizes[0]), 2) if self.links else ()):
             join(f"exit of {self.site_name(src)}", f"entry of {self.site_name(dst)}", self._first_link[-1] + offset)
         return graph
+
+
+def only_sites(cluster: Cluster, sites: Collection[str]) -> Cluster:
+    """These sites of a cluster, in its order and by their names, and what joins them."""
+    data = data_with_sites(cluster)
+    data["sites"] = [each for each in data["sites"] if each["name"] in sites]
+    data["levels"][0]["size"] = len(data["sites"])
+    data["links"] = [each for each in data["links"] if each["src"] in sites and each["dst"] in sites]
+    for trunk in data["trunks"]:
+        trunk["carries"] = {pair: part for pair, part in trunk["carries"].items() if set(pair.split(" -> ")) <= set(sites)}
+    data["trunks"] = [trunk for trunk in data["trunks"] if trunk["carries"]]
+    return build(Cluster, data, cluster.name)
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """As a file holds it."""
+    return cluster.model_dump(mode="json", exclude_none=True)
+
+
+def data_with_sites(cluster: Cluster) -> dict[str, Any]:
+    """The same with all sites by name, also where the file has none."""
+    data = cluster_data(cluster)
+    data["sites"] = data["sites"] or [{"name": cluster.site_name(site)} for site in range(cluster.sizes[0])]
+    return data

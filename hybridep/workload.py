@@ -54,6 +54,17 @@ class Dtype(Enum):
         return {Dtype.FP64: 16, Dtype.FP32: 8, Dtype.BF16: 12}[self]
 
 
+class Part(Strict):
+    """Which of a whole model's layers a pipeline stage has. The first stage has the embedding, too, the last one the final norm
+    and the output projection."""
+
+    first_layer: int = Field(ge=0)
+    first_moe_layer: int = Field(ge=0)
+    """MoE layers before its own."""
+    of_layers: int = Field(ge=1)
+    """Layers of the whole model."""
+
+
 class Model(Strict):
     """A decoder-only transformer whose feed-forward parts are MoE blocks (all but the first ``num_dense_layers``)."""
 
@@ -82,6 +93,8 @@ class Model(Strict):
     absent: dropless. Megatron-Core applies the same formula to all tokens of a rank; a sequence by itself is the same under any
     plan, micro-batch size and number of ranks."""
     token_drop_policy: DropPolicy = DropPolicy.PROBS
+    part: Part | None = None
+    """Set where this is no whole model but a pipeline stage's part of one; layers are counted from its first one."""
     pad_expert_input_to_capacity: bool = False
     """Experts compute their full capacity, rows of zeros where no token came, so that shapes and times are fixed. Padding is
     added where the expert is computed: it costs computation, no bytes on the links."""
@@ -100,7 +113,19 @@ class Model(Strict):
             raise ValueError("pad_expert_input_to_capacity: needs a capacity_factor")
         if self.num_dense_layers and not self.dense_ffn_size:
             raise ValueError("dense_ffn_size: is missing though num_dense_layers is set")
+        if self.part is not None and self.part.first_layer + self.num_layers > self.part.of_layers:
+            raise ValueError(f"part: {self.num_layers} layers from {self.part.first_layer} on exceed {self.part.of_layers}")
         return self
+
+    @property
+    def has_embedding(self) -> bool:
+        """Its tokens come as numbers, not as hidden vectors from the stage before."""
+        return self.part is None or self.part.first_layer == 0
+
+    @property
+    def has_head(self) -> bool:
+        """It ends in the final norm and the output projection."""
+        return self.part is None or self.part.first_layer + self.num_layers == self.part.of_layers
 
     @property
     def num_moe_layers(self) -> int:
@@ -133,11 +158,12 @@ class Model(Strict):
     @property
     def dense_params(self) -> int:
         """Parameters outside the experts, replicated on every rank: embeddings, attention, gates, shared experts, norms."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        ends = 1 if self.tie_embeddings else self.has_embedding + self.has_head
+        embeddings = self.vocab_size * self.hidden_size * ends
         per_layer = self.attention_block_params + 2 * self.hidden_size
         moe = self.num_moe_layers * (self.num_experts * self.hidden_size + self.shared_params)
         dense = self.num_dense_layers * self.ffn.num_matrices * self.hidden_size * self.dense_ffn_size
-        return embeddings + self.num_layers * per_layer + moe + dense + self.hidden_size
+        return embeddings + self.num_layers * per_layer + moe + dense + self.hidden_size * self.has_head
 
     @property
     def total_params(self) -> int:
@@ -221,4 +247,5 @@ class Workload(Strict):
         model, length = self.model, self.training.sequence_length
         dense = model.attention_block_params + model.ffn.num_matrices * model.hidden_size * model.dense_ffn_size
         per_token = model.num_dense_layers * (2 * dense + 2 * length * model.attention_width)
-        return float(self.training.tokens * (per_token + 2 * model.vocab_size * model.hidden_size))
+        projection = 2 * model.vocab_size * model.hidden_size * model.has_head
+        return float(self.training.tokens * (per_token + projection))

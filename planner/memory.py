@@ -190,7 +190,8 @@ def fixed_passing_bytes(workload: Workload, share: FloatArray, largest_reduction
 
 def head_bytes(workload: Workload) -> float:
     """Of a rank with the mean number of tokens: log-probabilities, their gradient and the logits', in fp32 at least."""
-    return float(workload.training.tokens * workload.model.vocab_size * 3 * max(workload.training.dtype.num_bytes, 4))
+    logits = workload.training.tokens * workload.model.vocab_size * workload.model.has_head
+    return float(logits * 3 * max(workload.training.dtype.num_bytes, 4))
 
 
 def fixed_memory(
@@ -310,8 +311,9 @@ def arriving_bytes(placement: Placement, traffic: Traffic, op: Op) -> FloatArray
     return np.asarray(sum(coming, start=np.zeros(placement.num_gpus)))
 
 
-def memory_use(plan: Plan) -> MemoryUse:
-    """Of any plan, whoever made it."""
+def memory_use(plan: Plan, in_flight: int = 1, beside_bytes: float = 0.0) -> MemoryUse:
+    """Of any plan, whoever made it; as a pipeline's stage with the activations of so many micro-batches ``in_flight``, and
+    ``beside_bytes`` of each rank for what passes between stages."""
     groups = []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
@@ -321,6 +323,9 @@ def memory_use(plan: Plan) -> MemoryUse:
         )
         groups.append((num_layers, memory))
     fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs)
+    fixed.lasting[ACTIVATIONS] = fixed.lasting[ACTIVATIONS] * in_flight + beside_bytes
+    for _, memory in groups:
+        memory.lasting[ACTIVATIONS] = memory.lasting[ACTIVATIONS] * in_flight
     return total_memory(plan.cluster, fixed, groups)
 
 

@@ -107,12 +107,65 @@ def staggered_s(plan: Plan, cost: StepCost) -> float:
     return min(max(_Walk(plan).step_s(), cost.bound_s), cost.step_s)
 
 
+class PassTimes(NamedTuple):
+    """What one pipeline stage takes by itself, each until its last rank is done."""
+
+    gather_s: float
+    """For copies of a step, as far as they show in the first forward."""
+    forward_s: float
+    """Of one micro-batch."""
+    backward_s: float
+    return_s: float
+    """For copies' gradients of a step, as far as they show in the last backward."""
+    after_s: float
+    """Dense gradients and optimizer."""
+
+    def busy_s(self, micro_batches: int) -> float:
+        """All of a step, without a pause."""
+        return self.gather_s + micro_batches * (self.forward_s + self.backward_s) + self.return_s + self.after_s
+
+
+def pass_times(plan: Plan) -> PassTimes:
+    """Of a plan without copies that set out ahead of their blocks (ValueError)."""
+    if plan.schedule.prefetch:
+        raise ValueError("stages do not let copies set out ahead of their blocks")
+    return _Walk(plan).pass_times()
+
+
 class _Walk:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._compute = plan, compute_of_ranks(plan.cluster, plan.workload)
         self._pre_expert_s = self._compute.pre_expert_s + self._compute.overhead_s
         self._network = Network(cluster=plan.cluster, streams=plan.schedule.streams)
         self._groups = [(layers.num_layers, self._layer(layers)) for layers in plan.placed]
+
+    def pass_times(self) -> PassTimes:
+        plan, compute = self._plan, self._compute
+        start_s = np.zeros(plan.cluster.num_gpus)
+        head_s = compute.head_s + compute.pass_overhead_s
+
+        def forward(*, is_first: bool) -> FloatArray:
+            ready_s = start_s
+            for count, layer in self._groups:
+                ready_s = _repeated(count, ready_s, partial(self._forward, layer, is_first=is_first))
+            return ready_s + head_s
+
+        def backward(ready_s: FloatArray, *, is_last: bool) -> FloatArray:
+            ready_s = ready_s + 2 * head_s
+            for count, layer in reversed(self._groups):
+                ready_s = _repeated(count, ready_s, partial(self._backward, layer, is_last=is_last))
+            return ready_s
+
+        forward_s = float((there := forward(is_first=False)).max())
+        backward_s = float((done := backward(there, is_last=False)).max()) - forward_s
+        last_s = float(backward(there, is_last=True).max()) - forward_s
+        return PassTimes(
+            gather_s=max(float(forward(is_first=True).max()) - forward_s, 0.0),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            return_s=max(last_s - backward_s, 0.0),
+            after_s=float(self._after(done).max() - done.max()),
+        )
 
     def step_s(self) -> float:
         plan, compute = self._plan, self._compute
@@ -123,13 +176,18 @@ class _Walk:
             ready_s = ready_s + 3 * (compute.head_s + compute.pass_overhead_s)
             for count, layer in reversed(self._groups):
                 ready_s = _repeated(count, ready_s, partial(self._backward, layer, is_last=batch == last))
+        return float(self._after(ready_s).max())
+
+    def _after(self, ready_s: FloatArray) -> FloatArray:
+        """[G]: when each rank has reduced the dense gradients and made the optimizer's step."""
+        plan = self._plan
         dense = self._exchanges(
             dense_traffic(plan.placements[0], plan.workload, plan.level_codecs),
             dense_coding(plan.cluster.sizes, plan.workload, plan.level_codecs),
         )
         ready_s = dense.hops(Op.DENSE_REDUCE_SCATTER, ready_s, inwards=False)
         ready_s = dense.hops(Op.DENSE_ALL_GATHER, ready_s, inwards=True)
-        return float((ready_s + compute.optimizer_s(plan.home_experts)).max())
+        return ready_s + self._compute.optimizer_s(plan.home_experts)
 
     def _forward(self, layer: _Layer, ready_s: FloatArray, *, is_first: bool) -> FloatArray:
         exchanges, gathered_s, begin_s = layer.exchanges, ready_s, ready_s
@@ -207,7 +265,7 @@ def pairs_of(network: Network, key: OpLevel, sent: FloatArray) -> Pairs:
     sites = source // (cluster.num_gpus // shape[0]), destination // (cluster.num_gpus // shape[0])
     window_s_per_byte = network.window_s_per_byte[key.level]
     busy_s: FloatArray = size_bytes * (window_s_per_byte[sites] if window_s_per_byte.ndim else float(window_s_per_byte))
-    for link, transfer, share in _crossed(cluster, key.level, source, destination):
+    for link, transfer, share in crossed(cluster, key.level, source, destination):
         needs_s = _evenly_shared_s(link, size_bytes[transfer], share, network.bandwidths_bytes_per_s)
         np.maximum.at(busy_s, transfer, needs_s)
     messages = np.bincount(source, minlength=cluster.num_gpus)
@@ -217,7 +275,7 @@ def pairs_of(network: Network, key: OpLevel, sent: FloatArray) -> Pairs:
     return Pairs(source, destination, latency_s + further_s + late_s + busy_s)
 
 
-def _crossed(
+def crossed(
     cluster: Cluster, level: int, source: IntArray, destination: IntArray
 ) -> Iterator[tuple[IntArray, IntArray, FloatArray]]:
     """(link, transfer, share of its bytes) of all that transfers cross, each kind of link by itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from runtime.transport import Transport
@@ -16,9 +17,10 @@ _GATHER_LABEL = "gather at rank 0"
 class Barrier:
     """A meeting point of all ranks at rank 0. It has a transport of its own, because ranks may wait here for long."""
 
-    def __init__(self, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, *, rank: int, world_size: int, timeout_s: float, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        """``groups``: connections in place of the default process group's."""
         self._rank, self._others = rank, [other for other in range(world_size) if other != rank]
-        self._transport = Transport(timeout_s=timeout_s)
+        self._transport = Transport(timeout_s=timeout_s, groups=groups)
 
     def wait(self) -> None:
         """Return when all ranks have called it."""

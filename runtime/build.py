@@ -33,9 +33,12 @@ class RankModel:
     routed: tuple[DistributedExperts, ...]
     tokens: Worker | None
     """The thread on which they travel, where they do so in parts."""
+    first_moe_layer: int = 0
+    """MoE layers of the whole model before these."""
 
     def start_backward(self) -> None:
-        """Backward begins: the first copies that it needs again may set out."""
+        """Backward begins, of the micro-batch that is longest here: the first copies that it needs again may set out."""
+        self.routed[-1].announce_backward()
         for exchange in self.routed[-1].ahead_backward[: self.routed[-1].exchange.prefetch]:
             exchange.start_gather()
 
@@ -46,7 +49,7 @@ class RankModel:
 
     def home_parameters(self) -> dict[str, nn.Parameter]:
         """[n_home, P] per layer: the experts whose master weights this rank keeps."""
-        return {expert_name(layer): experts.home for layer, experts in enumerate(self.routed)}
+        return {expert_name(self.first_moe_layer + layer): experts.home for layer, experts in enumerate(self.routed)}
 
 
 def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans: SpanRecorder, *, seed: int) -> RankModel:
@@ -61,13 +64,17 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     def make(layer: int) -> RoutedExperts:
         layers = placed[layer]
         group, placement = layers.group, layers.placement
+
+        def first_weights(expert: int) -> torch.Tensor:
+            return initial_expert(seed, mesh.first_moe_layer + layer, expert, model.expert_params)
+
         experts = np.flatnonzero(placement.home == mesh.rank).tolist()
         home = nn.Parameter(torch.empty(len(experts), model.expert_params, dtype=mesh.dtype, device=mesh.device))
         with torch.no_grad():
             for row, expert in enumerate(experts):
-                home[row] = initial_expert(seed, layer, expert, model.expert_params)
+                home[row] = first_weights(expert)
         exchange = ExpertExchange(mesh, placement, transport, stream, home_nP=home, residency=group.residency)
-        exchange.prime(lambda expert: initial_expert(seed, layer, expert, model.expert_params))
+        exchange.prime(first_weights)
         padded = None
         if model.pad_expert_input_to_capacity:
             padded = torch.from_numpy(served_copies(placement, layers.gating)[mesh.rank].astype(np.int64)).to(mesh.device)
@@ -85,7 +92,9 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     for below, above in pairwise(routed):
         above.below, below.above = below, above
     _look_ahead(routed, mesh.plan.schedule.prefetch, [group.residency for _, group, _ in mesh.plan.each_layer()])
-    return RankModel(transformer=transformer, routed=tuple(routed), tokens=tokens)
+    # Only at the end of a pipeline does the backward of a micro-batch follow its forward at once.
+    routed[-1].backward_follows = model.has_head
+    return RankModel(transformer=transformer, routed=tuple(routed), tokens=tokens, first_moe_layer=mesh.first_moe_layer)
 
 
 def _look_ahead(routed: Sequence[DistributedExperts], prefetch: int, residencies: Sequence[Residency]) -> None:

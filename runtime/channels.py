@@ -88,9 +88,9 @@ class Channel:
 class Channels:
     """The channel of each label."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], streams: Mapping[str, int]) -> None:
-        """``groups``: connections; ``streams``: how many of them a level uses, one where absent."""
-        self._groups, self._streams = groups, streams
+    def __init__(self, groups: Sequence[dist.ProcessGroup], streams: Mapping[str, int], *, least: int = 1) -> None:
+        """``groups``: connections; ``streams``: how many of them a level uses, ``least`` where absent."""
+        self._groups, self._streams, self._least = groups, streams, least
         self._of: dict[str, Channel] = {}
         self._labels: dict[int, str] = {}
 
@@ -103,7 +103,7 @@ class Channels:
             other = self._labels.setdefault(label_bits, label)
             if other != label:
                 raise ValueError(f"exchange labels {label!r} and {other!r} share a tag: rename one")
-            groups = self._groups[: self._streams.get(level_of(label), 1)]
+            groups = self._groups[: self._streams.get(level_of(label), self._least)]
             # Several threads may ask at once; all get the first one's.
             found = self._of.setdefault(label, Channel(label, label_bits, groups))
         return found

@@ -1,4 +1,5 @@
-"""Checkpoints that outlive their plan: one file per rank with its home experts, one with the dense parameters, one manifest.
+"""Checkpoints that outlive their plan: one file per rank with its home experts, one with the dense parameters (of each
+pipeline stage), one manifest.
 
 A checkpoint is written into a hidden folder that gets its name only when every rank has finished, so what is found under
 a checkpoint's name is complete. Experts are stored by number: another plan, or another number of ranks, reads them back.
@@ -18,7 +19,10 @@ from torch import Tensor
 
 from hybridep.config import write_text
 from hybridep.errors import UserError
+from hybridep.pipeline import PipelinePlan
+from hybridep.placement import IntArray
 from hybridep.plan import Plan
+from hybridep.workload import Workload
 from runtime.mesh import Mesh
 from runtime.optimizer import HomeOptimizer
 
@@ -47,15 +51,15 @@ def save_checkpoint(
     partial = folder / f".{final.name}.partial"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        _save(optimizer, [name for name in optimizer.parameters if name not in dense], partial / _shard(mesh.rank))
+        _save(optimizer, [name for name in optimizer.parameters if name not in dense], partial / _shard(mesh.run_rank))
         if codecs:
             kept = {part: {name: value.cpu() for name, value in values.items()} for part, values in codecs.items()}
-            torch.save(kept, partial / _codec_shard(mesh.rank))
+            torch.save(kept, partial / _codec_shard(mesh.run_rank))
         if mesh.rank == 0:
-            _save(optimizer, dense, partial / DENSE)
+            _save(optimizer, dense, partial / _dense_shard(mesh.stage))
         barrier()
-        if mesh.rank == 0:
-            _complete(partial, final, step, mesh.plan)
+        if mesh.run_rank == 0:
+            _complete(partial, final, step, mesh.whole)
     except (OSError, RuntimeError) as error:
         raise UserError(f"checkpoints.folder: {folder} cannot be written ({_one_line(error)})") from None
     barrier()
@@ -67,7 +71,7 @@ def _save(optimizer: HomeOptimizer, names: list[str], path: Path) -> None:
     torch.save({name: {key: value.cpu() for key, value in optimizer.state(name).items()} for name in names}, path)
 
 
-def _complete(partial: Path, final: Path, step: int, plan: Plan) -> None:
+def _complete(partial: Path, final: Path, step: int, plan: Plan | PipelinePlan) -> None:
     missing = [_shard(rank) for rank in range(plan.cluster.num_gpus) if not (partial / _shard(rank)).exists()]
     if missing:
         raise UserError(
@@ -77,7 +81,8 @@ def _complete(partial: Path, final: Path, step: int, plan: Plan) -> None:
         "schema_version": _SCHEMA_VERSION,
         "step": step,
         "num_ranks": plan.cluster.num_gpus,
-        "homes": [placement.home.tolist() for _, _, placement in plan.each_layer()],
+        "homes": [home.tolist() for home in layer_homes(plan)],
+        "dense": [_dense_shard(stage) for stage in range(1 if isinstance(plan, Plan) else len(plan.stages))],
         "workload": plan.workload.model_dump(mode="json"),
         "plan": plan.digest,
     }
@@ -104,9 +109,9 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest["schema_version"] != _SCHEMA_VERSION:
             raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {_SCHEMA_VERSION}")
-        _require_same_model(path, manifest["workload"], mesh.plan)
+        _require_same_model(path, manifest["workload"], mesh.whole.workload)
         step = int(manifest["step"])
-        state = _read(path / DENSE)
+        state = {name: value for shard in manifest.get("dense", [DENSE]) for name, value in _read(path / shard).items()}
         for name in dense:
             optimizer.load(name, state[name])
         _load_experts(path, mesh, optimizer)
@@ -119,8 +124,8 @@ def load_codecs(path: Path, mesh: Mesh) -> CodecState | None:
     """What this rank's codecs kept; None where the checkpoint was written under another plan or without such codecs."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        shard = path / _codec_shard(mesh.rank)
-        return _read(shard) if manifest["plan"] == mesh.plan.digest and shard.exists() else None
+        shard = path / _codec_shard(mesh.run_rank)
+        return _read(shard) if manifest["plan"] == mesh.whole.digest and shard.exists() else None
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise UserError(f"checkpoint {path}: cannot be read ({_one_line(error)})") from None
 
@@ -144,7 +149,8 @@ class SavedExperts:
 
 def _load_experts(path: Path, mesh: Mesh, optimizer: HomeOptimizer) -> None:
     saved = SavedExperts(path)
-    for layer, _, placement in mesh.plan.each_layer():
+    for own, _, placement in mesh.plan.each_layer():
+        layer = mesh.first_moe_layer + own
         name = expert_name(layer)
         state = {key: torch.empty_like(value) for key, value in optimizer.state(name).items()}
         for row, expert in enumerate(np.flatnonzero(placement.home == mesh.rank)):
@@ -158,8 +164,15 @@ def expert_name(layer: int) -> str:
     return f"layer{layer}.experts"
 
 
-def _require_same_model(path: Path, saved: dict[str, Any], plan: Plan) -> None:
-    now = plan.workload.model_dump(mode="json")
+def layer_homes(plan: Plan | PipelinePlan) -> list[IntArray]:
+    """[E] for each MoE layer of the model: the rank of the run at which each expert lives."""
+    if isinstance(plan, Plan):
+        return [placement.home for _, _, placement in plan.each_layer()]
+    return [ranks[home] for ranks, one in zip(plan.ranks, plan.plans, strict=True) for home in layer_homes(one)]
+
+
+def _require_same_model(path: Path, saved: dict[str, Any], workload: Workload) -> None:
+    now = workload.model_dump(mode="json")
     pairs = [("model", key) for key in now["model"]] + [("training", "dtype")]
     for section, key in pairs:
         if saved[section].get(key) != now[section][key]:
@@ -171,6 +184,10 @@ def _require_same_model(path: Path, saved: dict[str, Any], plan: Plan) -> None:
 
 def _shard(rank: int) -> str:
     return f"experts-{rank:05d}.pt"
+
+
+def _dense_shard(stage: int) -> str:
+    return f"dense-{stage:05d}.pt" if stage else DENSE
 
 
 def _codec_shard(rank: int) -> str:

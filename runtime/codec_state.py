@@ -36,7 +36,7 @@ def restore_codecs(path: Path, mesh: Mesh, routed: Sequence[DistributedExperts],
         if state is not None and f"layer{layer}" in state:
             experts.exchange.load_codec_state(state[f"layer{layer}"])
         else:
-            experts.exchange.prime(partial(_weight, saved, layer))
+            experts.exchange.prime(partial(_weight, saved, mesh.first_moe_layer + layer))
     for level, coder in enumerate(dense.coders):
         if isinstance(coder, TopKCoder):
             for name, value in (state or {}).get("dense", {}).items():

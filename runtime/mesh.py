@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridep.errors import TransportError, UserError
+from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Plan
 from hybridep.traffic import Op
 from hybridep.workload import Dtype
@@ -38,6 +39,9 @@ class Mesh:
     rank: int
     device: torch.device = CPU
     """Where the rank computes."""
+    pipeline: PipelinePlan | None = None
+    """Whose stage the plan is; ``rank`` counts in the stage then."""
+    stage: int = 0
 
     def __post_init__(self) -> None:
         check_trainable(self.plan)
@@ -58,6 +62,32 @@ class Mesh:
     def location(self) -> tuple[int, ...]:
         """Coordinate at each level."""
         return self.plan.cluster.location(self.rank)
+
+    @property
+    def whole(self) -> Plan | PipelinePlan:
+        """What the run trains: the plan itself, or the pipeline that it is a stage of."""
+        return self.pipeline or self.plan
+
+    @property
+    def num_stages(self) -> int:
+        """1 without a pipeline."""
+        return len(self.pipeline.stages) if self.pipeline is not None else 1
+
+    @cached_property
+    def run_ranks(self) -> tuple[int, ...]:
+        """Of the ranks of this stage, what they are in the whole run."""
+        return tuple(range(self.world_size)) if self.pipeline is None else tuple(self.pipeline.ranks[self.stage].tolist())
+
+    @property
+    def run_rank(self) -> int:
+        """This rank in the whole run."""
+        return self.run_ranks[self.rank]
+
+    @property
+    def first_moe_layer(self) -> int:
+        """MoE layers of the whole model before this stage's."""
+        part = self.plan.workload.model.part
+        return part.first_moe_layer if part is not None else 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,6 +111,14 @@ class Mesh:
     @cached_property
     def _labels(self) -> list[dict[Op, str]]:
         return [{op: f"{op.value}@{level.name}" for op in Op} for level in self.plan.cluster.levels]
+
+
+def mesh_of(plan: Plan | PipelinePlan, rank: int, device: torch.device = CPU) -> Mesh:
+    """The plan, or the stage of a pipeline that the rank is in, seen from a rank of the whole run."""
+    if isinstance(plan, Plan):
+        return Mesh(plan=plan, rank=rank, device=device)
+    stage, own = plan.seat(rank)
+    return Mesh(plan=plan.plans[stage], rank=own, device=device, pipeline=plan, stage=stage)
 
 
 def check_trainable(plan: Plan) -> None:
@@ -115,7 +153,7 @@ def _store(address: str, port: int, *, is_master: bool, timeout_s: float) -> TCP
             address, port, None, is_master, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=False
         )
     except (RuntimeError, ValueError) as error:
-        raise TransportError(f"rendezvous at {address}:{port}", _first_line(error)) from None
+        raise TransportError(f"rendezvous at {address}:{port}", first_line(error)) from None
 
 
 def open_process_group(store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
@@ -124,9 +162,7 @@ def open_process_group(store: Store, *, rank: int, world_size: int, timeout_s: f
         with keeping_little_unsent(), waiting_their_turn():
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise TransportError(
-            f"process group of {world_size} ranks", f"rank {rank} could not join: {_first_line(error)}"
-        ) from None
+        raise TransportError(f"process group of {world_size} ranks", f"rank {rank} could not join: {first_line(error)}") from None
 
 
 def close_process_group() -> None:
@@ -135,5 +171,6 @@ def close_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its kind."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -191,7 +191,7 @@ def _experts(workload: Workload, number: int, rows: int, transport: Transport, t
 
 def _pre_expert(model: RankModel, workload: Workload) -> Callable[[], None]:
     """One MoE layer before its routed experts: attention, norms, gate and shared expert."""
-    layer = model.transformer.layers[-1]
+    layer = list(model.transformer.layers.values())[-1]
     assert isinstance(layer, Layer) and isinstance(layer.feed_forward, MoeBlock)
     block = layer.feed_forward
     shape = workload.training.micro_batch_size, workload.training.sequence_length, workload.model.hidden_size

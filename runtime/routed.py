@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -55,8 +56,10 @@ class DistributedExperts(RoutedExperts):
         self.above: DistributedExperts | None = None
         """The layer whose forward follows; None for the topmost."""
         self._counts: list[Counts] | None = None
-        self._overs: Sequence[Over] = ()
-        """Of the last forward, until its backward is announced."""
+        self.backward_follows = True
+        """Of the topmost layer: its backward comes next after its forward, of the same micro-batch."""
+        self._overs: deque[Sequence[Over]] = deque()
+        """Of each forward, in order, until its backward is announced."""
         self._ffn, self._padded_E = model.ffn, padded_E
         place_E = torch.full((model.num_experts,), -1, dtype=torch.int32)
         place_E[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held), dtype=torch.int32)
@@ -89,8 +92,9 @@ class DistributedExperts(RoutedExperts):
         what backward will go over, if there is one."""
         if self.above is not None:
             self.above.announce_counts()
-        self._overs = overs
-        if self.above is None:
+        if overs:
+            self._overs.append(overs)
+        if self.above is None and self.backward_follows:
             self.announce_backward()
 
     def announce_counts(self) -> None:
@@ -98,10 +102,10 @@ class DistributedExperts(RoutedExperts):
         self._counts = self.dispatcher.announce_counts()
 
     def announce_backward(self) -> None:
-        """Other ranks hear that the gradients of this layer's combine and dispatch are awaited."""
-        for over in self._overs:
+        """Other ranks hear that the gradients of this layer's combine and dispatch are awaited: of the first forward that
+        they know nothing of."""
+        for over in self._overs.popleft() if self._overs else ():
             self.dispatcher.announce_backward(*over)
-        self._overs = ()
 
     def _backward_starts(self, _: Tensor) -> None:
         self.spans.end()

@@ -29,7 +29,7 @@ class SpanRecorder:
         self._open: tuple[str, str, float] | None = None
         cluster = mesh.plan.cluster
         self._device = mesh.device
-        self._rank, self._process = mesh.rank, cluster.site_name(mesh.location[0])
+        self._rank, self._process = mesh.run_rank, cluster.site_name(mesh.location[0])
         self._rows = {level.name: f"between {level.name}s" for level in cluster.levels}
         # Ranks on several machines share no monotonic clock; the wall clock is what they agree on, as well as NTP does.
         self._epoch_s = time.time() - time.perf_counter()

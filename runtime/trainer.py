@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
 from hybridep.plan import Plan
 from hybridep.run import Run, StepReport
 from hybridep.shares import first_sequence, site_sequences
 from hybridep.traffic import Op
 from runtime.barrier import Barrier
+from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.codec_state import codec_state, restore_codecs
@@ -22,7 +26,7 @@ from runtime.dense_reduce import DenseReduce, flat_gradients
 from runtime.device import choose_device, peak_bytes, settle
 from runtime.device_links import device_links
 from runtime.expert_exchange import CopyStream
-from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
+from runtime.mesh import JOIN_TIMEOUT_S, Mesh, mesh_of
 from runtime.optimizer import HomeOptimizer
 from runtime.recorder import RoutingRecorder
 from runtime.spans import BACKWARD, HEAD, OPTIMIZER, SpanRecorder, merge
@@ -38,10 +42,22 @@ _BARRIER_TIMEOUT_S = 600.0
 """Ranks write checkpoints at different speeds; a rank that dies meanwhile is noticed at once all the same."""
 
 
+class Forward(NamedTuple):
+    """What backward needs of a micro-batch."""
+
+    x: Tensor
+    """Tokens, or what came from the stage before."""
+    output: Tensor
+    """The sum of the token losses, or what the stage after goes on with."""
+    balance: Tensor
+    """The unweighted load-balancing loss, summed."""
+
+
 class RankTrainer:
     """Model, data and optimizer of one rank. Needs the process group; state changes only in ``step`` and ``restore``."""
 
-    def __init__(self, run: Run, mesh: Mesh) -> None:
+    def __init__(self, run: Run, mesh: Mesh, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        """``groups``: what joins the stages of a pipeline (``runtime.between``)."""
         self.run, self.mesh = run, mesh
         self._training, self._model_config = mesh.plan.workload.training, mesh.plan.workload.model
         cluster, workload = mesh.plan.cluster, mesh.plan.workload
@@ -56,15 +72,24 @@ class RankTrainer:
             on_span=self.spans.transfer,
             streams=mesh.plan.schedule.streams,
             device_links=device_links(mesh, timeout_s=run.exchange_timeout),
+            names=mesh.run_ranks,
         )
-        self._barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
+        self._between: Transport | None = None
+        self._neighbours: Neighbours | None = None
+        if mesh.pipeline is not None:
+            self._between = between_transport(mesh, groups, run.exchange_timeout, self.spans.transfer)
+            self._neighbours = Neighbours(mesh, self._between)
+        self._barrier = Barrier(
+            rank=mesh.run_rank, world_size=mesh.whole.cluster.num_gpus, timeout_s=_BARRIER_TIMEOUT_S, groups=groups
+        )
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)
-        self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
+        if self._model_config.has_head:
+            self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
         self.dense = self.model.transformer.dense_parameters()
         self._dense_gradient = flat_gradients(list(self.dense.values()))
         self.dense_reduce = DenseReduce(mesh, self.transport.exchange)
-        model = self._model_config
+        model = mesh.whole.workload.model
         self.recorder = RoutingRecorder(
             self.model.transformer.moe_blocks(),
             num_layers=model.num_moe_layers,
@@ -72,11 +97,15 @@ class RankTrainer:
             most_tokens=max(sequences) * self._training.sequence_length,
             device=mesh.device,
         )
+        global_sequences = self._training.micro_batch_size * mesh.world_size * self._training.micro_batches
+        self._global_tokens = global_sequences * self._training.sequence_length
+        self._balance_weight = self._model_config.balance_loss_weight / global_sequences
         self.optimizer = HomeOptimizer(run.optimizer, {**self.dense, **self.model.home_parameters()})
 
     def step(self, step: int) -> StepReport:
         """One optimizer step. Raises TransportError when a peer is gone."""
         started_s, before = time.perf_counter(), Counter(self.transport.sent_bytes)
+        before_between = Counter(self._between.sent_bytes) if self._between is not None else Counter()
         loss_sum, balance = self._gradients(step)
         for experts in self.model.routed:
             experts.exchange.finish_return()
@@ -91,14 +120,20 @@ class RankTrainer:
         outermost, wan_bytes = {self.mesh.label(op, 0) for op in Op}, 0
         for (label, peer), number in (self.transport.sent_bytes - before).items():
             sent[label] += number
-            if label in outermost and not self._in_my_site(peer):
+            if label in outermost and not self._in_my_site(self.mesh.run_ranks[peer]):
                 wan_bytes += number
+        if self._between is not None:
+            for (label, peer), number in (self._between.sent_bytes - before_between).items():
+                sent[label] += number
+                wan_bytes += 0 if self._in_my_site(peer) else number
+        model = self._model_config
         return StepReport(
-            rank=self.mesh.rank,
+            rank=self.mesh.run_rank,
             step=step,
             loss_sum=loss_sum,
             balance_loss=balance,
-            tokens=self._num_sequences * self._training.sequence_length * self._training.micro_batches,
+            # Of a pipeline the last stage alone counts them: it has their losses.
+            tokens=self._num_sequences * self._training.sequence_length * self._training.micro_batches * model.has_head,
             step_s=step_s,
             sent_bytes=dict(sent),
             wan_bytes=wan_bytes,
@@ -106,30 +141,65 @@ class RankTrainer:
         )
 
     def _in_my_site(self, peer: int) -> bool:
-        cluster = self.mesh.plan.cluster
-        return cluster.in_one_site(self.mesh.location[0], cluster.location(peer)[0])
+        cluster = self.mesh.whole.cluster
+        return cluster.in_one_site(*(cluster.location(rank)[0] for rank in (self.mesh.run_rank, peer)))
 
     def _gradients(self, step: int) -> tuple[float, float]:
         """Forward and backward of all micro-batches: (sum of token losses, weighted load-balancing loss) of this rank."""
-        num_micro_batches = self._training.micro_batches
-        of_micro_batch = self._training.micro_batch_size * self.mesh.world_size
-        global_sequences = of_micro_batch * num_micro_batches
-        global_tokens = global_sequences * self._training.sequence_length
-        weight = self._model_config.balance_loss_weight / global_sequences
+        number, mesh = self._training.micro_batches, self.mesh
+        ahead = mesh.pipeline.ahead if mesh.pipeline is not None else 1
         loss_sum = balance_sum = 0.0
-        for micro_batch in range(num_micro_batches):
-            for experts in self.model.routed:
-                experts.exchange.last_micro_batch = micro_batch == num_micro_batches - 1
-            first = micro_batch * of_micro_batch + self._first_sequence
-            tokens, targets = (part.to(self.mesh.device) for part in self._batches(step, first, self._num_sequences))
-            loss, balance = self.model.transformer(tokens, targets)
-            self.model.start_backward()
-            self.spans.begin(HEAD + BACKWARD)
-            (loss / global_tokens + weight * balance).backward()
-            self.spans.end()
-            loss_sum += loss.item()
-            balance_sum += weight * balance.item()
+        if self._neighbours is not None:
+            self._neighbours.begin()
+        forwards: deque[Forward] = deque()
+        for forward, micro_batch in order_of_passes(mesh.stage, mesh.num_stages, number, ahead):
+            if forward:
+                done = self._forward(step, micro_batch)
+                forwards.append(done)
+                if self._model_config.has_head:
+                    loss_sum += done.output.item()
+                balance_sum += self._balance_weight * done.balance.item()
+            else:
+                for experts in self.model.routed:
+                    experts.exchange.last_micro_batch = micro_batch == number - 1
+                self._backward(forwards.popleft())
+        if self._neighbours is not None:
+            self._neighbours.finish()
         return loss_sum, balance_sum
+
+    def _forward(self, step: int, micro_batch: int) -> Forward:
+        model = self._model_config
+        first = micro_batch * self._training.micro_batch_size * self.mesh.world_size + self._first_sequence
+        x = targets = None
+        if model.has_embedding or model.has_head:
+            x, targets = (part.to(self.mesh.device) for part in self._batches(step, first, self._num_sequences))
+        if not model.has_embedding:
+            assert self._neighbours is not None
+            x = self._neighbours.receive(ACTIVATIONS).requires_grad_()
+        assert x is not None
+        done = Forward(x, *self.model.transformer(x, targets))
+        if not model.has_head:
+            assert self._neighbours is not None
+            self._neighbours.send(ACTIVATIONS, done.output.detach())
+        return done
+
+    def _backward(self, done: Forward) -> None:
+        model, balance = self._model_config, self._balance_weight * done.balance
+        gradient = None
+        if not model.has_head:
+            assert self._neighbours is not None
+            gradient = self._neighbours.receive(GRADIENTS)
+        self.model.start_backward()
+        if gradient is None:
+            self.spans.begin(HEAD + BACKWARD)
+            (done.output / self._global_tokens + balance).backward()  # type: ignore[no-untyped-call]
+        else:
+            ends, gradients = [done.output, balance], [gradient, torch.ones_like(balance)]
+            torch.autograd.backward(ends, gradients)
+        self.spans.end()
+        if not model.has_embedding:
+            assert self._neighbours is not None and done.x.grad is not None
+            self._neighbours.send(GRADIENTS, done.x.grad)
 
     def save(self, step: int) -> None:
         """Write a checkpoint; all ranks call it."""
@@ -155,8 +225,8 @@ class RankTrainer:
         """Write what was recorded of ``run.trace_step`` as one trace of all ranks; all ranks call it."""
         self.spans.save(self.run.output)
         self._barrier.wait()
-        if self.mesh.rank == 0:
-            merge(self.run.output, self.mesh.world_size, self.run.output / TRACE_FILE)
+        if self.mesh.run_rank == 0:
+            merge(self.run.output, self.mesh.whole.cluster.num_gpus, self.run.output / TRACE_FILE)
 
     def save_routing(self) -> None:
         """Write what the gates chose in all steps made; all ranks call it."""
@@ -166,13 +236,17 @@ class RankTrainer:
 
     def close(self) -> None:
         """End the background threads."""
+        if self._neighbours is not None:
+            self._neighbours.close()
         self.transport.close()
         self.stream.close()
         self.model.close()
 
 
-def train(run: Run, plan: Plan, *, rank: int, store: Store, on_step: Callable[[StepReport], None], resume: bool = False) -> None:
-    """Train ``run`` as global rank ``rank`` of ``plan``; returns when all its steps are made and saved.
+def train(
+    run: Run, plan: Plan | PipelinePlan, *, rank: int, store: Store, on_step: Callable[[StepReport], None], resume: bool = False
+) -> None:
+    """Train ``run`` as rank ``rank`` of ``plan``'s cluster; returns when all its steps are made and saved.
 
     ``store`` is the rendezvous (``mesh.host_store`` at rank 0, ``mesh.join_store`` elsewhere); ``on_step`` gets a report
     after each step. The process group is opened and closed here. Raises UserError for input that cannot be trained
@@ -180,17 +254,14 @@ def train(run: Run, plan: Plan, *, rank: int, store: Store, on_step: Callable[[S
     """
     # One thread per rank: ranks on one machine share its cores, and results do not depend on how many there are.
     torch.set_num_threads(1)
-    mesh = Mesh(plan=plan, rank=rank, device=choose_device(run.device, rank))
+    mesh = mesh_of(plan, rank, choose_device(run.device, rank))
     fault = fault_from_environment()
-    open_process_group(store, rank=rank, world_size=mesh.world_size, timeout_s=JOIN_TIMEOUT_S)
-    try:
-        trainer = RankTrainer(run, mesh)
+    with process_groups(mesh, store, JOIN_TIMEOUT_S) as groups:
+        trainer = RankTrainer(run, mesh, groups)
         try:
             _steps(trainer, trainer.restore() if resume else 0, fault, on_step)
         finally:
             trainer.close()
-    finally:
-        close_process_group()
 
 
 def _steps(trainer: RankTrainer, done: int, fault: Fault | None, on_step: Callable[[StepReport], None]) -> None:
@@ -198,9 +269,11 @@ def _steps(trainer: RankTrainer, done: int, fault: Fault | None, on_step: Callab
     every = run.checkpoints.every_steps
     for step in range(done + 1, run.steps + 1):
         if fault is not None:
-            fault.strike(trainer.mesh.rank, step)
+            fault.strike(trainer.mesh.run_rank, step)
         trainer.spans.active = step == run.trace_step
-        trainer.recorder.whole = run.trace_step is not None and 0 <= step - run.trace_step < run.choice_steps
+        # Micro-batches of stages have other ranks in each: their choices would not fit together.
+        is_whole = trainer.mesh.pipeline is None
+        trainer.recorder.whole = is_whole and run.trace_step is not None and 0 <= step - run.trace_step < run.choice_steps
         on_step(trainer.step(step))
         trainer.spans.active = trainer.recorder.whole = False
         if step == run.steps or (every and step % every == 0):

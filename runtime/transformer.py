@@ -80,41 +80,50 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model; ``make_routed`` supplies each MoE layer's experts, local or spread over ranks."""
+    """The whole model, or a pipeline stage's part of it, whose layers keep the names that they have in the whole;
+    ``make_routed`` supplies each MoE layer's experts, local or spread over ranks."""
 
     def __init__(self, workload: Workload, make_routed: MakeRouted, *, dtype: torch.dtype) -> None:
         super().__init__()
         model = workload.model
-        self.embedding = nn.Embedding(model.vocab_size, model.hidden_size, dtype=dtype)
-        layers: list[Layer] = []
+        first, first_moe = (model.part.first_layer, model.part.first_moe_layer) if model.part else (0, 0)
+        if model.has_embedding:
+            self.embedding = nn.Embedding(model.vocab_size, model.hidden_size, dtype=dtype)
+        layers: dict[str, Layer] = {}
         for index in range(model.num_layers):
             layer = index - model.num_dense_layers
             part: FeedForward | MoeBlock
             if layer < 0:
                 part = FeedForward(hidden_size=model.hidden_size, ffn_size=model.dense_ffn_size, ffn=model.ffn, dtype=dtype)
             else:
-                part = MoeBlock(workload, make_routed(layer), layer=layer, dtype=dtype)
-            layers.append(Layer(model, part, dtype))
-        self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(model.hidden_size, eps=1e-6, dtype=dtype)
-        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, dtype=dtype)
-        if model.tie_embeddings:
-            self.head.weight = self.embedding.weight
+                part = MoeBlock(workload, make_routed(layer), layer=first_moe + layer, dtype=dtype)
+            layers[str(first + index)] = Layer(model, part, dtype)
+        self.layers = nn.ModuleDict(layers)
+        if model.has_head:
+            self.norm = nn.RMSNorm(model.hidden_size, eps=1e-6, dtype=dtype)
+            self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, dtype=dtype)
+            if model.tie_embeddings:
+                self.head.weight = self.embedding.weight
+        self.has_embedding, self.has_head = model.has_embedding, model.has_head
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of the token losses, sum over layers and sequences of the unweighted load-balancing loss)."""
-        x_BSH = self.embedding(tokens_BS)
+    def forward(self, x: Tensor, targets_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(sum of the token losses, sum over layers and sequences of the unweighted load-balancing loss). ``x`` are tokens
+        [B, S], or, without an embedding, hidden vectors [B, S, H]; without a head hidden vectors stand in place of the losses."""
+        x_BSH = self.embedding(x) if self.has_embedding else x
         balance = x_BSH.new_zeros((), dtype=torch.promote_types(x_BSH.dtype, torch.float32))
-        for layer in self.layers:
+        for layer in self.layers.values():
             x_BSH, balance_B = layer(x_BSH)
             balance = balance + balance_B.sum()
+        if not self.has_head:
+            return x_BSH, balance
+        assert targets_BS is not None
         logits = self.head(self.norm(x_BSH)).flatten(0, 1)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(wide), targets_BS.flatten(), reduction="sum"), balance
 
     def moe_blocks(self) -> Iterator[MoeBlock]:
         """The MoE blocks, in order."""
-        for layer in self.layers:
+        for layer in self.layers.values():
             assert isinstance(layer, Layer)
             if isinstance(layer.feed_forward, MoeBlock):
                 yield layer.feed_forward

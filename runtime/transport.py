@@ -92,17 +92,25 @@ class Transport:
         on_span: Callable[[str, float, float], None] | None = None,
         streams: Mapping[str, int] | None = None,
         device_links: DeviceLinks | None = None,
+        groups: Sequence[dist.ProcessGroup] = (),
+        names: Sequence[int] = (),
     ) -> None:
         """``streams``: level (what follows the ``@`` of a label) -> connections per pair of ranks, one where absent. With more
-        than one all ranks must make their transports in the same order."""
+        than one all ranks must make their transports in the same order. ``groups``: connections in place of the default process
+        group's, all of them for every level. ``names``: what errors call each rank; its own number where absent."""
         self.timeout_s = timeout_s
         self._device_links = device_links
-        streams = dict(streams or {})
-        self._channels = Channels(stream_groups(max(streams.values(), default=1)), streams)
+        if groups:
+            self._channels = Channels(groups, {}, least=len(groups))
+        else:
+            self._channels = Channels(stream_groups(max((streams or {}).values(), default=1)), streams or {})
         self.sent_bytes: Counter[tuple[str, int]] = Counter()
         """Payload bytes handed over so far, by (label, peer)."""
         self._on_span = on_span  # called with (label, start, end), both by time.perf_counter, in seconds
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        group = groups[0] if groups else dist.group.WORLD
+        assert group is not None
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._names = names or range(self._num_ranks)
         self._lock = threading.Lock()
         self._urgent: Counter[str] = Counter()
         self._calm = threading.Condition()
@@ -133,7 +141,7 @@ class Transport:
             with self._lock:
                 group, tag = channel.to(peer)
                 self.sent_bytes[label, peer] += piece.nbytes
-            with _Naming(self._rank, label) as now:
+            with _Naming(self._names, self._rank, label) as now:
                 now.doing, now.peer = "send to", peer
                 held = staging.outgoing(piece)
                 self._wait(group.send([held], peer, tag), now.start, _BACKGROUND_PATIENCE)
@@ -159,7 +167,7 @@ class Transport:
         trip where one that is posted half a round trip before costs half of one."""
         if self._device_links is not None and label in self._device_links:
             return Posted(label, partial(self._begin_on_device, self._device_links, receives, label))
-        now, channel = _Naming(self._rank, label), self._channels.of(label)
+        now, channel = _Naming(self._names, self._rank, label), self._channels.of(label)
         rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         incoming: list[tuple[int, dist.Work]] = []
         with self._lock, now:
@@ -174,8 +182,8 @@ class Transport:
         self, links: DeviceLinks, receives: Mapping[int, Tensor], label: str, sends: Mapping[int, Tensor]
     ) -> Callable[[], None]:
         """Queue all messages on the device; what is returned waits for them."""
-        now = _Naming(self._rank, label)
-        now.doing, now.peer = "exchange with", " or ".join(map(str, sorted({*receives, *sends})))
+        now = _Naming(self._names, self._rank, label)
+        now.doing, now.peer = "exchange with", " or ".join(str(self._names[peer]) for peer in sorted({*receives, *sends}))
         with self._lock, now:
             for peer, tensor in sends.items():
                 self.sent_bytes[label, peer] += tensor.nbytes
@@ -198,7 +206,7 @@ class Transport:
     ) -> Callable[[], None]:
         """Number the messages to send; what is returned sends them, then waits for everything."""
         label = channel.label
-        now = _Naming(self._rank, label)
+        now = _Naming(self._names, self._rank, label)
         outgoing: list[tuple[int, Tensor, dist.ProcessGroup, int]] = []
         with self._lock:
             for peer, piece in channel.in_turn(sends, self._distance, _PIECE_BYTES):
@@ -247,7 +255,7 @@ class Transport:
                 piece, group, tag = ahead[peer].popleft()
                 posted[peer].append(group.recv([piece], peer, tag))
 
-        with _Naming(self._rank, channel.label) as now:
+        with _Naming(self._names, self._rank, channel.label) as now:
             now.doing = "receive from"
             for now.peer in receives:
                 for _ in range(_BACKGROUND_WINDOW * channel.streams):
@@ -275,7 +283,7 @@ class Transport:
             # Without a timeout of its own: the exchanges waited for have theirs.
             self._calm.wait_for(lambda: self._closed or not self._urgent[level])
             if self._closed:
-                raise TransportError(f"rank {self._rank}", f"closed during {label!r}")
+                raise TransportError(f"rank {self._names[self._rank]}", f"closed during {label!r}")
 
     def _distance(self, peer: int) -> int:
         return (peer - self._rank) % self._num_ranks
@@ -302,10 +310,10 @@ class Posted:
 class _Naming:
     """Turns what gloo raises inside into an error that says who waited for whom, in which exchange, and how long."""
 
-    __slots__ = ("_label", "_rank", "doing", "peer", "start")
+    __slots__ = ("_label", "_names", "_rank", "doing", "peer", "start")
 
-    def __init__(self, rank: int, label: str) -> None:
-        self._rank, self._label, self.start = rank, label, time.perf_counter()
+    def __init__(self, names: Sequence[int], rank: int, label: str) -> None:
+        self._names, self._rank, self._label, self.start = names, rank, label, time.perf_counter()
         self.doing = ""
         self.peer: int | str = rank
 
@@ -316,7 +324,9 @@ class _Naming:
         if isinstance(error, RuntimeError):
             waited_s = time.perf_counter() - self.start
             reason = (str(error).splitlines() or ["no reason given"])[0].removeprefix("[").split("] ", 1)[-1]
+            peer = self._names[self.peer] if isinstance(self.peer, int) else self.peer
             raise TransportError(
-                f"rank {self.peer}",
-                f"rank {self._rank} could not {self.doing} it in {self._label!r}, {waited_s:.1f} s after start: {reason}",
+                f"rank {peer}",
+                f"rank {self._names[self._rank]} could not {self.doing} it in {self._label!r}, {waited_s:.1f} s after start: "
+                f"{reason}",
             ) from error

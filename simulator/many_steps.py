@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,7 +14,7 @@ from hybridep.config import Duration, Strict, build
 from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.routing import Routing
-from hybridep.topology import Cluster
+from hybridep.topology import Cluster, cluster_data, data_with_sites, only_sites
 from hybridep.units import Dimension, exact
 from simulator.conditions import Conditions, LinkFactors
 from simulator.errors import SimulationError
@@ -233,7 +233,7 @@ class _Run:
         present = dict(zip(names, factor.tolist(), strict=True))
         made = self._planning(cluster_at_present(cluster, [present.get(link.name, 1.0) for link in cluster.link_table]))
         found = build(
-            Plan, made.model_dump(mode="json") | {"cluster": _data(cluster), "prediction": None, "solver": None}, "plan"
+            Plan, made.model_dump(mode="json") | {"cluster": cluster_data(cluster), "prediction": None, "solver": None}, "plan"
         )
         if found.digest == self._plan.digest:
             return
@@ -249,21 +249,9 @@ def without_site(cluster: Cluster, site: str) -> Cluster:
     return only_sites(cluster, {each[0] for each in labels if site not in each})
 
 
-def only_sites(cluster: Cluster, sites: Collection[str]) -> Cluster:
-    """These sites of a cluster, in its order and by their names, and what joins them."""
-    data = _named(cluster)
-    data["sites"] = [each for each in data["sites"] if each["name"] in sites]
-    data["levels"][0]["size"] = len(data["sites"])
-    data["links"] = [each for each in data["links"] if each["src"] in sites and each["dst"] in sites]
-    for trunk in data["trunks"]:
-        trunk["carries"] = {pair: part for pair, part in trunk["carries"].items() if set(pair.split(" -> ")) <= set(sites)}
-    data["trunks"] = [trunk for trunk in data["trunks"] if trunk["carries"]]
-    return build(Cluster, data, cluster.name)
-
-
 def cluster_at_present(cluster: Cluster, factor: Sequence[float]) -> Cluster:
     """The cluster with links between sites as they are: `factor` [links] of their bandwidth. Inside sites all is as before."""
-    data = _named(cluster)
+    data = data_with_sites(cluster)
     bandwidth = [
         exact(link.bandwidth_bytes_per_s * max(part, _LEAST_FACTOR), Dimension.BANDWIDTH)
         for link, part in zip(cluster.link_table, factor, strict=True)
@@ -279,13 +267,3 @@ def cluster_at_present(cluster: Cluster, factor: Sequence[float]) -> Cluster:
     for trunk, now in zip(data["trunks"], bandwidth[cluster.pair_links.stop :], strict=True):
         trunk["bandwidth"] = now
     return build(Cluster, data, cluster.name)
-
-
-def _named(cluster: Cluster) -> dict[str, Any]:
-    data = _data(cluster)
-    data["sites"] = data["sites"] or [{"name": cluster.site_name(site)} for site in range(cluster.sizes[0])]
-    return data
-
-
-def _data(cluster: Cluster) -> dict[str, Any]:
-    return cluster.model_dump(mode="json", exclude_none=True)

@@ -18,7 +18,7 @@ simulated; ``bubble_s`` is what they could save at most.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -26,9 +26,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.baselines import Baseline
+from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
 from hybridep.plan import Plan
 from hybridep.routing import Routing
-from hybridep.topology import Cluster
 from simulator.collective import Execution, Flows, Program, execute
 from simulator.conditions import Conditions
 from simulator.critical_path import seconds_by_label
@@ -42,7 +42,6 @@ from simulator.symmetry import no_symmetry
 from simulator.wiring import wiring
 
 GATHER, FORWARD, BACKWARD = "stage_gather", "stage_forward", "stage_backward"
-ACTIVATIONS, GRADIENTS = "activations", "activation_gradients"
 
 _GAIN = 1e-3
 """Running further ahead must save more than this share of the step."""
@@ -59,10 +58,8 @@ INSIDE = (Baseline.EP, Baseline.EP_IN_DC)
 class PipelineStep:
     """One step of a pipeline, and where its time goes: the three parts sum to it."""
 
+    plan: PipelinePlan
     stages: tuple[Stage, ...]
-    inside: Baseline
-    ahead: int
-    """As in ``AHEAD``."""
     program: Program
     """Its ranks are the stages."""
     execution: Execution
@@ -91,10 +88,6 @@ class PipelineStep:
         """What the activations' way adds to both."""
         return self.step_s - self.without_transfers_s
 
-    def in_flight(self, stage: int = 0) -> int:
-        """Micro-batches whose activations a stage keeps at a time; the first one keeps the most."""
-        return 1 + _forwards_ahead(stage, len(self.stages), self.stages[stage].forward_s.size - 1, self.ahead)
-
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by kind of operation along the critical path."""
@@ -102,11 +95,11 @@ class PipelineStep:
 
     @property
     def choice(self) -> str:
-        """In few words."""
+        """In few words, of stages of equally many sites with the same baseline in each."""
         share = (self.bubble_s / self.step_s, self.transfers_s / self.step_s)
         return (
-            f"{len(self.stages)} stages of {self.stages[0].plan.cluster.sizes[0]} sites, {self.inside.value} in each, "
-            f"{self.in_flight()} micro-batches in flight, bubble {share[0]:.0%}, activations {share[1]:.0%}"
+            f"{len(self.stages)} stages of {self.stages[0].plan.cluster.sizes[0]} sites, {self.plan.provenance['baseline']} in "
+            f"each, {self.plan.in_flight(0)} micro-batches in flight, bubble {share[0]:.0%}, activations {share[1]:.0%}"
         )
 
 
@@ -120,22 +113,23 @@ def fastest_pipeline(
     placements inside, and of running further ahead while that pays; arguments as `pipeline_step`. Raises PipelineError where
     there is none."""
     sites = plan.cluster.sizes[0]
-    candidates: list[tuple[Baseline, list[Stage]]] = []
+    candidates: list[tuple[PipelinePlan, list[Stage]]] = []
     why = f"{plan.cluster.name} has one site"
     for stages in [number for number in range(2, sites + 1) if sites % number == 0]:
         for inside in INSIDE[: 2 if stages < sites else 1]:
             try:
-                candidates.append((inside, time_stages(plan, stages, inside, routing, precision, conditions)))
+                pipeline = cut(plan, stages, inside)
+                candidates.append((pipeline, time_stages(pipeline, routing, precision, conditions)))
             except PipelineError as error:
                 why = str(error)
     found: PipelineStep | None = None
-    for inside, made in sorted(candidates, key=lambda one: _busiest_s(one[1])):
+    for pipeline, made in sorted(candidates, key=lambda one: _busiest_s(one[1])):
         best_s = math.inf
         for ahead in AHEAD:
             # No schedule is faster than the busiest stage by itself.
             if found is not None and _busiest_s(made) >= found.step_s:
                 break
-            step = run_stages(plan.cluster, made, inside, ahead, precision, conditions)
+            step = run_stages(running_ahead(pipeline, ahead), made, precision, conditions)
             if found is None or step.step_s < found.step_s:
                 found = step
             if step.step_s > best_s * (1 - _GAIN):
@@ -161,23 +155,37 @@ def pipeline_step(
 ) -> PipelineStep:
     """One step of the plan's workload on its cluster, with its codecs and popularity, in so many stages of sites in a row.
 
-    inside: how a stage places its experts. ahead: as in ``AHEAD``. routing: (MoE layer, micro-batch) -> [G, T, K] expert ids, as
-    of the plan; tokens keep their choices wherever they are computed. Raises PipelineError for stages that do not divide the
-    sites or leave one without experts, and for links or computation that vary within a step.
+    inside: how a stage places its experts. ahead: as in ``AHEAD``. The rest, and errors, as `simulate_pipeline`; raises
+    PipelineError also for stages that do not divide the sites or leave one without experts.
     """
-    made = time_stages(plan, stages, inside, routing, precision, conditions)
-    return run_stages(plan.cluster, made, inside, ahead, precision, conditions)
+    return simulate_pipeline(running_ahead(cut(plan, stages, inside), ahead), routing, precision, conditions)
+
+
+def simulate_pipeline(
+    pipeline: PipelinePlan,
+    routing: Routing | None = None,
+    precision: Precision = EXACTLY,
+    conditions: Conditions | None = None,
+) -> PipelineStep:
+    """One step of a pipeline plan. routing: (MoE layer, micro-batch) -> [G, T, K] expert ids of a step without stages; tokens
+    keep their choices wherever they are computed. Raises PipelineError for links or computation that vary within a step."""
+    return run_stages(pipeline, time_stages(pipeline, routing, precision, conditions), precision, conditions)
+
+
+def running_ahead(pipeline: PipelinePlan, ahead: int) -> PipelinePlan:
+    """The same stages in another order. Raises PipelineError for less than 1."""
+    if ahead < 1:
+        raise PipelineError(f"pipeline: ahead {ahead} must be at least 1, or stages wait for each other in a circle")
+    return pipeline.model_copy(update={"ahead": ahead})
 
 
 def time_stages(
-    plan: Plan,
-    stages: int,
-    inside: Baseline,
+    pipeline: PipelinePlan,
     routing: Routing | None = None,
     precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
 ) -> list[Stage]:
-    """Each stage by itself; arguments and errors as `pipeline_step`."""
+    """Each stage by itself; arguments and errors as `simulate_pipeline`."""
     settled = conditions or Conditions()
     if settled.of_links or settled.compute_jitter:
         raise PipelineError("pipeline: not simulated with links or computation that vary; leave out changes, trace and jitters")
@@ -187,59 +195,36 @@ def time_stages(
 
     known: dict[str, Stage] = {}
     made: list[Stage] = []
-    for number, one in enumerate(cut(plan, stages, inside)):
-        embeds_only = number == 0 and stages > 1
-        key = f"{number if routing is not None or settled.stragglers else embeds_only} {alike(one)}"
+    for number, one in enumerate(pipeline.plans):
+        key = f"{number if routing is not None or settled.stragglers else ''} {alike(one)}"
         if key not in known:
-            known[key] = timed(one, simulate, routing_of(plan, routing, stages, number), embeds_only=embeds_only)
+            known[key] = timed(one, simulate, routing_of(pipeline, routing, number))
         made.append(replace(known[key], plan=one))
     return made
 
 
 def run_stages(
-    cluster: Cluster,
-    stages: list[Stage],
-    inside: Baseline,
-    ahead: int = 1,
+    pipeline: PipelinePlan,
+    stages: Sequence[Stage],
     precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
 ) -> PipelineStep:
-    """The stages' passes in the order of 1F1B, or further `ahead`, with activations between them. The stages have equally many
-    sites of the cluster, in its order, and equally many micro-batches. Raises PipelineError for `ahead` below 1."""
-    if ahead < 1:
-        raise PipelineError(f"pipeline: ahead {ahead} must be at least 1, or stages wait for each other in a circle")
+    """The stages' passes in the plan's order, with activations between them."""
     conditions = conditions or Conditions()
     engine = Engine()
-    fabric = Fabric(engine, no_symmetry(wiring(cluster)), precision.tolerance, conditions, stages[0].plan.schedule.streams)
-    forth, back = (_between(fabric, stages, down) for down in (True, False))
-    program, without_s = _Schedule(stages, forth, back, ahead).build()
+    fabric = Fabric(engine, no_symmetry(wiring(pipeline.cluster)), precision.tolerance, conditions, pipeline.schedule.streams)
+    forth, back = (_between(fabric, pipeline, down) for down in (True, False))
+    program, without_s = _Schedule(stages, forth, back, pipeline.ahead).build()
     capacity = fabric.network.link_capacity_bytes_per_s * conditions.goodput
     execution = execute(program, engine, fabric.network, iter([(0.0, capacity)]))
-    micro_batches = stages[0].forward_s.size
     return PipelineStep(
+        plan=pipeline,
         stages=tuple(stages),
-        inside=inside,
-        ahead=ahead,
         program=program,
         execution=execution,
         without_transfers_s=without_s,
-        activation_bytes=micro_batches * sum(float(way.flows.transfers.size_bytes.sum()) for way in [*forth, *back]),
+        activation_bytes=pipeline.micro_batches * sum(float(way.flows.transfers.size_bytes.sum()) for way in [*forth, *back]),
     )
-
-
-def order_of_passes(stage: int, stages: int, micro_batches: int, ahead: int = 1) -> Iterator[tuple[bool, int]]:
-    """(whether forward, micro-batch) in the order in which a stage computes: `ahead` forwards for each stage that follows, then
-    one backward after each forward, then the backwards that are left."""
-    warm_up = _forwards_ahead(stage, stages, micro_batches, ahead)
-    for number in range(micro_batches + warm_up):
-        if number < micro_batches:
-            yield True, number
-        if number >= warm_up:
-            yield False, number - warm_up
-
-
-def _forwards_ahead(stage: int, stages: int, most: int, ahead: int) -> int:
-    return min(ahead * (stages - 1 - stage), most)
 
 
 class _Way(NamedTuple):
@@ -251,27 +236,27 @@ class _Way(NamedTuple):
     """Of the longest."""
 
 
-def _between(fabric: Fabric, stages: list[Stage], down: bool) -> list[_Way]:
+def _between(fabric: Fabric, pipeline: PipelinePlan, down: bool) -> list[_Way]:
     """What each stage but the last sends to the next, or gets back from it."""
-    cluster, workload = fabric.symmetry.cluster, stages[0].plan.workload
-    ranks = cluster.num_gpus // len(stages)
+    stage_of = np.zeros(pipeline.cluster.num_gpus, dtype=np.int64)
+    for stage, ranks in enumerate(pipeline.ranks):
+        stage_of[ranks] = stage
     found = []
-    for stage in range(len(stages) - 1):
-        here = np.arange(stage * ranks, (stage + 1) * ranks)
-        source, destination = (here, here + ranks) if down else (here + ranks, here)
-        size_bytes = np.full(ranks, float(workload.training.tokens * workload.combine_row_bytes))
-        flows = fabric.transfers(source, destination, size_bytes)
+    for stage in range(len(pipeline.stages) - 1):
+        ways = pipeline.ways(stage)
+        ends = (ways.source, ways.destination) if down else (ways.destination, ways.source)
+        flows = fabric.transfers(*ends, ways.number.astype(np.float64) * pipeline.sequence_bytes)
         latency_s = flows.transfers.latency_s
         transfers = replace(flows.transfers, latency_s=np.zeros(latency_s.size))
-        ends = {"source": flows.source // ranks, "destination": flows.destination // ranks}
-        found.append(_Way(replace(flows, transfers=transfers, **ends), float(latency_s.max())))
+        both = {"source": stage_of[flows.source], "destination": stage_of[flows.destination]}
+        found.append(_Way(replace(flows, transfers=transfers, **both), float(latency_s.max())))
     return found
 
 
 class _Schedule:
     """All passes and transfers, each after what it needs; and when the last stage would be done if transfers took no time."""
 
-    def __init__(self, stages: list[Stage], forth: list[_Way], back: list[_Way], ahead: int) -> None:
+    def __init__(self, stages: Sequence[Stage], forth: list[_Way], back: list[_Way], ahead: int) -> None:
         self._stages, self._forth, self._back, self._ahead = stages, forth, back, ahead
         self._number = len(stages)
         self._program = Program(num_ranks=self._number)

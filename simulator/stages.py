@@ -1,4 +1,4 @@
-"""Pipeline stages: sites in a row that hold some of a model's layers, and how long they take over a micro-batch.
+"""Pipeline stages: sites that hold some of a model's layers, and how long they take over a micro-batch.
 
 A stage is a plan of its own, for its sites and its layers, and is simulated as any other step is. Its passes over the
 micro-batches are read off that simulation one after the other, from when the last rank has ended one to when the last rank
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridep.baselines import Baseline, baseline_plan
+from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
+from hybridep.errors import ConfigError
+from hybridep.pipeline import PipelinePlan, StagePlan, stage_workload
+from hybridep.placement import IntArray
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
+from hybridep.topology import only_sites
 from hybridep.traffic import FloatArray, split_sizes
-from hybridep.workload import Model, Workload
+from hybridep.workload import Workload
 from simulator.errors import PipelineError
-from simulator.many_steps import only_sites
 from simulator.step import StepResult
 from simulator.training import BACKWARD, HEAD, PRE_EXPERT
 
 SimulateStage = Callable[[Plan, Routing | None], StepResult]
 """Simulates one step of a plan, by what its tokens choose where that is given."""
-
-_NO_VOCABULARY = 2
-"""The smallest: of a stage without embeddings. Its projection is some 1e-4 of a layer's work."""
 
 _ROUNDING = 1e-9
 
@@ -60,68 +60,56 @@ class Stage:
         return float(self.gather_s + self.forward_s.sum() + self.backward_s.sum() + sum(seconds for _, seconds in self.last))
 
 
-def cut(plan: Plan, stages: int, inside: Baseline) -> list[Plan]:
+def cut(plan: Plan, stages: int, inside: Baseline) -> PipelinePlan:
     """The plan's cluster and model in so many stages of equally many sites in a row, with `inside` as placement in each.
 
-    Layers are split as evenly as they can be, the first stages having one more. The first holds the embedding, the last the
-    output projection (tied ones are held by both). A stage has `stages` times the micro-batches, so that the global batch is the
-    same.
+    Layers are split as evenly as they can be, the first stages having one more. There are `stages` times the micro-batches, so
+    that the global batch is the same.
     Raises PipelineError where sites or layers cannot be split so, or where sites take unequal shares of tokens or experts.
     """
-    cluster, model = plan.cluster, plan.workload.model
+    cluster, workload = plan.cluster, plan.workload
     sites = cluster.sizes[0]
     if stages < 1 or sites % stages:
         raise PipelineError(f"pipeline: {stages} stages must divide the {sites} sites of {cluster.name}")
-    if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
-        raise PipelineError(
-            f"pipeline: sites of {cluster.name} have unequal shares of tokens or experts, but every stage computes all tokens "
-            "and holds all experts of its layers; leave out sites.*.tokens and sites.*.experts"
-        )
     names = [cluster.site_name(site) for site in range(sites)]
-    training = plan.workload.training.model_copy(update={"micro_batches": plan.workload.training.micro_batches * stages})
-    made, first_layer, per_stage = [], 0, sites // stages
-    for number, layers in enumerate(split_sizes(model.num_layers, stages)):
-        part = _part(model, first_layer, layers, stages)
-        workload = Workload(name=f"{plan.workload.name}, stage {number} of {stages}", model=part, training=training)
-        first_moe = max(first_layer - model.num_dense_layers, 0)
-        mine = names[number * per_stage : (number + 1) * per_stage]
-        made.append(
-            baseline_plan(
-                cluster if stages == 1 else only_sites(cluster, mine),
+    made, first, per_stage = [], 0, sites // stages
+    try:
+        for number, layers in enumerate(split_sizes(workload.model.num_layers, stages)):
+            members = names[number * per_stage : (number + 1) * per_stage]
+            part = stage_workload(
                 workload,
-                inside,
-                schedule=Schedule(streams=plan.schedule.streams),
-                codecs=plan.codecs,
-                popularity=plan.popularity[first_moe : first_moe + part.num_moe_layers],
+                cluster,
+                stages=stages,
+                number=number,
+                first_layer=first,
+                num_layers=layers,
+                num_sites=per_stage,
+                micro_batches=workload.training.micro_batches * stages,
             )
-        )
-        first_layer += layers
-    return made
+            group = baseline_group(only_sites(cluster, members), part, inside)
+            made.append(StagePlan(sites=tuple(members), num_layers=layers, layers=(group,)))
+            first += layers
+        data = {
+            "cluster": cluster,
+            "workload": workload,
+            "micro_batches": workload.training.micro_batches * stages,
+            "stages": made,
+            "popularity": plan.popularity,
+            "codecs": plan.codecs,
+            "schedule": Schedule(streams=plan.schedule.streams),
+            "provenance": {"baseline": inside.value},
+        }
+        return build(PipelinePlan, data, "pipeline")
+    except (ConfigError, ValueError) as error:
+        raise PipelineError(f"pipeline: {error}") from None
 
 
-def _part(model: Model, first_layer: int, layers: int, stages: int) -> Model:
-    """A stage's layers. Raises PipelineError where none has experts."""
-    dense = min(max(model.num_dense_layers - first_layer, 0), layers)
-    if dense >= layers:
-        raise PipelineError(
-            f"pipeline: a stage of {stages} would have {layers} layers, {dense} of them without experts, of the model's "
-            f"{model.num_layers} and {model.num_dense_layers}; each needs one with experts"
-        )
-    update: dict[str, object] = {"num_layers": layers, "num_dense_layers": dense}
-    if stages > 1:
-        at_an_end = first_layer == 0 or first_layer + layers == model.num_layers
-        update |= {"vocab_size": model.vocab_size if at_an_end else _NO_VOCABULARY, "tie_embeddings": True}
-    return build(Model, model.model_dump(mode="json") | update, "stage")
-
-
-def timed(plan: Plan, simulate: SimulateStage, routing: Routing | None = None, *, embeds_only: bool = False) -> Stage:
+def timed(plan: Plan, simulate: SimulateStage, routing: Routing | None = None) -> Stage:
     """A stage by itself. Without `routing` three micro-batches are simulated, and the one in the middle stands for all that are
-    neither the first nor the last. `embeds_only`: its vocabulary is an embedding, without a projection to compute."""
+    neither the first nor the last."""
     micro_batches = plan.workload.training.micro_batches
     simulated = micro_batches if routing is not None else min(micro_batches, _KINDS)
-    passes, last = _passes(simulate(_with(plan, simulated, without_vocabulary=embeds_only), routing))
-    if embeds_only:
-        _, last = _passes(simulate(_with(plan, 1), _first_of(routing)))
+    passes, last = _passes(simulate(_with(plan, simulated), routing))
     middle = [1] * (micro_batches - simulated)
     order = [0, *middle, *range(1, simulated)] if middle else list(range(simulated))
     forward_s, backward_s = passes[order, 0], passes[order, 1]
@@ -143,45 +131,36 @@ def _more(seconds: float, others_s: float) -> float:
 def alike(plan: Plan) -> str:
     """The same for stages that must take the same time, whatever their sites are called."""
     data = plan.model_dump(mode="json", exclude={"provenance"})
+    model = plan.workload.model
     data["cluster"]["name"] = data["workload"]["name"] = ""
+    data["workload"]["model"]["part"] = [model.has_embedding, model.has_head]
     if not (plan.cluster.links or plan.cluster.trunks):
         for site in data["cluster"]["sites"]:
             site["name"] = ""
     return str(data)
 
 
-def routing_of(plan: Plan, routing: Routing | None, stages: int, number: int) -> Routing | None:
-    """What a stage's tokens choose: its micro-batches are those of all ranks at the same place of a stage, one stage's ranks
-    after the other's. The plan is the whole one."""
+def routing_of(pipeline: PipelinePlan, routing: Routing | None, number: int) -> Routing | None:
+    """What a stage's tokens choose, where the whole cluster's ranks choose these without stages: the global batch's sequences are
+    the same, in the same order."""
     if routing is None:
         return None
-    model, micro_batches = plan.workload.model, plan.workload.training.micro_batches
-    layers = split_sizes(model.num_layers, stages)
-    first = max(sum(layers[:number]) - model.num_dense_layers, 0)
-    end = sum(layers[: number + 1]) - model.num_dense_layers
-    ranks = plan.cluster.num_gpus // stages
-    return {
-        (layer - first, group * micro_batches + micro_batch): routing[layer, micro_batch][group * ranks : (group + 1) * ranks]
-        for layer in range(first, end)
-        for group in range(stages)
-        for micro_batch in range(micro_batches)
-    }
+    stage, whole = pipeline.plans[number], pipeline.workload
+    part, training = stage.workload.model.part, stage.workload.training
+    assert part is not None
+    found: dict[tuple[int, int], IntArray] = {}
+    for layer in range(stage.workload.model.num_moe_layers):
+        chosen = [routing[part.first_moe_layer + layer, batch] for batch in range(whole.training.micro_batches)]
+        each = np.concatenate(chosen).reshape(pipeline.micro_batches, len(pipeline.ranks[number]), training.tokens, -1)
+        found |= {(layer, batch): each[batch] for batch in range(pipeline.micro_batches)}
+    return found
 
 
-def _with(plan: Plan, micro_batches: int, *, without_vocabulary: bool = False) -> Plan:
+def _with(plan: Plan, micro_batches: int) -> Plan:
     workload = plan.workload
     training = workload.training.model_copy(update={"micro_batches": micro_batches})
-    model = workload.model.model_copy(update={"vocab_size": _NO_VOCABULARY} if without_vocabulary else {})
-    return build(
-        Plan,
-        plan.model_dump(mode="json")
-        | {"workload": Workload(name=workload.name, model=model, training=training).model_dump(mode="json")},
-        "stage",
-    )
-
-
-def _first_of(routing: Routing | None) -> Routing | None:
-    return None if routing is None else {key: chosen for key, chosen in routing.items() if key[1] == 0}
+    few = Workload(name=workload.name, model=workload.model, training=training)
+    return build(Plan, plan.model_dump(mode="json") | {"workload": few.model_dump(mode="json")}, "stage")
 
 
 def _passes(step: StepResult) -> tuple[FloatArray, tuple[tuple[str, float], ...]]:

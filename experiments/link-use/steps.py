@@ -50,7 +50,7 @@ def emulate_computation(trainer: RankTrainer, plan: Plan) -> None:
     expert_s = training.tokens * workload.model.top_k * workload.expert_flops_per_row / gpu.throughput
     head_s = workload.head_flops / gpu.throughput
     transformer = trainer.model.transformer
-    attention = [layer.get_submodule("attention") for layer in transformer.layers]
+    attention = [layer.get_submodule("attention") for layer in transformer.layers.values()]
     for module, seconds in [*((each, pre_s) for each in attention), (transformer.get_submodule("head"), head_s)]:
         module.register_forward_hook(lambda *_, seconds=seconds: time.sleep(seconds))
         module.register_full_backward_hook(lambda *_, seconds=seconds: time.sleep(2 * seconds))

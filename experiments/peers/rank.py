@@ -179,7 +179,7 @@ def build_peer(
     transformer = Transformer(workload, make, dtype=torch.float32)
     transformer.initialise(seed)
     if peer == "deepspeed":
-        for index, layer in enumerate(list(transformer.layers)):
+        for index, layer in enumerate(list(transformer.layers.values())):
             block = layer.feed_forward
             assert isinstance(block, MoeBlock)
             theirs = _DeepSpeedBlock(workload, block.gate.weight.detach(), rows(index), exchange)

@@ -66,7 +66,7 @@ def pipeline_bytes(pipeline: PipelineStep) -> float:
     needs = []
     for number, stage in enumerate(pipeline.stages):
         use = memory_use(stage.plan)
-        needs.append(use.fullest_bytes + (pipeline.in_flight(number) - 1) * use.parts_bytes[ACTIVATIONS])
+        needs.append(use.fullest_bytes + (pipeline.plan.in_flight(number) - 1) * use.parts_bytes[ACTIVATIONS])
     return max(needs)
 
 
@@ -107,8 +107,8 @@ def row_of(config: dict[str, Any], name: str, sites: int, bandwidth: str) -> Row
         "plan": f"{domains}, {plan.layers[0].residency.value}" + (f", {len(plan.layers)} groups" if len(plan.layers) > 1 else ""),
         "best_other": best,
         "stages": str(len(pipeline.stages)),
-        "inside": pipeline.inside.value,
-        "in_flight": str(pipeline.in_flight()),
+        "inside": pipeline.plan.provenance["baseline"],
+        "in_flight": str(pipeline.plan.in_flight(0)),
     }
 
 

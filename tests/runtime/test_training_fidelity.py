@@ -271,7 +271,7 @@ def hold_copies_back(rank: int, case: Case, wait_s: float) -> dict[str, bool]:
     over: dict[str, threading.Event] = {}
     found: dict[str, bool] = {}
     layers = {id(block.routed.exchange): block.layer for block in trainer.model.transformer.moe_blocks()}
-    for layer in trainer.model.transformer.layers:
+    for layer in trainer.model.transformer.layers.values():
         forward, backward = (f"{kind} {layer.feed_forward.layer}" for kind in ("_gather", "_return"))
         over[forward], over[backward] = threading.Event(), threading.Event()
         layer.attention.register_forward_hook(lambda *_, event=over[forward]: event.set())
@@ -314,12 +314,12 @@ def order_of_copies(rank: int, case: Case) -> list[str]:
     trainer = RankTrainer(training_run(), Mesh(plan=case.plan(), rank=rank))
     found: list[str] = []
     layers = {id(block.routed.exchange): block.layer for block in trainer.model.transformer.moe_blocks()}
-    for layer in trainer.model.transformer.layers:
+    for layer in trainer.model.transformer.layers.values():
         number = layer.feed_forward.layer
         layer.attention.register_forward_hook(lambda *_, number=number: found.append(f"forward {number}"))
         layer.attention.register_full_backward_hook(lambda *_, number=number: found.append(f"backward {number}"))
     ended = threading.Event()
-    trainer.model.transformer.layers[0].attention.register_full_backward_hook(lambda *_: ended.set())
+    trainer.model.transformer.layers["0"].attention.register_full_backward_hook(lambda *_: ended.set())
     submit = trainer.stream.submit
 
     def noted(work: Any) -> Any:

@@ -10,12 +10,13 @@ from simulated_plans import PLANS, RATES_GBPS, make_plan
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import build
+from hybridep.pipeline import order_of_passes
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
 from simulator.conditions import Conditions
 from simulator.errors import PipelineError, SimulationError
 from simulator.fabric_file import FabricFile
-from simulator.pipeline import AHEAD, INSIDE, PipelineStep, fastest_pipeline, order_of_passes, pipeline_step, run_stages
+from simulator.pipeline import AHEAD, INSIDE, PipelineStep, fastest_pipeline, pipeline_step, run_stages, running_ahead
 from simulator.report import simulate
 from simulator.stages import Stage, cut, routing_of
 from simulator.step import simulate_step
@@ -29,13 +30,13 @@ TRANSFER_S = ACTIVATION_BYTES / (RATES_GBPS["dc"] * 1e9 / 8)
 
 def made_up(plan: Plan, times_s: list[tuple[float, float]], ahead: int = 1, **conditions: Any) -> PipelineStep:
     """Stages of one site each with these seconds forward and backward."""
-    plans = cut(plan, len(times_s), Baseline.EP)
-    number = plans[0].workload.training.micro_batches
+    pipeline = running_ahead(cut(plan, len(times_s), Baseline.EP), ahead)
+    number = pipeline.micro_batches
     stages = [
         Stage(plan=one, gather_s=0.0, forward_s=np.full(number, forward), backward_s=np.full(number, backward), last=())
-        for one, (forward, backward) in zip(plans, times_s, strict=True)
+        for one, (forward, backward) in zip(pipeline.plans, times_s, strict=True)
     ]
-    return run_stages(plan.cluster, stages, Baseline.EP, ahead, conditions=Conditions(**conditions))
+    return run_stages(pipeline, stages, conditions=Conditions(**conditions))
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
@@ -83,7 +84,7 @@ def test_running_further_ahead_hides_the_way_there_and_back(latency_s: float) ->
     waits_s = [latency_s + TRANSFER_S, latency_s + TRANSFER_S]
     assert found[0].step_s == pytest.approx(9 * 3.0 + 8 * waits_s[0], rel=1e-6)
     assert found[1].step_s == pytest.approx(9 * 3.0 + 2 * waits_s[1], rel=1e-6)
-    assert [one.in_flight() for one in found] == [2, 4] and found[1].in_flight(1) == 1
+    assert [one.plan.in_flight(0) for one in found] == [2, 4] and found[1].plan.in_flight(1) == 1
 
 
 def test_latency_does_not_keep_links_idle() -> None:
@@ -149,10 +150,13 @@ def test_stages_are_steps_of_their_own() -> None:
     models = [stage.plan.workload.model for stage in found.stages]
     assert [model.num_layers for model in models] == [3, 3, 2, 2]
     assert [model.num_dense_layers for model in models] == [1, 0, 0, 0]
-    assert [model.vocab_size for model in models] == [100, 2, 2, 100]
-    # Stages without embeddings count a vocabulary of two, and every stage a norm at its end.
-    whole = plan.workload.model
-    assert sum(model.total_params for model in models) == whole.total_params + 2 * 2 * 64 + 3 * 64
+    assert [(model.has_embedding, model.has_head) for model in models] == [
+        (True, False),
+        (False,) * 2,
+        (False,) * 2,
+        (False, True),
+    ]
+    assert sum(model.total_params for model in models) == plan.workload.model.total_params
     for stage in found.stages[1:]:
         few = stage.plan.workload.training.model_copy(update={"micro_batches": 3})
         alone = stage.plan.model_copy(update={"workload": stage.plan.workload.model_copy(update={"training": few})})
@@ -162,11 +166,7 @@ def test_stages_are_steps_of_their_own() -> None:
         assert stage.busy_s == pytest.approx(third_s + (8 - 3) * middle_s, rel=1e-9)
     # The first has an embedding to update and to reduce, and no projection to compute.
     first, last = found.stages[0], found.stages[3]
-    embeds = first.plan.workload.model_copy(update={"model": models[0].model_copy(update={"vocab_size": 2})})
-    blocks_s = [
-        stage.forward_s[0] - workload.head_flops / plan.cluster.gpu.throughput
-        for stage, workload in ((first, embeds), (last, last.plan.workload))
-    ]
+    blocks_s = [stage.forward_s[0] - stage.plan.workload.head_flops / plan.cluster.gpu.throughput for stage in (first, last)]
     assert blocks_s[0] == pytest.approx(blocks_s[1], rel=1e-9)
     updated = [8 * model.num_moe_layers * model.expert_params + model.dense_params for model in models[:2]]
     optimizer_s = [dict(stage.last)["optimizer"] for stage in found.stages[:2]]
@@ -190,8 +190,9 @@ def test_tokens_keep_their_choices(rng: np.random.Generator) -> None:
     routing = choices(plan, rng)
     for stages in (2, 4):
         seen: dict[int, list[Any]] = {}
-        for number, one in enumerate(cut(plan, stages, Baseline.EP)):
-            part = routing_of(plan, routing, stages, number)
+        pipeline = cut(plan, stages, Baseline.EP)
+        for number, one in enumerate(pipeline.plans):
+            part = routing_of(pipeline, routing, number)
             assert part is not None
             model = one.workload.model
             assert len(part) == model.num_moe_layers * 2 * stages
@@ -201,7 +202,7 @@ def test_tokens_keep_their_choices(rng: np.random.Generator) -> None:
                 seen.setdefault(first + layer, []).append((number_of, chosen))
         assert sorted(seen) == [0, 1, 2, 3, 4]
         for layer, found in seen.items():
-            rows = np.concatenate([chosen for _, chosen in sorted(found, key=lambda one: (one[0] % 2, one[0]))])
+            rows = np.concatenate([chosen for _, chosen in sorted(found, key=lambda one: one[0])])
             np.testing.assert_array_equal(rows, np.concatenate([routing[layer, number] for number in range(2)]))
     assert fastest_pipeline(plan, routing).step_s > 0
 
@@ -226,10 +227,13 @@ def test_the_fastest_of_all_choices_counts() -> None:
         steps = [pipeline_step(plan, stages, inside, ahead).step_s for stages in (2, 4) for inside in INSIDE for ahead in AHEAD]
         found = fastest_pipeline(plan)
         assert min(steps) <= found.step_s <= min(steps) * 1.001
-        assert found.ahead > 1 or not latency_s
+        assert found.plan.ahead > 1 or not latency_s
     report = simulate(plan, [Baseline.EP, System.PIPELINE])
     assert report.baselines["pipeline"] == pytest.approx(found.step_s) and report.choices["pipeline"] == found.choice
-    assert f"{len(found.stages)} stages of {4 // len(found.stages)} sites, {found.inside.value} in each" in found.choice
+    assert (
+        f"{len(found.stages)} stages of {4 // len(found.stages)} sites, {found.plan.provenance['baseline']} in each"
+        in found.choice
+    )
 
 
 def test_as_all_systems_it_runs_without_copies_ahead() -> None:

@@ -1,0 +1,271 @@
+"""Pipeline plans: sites in stages that hold some of a model's layers each, with a plan of its own inside every stage.
+
+A stage is a ``Plan`` for its sites and its layers, so whatever places experts, moves them, and puts times on that knows nothing
+of other stages. Between stages a micro-batch's activations pass forward and their gradients back, exact and without codecs, from
+each rank straight to the ranks that go on with its sequences. All stages train on the global batch that a plan without stages
+has, so the same model is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from hybridep.codecs import Codecs
+from hybridep.config import Strict, build, key_lines, read_yaml, write_yaml
+from hybridep.errors import ConfigError
+from hybridep.placement import IntArray
+from hybridep.plan import LayerGroup, Plan, Prediction, Schedule, require_same
+from hybridep.topology import Cluster, only_sites
+from hybridep.workload import Model, Workload
+
+ACTIVATIONS, GRADIENTS = "activations", "activation_gradients"
+"""Names of what passes between stages: forward and back."""
+
+
+class StagePlan(Strict):
+    """One stage: who is in it, and how it places its layers' experts."""
+
+    sites: tuple[str, ...] = Field(min_length=1)
+    num_layers: int = Field(ge=1)
+    """With those that have no experts."""
+    layers: tuple[LayerGroup, ...] = Field(min_length=1)
+    """Every MoE layer of the stage once, in order, counted from its own first one."""
+
+
+class Ways(NamedTuple):
+    """What passes from one stage to the next with every micro-batch; [n] each."""
+
+    source: IntArray
+    """Rank of the whole cluster, in the earlier stage."""
+    destination: IntArray
+    """In the later one."""
+    first: IntArray
+    """Sequence of the micro-batch."""
+    number: IntArray
+    """Sequences from that one on."""
+
+
+class PipelinePlan(Strict):
+    """Stages for one cluster and workload, and the order in which they pass micro-batches to each other."""
+
+    schema_version: Literal[1] = 1
+    cluster: Cluster
+    workload: Workload
+    """As without stages: its batch is what all ranks together train on in a step."""
+    micro_batches: int = Field(ge=1)
+    """In which the global batch passes the stages."""
+    ahead: int = Field(default=1, ge=1)
+    """Forwards that a stage runs ahead for each stage behind it: 1 is 1F1B (PipeDream-Flush), which waits for every way there and
+    back; more hide longer ways and keep more activations."""
+    stages: tuple[StagePlan, ...] = Field(min_length=1)
+    popularity: tuple[tuple[float, ...], ...] = ()
+    """As a plan's: of every MoE layer of the model."""
+    codecs: dict[str, Codecs] = Field(default_factory=dict)
+    """Inside stages; level name -> codecs."""
+    schedule: Schedule = Schedule()
+    """Inside stages; its streams also between them."""
+    prediction: Prediction | None = None
+    provenance: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PipelinePlan:
+        cluster, model = self.cluster, self.workload.model
+        _check_shares(cluster, model)
+        names = [cluster.site_name(site) for site in range(cluster.sizes[0])]
+        used = [name for stage in self.stages for name in stage.sites]
+        for name in used:
+            if name not in names:
+                raise ValueError(f"stages: no site {name!r} in {cluster.name}; it has {', '.join(names)}")
+        wrong = [name for name in names if used.count(name) != 1]
+        if wrong:
+            raise ValueError(f"stages: site {wrong[0]} is in {used.count(wrong[0])} stages; every site is in one")
+        if (layers := sum(stage.num_layers for stage in self.stages)) != model.num_layers:
+            raise ValueError(f"stages: they have {layers} layers together, the model has {model.num_layers}")
+        if self.schedule.prefetch or self.schedule.chunks > 1:
+            raise ValueError("schedule: stages take neither prefetch nor chunks; leave both out")
+        _ = self.plans
+        return self
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of each stage, on its sites and with its share of the model."""
+        made, first = [], 0
+        for number, stage in enumerate(self.stages):
+            workload = stage_workload(
+                self.workload,
+                self.cluster,
+                stages=len(self.stages),
+                number=number,
+                first_layer=first,
+                num_layers=stage.num_layers,
+                num_sites=len(stage.sites),
+                micro_batches=self.micro_batches,
+            )
+            part = workload.model.part
+            assert part is not None
+            shares = self.popularity[part.first_moe_layer : part.first_moe_layer + workload.model.num_moe_layers]
+            data = {
+                "cluster": only_sites(self.cluster, stage.sites),
+                "workload": workload,
+                "layers": stage.layers,
+                "popularity": shares,
+                "codecs": self.codecs,
+                "schedule": self.schedule,
+            }
+            try:
+                made.append(build(Plan, data, f"stages.{number}"))
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+            first += stage.num_layers
+        return tuple(made)
+
+    @cached_property
+    def ranks(self) -> tuple[IntArray, ...]:
+        """Of each stage, in its own order, the ranks of the whole cluster."""
+        sites = {self.cluster.site_name(site): site for site in range(self.cluster.sizes[0])}
+        inside = np.arange(self.cluster.num_gpus // self.cluster.sizes[0])
+        # A stage's sites stand in the cluster's order, whatever the order in which they are written.
+        places = [sorted(sites[name] for name in stage.sites) for stage in self.stages]
+        return tuple(np.concatenate([site * len(inside) + inside for site in place]) for place in places)
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """(stage, rank in the stage) of a rank of the cluster."""
+        for stage, ranks in enumerate(self.ranks):
+            found = np.flatnonzero(ranks == rank)
+            if len(found):
+                return stage, int(found[0])
+        raise ValueError(f"rank {rank}: {self.cluster.name} has ranks 0 to {self.cluster.num_gpus - 1}")
+
+    def ways(self, stage: int) -> Ways:
+        """From a stage to the next. A rank passes on its own sequences; where the next has more or fewer ranks, parts of them."""
+        sizes = [self.plans[one].workload.training.micro_batch_size for one in (stage, stage + 1)]
+        ends = [np.arange(len(self.ranks[one]) + 1) * size for one, size in zip((stage, stage + 1), sizes, strict=True)]
+        cuts = np.unique(np.concatenate(ends))
+        first = cuts[:-1]
+        return Ways(
+            source=self.ranks[stage][first // sizes[0]],
+            destination=self.ranks[stage + 1][first // sizes[1]],
+            first=first,
+            number=np.diff(cuts),
+        )
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Of one sequence's activations, or their gradients, between two stages."""
+        return self.workload.training.sequence_length * self.workload.combine_row_bytes
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations a stage keeps at a time."""
+        return min(1 + forwards_ahead(stage, len(self.stages), self.micro_batches, self.ahead), self.micro_batches)
+
+    @property
+    def digest(self) -> str:
+        """Identifies what the plan makes ranks do; prediction and provenance are left out."""
+        decided = self.model_dump(mode="json", exclude={"prediction", "provenance"})
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+    def save(self, path: Path) -> None:
+        """Write as YAML, atomically."""
+        write_yaml(path, self.model_dump(mode="json", exclude_none=True))
+
+    def require(self, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
+        """Raises PlanMismatchError when the plan was made for another cluster or workload."""
+        require_same(self.cluster, self.workload, cluster, workload, where)
+
+
+def is_pipeline(data: Mapping[str, Any]) -> bool:
+    """Whether what a YAML file holds is a pipeline plan."""
+    return "stages" in data and "micro_batches" in data
+
+
+def load_pipeline(path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None) -> PipelinePlan:
+    """Read a pipeline plan's file; errors as of ``hybridep.plan.load_plan``."""
+    plan = build(PipelinePlan, read_yaml(path), str(path), key_lines(path))
+    plan.require(cluster, workload, str(path))
+    return plan
+
+
+def stage_workload(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    stages: int,
+    number: int,
+    first_layer: int,
+    num_layers: int,
+    num_sites: int,
+    micro_batches: int,
+) -> Workload:
+    """What a stage of ``num_sites`` trains: its layers, and the global batch in ``micro_batches``. Raises ValueError where it has
+    no layer with experts, or its ranks cannot share a micro-batch in whole sequences."""
+    model, training = workload.model, workload.training
+    dense = min(max(model.num_dense_layers - first_layer, 0), num_layers)
+    if dense >= num_layers:
+        raise ValueError(f"stages.{number}: {num_layers} layers, {dense} of them without experts; each needs one with experts")
+    inside = cluster.num_gpus // cluster.sizes[0]
+    batch, ranks = training.micro_batch_size * training.micro_batches * cluster.num_gpus, num_sites * inside
+    size, rest = divmod(batch, ranks * micro_batches)
+    if rest or not size:
+        raise ValueError(
+            f"stages.{number}: {batch} sequences of a step in {micro_batches} micro-batches leave {batch / micro_batches:g} for "
+            f"{ranks} ranks, and each takes as many whole ones; choose other micro_batches"
+        )
+    part = {
+        "first_layer": first_layer,
+        "first_moe_layer": max(first_layer - model.num_dense_layers, 0),
+        "of_layers": model.num_layers,
+    }
+    update = {"num_layers": num_layers, "num_dense_layers": dense, "part": part}
+    return Workload(
+        name=f"{workload.name}, stage {number} of {stages}",
+        model=build(Model, model.model_dump(mode="json") | update, f"stages.{number}"),
+        training=training.model_copy(update={"micro_batches": micro_batches, "micro_batch_size": size}),
+    )
+
+
+def possible_micro_batches(workload: Workload, cluster: Cluster, sites_per_stage: Sequence[int]) -> list[int]:
+    """In how many equal micro-batches the global batch can pass stages of so many sites, fewest first."""
+    inside = cluster.num_gpus // cluster.sizes[0]
+    batch = workload.training.micro_batch_size * workload.training.micro_batches * cluster.num_gpus
+    each = int(np.lcm.reduce([sites * inside for sites in sites_per_stage]))
+    if batch % each:
+        return []
+    most = batch // each
+    return [number for number in range(1, most + 1) if most % number == 0]
+
+
+def forwards_ahead(stage: int, stages: int, micro_batches: int, ahead: int) -> int:
+    """Forwards that a stage makes before its first backward, beside the one that goes with it."""
+    return min(ahead * (stages - 1 - stage), micro_batches)
+
+
+def order_of_passes(stage: int, stages: int, micro_batches: int, ahead: int = 1) -> Iterator[tuple[bool, int]]:
+    """(whether forward, micro-batch) in the order in which a stage computes: `ahead` forwards for each stage that follows, then
+    one backward after each forward, then the backwards that are left."""
+    warm_up = forwards_ahead(stage, stages, micro_batches, ahead)
+    for number in range(micro_batches + warm_up):
+        if number < micro_batches:
+            yield True, number
+        if number >= warm_up:
+            yield False, number - warm_up
+
+
+def _check_shares(cluster: Cluster, model: Model) -> None:
+    if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
+        raise ValueError(
+            f"stages: sites of {cluster.name} have unequal shares of tokens or experts, but every stage computes all tokens and "
+            "holds all experts of its layers; leave out sites.*.tokens and sites.*.experts"
+        )
+    if model.tie_embeddings:
+        raise ValueError(
+            "stages: tie_embeddings makes embedding and output projection one matrix, and the first and the last stage have one "
+            "of them each; set it to false"
+        )
