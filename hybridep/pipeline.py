@@ -22,7 +22,7 @@ from hybridep.codecs import Codecs
 from hybridep.config import Strict, build, key_lines, read_yaml, write_yaml
 from hybridep.errors import ConfigError
 from hybridep.placement import IntArray
-from hybridep.plan import LayerGroup, Plan, Prediction, Schedule, require_same
+from hybridep.plan import LayerGroup, Plan, Prediction, Schedule, SolverReport, require_same
 from hybridep.topology import Cluster, only_sites
 from hybridep.workload import Model, Workload
 
@@ -73,6 +73,7 @@ class PipelinePlan(Strict):
     schedule: Schedule = Schedule()
     """Inside stages; its streams also between them."""
     prediction: Prediction | None = None
+    solver: SolverReport | None = None
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -144,9 +145,13 @@ class PipelinePlan(Strict):
                 return stage, int(found[0])
         raise ValueError(f"rank {rank}: {self.cluster.name} has ranks 0 to {self.cluster.num_gpus - 1}")
 
+    def sequences(self, stage: int) -> int:
+        """Of each of a stage's ranks in one micro-batch."""
+        return global_sequences(self.workload, self.cluster) // (self.micro_batches * len(self.ranks[stage]))
+
     def ways(self, stage: int) -> Ways:
         """From a stage to the next. A rank passes on its own sequences; where the next has more or fewer ranks, parts of them."""
-        sizes = [self.plans[one].workload.training.micro_batch_size for one in (stage, stage + 1)]
+        sizes = [self.sequences(one) for one in (stage, stage + 1)]
         ends = [np.arange(len(self.ranks[one]) + 1) * size for one, size in zip((stage, stage + 1), sizes, strict=True)]
         cuts = np.unique(np.concatenate(ends))
         first = cuts[:-1]
@@ -169,7 +174,7 @@ class PipelinePlan(Strict):
     @property
     def digest(self) -> str:
         """Identifies what the plan makes ranks do; prediction and provenance are left out."""
-        decided = self.model_dump(mode="json", exclude={"prediction", "provenance"})
+        decided = self.model_dump(mode="json", exclude={"prediction", "solver", "provenance"})
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
@@ -193,6 +198,22 @@ def load_pipeline(path: Path, *, cluster: Cluster | None = None, workload: Workl
     return plan
 
 
+def alike(plan: Plan) -> str:
+    """The same for stages' plans that must take the same time, whatever their sites are called."""
+    model, cluster = plan.workload.model, plan.cluster
+    sites = cluster.sites
+    if len(sites) == 1:
+        sites = (sites[0].model_copy(update={"name": "", "part_of": None, "up": None, "down": None, "egress": None}),)
+    elif not (cluster.links or cluster.trunks):
+        sites = tuple(site.model_copy(update={"name": ""}) for site in sites)
+    parts = (
+        (cluster.levels, cluster.gpu, sites, cluster.links, cluster.trunks),
+        (model.model_copy(update={"part": None}), model.has_embedding, model.has_head, plan.workload.training),
+        (plan.layers, plan.popularity, plan.codecs, plan.schedule),
+    )
+    return repr(parts)
+
+
 def stage_workload(
     workload: Workload,
     cluster: Cluster,
@@ -211,7 +232,7 @@ def stage_workload(
     if dense >= num_layers:
         raise ValueError(f"stages.{number}: {num_layers} layers, {dense} of them without experts; each needs one with experts")
     inside = cluster.num_gpus // cluster.sizes[0]
-    batch, ranks = training.micro_batch_size * training.micro_batches * cluster.num_gpus, num_sites * inside
+    batch, ranks = global_sequences(workload, cluster), num_sites * inside
     size, rest = divmod(batch, ranks * micro_batches)
     if rest or not size:
         raise ValueError(
@@ -231,10 +252,15 @@ def stage_workload(
     )
 
 
+def global_sequences(workload: Workload, cluster: Cluster) -> int:
+    """Of a step, all ranks together."""
+    return workload.training.micro_batch_size * workload.training.micro_batches * cluster.num_gpus
+
+
 def possible_micro_batches(workload: Workload, cluster: Cluster, sites_per_stage: Sequence[int]) -> list[int]:
     """In how many equal micro-batches the global batch can pass stages of so many sites, fewest first."""
     inside = cluster.num_gpus // cluster.sizes[0]
-    batch = workload.training.micro_batch_size * workload.training.micro_batches * cluster.num_gpus
+    batch = global_sequences(workload, cluster)
     each = int(np.lcm.reduce([sites * inside for sites in sites_per_stage]))
     if batch % each:
         return []

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from pydantic import ModelWrapValidatorHandler, model_validator
 from scipy.sparse import csr_array
 
-from hybridep.config import build
 from hybridep.gpus import Gpu
 from hybridep.pods import expanded
 from hybridep.sites import ClusterFile, Level, PairLink, Site
@@ -307,14 +306,22 @@ class Cluster(ClusterFile):
 
 def only_sites(cluster: Cluster, sites: Collection[str]) -> Cluster:
     """These sites of a cluster, in its order and by their names, and what joins them."""
-    data = data_with_sites(cluster)
-    data["sites"] = [each for each in data["sites"] if each["name"] in sites]
-    data["levels"][0]["size"] = len(data["sites"])
-    data["links"] = [each for each in data["links"] if each["src"] in sites and each["dst"] in sites]
-    for trunk in data["trunks"]:
-        trunk["carries"] = {pair: part for pair, part in trunk["carries"].items() if set(pair.split(" -> ")) <= set(sites)}
-    data["trunks"] = [trunk for trunk in data["trunks"] if trunk["carries"]]
-    return build(Cluster, data, cluster.name)
+    kept = set(sites)
+    trunks = []
+    for trunk in cluster.trunks:
+        carries = {pair: part for pair, part in trunk.carries.items() if set(pair.split(" -> ")) <= kept}
+        if carries:
+            trunks.append(trunk.model_copy(update={"carries": carries}))
+    named = cluster.sites or tuple(Site(name=cluster.site_name(site)) for site in range(cluster.sizes[0]))
+    found = tuple(site for site in named if site.name in kept)
+    return Cluster(
+        name=cluster.name,
+        levels=(cluster.levels[0].model_copy(update={"size": len(found)}), *cluster.levels[1:]),
+        gpu=cluster.gpu,
+        sites=found,
+        links=tuple(link for link in cluster.links if link.src in kept and link.dst in kept),
+        trunks=tuple(trunks),
+    )
 
 
 def cluster_data(cluster: Cluster) -> dict[str, Any]:

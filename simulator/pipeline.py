@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.baselines import Baseline
-from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
+from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, alike, order_of_passes
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from simulator.collective import Execution, Flows, Program, execute
@@ -36,7 +36,7 @@ from simulator.engine import Engine
 from simulator.errors import PipelineError
 from simulator.fabric import Fabric
 from simulator.precision import EXACTLY, Precision
-from simulator.stages import Stage, alike, cut, routing_of, timed
+from simulator.stages import Stage, cut, routing_of, timed
 from simulator.step import StepResult, simulate_step
 from simulator.symmetry import no_symmetry
 from simulator.wiring import wiring

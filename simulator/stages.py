@@ -128,18 +128,6 @@ def _more(seconds: float, others_s: float) -> float:
     return float(seconds - others_s) if seconds - others_s > _ROUNDING * seconds else 0.0
 
 
-def alike(plan: Plan) -> str:
-    """The same for stages that must take the same time, whatever their sites are called."""
-    data = plan.model_dump(mode="json", exclude={"provenance"})
-    model = plan.workload.model
-    data["cluster"]["name"] = data["workload"]["name"] = ""
-    data["workload"]["model"]["part"] = [model.has_embedding, model.has_head]
-    if not (plan.cluster.links or plan.cluster.trunks):
-        for site in data["cluster"]["sites"]:
-            site["name"] = ""
-    return str(data)
-
-
 def routing_of(pipeline: PipelinePlan, routing: Routing | None, number: int) -> Routing | None:
     """What a stage's tokens choose, where the whole cluster's ranks choose these without stages: the global batch's sequences are
     the same, in the same order."""

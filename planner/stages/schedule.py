@@ -1,17 +1,16 @@
-"""How long a step of a pipeline plan is expected to take: its stages' passes and what travels between them, walked through in order.
+"""How long a step of a pipeline plan is expected to take: its stages' passes and what travels between them, walked through.
 
-Each stage by itself takes what ``planner.staggered`` expects of its passes. Between stages every link is a queue: a micro-batch's
-transfer begins when it is made and all its outer links are free of those before it, holds each link for as long as its bytes take
-there, and is over when the longest of them is done and its latency has passed. Inside a stage nothing is delayed by what passes
-between stages, which counts in the pipeline's favour where a stage has several sites.
+Each stage by itself takes what ``planner.staggered`` expects of its passes. Between stages each way carries one micro-batch after
+the other; ways that cross one link at the same time share it, evenly but for what the other links of one leave over. Inside a
+stage nothing is delayed by what passes between stages, which counts in the pipeline's favour where a stage has several sites.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,20 +19,23 @@ from hybridep.pipeline import PipelinePlan, Ways, order_of_passes
 from planner.exchange import Network
 from planner.staggered import PassTimes, crossed
 
+_WALKED = (6, 8)
+"""Micro-batches for each stage that are walked through; of more, each further one takes what the last ones took."""
+
 
 class Way(NamedTuple):
     """One micro-batch's transfer from a stage to another."""
 
     latency_s: float
-    links: tuple[tuple[int, float], ...]
-    """Outer links and the seconds for which it holds each."""
+    links: tuple[tuple[int, float, int], ...]
+    """Outer links, the seconds for which it holds each, alone, and by how many messages."""
     least_s: float
     """Whatever else: links inside sites, or windows."""
 
     @property
     def alone_s(self) -> float:
-        """Until it is over, with all links to itself and without its latency."""
-        return max(self.least_s, *(seconds for _, seconds in self.links))
+        """Until its bytes have left, alone on all links."""
+        return max([self.least_s, *(seconds for _, seconds, _ in self.links)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +57,16 @@ class PipelineTimes:
 def pipeline_times(plan: PipelinePlan, stages: Sequence[PassTimes]) -> PipelineTimes:
     """Of one step; ``stages``: what each of them takes by itself."""
     none = [Way(0.0, (), 0.0)] * (len(stages) - 1)
-    forth, back = ways_of(plan)
     work_s = max(one.busy_s(plan.micro_batches) for one in stages)
-    without_s = max(_walk(plan, stages, none, none), work_s)
-    return PipelineTimes(
-        step_s=max(_walk(plan, stages, forth, back), without_s), work_s=work_s, bubble_s=without_s - work_s
-    )
+    without_s = max(_step_s(plan, stages, none, none), work_s)
+    step_s = max(_step_s(plan, stages, *ways_of(plan)), without_s)
+    return PipelineTimes(step_s=step_s, work_s=work_s, bubble_s=without_s - work_s)
+
+
+def least_step_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:
+    """Below the walk: the busiest stage, or the busiest link."""
+    held_s = steady_s(*ways_of(plan))
+    return max(plan.micro_batches * held_s, *(one.busy_s(plan.micro_batches) for one in stages))
 
 
 def ways_of(plan: PipelinePlan) -> tuple[list[Way], list[Way]]:
@@ -70,75 +76,179 @@ def ways_of(plan: PipelinePlan) -> tuple[list[Way], list[Way]]:
     return [_way(plan, network, one, down=True) for one in between], [_way(plan, network, one, down=False) for one in between]
 
 
+def steady_s(forth: Sequence[Way], back: Sequence[Way]) -> float:
+    """Seconds for which the busiest link is held by one micro-batch on its way through all stages."""
+    held: dict[int, float] = {}
+    for way in (*forth, *back):
+        for link, seconds, _ in way.links:
+            held[link] = held.get(link, 0.0) + seconds
+    return max([0.0, *held.values(), *(way.least_s for way in (*forth, *back))])
+
+
 def _way(plan: PipelinePlan, network: Network, ways: Ways, *, down: bool) -> Way:
     cluster = plan.cluster
     source, destination = (ways.source, ways.destination) if down else (ways.destination, ways.source)
     size_bytes = ways.number.astype(np.float64) * plan.sequence_bytes
-    load_bytes = np.zeros(len(cluster.link_table))
+    load_bytes, messages = np.zeros(len(cluster.link_table)), np.zeros(len(cluster.link_table), dtype=np.int64)
     for link, transfer, share in crossed(cluster, 0, source, destination):
         np.add.at(load_bytes, link, size_bytes[transfer] * share)
+        np.add.at(messages, link, 1)
     held_s = load_bytes / network.bandwidths_bytes_per_s
-    sites = source // (cluster.num_gpus // cluster.sizes[0]), destination // (cluster.num_gpus // cluster.sizes[0])
+    inside = cluster.num_gpus // cluster.sizes[0]
+    sites = source // inside, destination // inside
     per_byte = network.window_s_per_byte[0]
     windows_s = size_bytes * (per_byte[sites] if per_byte.ndim else float(per_byte))
-    outer = np.flatnonzero(held_s)
-    is_outer = (outer < 2 * cluster.sizes[0]) | (outer >= cluster.pair_links.start)
-    inner_s = held_s[outer[~is_outer]]
-    latency_s = cluster.site_latency_s[sites].max() if cluster.links else cluster.levels[0].latency
+    used = np.flatnonzero(held_s)
+    is_outer = (used < 2 * cluster.sizes[0]) | (used >= cluster.pair_links.start)
     return Way(
-        latency_s=float(latency_s),
-        links=tuple((int(link), float(held_s[link])) for link in outer[is_outer]),
-        least_s=float(max(windows_s.max(), inner_s.max(initial=0.0))),
+        latency_s=float(cluster.site_latency_s[sites].max()),
+        links=tuple((int(link), float(held_s[link]), int(messages[link])) for link in used[is_outer]),
+        least_s=float(max(windows_s.max(), held_s[used[~is_outer]].max(initial=0.0))),
     )
 
 
-def _walk(plan: PipelinePlan, stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way]) -> float:
-    """When the last stage is done."""
-    number, batches = len(stages), plan.micro_batches
-    passes = [list(order_of_passes(stage, number, batches, plan.ahead))[::-1] for stage in range(number)]
-    free_s = [one.gather_s for one in stages]
-    link_free_s: dict[int, float] = {}
-    sent_s = [[0.0, 0.0] for _ in stages]
-    arrived: dict[tuple[bool, int, int], float] = {}
-    queue: list[tuple[float, int]] = []
+def _step_s(plan: PipelinePlan, stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way]) -> float:
+    few, more = (times * len(stages) for times in _WALKED)
+    if plan.micro_batches <= more:
+        return _Walk(plan.micro_batches, plan.ahead, stages, forth, back).step_s()
+    ends_s = [_Walk(number, plan.ahead, stages, forth, back).step_s() for number in (few, more)]
+    return ends_s[1] + (plan.micro_batches - more) * (ends_s[1] - ends_s[0]) / (more - few)
 
-    def queue_next(stage: int) -> None:
-        """The stage's next pass, once it is known when it can begin."""
-        if not passes[stage]:
-            return
-        forward, batch = passes[stage][-1]
-        waits = stage > 0 if forward else stage < number - 1
-        if waits and (forward, stage, batch) not in arrived:
-            return
-        heapq.heappush(queue, (max(free_s[stage], arrived.get((forward, stage, batch), 0.0)), stage))
 
-    for stage in range(number):
-        queue_next(stage)
-    waiting = [not any(stage == one for _, one in queue) for stage in range(number)]
-    while queue:
-        begin_s, stage = heapq.heappop(queue)
-        forward, batch = passes[stage].pop()
-        free_s[stage] = end_s = begin_s + (stages[stage].forward_s if forward else stages[stage].backward_s)
-        other = stage + 1 if forward else stage - 1
-        if 0 <= other < number:
-            way = forth[stage] if forward else back[other]
-            start_s = max(end_s, sent_s[stage][forward], *(link_free_s.get(link, 0.0) for link, _ in way.links), 0.0)
-            for link, seconds in way.links:
-                link_free_s[link] = start_s + seconds
-            sent_s[stage][forward] = start_s
-            arrived[forward, other, batch] = start_s + (way.alone_s if way.links else way.least_s) + way.latency_s
-            if waiting[other] and passes[other] and passes[other][-1] == (forward, batch):
-                waiting[other] = False
-                queue_next(other)
-        before = len(queue)
-        queue_next(stage)
-        waiting[stage] = len(queue) == before
-    return max(free + one.return_s + one.after_s for free, one in zip(free_s, stages, strict=True))
+@dataclass
+class _Transfer:
+    """What is on one way, and what waits for it."""
+
+    way: Way
+    waiting: deque[int]
+    """Micro-batches whose turn has not come."""
+    batch: int | None = None
+    left: float = 0.0
+    """Share of its bytes that have not left."""
+    rate: float = 0.0
+    """Of that, per second, since ``moved_s``."""
+    moved_s: float = 0.0
+    number: int = 0
+    """Of its last event in the queue; earlier ones count no more."""
+
+
+_ARRIVES, _LEAVES, _ENDS = range(3)
+"""Kinds of events: a micro-batch is at a stage, or has left a stage; a pass ends."""
+
+
+class _Walk:
+    def __init__(
+        self, micro_batches: int, ahead: int, stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way]
+    ) -> None:
+        number = len(stages)
+        self._stages, self._number = stages, number
+        self._passes = [deque(order_of_passes(stage, number, micro_batches, ahead)) for stage in range(number)]
+        self._free_s = [one.gather_s for one in stages]
+        self._busy = [False] * number
+        self._here: set[tuple[bool, int, int]] = set()
+        self._transfers = {
+            **{(True, stage): _Transfer(way, deque()) for stage, way in enumerate(forth)},
+            **{(False, stage + 1): _Transfer(way, deque()) for stage, way in enumerate(back)},
+        }
+        self._on_link: dict[int, list[tuple[bool, int]]] = {}
+        for key, transfer in self._transfers.items():
+            for link, _, _ in transfer.way.links:
+                self._on_link.setdefault(link, []).append(key)
+        self._events: list[tuple[float, int, int, int, bool, int]] = []
+        self._count = 0
+
+    def step_s(self) -> float:
+        """When the last stage is done."""
+        for stage in range(self._number):
+            self._begin(stage, self._free_s[stage])
+        while self._events:
+            now_s, number, kind, stage, forward, batch = heapq.heappop(self._events)
+            if kind == _ENDS:
+                self._busy[stage] = False
+                self._free_s[stage] = now_s
+                if (forward, stage) in self._transfers:
+                    self._transfers[forward, stage].waiting.append(batch)
+                    self._send(forward, stage, now_s)
+                self._begin(stage, now_s)
+            elif kind == _ARRIVES:
+                self._here.add((forward, stage, batch))
+                self._begin(stage, now_s)
+            elif self._transfers[forward, stage].number == number:
+                transfer = self._transfers[forward, stage]
+                transfer.batch = None
+                other = stage + 1 if forward else stage - 1
+                self._at(now_s + transfer.way.latency_s, _ARRIVES, other, forward, batch)
+                self._share(transfer.way, now_s)
+                self._send(forward, stage, now_s)
+        return max(free + one.return_s + one.after_s for free, one in zip(self._free_s, self._stages, strict=True))
+
+    def _at(self, when_s: float, kind: int, stage: int, forward: bool, batch: int) -> int:
+        self._count += 1
+        heapq.heappush(self._events, (when_s, self._count, kind, stage, forward, batch))
+        return self._count
+
+    def _begin(self, stage: int, now_s: float) -> None:
+        """The stage's next pass, if it can."""
+        if self._busy[stage] or not self._passes[stage]:
+            return
+        forward, batch = self._passes[stage][0]
+        waits = stage > 0 if forward else stage < self._number - 1
+        if waits and (forward, stage, batch) not in self._here:
+            return
+        self._passes[stage].popleft()
+        self._busy[stage] = True
+        one = self._stages[stage]
+        begin_s = max(now_s, self._free_s[stage])
+        self._at(begin_s + (one.forward_s if forward else one.backward_s), _ENDS, stage, forward, batch)
+
+    def _send(self, forward: bool, stage: int, now_s: float) -> None:
+        """The next that waits for a way."""
+        transfer = self._transfers[forward, stage]
+        if transfer.batch is None and transfer.waiting:
+            transfer.batch, transfer.left, transfer.moved_s = transfer.waiting.popleft(), 1.0, now_s
+            transfer.rate = 0.0
+            self._share(transfer.way, now_s, (forward, stage))
+
+    def _share(self, way: Way, now_s: float, also: tuple[bool, int] | None = None) -> None:
+        """New rates for what is on a way's links."""
+        keys = {key for link, _, _ in way.links for key in self._on_link[link]} | ({also} if also else set())
+        for key in sorted(keys):
+            one = self._transfers[key]
+            if one.batch is None:
+                continue
+            one.left = max(one.left - one.rate * (now_s - one.moved_s), 0.0)
+            one.moved_s = now_s
+            taken_s = max([one.way.least_s, *(self._held_s(key, *held) for held in one.way.links)])
+            one.rate = 1 / taken_s if taken_s else 0.0
+            one.number = self._at(now_s + one.left * taken_s, _LEAVES, key[1], key[0], one.batch)
+
+    def _held_s(self, mine: tuple[bool, int], link: int, seconds: float, messages: int) -> float:
+        """How long a way's whole transfer takes on a link beside what else is on it: others take no more than an even share for
+        each message, nor more than their own other links let through."""
+        others = [
+            self._transfers[key].way for key in self._on_link[link] if key != mine and self._transfers[key].batch is not None
+        ]
+        if not others:
+            return seconds
+        free, demands = 1.0, sorted(_wanted(way, link) for way in others)
+        left = messages + sum(number for _, number in demands)
+        for each, number in demands:
+            if each >= free / left:
+                break
+            free, left = free - each * number, left - number
+        return seconds * left / (messages * free)
+
+
+def _wanted(way: Way, link: int) -> tuple[float, int]:
+    """Share of a link that each message of a way would take if that link had room; and how many there are."""
+    own, messages = next((seconds, number) for other, seconds, number in way.links if other == link)
+    elsewhere_s = max([way.least_s, *(seconds for other, seconds, _ in way.links if other != link)])
+    return (own / elsewhere_s if elsewhere_s > own else 1.0) / messages, messages
 
 
 def balanced_layers(seconds_per_layer: Sequence[float], extra_s: Sequence[float], layers: int, least: Sequence[int]) -> list[int]:
-    """So many layers for each stage that the slowest is as fast as can be: ``seconds_per_layer`` and what it takes besides for one
-    micro-batch, and how many it must have ``least``. Raises ValueError where there are too few."""
+    """So many layers for each stage that the slowest is as fast as can be: ``seconds_per_layer`` and what it takes besides for
+    one micro-batch, and how many it must have ``least``. Raises ValueError where there are too few."""
     found = list(least)
     if sum(found) > layers:
         raise ValueError(f"{layers} layers for {len(found)} stages, which need {sum(found)}")
@@ -146,24 +256,3 @@ def balanced_layers(seconds_per_layer: Sequence[float], extra_s: Sequence[float]
         after = [extra + (have + 1) * each for have, each, extra in zip(found, seconds_per_layer, extra_s, strict=True)]
         found[int(np.argmin(after))] += 1
     return found
-
-
-def steady_s(plan: PipelinePlan, forth: Sequence[Way], back: Sequence[Way]) -> float:
-    """Seconds that the busiest link is held for one micro-batch on its way through all stages."""
-    held: dict[int, float] = {}
-    for way in (*forth, *back):
-        for link, seconds in way.links:
-            held[link] = held.get(link, 0.0) + seconds
-    least = max((way.least_s for way in (*forth, *back)), default=0.0)
-    return max([least, *held.values()])
-
-
-def fill_s(stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way]) -> float:
-    """What one micro-batch takes through all stages and back."""
-    ways = sum(way.alone_s + way.latency_s if way.links else 0.0 for way in (*forth, *back))
-    return ways + sum(one.forward_s + one.backward_s for one in stages)
-
-
-def neighbours(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Stages that follow each other."""
-    return list(pairwise(order))

@@ -1,0 +1,107 @@
+"""What a pipeline plan costs: seconds of a step, bytes between sites, memory, and what no pipeline is below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridep.baselines import Baseline, baseline_plan
+from hybridep.pipeline import PipelinePlan
+from hybridep.plan import Prediction
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.evaluate import evaluate
+from planner.memory import MemoryUse
+from planner.plans import BASELINES, seconds
+from planner.stages.inside import Inside, Room, placed
+from planner.stages.schedule import PipelineTimes, pipeline_times, steady_s, ways_of
+
+WORK, BUBBLE, ACTIVATIONS = "stage_work", "bubble", "activations"
+"""Parts of a step: the busiest stage, what waiting for other stages adds, and what the way between stages adds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costed:
+    """A pipeline plan and what it is expected to take."""
+
+    plan: PipelinePlan
+    inside: tuple[Inside, ...]
+    times: PipelineTimes
+
+    @property
+    def fits(self) -> bool:
+        """Every rank has room."""
+        return all(one.memory.fits for one in self.inside)
+
+    @property
+    def fullest(self) -> MemoryUse:
+        """Of the stage with the rank that needs most of what it has."""
+        return max((one.memory for one in self.inside), key=lambda use: use.fullest_bytes / use.capacity_bytes)
+
+
+def with_layers(plan: PipelinePlan, inside: Sequence[Inside]) -> PipelinePlan:
+    """The pipeline with these placements inside its stages."""
+    stages = tuple(stage.model_copy(update={"layers": one.layers}) for stage, one in zip(plan.stages, inside, strict=True))
+    made = plan.model_copy(update={"stages": stages})
+    # Kept by the copy; its stages are other plans now.
+    made.__dict__.pop("plans", None)
+    return made
+
+
+def rooms(plan: PipelinePlan) -> list[Room]:
+    """Of each stage. Beside activations it keeps what is announced to the stages before and after, and what is on its way."""
+    found = []
+    for number in range(len(plan.stages)):
+        sides = (number > 0) + (number < len(plan.stages) - 1)
+        rows_bytes = plan.sequences(number) * plan.sequence_bytes
+        found.append(Room(in_flight=plan.in_flight(number), beside_bytes=float(sides * (plan.ahead + 2) * rows_bytes)))
+    return found
+
+
+def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None) -> Costed:
+    """Of any pipeline plan; ``inside``: its stages' own costs, where they are known."""
+    if inside is None:
+        inside = [placed(stage, stage.layers, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
+    times = pipeline_times(plan, [one.times for one in inside])
+    return Costed(plan=plan, inside=tuple(inside), times=times)
+
+
+def predicted(found: Costed) -> Prediction:
+    """What is expected of one step."""
+    plan, times = found.plan, found.times
+    costs = [evaluate(stage)[0] for stage in plan.plans]
+    held_s = plan.micro_batches * steady_s(*ways_of(plan)) if len(plan.stages) > 1 else 0.0
+    others = {}
+    for name in BASELINES:
+        other = baseline_plan(plan.cluster, plan.workload, Baseline(name), schedule=plan.schedule)
+        others[name.value] = seconds(evaluate(other)[0].step_s)
+    parts = {WORK: times.work_s, BUBBLE: times.bubble_s, ACTIVATIONS: times.activations_s}
+    return Prediction(
+        step=seconds(times.step_s),
+        bound=seconds(max(held_s, *(one.bound_s for one in costs))),
+        parts={name: seconds(value) for name, value in parts.items()},
+        wan_bytes=sum(one.wan_bytes for one in costs) + activation_bytes(plan),
+        memory_bytes=found.fullest.fullest_bytes,
+        baselines=others,
+    )
+
+
+def activation_bytes(plan: PipelinePlan) -> float:
+    """Of one step, between stages both ways, as far as they leave sites."""
+    inside, total = plan.cluster.num_gpus // plan.cluster.sizes[0], 0
+    for stage in range(len(plan.stages) - 1):
+        ways = plan.ways(stage)
+        for source, destination, number in zip(ways.source, ways.destination, ways.number, strict=True):
+            if not plan.cluster.in_one_site(int(source) // inside, int(destination) // inside):
+                total += int(number)
+    return 2.0 * total * plan.micro_batches * plan.sequence_bytes
+
+
+def least_s(cluster: Cluster, workload: Workload) -> float:
+    """Below every pipeline's step, whatever its stages: all computation, shared perfectly by all ranks. Rows that a capacity may
+    drop are left out."""
+    model, training = workload.model, workload.training
+    experts = 0.0 if model.capacity_factor is not None else training.tokens * model.top_k * workload.expert_flops_per_row
+    flops = model.num_moe_layers * (workload.pre_expert_flops + experts) + workload.head_flops
+    fastest = cluster.of_ranks(lambda gpu: max(gpu.throughput, gpu.expert_flops_per_s))
+    return float(3 * training.micro_batches * flops * cluster.num_gpus / fastest.sum())

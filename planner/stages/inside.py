@@ -1,0 +1,99 @@
+"""How a pipeline stage places its experts, by itself: with a few placements that need no search, or as the planner does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridep.baselines import Baseline, baseline_group
+from hybridep.errors import HybridEPError
+from hybridep.gpus import SiteGpu
+from hybridep.placement import LevelChoice
+from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.topology import Cluster
+from planner.choose import plan
+from planner.domains import divisors
+from planner.memory import ACTIVATIONS, MemoryUse, memory_use
+from planner.plans import layer_group
+from planner.staggered import PassTimes, pass_times
+
+_SHAPES = (Baseline.EP, Baseline.EP_IN_DC, Baseline.EP_IN_NODE, Baseline.FULL_GATHER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a stage keeps beside one micro-batch."""
+
+    in_flight: int
+    """Micro-batches whose activations it keeps at a time."""
+    beside_bytes: float
+    """Of each rank, for what passes between stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """A stage's placement, and what it takes."""
+
+    layers: tuple[LayerGroup, ...]
+    times: PassTimes
+    memory: MemoryUse
+
+    def rank(self, micro_batches: int) -> tuple[float, float]:
+        """The smaller the better: what does not fit, then seconds of a step."""
+        lacking_bytes = self.memory.fullest_bytes - self.memory.capacity_bytes
+        return (0.0 if self.memory.fits else lacking_bytes), self.times.busy_s(micro_batches)
+
+
+def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> Inside:
+    """The stage with these placements in place of its own."""
+    made = Plan(cluster=stage.cluster, workload=stage.workload, layers=layers, schedule=stage.schedule)
+    return Inside(layers=layers, times=pass_times(made), memory=memory_use(made, room.in_flight, room.beside_bytes))
+
+
+def without_search(stage: Plan, room: Room) -> Inside:
+    """The best of a few placements; the one that comes nearest to fitting, if none does."""
+    micro_batches = stage.workload.training.micro_batches
+    return min((placed(stage, (group,), room) for group in _placements(stage)), key=lambda one: one.rank(micro_batches))
+
+
+def searched(stage: Plan, room: Room, *, solver: str, time_limit_s: float) -> Inside | None:
+    """What the planner makes of the stage; None where that ends without a plan, or with one that does not fit."""
+    kept_bytes = memory_use(stage).parts_bytes.get(ACTIVATIONS, 0.0) * (room.in_flight - 1) + room.beside_bytes
+    try:
+        left = with_less_memory(stage.cluster, kept_bytes)
+        made = plan(left, stage.workload, solver=solver, time_limit_s=time_limit_s, schedule=stage.schedule)
+    except HybridEPError:
+        return None
+    found = placed(stage, made.layers, room)
+    return found if found.memory.fits else None
+
+
+def with_less_memory(cluster: Cluster, less_bytes: float) -> Cluster:
+    """The cluster with so much less for each rank, though not less than nothing."""
+    least = 1.0
+    gpu = cluster.gpu.model_copy(update={"memory": max(cluster.gpu.memory - less_bytes, least)})
+    sites = []
+    for site in cluster.sites:
+        if isinstance(site.gpu, SiteGpu) and site.gpu.memory is not None:
+            own = site.gpu.model_copy(update={"memory": max(site.gpu.memory - less_bytes, least)})
+            site = site.model_copy(update={"gpu": own})
+        sites.append(site)
+    return cluster.model_copy(update={"gpu": gpu, "sites": tuple(sites)})
+
+
+def _placements(stage: Plan) -> Iterator[LayerGroup]:
+    """The baselines; and domains of some of the sites, with expert parallelism inside each."""
+    cluster, seen = stage.cluster, set()
+    outer, *inner = cluster.levels
+    between = divisors(outer.size)
+    domains = [
+        layer_group(0, stage.workload.model.num_moe_layers, _domain(outer.name, size, inner), Residency.STEP) for size in between
+    ]
+    for group in [*(baseline_group(cluster, stage.workload, one) for one in _SHAPES), *domains]:
+        if str(group.domains) not in seen:
+            seen.add(str(group.domains))
+            yield group
+
+
+def _domain(outer: str, size: int, inner: list) -> dict[str, LevelChoice]:  # type: ignore[type-arg]
+    return {outer: LevelChoice(domain_size=size)} | {level.name: LevelChoice(domain_size=1) for level in inner}

@@ -1,0 +1,118 @@
+"""Which sites make a stage together, and in what order stages follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray
+from planner.sites.grouping import Groups, grown_groups, nearest_groups
+
+_STARTS = 4
+"""Stages with which a path is begun."""
+_ROUNDS = 50
+"""Improvements of a path; none was seen to need as many."""
+
+
+def way_s_per_byte(cluster: Cluster) -> FloatArray:
+    """[D, D]: seconds per byte from one site to another, over their access links and their own link; trunks left out."""
+    size = cluster.sizes[0]
+    rate = np.array([link.bandwidth_bytes_per_s for link in cluster.link_table[: 2 * size]])
+    found = np.minimum(rate[::2, None], rate[None, 1::2])
+    if cluster.links:
+        pair = np.full((size, size), np.inf)
+        pair[~np.eye(size, dtype=np.bool_)] = [link.bandwidth_bytes_per_s for link in cluster.link_table[cluster.pair_links]]
+        found = np.minimum(found, pair)
+    return np.asarray(1 / found)
+
+
+def groupings(cluster: Cluster, stages: int, batch_bytes: float) -> Iterator[Groups]:
+    """Sites in so many groups, near ones together: of nearly equal size, as they grow together, and in the cluster's order.
+    ``batch_bytes``: what all ranks of a stage pass on with one micro-batch."""
+    size = cluster.sizes[0]
+    seen = set()
+    apart = np.zeros((size, size))
+    if size > 1:
+        one_way_s = way_s_per_byte(cluster) * batch_bytes * stages / size + cluster.site_latency_s
+        apart = one_way_s + one_way_s.T
+        np.fill_diagonal(apart, 0.0)
+    in_order = tuple(tuple(int(site) for site in part) for part in np.array_split(np.arange(size), stages))
+    near = nearest_groups(apart, stages)
+    for found in (near, grown_groups(apart, stages) if size > stages > 1 else near, in_order):
+        key = tuple(sorted(found))
+        if len(found) == stages and key not in seen:
+            seen.add(key)
+            yield found
+
+
+def ordered(cluster: Cluster, groups: Groups, batch_bytes: float, micro_batches: int, pace_s: float) -> Groups:
+    """The groups on a short path: its slowest step, which every micro-batch takes, then all of it, which the first one takes and
+    the last. ``pace_s``: what a micro-batch takes in the slowest stage, below which no step counts."""
+    if len(groups) < 3:
+        return groups
+    step_s = _steps_s(cluster, groups, batch_bytes)
+
+    def length_s(path: Sequence[int]) -> float:
+        steps = step_s[path[:-1], path[1:]]
+        return float((micro_batches - 1) * max(pace_s, steps.max()) + 2 * steps.sum())
+
+    starts = np.argsort(-step_s.sum(axis=1), kind="stable")[:_STARTS]
+    paths = [_improved(_nearest(step_s, int(start)), length_s) for start in starts]
+    best = min(paths, key=length_s)
+    return tuple(groups[stage] for stage in best)
+
+
+def _steps_s(cluster: Cluster, groups: Groups, batch_bytes: float) -> FloatArray:
+    """[groups, groups]: one micro-batch's way from one to another or back, whichever is longer."""
+    per_byte, latency_s = way_s_per_byte(cluster), cluster.site_latency_s
+    number = len(groups)
+    found = np.zeros((number, number))
+    for a in range(number):
+        for b in range(a):
+            one, other, part = _facing(groups[a], groups[b])
+            there = per_byte[one, other] * part * batch_bytes + latency_s[one, other]
+            back = per_byte[other, one] * part * batch_bytes + latency_s[other, one]
+            found[a, b] = found[b, a] = max(there.max(), back.max())
+    return found
+
+
+def _facing(one: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sites of two stages that share sequences, and the share of a micro-batch that each pair has."""
+    ends = np.unique(np.concatenate([np.arange(len(each) + 1) / len(each) for each in (one, other)]).round(12))
+    middle = (ends[:-1] + ends[1:]) / 2
+    places = [np.asarray(sorted(each))[(middle * len(each)).astype(np.int64)] for each in (one, other)]
+    return places[0], places[1], np.diff(ends)
+
+
+def _nearest(step_s: FloatArray, start: int) -> list[int]:
+    """A path from ``start`` that goes on to the nearest that is left."""
+    path, left = [start], set(range(len(step_s))) - {start}
+    while left:
+        path.append(min(left, key=lambda stage: (step_s[path[-1], stage], stage)))
+        left.remove(path[-1])
+    return path
+
+
+def _improved(path: list[int], length_s: Callable[[Sequence[int]], float]) -> list[int]:
+    """Parts of the path turned round, and single stages moved, while that makes it shorter."""
+    best_s = length_s(path)
+    for _ in range(_ROUNDS):
+        found = min(((length_s(other), other) for other in _changes(path)), key=lambda one: one[0], default=(best_s, path))
+        if found[0] >= best_s * (1 - 1e-9):
+            break
+        best_s, path = found
+    return path
+
+
+def _changes(path: list[int]) -> Iterator[list[int]]:
+    size = len(path)
+    for first in range(size - 1):
+        for last in range(first + 1, size):
+            yield [*path[:first], *path[first : last + 1][::-1], *path[last + 1 :]]
+    for place in range(size):
+        rest = [*path[:place], *path[place + 1 :]]
+        for to in range(size):
+            if to != place:
+                yield [*rest[:to], path[place], *rest[to:]]

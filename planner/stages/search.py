@@ -1,0 +1,269 @@
+"""The search for a pipeline plan: how many stages, which sites in each and in what order, which layers, how many micro-batches,
+how far ahead, and a plan inside each stage.
+
+Stages are first costed with placements that need no search inside; those of the best few are then planned as any cluster is. What
+is compared is the whole step, walked through (``planner.stages.schedule``), within the memory of every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hybridep.baselines import Baseline, baseline_group
+from hybridep.errors import InfeasibleError
+from hybridep.pipeline import PipelinePlan, StagePlan, alike, possible_micro_batches, stage_workload
+from hybridep.plan import Plan, Schedule, SolverReport, Status
+from hybridep.provenance import provenance
+from hybridep.topology import Cluster, only_sites
+from hybridep.units import format_bytes
+from hybridep.workload import Workload
+from planner.clock import now_s
+from planner.evaluate import MOST_RANKS
+from planner.memory import MemoryUse
+from planner.plans import seconds
+from planner.sites.grouping import Groups
+from planner.stages.costs import Costed, costed, least_s, predicted, rooms, with_layers
+from planner.stages.inside import Inside, Room, searched, without_search
+from planner.stages.order import groupings, ordered
+from planner.stages.schedule import balanced_layers, least_step_s
+from planner.streams import with_most
+
+AHEAD = (1, 2, 3, 4, 6, 8)
+"""Forwards that a stage runs ahead for each one behind it: the more, the longer the ways that it does not wait for."""
+_WORTH = 1e-3
+"""Share of the step that running less far ahead may add."""
+_BATCHES = (1, 2, 4, 8, 16)
+"""Micro-batches as a multiple of the stages, about."""
+_MOST_BATCHES = 1024
+_KEPT = 3
+"""Pipelines whose stages are planned by a search."""
+_FOUND_BY, _WALKED_BY = 0.3, 0.6
+"""Shares of the time limit after which no more pipelines are made, and walked through."""
+
+
+def plan_pipeline(
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    stages: int | None = None,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+    schedule: Schedule | None = None,
+) -> PipelinePlan:
+    """The fastest pipeline found in ``stages`` stages, or in any number from 2, with its prediction. Exact, for experts that are
+    chosen alike. Its bound is below every pipeline, and says little.
+
+    Raises InfeasibleError where no number of stages is possible, or none fits the memory, and says why.
+    """
+    begun_s = now_s()
+    search = _Search(cluster, workload, solver, with_most(cluster, schedule)[0] or Schedule(), begun_s, time_limit_s)
+    best = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,))
+    bound_s = least_s(cluster, workload)
+    report = SolverReport(
+        status=Status.FEASIBLE,
+        solver=solver,
+        objective=seconds(best.times.step_s),
+        bound=seconds(bound_s),
+        gap=max(1 - bound_s / best.times.step_s, 0.0),
+        solve=seconds(now_s() - begun_s),
+    )
+    return best.plan.model_copy(update={"prediction": predicted(best), "solver": report, "provenance": provenance()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """A pipeline whose stages are placed without a search, as far ahead as memory allows."""
+
+    plan: PipelinePlan
+    inside: tuple[Inside, ...]
+    least_s: float
+    """Its step takes at least that."""
+
+
+@dataclass
+class _Search:
+    cluster: Cluster
+    workload: Workload
+    solver: str
+    schedule: Schedule
+    begun_s: float
+    time_limit_s: float
+    why: str = ""
+    """Why the last of what was not possible was not."""
+    _lack: float = math.inf
+    _lacking: str = ""
+    _known: dict[str, Inside] = field(default_factory=dict)
+    _searched: dict[str, Inside | None] = field(default_factory=dict)
+
+    def run(self, numbers: Sequence[int]) -> Costed:
+        """The best pipeline of so many stages."""
+        candidates: list[_Candidate] = []
+        for candidate in self._candidates(numbers):
+            candidates.append(candidate)
+            if self._left_s(_FOUND_BY) < 0:
+                break
+        if not candidates:
+            raise InfeasibleError(
+                f"pipeline over {self.cluster.name}: no number of stages is possible; {self._lacking or self.why}"
+            )
+        found: list[Costed] = []
+        for candidate in sorted(candidates, key=lambda one: one.least_s):
+            if found and (candidate.least_s >= min(one.times.step_s for one in found) or self._left_s(_WALKED_BY) < 0):
+                break
+            found.append(costed(candidate.plan, candidate.inside))
+        kept = sorted(found, key=lambda one: one.times.step_s)[:_KEPT]
+        refined = [self._refined(one, self._left_s(1.0) / (len(kept) - place)) for place, one in enumerate(kept)]
+        return self._less_ahead(min([*kept, *refined], key=lambda one: one.times.step_s))
+
+    def _left_s(self, share: float) -> float:
+        """Of such a share of the time limit."""
+        return self.begun_s + share * self.time_limit_s - now_s()
+
+    # --- candidates --------------------------------------------------------------------------------------------------
+
+    def _candidates(self, numbers: Sequence[int]) -> Iterator[_Candidate]:
+        """The most stages first: what is inside a stage then stays among the fewest sites."""
+        cluster, most = self.cluster, self.workload.model.num_moe_layers
+        training, inside = self.workload.training, cluster.num_gpus // cluster.sizes[0]
+        step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * self.workload.combine_row_bytes)
+        for stages in sorted(numbers, reverse=True):
+            if not 1 <= stages <= min(cluster.sizes[0], most):
+                self.why = f"{stages} stages for {cluster.sizes[0]} sites and {most} layers with experts"
+                continue
+            for groups in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
+                ranks = inside * max(len(group) for group in groups)
+                if ranks > MOST_RANKS:
+                    self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
+                    continue
+                choices = _about(possible_micro_batches(self.workload, cluster, [len(group) for group in groups]), stages)
+                if not choices:
+                    sizes = ", ".join(str(size) for size in sorted({len(group) for group in groups}))
+                    self.why = f"stages of {sizes} sites cannot share the sequences of a step evenly"
+                    continue
+                middle = choices[len(choices) // 2]
+                layer_s = {group: self._layer_s(group, middle) for group in groups}
+                pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
+                path = ordered(cluster, groups, step_bytes / middle, middle, pace_s)
+                try:
+                    layers = self._layers([layer_s[group] for group in path], self._head_s(path[-1], middle))
+                except ValueError as error:
+                    self.why = str(error)
+                    continue
+                for micro_batches in choices:
+                    if (candidate := self._candidate(path, layers, micro_batches)) is not None:
+                        yield candidate
+
+    def _layers(self, layer_s: Sequence[float], head_s: float) -> list[int]:
+        """Of each stage; ValueError where there are too few."""
+        model, last = self.workload.model, len(layer_s) - 1
+        least = [1 + model.num_dense_layers * (stage == 0) for stage in range(len(layer_s))]
+        return balanced_layers(layer_s, [head_s * (stage == last) for stage in range(len(layer_s))], model.num_layers, least)
+
+    def _layer_s(self, group: Sequence[int], micro_batches: int) -> float:
+        """Of one layer with experts for a micro-batch on these sites, forward and backward."""
+        plan = self._stage(group, (1, self.workload.model.num_dense_layers, 1), micro_batches)
+        times = self._without_search(plan, Room(in_flight=1, beside_bytes=0.0)).times
+        return times.forward_s + times.backward_s
+
+    def _head_s(self, group: Sequence[int], micro_batches: int) -> float:
+        """Of the output projection for a micro-batch, likewise."""
+        model, training = self.workload.model, self.workload.training
+        tokens = training.tokens * training.micro_batches * self.cluster.num_gpus / micro_batches
+        inside = self.cluster.num_gpus // self.cluster.sizes[0]
+        per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * inside
+        return float(3 * 2 * tokens * model.vocab_size * model.hidden_size / per_s)
+
+    def _candidate(self, path: Groups, layers: Sequence[int], micro_batches: int) -> _Candidate | None:
+        """None where it is not possible or does not fit."""
+        stages = []
+        for number, (group, of_stage) in enumerate(zip(path, layers, strict=True)):
+            ep = self._stage(group, (number, sum(layers[:number]), of_stage), micro_batches)
+            names = tuple(self.cluster.site_name(site) for site in sorted(group))
+            stages.append(StagePlan(sites=names, num_layers=of_stage, layers=ep.layers))
+        try:
+            plan = PipelinePlan(
+                cluster=self.cluster,
+                workload=self.workload,
+                micro_batches=micro_batches,
+                stages=tuple(stages),
+                schedule=self.schedule,
+            )
+        except ValueError as error:
+            self.why = str(error)
+            return None
+        inside: list[Inside] = []
+        for ahead in reversed(AHEAD):
+            plan = plan.model_copy(update={"ahead": ahead})
+            inside = [self._without_search(stage, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
+            if all(one.memory.fits for one in inside):
+                least_s = least_step_s(plan, [one.times for one in inside])
+                return _Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least_s=least_s)
+        fullest = max((one.memory for one in inside), key=_fullness)
+        if _fullness(fullest) < self._lack:
+            self._lack = _fullness(fullest)
+            self._lacking = (
+                f"in {len(inside)} stages rank {fullest.fullest_name} of one needs {format_bytes(fullest.fullest_bytes)} and has "
+                f"{format_bytes(fullest.capacity_bytes)}; raise gpu.memory, or lower training.micro_batch_size or sequence_length"
+            )
+        return None
+
+    # --- stages ------------------------------------------------------------------------------------------------------
+
+    def _stage(self, group: Sequence[int], place: tuple[int, int, int], micro_batches: int) -> Plan:
+        """Number, first layer and layers of a stage, with every token at its experts' homes."""
+        number, first_layer, num_layers = place
+        sites = only_sites(self.cluster, [self.cluster.site_name(site) for site in group])
+        workload = stage_workload(
+            self.workload,
+            self.cluster,
+            stages=self.workload.model.num_layers,
+            number=number,
+            first_layer=first_layer,
+            num_layers=num_layers,
+            num_sites=len(group),
+            micro_batches=micro_batches,
+        )
+        layers = (baseline_group(sites, workload, Baseline.EP),)
+        return Plan(cluster=sites, workload=workload, layers=layers, schedule=self.schedule)
+
+    def _without_search(self, stage: Plan, room: Room) -> Inside:
+        key = f"{alike(stage)} {room}"
+        if key not in self._known:
+            self._known[key] = without_search(stage, room)
+        return self._known[key]
+
+    def _refined(self, found: Costed, time_limit_s: float) -> Costed:
+        """The same with every stage as the planner does it, where that is faster and fits."""
+        plan, inside = found.plan, list(found.inside)
+        both = list(zip(plan.plans, rooms(plan), strict=True))
+        until_s, different = now_s() + time_limit_s, {f"{alike(stage)} {room}" for stage, room in both}
+        for number, (stage, room) in enumerate(both):
+            key = f"{alike(stage)} {room}"
+            if key not in self._searched and now_s() < until_s:
+                limit_s = time_limit_s / len(different)
+                self._searched[key] = searched(stage, room, solver=self.solver, time_limit_s=limit_s)
+            other = self._searched.get(key)
+            if other is not None and other.rank(plan.micro_batches) < inside[number].rank(plan.micro_batches):
+                inside[number] = other
+        return costed(with_layers(plan, inside), inside)
+
+    def _less_ahead(self, found: Costed) -> Costed:
+        """The same with the fewest activations kept whose step is as short, but for ``_WORTH``."""
+        for ahead in AHEAD[: AHEAD.index(found.plan.ahead)]:
+            plan = found.plan.model_copy(update={"ahead": ahead})
+            other = costed(plan)
+            if other.times.step_s <= found.times.step_s * (1 + _WORTH):
+                return other
+        return found
+
+
+def _fullness(use: MemoryUse) -> float:
+    return use.fullest_bytes / use.capacity_bytes
+
+
+def _about(choices: Sequence[int], stages: int) -> list[int]:
+    """Of the possible numbers of micro-batches those nearest to ``_BATCHES`` times the stages."""
+    possible = [number for number in choices if number <= _MOST_BATCHES]
+    return sorted({min(possible, key=lambda number: (abs(number - times * stages), number)) for times in _BATCHES if possible})
