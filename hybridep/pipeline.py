@@ -19,11 +19,12 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from hybridep.codecs import Codecs
-from hybridep.config import Strict, build, key_lines, read_yaml, write_yaml
+from hybridep.config import Strict, apply_override, build, key_lines, read_yaml, write_yaml
 from hybridep.errors import ConfigError
 from hybridep.placement import IntArray
-from hybridep.plan import LayerGroup, Plan, Prediction, Schedule, SolverReport, require_same
+from hybridep.plan import SCHEMA_VERSION, LayerGroup, Plan, Prediction, Schedule, SolverReport, load_plan, require_same
 from hybridep.topology import Cluster, only_sites
+from hybridep.traffic import FloatArray, add_between_sites, link_bytes, step_traffic
 from hybridep.workload import Model, Workload
 
 ACTIVATIONS, GRADIENTS = "activations", "activation_gradients"
@@ -186,16 +187,61 @@ class PipelinePlan(Strict):
         require_same(self.cluster, self.workload, cluster, workload, where)
 
 
+AnyPlan = Plan | PipelinePlan
+"""What a plan file may hold."""
+
+
 def is_pipeline(data: Mapping[str, Any]) -> bool:
     """Whether what a YAML file holds is a pipeline plan."""
-    return "stages" in data and "micro_batches" in data
+    return "stages" in data and "schema_version" in data
 
 
-def load_pipeline(path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None) -> PipelinePlan:
-    """Read a pipeline plan's file; errors as of ``hybridep.plan.load_plan``."""
-    plan = build(PipelinePlan, read_yaml(path), str(path), key_lines(path))
+def build_plan(data: Mapping[str, Any], where: str) -> AnyPlan:
+    """A plan of either kind from plain data. Raises ConfigError."""
+    return build(PipelinePlan, data, where) if is_pipeline(data) else build(Plan, data, where)
+
+
+def load_any_plan(
+    path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None, overrides: Sequence[str] = ()
+) -> AnyPlan:
+    """Read a plan file of either kind; arguments and errors as of ``hybridep.plan.load_plan``."""
+    data = read_yaml(path)
+    if not is_pipeline(data):
+        return load_plan(path, cluster=cluster, workload=workload, overrides=overrides)
+    for override in overrides:
+        apply_override(data, override)
+    if overrides:
+        data = {key: value for key, value in data.items() if key not in ("prediction", "solver")}
+    if (version := data["schema_version"]) != SCHEMA_VERSION:
+        raise ConfigError(str(path), "schema_version", f"this version reads plans of schema {SCHEMA_VERSION} (found {version!r})")
+    plan = build(PipelinePlan, data, str(path), key_lines(path))
     plan.require(cluster, workload, str(path))
     return plan
+
+
+def pipeline_link_bytes(plan: PipelinePlan) -> FloatArray:
+    """[number of links]: bytes of one step over each entry of ``cluster.link_table``, as expected: what stages exchange inside
+    and what passes between them."""
+    cluster = plan.cluster
+    number = {link.name: place for place, link in enumerate(cluster.link_table)}
+    loads = np.zeros(len(number))
+    for stage in plan.plans:
+        own = link_bytes(stage.cluster, step_traffic(stage))
+        for link, size_bytes in zip(stage.cluster.link_table, own, strict=True):
+            loads[number[link.name]] += size_bytes
+    inside = cluster.num_gpus // cluster.sizes[0]
+    between = np.zeros((cluster.sizes[0], cluster.sizes[0]))
+    for earlier in range(len(plan.stages) - 1):
+        ways = plan.ways(earlier)
+        for source, destination in ((ways.source, ways.destination), (ways.destination, ways.source)):
+            size_bytes = ways.number.astype(np.float64) * plan.sequence_bytes * plan.micro_batches
+            np.add.at(between, (source // inside, destination // inside), size_bytes)
+            for depth, width in enumerate(int(np.prod(cluster.sizes[depth + 1 :])) for depth in range(len(cluster.sizes))):
+                np.add.at(loads, cluster.up_link(depth, 0) + 2 * (source // width), size_bytes)
+                np.add.at(loads, cluster.down_link(depth, 0) + 2 * (destination // width), size_bytes)
+    if cluster.links or cluster.trunks:
+        add_between_sites(cluster, loads, between)
+    return loads
 
 
 def alike(plan: Plan) -> str:

@@ -15,6 +15,8 @@ from planner.pool import PooledPlan, plan_pool
 from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
 from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
+from planner.stages.report import pipeline_summary
+from planner.stages.search import plan_pipeline
 
 __all__ = [
     "Alternative",
@@ -40,10 +42,12 @@ __all__ = [
     "interval_scenarios",
     "load_constraints",
     "memory_use",
+    "pipeline_summary",
     "plan",
     "plan_domains",
     "plan_for_scenarios",
     "plan_matrices",
+    "plan_pipeline",
     "plan_pool",
     "plans",
     "predict",

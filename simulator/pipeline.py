@@ -18,7 +18,7 @@ simulated; ``bubble_s`` is what they could save at most.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -26,9 +26,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.baselines import Baseline
-from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, alike, order_of_passes
+from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, alike, order_of_passes, pipeline_link_bytes
 from hybridep.plan import Plan
 from hybridep.routing import Routing
+from hybridep.timeline import Span
 from simulator.collective import Execution, Flows, Program, execute
 from simulator.conditions import Conditions
 from simulator.critical_path import seconds_by_label
@@ -37,7 +38,7 @@ from simulator.errors import PipelineError
 from simulator.fabric import Fabric
 from simulator.precision import EXACTLY, Precision
 from simulator.stages import Stage, cut, routing_of, timed
-from simulator.step import StepResult, simulate_step
+from simulator.step import LinkLoad, StepResult, simulate_step
 from simulator.symmetry import no_symmetry
 from simulator.wiring import wiring
 
@@ -92,6 +93,40 @@ class PipelineStep:
     def parts(self) -> dict[str, float]:
         """Seconds by kind of operation along the critical path."""
         return seconds_by_label(self.program, self.execution)
+
+    def spans(self) -> Iterator[Span]:
+        """The timeline: a process per stage, with rows for its passes and for what it sends forward and back."""
+        for position, operation in enumerate(self.program.operations):
+            start_s, end_s = self.execution.start_s[position], self.execution.end_s[position]
+            if operation.flows is None:
+                if operation.label in (ACTIVATIONS, GRADIENTS):
+                    continue
+                stage, row = int(end_s.argmax()) if operation.seconds is None else int(np.argmax(operation.seconds)), "passes"
+            else:
+                stage, row = int(operation.flows.source[0]), f"sends {operation.label}"
+            yield Span(
+                name=f"{operation.label} ({operation.name})" if operation.name else operation.label,
+                category=operation.label,
+                process=f"stage {stage}: {', '.join(self.plan.stages[stage].sites)}",
+                thread=row,
+                start_s=float(start_s[stage]),
+                duration_s=float(end_s[stage] - start_s[stage]),
+            )
+
+    @property
+    def busiest_link(self) -> LinkLoad:
+        """The link that comes nearest to its capacity, with what stages exchange inside and between them; ``busy_s`` as if it
+        were always full."""
+        loads_bytes = pipeline_link_bytes(self.plan)
+        rates = np.array([link.bandwidth_bytes_per_s for link in self.plan.cluster.link_table])
+        busy_s = loads_bytes / rates
+        most = int(busy_s.argmax())
+        return LinkLoad(
+            name=self.plan.cluster.link_table[most].name,
+            size_bytes=float(loads_bytes[most]),
+            load=float(busy_s[most] / self.step_s),
+            busy_s=float(busy_s[most]),
+        )
 
     @property
     def choice(self) -> str:

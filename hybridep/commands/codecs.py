@@ -9,7 +9,7 @@ from hybridep.codec_losses import with_gates
 from hybridep.codecs import KINDS, Codecs
 from hybridep.config import apply_override, build
 from hybridep.errors import QuantityError, UserError
-from hybridep.plan import Plan
+from hybridep.pipeline import AnyPlan
 from hybridep.units import parse_share
 
 
@@ -35,7 +35,7 @@ def read_max_loss(text: str | None) -> float | None:
     return share
 
 
-def lossy_codecs(plan: Plan) -> list[dict[str, Any]]:
+def lossy_codecs(plan: AnyPlan) -> list[dict[str, Any]]:
     """Level, kind, codec, and what it cost in final loss (None where that was not measured), of each lossy codec of a plan."""
     return [
         {
@@ -51,7 +51,7 @@ def lossy_codecs(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def codec_lines(plan: Plan) -> list[str]:
+def codec_lines(plan: AnyPlan) -> list[str]:
     """A line per lossy codec of a plan; none for an exact one."""
     lines = []
     for one in lossy_codecs(plan):

@@ -12,7 +12,7 @@ import hybridep
 from hybridep.config import Strict, apply_override, build, load
 from hybridep.errors import DataError, UserError
 from hybridep.matrix import matrix_profile
-from hybridep.plan import Plan, load_plan
+from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -109,7 +109,7 @@ def cluster_and_workload(cluster: str, workload: str, overrides: Iterable[str]) 
     return load_cluster(cluster, sorted_out[Kind.CLUSTER]), load_workload(workload, sorted_out[Kind.WORKLOAD])
 
 
-def resolve_plan(run: Run) -> Plan:
+def resolve_plan(run: Run) -> AnyPlan:
     """The plan of a run: made now (``auto``, ``ep``, ``full_gather``), or read from its file and compared with the run's
     cluster and workload. Raises what the planner raises, ConfigError and PlanMismatchError."""
     cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
@@ -124,7 +124,7 @@ def resolve_plan(run: Run) -> Plan:
     path = Path(run.plan)
     if not path.suffix and len(path.parts) == 1 and not path.is_file():
         raise UserError(f"plan {run.plan!r}: use auto, ep, full_gather or the path of a plan file")
-    return load_plan(path, cluster=cluster, workload=workload)
+    return load_any_plan(path, cluster=cluster, workload=workload)
 
 
 def sort_overrides(overrides: Iterable[str], kinds: Iterable[Kind]) -> dict[Kind, list[str]]:

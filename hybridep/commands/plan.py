@@ -14,8 +14,10 @@ from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
     from hybridep.commands.plan_request import MadePlans
+    from hybridep.pipeline import PipelinePlan
     from hybridep.plan import Plan, Schedule
     from hybridep.topology import Cluster
+    from hybridep.workload import Workload
     from planner.explain import Explanation
     from planner.goal import Goal
     from planner.sensitivity import Upgrade
@@ -88,6 +90,12 @@ if TYPE_CHECKING:
     help="Also try tokens that travel in up to so many parts, computed while others are on the links.",
 )
 @click.option(
+    "--stages",
+    metavar="auto|NUMBER",
+    help="Plan a pipeline: sites in stages that hold some of the layers each, with a plan inside every stage. auto: in as many "
+    "stages as are fastest, or in none.",
+)
+@click.option(
     "--streams",
     multiple=True,
     metavar="LEVEL=NUMBER",
@@ -125,6 +133,7 @@ def command(
     max_loss: str | None,
     prefetch: bool,
     chunks: int,
+    stages: str | None,
     streams: tuple[str, ...],
     objective: str,
     budget: str | None,
@@ -148,6 +157,33 @@ def command(
     site, work = cluster_and_workload(cluster, model, overrides)
     if fabric is not None:
         site = _on_fabric(site, fabric)
+    if stages is not None:
+        left_out = {
+            "--compare": compare,
+            "--top": top > 1,
+            "--simulate": simulate,
+            "--constraints": constraints,
+            "--figure": figure,
+            "--upgrades": upgrades,
+            "--scenario": scenarios,
+            "--within": within,
+            "--pool": pool,
+            "--routing": routing,
+            "--codec": codecs,
+            "--fabric": fabric,
+            "--max-loss": max_loss,
+            "--prefetch": prefetch,
+            "--chunks": chunks > 1,
+            "--objective": objective != "time",
+            "--budget": budget,
+        }
+        for option, value in left_out.items():
+            if value:
+                raise UserError(f"{option}: not with --stages; leave one of them out")
+        _in_stages(
+            site, work, stages, output, solver, time_limit_s, _schedule(streams, [one.name for one in site.levels]), as_json
+        )
+        return
     rules = planner.load_constraints(constraints) if constraints else None
     record = load_routing(routing) if routing is not None else None
     if record is not None:
@@ -308,6 +344,53 @@ def _goal(objective: str, budget: str | None) -> Goal:
     except QuantityError as error:
         raise UserError(f"--budget {budget}: {error}") from None
     return Goal(objective=Objective(objective), budget_usd=budget_usd)
+
+
+def _in_stages(
+    cluster: Cluster,
+    workload: Workload,
+    text: str,
+    output: Path,
+    solver: str,
+    time_limit_s: float,
+    schedule: Schedule | None,
+    as_json: bool,
+) -> None:
+    """``--stages``: the pipeline is written, or a plan without stages where that is faster and none were asked for by number."""
+    import planner
+    from hybridep.commands import plan_text
+    from hybridep.commands.plan_choice import planned
+    from hybridep.commands.stages import AUTO, plan_in_stages, read_stages, show_pipeline, with_and_without
+
+    number = read_stages(text)
+
+    def in_stages(limit_s: float) -> PipelinePlan:
+        return plan_in_stages(cluster, workload, number, solver=solver, time_limit_s=limit_s, schedule=schedule)
+
+    def in_one(limit_s: float) -> Plan:
+        if schedule is not None or solver != "highs":
+            return planner.plan(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=schedule)
+        return planned(cluster, workload, time_limit_s=limit_s)
+
+    if text == AUTO:
+        pipeline, plan = with_and_without(cluster, workload, time_limit_s=time_limit_s, in_stages=in_stages, in_one=in_one)
+    else:
+        pipeline, plan = in_stages(time_limit_s), None
+    without_s = None if plan is None or plan.prediction is None else plan.prediction.expected_s
+    if pipeline is None or (without_s is not None and pipeline.prediction is not None and without_s <= pipeline.prediction.step):
+        assert plan is not None
+        plan.save(output)
+        if as_json:
+            emit({**planner.summary(plan), "stages": [], "digest": plan.digest, "output": str(output)})
+        else:
+            plan_text.show(plan, planner.explain(plan))
+            click.echo(f"\nplan written to {output}, without stages")
+        return
+    pipeline.save(output)
+    if as_json:
+        emit({**planner.pipeline_summary(pipeline), "without_stages_s": without_s, "output": str(output)})
+    else:
+        show_pipeline(pipeline, output, without_s)
 
 
 def _are_plans(first: str, second: str) -> bool:

@@ -38,7 +38,7 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
     if not cluster.has_alike_ranks:
         console.print(f"  {_ranks(made)}")
     for group in made.layers:
-        console.print(f"  {_placed(cluster.levels[0].name, group, served=not whole)}")
+        console.print(f"  {placed_text(cluster.levels[0].name, group, served=not whole)}")
         for one in group.serving if whole else ():
             holders = ", ".join(f"{site} ({experts})" for site, experts in one.holders.items())
             console.print(f"    tokens of {', '.join(one.sites)}: experts at {holders}")
@@ -174,7 +174,7 @@ def show_others(others: Mapping[str, OtherPlan]) -> None:
         click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")
 
 
-def _placed(outermost: str, group: LayerGroup, *, served: bool = True) -> str:
+def placed_text(outermost: str, group: LayerGroup, *, served: bool = True) -> str:
     """One layer group in a line; ``served``: also who computes for whom between sites."""
     last = group.first_layer + group.num_layers - 1
     parts = [_serving(outermost, group)] if group.serving and served else []
@@ -203,7 +203,7 @@ def show_top(plans: Sequence[Plan], simulated_s: Sequence[float] = ()) -> None:
         step = format_seconds(one.prediction.step) + simulated + price
         click.echo(f"  {number}. {step}, memory {format_bytes(one.prediction.memory_bytes)}")
         for group in one.layers:
-            click.echo(f"     {_placed(one.cluster.levels[0].name, group)}")
+            click.echo(f"     {placed_text(one.cluster.levels[0].name, group)}")
 
 
 def show_pool(pool: Sequence[PooledPlan], files: Sequence[Path]) -> None:
@@ -213,7 +213,7 @@ def show_pool(pool: Sequence[PooledPlan], files: Sequence[Path]) -> None:
     for one, path in zip(pool, files, strict=True):
         click.echo(f"  {one.pays_from:.3g} to {one.pays_to:.3g} times: {path}, {format_seconds(one.step_s)} at the given rates")
         for group in one.plan.layers:
-            click.echo(f"     {_placed(one.plan.cluster.levels[0].name, group)}")
+            click.echo(f"     {placed_text(one.plan.cluster.levels[0].name, group)}")
 
 
 def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:

@@ -63,19 +63,35 @@ def command(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> int | None:
-    """Simulate one training step of PLAN, a file that `hybridep plan` wrote. With --set, for example
+    """Simulate one training step of PLAN, a file that `hybridep plan` wrote, with or without stages. With --set, for example
     cluster.levels.dc.bandwidth='1 Gbps' or workload.training.micro_batches=4, the same placement under other conditions.
 
     Or a SCENARIO (see docs/scenarios.md): a plan or what to plan, conditions that change, a run of many steps; with a grid,
     every combination in parallel into a table, which a later call goes on with.
     """
+    from hybridep.commands.stages import simulate_in_stages
     from hybridep.config import read_yaml
+    from hybridep.pipeline import PipelinePlan, is_pipeline, load_any_plan
     from simulator.network import EXACT
+    from simulator.precision import Precision
     from simulator.scenario import Scenario, points
 
-    # Both are YAML; what holds placed layers is a plan.
-    is_plan = bool({"layers", "schema_version"} & set(read_yaml(what)))
+    # All are YAML; what holds placed layers, or stages of them, is a plan.
+    data = read_yaml(what)
+    is_plan = bool({"layers", "schema_version"} & set(data))
     names = tuple(name.strip() for name in against.split(",") if name.strip())
+    if is_pipeline(data):
+        given_options = {"--routing": routing, "--fabric": fabric, "--out": out, "--jobs": jobs}
+        for option, value in given_options.items():
+            if value is not None:
+                raise UserError(f"{option} {value}: not with a plan in stages; leave it out")
+        precision = Precision(
+            tolerance=EXACT if tolerance is None else max(tolerance, EXACT), one_rank_per_site=one_rank_per_site
+        )
+        plan = load_any_plan(what, overrides=overrides)
+        assert isinstance(plan, PipelinePlan)
+        simulate_in_stages(plan, names, precision, trace, as_json)
+        return None
     given: dict[str, Any] = {"against": names} if names else {}
     if routing is not None:
         given["routing"] = routing

@@ -19,6 +19,7 @@ from hybridep.errors import HybridEPError, TransportError, WorkerLostError
 from hybridep.launch.host import die_with_parent, interface_of
 from hybridep.launch.reports import Rendezvous, Report, ReportWriter
 from hybridep.launch.worker_group import Failed, FailureKind, Finished, Started, Stepped
+from hybridep.pipeline import AnyPlan, build_plan
 from hybridep.plan import Plan
 from hybridep.run import Run, StepReport
 
@@ -31,7 +32,7 @@ class Job:
     """What all ranks of a run share."""
 
     run: Run
-    plan: Plan
+    plan: AnyPlan
     resume: bool = False
     probe_s: float | None = None
     """Instead of training, measure links and computation, each for about this long."""
@@ -60,7 +61,7 @@ class Job:
     def from_json(cls, text: str) -> Job:
         """Inverse of :meth:`to_json`."""
         fields = json.loads(text)
-        run, plan = build(Run, fields.pop("run"), "run"), build(Plan, fields.pop("plan"), "plan")
+        run, plan = build(Run, fields.pop("run"), "run"), build_plan(fields.pop("plan"), "plan")
         trials = tuple(build(Plan, trial, f"trial {number}") for number, trial in enumerate(fields.pop("trials")))
         return cls(run=run, plan=plan, trials=trials, **fields)
 

@@ -19,6 +19,7 @@ from hybridep.provenance import provenance
 from hybridep.topology import Cluster, only_sites
 from hybridep.units import format_bytes
 from hybridep.workload import Workload
+from planner.choose import Report
 from planner.clock import now_s
 from planner.evaluate import MOST_RANKS
 from planner.memory import MemoryUse
@@ -51,17 +52,21 @@ def plan_pipeline(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    report: Report | None = None,
 ) -> PipelinePlan:
     """The fastest pipeline found in ``stages`` stages, or in any number from 2, with its prediction. Exact, for experts that are
-    chosen alike. Its bound is below every pipeline, and says little.
+    chosen alike. Its bound is below every pipeline, and says little. ``report``: told ("bound" or "plan", seconds) as either is
+    known or improves. On KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises InfeasibleError where no number of stages is possible, or none fits the memory, and says why.
     """
     begun_s = now_s()
-    search = _Search(cluster, workload, solver, with_most(cluster, schedule)[0] or Schedule(), begun_s, time_limit_s)
-    best = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,))
     bound_s = least_s(cluster, workload)
-    report = SolverReport(
+    told: Report = report or (lambda what, seconds: None)
+    told("bound", bound_s)
+    search = _Search(cluster, workload, solver, with_most(cluster, schedule)[0] or Schedule(), begun_s, time_limit_s, told)
+    best = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,))
+    how = SolverReport(
         status=Status.FEASIBLE,
         solver=solver,
         objective=seconds(best.times.step_s),
@@ -69,7 +74,7 @@ def plan_pipeline(
         gap=max(1 - bound_s / best.times.step_s, 0.0),
         solve=seconds(now_s() - begun_s),
     )
-    return best.plan.model_copy(update={"prediction": predicted(best), "solver": report, "provenance": provenance()})
+    return best.plan.model_copy(update={"prediction": predicted(best), "solver": how, "provenance": provenance()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +95,25 @@ class _Search:
     schedule: Schedule
     begun_s: float
     time_limit_s: float
+    report: Report
     why: str = ""
     """Why the last of what was not possible was not."""
     _lack: float = math.inf
     _lacking: str = ""
+    _found: list[Costed] = field(default_factory=list)
     _known: dict[str, Inside] = field(default_factory=dict)
     _searched: dict[str, Inside | None] = field(default_factory=dict)
 
     def run(self, numbers: Sequence[int]) -> Costed:
         """The best pipeline of so many stages."""
+        try:
+            self._search(numbers)
+        except KeyboardInterrupt:
+            if not self._found:
+                raise
+        return min(self._found, key=lambda one: one.times.step_s)
+
+    def _search(self, numbers: Sequence[int]) -> None:
         candidates: list[_Candidate] = []
         for candidate in self._candidates(numbers):
             candidates.append(candidate)
@@ -108,14 +123,20 @@ class _Search:
             raise InfeasibleError(
                 f"pipeline over {self.cluster.name}: no number of stages is possible; {self._lacking or self.why}"
             )
-        found: list[Costed] = []
         for candidate in sorted(candidates, key=lambda one: one.least_s):
-            if found and (candidate.least_s >= min(one.times.step_s for one in found) or self._left_s(_WALKED_BY) < 0):
+            best_s = min((one.times.step_s for one in self._found), default=math.inf)
+            if self._found and (candidate.least_s >= best_s or self._left_s(_WALKED_BY) < 0):
                 break
-            found.append(costed(candidate.plan, candidate.inside))
-        kept = sorted(found, key=lambda one: one.times.step_s)[:_KEPT]
-        refined = [self._refined(one, self._left_s(1.0) / (len(kept) - place)) for place, one in enumerate(kept)]
-        return self._less_ahead(min([*kept, *refined], key=lambda one: one.times.step_s))
+            self._keep(costed(candidate.plan, candidate.inside))
+        kept = sorted(self._found, key=lambda one: one.times.step_s)[:_KEPT]
+        for place, one in enumerate(kept):
+            self._keep(self._refined(one, self._left_s(1.0) / (len(kept) - place)))
+        best = min(self._found, key=lambda one: one.times.step_s)
+        self._found = [self._less_ahead(best)]
+
+    def _keep(self, found: Costed) -> None:
+        self._found.append(found)
+        self.report("plan", min(one.times.step_s for one in self._found))
 
     def _left_s(self, share: float) -> float:
         """Of such a share of the time limit."""

@@ -1,0 +1,195 @@
+"""Pipeline plans on the command line: ``hybridep plan --stages``, and simulating what it wrote."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hybridep.commands.common import emit, note
+from hybridep.errors import HybridEPError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hybridep.pipeline import PipelinePlan
+    from hybridep.plan import Plan, Schedule
+    from hybridep.topology import Cluster
+    from hybridep.workload import Workload
+    from simulator.pipeline import PipelineStep
+    from simulator.precision import Precision
+
+AUTO = "auto"
+_SHARE = 0.5
+"""Of the time limit, for a plan without stages."""
+
+
+def read_stages(text: str) -> int | None:
+    """A number of stages from 2, or ``auto`` (None). Raises UserError."""
+    if text == AUTO:
+        return None
+    if not text.isdecimal() or int(text) < 2:
+        raise UserError(f"--stages {text}: write auto, or a number from 2")
+    return int(text)
+
+
+def plan_in_stages(
+    cluster: Cluster, workload: Workload, stages: int | None, *, solver: str, time_limit_s: float, schedule: Schedule | None
+) -> PipelinePlan:
+    """The planner's pipeline, with its progress on stderr."""
+    from hybridep.commands.plan_progress import PlanProgress
+    from planner.stages.search import plan_pipeline
+
+    with PlanProgress() as progress:
+        return plan_pipeline(
+            cluster,
+            workload,
+            stages=stages,
+            solver=solver,
+            time_limit_s=time_limit_s,
+            schedule=schedule,
+            report=progress,
+        )
+
+
+def with_and_without(
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    time_limit_s: float,
+    in_stages: Callable[[float], PipelinePlan],
+    in_one: Callable[[float], Plan],
+) -> tuple[PipelinePlan | None, Plan | None]:
+    """A pipeline and a plan without stages, each in its share of the time limit; None where one is not possible. Raises the
+    reason of the latter where neither is."""
+    began_s, pipeline = time.monotonic(), None
+    try:
+        pipeline = in_stages((1 - _SHARE) * time_limit_s)
+    except HybridEPError as error:
+        note(f"hybridep plan: {error}")
+    try:
+        return pipeline, in_one(max(time_limit_s - (time.monotonic() - began_s), 0.1 * time_limit_s))
+    except HybridEPError as error:
+        if pipeline is None:
+            raise
+        note(f"hybridep plan: without stages: {error}")
+        return pipeline, None
+
+
+def show_pipeline(plan: PipelinePlan, path: Path, without_s: float | None) -> None:
+    """Print it for people. ``without_s``: the step of the plan without stages, where there is one."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hybridep.commands.plan_text import placed_text
+    from hybridep.units import format_bytes, format_seconds
+    from planner.stages.report import pipeline_summary
+
+    found, console = pipeline_summary(plan), Console(highlight=False, soft_wrap=True)
+    cluster, step_s = plan.cluster, found["step_s"]
+    console.print(
+        f"[bold]{plan.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks, {len(plan.stages)} stages, "
+        f"{plan.micro_batches} micro-batches, each stage up to {plan.ahead} forwards ahead for each stage behind it"
+    )
+    table = Table("stage", "sites", "layers", "a micro-batch", "in flight", "memory", box=None, pad_edge=False)
+    for number, stage in enumerate(found["stages"]):
+        both_s = stage["forward_s"] + stage["backward_s"]
+        cells = (
+            str(number),
+            ", ".join(stage["sites"]),
+            str(stage["num_layers"]),
+            format_seconds(both_s),
+            str(stage["in_flight"]),
+        )
+        table.add_row(*cells, format_bytes(stage["memory_bytes"]))
+    console.print(table)
+    inside: dict[str, list[str]] = {}
+    for number, one in enumerate(plan.stages):
+        text = " | ".join(placed_text(cluster.levels[0].name, group) for group in one.layers)
+        inside.setdefault(text, []).append(str(number))
+    for text, stages in inside.items():
+        console.print(f"  inside stage {', '.join(stages)}: {text}")
+    parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in found["parts_s"].items())
+    console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
+    others = dict(found["baselines"]) | ({} if without_s is None else {"without stages": without_s})
+    for name, other_s in others.items():
+        console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f})")
+    if found["lower_bound_s"] is not None:
+        console.print(f"no schedule of this plan is faster than {format_seconds(found['lower_bound_s'])}")
+    console.print(f"no pipeline is faster than {format_seconds(found['bound_s'])} (all computation, shared evenly)")
+    console.print(
+        f"WAN {format_bytes(found['wan_bytes'])} per step; memory of the fullest rank {format_bytes(found['memory_bytes'])}"
+    )
+    click.echo(f"\nplan written to {path}")
+
+
+def simulate_in_stages(
+    plan: PipelinePlan, against: Sequence[str], precision: Precision, trace: Path | None, as_json: bool
+) -> None:
+    """One step of a pipeline plan, beside baselines without stages and stages in the cluster's order."""
+    from hybridep.baselines import Baseline, baseline_plan
+    from hybridep.timeline import write_chrome_trace
+    from simulator.pipeline import fastest_pipeline, simulate_pipeline
+    from simulator.step import simulate_step
+    from simulator.systems import System
+
+    known = [*(one.value for one in Baseline), System.PIPELINE.value]
+    for name in against:
+        if name not in known:
+            raise UserError(f"--against {name}: beside a plan in stages there are {', '.join(known)}")
+    began_s = time.perf_counter()
+    step = simulate_pipeline(plan, None, precision)
+    baselines = {}
+    for name in against:
+        which = Baseline.EP if name == System.PIPELINE.value else Baseline(name)
+        other = baseline_plan(
+            plan.cluster, plan.workload, which, schedule=plan.schedule, codecs=plan.codecs, popularity=plan.popularity
+        )
+        if name == System.PIPELINE.value:
+            baselines[name] = fastest_pipeline(other, None, precision).step_s
+        else:
+            baselines[name] = simulate_step(other, None, precision).step_s
+    wall_s = time.perf_counter() - began_s
+    if trace is not None:
+        write_chrome_trace(trace, step.spans())
+    if as_json:
+        emit(_as_dict(step, baselines, wall_s))
+        return
+    _show_step(step, baselines, wall_s)
+    if trace is not None:
+        click.echo(f"timeline written to {trace}")
+
+
+def _as_dict(step: PipelineStep, baselines: dict[str, float], wall_s: float) -> dict[str, Any]:
+    return {
+        "step_s": step.step_s,
+        "wall_s": wall_s,
+        "parts": step.parts,
+        "stage_work_s": step.work_s,
+        "bubble_s": step.bubble_s,
+        "activations_s": step.transfers_s,
+        "activation_bytes": step.activation_bytes,
+        "baselines": baselines,
+        "busiest_link": asdict(step.busiest_link),
+        "stages": [
+            {"sites": list(of.sites), "busy_s": one.busy_s} for of, one in zip(step.plan.stages, step.stages, strict=True)
+        ],
+        "plan_digest": step.plan.digest,
+    }
+
+
+def _show_step(step: PipelineStep, baselines: dict[str, float], wall_s: float) -> None:
+    from hybridep.units import format_bytes, format_seconds
+
+    click.echo(f"step {format_seconds(step.step_s)} (simulated in {format_seconds(wall_s)})")
+    for name, other_s in baselines.items():
+        click.echo(f"  {name}: {format_seconds(other_s)} (x {other_s / step.step_s:.2f})")
+    if step.plan.prediction is not None:
+        click.echo(f"  the plan's own prediction: {format_seconds(step.plan.prediction.expected_s)}")
+    parts = {"busiest stage": step.work_s, "bubble": step.bubble_s, "activations": step.transfers_s}
+    click.echo(", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items()))
+    link = step.busiest_link
+    click.echo(f"busiest link: {link.name}, {format_bytes(link.size_bytes)}, {link.load:.0%} of the step")
