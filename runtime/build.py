@@ -42,6 +42,12 @@ class RankModel:
         for exchange in self.routed[-1].ahead_backward[: self.routed[-1].exchange.prefetch]:
             exchange.start_gather()
 
+    def start_step(self) -> None:
+        """A step begins. Where micro-batches come from another stage, copies travel while the first one is awaited."""
+        for experts in self.routed:
+            if experts.gathers_early:
+                experts.exchange.start_gather()
+
     def close(self) -> None:
         """End the thread."""
         if self.tokens is not None:
@@ -92,6 +98,10 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
     for below, above in pairwise(routed):
         above.below, below.above = below, above
     _look_ahead(routed, mesh.plan.schedule.prefetch, [group.residency for _, group, _ in mesh.plan.each_layer()])
+    training = workload.training
+    for experts, (_, group, _) in zip(routed, mesh.plan.each_layer(), strict=True):
+        lasts = mesh.stage > 0 and group.residency is Residency.STEP
+        experts.gathers_early, experts.returns_late = lasts, lasts and training.micro_batches > 1
     # Only at the end of a pipeline does the backward of a micro-batch follow its forward at once.
     routed[-1].backward_follows = model.has_head
     return RankModel(transformer=transformer, routed=tuple(routed), tokens=tokens, first_moe_layer=mesh.first_moe_layer)

@@ -56,6 +56,11 @@ class DistributedExperts(RoutedExperts):
         self.above: DistributedExperts | None = None
         """The layer whose forward follows; None for the topmost."""
         self._counts: list[Counts] | None = None
+        self.gathers_early = False
+        """Copies set out when the step begins, not with their block."""
+        self.returns_late = False
+        """Copies' gradients of a step wait until the step's last backward is through: in a pipeline the stage before waits for
+        that."""
         self.backward_follows = True
         """Of the topmost layer: its backward comes next after its forward, of the same micro-batch."""
         self._overs: deque[Sequence[Over]] = deque()
@@ -116,7 +121,8 @@ class DistributedExperts(RoutedExperts):
             exchange.start_gather()
 
     def _dispatch_returned(self, _: Tensor) -> None:
-        self.exchange.start_return()
+        if not self.returns_late:
+            self.exchange.start_return()
         self.spans.begin(PRE_EXPERT + BACKWARD, self.name)
 
     def compute(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:

@@ -151,6 +151,7 @@ class RankTrainer:
         loss_sum = balance_sum = 0.0
         if self._neighbours is not None:
             self._neighbours.begin()
+        self.model.start_step()
         forwards: deque[Forward] = deque()
         for forward, micro_batch in order_of_passes(mesh.stage, mesh.num_stages, number, ahead):
             if forward:

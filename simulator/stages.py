@@ -105,22 +105,21 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> PipelinePlan:
 
 
 def timed(plan: Plan, simulate: SimulateStage, routing: Routing | None = None) -> Stage:
-    """A stage by itself. Without `routing` three micro-batches are simulated, and the one in the middle stands for all that are
-    neither the first nor the last."""
+    """A stage by itself. Without `routing` three micro-batches are simulated at most, and the one in the middle stands for all
+    that are neither the first nor the last; and two at least, to tell what copies take from what every micro-batch does."""
     micro_batches = plan.workload.training.micro_batches
-    simulated = micro_batches if routing is not None else min(micro_batches, _KINDS)
-    passes, last = _passes(simulate(_with(plan, simulated), routing))
-    middle = [1] * (micro_batches - simulated)
-    order = [0, *middle, *range(1, simulated)] if middle else list(range(simulated))
-    forward_s, backward_s = passes[order, 0], passes[order, 1]
-    gather_s = return_s = 0.0
-    # Recorded choices make every micro-batch another: what the copies take is then not told apart.
-    if routing is None and micro_batches > 1:
-        gather_s, return_s = _more(forward_s[0], forward_s[1]), _more(backward_s[-1], backward_s[-2])
-    forward_s[0] -= gather_s
-    backward_s[-1] -= return_s
+    if routing is not None:
+        # Recorded choices make every micro-batch another: what the copies take is then not told apart.
+        passes, last = _passes(simulate(plan, routing))
+        return Stage(plan=plan, gather_s=0.0, forward_s=passes[:, 0], backward_s=passes[:, 1], last=last)
+    passes, last = _passes(simulate(_with(plan, min(max(micro_batches, 2), _KINDS)), None))
+    gather_s, return_s = _more(passes[0, 0], passes[1, 0]), _more(passes[-1, 1], passes[-2, 1])
+    passes[0, 0] -= gather_s
+    passes[-1, 1] -= return_s
+    middle = [1] * max(micro_batches - 2, 0)
+    order = [0, *middle, len(passes) - 1][:micro_batches]
     after = ((RETURN, return_s), *last) if return_s else last
-    return Stage(plan=plan, gather_s=gather_s, forward_s=forward_s, backward_s=backward_s, last=after)
+    return Stage(plan=plan, gather_s=gather_s, forward_s=passes[order, 0], backward_s=passes[order, 1], last=after)
 
 
 def _more(seconds: float, others_s: float) -> float:
