@@ -100,14 +100,12 @@ def probe(
     torch.set_num_threads(1)
     open_process_group(store, rank=rank, world_size=cluster.num_gpus, timeout_s=JOIN_TIMEOUT_S)
     try:
-        return probe_in_group(
-            cluster, workload, rank=rank, seconds=seconds, timeout_s=timeout_s, thorough=thorough, device=device
-        )
+        return _probe(cluster, workload, rank=rank, seconds=seconds, timeout_s=timeout_s, thorough=thorough, device=device)
     finally:
         close_process_group()
 
 
-def probe_in_group(
+def _probe(
     cluster: Cluster,
     workload: Workload,
     *,

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
-from hybridep.plan import Plan
+from hybridep.pipeline import AnyPlan
 from hybridep.run import Run, StepReport
 from runtime.barrier import Barrier
+from runtime.between import process_groups
 from runtime.device import choose_device
 from runtime.gate import Gated
-from runtime.mesh import JOIN_TIMEOUT_S, Mesh, close_process_group, open_process_group
-from runtime.probe import Probe, probe_in_group
+from runtime.mesh import JOIN_TIMEOUT_S, Mesh, mesh_of
+from runtime.probe import Probe, probe
 from runtime.trainer import RankTrainer
 
 if TYPE_CHECKING:
@@ -40,31 +43,37 @@ class Trial:
 
 
 def run_trials(
-    run: Run, plans: Sequence[Plan], *, rank: int, store: Store, probe_s: float | None = None, recorded: int = 0
+    run: Run, plans: Sequence[AnyPlan], *, rank: int, store: Store, probe_s: float | None = None, recorded: int = 0
 ) -> Iterator[Trial | Probe]:
     """Train each of ``plans`` for ``run.steps`` steps from the start, as one rank; all ranks call it with the same plans.
     With ``probe_s`` links and computation are measured before the first plan of each workload, for about that long each. Of the
-    first ``recorded`` steps every choice is kept.
+    first ``recorded`` steps every choice is kept, but under a pipeline plan, whose micro-batches are others.
     Raises UserError for a plan that cannot be trained and TransportError when a peer is gone."""
     torch.set_num_threads(1)
-    meshes = [Mesh(plan=plan, rank=rank, device=choose_device(run.device, rank)) for plan in plans]
-    open_process_group(store, rank=rank, world_size=meshes[0].world_size, timeout_s=JOIN_TIMEOUT_S)
-    try:
-        before = None
-        for mesh in meshes:
-            plan = mesh.plan
-            if probe_s is not None and plan.workload != before:
-                yield probe_in_group(plan.cluster, plan.workload, rank=rank, seconds=probe_s, device=run.device)
-            before = plan.workload
-            yield _trial(run, mesh, recorded)
-    finally:
-        close_process_group()
+    meshes = [mesh_of(plan, rank, choose_device(run.device, rank)) for plan in plans]
+    before = None
+    for number, (plan, mesh) in enumerate(zip(plans, meshes, strict=True)):
+        # Each has connections of its own: ranks of a pipeline's stage are another group.
+        own = PrefixStore(f"trial{number}", store)
+        if probe_s is not None and plan.workload != before:
+            yield probe(
+                plan.cluster,
+                plan.workload,
+                rank=rank,
+                store=PrefixStore("probe", own),
+                seconds=probe_s,
+                device=run.device,
+            )
+        before = plan.workload
+        with process_groups(mesh, own, JOIN_TIMEOUT_S) as groups:
+            yield _trial(run, mesh, groups, recorded if mesh.pipeline is None else 0)
 
 
-def _trial(run: Run, mesh: Mesh, recorded: int) -> Trial:
-    trainer = RankTrainer(run, mesh)
-    barrier = Barrier(rank=mesh.rank, world_size=mesh.world_size, timeout_s=_BARRIER_TIMEOUT_S)
-    model = mesh.plan.workload.model
+def _trial(run: Run, mesh: Mesh, groups: Sequence[dist.ProcessGroup], recorded: int) -> Trial:
+    trainer = RankTrainer(run, mesh, groups)
+    world_size = mesh.whole.cluster.num_gpus
+    barrier = Barrier(rank=mesh.run_rank, world_size=world_size, timeout_s=_BARRIER_TIMEOUT_S, groups=groups)
+    model = mesh.whole.workload.model
     counts = torch.zeros(run.steps, model.num_moe_layers, model.num_experts, dtype=torch.int64)
     reports: list[StepReport] = []
     ids: list[list[list[list[int]]]] = [[] for _ in range(recorded)]

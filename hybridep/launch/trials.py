@@ -14,8 +14,8 @@ from hybridep.config import build
 from hybridep.launch.backends import backend_for
 from hybridep.launch.controller import Controller
 from hybridep.launch.worker import Job
+from hybridep.pipeline import AnyPlan
 from hybridep.placement import IntArray
-from hybridep.plan import Plan
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
 
@@ -50,7 +50,7 @@ class Measured:
 
 
 def measure(
-    plans: Sequence[Plan],
+    plans: Sequence[AnyPlan],
     *,
     steps: int,
     untimed: int = 1,

@@ -20,7 +20,6 @@ from hybridep.launch.host import die_with_parent, interface_of
 from hybridep.launch.reports import Rendezvous, Report, ReportWriter
 from hybridep.launch.worker_group import Failed, FailureKind, Finished, Started, Stepped
 from hybridep.pipeline import AnyPlan, build_plan
-from hybridep.plan import Plan
 from hybridep.run import Run, StepReport
 
 RENDEZVOUS_TIMEOUT_S = 180.0
@@ -38,7 +37,7 @@ class Job:
     """Instead of training, measure links and computation, each for about this long."""
     thorough: bool = False
     """Measure pairs of sites, and contention, too."""
-    trials: tuple[Plan, ...] = ()
+    trials: tuple[AnyPlan, ...] = ()
     """Instead of training ``plan``, train each of these for the run's steps and report times only."""
     recorded_steps: int = 0
     """Trials keep every choice of so many steps, the first ones."""
@@ -62,7 +61,7 @@ class Job:
         """Inverse of :meth:`to_json`."""
         fields = json.loads(text)
         run, plan = build(Run, fields.pop("run"), "run"), build_plan(fields.pop("plan"), "plan")
-        trials = tuple(build(Plan, trial, f"trial {number}") for number, trial in enumerate(fields.pop("trials")))
+        trials = tuple(build_plan(trial, f"trial {number}") for number, trial in enumerate(fields.pop("trials")))
         return cls(run=run, plan=plan, trials=trials, **fields)
 
     def log(self, rank: int) -> Path:

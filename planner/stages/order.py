@@ -48,34 +48,35 @@ def groupings(cluster: Cluster, stages: int, batch_bytes: float) -> Iterator[Gro
 
 
 def ordered(cluster: Cluster, groups: Groups, batch_bytes: float, micro_batches: int, pace_s: float) -> Groups:
-    """The groups on a short path: its slowest step, which every micro-batch takes, then all of it, which the first one takes and
-    the last. ``pace_s``: what a micro-batch takes in the slowest stage, below which no step counts."""
+    """The groups on a short path: what every micro-batch takes on its slowest step, then all of it with its latencies, which the
+    first one takes and the last. ``pace_s``: what a micro-batch takes in the slowest stage, below which no step counts."""
     if len(groups) < 3:
         return groups
-    step_s = _steps_s(cluster, groups, batch_bytes)
+    busy_s, way_s = steps_s(cluster, groups, batch_bytes)
 
     def length_s(path: Sequence[int]) -> float:
-        steps = step_s[path[:-1], path[1:]]
-        return float((micro_batches - 1) * max(pace_s, steps.max()) + 2 * steps.sum())
+        ends = path[:-1], path[1:]
+        return float((micro_batches - 1) * max(pace_s, busy_s[ends].max()) + 2 * way_s[ends].sum())
 
-    starts = np.argsort(-step_s.sum(axis=1), kind="stable")[:_STARTS]
-    paths = [_improved(_nearest(step_s, int(start)), length_s) for start in starts]
+    starts = np.argsort(-way_s.sum(axis=1), kind="stable")[:_STARTS]
+    paths = [_improved(_nearest(way_s, int(start)), length_s) for start in starts]
     best = min(paths, key=length_s)
     return tuple(groups[stage] for stage in best)
 
 
-def _steps_s(cluster: Cluster, groups: Groups, batch_bytes: float) -> FloatArray:
-    """[groups, groups]: one micro-batch's way from one to another or back, whichever is longer."""
+def steps_s(cluster: Cluster, groups: Groups, batch_bytes: float) -> tuple[FloatArray, FloatArray]:
+    """[groups, groups] each: for how long one micro-batch keeps the links between two busy, there or back, whichever is longer;
+    and the same with latency."""
     per_byte, latency_s = way_s_per_byte(cluster), cluster.site_latency_s
     number = len(groups)
-    found = np.zeros((number, number))
+    busy_s, way_s = np.zeros((number, number)), np.zeros((number, number))
     for a in range(number):
         for b in range(a):
             one, other, part = _facing(groups[a], groups[b])
-            there = per_byte[one, other] * part * batch_bytes + latency_s[one, other]
-            back = per_byte[other, one] * part * batch_bytes + latency_s[other, one]
-            found[a, b] = found[b, a] = max(there.max(), back.max())
-    return found
+            there, back = (per_byte[ends] * part * batch_bytes for ends in ((one, other), (other, one)))
+            busy_s[a, b] = busy_s[b, a] = max(there.max(), back.max())
+            way_s[a, b] = way_s[b, a] = max((there + latency_s[one, other]).max(), (back + latency_s[other, one]).max())
+    return busy_s, way_s
 
 
 def _facing(one: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

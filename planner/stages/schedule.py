@@ -19,8 +19,9 @@ from hybridep.pipeline import PipelinePlan, Ways, order_of_passes
 from planner.exchange import Network
 from planner.staggered import PassTimes, crossed
 
-_WALKED = (6, 8)
-"""Micro-batches for each stage that are walked through; of more, each further one takes what the last ones took."""
+_WALKED = 8
+"""Micro-batches for each stage that are walked through, or three times as many as are in flight; of more, each further one takes
+what the last ones took, two for each stage."""
 
 
 class Way(NamedTuple):
@@ -108,11 +109,13 @@ def _way(plan: PipelinePlan, network: Network, ways: Ways, *, down: bool) -> Way
 
 
 def _step_s(plan: PipelinePlan, stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way]) -> float:
-    few, more = (times * len(stages) for times in _WALKED)
-    if plan.micro_batches <= more:
-        return _Walk(plan.micro_batches, plan.ahead, stages, forth, back).step_s()
-    ends_s = [_Walk(number, plan.ahead, stages, forth, back).step_s() for number in (few, more)]
-    return ends_s[1] + (plan.micro_batches - more) * (ends_s[1] - ends_s[0]) / (more - few)
+    number, ahead = plan.micro_batches, plan.ahead
+    more = max(_WALKED * len(stages), 3 * plan.in_flight(0))
+    if number <= more:
+        return _Walk(number, ahead, stages, forth, back).step_s()
+    last = 2 * len(stages)
+    few_s, more_s = (_Walk(each, ahead, stages, forth, back).step_s() for each in (more - last, more))
+    return more_s + (number - more) * (more_s - few_s) / last
 
 
 @dataclass

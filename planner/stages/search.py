@@ -26,13 +26,16 @@ from planner.memory import MemoryUse
 from planner.plans import seconds
 from planner.sites.grouping import Groups
 from planner.stages.costs import Costed, costed, least_s, predicted, rooms, with_layers
-from planner.stages.inside import Inside, Room, searched, without_search
+from planner.stages.inside import Inside, Room, placed, searched, without_search
 from planner.stages.order import groupings, ordered
 from planner.stages.schedule import balanced_layers, least_step_s
 from planner.streams import with_most
 
 AHEAD = (1, 2, 3, 4, 6, 8)
 """Forwards that a stage runs ahead for each one behind it: the more, the longer the ways that it does not wait for."""
+_OFTEN = 2
+"""Of these the one with which every pipeline is walked through, beside the most that memory allows; further ahead is not always
+faster, since activations then share links with more gradients."""
 _WORTH = 1e-3
 """Share of the step that running less far ahead may add."""
 _BATCHES = (1, 2, 4, 8, 16)
@@ -102,6 +105,7 @@ class _Search:
     _lacking: str = ""
     _found: list[Costed] = field(default_factory=list)
     _known: dict[str, Inside] = field(default_factory=dict)
+    _placed: dict[str, Inside] = field(default_factory=dict)
     _searched: dict[str, Inside | None] = field(default_factory=dict)
 
     def run(self, numbers: Sequence[int]) -> Costed:
@@ -127,16 +131,41 @@ class _Search:
             best_s = min((one.times.step_s for one in self._found), default=math.inf)
             if self._found and (candidate.least_s >= best_s or self._left_s(_WALKED_BY) < 0):
                 break
-            self._keep(costed(candidate.plan, candidate.inside))
-        kept = sorted(self._found, key=lambda one: one.times.step_s)[:_KEPT]
-        for place, one in enumerate(kept):
-            self._keep(self._refined(one, self._left_s(1.0) / (len(kept) - place)))
-        best = min(self._found, key=lambda one: one.times.step_s)
-        self._found = [self._less_ahead(best)]
+            self._keep(found := costed(candidate.plan, candidate.inside))
+            if candidate.plan.ahead > _OFTEN:
+                self._keep(self._ahead(found, _OFTEN))
+        for place, one in enumerate(self._best()):
+            self._keep(self._refined(one, self._left_s(1.0) / (_KEPT - place)))
+        for one in self._best():
+            for ahead in AHEAD:
+                if ahead != one.plan.ahead:
+                    self._keep(self._ahead(one, ahead))
+        best_s = min(one.times.step_s for one in self._found)
+        good = [one for one in self._found if one.times.step_s <= best_s * (1 + _WORTH)]
+        self._found = [min(good, key=lambda one: (one.plan.ahead, one.times.step_s))]
 
-    def _keep(self, found: Costed) -> None:
-        self._found.append(found)
-        self.report("plan", min(one.times.step_s for one in self._found))
+    def _best(self) -> list[Costed]:
+        """Pipelines that differ in more than how far ahead they run."""
+        kept: dict[str, Costed] = {}
+        for one in sorted(self._found, key=lambda one: one.times.step_s):
+            kept.setdefault(one.plan.model_copy(update={"ahead": 1}).digest, one)
+        return list(kept.values())[:_KEPT]
+
+    def _keep(self, found: Costed | None) -> None:
+        if found is not None and found.fits:
+            self._found.append(found)
+            self.report("plan", min(one.times.step_s for one in self._found))
+
+    def _ahead(self, found: Costed, ahead: int) -> Costed:
+        """The same pipeline in another order."""
+        plan = found.plan.model_copy(update={"ahead": ahead})
+        inside = []
+        for stage, room in zip(plan.plans, rooms(plan), strict=True):
+            key = f"{alike(stage)} {room}"
+            if key not in self._placed:
+                self._placed[key] = placed(stage, stage.layers, room)
+            inside.append(self._placed[key])
+        return costed(plan, inside)
 
     def _left_s(self, share: float) -> float:
         """Of such a share of the time limit."""
@@ -269,15 +298,6 @@ class _Search:
             if other is not None and other.rank(plan.micro_batches) < inside[number].rank(plan.micro_batches):
                 inside[number] = other
         return costed(with_layers(plan, inside), inside)
-
-    def _less_ahead(self, found: Costed) -> Costed:
-        """The same with the fewest activations kept whose step is as short, but for ``_WORTH``."""
-        for ahead in AHEAD[: AHEAD.index(found.plan.ahead)]:
-            plan = found.plan.model_copy(update={"ahead": ahead})
-            other = costed(plan)
-            if other.times.step_s <= found.times.step_s * (1 + _WORTH):
-                return other
-        return found
 
 
 def _fullness(use: MemoryUse) -> float:

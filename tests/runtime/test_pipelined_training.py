@@ -3,20 +3,26 @@ stages what the plan says."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rank_pool import ADDRESS, RankPool
+from rank_pool import ADDRESS, RankFailed, RankPool
 from training_cases import MODELS, PLAIN, STEPS, TOLERANCE, training_run
 
+from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import build
-from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan
-from hybridep.plan import LayerGroup, Residency, Schedule
+from hybridep.pipeline import ACTIVATIONS, GRADIENTS, AnyPlan, PipelinePlan
+from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.routing import load_routing
+from hybridep.run import Run, StepReport
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
@@ -215,3 +221,86 @@ def check_bytes(plan: PipelinePlan, outcomes: Sequence[Outcome]) -> None:
             expected[f"{GRADIENTS}@dc", int(destination), int(source)] += size
     found = {(label, rank, peer): number for rank, one in enumerate(outcomes) for (label, peer), number in one.sent_bytes.items()}
     assert found == dict(expected)
+
+
+def run_job(rank: int, port: int, run: Run, plan: AnyPlan, resume: bool, fault: str = "") -> list[StepReport]:
+    from runtime.mesh import join_store
+    from runtime.trainer import train
+
+    os.environ["HYBRIDEP_FAULT"] = fault
+    reports: list[StepReport] = []
+    train(run, plan, rank=rank, store=join_store(ADDRESS, port, timeout_s=30), on_step=reports.append, resume=resume)
+    return reports
+
+
+def losses_of(reports: list[list[StepReport]]) -> list[float]:
+    return [sum(step.loss_sum for step in steps) / sum(step.tokens for step in steps) for steps in zip(*reports, strict=True)]
+
+
+def plain(plan: PipelinePlan) -> Plan:
+    """The same training without stages."""
+    return baseline_plan(plan.cluster, plan.workload, Baseline.EP_IN_DC)
+
+
+@pytest.mark.parametrize("then", ["the same", "other stages", "no stages"])
+def test_a_checkpoint_goes_on_under_any_plan(ranks: RankPool, tmp_path: Path, then: str) -> None:
+    case = CASES[3]
+    others = {"the same": case.plan(), "other stages": CASES[2].plan(), "no stages": plain(case.plan())}
+    run = training_run(tmp_path, steps=3)
+    first = losses_of(train(ranks, run_job, run, case.plan(), False))
+    later = losses_of(train(ranks, run_job, training_run(tmp_path, steps=5), others[then], True))
+    expected, _ = reference(case)
+    np.testing.assert_allclose(first + later, expected[:5], rtol=TOLERANCE)
+
+
+def test_a_checkpoint_without_stages_goes_on_in_stages(ranks: RankPool, tmp_path: Path) -> None:
+    case = CASES[3]
+    first = losses_of(train(ranks, run_job, training_run(tmp_path, steps=2), plain(case.plan()), False))
+    later = losses_of(train(ranks, run_job, training_run(tmp_path, steps=4), case.plan(), True))
+    np.testing.assert_allclose(first + later, reference(case)[0][:4], rtol=TOLERANCE)
+
+
+def test_what_a_run_in_stages_writes(ranks: RankPool, tmp_path: Path) -> None:
+    plan = CASES[3].plan()
+    reports = train(ranks, run_job, training_run(tmp_path, steps=2, trace_step=2), plan, False)
+    assert [report.rank for [report, _] in reports] == [0, 1, 2, 3]
+    # Stages of the first two and the last two sites; the later one has the losses.
+    assert [report.tokens for [report, _] in reports] == [0, 24, 0, 24]
+    for rank, (report, _) in enumerate(reports):
+        stage, _ = plan.seat(rank)
+        assert report.wan_bytes == sum(sent for label, sent in report.sent_bytes.items() if label.endswith("@dc")) > 0
+        sends = {label for label in report.sent_bytes if label.startswith("activ")}
+        assert sends == ({"activations@dc"} if stage == 0 else {"activation_gradients@dc"})
+    record = load_routing(tmp_path / "routing.npz")
+    tokens = 4 * 2 * 6
+    assert (record.chosen.sum(axis=1) == 2 * tokens * plan.workload.model.top_k).all() and not record.choices
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {f"rank {rank} compute" for rank in range(4)} <= rows
+    names = {event["cat"] for event in events if event["ph"] == "X"}
+    assert {"activations", "activation_gradients", "expert", "head", "token_dispatch"} <= names
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+def test_a_lost_rank_of_a_stage_is_named_by_its_number_in_the_run(tmp_path: Path, fault: str) -> None:
+    # Rank 3 is the second of its stage.
+    run = training_run(tmp_path, steps=3, exchange_timeout="3 s")
+    with RankPool(4, join=False) as pool, pytest.raises((RankFailed, EOFError), match="rank 3" if fault == "hang" else None):
+        train(pool, run_job, run, CASES[4].plan(), False, f"{fault}:rank=3,step=2")
+
+
+def test_backwards_announced_in_the_order_of_forwards_only(tmp_path: Path) -> None:
+    """Told of the last forward in place of the first, ranks await other numbers of rows than come."""
+    with pytest.raises((RankFailed, EOFError)), RankPool(4, join=False) as pool:
+        train(pool, mutated_run, training_run(tmp_path, steps=3, exchange_timeout="3 s"), CASES[3].plan())
+
+
+def mutated_run(rank: int, port: int, run: Run, plan: AnyPlan) -> None:
+    from runtime.routed import DistributedExperts
+
+    def last_first(self: Any) -> None:
+        for over in self._overs.pop() if self._overs else ():
+            self.dispatcher.announce_backward(*over)
+
+    DistributedExperts.announce_backward = last_first  # type: ignore[method-assign]
+    run_job(rank, port, run, plan, False)

@@ -1,0 +1,128 @@
+"""Are pipeline stages as fast as the planner says, and is its choice of their number right?
+
+In the lab: links and computation are probed with all ranks, the planner plans for what was measured, without stages and in
+several numbers of them, and all these plans train in turn. What is already in ``results`` is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridep.commands.inputs import load_cluster
+from hybridep.commands.probe import with_measurements
+from hybridep.config import build, write_text
+from hybridep.errors import InfeasibleError
+from hybridep.launch.host import child_environment
+from hybridep.launch.lab import run_in_lab
+from hybridep.launch.shaping import lab_spec, why_not_in_lab
+from hybridep.launch.trials import measure
+from hybridep.pipeline import AnyPlan, PipelinePlan
+from hybridep.provenance import provenance
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner import plan, plan_pipeline
+from simulator.pipeline import simulate_pipeline
+from simulator.step import simulate_step
+
+HERE = Path(__file__).resolve().parent
+TIMES = ("predicted_s", "simulated_s", "measured_s", "min_s", "max_s")
+COLUMNS = ("setting", "stages", "sites", "micro_batches", *TIMES, "wan_mb")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--smoke", action="store_true", help="one setting, few steps, no verdict: does it run?")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    config = yaml.safe_load((HERE / "config.yaml").read_text())
+    config |= config["smoke"] if given.smoke else {}
+    folder = given.results.resolve() / ("smoke" if given.smoke else "")
+    if given.inside is not None:
+        write_text(folder / f"{given.inside}.json", json.dumps(measured(config, given.inside)))
+        return 0
+    for name in config["settings"]:
+        if not (folder / f"{name}.json").exists():
+            cluster, _ = setting(config, name)
+            reason = why_not_in_lab(cluster)
+            if reason is not None:
+                print(f"stages-in-lab needs the lab: {reason}", file=sys.stderr)
+                return 2
+            code = run_in_lab([sys.executable, __file__, *sys.argv[1:], "--inside", name], lab_spec(cluster), child_environment())
+            if code:
+                return code
+    rows = [row for name in config["settings"] for row in json.loads((folder / f"{name}.json").read_text())]
+    with (folder / "stages.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    write_text(folder / "provenance.json", json.dumps(provenance(), indent=1))
+    return 0 if given.smoke else summarise(rows)
+
+
+def setting(config: dict[str, Any], name: str) -> tuple[Cluster, Workload]:
+    fields = dict(config["settings"][name])
+    cluster = load_cluster(config["cluster"], [f"levels.dc.bandwidth={fields.pop('rate')}"])
+    training = config["training"] | {"sequence_length": fields.pop("sequence_length")}
+    return cluster, build(Workload, {"name": name, "model": config["model"] | fields, "training": training}, "config.yaml")
+
+
+def measured(config: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """A row for the plan without stages, and one for each number of them; inside the lab."""
+    cluster, workload = setting(config, name)
+    _, probes = measure([plan(cluster, workload)], steps=2, probe_s=config["probe_s"])
+    probed = with_measurements(cluster, probes[0])
+    plans: list[AnyPlan] = [plan(probed, workload, time_limit_s=config["planning_s"])]
+    for stages in config["stages"]:
+        try:
+            plans.append(plan_pipeline(probed, workload, stages=stages, time_limit_s=config["planning_s"]))
+        except InfeasibleError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+    found, _ = measure(plans * config["turns"], steps=config["steps"])
+    rows = []
+    for kind, made in enumerate(plans):
+        trials = found[kind :: len(plans)]
+        rows.append(_row(name, made, [one for trial in trials for one in trial.step_s], trials[0].wan_bytes))
+    return rows
+
+
+def _row(name: str, made: AnyPlan, steps_s: list[float], wan_bytes: float) -> dict[str, Any]:
+    assert made.prediction is not None
+    simulated_s = simulate_pipeline(made).step_s if isinstance(made, PipelinePlan) else simulate_step(made).step_s
+    times = made.prediction.expected_s, simulated_s, statistics.median(steps_s), min(steps_s), max(steps_s)
+    row: dict[str, Any] = {"setting": name, "stages": 1, "sites": "4", "micro_batches": made.workload.training.micro_batches}
+    if isinstance(made, PipelinePlan):
+        sizes = " ".join(str(len(stage.sites)) for stage in made.stages)
+        row |= {"stages": len(made.stages), "sites": sizes, "micro_batches": made.micro_batches}
+    row["wan_mb"] = f"{wan_bytes / 1e6:.4g}"
+    return row | {column: f"{seconds:.4g}" for column, seconds in zip(TIMES, times, strict=True)}
+
+
+def summarise(rows: list[dict[str, Any]]) -> int:
+    """1 where what is predicted to be fastest takes over a tenth longer than the fastest."""
+    worst = 0.0
+    for name in dict.fromkeys(row["setting"] for row in rows):
+        mine = [row for row in rows if row["setting"] == name]
+        best = min(mine, key=lambda row: float(row["measured_s"]))
+        chosen = min(mine, key=lambda row: float(row["predicted_s"]))
+        lost = float(chosen["measured_s"]) / float(best["measured_s"])
+        worst = max(worst, lost)
+        print(f"{name}: predicted to be fastest {chosen['stages']} stages, measured {best['stages']} (x {lost:.3f})")
+        for row in mine:
+            print(
+                f"  {row['stages']} stages: {row['measured_s']} s ({row['min_s']} to {row['max_s']}), predicted "
+                f"{row['predicted_s']}, simulated {row['simulated_s']}, {row['wan_mb']} MB between sites"
+            )
+    return int(worst > 1.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Small clusters of sites, even and uneven, and random pipelines over them."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+from hybridep.config import build
+from hybridep.pipeline import PipelinePlan, possible_micro_batches
+from hybridep.plan import LayerGroup, Residency
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+
+KINDS = ("even", "access", "pairs")
+"""How sites differ: not at all, in their access links, in their links per pair."""
+
+
+def sites_cluster(
+    rng: np.random.Generator, num_sites: int, gpus: int, kind: str, memory: str = "80 GiB", throughput: str = "30 TFLOPS"
+) -> Cluster:
+    names = [f"s{site}" for site in range(num_sites)]
+    sites: list[dict[str, Any]] = [{"name": name} for name in names]
+    if kind == "access":
+        for site in sites:
+            site |= {way: f"{10 ** rng.uniform(-0.5, 1):.3f} Gbps" for way in ("up", "down")}
+    data: dict[str, Any] = {
+        "name": "sites",
+        "levels": [
+            {"name": "dc", "size": num_sites, "bandwidth": "1 Gbps", "latency": f"{10 ** rng.uniform(-4, -1.3):.5f} s"},
+            {"name": "gpu", "size": gpus, "bandwidth": "100 Gbps", "latency": "0.01 ms"},
+        ],
+        "gpu": {"throughput": throughput, "memory": memory, "memory_bandwidth": "1 TB/s", "block_overhead": "0.1 ms"},
+        "sites": sites,
+    }
+    if kind == "pairs":
+        data["links"] = [
+            {
+                "src": src,
+                "dst": dst,
+                "bandwidth": f"{10 ** rng.uniform(-1, 1):.3f} Gbps",
+                "latency": f"{10 ** rng.uniform(-3.5, -1):.5f} s",
+            }
+            for src, dst in permutations(names, 2)
+        ]
+    return build(Cluster, data, "sites")
+
+
+def layered_workload(layers: int, *, ffn: int = 256, micro_batches: int = 2, micro_batch_size: int = 4) -> Workload:
+    model = {
+        "num_layers": layers,
+        "hidden_size": 256,
+        "num_heads": 4,
+        "vocab_size": 1000,
+        "num_experts": 8,
+        "top_k": 2,
+        "expert_ffn_size": ffn,
+    }
+    training = {
+        "sequence_length": 128,
+        "micro_batch_size": micro_batch_size,
+        "micro_batches": micro_batches,
+        "dtype": "bf16",
+    }
+    return build(Workload, {"name": "layers", "model": model, "training": training}, "layers")
+
+
+def random_pipeline(seed: int, least_stages: int = 1) -> PipelinePlan:
+    """Any sites together, any layers, any equal domains inside, any number of micro-batches that is possible."""
+    rng = np.random.default_rng(seed)
+    while True:
+        num_sites, gpus = int(rng.integers(max(2, least_stages), 6)), int(rng.integers(1, 3))
+        throughput = f"{10 ** rng.uniform(0, 2.5):.3f} TFLOPS"
+        cluster = sites_cluster(rng, num_sites, gpus, KINDS[rng.integers(len(KINDS))], throughput=throughput)
+        layers = int(rng.integers(num_sites, 9))
+        workload = layered_workload(layers, ffn=int(rng.choice([64, 256, 1024])), micro_batches=int(rng.integers(1, 4)))
+        stages = int(rng.integers(least_stages, num_sites + 1))
+        label = rng.integers(stages, size=num_sites)
+        groups = [[f"s{site}" for site in np.flatnonzero(label == stage)] for stage in range(stages)]
+        if not all(groups):
+            continue
+        choices = possible_micro_batches(workload, cluster, [len(group) for group in groups])
+        if not choices:
+            continue
+        cuts = np.sort(rng.choice(np.arange(1, layers), size=stages - 1, replace=False))
+        made = []
+        for group, number in zip(groups, np.diff([0, *cuts, layers]).tolist(), strict=True):
+            sizes = [size for size in range(1, len(group) + 1) if len(group) % size == 0]
+            placed = LayerGroup(
+                first_layer=0,
+                num_layers=int(number),
+                domains={"dc": int(rng.choice(sizes)), "gpu": int(rng.choice([1, gpus]))},
+                migration={},
+                residency=Residency.STEP if rng.random() < 0.7 else Residency.MICROBATCH,
+            )
+            made.append({"sites": group, "num_layers": int(number), "layers": [placed]})
+        data = {
+            "cluster": cluster,
+            "workload": workload,
+            "micro_batches": int(rng.choice(choices[-6:])),
+            "ahead": int(rng.integers(1, 5)),
+            "stages": made,
+        }
+        return build(PipelinePlan, data, "pipeline")

@@ -1,0 +1,205 @@
+"""The search for stages: against all that there is where that can be enumerated, and against stages in the cluster's order."""
+
+from __future__ import annotations
+
+from itertools import pairwise, permutations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stage_cases import KINDS, layered_workload, sites_cluster
+
+from hybridep.baselines import Baseline, baseline_plan
+from hybridep.config import build
+from hybridep.errors import InfeasibleError
+from hybridep.pipeline import PipelinePlan, possible_micro_batches
+from hybridep.plan import LayerGroup, Residency, Status
+from planner import memory_use, pipeline_summary, plan_pipeline
+from planner.sites.grouping import Groups
+from planner.stages.costs import costed, least_s, rooms
+from planner.stages.inside import Room, placed, searched, with_less_memory, without_search
+from planner.stages.order import groupings, ordered, steps_s, way_s_per_byte
+from planner.stages.search import AHEAD
+from simulator.pipeline import fastest_pipeline, simulate_pipeline
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def all_groups(size: int) -> list[Groups]:
+    """All ordered partitions of so many sites."""
+    found = set()
+    for label in product(range(size), repeat=size):
+        used = sorted(set(label))
+        if used == list(range(len(used))):
+            found.add(tuple(tuple(site for site in range(size) if label[site] == stage) for stage in used))
+    return sorted(found)
+
+
+def best_of_all(seed: int, num_sites: int, layers: int) -> tuple[float, float]:
+    """(step of the search's plan, of the best of all partitions, orders, layers, micro-batches, `AHEAD`, and equal domains)."""
+    rng = np.random.default_rng(seed)
+    cluster = sites_cluster(rng, num_sites, 1, KINDS[seed % len(KINDS)])
+    workload = layered_workload(layers, ffn=int(rng.choice([64, 1024])), micro_batch_size=2, micro_batches=2)
+    best = np.inf
+    for groups in all_groups(num_sites):
+        stages = len(groups)
+        if stages == 1 or stages > layers:
+            continue
+        for cuts in permutations_of_layers(layers, stages):
+            for micro_batches in possible_micro_batches(workload, cluster, [len(group) for group in groups]):
+                for domains in product(*([size for size in (1, len(group))] for group in groups)):
+                    stage_data = [
+                        {
+                            "sites": [f"s{site}" for site in group],
+                            "num_layers": number,
+                            "layers": [
+                                LayerGroup(
+                                    first_layer=0,
+                                    num_layers=number,
+                                    domains={"dc": size, "gpu": 1},
+                                    migration={},
+                                    residency=Residency.STEP,
+                                )
+                            ],
+                        }
+                        for group, number, size in zip(groups, cuts, domains, strict=True)
+                    ]
+                    data = {"cluster": cluster, "workload": workload, "micro_batches": micro_batches, "stages": stage_data}
+                    plan = build(PipelinePlan, data, "pipeline")
+                    inside = [placed(one, one.layers, Room(in_flight=1, beside_bytes=0.0)) for one in plan.plans]
+                    for ahead in AHEAD:
+                        best = min(best, costed(plan.model_copy(update={"ahead": ahead}), inside).times.step_s)
+    found = plan_pipeline(cluster, workload, time_limit_s=10)
+    assert found.prediction is not None
+    return found.prediction.step, best
+
+
+def permutations_of_layers(layers: int, stages: int) -> list[tuple[int, ...]]:
+    """All ways to share layers out."""
+    return [one for one in product(range(1, layers + 1), repeat=stages) if sum(one) == layers]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_is_near_the_best_of_all(seed: int) -> None:
+    found_s, best_s = best_of_all(seed, num_sites=3, layers=3)
+    # Plans inside stages may be better than equal domains.
+    assert found_s <= best_s * 1.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_sites", [4, 6])
+def test_never_slower_than_stages_in_the_clusters_order(kind: str, num_sites: int) -> None:
+    cluster = sites_cluster(np.random.default_rng(num_sites), num_sites, 2, kind)
+    workload = layered_workload(8)
+    plan = plan_pipeline(cluster, workload, time_limit_s=10)
+    assert plan.prediction is not None and plan.solver is not None and plan.solver.status is Status.FEASIBLE
+    step_s = simulate_pipeline(plan).step_s
+    assert step_s == pytest.approx(plan.prediction.step, rel=0.05)
+    assert step_s <= fastest_pipeline(baseline_plan(cluster, workload, Baseline.EP)).step_s * 1.001
+    assert plan.solver.bound == pytest.approx(least_s(cluster, workload)) and plan.solver.bound < plan.prediction.step
+
+
+def test_two_searches_find_the_same() -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(1), 5, 2, "pairs"), layered_workload(8)
+    first, second = (plan_pipeline(cluster, workload, time_limit_s=60) for _ in range(2))
+    assert first.digest == second.digest
+
+
+def test_stages_keep_within_memory() -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(2), 4, 2, "even"), layered_workload(8)
+    roomy = plan_pipeline(cluster, workload, time_limit_s=10)
+    needs = max(
+        memory_use(stage, room.in_flight, room.beside_bytes).fullest_bytes
+        for stage, room in zip(roomy.plans, rooms(roomy), strict=True)
+    )
+    tight = sites_cluster(np.random.default_rng(2), 4, 2, "even", memory=f"{0.7 * needs:.0f} B")
+    plan = plan_pipeline(tight, workload, time_limit_s=10)
+    assert all(one.memory.fits for one in costed(plan).inside)
+    summary = pipeline_summary(plan)
+    assert summary["memory_bytes"] <= 0.7 * needs * (1 + 1e-4)
+    assert all(stage["memory_bytes"] <= stage["capacity_bytes"] * (1 + 1e-4) for stage in summary["stages"])
+    tiny = sites_cluster(np.random.default_rng(2), 4, 2, "even", memory="10 MB")
+    with pytest.raises(InfeasibleError, match=r"stages rank s\d/gpu\d of one needs .* and has 10 MB; raise gpu.memory"):
+        plan_pipeline(tiny, workload, time_limit_s=10)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "words"),
+    [(8, 9, "9 stages for 4 sites"), (2, 3, "3 stages for 4 sites and 2 layers"), (8, 2, "stages of 2, 3 sites cannot share the sequences")],
+)
+def test_what_cannot_be_is_named(layers: int, stages: int, words: str) -> None:
+    cluster = sites_cluster(np.random.default_rng(3), 5 if stages == 2 else 4, 1, "even")
+    workload = layered_workload(layers, micro_batch_size=1, micro_batches=1)
+    with pytest.raises(InfeasibleError, match=words):
+        plan_pipeline(cluster, workload, stages=stages)
+
+
+def test_a_short_time_limit_still_ends_with_a_plan() -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(4), 6, 2, "pairs"), layered_workload(8)
+    told: list[tuple[str, float]] = []
+    plan = plan_pipeline(cluster, workload, time_limit_s=0.01, report=lambda what, seconds: told.append((what, seconds)))
+    assert plan.prediction is not None and simulate_pipeline(plan).step_s > 0
+    assert told[0][0] == "bound" and ("plan", pytest.approx(plan.prediction.step, rel=0.2)) in told
+    falling = [seconds for what, seconds in told if what == "plan"]
+    assert all(later <= earlier for earlier, later in pairwise(falling))
+
+
+def test_an_interrupted_search_returns_the_best_so_far() -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(5), 4, 2, "pairs"), layered_workload(8)
+
+    def interrupt(what: str, _: float) -> None:
+        if what == "plan":
+            raise KeyboardInterrupt
+
+    plan = plan_pipeline(cluster, workload, report=interrupt)
+    assert plan.prediction is not None and costed(plan).fits
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_path_of_few_stages_is_the_shortest(seed: int) -> None:
+    cluster = sites_cluster(np.random.default_rng(seed), 6, 1, "pairs")
+    groups = tuple((site,) for site in range(6))
+    busy_s, way_s = steps_s(cluster, groups, 1e8)
+
+    def length_s(path: tuple[int, ...]) -> float:
+        ends = list(pairwise(path))
+        return 9 * max(busy_s[end] for end in ends) + 2 * sum(way_s[end] for end in ends)
+
+    found = ordered(cluster, groups, 1e8, 10, 0.0)
+    best_s = min(length_s(path) for path in permutations(range(6)))
+    assert length_s(tuple(group[0] for group in found)) <= best_s * 1.1
+
+
+def test_groupings_have_as_many_stages_as_asked_for_and_every_site_once() -> None:
+    cluster = sites_cluster(np.random.default_rng(7), 7, 1, "pairs")
+    for stages in range(1, 8):
+        for groups in groupings(cluster, stages, 1e8):
+            assert len(groups) == stages and sorted(site for group in groups for site in group) == list(range(7))
+    rate = way_s_per_byte(cluster)
+    link = next(one for one in cluster.links if (one.src, one.dst) == ("s2", "s5"))
+    assert rate[2, 5] == pytest.approx(1 / min(link.bandwidth, 125e6))
+
+
+def test_inside_a_stage_the_planner_is_no_worse_than_a_few_placements() -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(8), 3, 2, "pairs"), layered_workload(3, ffn=1024)
+    stage, room = baseline_plan(cluster, workload, Baseline.EP), Room(in_flight=3, beside_bytes=1e6)
+    few, found = without_search(stage, room), searched(stage, room, solver="highs", time_limit_s=5)
+    batches = workload.training.micro_batches
+    assert found is not None and found.memory.fits
+    assert found.times.busy_s(batches) <= few.times.busy_s(batches) * 1.02
+    assert with_less_memory(cluster, 1e9).gpu.memory == cluster.gpu.memory - 1e9
+    assert (
+        searched(baseline_plan(with_less_memory(cluster, 85.8e9), workload, Baseline.EP), room, solver="highs", time_limit_s=5)
+        is None
+    )
+
+
+def test_a_plan_file_holds_what_the_summary_says(tmp_path: Path) -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(9), 4, 2, "access"), layered_workload(8)
+    plan = plan_pipeline(cluster, workload, stages=4, time_limit_s=5)
+    plan.save(tmp_path / "plan.yaml")
+    summary = pipeline_summary(plan)
+    assert summary["objective_s"] == pytest.approx(plan.prediction.step if plan.prediction else 0)
+    assert sum(summary["parts_s"].values()) == pytest.approx(summary["step_s"])
+    assert [stage["num_layers"] for stage in summary["stages"]] == [stage.num_layers for stage in plan.stages]
+    assert summary["stages"][-1]["in_flight"] == 1 and summary["digest"] == plan.digest

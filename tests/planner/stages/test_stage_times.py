@@ -1,0 +1,183 @@
+"""A pipeline's expected step: as its simulation has it, and as closed forms have it where there are some."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from stage_cases import layered_workload, random_pipeline, sites_cluster
+
+from hybridep.config import build
+from hybridep.pipeline import PipelinePlan
+from hybridep.plan import Plan
+from planner import step_cost
+from planner.memory import ACTIVATIONS, memory_use
+from planner.stages.costs import BUBBLE, activation_bytes, costed, least_s, predicted, rooms
+from planner.stages.schedule import Way, _step_s, _Walk, balanced_layers, least_step_s, pipeline_times, steady_s, ways_of
+from planner.staggered import PassTimes, pass_times, staggered_s
+from simulator.pipeline import simulate_pipeline, time_stages
+
+
+def one_way(seconds: float, latency_s: float = 0.0, link: int = 0) -> Way:
+    return Way(latency_s, ((link, seconds, 1),), 0.0)
+
+
+def walked(stages: int, batches: int, ahead: int, seconds: float, latency_s: float = 0.0) -> float:
+    """Passes of one second forward and two back; every way has a link of its own."""
+    each = [PassTimes(0.0, 1.0, 2.0, 0.0, 0.0)] * stages
+    forth = [one_way(seconds, latency_s, 2 * stage) for stage in range(stages - 1)]
+    back = [one_way(seconds, latency_s, 2 * stage + 1) for stage in range(stages - 1)]
+    return _Walk(batches, ahead, each, forth, back).step_s()
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("batches", [1, 3, 8])
+def test_without_ways_there_is_the_bubble_only(stages: int, batches: int) -> None:
+    assert walked(stages, batches, 1, 0.0) == pytest.approx((batches + stages - 1) * 3.0)
+
+
+def test_1f1b_waits_for_each_way_and_running_ahead_does_not() -> None:
+    # As in the simulator's tests: one way for each micro-batch, twice for every other one.
+    assert walked(2, 8, 1, 0.0, latency_s=0.7) == pytest.approx(9 * 3.0 + 8 * 0.7)
+    assert walked(2, 8, 3, 0.0, latency_s=0.7) == pytest.approx(9 * 3.0 + 2 * 0.7)
+
+
+def test_slow_links_set_the_pace() -> None:
+    assert walked(2, 10, 10, 5.0) == pytest.approx(1 + 10 * 5.0 + 3.0 + 5.0 + 2.0)
+    # Activations and gradients over one link.
+    each, shared = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 2, [one_way(5.0)]
+    assert _Walk(10, 10, each, shared, shared).step_s() == pytest.approx(2 * 10 * 5.0)
+
+
+def test_ways_share_a_link_by_messages_and_leave_what_they_cannot_take() -> None:
+    each = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 2
+    # Both begin when the first micro-batch has come; of the second link only a tenth is taken by what the first holds up.
+    forth, back = [Way(0.0, ((0, 1.0, 1), (1, 10.0, 1)), 0.0)], [Way(0.0, ((0, 1.0, 1),), 0.0)]
+    # 10 s, then 10 s of the second one beside one second of gradients, which has 0.9 of the link.
+    assert _Walk(2, 2, each, forth, back).step_s() == pytest.approx(20.0 + 1.0)
+    walk = _Walk(2, 2, each, forth, back)
+    for transfer in walk._transfers.values():
+        transfer.batch = 0
+    assert walk._held_s((False, 1), 0, 1.0, 1) == pytest.approx(1 / 0.9)
+    assert walk._held_s((True, 0), 0, 1.0, 1) == pytest.approx(2.0)
+    many = _Walk(2, 2, each, [one_way(1.0)], [Way(0.0, ((0, 1.0, 3),), 0.0)])
+    for transfer in many._transfers.values():
+        transfer.batch = 0
+    assert many._held_s((True, 0), 0, 1.0, 1) == pytest.approx(4.0)
+    assert many._held_s((False, 1), 0, 1.0, 3) == pytest.approx(4.0 / 3)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_expected_steps_are_those_of_simulations(seed: int) -> None:
+    plan = random_pipeline(seed)
+    found, simulated = costed(plan), simulate_pipeline(plan)
+    assert found.times.step_s == pytest.approx(simulated.step_s, rel=0.08)
+    assert found.times.work_s == pytest.approx(simulated.work_s, rel=0.08)
+    if max(len(stage.sites) for stage in plan.stages) == 1:
+        assert found.times.work_s == pytest.approx(simulated.work_s, rel=1e-3)
+    parts = found.times.work_s + found.times.bubble_s + found.times.activations_s
+    assert parts == pytest.approx(found.times.step_s) and min(found.times.bubble_s, found.times.activations_s) >= 0
+    assert least_step_s(plan, [one.times for one in found.inside]) <= found.times.step_s * (1 + 1e-9)
+    assert least_s(plan.cluster, plan.workload) <= found.times.step_s
+
+
+def test_most_expected_steps_are_simulated_to_a_thousandth() -> None:
+    ratios = []
+    for seed in range(100, 130):
+        plan = random_pipeline(seed)
+        ratios.append(costed(plan).times.step_s / simulate_pipeline(plan).step_s)
+    assert np.median(np.abs(np.array(ratios) - 1)) < 1e-3
+
+
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_of_many_micro_batches_the_last_ones_stand_for_the_rest(seed: int) -> None:
+    plan = random_pipeline(seed, least_stages=2)
+    stages = [pass_times(one) for one in plan.plans]
+    number = len(stages)
+    long = plan.model_copy(update={"micro_batches": 40 * number})
+    forth, back = ways_of(plan)
+    # The same ways: what passes with one micro-batch stays as it is.
+    whole_s = _Walk(long.micro_batches, plan.ahead, stages, forth, back).step_s()
+    assert _step_s(long, stages, forth, back) == pytest.approx(whole_s, rel=2e-3)
+    assert long.in_flight(0) == plan.ahead * (number - 1) + 1
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5, 11])
+def test_passes_add_up_to_the_step_of_a_plan_by_itself(seed: int) -> None:
+    plan = random_pipeline(seed)
+    for stage in plan.plans:
+        times, whole_s = pass_times(stage), staggered_s(stage, step_cost(stage))
+        batches = stage.workload.training.micro_batches
+        # A pass ends when its last rank does, and the next may begin before.
+        assert whole_s <= times.busy_s(batches) * (1 + 1e-9)
+        assert whole_s == pytest.approx(times.busy_s(batches), rel=0.06)
+
+
+def test_a_stage_is_timed_as_its_simulation() -> None:
+    plan = random_pipeline(7, least_stages=2)
+    for times, simulated in zip([pass_times(one) for one in plan.plans], time_stages(plan), strict=True):
+        assert times.forward_s == pytest.approx(simulated.forward_s[0], rel=0.02)
+        assert times.backward_s == pytest.approx(simulated.backward_s[0], rel=0.02)
+
+
+def test_the_steady_pace_is_that_of_the_busiest_link() -> None:
+    rng = np.random.default_rng(0)
+    cluster = sites_cluster(rng, 3, 2, "even")
+    workload = layered_workload(3, micro_batches=3)
+    stage = {"num_layers": 1, "layers": [{"first_layer": 0, "num_layers": 1, "domains": {}, "migration": {}}]}
+    data = {
+        "cluster": cluster,
+        "workload": workload,
+        "micro_batches": 9,
+        "ahead": 9,
+        "stages": [stage | {"sites": [f"s{site}"]} for site in (2, 0, 1)],
+    }
+    plan = build(PipelinePlan, data, "pipeline")
+    batch_bytes = plan.sequences(0) * 2 * plan.sequence_bytes
+    # The middle stage's site sends activations on and gradients back over one access link.
+    assert steady_s(*ways_of(plan)) == pytest.approx(2 * batch_bytes / 125e6)
+    assert activation_bytes(plan) == pytest.approx(2 * 2 * 9 * batch_bytes)
+    times = pipeline_times(plan, [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 3)
+    pace_s, latency_s = 2 * batch_bytes / 125e6, cluster.levels[0].latency
+    assert 9 * pace_s <= times.step_s <= 11 * pace_s + 4 * latency_s + 1e-9
+
+
+def test_memory_has_room_for_what_is_in_flight() -> None:
+    plan = random_pipeline(4, least_stages=3).model_copy(update={"ahead": 2})
+    for number, (stage, room) in enumerate(zip(plan.plans, rooms(plan), strict=True)):
+        alone, kept = memory_use(stage), memory_use(stage, room.in_flight, room.beside_bytes)
+        more = (room.in_flight - 1) * alone.parts_bytes[ACTIVATIONS] + room.beside_bytes
+        assert kept.parts_bytes[ACTIVATIONS] == pytest.approx(alone.parts_bytes[ACTIVATIONS] + more)
+        assert room.in_flight == plan.in_flight(number)
+        last = number == len(plan.stages) - 1
+        assert (room.in_flight == 1) == last
+
+
+def test_predictions_say_what_is_sent_and_kept() -> None:
+    plan = random_pipeline(9, least_stages=2)
+    found = costed(plan)
+    told = predicted(found)
+    inside = sum(step_cost(stage).wan_bytes for stage in plan.plans)
+    assert told.wan_bytes == pytest.approx(inside + activation_bytes(plan))
+    assert sum(told.parts.values()) == pytest.approx(told.step) and told.parts[BUBBLE] == pytest.approx(found.times.bubble_s)
+    assert told.bound <= told.step and told.memory_bytes == max(one.memory.fullest_bytes for one in found.inside)
+
+
+def test_one_stage_is_a_plan_without_stages() -> None:
+    plan = random_pipeline(0)
+    while len(plan.stages) > 1:
+        plan = random_pipeline(int(plan.digest, 16) % 10_000)
+    stage = plan.plans[0]
+    model = plan.workload.model
+    assert stage.workload.model.dense_params == model.dense_params and stage.workload.head_flops == plan.workload.head_flops
+    same = Plan(cluster=stage.cluster, workload=plan.workload, layers=stage.layers)
+    if plan.micro_batches == plan.workload.training.micro_batches:
+        assert costed(plan).times.step_s == pytest.approx(staggered_s(same, step_cost(same)), rel=0.06)
+
+
+def test_layers_go_where_they_take_least() -> None:
+    assert balanced_layers([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], 7, [1, 1, 1]) == [3, 2, 2]
+    assert balanced_layers([1.0, 3.0], [0.0, 0.0], 8, [1, 1]) == [6, 2]
+    assert balanced_layers([1.0, 1.0], [0.0, 4.0], 8, [1, 1]) == [6, 2]
+    assert balanced_layers([1.0, 1.0], [0.0, 0.0], 8, [7, 1]) == [7, 1]
+    with pytest.raises(ValueError, match="4 layers for 2 stages, which need 5"):
+        balanced_layers([1.0, 1.0], [0.0, 0.0], 4, [4, 1])
