@@ -80,7 +80,7 @@ class PipelinePlan(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> PipelinePlan:
         cluster, model = self.cluster, self.workload.model
-        _check_shares(cluster, model)
+        check_stageable(cluster, model)
         names = [cluster.site_name(site) for site in range(cluster.sizes[0])]
         used = [name for stage in self.stages for name in stage.sites]
         for name in used:
@@ -330,7 +330,8 @@ def order_of_passes(stage: int, stages: int, micro_batches: int, ahead: int = 1)
             yield False, number - warm_up
 
 
-def _check_shares(cluster: Cluster, model: Model) -> None:
+def check_stageable(cluster: Cluster, model: Model) -> None:
+    """Raises ValueError for what no stages can share."""
     if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
         raise ValueError(
             f"stages: sites of {cluster.name} have unequal shares of tokens or experts, but every stage computes all tokens and "

@@ -65,18 +65,25 @@ def with_and_without(
 ) -> tuple[PipelinePlan | None, Plan | None]:
     """A pipeline and a plan without stages, each in its share of the time limit; None where one is not possible. Raises the
     reason of the latter where neither is."""
-    began_s, pipeline = time.monotonic(), None
+    began_s = time.monotonic()
+    pipeline, why = _or_why_not(lambda: in_stages((1 - _SHARE) * time_limit_s))
     try:
-        pipeline = in_stages((1 - _SHARE) * time_limit_s)
-    except HybridEPError as error:
-        note(f"hybridep plan: {error}")
-    try:
-        return pipeline, in_one(max(time_limit_s - (time.monotonic() - began_s), 0.1 * time_limit_s))
+        plan = in_one(max(time_limit_s - (time.monotonic() - began_s), 0.1 * time_limit_s))
     except HybridEPError as error:
         if pipeline is None:
             raise
         note(f"hybridep plan: without stages: {error}")
         return pipeline, None
+    if why is not None:
+        note(f"hybridep plan: {why}")
+    return pipeline, plan
+
+
+def _or_why_not(make: Callable[[], PipelinePlan]) -> tuple[PipelinePlan | None, HybridEPError | None]:
+    try:
+        return make(), None
+    except HybridEPError as error:
+        return None, error
 
 
 def show_pipeline(plan: PipelinePlan, path: Path, without_s: float | None) -> None:

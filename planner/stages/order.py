@@ -47,21 +47,24 @@ def groupings(cluster: Cluster, stages: int, batch_bytes: float) -> Iterator[Gro
             yield found
 
 
-def ordered(cluster: Cluster, groups: Groups, batch_bytes: float, micro_batches: int, pace_s: float) -> Groups:
-    """The groups on a short path: what every micro-batch takes on its slowest step, then all of it with its latencies, which the
-    first one takes and the last. ``pace_s``: what a micro-batch takes in the slowest stage, below which no step counts."""
+def ordered(cluster: Cluster, groups: Groups, batch_bytes: float, micro_batches: int, pace_s: float) -> list[Groups]:
+    """The groups on short paths: what every micro-batch takes on the slowest step, then all of it with its latencies, which the
+    first one takes and the last. Once as if every micro-batch waited for latencies, too, and once as if none did.
+    ``pace_s``: what a micro-batch takes in the slowest stage, below which no step counts."""
     if len(groups) < 3:
-        return groups
+        return [groups]
     busy_s, way_s = steps_s(cluster, groups, batch_bytes)
-
-    def length_s(path: Sequence[int]) -> float:
-        ends = path[:-1], path[1:]
-        return float((micro_batches - 1) * max(pace_s, busy_s[ends].max()) + 2 * way_s[ends].sum())
-
     starts = np.argsort(-way_s.sum(axis=1), kind="stable")[:_STARTS]
-    paths = [_improved(_nearest(way_s, int(start)), length_s) for start in starts]
-    best = min(paths, key=length_s)
-    return tuple(groups[stage] for stage in best)
+    found = []
+    for each_s in (busy_s, way_s):
+
+        def length_s(path: Sequence[int], each_s: FloatArray = each_s) -> float:
+            ends = path[:-1], path[1:]
+            return float((micro_batches - 1) * max(pace_s, each_s[ends].max()) + 2 * way_s[ends].sum())
+
+        best = min((_improved(_nearest(way_s, int(start)), length_s) for start in starts), key=length_s)
+        found.append(tuple(groups[stage] for stage in best))
+    return found[:1] if found[0] == found[1] else found
 
 
 def steps_s(cluster: Cluster, groups: Groups, batch_bytes: float) -> tuple[FloatArray, FloatArray]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hybridep.baselines import Baseline, baseline_group
-from hybridep.errors import InfeasibleError
-from hybridep.pipeline import PipelinePlan, StagePlan, alike, possible_micro_batches, stage_workload
+from hybridep.errors import InfeasibleError, UserError
+from hybridep.pipeline import PipelinePlan, StagePlan, alike, check_stageable, possible_micro_batches, stage_workload
 from hybridep.plan import Plan, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster, only_sites
@@ -61,9 +61,14 @@ def plan_pipeline(
     chosen alike. Its bound is below every pipeline, and says little. ``report``: told ("bound" or "plan", seconds) as either is
     known or improves. On KeyboardInterrupt, once there is a plan, the best so far.
 
-    Raises InfeasibleError where no number of stages is possible, or none fits the memory, and says why.
+    Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
+    memory, and says why.
     """
     begun_s = now_s()
+    try:
+        check_stageable(cluster, workload.model)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     bound_s = least_s(cluster, workload)
     told: Report = report or (lambda what, seconds: None)
     told("bound", bound_s)
@@ -195,15 +200,15 @@ class _Search:
                 middle = choices[len(choices) // 2]
                 layer_s = {group: self._layer_s(group, middle) for group in groups}
                 pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
-                path = ordered(cluster, groups, step_bytes / middle, middle, pace_s)
-                try:
-                    layers = self._layers([layer_s[group] for group in path], self._head_s(path[-1], middle))
-                except ValueError as error:
-                    self.why = str(error)
-                    continue
-                for micro_batches in choices:
-                    if (candidate := self._candidate(path, layers, micro_batches)) is not None:
-                        yield candidate
+                for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s):
+                    try:
+                        layers = self._layers([layer_s[group] for group in path], self._head_s(path[-1], middle))
+                    except ValueError as error:
+                        self.why = str(error)
+                        continue
+                    for micro_batches in choices:
+                        if (candidate := self._candidate(path, layers, micro_batches)) is not None:
+                            yield candidate
 
     def _layers(self, layer_s: Sequence[float], head_s: float) -> list[int]:
         """Of each stage; ValueError where there are too few."""

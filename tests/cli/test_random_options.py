@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cli_cases import Inputs, Result
 
-from hybridep.plan import load_plan
+from hybridep.pipeline import load_any_plan
 
 Call = Callable[..., Result]
 LIMIT_S = 0.5
@@ -34,6 +34,7 @@ OPTIONS = (
     ("--fabric", "ring-100g"),
     ("--json",),
 )
+WITH_STAGES = (("--explain",), ("--streams", "dc=2"), ("--json",))
 SYSTEMS = ("ep", "full_gather", "ep,tutel", "faster_moe", "smart_moe", "pipeline")
 
 
@@ -130,14 +131,16 @@ def rules_of(draw: Draw, cluster: dict[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
-def check(seed: int, inputs: Inputs, call: Call) -> None:
+def check(seed: int, inputs: Inputs, call: Call, *, in_stages: bool = False) -> None:
     draw = Draw(seed)
     cluster = cluster_of(draw)
     arguments: list[object] = ["plan", inputs.write("c.yaml", yaml.safe_dump(cluster))]
     arguments += [inputs.write("w.yaml", yaml.safe_dump(workload_of(draw))), "--time-limit", LIMIT_S]
-    for one in OPTIONS:
+    if in_stages:
+        arguments += ["--stages", draw.of("auto", "auto", "2", "3", "4")]
+    for one in WITH_STAGES if in_stages else OPTIONS:
         arguments += one if draw.rng.random() < 0.1 else ()
-    if draw.rng.random() < 0.25:
+    if not in_stages and draw.rng.random() < 0.25:
         arguments += ["--constraints", inputs.write("r.yaml", yaml.safe_dump({"rules": rules_of(draw, cluster)}))]
     plan = inputs.folder / "plan.yaml"
     result = call(*arguments, "-o", plan)
@@ -149,7 +152,7 @@ def check(seed: int, inputs: Inputs, call: Call) -> None:
         return
     assert plan in written
     for path in written:
-        made = load_plan(path)
+        made = load_any_plan(path)
         assert made.prediction is not None and 0 < made.prediction.step < float("inf")
     against = ("--against", draw.of(*SYSTEMS)) if draw.rng.random() < 0.3 else ()
     simulated = call("simulate", plan, *against)
@@ -163,6 +166,21 @@ def check(seed: int, inputs: Inputs, call: Call) -> None:
 @pytest.mark.parametrize("seed", range(16))
 def test_a_plan_or_one_line(seed: int, inputs: Inputs, call: Call) -> None:
     check(seed, inputs, call)
+
+
+@pytest.mark.parametrize("seed", range(2000, 2012))
+def test_stages_or_one_line(seed: int, inputs: Inputs, call: Call) -> None:
+    check(seed, inputs, call, in_stages=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("first", range(3000, 3300, 100))
+def test_three_hundred_stages_or_lines(first: int, inputs: Inputs, call: Call) -> None:
+    for seed in range(first, first + 100):
+        for path in inputs.folder.glob("plan*"):
+            path.unlink()
+        check(seed, inputs, call, in_stages=True)
 
 
 @pytest.mark.slow

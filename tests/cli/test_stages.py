@@ -1,0 +1,132 @@
+"""Plans in stages on the command line: planned, simulated, trained, and what does not go together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_cases import CLUSTER, Inputs, Result, shell
+
+from hybridep.pipeline import PipelinePlan, load_any_plan
+from hybridep.plan import load_plan
+
+pytestmark = pytest.mark.timeout(120)
+
+Call = Callable[..., Result]
+
+SLOW = CLUSTER.replace("100 Mbps", "1 Mbps")
+
+
+def in_stages(inputs: Inputs, call: Call, *more: str, cluster: str = SLOW) -> tuple[Path, Result]:
+    path = inputs.folder / "stages.yaml"
+    site = inputs.write("slow.yaml", cluster)
+    return path, call("plan", site, inputs.workload, "-o", path, "--time-limit", "5", *more)
+
+
+def test_a_pipeline_has_the_keys_of_the_contract(inputs: Inputs, call: Call) -> None:
+    path, result = in_stages(inputs, call, "--stages", "2", "--json")
+    assert result.code == 0, result.err
+    wanted = {"status", "objective_s", "bound_s", "gap", "solve_s", "domains", "baselines", "memory_bytes", "output"}
+    assert wanted <= set(result.json) and set(result.json["baselines"]) == {"ep", "full_gather"}
+    plan = load_any_plan(path)
+    assert isinstance(plan, PipelinePlan) and plan.digest == result.json["digest"]
+    assert [stage["sites"] for stage in result.json["stages"]] == [list(stage.sites) for stage in plan.stages]
+    simulated = call("simulate", path, "--json", "--against", "ep,pipeline", "--trace", inputs.folder / "trace.json")
+    assert simulated.code == 0, simulated.err
+    assert {"step_s", "wall_s", "baselines", "busiest_link"} <= set(simulated.json)
+    assert simulated.json["step_s"] == pytest.approx(result.json["objective_s"], rel=0.02)
+    assert set(simulated.json["baselines"]) == {"ep", "pipeline"}
+    assert simulated.json["busiest_link"]["name"].endswith((" up", " down"))
+    events = json.loads((inputs.folder / "trace.json").read_text())["traceEvents"]
+    assert {"stage_forward", "stage_backward", "activations"} <= {event["cat"] for event in events if event["ph"] == "X"}
+    other = call("simulate", path, "--json", "--set", "cluster.levels.dc.bandwidth='0.1 Mbps'")
+    assert other.json["step_s"] > 2 * simulated.json["step_s"]
+
+
+def test_stages_are_shown_to_people(inputs: Inputs, call: Call) -> None:
+    path, result = in_stages(inputs, call, "--stages", "auto")
+    assert result.code == 0, result.err
+    for words in (
+        "2 stages",
+        "micro-batches",
+        "in flight",
+        "without stages",
+        "full_gather",
+        "inside stage",
+        "no pipeline is faster",
+    ):
+        assert words in result.out, words
+    shown = call("simulate", path, "--against", "full_gather")
+    assert shown.code == 0 and "bubble" in shown.out and "the plan's own prediction" in shown.out
+
+
+def test_auto_takes_no_stages_where_those_are_slower(inputs: Inputs, call: Call) -> None:
+    # Computation is all that counts: what stages save is less than their bubble.
+    busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
+    path, result = in_stages(inputs, call, "--stages", "auto", "--json", cluster=busy)
+    assert result.code == 0, result.err
+    assert result.json["stages"] == [] and load_plan(path).digest == result.json["digest"]
+    one_site = CLUSTER.replace("name: dc, size: 2", "name: dc, size: 1")
+    path, result = in_stages(inputs, call, "--stages", "auto", "--json", cluster=one_site)
+    assert result.code == 0 and "no number of stages is possible" in result.err and load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--stages", "1"), "--stages 1: write auto, or a number from 2"),
+        (("--stages", "many"), "--stages many"),
+        (("--stages", "3"), "3 stages for 2 sites"),
+        (("--stages", "2", "--prefetch"), "--prefetch: not with --stages"),
+        (("--stages", "2", "--chunks", "2"), "--chunks: not with --stages"),
+        (("--stages", "2", "--codec", "dc.experts=int8"), "--codec: not with --stages"),
+        (("--stages", "2", "--objective", "dollars"), "--objective: not with --stages"),
+        (("--stages", "2", "--set", "gpu.memory=100 kB"), "raise gpu.memory"),
+    ],
+)
+def test_what_does_not_go_with_stages(inputs: Inputs, call: Call, options: tuple[str, ...], words: str) -> None:
+    path, result = in_stages(inputs, call, *options)
+    assert result.code in (2, 3) and words in result.err and not path.exists()
+    assert len(result.err.strip().splitlines()) <= 2
+
+
+def test_simulations_of_stages_say_what_they_cannot(inputs: Inputs, call: Call) -> None:
+    path, _ = in_stages(inputs, call, "--stages", "2")
+    for option, value in (("--routing", "zipf:1.2"), ("--fabric", "mixnet"), ("--out", "table.csv"), ("--jobs", "2")):
+        result = call("simulate", path, option, value)
+        assert result.code == 2 and f"{option} {value}: not with a plan in stages" in result.err
+    result = call("simulate", path, "--against", "tutel")
+    assert result.code == 2 and "--against tutel: beside a plan in stages there are ep, full_gather" in result.err
+    result = call("simulate", path, "--set", "micro_batches=7")
+    assert result.code == 2 and "micro-batches leave" in result.err
+    damaged = inputs.write("damaged.yaml", path.read_text().replace("num_layers: 1", "num_layers: 2", 1))
+    result = call("simulate", damaged)
+    assert result.code == 2 and "the model has 2" in result.err
+
+
+def test_a_run_in_stages_and_resuming_without(inputs: Inputs, call: Call) -> None:
+    path = inputs.folder / "stages.yaml"
+    assert call("plan", inputs.cluster, inputs.workload, "-o", path, "--stages", "2").code == 0
+    plain = shell("train", inputs.run, "--local", "--json", "--set", f"output={inputs.folder / 'plain'}")
+    parts = ("--set", f"output={inputs.folder / 'parts'}")
+    first = shell("train", inputs.run, "--local", "--json", *parts, "--set", "steps=2", "--set", f"plan={path}")
+    assert first.code == 0, first.err
+    assert first.json["losses"] == pytest.approx(plain.json["losses"][:2], rel=1e-5)
+    assert first.json["wan_bytes_per_step"] == pytest.approx(first.json["planned_wan_bytes_per_step"], rel=1e-6)
+    assert load_any_plan(inputs.folder / "parts" / "plan.yaml").digest == first.json["plan"]
+    second = shell("train", inputs.run, "--local", "--json", *parts, "--set", "plan=ep", "--resume")
+    assert second.code == 0, second.err
+    assert second.json["losses"] == pytest.approx(plain.json["losses"][2:], rel=1e-4)
+    lost = shell(
+        "train",
+        inputs.run,
+        "--local",
+        "--json",
+        *parts,
+        "--set",
+        f"plan={path}",
+        environment={"HYBRIDEP_FAULT": "kill:rank=1,step=3"},
+    )
+    assert lost.code == 5 and "rank 1" in lost.err
