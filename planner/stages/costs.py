@@ -80,10 +80,15 @@ def predicted(found: Costed) -> Prediction:
         step=seconds(times.step_s),
         bound=seconds(max(held_s, *(one.bound_s for one in costs))),
         parts={name: seconds(value) for name, value in parts.items()},
-        wan_bytes=sum(one.wan_bytes for one in costs) + activation_bytes(plan),
+        wan_bytes=pipeline_wan_bytes(plan),
         memory_bytes=found.fullest.fullest_bytes,
         baselines=others,
     )
+
+
+def pipeline_wan_bytes(plan: PipelinePlan) -> float:
+    """Of one step, between sites: inside stages, and from stage to stage."""
+    return sum(evaluate(stage)[0].wan_bytes for stage in plan.plans) + activation_bytes(plan)
 
 
 def activation_bytes(plan: PipelinePlan) -> float:

@@ -1,0 +1,146 @@
+"""Plans in pipeline stages against plans without, and against stages in the cluster's order, on measured links between sites.
+
+    .venv/bin/python experiments/stages/run.py [--smoke] [--cluster gcp.csv]
+
+One row per cluster, model and way to train in ``results/stages.csv``; rows that are there are not computed again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from hybridep.baselines import Baseline, baseline_plan
+from hybridep.commands.inputs import cluster_and_workload
+from hybridep.commands.plan_choice import planned
+from hybridep.config import write_text
+from hybridep.pipeline import AnyPlan, PipelinePlan
+from hybridep.provenance import provenance
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner import memory_use, plan_pipeline
+from planner.stages.costs import costed, pipeline_wan_bytes
+from simulator.errors import PipelineError
+from simulator.pipeline import fastest_pipeline, simulate_pipeline
+from simulator.step import simulate_step
+
+HERE = Path(__file__).resolve().parent
+WITHOUT, IN_ORDER, PLANNED = "without stages", "stages in order", "planned stages"
+COLUMNS = (
+    "cluster",
+    "model",
+    "way",
+    "stages",
+    "micro_batches",
+    "ahead",
+    "expected_s",
+    "simulated_s",
+    "wan_gb",
+    "memory_gb",
+    "cpu_s",
+)
+
+
+@click.command()
+@click.option("--cluster", "more", multiple=True, help="Also this CSV matrix or cluster file. Repeatable.")
+@click.option("--results", type=click.Path(path_type=Path), default=HERE / "results")
+@click.option("--smoke", is_flag=True, help="One case with little time, no verdict: does it run?")
+def main(more: tuple[str, ...], results: Path, smoke: bool) -> None:
+    config = yaml.safe_load((HERE / "config.yaml").read_text())
+    config |= config["smoke"] if smoke else {}
+    path = results / ("smoke.csv" if smoke else "stages.csv")
+    rows = _read(path)
+    for name in (*config["clusters"], *more):
+        for model in config["models"]:
+            if not any((row["cluster"], row["model"]) == (Path(name).stem, model) for row in rows):
+                rows += rows_of(name, model, config)
+                _write(path, rows)
+    write_text(path.with_suffix(".json"), json.dumps(provenance(), indent=1))
+    slower = [row for row in rows if float(row["simulated_s"]) < 0.999 * float(_of(rows, row, PLANNED)["simulated_s"])]
+    for row in rows:
+        if row["way"] == PLANNED:
+            others = {way: float(_of(rows, row, way)["simulated_s"]) / float(row["simulated_s"]) for way in (WITHOUT, IN_ORDER)}
+            told = ", ".join(f"{way} x {factor:.2f}" for way, factor in others.items())
+            print(f"{row['cluster']}, {row['model']}: {row['stages']} stages {row['simulated_s']} s; {told}")
+    sys.exit(0 if smoke else int(bool(slower)))
+
+
+def rows_of(name: str, model: str, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for each way."""
+    cluster, workload = cluster_and_workload(name, model, config["overrides"])
+    limit_s = config["time_limit_s"]
+    ways: dict[str, Callable[[], AnyPlan]] = {
+        WITHOUT: lambda: planned(cluster, workload, time_limit_s=limit_s),
+        IN_ORDER: lambda: _in_order(cluster, workload),
+        PLANNED: lambda: plan_pipeline(cluster, workload, time_limit_s=limit_s),
+    }
+    rows = []
+    for way, make in ways.items():
+        began_s = time.process_time()
+        try:
+            made = make()
+        except PipelineError as error:
+            print(f"{name}, {model}, {way}: {error}", file=sys.stderr)
+            continue
+        cpu_s = time.process_time() - began_s
+        rows.append({"cluster": Path(name).stem, "model": model, "way": way, **_figures(made), "cpu_s": f"{cpu_s:.1f}"})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _in_order(cluster: Cluster, workload: Workload) -> PipelinePlan:
+    """The fastest of equally large stages in the cluster's order with one baseline in all of them (``simulator.pipeline``)."""
+    return fastest_pipeline(baseline_plan(cluster, workload, Baseline.EP)).plan
+
+
+def _figures(made: AnyPlan) -> dict[str, Any]:
+    if isinstance(made, PipelinePlan):
+        found = costed(made)
+        times = found.times.step_s, simulate_pipeline(made).step_s
+        wan, memory = pipeline_wan_bytes(made), found.fullest.fullest_bytes
+        shape = {"stages": len(made.stages), "micro_batches": made.micro_batches, "ahead": made.ahead}
+    else:
+        assert made.prediction is not None
+        times = made.prediction.expected_s, simulate_step(made).step_s
+        wan, memory = made.prediction.wan_bytes, memory_use(made).fullest_bytes
+        shape = {"stages": 1, "micro_batches": made.workload.training.micro_batches, "ahead": 0}
+    return {
+        **shape,
+        "expected_s": f"{times[0]:.4g}",
+        "simulated_s": f"{times[1]:.4g}",
+        "wan_gb": f"{wan / 1e9:.4g}",
+        "memory_gb": f"{memory / 1e9:.4g}",
+    }
+
+
+def _of(rows: list[dict[str, Any]], row: dict[str, Any], way: str) -> dict[str, Any]:
+    """The row of the same case for another way; infinitely slow where there is none."""
+    same = [one for one in rows if (one["cluster"], one["model"], one["way"]) == (row["cluster"], row["model"], way)]
+    return same[0] if same else {"simulated_s": "inf"}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
