@@ -119,6 +119,8 @@ class PassTimes(NamedTuple):
     """For copies' gradients of a step, as far as they show in the last backward."""
     after_s: float
     """Dense gradients and optimizer."""
+    computing: float = 1.0
+    """Share of a pass in which its ranks compute."""
 
     def busy_s(self, micro_batches: int) -> float:
         """All of a step, without a pause."""
@@ -159,7 +161,10 @@ class _Walk:
         forward_s = float((there := forward(is_first=False)).max())
         backward_s = float((done := backward(there, is_last=False)).max()) - forward_s
         last_s = float(backward(there, is_last=True).max()) - forward_s
+        blocks_s = [count * (self._pre_expert_s + layer.expert_s) for count, layer in self._groups]
+        compute_s = 3 * float((sum(blocks_s, start=np.zeros(1)) + head_s).max())
         return PassTimes(
+            computing=min(compute_s / (forward_s + backward_s), 1.0),
             gather_s=max(float(forward(is_first=True).max()) - forward_s, 0.0),
             forward_s=forward_s,
             backward_s=backward_s,

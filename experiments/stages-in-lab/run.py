@@ -24,11 +24,12 @@ from hybridep.launch.host import child_environment
 from hybridep.launch.lab import run_in_lab
 from hybridep.launch.shaping import lab_spec, why_not_in_lab
 from hybridep.launch.trials import measure
-from hybridep.pipeline import AnyPlan, PipelinePlan
+from hybridep.pipeline import AnyPlan, PipelinePlan, build_plan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import plan, plan_pipeline
+from planner import expected_s, plan, plan_pipeline
+from planner.stages.costs import costed
 from simulator.pipeline import simulate_pipeline
 from simulator.step import simulate_step
 
@@ -59,7 +60,7 @@ def main() -> int:
             code = run_in_lab([sys.executable, __file__, *sys.argv[1:], "--inside", name], lab_spec(cluster), child_environment())
             if code:
                 return code
-    rows = [row for name in config["settings"] for row in json.loads((folder / f"{name}.json").read_text())]
+    rows = [_row(name, one) for name in config["settings"] for one in json.loads((folder / f"{name}.json").read_text())]
     with (folder / "stages.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -76,7 +77,7 @@ def setting(config: dict[str, Any], name: str) -> tuple[Cluster, Workload]:
 
 
 def measured(config: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """A row for the plan without stages, and one for each number of them; inside the lab."""
+    """The plan without stages, and one for each number of them, with the seconds of its steps; inside the lab."""
     cluster, workload = setting(config, name)
     _, probes = measure([plan(cluster, workload)], steps=2, probe_s=config["probe_s"])
     probed = with_measurements(cluster, probes[0])
@@ -87,22 +88,29 @@ def measured(config: dict[str, Any], name: str) -> list[dict[str, Any]]:
         except InfeasibleError as error:
             print(f"{name}: {error}", file=sys.stderr)
     found, _ = measure(plans * config["turns"], steps=config["steps"])
-    rows = []
-    for kind, made in enumerate(plans):
-        trials = found[kind :: len(plans)]
-        rows.append(_row(name, made, [one for trial in trials for one in trial.step_s], trials[0].wan_bytes))
-    return rows
+    return [
+        {
+            "plan": made.model_dump(mode="json", exclude={"prediction", "solver"}, exclude_none=True),
+            "steps_s": [one for trial in found[kind :: len(plans)] for one in trial.step_s],
+            "wan_bytes": found[kind].wan_bytes,
+        }
+        for kind, made in enumerate(plans)
+    ]
 
 
-def _row(name: str, made: AnyPlan, steps_s: list[float], wan_bytes: float) -> dict[str, Any]:
-    assert made.prediction is not None
-    simulated_s = simulate_pipeline(made).step_s if isinstance(made, PipelinePlan) else simulate_step(made).step_s
-    times = made.prediction.expected_s, simulated_s, statistics.median(steps_s), min(steps_s), max(steps_s)
+def _row(name: str, one: dict[str, Any]) -> dict[str, Any]:
+    """With what is predicted and simulated of the plan."""
+    made, steps_s = build_plan(one["plan"], name), one["steps_s"]
+    if isinstance(made, PipelinePlan):
+        both_s = costed(made).times.step_s, simulate_pipeline(made).step_s
+    else:
+        both_s = expected_s(made), simulate_step(made).step_s
+    times = *both_s, statistics.median(steps_s), min(steps_s), max(steps_s)
     row: dict[str, Any] = {"setting": name, "stages": 1, "sites": "4", "micro_batches": made.workload.training.micro_batches}
     if isinstance(made, PipelinePlan):
         sizes = " ".join(str(len(stage.sites)) for stage in made.stages)
         row |= {"stages": len(made.stages), "sites": sizes, "micro_batches": made.micro_batches}
-    row["wan_mb"] = f"{wan_bytes / 1e6:.4g}"
+    row["wan_mb"] = f"{one['wan_bytes'] / 1e6:.4g}"
     return row | {column: f"{seconds:.4g}" for column, seconds in zip(TIMES, times, strict=True)}
 
 

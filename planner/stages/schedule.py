@@ -1,8 +1,9 @@
 """How long a step of a pipeline plan is expected to take: its stages' passes and what travels between them, walked through.
 
 Each stage by itself takes what ``planner.staggered`` expects of its passes. Between stages each way carries one micro-batch after
-the other; ways that cross one link at the same time share it, evenly but for what the other links of one leave over. Inside a
-stage nothing is delayed by what passes between stages, which counts in the pipeline's favour where a stage has several sites.
+the other; ways that cross one link at the same time share it, evenly but for what the other links of one leave over. Stages whose
+ranks share processors slow each other down while they compute. Inside a stage nothing is delayed by what passes between stages,
+which counts in the pipeline's favour where a stage has several sites.
 """
 
 from __future__ import annotations
@@ -111,11 +112,35 @@ def _way(plan: PipelinePlan, network: Network, ways: Ways, *, down: bool) -> Way
 def _step_s(plan: PipelinePlan, stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way]) -> float:
     number, ahead = plan.micro_batches, plan.ahead
     more = max(_WALKED * len(stages), 3 * plan.in_flight(0))
+    crowded = _crowding(plan)
     if number <= more:
-        return _Walk(number, ahead, stages, forth, back).step_s()
+        return _Walk(number, ahead, stages, forth, back, crowded).step_s()
     last = 2 * len(stages)
-    few_s, more_s = (_Walk(each, ahead, stages, forth, back).step_s() for each in (more - last, more))
+    few_s, more_s = (_Walk(each, ahead, stages, forth, back, crowded).step_s() for each in (more - last, more))
     return more_s + (number - more) * (more_s - few_s) / last
+
+
+def _crowding(plan: PipelinePlan) -> tuple[float, ...] | None:
+    """For each stage, its ranks as a share of the processors that all ranks share; None where each has its own."""
+    sharing = plan.cluster.gpu.sharing
+    if sharing == 1:
+        return None
+    return tuple(len(ranks) * sharing / plan.cluster.num_gpus for ranks in plan.ranks)
+
+
+@dataclass
+class _Pass:
+    """What a stage does at a time."""
+
+    forward: bool
+    batch: int
+    left_s: float
+    """If no other stage computed."""
+    moved_s: float
+    slower: float = 1.0
+    """How many times as long it takes at present."""
+    number: int = 0
+    """Of its last event in the queue."""
 
 
 @dataclass
@@ -141,13 +166,20 @@ _ARRIVES, _LEAVES, _ENDS = range(3)
 
 class _Walk:
     def __init__(
-        self, micro_batches: int, ahead: int, stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way]
+        self,
+        micro_batches: int,
+        ahead: int,
+        stages: Sequence[PassTimes],
+        forth: Sequence[Way],
+        back: Sequence[Way],
+        crowding: Sequence[float] | None = None,
     ) -> None:
         number = len(stages)
+        self._crowding = crowding
         self._stages, self._number = stages, number
         self._passes = [deque(order_of_passes(stage, number, micro_batches, ahead)) for stage in range(number)]
         self._free_s = [one.gather_s for one in stages]
-        self._busy = [False] * number
+        self._doing: list[_Pass | None] = [None] * number
         self._here: set[tuple[bool, int, int]] = set()
         self._transfers = {
             **{(True, stage): _Transfer(way, deque()) for stage, way in enumerate(forth)},
@@ -167,8 +199,12 @@ class _Walk:
         while self._events:
             now_s, number, kind, stage, forward, batch = heapq.heappop(self._events)
             if kind == _ENDS:
-                self._busy[stage] = False
+                doing = self._doing[stage]
+                if doing is None or doing.number != number:
+                    continue
+                self._doing[stage] = None
                 self._free_s[stage] = now_s
+                self._crowd(now_s)
                 if (forward, stage) in self._transfers:
                     self._transfers[forward, stage].waiting.append(batch)
                     self._send(forward, stage, now_s)
@@ -192,17 +228,34 @@ class _Walk:
 
     def _begin(self, stage: int, now_s: float) -> None:
         """The stage's next pass, if it can."""
-        if self._busy[stage] or not self._passes[stage]:
+        if self._doing[stage] is not None or not self._passes[stage]:
             return
         forward, batch = self._passes[stage][0]
         waits = stage > 0 if forward else stage < self._number - 1
         if waits and (forward, stage, batch) not in self._here:
             return
         self._passes[stage].popleft()
-        self._busy[stage] = True
-        one = self._stages[stage]
-        begin_s = max(now_s, self._free_s[stage])
-        self._at(begin_s + (one.forward_s if forward else one.backward_s), _ENDS, stage, forward, batch)
+        one, begin_s = self._stages[stage], max(now_s, self._free_s[stage])
+        doing = _Pass(forward, batch, one.forward_s if forward else one.backward_s, begin_s)
+        doing.number = self._at(begin_s + doing.left_s, _ENDS, stage, forward, batch)
+        self._doing[stage] = doing
+        self._crowd(now_s)
+
+    def _crowd(self, now_s: float) -> None:
+        """New ends of all passes, where stages share processors: what they compute takes longer the more of them do."""
+        if self._crowding is None:
+            return
+        all_of_them = zip(self._doing, self._stages, self._crowding, strict=True)
+        wanted = sum(crowding * one.computing for doing, one, crowding in all_of_them if doing is not None)
+        for stage, (doing, one, crowding) in enumerate(zip(self._doing, self._stages, self._crowding, strict=True)):
+            if doing is None:
+                continue
+            others = wanted - crowding * one.computing + crowding
+            slower = 1 + one.computing * (max(1.0, others) / max(1.0, crowding) - 1)
+            doing.left_s -= max(now_s - doing.moved_s, 0.0) / doing.slower
+            doing.moved_s, doing.slower = max(now_s, doing.moved_s), slower
+            ends_s = doing.moved_s + max(doing.left_s, 0.0) * slower
+            doing.number = self._at(ends_s, _ENDS, stage, doing.forward, doing.batch)
 
     def _send(self, forward: bool, stage: int, now_s: float) -> None:
         """The next that waits for a way."""

@@ -10,13 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
 
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.errors import InfeasibleError, UserError
-from hybridep.pipeline import PipelinePlan, StagePlan, alike, check_stageable, possible_micro_batches, stage_workload
+from hybridep.pipeline import (
+    PipelinePlan,
+    StagePlan,
+    alike,
+    check_stageable,
+    possible_micro_batches,
+    stage_cluster,
+    stage_workload,
+)
 from hybridep.plan import Plan, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
-from hybridep.topology import Cluster, only_sites
+from hybridep.topology import Cluster
 from hybridep.units import format_bytes
 from hybridep.workload import Workload
 from planner.choose import Report
@@ -43,6 +54,8 @@ _BATCHES = (1, 2, 4, 8, 16)
 _MOST_BATCHES = 1024
 _KEPT = 3
 """Pipelines whose stages are planned by a search."""
+_CHANGES = 200
+"""Tries to make the best pipeline better by sites that change stages."""
 _FOUND_BY, _WALKED_BY = 0.3, 0.6
 """Shares of the time limit after which no more pipelines are made, and walked through."""
 
@@ -139,6 +152,7 @@ class _Search:
             self._keep(found := costed(candidate.plan, candidate.inside))
             if candidate.plan.ahead > _OFTEN:
                 self._keep(self._ahead(found, _OFTEN))
+        self._improve(np.random.default_rng(0))
         for place, one in enumerate(self._best()):
             self._keep(self._refined(one, self._left_s(1.0) / (_KEPT - place)))
         for one in self._best():
@@ -148,6 +162,47 @@ class _Search:
         best_s = min(one.times.step_s for one in self._found)
         good = [one for one in self._found if one.times.step_s <= best_s * (1 + _WORTH)]
         self._found = [min(good, key=lambda one: (one.plan.ahead, one.times.step_s))]
+
+    def _improve(self, rng: np.random.Generator) -> None:
+        """Sites and stages change places while that makes the best pipeline faster, a number of times."""
+        left = _CHANGES
+        while True:
+            best = min(self._found, key=lambda one: one.times.step_s)
+            changes = list(_changed(self._groups(best.plan)))
+            improved = False
+            for place in rng.permutation(len(changes)):
+                if not left or self._left_s(_WALKED_BY) < 0:
+                    return
+                left -= 1
+                found = self._with_change(best, changes[place])
+                if found is not None and found.fits and found.times.step_s < best.times.step_s * (1 - _WORTH):
+                    self._keep(found)
+                    improved = True
+                    break
+            if not improved:
+                return
+
+    def _with_change(self, best: Costed, path: Groups) -> Costed | None:
+        """The pipeline with other sites in its stages, as far ahead; None where that is not possible or cannot be faster."""
+        choices = possible_micro_batches(self.workload, self.cluster, [len(group) for group in path])
+        if not choices:
+            return None
+        micro_batches = min(choices, key=lambda number: (abs(number - best.plan.micro_batches), number))
+        try:
+            layer_s = [self._layer_s(group, micro_batches) for group in path]
+            layers = self._layers(layer_s, self._head_s(path[-1], micro_batches))
+        except ValueError:
+            return None
+        candidate = self._candidate(path, layers, micro_batches)
+        if candidate is None or candidate.least_s >= best.times.step_s:
+            return None
+        found = Costed(plan=candidate.plan, inside=candidate.inside, times=best.times)
+        return self._ahead(found, min(best.plan.ahead, candidate.plan.ahead))
+
+    def _groups(self, plan: PipelinePlan) -> Groups:
+        """Sites of each stage by number."""
+        number = {self.cluster.site_name(site): site for site in range(self.cluster.sizes[0])}
+        return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
 
     def _best(self) -> list[Costed]:
         """Pipelines that differ in more than how far ahead they run."""
@@ -269,7 +324,7 @@ class _Search:
     def _stage(self, group: Sequence[int], place: tuple[int, int, int], micro_batches: int) -> Plan:
         """Number, first layer and layers of a stage, with every token at its experts' homes."""
         number, first_layer, num_layers = place
-        sites = only_sites(self.cluster, [self.cluster.site_name(site) for site in group])
+        sites = stage_cluster(self.cluster, [self.cluster.site_name(site) for site in group])
         workload = stage_workload(
             self.workload,
             self.cluster,
@@ -303,6 +358,29 @@ class _Search:
             if other is not None and other.rank(plan.micro_batches) < inside[number].rank(plan.micro_batches):
                 inside[number] = other
         return costed(with_layers(plan, inside), inside)
+
+
+def _changed(groups: Groups) -> Iterator[Groups]:
+    """Two sites of different stages change places, or one goes to another stage; stages in a row are turned round."""
+    sites = [(stage, site) for stage, group in enumerate(groups) for site in group]
+
+    def with_sites(of: dict[int, tuple[int, ...]]) -> Groups:
+        return tuple(tuple(sorted(of.get(stage, group))) for stage, group in enumerate(groups))
+
+    for (stage, site), (other, another) in combinations(sites, 2):
+        if stage != other:
+            yield with_sites(
+                {
+                    stage: (*(one for one in groups[stage] if one != site), another),
+                    other: (*(one for one in groups[other] if one != another), site),
+                }
+            )
+    for stage, site in sites:
+        for other in range(len(groups)):
+            if other != stage and len(groups[stage]) > 1:
+                yield with_sites({stage: tuple(one for one in groups[stage] if one != site), other: (*groups[other], site)})
+    for first, last in combinations(range(len(groups)), 2):
+        yield (*groups[:first], *groups[first : last + 1][::-1], *groups[last + 1 :])
 
 
 def _fullness(use: MemoryUse) -> float:
