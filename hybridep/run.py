@@ -85,7 +85,7 @@ class Run(Strict):
     workload: str
     """Name of a model config, or path of a workload file."""
     plan: str = "auto"
-    """``auto`` (the planner's choice), ``ep``, ``full_gather``, or the path of a plan file."""
+    """``auto`` (the planner's choice), ``stages`` (its choice of a pipeline), ``ep``, ``full_gather``, or a plan file's path."""
     overrides: tuple[str, ...] = ()
     """``cluster.key=value`` and ``workload.key=value``, applied before planning."""
     output: Path

@@ -24,12 +24,14 @@ import numpy as np
 import yaml
 
 from hybridep.config import build
+from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.plan import LayerGroup, Plan, Schedule
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.memory import memory_use
+from planner.stages.costs import rooms
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = ["case", "rank", "measured_mb", "planned_mb", "error"]
@@ -57,14 +59,35 @@ def main() -> int:
     return summarise([row for row in rows if row["case"] in (given.cases or config["cases"])], config["tolerance"])
 
 
-def plan_of(config: dict[str, Any], name: str) -> Plan:
+def plan_of(config: dict[str, Any], name: str) -> AnyPlan:
+    """With ``pipeline`` a stage for each site, all with the case's placement."""
     case = dict(config["cases"][name])
+    order = case.pop("pipeline", None)
     model, training = config["model"] | case.pop("model", {}), config["training"] | case.pop("training", {})
     workload = build(Workload, {"name": name, "model": model, "training": training}, "config.yaml")
     schedule = build(Schedule, case.pop("schedule", {}), f"config.yaml: {name}")
-    case = {"first_layer": 0, "num_layers": workload.model.num_moe_layers, "migration": {}} | case
+    cluster = build(Cluster, config["cluster"], "config.yaml")
+    stages = 1 if order is None else cluster.sizes[0]
+    case = {"first_layer": 0, "num_layers": workload.model.num_moe_layers // stages, "migration": {}} | case
     group = build(LayerGroup, case, f"config.yaml: {name}")
-    return Plan(cluster=build(Cluster, config["cluster"], "config.yaml"), workload=workload, layers=(group,), schedule=schedule)
+    if order is None:
+        return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule)
+    layers = workload.model.num_layers // stages
+    made = [{"sites": [cluster.site_name(stage)], "num_layers": layers, "layers": [group]} for stage in range(stages)]
+    return build(PipelinePlan, {"cluster": cluster, "workload": workload, "stages": made, **order}, f"config.yaml: {name}")
+
+
+def planned_bytes(plan: AnyPlan, popularity: tuple[tuple[float, ...], ...]) -> list[float]:
+    """Of each rank, with experts as popular as they were."""
+    if isinstance(plan, Plan):
+        return [float(figure) for figure in memory_use(plan.with_popularity(popularity)).total_bytes]
+    known = build(PipelinePlan, plan.model_dump(mode="json") | {"popularity": popularity}, "plan")
+    found = [0.0] * plan.cluster.num_gpus
+    for stage, ranks, room in zip(known.plans, known.ranks, rooms(known), strict=True):
+        total_bytes = memory_use(stage, room.in_flight, room.beside_bytes).total_bytes
+        for rank, figure in zip(ranks, total_bytes, strict=True):
+            found[int(rank)] = float(figure)
+    return found
 
 
 def measure(config: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -88,14 +111,14 @@ def measure(config: dict[str, Any], name: str) -> list[dict[str, Any]]:
             rank.kill()
             rank.wait()
     record = RoutingRecord(chosen=np.sum([one["chosen"] for one in found], axis=0))
-    planned = memory_use(plan.with_popularity(record.popularity())).total_bytes
+    planned = planned_bytes(plan, record.popularity())
     return [
         {
             "case": name,
             "rank": rank,
             "measured_mb": round(peak / 1e6, 1),
-            "planned_mb": round(float(figure) / 1e6, 1),
-            "error": round(float(figure) / peak - 1, 3),
+            "planned_mb": round(figure / 1e6, 1),
+            "error": round(figure / peak - 1, 3),
         }
         for rank, (peak, figure) in enumerate(zip((one["peak_bytes"] for one in found), planned, strict=True))
     ]
@@ -104,15 +127,16 @@ def measure(config: dict[str, Any], name: str) -> list[dict[str, Any]]:
 def peak_of_rank(config: dict[str, Any], name: str, rank: int, port: int) -> dict[str, Any]:
     """Bytes beyond what the process needs before it has a model, and how often each expert was chosen."""
     import torch
+    from torch._C._distributed_c10d import PrefixStore
 
-    from runtime.mesh import Mesh, close_process_group, join_store, open_process_group
+    from runtime.between import process_groups
+    from runtime.mesh import join_store, mesh_of
     from runtime.trainer import RankTrainer
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     plan = plan_of(config, name)
     store = join_store(ADDRESS, port, timeout_s=TIMEOUT_S)
-    open_process_group(store, rank=rank, world_size=plan.cluster.num_gpus, timeout_s=TIMEOUT_S)
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_bytes(np.random.default_rng(0).bytes(100_000))
@@ -128,26 +152,30 @@ def peak_of_rank(config: dict[str, Any], name: str, rank: int, port: int) -> dic
             values["optimizer"] = {"learning_rate": 1e-9}
             return build(Run, {"name": name, "steps": steps, **values}, "run")
 
-        def train(plan: Plan, steps: int) -> dict[str, Any]:
-            trainer = RankTrainer(run(steps), Mesh(plan=plan, rank=rank))
-            try:
-                for step in range(1, steps + 1):
-                    trainer.step(step)
-                peak = resident("VmHWM")
-                return {"peak_bytes": peak, "chosen": trainer.recorder.chosen.tolist()}
-            finally:
-                trainer.close()
+        def train(plan: AnyPlan, steps: int) -> dict[str, Any]:
+            mesh = mesh_of(plan, rank)
+            with process_groups(mesh, PrefixStore(f"{steps}", store), TIMEOUT_S) as groups:
+                trainer = RankTrainer(run(steps), mesh, groups)
+                try:
+                    for step in range(1, steps + 1):
+                        trainer.step(step)
+                    peak = resident("VmHWM")
+                    return {"peak_bytes": peak, "chosen": trainer.recorder.chosen.tolist()}
+                finally:
+                    trainer.close()
 
         # What is loaded at first use (kernels, threads, connections) is no model's memory.
-        tiny = {"hidden_size": 16, "expert_ffn_size": 16, "vocab_size": 256, "num_layers": 1, "shared_ffn_size": 0}
+        layers = len(plan.stages) if isinstance(plan, PipelinePlan) else 1
+        tiny = {"hidden_size": 16, "expert_ffn_size": 16, "vocab_size": 256, "num_layers": layers, "shared_ffn_size": 0}
         shrunk = config | {"model": config["model"] | tiny, "training": config["training"] | {"sequence_length": 8}}
-        shrunk = shrunk | {"cases": {name: {key: value for key, value in config["cases"][name].items() if key == "domains"}}}
+        shrunk = shrunk | {
+            "cases": {name: {key: value for key, value in config["cases"][name].items() if key in ("domains", "pipeline")}}
+        }
         train(plan_of(shrunk, name), 1)
         before = resident("VmRSS")
         # Forgets the largest resident size so far.
         Path("/proc/self/clear_refs").write_text("5")
         found = train(plan, config["steps"])
-    close_process_group()
     return found | {"peak_bytes": found["peak_bytes"] - before}
 
 

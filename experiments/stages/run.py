@@ -11,7 +11,7 @@ import csv
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ def main(more: tuple[str, ...], results: Path, smoke: bool) -> None:
     rows = _read(path)
     for name in (*config["clusters"], *more):
         for model in config["models"]:
-            if not any((row["cluster"], row["model"]) == (Path(name).stem, model) for row in rows):
-                rows += rows_of(name, model, config)
+            for row in rows_of(name, model, config, rows):
+                rows.append(row)
                 _write(path, rows)
     write_text(path.with_suffix(".json"), json.dumps(provenance(), indent=1))
     slower = [row for row in rows if float(row["simulated_s"]) < 0.999 * float(_of(rows, row, PLANNED)["simulated_s"])]
@@ -73,8 +73,8 @@ def main(more: tuple[str, ...], results: Path, smoke: bool) -> None:
     sys.exit(0 if smoke else int(bool(slower)))
 
 
-def rows_of(name: str, model: str, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """One for each way."""
+def rows_of(name: str, model: str, config: dict[str, Any], known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One for each way that is not known yet."""
     cluster, workload = cluster_and_workload(name, model, config["overrides"])
     limit_s = config["time_limit_s"]
     ways: dict[str, Callable[[], AnyPlan]] = {
@@ -82,8 +82,10 @@ def rows_of(name: str, model: str, config: dict[str, Any]) -> list[dict[str, Any
         IN_ORDER: lambda: _in_order(cluster, workload),
         PLANNED: lambda: plan_pipeline(cluster, workload, time_limit_s=limit_s),
     }
-    rows = []
+    case = {"cluster": Path(name).stem, "model": model}
     for way, make in ways.items():
+        if any({**row, **case, "way": way} == row for row in known):
+            continue
         began_s = time.process_time()
         try:
             made = make()
@@ -91,9 +93,9 @@ def rows_of(name: str, model: str, config: dict[str, Any]) -> list[dict[str, Any
             print(f"{name}, {model}, {way}: {error}", file=sys.stderr)
             continue
         cpu_s = time.process_time() - began_s
-        rows.append({"cluster": Path(name).stem, "model": model, "way": way, **_figures(made), "cpu_s": f"{cpu_s:.1f}"})
-        print(rows[-1], flush=True)
-    return rows
+        row = {**case, "way": way, **_figures(made), "cpu_s": f"{cpu_s:.1f}"}
+        print(row, flush=True)
+        yield row
 
 
 def _in_order(cluster: Cluster, workload: Workload) -> PipelinePlan:

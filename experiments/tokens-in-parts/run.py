@@ -17,11 +17,9 @@ from typing import Any
 import yaml
 
 from hybridep.commands.inputs import load_cluster
+from hybridep.commands.lab_settings import each_in_lab
 from hybridep.commands.probe import with_measurements
 from hybridep.config import build, write_text
-from hybridep.launch.host import child_environment
-from hybridep.launch.lab import run_in_lab
-from hybridep.launch.shaping import lab_spec, why_not_in_lab
 from hybridep.launch.trials import measure
 from hybridep.plan import Plan
 from hybridep.provenance import provenance
@@ -47,16 +45,9 @@ def main() -> int:
     if given.inside is not None:
         write_text(folder / f"{given.inside}.json", json.dumps(measured(config, given.inside)))
         return 0
-    for name in config["settings"]:
-        if not (folder / f"{name}.json").exists():
-            cluster, _ = setting(config, name)
-            reason = why_not_in_lab(cluster)
-            if reason is not None:
-                print(f"tokens-in-parts needs the lab: {reason}", file=sys.stderr)
-                return 2
-            code = run_in_lab([sys.executable, __file__, *sys.argv[1:], "--inside", name], lab_spec(cluster), child_environment())
-            if code:
-                return code
+    code = each_in_lab(__file__, config["settings"], folder, lambda name: setting(config, name)[0])
+    if code:
+        return code
     rows = [row for name in config["settings"] for row in json.loads((folder / f"{name}.json").read_text())]
     with (folder / "parts.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")

@@ -110,20 +110,24 @@ def cluster_and_workload(cluster: str, workload: str, overrides: Iterable[str]) 
 
 
 def resolve_plan(run: Run) -> AnyPlan:
-    """The plan of a run: made now (``auto``, ``ep``, ``full_gather``), or read from its file and compared with the run's
-    cluster and workload. Raises what the planner raises, ConfigError and PlanMismatchError."""
+    """The plan of a run: made now (``auto``, ``stages``, ``ep``, ``full_gather``), or read from its file and compared with the
+    run's cluster and workload. Raises what the planner raises, ConfigError and PlanMismatchError."""
     cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
     if run.plan == "auto":
         from hybridep.commands.plan_choice import planned
 
         return planned(cluster, workload)
+    if run.plan == "stages":
+        from planner import plan_pipeline
+
+        return plan_pipeline(cluster, workload)
     if run.plan in ("ep", "full_gather"):
         from planner import baseline
 
         return baseline(cluster, workload, "ep" if run.plan == "ep" else "full_gather")
     path = Path(run.plan)
     if not path.suffix and len(path.parts) == 1 and not path.is_file():
-        raise UserError(f"plan {run.plan!r}: use auto, ep, full_gather or the path of a plan file")
+        raise UserError(f"plan {run.plan!r}: use auto, stages, ep, full_gather or the path of a plan file")
     return load_any_plan(path, cluster=cluster, workload=workload)
 
 

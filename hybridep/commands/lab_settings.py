@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
 from pathlib import Path
@@ -108,6 +108,23 @@ def placements(cluster: Cluster, setting: Setting) -> list[Plan]:
         )
         for sizes in product(*(divisors(level.size) for level in cluster.levels))
     ]
+
+
+def each_in_lab(script: str, names: Iterable[str], folder: Path, cluster_of: Callable[[str], Cluster]) -> int:
+    """Run ``script --inside NAME`` with this process's arguments in a lab, for every setting that has no ``NAME.json`` there;
+    0, or what ended the first that failed (2 with the reason where there can be no lab)."""
+    for name in names:
+        if (folder / f"{name}.json").exists():
+            continue
+        cluster = cluster_of(name)
+        reason = why_not_in_lab(cluster)
+        if reason is not None:
+            print(f"{Path(script).parent.name} needs the lab: {reason}", file=sys.stderr)
+            return 2
+        code = run_in_lab([sys.executable, script, *sys.argv[1:], "--inside", name], lab_spec(cluster), child_environment())
+        if code:
+            return code
+    return 0
 
 
 def enter_lab(bench: Bench, rate: str, script: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from hybridep.placement import IntArray
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from planner.sites.grouping import Groups, grown_groups, nearest_groups
@@ -58,11 +59,15 @@ def ordered(cluster: Cluster, groups: Groups, batch_bytes: float, micro_batches:
     found = []
     for each_s in (busy_s, way_s):
 
-        def length_s(path: Sequence[int], each_s: FloatArray = each_s) -> float:
-            ends = path[:-1], path[1:]
-            return float((micro_batches - 1) * max(pace_s, each_s[ends].max()) + 2 * way_s[ends].sum())
+        def lengths_s(paths: IntArray, each_s: FloatArray = each_s) -> FloatArray:
+            ends = paths[:, :-1], paths[:, 1:]
+            every_s = np.maximum(each_s[ends].max(axis=1), pace_s)
+            return np.asarray((micro_batches - 1) * every_s + 2 * way_s[ends].sum(axis=1))
 
-        best = min((_improved(_nearest(way_s, int(start)), length_s) for start in starts), key=length_s)
+        best = min(
+            (_improved(_nearest(way_s, int(start)), lengths_s) for start in starts),
+            key=lambda path: float(lengths_s(np.array([path]))[0]),
+        )
         found.append(tuple(groups[stage] for stage in best))
     return found[:1] if found[0] == found[1] else found
 
@@ -99,14 +104,16 @@ def _nearest(step_s: FloatArray, start: int) -> list[int]:
     return path
 
 
-def _improved(path: list[int], length_s: Callable[[Sequence[int]], float]) -> list[int]:
-    """Parts of the path turned round, and single stages moved, while that makes it shorter."""
-    best_s = length_s(path)
+def _improved(path: list[int], lengths_s: Callable[[IntArray], FloatArray]) -> list[int]:
+    """Parts of the path turned round, and single stages moved, while that makes it shorter. ``lengths_s``: of [n, stages] paths."""
+    best_s = float(lengths_s(np.array([path]))[0])
     for _ in range(_ROUNDS):
-        found = min(((length_s(other), other) for other in _changes(path)), key=lambda one: one[0], default=(best_s, path))
-        if found[0] >= best_s * (1 - 1e-9):
+        others = np.array(list(_changes(path)))
+        found_s = lengths_s(others)
+        first = int(found_s.argmin())
+        if found_s[first] >= best_s * (1 - 1e-9):
             break
-        best_s, path = found
+        best_s, path = float(found_s[first]), others[first].tolist()
     return path
 
 

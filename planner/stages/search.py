@@ -56,8 +56,8 @@ _KEPT = 3
 """Pipelines whose stages are planned by a search."""
 _CHANGES = 200
 """Tries to make the best pipeline better by sites that change stages."""
-_FOUND_BY, _WALKED_BY = 0.3, 0.6
-"""Shares of the time limit after which no more pipelines are made, and walked through."""
+_FOUND_BY, _WALKED_BY, _VARIED_BY, _CHANGED_BY = 0.35, 0.5, 0.6, 0.8
+"""Shares of the time limit after which no more pipelines are made, walked through, given other micro-batches, and changed."""
 
 
 def plan_pipeline(
@@ -149,9 +149,9 @@ class _Search:
             best_s = min((one.times.step_s for one in self._found), default=math.inf)
             if self._found and (candidate.least_s >= best_s or self._left_s(_WALKED_BY) < 0):
                 break
-            self._keep(found := costed(candidate.plan, candidate.inside))
-            if candidate.plan.ahead > _OFTEN:
-                self._keep(self._ahead(found, _OFTEN))
+            self._walk(candidate)
+        for one in self._best():
+            self._with_other_batches(one)
         self._improve(np.random.default_rng(0))
         for place, one in enumerate(self._best()):
             self._keep(self._refined(one, self._left_s(1.0) / (_KEPT - place)))
@@ -163,6 +163,24 @@ class _Search:
         good = [one for one in self._found if one.times.step_s <= best_s * (1 + _WORTH)]
         self._found = [min(good, key=lambda one: (one.plan.ahead, one.times.step_s))]
 
+    def _with_other_batches(self, found: Costed) -> None:
+        """The same stages in other numbers of micro-batches."""
+        plan = found.plan
+        choices = possible_micro_batches(self.workload, self.cluster, [len(stage.sites) for stage in plan.stages])
+        layers = [stage.num_layers for stage in plan.stages]
+        for micro_batches in _about(choices, len(plan.stages)):
+            if micro_batches == plan.micro_batches or self._left_s(_VARIED_BY) < 0:
+                continue
+            candidate = self._candidate(self._groups(plan), layers, micro_batches)
+            if candidate is not None and candidate.least_s < min(one.times.step_s for one in self._found):
+                self._walk(candidate)
+
+    def _walk(self, candidate: _Candidate) -> None:
+        """As far ahead as memory allows, and less far."""
+        self._keep(found := costed(candidate.plan, candidate.inside))
+        if candidate.plan.ahead > _OFTEN:
+            self._keep(self._ahead(found, _OFTEN))
+
     def _improve(self, rng: np.random.Generator) -> None:
         """Sites and stages change places while that makes the best pipeline faster, a number of times."""
         left = _CHANGES
@@ -171,7 +189,7 @@ class _Search:
             changes = list(_changed(self._groups(best.plan)))
             improved = False
             for place in rng.permutation(len(changes)):
-                if not left or self._left_s(_WALKED_BY) < 0:
+                if not left or self._left_s(_CHANGED_BY) < 0:
                     return
                 left -= 1
                 found = self._with_change(best, changes[place])
@@ -234,11 +252,11 @@ class _Search:
     # --- candidates --------------------------------------------------------------------------------------------------
 
     def _candidates(self, numbers: Sequence[int]) -> Iterator[_Candidate]:
-        """The most stages first: what is inside a stage then stays among the fewest sites."""
+        """With one number of micro-batches each. The most stages first: what is inside one then stays among the fewest sites."""
         cluster, most = self.cluster, self.workload.model.num_moe_layers
         training, inside = self.workload.training, cluster.num_gpus // cluster.sizes[0]
         step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * self.workload.combine_row_bytes)
-        for stages in sorted(numbers, reverse=True):
+        for stages in _spread(numbers):
             if not 1 <= stages <= min(cluster.sizes[0], most):
                 self.why = f"{stages} stages for {cluster.sizes[0]} sites and {most} layers with experts"
                 continue
@@ -261,9 +279,8 @@ class _Search:
                     except ValueError as error:
                         self.why = str(error)
                         continue
-                    for micro_batches in choices:
-                        if (candidate := self._candidate(path, layers, micro_batches)) is not None:
-                            yield candidate
+                    if (candidate := self._candidate(path, layers, middle)) is not None:
+                        yield candidate
 
     def _layers(self, layer_s: Sequence[float], head_s: float) -> list[int]:
         """Of each stage; ValueError where there are too few."""
@@ -381,6 +398,16 @@ def _changed(groups: Groups) -> Iterator[Groups]:
                 yield with_sites({stage: tuple(one for one in groups[stage] if one != site), other: (*groups[other], site)})
     for first, last in combinations(range(len(groups)), 2):
         yield (*groups[:first], *groups[first : last + 1][::-1], *groups[last + 1 :])
+
+
+def _spread(numbers: Sequence[int]) -> list[int]:
+    """The largest first, then those farthest from all before, so that whatever there is time for says something of all."""
+    left = sorted(numbers, reverse=True)
+    found: list[int] = []
+    while left:
+        found.append(max(left, key=lambda number: (min((abs(number - one) for one in found), default=0), number)))
+        left.remove(found[-1])
+    return found
 
 
 def _fullness(use: MemoryUse) -> float:

@@ -119,6 +119,9 @@ def test_a_run_in_stages_and_resuming_without(inputs: Inputs, call: Call) -> Non
     second = shell("train", inputs.run, "--local", "--json", *parts, "--set", "plan=ep", "--resume")
     assert second.code == 0, second.err
     assert second.json["losses"] == pytest.approx(plain.json["losses"][2:], rel=1e-4)
+    made = shell("train", inputs.run, "--local", "--json", *parts, "--set", "steps=1", "--set", "plan=stages")
+    assert made.code == 0 and made.json["losses"] == pytest.approx(plain.json["losses"][:1], rel=1e-5)
+    assert isinstance(load_any_plan(inputs.folder / "parts" / "plan.yaml"), PipelinePlan)
     lost = shell(
         "train",
         inputs.run,
