@@ -108,7 +108,7 @@ def _ranks(made: Plan) -> str:
     for dc, (gpu, number) in enumerate(zip(cluster.site_gpus, sequences, strict=True)):
         text = f"{format_throughput(gpu.throughput)}, {format_bytes(gpu.memory)}, micro-batch of {number}"
         kinds.setdefault(text, []).append(cluster.site_name(dc))
-    return "ranks: " + "; ".join(f"{_few(names)} {text}" for text, names in kinds.items())
+    return "ranks: " + "; ".join(f"{few(names)} {text}" for text, names in kinds.items())
 
 
 def _connections(made: Plan) -> str:
@@ -138,12 +138,13 @@ def _level(name: str, size: int, ratio: float) -> str:
 def _serving(name: str, group: LayerGroup) -> str:
     """The outermost level of a plan with a serving table, its largest groups first."""
     groups = sorted(group.serving, key=lambda one: -len(one.sites))
-    shown = [f"{_few(one.sites)} find experts at {_few(list(one.holders))}" for one in groups[:4]]
+    shown = [f"{few(one.sites)} find experts at {few(list(one.holders))}" for one in groups[:4]]
     more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
     return f"{name}: {len(groups)} groups of sites: {', '.join(shown)}{more}"
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """The first of many names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

@@ -91,7 +91,7 @@ def show_pipeline(plan: PipelinePlan, path: Path, without_s: float | None) -> No
     from rich.console import Console
     from rich.table import Table
 
-    from hybridep.commands.plan_text import placed_text
+    from hybridep.commands.plan_text import few, placed_text
     from hybridep.units import format_bytes, format_seconds
     from planner.stages.report import pipeline_summary
 
@@ -106,7 +106,7 @@ def show_pipeline(plan: PipelinePlan, path: Path, without_s: float | None) -> No
         both_s = stage["forward_s"] + stage["backward_s"]
         cells = (
             str(number),
-            ", ".join(stage["sites"]),
+            few(stage["sites"]),
             str(stage["num_layers"]),
             format_seconds(both_s),
             str(stage["in_flight"]),

@@ -105,7 +105,7 @@ def _nearest(step_s: FloatArray, start: int) -> list[int]:
 
 
 def _improved(path: list[int], lengths_s: Callable[[IntArray], FloatArray]) -> list[int]:
-    """Parts of the path turned round, and single stages moved, while that makes it shorter. ``lengths_s``: of [n, stages] paths."""
+    """Parts of the path turned round, and single stages moved, while that makes it shorter. ``lengths_s``: of paths in rows."""
     best_s = float(lengths_s(np.array([path]))[0])
     for _ in range(_ROUNDS):
         others = np.array(list(_changes(path)))

@@ -279,8 +279,11 @@ class _Search:
                     except ValueError as error:
                         self.why = str(error)
                         continue
-                    if (candidate := self._candidate(path, layers, middle)) is not None:
-                        yield candidate
+                    # Where that does not fit, the smallest micro-batches may.
+                    for micro_batches in (middle, *(number for number in choices[::-1] if number != middle)):
+                        if (candidate := self._candidate(path, layers, micro_batches)) is not None:
+                            yield candidate
+                            break
 
     def _layers(self, layer_s: Sequence[float], head_s: float) -> list[int]:
         """Of each stage; ValueError where there are too few."""
