@@ -105,7 +105,6 @@ class PipelinePlan(Strict):
             workload = stage_workload(
                 self.workload,
                 self.cluster,
-                stages=len(self.stages),
                 number=number,
                 first_layer=first,
                 num_layers=stage.num_layers,
@@ -298,7 +297,6 @@ def stage_workload(
     workload: Workload,
     cluster: Cluster,
     *,
-    stages: int,
     number: int,
     first_layer: int,
     num_layers: int,
@@ -326,7 +324,7 @@ def stage_workload(
     }
     update = {"num_layers": num_layers, "num_dense_layers": dense, "part": part}
     return Workload(
-        name=f"{workload.name}, stage {number} of {stages}",
+        name=f"{workload.name}, stage {number}",
         model=build(Model, model.model_dump(mode="json") | update, f"stages.{number}"),
         training=training.model_copy(update={"micro_batches": micro_batches, "micro_batch_size": size}),
     )

@@ -96,7 +96,7 @@ class Run(Strict):
     optimizer: Optimizer = Optimizer()
     checkpoints: Checkpoints = Checkpoints()
     exchange_timeout: Duration = 20.0
-    """A transfer that takes longer means that a link or a peer is gone."""
+    """A transfer that takes longer means that a link or a peer is gone; between stages, four times as long for each stage."""
     trace_step: int | None = None
     """Step whose timeline, and whose every choice of an expert, all ranks record; the popularity of experts over all steps is
     recorded in any case."""

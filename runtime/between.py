@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _PATIENCE = 4
-"""Exchanges of a pass over one layer, each of which may take as long as the run allows an exchange."""
+"""For each stage, as many times as long as a run allows an exchange: what comes from another stage waits for all their passes."""
 
 
 class Coming(NamedTuple):
@@ -69,9 +69,8 @@ def _group(mesh: Mesh, store: Store, number: int, timeout_s: float) -> dist.Proc
 def between_transport(
     mesh: Mesh, groups: Sequence[dist.ProcessGroup], timeout_s: float, on_span: Callable[[str, float, float], None]
 ) -> Transport:
-    """Between all ranks of the run. A message waits for other stages' passes, so its timeout is that of all they exchange."""
-    layers = mesh.whole.workload.model.num_layers
-    return Transport(timeout_s=timeout_s * _PATIENCE * 2 * layers, on_span=on_span, groups=groups)
+    """Between all ranks of the run. A message waits for other stages' passes, so its timeout is longer than an exchange's."""
+    return Transport(timeout_s=timeout_s * _PATIENCE * mesh.num_stages, on_span=on_span, groups=groups)
 
 
 class Neighbours:

@@ -78,7 +78,6 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> PipelinePlan:
             part = stage_workload(
                 workload,
                 cluster,
-                stages=stages,
                 number=number,
                 first_layer=first,
                 num_layers=layers,

@@ -394,11 +394,18 @@ def _in_stages(
 
 
 def _are_plans(first: str, second: str) -> bool:
-    """Both name files that hold plans."""
+    """Both name files that hold plans. Raises UserError where one is in stages."""
     from hybridep.config import read_yaml
+    from hybridep.pipeline import is_pipeline
 
     paths = [Path(first), Path(second)]
-    return all(path.is_file() and path.suffix in (".yaml", ".yml") and "layers" in read_yaml(path) for path in paths)
+    if not all(path.is_file() and path.suffix in (".yaml", ".yml") for path in paths):
+        return False
+    held = [read_yaml(path) for path in paths]
+    for path, data in zip(paths, held, strict=True):
+        if is_pipeline(data):
+            raise UserError(f"--compare {path}: a plan in stages; `hybridep simulate` says what each takes")
+    return all("layers" in data for data in held)
 
 
 def _compare(first: str, second: str, as_json: bool) -> None:

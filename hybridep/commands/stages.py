@@ -69,10 +69,10 @@ def with_and_without(
     pipeline, why = _or_why_not(lambda: in_stages((1 - _SHARE) * time_limit_s))
     try:
         plan = in_one(max(time_limit_s - (time.monotonic() - began_s), 0.1 * time_limit_s))
-    except HybridEPError as error:
+    except (HybridEPError, KeyboardInterrupt) as error:
         if pipeline is None:
             raise
-        note(f"hybridep plan: without stages: {error}")
+        note(f"hybridep plan: without stages: {str(error) or 'interrupted'}")
         return pipeline, None
     if why is not None:
         note(f"hybridep plan: {why}")

@@ -348,7 +348,6 @@ class _Search:
         workload = stage_workload(
             self.workload,
             self.cluster,
-            stages=self.workload.model.num_layers,
             number=number,
             first_layer=first_layer,
             num_layers=num_layers,

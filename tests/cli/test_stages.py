@@ -97,6 +97,8 @@ def test_simulations_of_stages_say_what_they_cannot(inputs: Inputs, call: Call) 
     for option, value in (("--routing", "zipf:1.2"), ("--fabric", "mixnet"), ("--out", "table.csv"), ("--jobs", "2")):
         result = call("simulate", path, option, value)
         assert result.code == 2 and f"{option} {value}: not with a plan in stages" in result.err
+    result = call("plan", "--compare", path, path)
+    assert result.code == 2 and "a plan in stages" in result.err
     result = call("simulate", path, "--against", "tutel")
     assert result.code == 2 and "--against tutel: beside a plan in stages there are ep, full_gather" in result.err
     result = call("simulate", path, "--set", "micro_batches=7")
