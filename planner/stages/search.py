@@ -54,8 +54,8 @@ _BATCHES = (1, 2, 4, 8, 16)
 _MOST_BATCHES = 1024
 _KEPT = 3
 """Pipelines whose stages are planned by a search."""
-_CHANGES = 200
-"""Tries to make the best pipeline better by sites that change stages."""
+_CHANGES = 100
+"""Tries to make a pipeline better by sites that change stages, for each of the ``_KEPT`` best numbers of stages."""
 _FOUND_BY, _WALKED_BY, _VARIED_BY, _CHANGED_BY = 0.35, 0.5, 0.6, 0.8
 """Shares of the time limit after which no more pipelines are made, walked through, given other micro-batches, and changed."""
 
@@ -150,9 +150,14 @@ class _Search:
             if self._found and (candidate.least_s >= best_s or self._left_s(_WALKED_BY) < 0):
                 break
             self._walk(candidate)
+        for candidate in _first_by_number(candidates)[:_KEPT]:
+            if all(len(one.plan.stages) != len(candidate.plan.stages) for one in self._found):
+                # It cannot be the best, but what sites that change stages make of it can.
+                self._walk(candidate)
         for one in self._best():
             self._with_other_batches(one)
-        self._improve(np.random.default_rng(0))
+        for place, one in enumerate(self._best_by_number()):
+            self._improve(one, self.time_limit_s * (_VARIED_BY + (place + 1) / _KEPT * (_CHANGED_BY - _VARIED_BY)))
         for place, one in enumerate(self._best()):
             self._keep(self._refined(one, self._left_s(1.0) / (_KEPT - place)))
         for one in self._best():
@@ -181,24 +186,28 @@ class _Search:
         if candidate.plan.ahead > _OFTEN:
             self._keep(self._ahead(found, _OFTEN))
 
-    def _improve(self, rng: np.random.Generator) -> None:
-        """Sites and stages change places while that makes the best pipeline faster, a number of times."""
-        left = _CHANGES
-        while True:
-            best = min(self._found, key=lambda one: one.times.step_s)
+    def _improve(self, best: Costed, limit_s: float) -> None:
+        """Sites and stages change places while that makes the pipeline faster, a number of times, until a time from the start."""
+        rng, left, improved = np.random.default_rng(0), _CHANGES, True
+        while improved:
             changes = list(_changed(self._groups(best.plan)))
             improved = False
             for place in rng.permutation(len(changes)):
-                if not left or self._left_s(_CHANGED_BY) < 0:
+                if not left or now_s() - self.begun_s > limit_s:
                     return
                 left -= 1
                 found = self._with_change(best, changes[place])
                 if found is not None and found.fits and found.times.step_s < best.times.step_s * (1 - _WORTH):
                     self._keep(found)
-                    improved = True
+                    best, improved = found, True
                     break
-            if not improved:
-                return
+
+    def _best_by_number(self) -> list[Costed]:
+        """Of the best numbers of stages the best pipeline each."""
+        kept: dict[int, Costed] = {}
+        for one in sorted(self._found, key=lambda one: one.times.step_s):
+            kept.setdefault(len(one.plan.stages), one)
+        return list(kept.values())[:_KEPT]
 
     def _with_change(self, best: Costed, path: Groups) -> Costed | None:
         """The pipeline with other sites in its stages, as far ahead; None where that is not possible or cannot be faster."""
@@ -292,10 +301,10 @@ class _Search:
         return balanced_layers(layer_s, [head_s * (stage == last) for stage in range(len(layer_s))], model.num_layers, least)
 
     def _layer_s(self, group: Sequence[int], micro_batches: int) -> float:
-        """Of one layer with experts for a micro-batch on these sites, forward and backward."""
+        """Of one layer with experts on these sites for a micro-batch, with its share of what the layer takes once a step."""
         plan = self._stage(group, (1, self.workload.model.num_dense_layers, 1), micro_batches)
         times = self._without_search(plan, Room(in_flight=1, beside_bytes=0.0)).times
-        return times.forward_s + times.backward_s
+        return times.busy_s(micro_batches) / micro_batches
 
     def _head_s(self, group: Sequence[int], micro_batches: int) -> float:
         """Of the output projection for a micro-batch, likewise."""
@@ -377,6 +386,14 @@ class _Search:
             if other is not None and other.rank(plan.micro_batches) < inside[number].rank(plan.micro_batches):
                 inside[number] = other
         return costed(with_layers(plan, inside), inside)
+
+
+def _first_by_number(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """Of each number of stages the one that could take least, the best first."""
+    kept: dict[int, _Candidate] = {}
+    for one in sorted(candidates, key=lambda one: one.least_s):
+        kept.setdefault(len(one.plan.stages), one)
+    return list(kept.values())
 
 
 def _changed(groups: Groups) -> Iterator[Groups]:
