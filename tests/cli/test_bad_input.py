@@ -101,7 +101,7 @@ def test_wrong_runs(inputs: Inputs, call: Call) -> None:
 
     assert "steps" in one_line(call("train", inputs.run, "--local", "--set", "steps=0"))
     assert "did you mean 'steps'" in one_line(call("train", inputs.run, "--local", "--set", "step=3"))
-    assert "auto, ep, full_gather" in one_line(call("train", inputs.run, "--local", "--set", "plan=best"))
+    assert "auto, stages, ep, full_gather" in one_line(call("train", inputs.run, "--local", "--set", "plan=best"))
     line = one_line(call("train", inputs.run, "--local", "--set", f"data.path={inputs.folder / 'nothing'}"))
     assert "data.path" in line and "nothing" in line and "No such file" in line
     inputs.write("file", "")
