@@ -14,10 +14,8 @@ from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
     from hybridep.commands.plan_request import MadePlans
-    from hybridep.pipeline import PipelinePlan
     from hybridep.plan import Plan, Schedule
     from hybridep.topology import Cluster
-    from hybridep.workload import Workload
     from planner.explain import Explanation
     from planner.goal import Goal
     from planner.sensitivity import Upgrade
@@ -149,6 +147,7 @@ def command(
     from hybridep.commands.codecs import read_codecs, read_max_loss
     from hybridep.commands.inputs import cluster_and_workload, load_cluster
     from hybridep.commands.plan_request import PlanRequest, make
+    from hybridep.commands.stages import write_in_stages
     from hybridep.routing import load_routing
 
     if compare and _are_plans(cluster, model):
@@ -180,9 +179,8 @@ def command(
         for option, value in left_out.items():
             if value:
                 raise UserError(f"{option}: not with --stages; leave one of them out")
-        _in_stages(
-            site, work, stages, output, solver, time_limit_s, _schedule(streams, [one.name for one in site.levels]), as_json
-        )
+        schedule = _schedule(streams, [level.name for level in site.levels])
+        write_in_stages(site, work, stages, output, solver=solver, time_limit_s=time_limit_s, schedule=schedule, as_json=as_json)
         return
     rules = planner.load_constraints(constraints) if constraints else None
     record = load_routing(routing) if routing is not None else None
@@ -344,53 +342,6 @@ def _goal(objective: str, budget: str | None) -> Goal:
     except QuantityError as error:
         raise UserError(f"--budget {budget}: {error}") from None
     return Goal(objective=Objective(objective), budget_usd=budget_usd)
-
-
-def _in_stages(
-    cluster: Cluster,
-    workload: Workload,
-    text: str,
-    output: Path,
-    solver: str,
-    time_limit_s: float,
-    schedule: Schedule | None,
-    as_json: bool,
-) -> None:
-    """``--stages``: the pipeline is written, or a plan without stages where that is faster and none were asked for by number."""
-    import planner
-    from hybridep.commands import plan_text
-    from hybridep.commands.plan_choice import planned
-    from hybridep.commands.stages import AUTO, plan_in_stages, read_stages, show_pipeline, with_and_without
-
-    number = read_stages(text)
-
-    def in_stages(limit_s: float) -> PipelinePlan:
-        return plan_in_stages(cluster, workload, number, solver=solver, time_limit_s=limit_s, schedule=schedule)
-
-    def in_one(limit_s: float) -> Plan:
-        if schedule is not None or solver != "highs":
-            return planner.plan(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=schedule)
-        return planned(cluster, workload, time_limit_s=limit_s)
-
-    if text == AUTO:
-        pipeline, plan = with_and_without(cluster, workload, time_limit_s=time_limit_s, in_stages=in_stages, in_one=in_one)
-    else:
-        pipeline, plan = in_stages(time_limit_s), None
-    without_s = None if plan is None or plan.prediction is None else plan.prediction.expected_s
-    if pipeline is None or (without_s is not None and pipeline.prediction is not None and without_s <= pipeline.prediction.step):
-        assert plan is not None
-        plan.save(output)
-        if as_json:
-            emit({**planner.summary(plan), "stages": [], "digest": plan.digest, "output": str(output)})
-        else:
-            plan_text.show(plan, planner.explain(plan))
-            click.echo(f"\nplan written to {output}, without stages")
-        return
-    pipeline.save(output)
-    if as_json:
-        emit({**planner.pipeline_summary(pipeline), "without_stages_s": without_s, "output": str(output)})
-    else:
-        show_pipeline(pipeline, output, without_s)
 
 
 def _are_plans(first: str, second: str) -> bool:

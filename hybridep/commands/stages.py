@@ -27,7 +27,55 @@ _SHARE = 0.5
 """Of the time limit, for a plan without stages."""
 
 
-def read_stages(text: str) -> int | None:
+def write_in_stages(
+    cluster: Cluster,
+    workload: Workload,
+    text: str,
+    output: Path,
+    *,
+    solver: str,
+    time_limit_s: float,
+    schedule: Schedule | None,
+    as_json: bool,
+) -> None:
+    """``--stages TEXT``: the pipeline is written and shown, or a plan without stages where that is faster and no number was asked
+    for."""
+    import planner
+    from hybridep.commands import plan_text
+    from hybridep.commands.plan_choice import planned
+
+    number = _read_stages(text)
+
+    def in_stages(limit_s: float) -> PipelinePlan:
+        return _plan_in_stages(cluster, workload, number, solver=solver, time_limit_s=limit_s, schedule=schedule)
+
+    def in_one(limit_s: float) -> Plan:
+        if schedule is not None or solver != "highs":
+            return planner.plan(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=schedule)
+        return planned(cluster, workload, time_limit_s=limit_s)
+
+    if text == AUTO:
+        pipeline, plan = _with_and_without(cluster, workload, time_limit_s=time_limit_s, in_stages=in_stages, in_one=in_one)
+    else:
+        pipeline, plan = in_stages(time_limit_s), None
+    without_s = None if plan is None or plan.prediction is None else plan.prediction.expected_s
+    if pipeline is None or (without_s is not None and pipeline.prediction is not None and without_s <= pipeline.prediction.step):
+        assert plan is not None
+        plan.save(output)
+        if as_json:
+            emit({**planner.summary(plan), "stages": [], "digest": plan.digest, "output": str(output)})
+        else:
+            plan_text.show(plan, planner.explain(plan))
+            click.echo(f"\nplan written to {output}, without stages")
+        return
+    pipeline.save(output)
+    if as_json:
+        emit({**planner.pipeline_summary(pipeline), "without_stages_s": without_s, "output": str(output)})
+    else:
+        _show_pipeline(pipeline, output, without_s)
+
+
+def _read_stages(text: str) -> int | None:
     """A number of stages from 2, or ``auto`` (None). Raises UserError."""
     if text == AUTO:
         return None
@@ -36,7 +84,7 @@ def read_stages(text: str) -> int | None:
     return int(text)
 
 
-def plan_in_stages(
+def _plan_in_stages(
     cluster: Cluster, workload: Workload, stages: int | None, *, solver: str, time_limit_s: float, schedule: Schedule | None
 ) -> PipelinePlan:
     """The planner's pipeline, with its progress on stderr."""
@@ -55,7 +103,7 @@ def plan_in_stages(
         )
 
 
-def with_and_without(
+def _with_and_without(
     cluster: Cluster,
     workload: Workload,
     *,
@@ -86,7 +134,7 @@ def _or_why_not(make: Callable[[], PipelinePlan]) -> tuple[PipelinePlan | None, 
         return None, error
 
 
-def show_pipeline(plan: PipelinePlan, path: Path, without_s: float | None) -> None:
+def _show_pipeline(plan: PipelinePlan, path: Path, without_s: float | None) -> None:
     """Print it for people. ``without_s``: the step of the plan without stages, where there is one."""
     from rich.console import Console
     from rich.table import Table
