@@ -169,6 +169,12 @@ class Cluster(ClusterFile):
         size = self.sizes[0]
         return slice(self._first_link[-1], self._first_link[-1] + (size * (size - 1) if self.links else 0))
 
+    @cached_property
+    def outer_links(self) -> NDArray[np.bool_]:
+        """[links] of ``link_table``: whether one is between sites: their access links, pairs, trunks."""
+        number = np.arange(len(self.link_table))
+        return np.asarray((number < 2 * self.sizes[0]) | (number >= self.pair_links.start))
+
     @property
     def pairs_in_one_site(self) -> NDArray[np.bool_]:
         """[pair links]: those that join pods of a site."""

@@ -16,7 +16,7 @@ from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
 from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
 from planner.stages.report import pipeline_summary
-from planner.stages.search import plan_pipeline
+from planner.stages.search import plan_pipeline, plan_pipelines
 
 __all__ = [
     "Alternative",
@@ -48,6 +48,7 @@ __all__ = [
     "plan_for_scenarios",
     "plan_matrices",
     "plan_pipeline",
+    "plan_pipelines",
     "plan_pool",
     "plans",
     "predict",

@@ -9,6 +9,7 @@ longer than the sum, equal to it where all ranks do the same, and closer to what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ from hybridep.traffic import (
     dense_traffic,
     expected_rows,
     is_late,
+    link_bytes,
     served_copies,
     token_traffic,
 )
@@ -41,6 +43,8 @@ _ALIKE = 1e-12
 
 _Exchanged = Callable[[FloatArray], FloatArray]
 """[G] when ranks enter an exchange -> [G] when they are done."""
+
+_FORWARD, _BACKWARD = (Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE), (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)
 
 _NOTHING: tuple[FloatArray, FloatArray] = np.zeros(1), np.zeros(1)
 
@@ -70,6 +74,8 @@ class _Layer:
     expert_s: FloatArray
     """[G]: of one part, where tokens travel in parts; so are their exchanges."""
     exchanges: Exchanges
+    between: Mapping[Op, Between]
+    """Between sites, where that was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,6 +113,18 @@ def staggered_s(plan: Plan, cost: StepCost) -> float:
     return min(max(_Walk(plan).step_s(), cost.bound_s), cost.step_s)
 
 
+class Between(NamedTuple):
+    """What is exchanged between sites in one go."""
+
+    seconds: float
+    """Of the busiest link in each exchange, one after the other."""
+    links: tuple[tuple[int, float, int], ...]
+    """Number of a link in the cluster's table; seconds for which all of it keeps the link busy; messages at a time."""
+
+
+NO_EXCHANGE = Between(0.0, ())
+
+
 class PassTimes(NamedTuple):
     """What one pipeline stage takes by itself, each until its last rank is done."""
 
@@ -121,6 +139,16 @@ class PassTimes(NamedTuple):
     """Dense gradients and optimizer."""
     computing: float = 1.0
     """Share of a pass in which its ranks compute."""
+    layers: int = 1
+    """MoE layers, through which a pass goes one after the other."""
+    early_s: float = 0.0
+    """For copies of a step when nothing runs beside them."""
+    late_s: float = 0.0
+    """For their gradients, likewise."""
+    forward: Between = NO_EXCHANGE
+    backward: Between = NO_EXCHANGE
+    once: Between = NO_EXCHANGE
+    """In a step beside its passes: copies that stay, their gradients, dense gradients."""
 
     def busy_s(self, micro_batches: int) -> float:
         """All of a step, without a pause."""
@@ -131,15 +159,43 @@ def pass_times(plan: Plan) -> PassTimes:
     """Of a plan without copies that set out ahead of their blocks (ValueError)."""
     if plan.schedule.prefetch:
         raise ValueError("stages do not let copies set out ahead of their blocks")
-    return _Walk(plan).pass_times()
+    return _Walk(plan, shares_links=True).pass_times()
 
 
 class _Walk:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, shares_links: bool = False) -> None:
+        """``shares_links``: what crosses each link between sites is wanted, too."""
+        self._shares_links = shares_links and plan.cluster.sizes[0] > 1
         self._plan, self._compute = plan, compute_of_ranks(plan.cluster, plan.workload)
         self._pre_expert_s = self._compute.pre_expert_s + self._compute.overhead_s
         self._network = Network(cluster=plan.cluster, streams=plan.schedule.streams)
         self._groups = [(layers.num_layers, self._layer(layers)) for layers in plan.placed]
+
+    def _between(self, ops: tuple[Op, ...], residency: Residency | None = None) -> Between:
+        """Of all layers, or of those with such copies."""
+        plan, seconds = self._plan, 0.0
+        held_s, messages = np.zeros(len(plan.cluster.link_table)), np.zeros(len(plan.cluster.link_table), dtype=np.int64)
+        for count, layer in self._groups:
+            if residency in (None, layer.residency):
+                for op in ops:
+                    one = layer.between.get(op, NO_EXCHANGE)
+                    seconds += count * one.seconds
+                    for link, link_s, number in one.links:
+                        held_s[link] += count * link_s
+                        messages[link] = max(messages[link], number)
+        used = np.flatnonzero(held_s)
+        return Between(seconds, tuple((int(link), float(held_s[link]), int(messages[link])) for link in used))
+
+    def _once(self, op: Op, sent: FloatArray | None) -> Between:
+        """Of one exchange between sites."""
+        cluster = self._plan.cluster
+        if sent is None or not sent.any():
+            return NO_EXCHANGE
+        held_s = link_bytes(cluster, {OpLevel(op, 0): sent}) / self._network.bandwidths_bytes_per_s
+        messages = link_bytes(cluster, {OpLevel(op, 0): (sent > 0).astype(np.float64)})
+        used = np.flatnonzero(cluster.outer_links & (held_s > 0))
+        links = tuple((int(link), float(held_s[link]), math.ceil(messages[link])) for link in used)
+        return Between(float(held_s[used].max(initial=0.0)), links)
 
     def pass_times(self) -> PassTimes:
         plan, compute = self._plan, self._compute
@@ -170,7 +226,26 @@ class _Walk:
             backward_s=backward_s,
             return_s=max(last_s - backward_s, 0.0),
             after_s=float(self._after(done).max() - done.max()),
+            layers=plan.workload.model.num_moe_layers,
+            early_s=float(self._copies(Op.EXPERT_GATHER, start_s).max()),
+            late_s=float(self._copies(Op.GRADIENT_RETURN, start_s).max()),
+            forward=_joined(self._between(_FORWARD), self._between((Op.EXPERT_GATHER,), Residency.MICROBATCH)),
+            backward=_joined(
+                self._between(_BACKWARD), self._between((Op.EXPERT_GATHER, Op.GRADIENT_RETURN), Residency.MICROBATCH)
+            ),
+            once=_joined(
+                self._between((Op.EXPERT_GATHER, Op.GRADIENT_RETURN), Residency.STEP),
+                *(self._once(key.op, sent) for key, sent in self._dense().items() if self._shares_links and key.level == 0),
+            ),
         )
+
+    def _copies(self, op: Op, ready_s: FloatArray) -> FloatArray:
+        """[G]: when each rank has all copies of a step, or has given back their gradients, one layer after the other."""
+        for count, layer in self._groups:
+            if layer.residency is Residency.STEP:
+                once = partial(layer.exchanges.hops, op, inwards=op is Op.EXPERT_GATHER)
+                ready_s = _repeated(count, ready_s, once)
+        return ready_s
 
     def step_s(self) -> float:
         plan, compute = self._plan, self._compute
@@ -183,11 +258,14 @@ class _Walk:
                 ready_s = _repeated(count, ready_s, partial(self._backward, layer, is_last=batch == last))
         return float(self._after(ready_s).max())
 
+    def _dense(self) -> Traffic:
+        return dense_traffic(self._plan.placements[0], self._plan.workload, self._plan.level_codecs)
+
     def _after(self, ready_s: FloatArray) -> FloatArray:
         """[G]: when each rank has reduced the dense gradients and made the optimizer's step."""
         plan = self._plan
         dense = self._exchanges(
-            dense_traffic(plan.placements[0], plan.workload, plan.level_codecs),
+            self._dense(),
             dense_coding(plan.cluster.sizes, plan.workload, plan.level_codecs),
         )
         ready_s = dense.hops(Op.DENSE_REDUCE_SCATTER, ready_s, inwards=False)
@@ -243,13 +321,14 @@ class _Walk:
         chunks = self._plan.schedule.chunks
         rows = [one / chunks for one in expected_rows(placement, gating)]
         served, held = served_copies(placement, gating).sum(axis=1), placement.holds.sum(axis=1)
+        traffic = token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs)
+        between = {key.op: self._once(key.op, sent) for key, sent in traffic.items() if self._shares_links and key.level == 0}
+        coding = token_coding(placement, workload, rows, codecs, gating) | copy_coding(placement, workload, codecs)
         return _Layer(
             residency=layers.group.residency,
             expert_s=self._compute.expert_s(served / chunks, held),
-            exchanges=self._exchanges(
-                token_traffic(placement, workload, rows, codecs) | copy_traffic(placement, workload, codecs),
-                token_coding(placement, workload, rows, codecs, gating) | copy_coding(placement, workload, codecs),
-            ),
+            exchanges=self._exchanges(traffic, coding),
+            between=between,
         )
 
     def _exchanges(self, traffic: Traffic, coding: Coding) -> Exchanges:
@@ -257,6 +336,16 @@ class _Walk:
             pairs={key: pairs_of(self._network, key, sent) for key, sent in traffic.items() if sent.any()},
             coding_s=coded_ranks_s(self._plan.cluster.gpu, coding, self._plan.level_codecs),
         )
+
+
+def _joined(*parts: Between) -> Between:
+    """One after the other."""
+    links: dict[int, tuple[float, int]] = {}
+    for part in parts:
+        for link, held_s, messages in part.links:
+            before_s, before = links.get(link, (0.0, 0))
+            links[link] = before_s + held_s, max(before, messages)
+    return Between(sum(part.seconds for part in parts), tuple((link, *links[link]) for link in sorted(links)))
 
 
 def pairs_of(network: Network, key: OpLevel, sent: FloatArray) -> Pairs:

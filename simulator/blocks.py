@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from hybridep.errors import UserError
 from hybridep.plan import PlacedLayers, Plan
 from hybridep.routing import Routing
 from hybridep.shares import site_shares
+from hybridep.topology import Cluster
 from hybridep.traffic import (
     DENSE,
     Direct,
@@ -36,7 +37,7 @@ from simulator.errors import SimulationError
 from simulator.fabric import Fabric
 from simulator.mixnet import CircuitController
 from simulator.precision import Precision, busiest_inside, mean_between_sites, most_of_site
-from simulator.sent import Sent, compact, dense
+from simulator.sent import Sent, compact, dense, spread
 from simulator.symmetry import Exchange, no_symmetry, symmetry
 from simulator.token_exchange import Route, TokenExchange
 from simulator.wiring import Wiring
@@ -74,87 +75,135 @@ class Block(NamedTuple):
     """[regions, nodes of one, again]: those that its flows use."""
 
 
+class Place(NamedTuple):
+    """Where the ranks and sites of a plan are in the cluster that is simulated: the same, unless the plan is one of several
+    stages."""
+
+    cluster: Cluster
+    ranks: IntArray
+    """Of the cluster, in the plan's order."""
+    sites: IntArray
+
+    @staticmethod
+    def everywhere(cluster: Cluster) -> Place:
+        """Of a plan for the whole cluster."""
+        return Place(cluster, np.arange(cluster.num_gpus), np.arange(cluster.sizes[0]))
+
+    def each(self, values: FloatArray) -> FloatArray:
+        """[ranks of the cluster] of [ranks of the plan]; 0 elsewhere."""
+        if self.ranks.size == self.cluster.num_gpus:
+            return values
+        found = np.zeros(self.cluster.num_gpus)
+        found[self.ranks] = values
+        return found
+
+    def sent(self, level: int, sent: Sent) -> Sent:
+        """[ranks of the cluster, coordinates of the level] of [ranks of the plan, ...]."""
+        if self.ranks.size == self.cluster.num_gpus:
+            return sent
+        size = self.cluster.sizes[level]
+        return spread(sent, self.ranks, self.sites if level == 0 else np.arange(size), (self.cluster.num_gpus, size))
+
+
 class Blocks:
     """Of one step, as `simulator.training.step_program` has its arguments; each is made when it is asked for, or once where
-    layers do not differ."""
+    layers do not differ. What all of them send is known first, then over which fabric (`join`)."""
+
+    fabric: Fabric
+    reduction: Block
+    """Of the dense gradients."""
 
     def __init__(
         self,
         plan: Plan,
-        engine: Engine,
         wiring: Wiring,
         routing: Routing | None,
         precision: Precision,
         conditions: Conditions,
         start_s: float,
         exchange: TokenExchange,
+        place: Place | None = None,
     ) -> None:
         self._plan = plan
         self._routing = routing
         self._exchange = exchange
+        self._place = place or Place.everywhere(plan.cluster)
+        whole = self._place.cluster
         self.chunks = plan.schedule.chunks if exchange.chunks is None else exchange.chunks
         """Parts in which tokens travel; their flows and computation are those of one part."""
         self._one_of_site = precision.one_rank_per_site
         self.controller = CircuitController(wiring) if wiring.inside.mixnet is not None else None
         # Ranks that share processors queue for them instead: `messages_s`.
-        self._jitter_s = plan.cluster.gpu.jitter if plan.cluster.processors is None else 0.0
+        self._jitter_s = whole.gpu.jitter if whole.processors is None else 0.0
         if self.controller is not None and exchange.route is Route.DIRECT:
             raise SimulationError("route direct: circuits of a MixNet are for exchanges hop by hop")
         workload, of_ranks = plan.workload, plan.cluster.of_ranks
-        self._slowdown = self._most(conditions.slowdown(plan.cluster, start_s))
-        if plan.cluster.processors is not None:
+        self._slowdown = self._most(conditions.slowdown(whole, start_s)[self._place.ranks])
+        if whole.processors is not None:
             # All figures are those of a rank while all compute.
-            self._slowdown = self._slowdown * (plan.cluster.processors / plan.cluster.num_gpus)
+            self._slowdown = self._slowdown * (whole.processors / whole.num_gpus)
         rates, shares = of_ranks(lambda gpu: gpu.throughput), site_shares(plan.cluster, workload)
         # Seconds that a FLOP of a rank with the mean number of tokens stands for.
         each_s = np.repeat(shares, plan.cluster.num_gpus // shares.size) / rates
-        self.pre_expert_s = self._slowdown * (workload.pre_expert_flops * each_s + of_ranks(lambda gpu: gpu.block_overhead))
-        self.head_s = self._slowdown * (workload.head_flops * each_s + of_ranks(lambda gpu: gpu.pass_overhead))
-        self.optimizer_s = self._most(self._optimizer())
-        reduction = dense_traffic(plan.placements[0], workload, plan.level_codecs)
-        reduction_coding_s = self._seconds(self._reduction_coding())
-        expected = {}
+        overhead_s, pass_s = of_ranks(lambda gpu: gpu.block_overhead), of_ranks(lambda gpu: gpu.pass_overhead)
+        self.pre_expert_s = self._place.each(self._slowdown * (workload.pre_expert_flops * each_s + overhead_s))
+        self.head_s = self._place.each(self._slowdown * (workload.head_flops * each_s + pass_s))
+        self.optimizer_s = self._place.each(self._most(self._optimizer()))
+        sent = dense_traffic(plan.placements[0], workload, plan.level_codecs)
+        self._reduction = {key: self._place.sent(key.level, sent.pop(key)) for key in list(sent)}
+        self._reduction_coding_s = self._seconds(self._reduction_coding())
         # Shares of routes over trunks are not compared where rows go directly; circuits join some nodes and not others.
         comparable = exchange.route is Route.HOPS or wiring.wan is None
-        in_step = not conditions.compute_jitter and plan.cluster.processors is None
+        in_step = not conditions.compute_jitter and whole.processors is None
         is_expected = routing is None and in_step and self.controller is None
         if self._one_of_site and not (is_expected and exchange.route is Route.HOPS):
             raise UserError(
                 "one_rank_per_site: only where tokens go as expected, hop by hop; leave it out with recorded or drawn routing, "
                 "compute_jitter, ranks that share processors, a MixNet, and systems other than baselines and pipeline"
             )
-        if is_expected and comparable:
-            for layers in plan.placed:
-                expected[layers.first_layer] = self._traffic(layers, None)
-            all_coding_s = (reduction_coding_s, *(one.coding_s for one in expected.values()))
-            coding_s = [each for by_key in all_coding_s for each in by_key.values()]
-            alike = symmetry(
-                wiring,
-                [Exchange(key.level, sent) for one in expected.values() for key, sent in one.traffic.items() if key.op in _OUT]
-                + [Exchange(key.level, sent) for key, sent in reduction.items() if key.op is Op.DENSE_REDUCE_SCATTER],
-                [
-                    self.optimizer_s,
-                    *(one.expert_s for one in expected.values()),
-                    *(part for each in coding_s for part in each),
-                    self.pre_expert_s,
-                    self.head_s,
-                ],
-                LinkFactors(conditions, wiring.link_names).traits if conditions.of_links else None,
-                [pairs for one in expected.values() for op, pairs in one.direct.items() if op in _OUT],
-            )
-        else:
-            alike = no_symmetry(wiring)
-        self.fabric = Fabric(engine, alike, precision.tolerance, conditions, plan.schedule.streams)
-        self._expected = {first: self._block_of(sent) for first, sent in expected.items()}
+        self.comparable = is_expected and comparable
+        """Whether ranks that must do the same can be told from what is known beforehand."""
+        self._expected_sent: dict[int, _LayerSent] = {}
+        if self.comparable:
+            self._expected_sent = {layers.first_layer: self._traffic(layers, None) for layers in plan.placed}
+        self._expected: dict[int, Block] = {}
+
+    def exchanges(self) -> list[Exchange]:
+        """All that layers exchange hop by hop, and what reduces the dense gradients; not what is the reverse of others."""
+        of_layers = [one.traffic for one in self._expected_sent.values()]
+        found = [Exchange(key.level, sent) for traffic in of_layers for key, sent in traffic.items() if key.op in _OUT]
+        first = [item for item in self._reduction.items() if item[0].op is Op.DENSE_REDUCE_SCATTER]
+        return found + [Exchange(key.level, sent) for key, sent in first]
+
+    def computations_s(self) -> list[FloatArray]:
+        """[ranks of the cluster] each."""
+        coding_s = [self._reduction_coding_s, *(one.coding_s for one in self._expected_sent.values())]
+        return [
+            self.optimizer_s,
+            *(one.expert_s for one in self._expected_sent.values()),
+            *(part for by_key in coding_s for each in by_key.values() for part in each),
+            self.pre_expert_s,
+            self.head_s,
+        ]
+
+    def direct(self) -> list[Direct]:
+        """What layers exchange straight between ranks."""
+        return [pairs for one in self._expected_sent.values() for op, pairs in one.direct.items() if op in _OUT]
+
+    def join(self, fabric: Fabric) -> None:
+        """From now on transfers are this fabric's."""
+        self.fabric = fabric
+        self._expected = {first: self._block_of(sent) for first, sent in self._expected_sent.items()}
+        self._expected_sent.clear()
         # One after the other: at thousands of sites each takes hundreds of megabytes.
+        reduction = self._reduction
         flows = {key: made for key in list(reduction) for made in self._flows({key: reduction.pop(key)}).values()}
-        self.reduction = Block(flows=flows, expert_s=self._slowdown, coding_s=reduction_coding_s)
-        """Of the dense gradients."""
+        self.reduction = Block(flows=flows, expert_s=self._slowdown, coding_s=self._reduction_coding_s)
 
     def messages_s(self, key: OpLevel, flows: Flows) -> FloatArray:
         """[ranks] of a processor for an exchange's messages, where ranks share processors: further messages and jitter were
         measured with all ranks at it, who then wait for nothing but processors."""
-        cluster = self._plan.cluster
+        cluster = self._place.cluster
         if cluster.processors is None:
             return np.zeros(cluster.num_gpus)
         per_site = cluster.num_gpus // cluster.sizes[0]
@@ -163,7 +212,8 @@ class Blocks:
         jittered = np.zeros(cluster.num_gpus, dtype=np.bool_)
         jittered[flows.source[is_jittered]] = jittered[flows.destination[is_jittered]] = True
         further = np.maximum(np.bincount(flows.source, minlength=cluster.num_gpus) - 1, 0)
-        return np.asarray(self._slowdown * (further * cluster.gpu.message_overhead + jittered * cluster.gpu.jitter))
+        slowdown = self._place.each(self._slowdown)
+        return np.asarray(slowdown * (further * cluster.gpu.message_overhead + jittered * cluster.gpu.jitter))
 
     def of(self, layer: int, layers: PlacedLayers, micro_batch: int) -> Block:
         if self._routing is None:
@@ -192,7 +242,7 @@ class Blocks:
         computed = served_copies(placement, layers.gating, choices).sum(axis=1)
         products_s = computed * workload.expert_flops_per_row / cluster.of_ranks(lambda gpu: gpu.expert_flops_per_s) / chunks
         held_s = placement.holds.sum(axis=1) * cluster.of_ranks(lambda gpu: gpu.expert_overhead)
-        expert_s = (products_s + held_s) * self._slowdown
+        expert_s = self._place.each(self._most((products_s + held_s) * self._slowdown))
         coding: Coding = {}
         if gpu.coding is not None:
             if self._exchange.route is Route.DIRECT:
@@ -204,20 +254,20 @@ class Blocks:
             coding = tokens | copy_coding(placement, workload, codecs)
         coding_s = self._seconds(coding)
         if self.controller is not None or choices is not None:
-            return _LayerSent(traffic | copy_traffic(placement, workload, codecs), direct, expert_s, coding_s)
+            traffic |= copy_traffic(placement, workload, codecs)
+            moved = {key: self._place.sent(key.level, sent) for key, sent in traffic.items()}
+            return _LayerSent(moved, direct, expert_s, coding_s)
         # One after the other: at thousands of sites each of these arrays takes hundreds of megabytes.
-        sent = {key: compact(self._of_site(key.level, traffic.pop(key))) for key in list(traffic)}
+        sent = {key: self._of_site(key.level, traffic.pop(key)) for key in list(traffic)}
         copies = copy_traffic(placement, workload, codecs)
-        sent |= {key: compact(self._of_site(key.level, copies.pop(key))) for key in list(copies)}
-        return _LayerSent(
-            sent, direct, self._most(expert_s), {key: Coded(*map(self._most, one)) for key, one in coding_s.items()}
-        )
+        sent |= {key: self._of_site(key.level, copies.pop(key)) for key in list(copies)}
+        return _LayerSent(sent, direct, expert_s, coding_s)
 
-    def _of_site(self, level: int, sent: FloatArray) -> FloatArray:
-        if not self._one_of_site:
-            return sent
-        cluster = self._plan.cluster
-        return mean_between_sites(cluster, sent) if level == 0 else busiest_inside(cluster, level, sent)
+    def _of_site(self, level: int, sent: FloatArray) -> Sent:
+        if self._one_of_site:
+            cluster = self._plan.cluster
+            sent = mean_between_sites(cluster, sent) if level == 0 else busiest_inside(cluster, level, sent)
+        return self._place.sent(level, compact(sent))
 
     def _most(self, each_s: FloatArray) -> FloatArray:
         return most_of_site(self._plan.cluster, each_s) if self._one_of_site else each_s
@@ -232,7 +282,8 @@ class Blocks:
         for key, coded in coding.items():
             speed = speed_of(gpu.coding, self._plan.level_codecs, key) if gpu.coding is not None else None
             if speed is not None:
-                found[key] = Coded(coded.encoded / speed.encode * self._slowdown, coded.decoded / speed.decode * self._slowdown)
+                both = coded.encoded / speed.encode * self._slowdown, coded.decoded / speed.decode * self._slowdown
+                found[key] = Coded(*(self._place.each(self._most(one)) for one in both))
         if self._exchange.route is Route.DIRECT:
             # One exchange over all levels.
             for key in [key for key in found if key.level > 0 and key.op in _ROWS]:
@@ -284,3 +335,30 @@ class Blocks:
         size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
         rates = self._plan.cluster.of_ranks(lambda gpu: gpu.memory_bandwidth)
         return np.asarray(size_bytes / rates * self._slowdown, dtype=np.float64)
+
+
+def fabric_of(
+    blocks: Sequence[Blocks],
+    engine: Engine,
+    wiring: Wiring,
+    precision: Precision,
+    conditions: Conditions,
+    streams: Mapping[str, int],
+    between: Sequence[Exchange] = (),
+    passed: Sequence[Direct] = (),
+) -> Fabric:
+    """The network that all these share, with ranks that must do the same in it once, where that can be told. ``between`` and
+    ``passed``: what travels beside, hop by hop and straight."""
+    alike = no_symmetry(wiring)
+    if all(one.comparable for one in blocks) and not (passed and wiring.wan is not None):
+        alike = symmetry(
+            wiring,
+            [*(exchange for one in blocks for exchange in one.exchanges()), *between],
+            [each_s for one in blocks for each_s in one.computations_s()],
+            LinkFactors(conditions, wiring.link_names).traits if conditions.of_links else None,
+            [*(pairs for one in blocks for pairs in one.direct()), *passed],
+        )
+    fabric = Fabric(engine, alike, precision.tolerance, conditions, streams)
+    for one in blocks:
+        one.join(fabric)
+    return fabric

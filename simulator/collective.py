@@ -55,6 +55,10 @@ class Operation:
     """A computation beside the rank's own chain; only shown."""
     priority: int = 0
     """An exchange gets what those of lower numbers leave on the links."""
+    ranks: BoolArray | None = None
+    """[ranks] that take part; None for all. The others are never in it, and nothing of theirs waits for it."""
+    pause: bool = False
+    """A computation that takes no processor."""
     name: str = ""
     """Where in the step ("layer 3, micro-batch 0"); only shown."""
 
@@ -68,18 +72,37 @@ class Program:
     """That all ranks share, taking turns; None where each has its own."""
     operations: list[Operation] = field(default_factory=list)
 
-    def compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "", *, beside: bool = False) -> int:
+    def compute(
+        self,
+        label: str,
+        seconds: FloatArray,
+        after: Sequence[int],
+        name: str = "",
+        *,
+        beside: bool = False,
+        ranks: BoolArray | None = None,
+        pause: bool = False,
+    ) -> int:
         """Add a computation of `seconds` [ranks]; return its position."""
         if seconds.shape != (self.num_ranks,) or not (np.isfinite(seconds).all() and (seconds >= 0).all()):
             raise SimulationError(f"{label} {name}: needs {self.num_ranks} finite durations that are not negative")
-        return self._add(Operation(label=label, after=tuple(after), seconds=seconds, name=name, beside=beside))
+        made = Operation(label=label, after=tuple(after), seconds=seconds, name=name, beside=beside, ranks=ranks, pause=pause)
+        return self._add(made)
 
     def exchange(
-        self, label: str, flows: Flows, after: Sequence[int], name: str = "", *, level: int | None = None, priority: int = 0
+        self,
+        label: str,
+        flows: Flows,
+        after: Sequence[int],
+        name: str = "",
+        *,
+        level: int | None = None,
+        priority: int = 0,
+        ranks: BoolArray | None = None,
     ) -> int:
-        """Add an exchange; return its position."""
-        operation = Operation(label=label, after=tuple(after), flows=flows, level=level, name=name, priority=priority)
-        return self._add(operation)
+        """Add an exchange, between no others than those `ranks`; return its position."""
+        made = Operation(label=label, after=tuple(after), flows=flows, level=level, name=name, priority=priority, ranks=ranks)
+        return self._add(made)
 
     def _add(self, operation: Operation) -> int:
         position = len(self.operations)
@@ -97,7 +120,7 @@ class Execution:
     """When each rank was in each operation."""
 
     start_s: FloatArray
-    """[operations, ranks]: when the rank entered, its dependencies finished."""
+    """[operations, ranks]: when the rank entered, its dependencies finished; 0 where it takes no part."""
     end_s: FloatArray
     """[operations, ranks]: when the rank left."""
     gate: IntArray
@@ -156,20 +179,24 @@ class _Executor:
         self._start_s = np.zeros(shape)
         self._end_s = np.zeros(shape)
         self._gate = np.tile(np.arange(self._num_ranks), (shape[0], 1))
-        self._waits_for = np.zeros(shape, dtype=np.int64)
+        self._waits_for = np.zeros(shape, dtype=np.int32)
         self._followers: list[list[int]] = [[] for _ in self._operations]
+        self._unfinished = 0
         for position, operation in enumerate(self._operations):
-            self._waits_for[position] = len(set(operation.after))
             for earlier in set(operation.after):
+                others = self._operations[earlier].ranks
+                self._waits_for[position] += 1 if others is None else others
                 self._followers[earlier].append(position)
+            self._unfinished += self._num_ranks if operation.ranks is None else int(operation.ranks.sum())
+        self._in_all = self._unfinished
         self._exchanges: dict[int, _Exchange] = {}
-        self._unfinished = len(self._operations) * self._num_ranks
 
     def run(self) -> Execution:
-        everybody = np.arange(self._num_ranks)
         for position, operation in enumerate(self._operations):
-            if not operation.after:
-                self._enter(position, everybody)
+            at_once = self._waits_for[position] == 0
+            ranks = np.flatnonzero(at_once if operation.ranks is None else at_once & operation.ranks)
+            if ranks.size:
+                self._enter(position, ranks)
         self._await_change()
         self._engine.run()
         if self._unfinished:
@@ -177,7 +204,7 @@ class _Executor:
         return Execution(start_s=self._start_s, end_s=self._end_s, gate=self._gate)
 
     def _tell(self, progress: Progress) -> None:
-        done = 1 - self._unfinished / self._end_s.size
+        done = 1 - self._unfinished / self._in_all
         if int(1000 * done) > self._told:
             self._told = int(1000 * done)
             progress(done)
@@ -198,7 +225,7 @@ class _Executor:
         operation = self._operations[position]
         if operation.seconds is not None:
             seconds = operation.seconds[ranks]
-            if self._turns is not None:
+            if self._turns is not None and not operation.pause:
                 for rank, duration_s in zip(ranks.tolist(), seconds.tolist(), strict=True):
                     done = partial(self._leave, position, np.array([rank]))
                     self._turns.compute(rank, duration_s, done, beside=operation.beside)
@@ -213,13 +240,14 @@ class _Executor:
         exchange = self._exchanges.get(position)
         if exchange is None:
             transfers, members = flows.by_rank
-            transfers = replace(transfers, priority=self._operations[position].priority)
+            operation = self._operations[position]
+            transfers = replace(transfers, priority=operation.priority)
             exchange = self._exchanges[position] = _Exchange(
                 batch=self._network.prepare(transfers, partial(self._arrived, position, flows, members)),
                 entered=np.zeros(self._num_ranks, dtype=np.bool_),
                 idle=np.ones(self._num_ranks, dtype=np.bool_),
                 waiting=np.arange(flows.source.size),
-                ranks_inside=self._num_ranks,
+                ranks_inside=self._num_ranks if operation.ranks is None else int(operation.ranks.sum()),
             )
             exchange.idle[members] = False
         exchange.entered[ranks] = True
@@ -257,5 +285,8 @@ class _Executor:
             waits_for = self._waits_for[follower]
             waits_for[ranks] -= 1
             ready = ranks[waits_for[ranks] == 0]
+            takes_part = self._operations[follower].ranks
+            if takes_part is not None:
+                ready = ready[takes_part[ready]]
             if ready.size:
                 self._enter(follower, ready)

@@ -1,18 +1,14 @@
-"""Pipeline parallelism over sites: stages of layers at groups of sites, expert parallelism inside each stage.
+"""Pipeline parallelism over sites: stages of layers at groups of sites, each placed by a plan of its own.
 
-What is composed: every stage by itself is simulated as a step of its own (``simulator.stages``), which gives the time of each of
-its passes over a micro-batch, of its copies, and of what follows its last micro-batch. A second simulation has a rank per stage
-that does these passes in the order of 1F1B (PipeDream-Flush; Narayanan et al., ICML 2021, and Megatron-LM, SC 2021), and all
-transfers between stages as flows over the whole cluster's links: from every rank the activations of its tokens to the rank at
-the same place of the next stage, and their gradients back, exact and without codecs. They run beside computation, one
-micro-batch after the other in each direction, and share links with each other, also those of the next pair of stages. Where
-links are slow a stage may run further ahead than 1F1B does, which takes memory (``ahead``).
+All ranks of all stages are simulated together, over the links of the whole cluster: each stage's passes in the order of 1F1B
+(PipeDream-Flush; Narayanan et al., ICML 2021, and Megatron-LM, SC 2021) or further ahead (``PipelinePlan.ahead``), exactly as
+``simulator.training`` has them without stages; and between stages, from every rank straight to those that go on with its
+sequences, activations and their gradients as flows beside all others. They leave one micro-batch after the other in each
+direction, while the rank computes on. A later stage's copies of a step set out when the step begins, and their gradients leave
+after its last backward, as in the runtime.
 
-What that leaves out in the pipeline's favour: activations and a stage's own exchanges do not slow each other where they use the
-same links, which counts for stages of several sites (inside a site activations are next to nothing); nor do two stages' own
-exchanges on trunks that both use. Gradients of tied embeddings are not summed over the two ends. Against it: the ranks of a stage
-begin a pass together, when the last of them can, and every stage pays the fixed cost of a pass. Interleaved schedules are not
-simulated; ``bubble_s`` is what they could save at most.
+Gradients of tied embeddings are not summed over the two ends. Interleaved schedules are not simulated; ``bubble_s`` is what they
+could save at most.
 """
 
 from __future__ import annotations
@@ -26,23 +22,31 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.baselines import Baseline
-from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, alike, order_of_passes, pipeline_link_bytes
+from hybridep.config import build
+from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, Ways, order_of_passes
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
-from simulator.collective import Execution, Flows, Program, execute
+from hybridep.topology import Cluster, only_sites
+from hybridep.traffic import Direct
+from simulator.arrays import BoolArray, FloatArray
+from simulator.blocks import Blocks, Place, fabric_of
+from simulator.collective import Flows, Program, Progress
 from simulator.conditions import Conditions
-from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
 from simulator.errors import PipelineError
 from simulator.fabric import Fabric
 from simulator.precision import EXACTLY, Precision
-from simulator.stages import Stage, cut, routing_of, timed
-from simulator.step import LinkLoad, StepResult, simulate_step
-from simulator.symmetry import no_symmetry
+from simulator.stages import Stage, cut, routing_of, time_stages
+from simulator.stages_apart import busiest_s, run_stages, without_transfers_s
+from simulator.step import LinkLoad, StepResult, run
+from simulator.symmetry import Exchange
+from simulator.token_exchange import TokenExchange
+from simulator.training import MESSAGES, Passes, jitter_of
 from simulator.wiring import wiring
 
-GATHER, FORWARD, BACKWARD = "stage_gather", "stage_forward", "stage_backward"
+WAIT = "stage_wait"
+"""For what comes from another stage, after a stage's own passes."""
 
 _GAIN = 1e-3
 """Running further ahead must save more than this share of the step."""
@@ -54,79 +58,62 @@ for none that takes less than a micro-batch."""
 INSIDE = (Baseline.EP, Baseline.EP_IN_DC)
 """Placements of experts inside a stage: over all its ranks, or inside each site with data parallelism across."""
 
+_TOGETHER = 3
+"""Candidates that are simulated with all ranks together, the fastest by their stages apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStep:
     """One step of a pipeline, and where its time goes: the three parts sum to it."""
 
     plan: PipelinePlan
+    result: StepResult
+    """Of all ranks."""
     stages: tuple[Stage, ...]
-    program: Program
-    """Its ranks are the stages."""
-    execution: Execution
+    """By themselves."""
     without_transfers_s: float
-    """What the step would take if activations moved at once."""
-    activation_bytes: float
-    """Between stages, both ways, all ranks together."""
+    """What the step would take if activations moved at once, and stages shared no links with them."""
 
     @property
     def step_s(self) -> float:
-        """Until the last stage is done."""
-        return self.execution.makespan_s
+        """Until the last rank is done."""
+        return self.result.step_s
 
     @cached_property
     def work_s(self) -> float:
-        """The busiest stage's own passes, exchanges and optimizer."""
-        return _busiest_s(self.stages)
+        """The busiest stage's own passes, exchanges and optimizer, by itself."""
+        return min(busiest_s(self.stages), self.step_s)
 
     @property
     def bubble_s(self) -> float:
         """What stages that wait for each other add to that: filling and draining, and stages of different speed."""
-        return self.without_transfers_s - self.work_s
+        return min(max(self.without_transfers_s, self.work_s), self.step_s) - self.work_s
 
     @property
     def transfers_s(self) -> float:
-        """What the activations' way adds to both."""
-        return self.step_s - self.without_transfers_s
+        """What the activations' way adds to both, with what they and stages' own exchanges do to each other."""
+        return self.step_s - self.work_s - self.bubble_s
+
+    @property
+    def activation_bytes(self) -> float:
+        """Between stages, both ways, all ranks together."""
+        ways = [self.plan.ways(stage) for stage in range(len(self.stages) - 1)]
+        sequences = sum(int(way.number.sum()) for way in ways)
+        return 2.0 * self.plan.micro_batches * sequences * self.plan.sequence_bytes
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by kind of operation along the critical path."""
-        return seconds_by_label(self.program, self.execution)
+        return self.result.parts
 
     def spans(self) -> Iterator[Span]:
-        """The timeline: a process per stage, with rows for its passes and for what it sends forward and back."""
-        for position, operation in enumerate(self.program.operations):
-            start_s, end_s = self.execution.start_s[position], self.execution.end_s[position]
-            if operation.flows is None:
-                if operation.label in (ACTIVATIONS, GRADIENTS):
-                    continue
-                stage, row = int(end_s.argmax()) if operation.seconds is None else int(np.argmax(operation.seconds)), "passes"
-            else:
-                stage, row = int(operation.flows.source[0]), f"sends {operation.label}"
-            yield Span(
-                name=f"{operation.label} ({operation.name})" if operation.name else operation.label,
-                category=operation.label,
-                process=f"stage {stage}: {', '.join(self.plan.stages[stage].sites)}",
-                thread=row,
-                start_s=float(start_s[stage]),
-                duration_s=float(end_s[stage] - start_s[stage]),
-            )
+        """The timeline, as of a step without stages."""
+        return self.result.spans()
 
     @property
     def busiest_link(self) -> LinkLoad:
-        """The link that comes nearest to its capacity, with what stages exchange inside and between them; ``busy_s`` as if it
-        were always full."""
-        loads_bytes = pipeline_link_bytes(self.plan)
-        rates = np.array([link.bandwidth_bytes_per_s for link in self.plan.cluster.link_table])
-        busy_s = loads_bytes / rates
-        most = int(busy_s.argmax())
-        return LinkLoad(
-            name=self.plan.cluster.link_table[most].name,
-            size_bytes=float(loads_bytes[most]),
-            load=float(busy_s[most] / self.step_s),
-            busy_s=float(busy_s[most]),
-        )
+        """The link that comes nearest to its capacity, with what stages exchange inside and between them."""
+        return self.result.busiest_link
 
     @property
     def choice(self) -> str:
@@ -145,8 +132,9 @@ def fastest_pipeline(
     conditions: Conditions | None = None,
 ) -> PipelineStep:
     """The fastest of all numbers of stages from 2 that divide the sites and leave each stage a layer with experts, of both
-    placements inside, and of running further ahead while that pays; arguments as `pipeline_step`. Raises PipelineError where
-    there is none."""
+    placements inside, and of running further ahead while that pays: compared with stages apart, and the best few with all ranks
+    together. Arguments as `pipeline_step`. Raises PipelineError where there is none, and for links or computation that vary
+    within a step."""
     sites = plan.cluster.sizes[0]
     candidates: list[tuple[PipelinePlan, list[Stage]]] = []
     why = f"{plan.cluster.name} has one site"
@@ -157,26 +145,35 @@ def fastest_pipeline(
                 candidates.append((pipeline, time_stages(pipeline, routing, precision, conditions)))
             except PipelineError as error:
                 why = str(error)
-    found: PipelineStep | None = None
-    for pipeline, made in sorted(candidates, key=lambda one: _busiest_s(one[1])):
-        best_s = math.inf
-        for ahead in AHEAD:
-            # No schedule is faster than the busiest stage by itself.
-            if found is not None and _busiest_s(made) >= found.step_s:
-                break
-            step = run_stages(running_ahead(pipeline, ahead), made, precision, conditions)
-            if found is None or step.step_s < found.step_s:
-                found = step
-            if step.step_s > best_s * (1 - _GAIN):
-                break
-            best_s = step.step_s
-    if found is None:
+    if not candidates:
         raise PipelineError(f"pipeline: no number of stages from 2 fits; {why}")
-    return found
+    found: list[tuple[float, PipelinePlan, list[Stage]]] = []
+    for pipeline, made in sorted(candidates, key=lambda one: busiest_s(one[1])):
+        for apart_s, ahead in _apart(pipeline, made, precision, conditions):
+            found.append((apart_s, running_ahead(pipeline, ahead), made))
+    best: PipelineStep | None = None
+    for apart_s, pipeline, made in sorted(found, key=lambda one: one[0])[:_TOGETHER]:
+        # Sharing links with others makes no stage faster.
+        if best is not None and apart_s >= best.step_s:
+            break
+        step = _together(pipeline, made, routing, precision, conditions)
+        if best is None or step.step_s < best.step_s:
+            best = step
+    assert best is not None
+    return best
 
 
-def _busiest_s(stages: Sequence[Stage]) -> float:
-    return max(stage.busy_s for stage in stages)
+def _apart(
+    pipeline: PipelinePlan, stages: list[Stage], precision: Precision, conditions: Conditions | None
+) -> Iterator[tuple[float, int]]:
+    """(Seconds of a step with stages apart, how far ahead), while running further ahead pays."""
+    best_s = math.inf
+    for ahead in AHEAD:
+        step_s = run_stages(running_ahead(pipeline, ahead), stages, precision, conditions).step_s
+        yield step_s, ahead
+        if step_s > best_s * (1 - _GAIN):
+            break
+        best_s = step_s
 
 
 def pipeline_step(
@@ -201,10 +198,13 @@ def simulate_pipeline(
     routing: Routing | None = None,
     precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
+    progress: Progress | None = None,
 ) -> PipelineStep:
     """One step of a pipeline plan. routing: (MoE layer, micro-batch) -> [G, T, K] expert ids of a step without stages; tokens
-    keep their choices wherever they are computed. Raises PipelineError for links or computation that vary within a step."""
-    return run_stages(pipeline, time_stages(pipeline, routing, precision, conditions), precision, conditions)
+    keep their choices wherever they are computed. progress: told how much of the step is simulated. Raises PipelineError for
+    links or computation that vary within a step."""
+    stages = time_stages(pipeline, routing, precision, conditions)
+    return _together(pipeline, stages, routing, precision, conditions, progress)
 
 
 def running_ahead(pipeline: PipelinePlan, ahead: int) -> PipelinePlan:
@@ -214,140 +214,188 @@ def running_ahead(pipeline: PipelinePlan, ahead: int) -> PipelinePlan:
     return pipeline.model_copy(update={"ahead": ahead})
 
 
-def time_stages(
+def _together(
     pipeline: PipelinePlan,
-    routing: Routing | None = None,
-    precision: Precision = EXACTLY,
-    conditions: Conditions | None = None,
-) -> list[Stage]:
-    """Each stage by itself; arguments and errors as `simulate_pipeline`."""
-    settled = conditions or Conditions()
-    if settled.of_links or settled.compute_jitter:
-        raise PipelineError("pipeline: not simulated with links or computation that vary; leave out changes, trace and jitters")
+    stages: Sequence[Stage],
+    routing: Routing | None,
+    precision: Precision,
+    conditions: Conditions | None,
+    progress: Progress | None = None,
+) -> PipelineStep:
+    conditions = conditions or Conditions()
+    cluster, engine, wires = pipeline.cluster, Engine(), wiring(pipeline.cluster)
+    blocks = []
+    for number, plan in enumerate(_own_plans(pipeline)):
+        ranks = pipeline.ranks[number]
+        place = Place(cluster, ranks, np.unique(ranks // (cluster.num_gpus // cluster.sizes[0])))
+        choices = routing_of(pipeline, routing, number)
+        blocks.append(Blocks(plan, wires, choices, precision, conditions, 0.0, TokenExchange(), place))
+    ways = [pipeline.ways(stage) for stage in range(len(pipeline.stages) - 1)]
+    between = [_Between.of(pipeline, way, precision, forward=forward) for forward in (True, False) for way in ways]
+    fabric = fabric_of(
+        blocks,
+        engine,
+        wires,
+        precision,
+        conditions,
+        pipeline.schedule.streams,
+        [Exchange(0, one.sent) for one in between if one.sent is not None],
+        [one.straight for one in between if one.straight is not None],
+    )
+    program = _Order(pipeline, blocks, between, fabric, conditions).build()
+    result = run(pipeline, program, engine, fabric, conditions, progress=progress)
+    without_s = without_transfers_s(stages, pipeline.ahead)
+    return PipelineStep(plan=pipeline, result=result, stages=tuple(stages), without_transfers_s=without_s)
 
-    def simulate(one: Plan, choices: Routing | None) -> StepResult:
-        return simulate_step(one, choices, precision, conditions)
 
-    known: dict[str, Stage] = {}
-    made: list[Stage] = []
-    for number, one in enumerate(pipeline.plans):
-        key = f"{number if routing is not None or settled.stragglers else ''} {alike(one)}"
-        if key not in known:
-            known[key] = timed(one, simulate, routing_of(pipeline, routing, number))
-        made.append(replace(known[key], plan=one))
+def _own_plans(pipeline: PipelinePlan) -> list[Plan]:
+    """Of each stage, with ranks as fast as they are while those of all stages compute."""
+    if pipeline.cluster.processors is None:
+        return list(pipeline.plans)
+    made = []
+    for stage, plan in zip(pipeline.stages, pipeline.plans, strict=True):
+        data = plan.model_dump(mode="json") | {"cluster": only_sites(pipeline.cluster, stage.sites), "workload": plan.workload}
+        made.append(build(Plan, data, "stage"))
     return made
 
 
-def run_stages(
-    pipeline: PipelinePlan,
-    stages: Sequence[Stage],
-    precision: Precision = EXACTLY,
-    conditions: Conditions | None = None,
-) -> PipelineStep:
-    """The stages' passes in the plan's order, with activations between them."""
-    conditions = conditions or Conditions()
-    engine = Engine()
-    fabric = Fabric(engine, no_symmetry(wiring(pipeline.cluster)), precision.tolerance, conditions, pipeline.schedule.streams)
-    forth, back = (_between(fabric, pipeline, down) for down in (True, False))
-    program, without_s = _Schedule(stages, forth, back, pipeline.ahead).build()
-    capacity = fabric.network.link_capacity_bytes_per_s * conditions.goodput
-    execution = execute(program, engine, fabric.network, iter([(0.0, capacity)]))
-    return PipelineStep(
-        plan=pipeline,
-        stages=tuple(stages),
-        program=program,
-        execution=execution,
-        without_transfers_s=without_s,
-        activation_bytes=pipeline.micro_batches * sum(float(way.flows.transfers.size_bytes.sum()) for way in [*forth, *back]),
-    )
+class _Between(NamedTuple):
+    """One micro-batch's transfers from a stage to the next, or back: from each rank to its like in other sites, or straight
+    between any two."""
+
+    sent: FloatArray | None
+    """[ranks, sites] bytes"""
+    straight: Direct | None
+
+    @staticmethod
+    def of(pipeline: PipelinePlan, ways: Ways, precision: Precision, *, forward: bool) -> _Between:
+        cluster = pipeline.cluster
+        per_site = cluster.num_gpus // cluster.sizes[0]
+        source, destination = (ways.source, ways.destination) if forward else (ways.destination, ways.source)
+        size_bytes = ways.number.astype(np.float64) * pipeline.sequence_bytes
+        if precision.one_rank_per_site:
+            total = np.zeros((cluster.sizes[0], cluster.sizes[0]))
+            np.add.at(total, (source // per_site, destination // per_site), size_bytes)
+            return _Between(np.repeat(total / per_site, per_site, axis=0), None)
+        if (source % per_site == destination % per_site).all():
+            sent = np.zeros((cluster.num_gpus, cluster.sizes[0]))
+            np.add.at(sent, (source, destination // per_site), size_bytes)
+            return _Between(sent, None)
+        return _Between(None, Direct(source, destination, size_bytes))
+
+    def flows(self, fabric: Fabric) -> Flows:
+        """Over the fabric."""
+        if self.sent is not None:
+            return fabric.flows(0, self.sent)
+        assert self.straight is not None
+        return fabric.direct(self.straight)
 
 
-class _Way(NamedTuple):
-    """One micro-batch's transfers from a stage to another."""
+class _Passing(NamedTuple):
+    """The same in the program's ranks."""
 
     flows: Flows
     """Until the bytes have left, so that the next can follow."""
-    latency_s: float
-    """Of the longest."""
+    pause_s: FloatArray
+    """[ranks of the program] until all has come."""
+    messages_s: FloatArray
+    """[ranks of the program] of a processor, where ranks share processors."""
 
 
-def _between(fabric: Fabric, pipeline: PipelinePlan, down: bool) -> list[_Way]:
-    """What each stage but the last sends to the next, or gets back from it."""
-    stage_of = np.zeros(pipeline.cluster.num_gpus, dtype=np.int64)
-    for stage, ranks in enumerate(pipeline.ranks):
-        stage_of[ranks] = stage
-    found = []
-    for stage in range(len(pipeline.stages) - 1):
-        ways = pipeline.ways(stage)
-        ends = (ways.source, ways.destination) if down else (ways.destination, ways.source)
-        flows = fabric.transfers(*ends, ways.number.astype(np.float64) * pipeline.sequence_bytes)
-        latency_s = flows.transfers.latency_s
-        transfers = replace(flows.transfers, latency_s=np.zeros(latency_s.size))
-        both = {"source": stage_of[flows.source], "destination": stage_of[flows.destination]}
-        found.append(_Way(replace(flows, transfers=transfers, **both), float(latency_s.max())))
-    return found
+class _Order:
+    """All stages' passes, and what passes between them, each after what it needs."""
 
-
-class _Schedule:
-    """All passes and transfers, each after what it needs; and when the last stage would be done if transfers took no time."""
-
-    def __init__(self, stages: Sequence[Stage], forth: list[_Way], back: list[_Way], ahead: int) -> None:
-        self._stages, self._forth, self._back, self._ahead = stages, forth, back, ahead
-        self._number = len(stages)
-        self._program = Program(num_ranks=self._number)
-        self._last: list[list[int]] = [[] for _ in stages]
-        """Of each stage, the end of its last pass."""
-        self._free_s = [0.0] * self._number
-        """Of each stage, without transfers: when it has ended that."""
+    def __init__(
+        self,
+        pipeline: PipelinePlan,
+        blocks: Sequence[Blocks],
+        between: Sequence[_Between],
+        fabric: Fabric,
+        conditions: Conditions,
+    ) -> None:
+        self._pipeline, self._number = pipeline, len(pipeline.stages)
+        first = fabric.symmetry.first
+        stage_of = np.zeros(pipeline.cluster.num_gpus, dtype=np.int64)
+        for stage, ranks in enumerate(pipeline.ranks):
+            stage_of[ranks] = stage
+        self._members: list[BoolArray] = [stage_of[first] == stage for stage in range(self._number)]
+        self._program = Program(num_ranks=fabric.symmetry.num_kinds, processors=pipeline.cluster.processors)
+        self._nothing_s = np.zeros(self._program.num_ranks)
+        jitter = jitter_of(conditions, 0.0)
+        self._passes = [
+            Passes(plan, own, self._program, jitter, members if self._number > 1 else None, early=stage > 0)
+            for stage, (plan, own, members) in enumerate(zip(pipeline.plans, blocks, self._members, strict=True))
+        ]
+        passing = [_passing(one.flows(fabric), pipeline.cluster, self._program.num_ranks) for one in between]
+        self._forth, self._back = passing[: self._number - 1], passing[self._number - 1 :]
+        self._last: list[list[int]] = [[] for _ in pipeline.stages]
+        """Of each stage, the ends of its last pass."""
         self._arrived: dict[tuple[bool, int, int], int] = {}
-        """(Whether activations, stage, micro-batch) -> the end of their transfer."""
-        self._ready_s: dict[tuple[bool, int, int], float] = {}
-        """The same without transfers."""
+        """(Whether activations, stage, micro-batch) -> the end of their way."""
+        self._taken: dict[tuple[bool, int, int], int] = {}
+        """The same -> when the stage has them, and announces further ones."""
         self._sent: dict[tuple[bool, int], int] = {}
-        """(Whether activations, from stage) -> the end of the transfer before."""
+        """(Whether activations, from stage) -> the end of what left before."""
 
-    def build(self) -> tuple[Program, float]:
-        micro_batches = self._stages[0].forward_s.size
-        for number, stage in enumerate(self._stages):
-            if stage.gather_s:
-                self._compute(number, GATHER, stage.gather_s, [], "")
-        todo = [list(order_of_passes(number, self._number, micro_batches, self._ahead))[::-1] for number in range(self._number)]
+    def build(self) -> Program:
+        pipeline, number = self._pipeline, self._number
+        for passes in self._passes:
+            passes.begin()
+        todo = [list(order_of_passes(stage, number, pipeline.micro_batches, pipeline.ahead))[::-1] for stage in range(number)]
         while any(todo):
-            for number, passes in enumerate(todo):
-                while passes and self._can(number, *passes[-1]):
-                    self._pass(number, *passes.pop())
-        for number, stage in enumerate(self._stages):
-            for label, seconds in stage.last:
-                self._compute(number, label, seconds, [], "")
-        return self._program, max(self._free_s)
+            before = sum(map(len, todo))
+            for stage, passes_left in enumerate(todo):
+                while passes_left and self._can(stage, *passes_left[-1]):
+                    self._pass(stage, *passes_left.pop())
+            if sum(map(len, todo)) == before:
+                raise PipelineError("pipeline: its stages wait for each other in a circle")
+        for stage, passes in enumerate(self._passes):
+            passes.finish(self._last[stage])
+        return self._program
 
-    def _needs(self, stage: int, forward: bool) -> bool:
-        """Whether a pass waits for another stage's."""
-        return stage > 0 if forward else stage < self._number - 1
+    def _can(self, stage: int, forward: bool, batch: int) -> bool:
+        """Whether what the pass waits for, and what its results wait for, is in the program."""
+        needs = stage > 0 if forward else stage < self._number - 1
+        key = self._window(stage, forward, batch)
+        return (not needs or (forward, stage, batch) in self._arrived) and (key is None or key in self._taken)
 
-    def _can(self, stage: int, forward: bool, micro_batch: int) -> bool:
-        return not self._needs(stage, forward) or (forward, stage, micro_batch) in self._arrived
+    def _window(self, stage: int, forward: bool, batch: int) -> tuple[bool, int, int] | None:
+        """What the next stage must have taken before it announces this micro-batch."""
+        other, before = (stage + 1 if forward else stage - 1), batch - self._pipeline.ahead - 1
+        return (forward, other, before) if 0 <= other < self._number and before >= 0 else None
 
-    def _pass(self, stage: int, forward: bool, micro_batch: int) -> None:
-        key = forward, stage, micro_batch
-        name = f"micro-batch {micro_batch}"
-        after = []
-        if self._needs(stage, forward):
-            after = [self._arrived[key]]
-            self._free_s[stage] = max(self._free_s[stage], self._ready_s[key])
-        seconds = self._stages[stage].forward_s if forward else self._stages[stage].backward_s
-        self._compute(stage, FORWARD if forward else BACKWARD, float(seconds[micro_batch]), after, name)
+    def _pass(self, stage: int, forward: bool, batch: int) -> None:
+        key, name = (forward, stage, batch), f"micro-batch {batch}"
+        mine, last = self._members[stage], self._last[stage]
+        if key in self._arrived:
+            last = [self._program.compute(WAIT, self._nothing_s, [*last, self._arrived.pop(key)], name, ranks=mine)]
+            self._taken[key] = last[0]
+        passes = self._passes[stage]
+        last = self._last[stage] = passes.forward(batch, last) if forward else passes.backward(batch, last)
         other = stage + 1 if forward else stage - 1
-        if 0 <= other < self._number:
-            label, way = (ACTIVATIONS, self._forth[stage]) if forward else (GRADIENTS, self._back[other])
-            before = self._sent.get((forward, stage))
-            waits = self._last[stage] if before is None else [*self._last[stage], before]
-            sent = self._sent[forward, stage] = self._program.exchange(label, way.flows, waits, name, level=0)
-            on_the_way = np.where(np.arange(self._number) == other, way.latency_s, 0.0)
-            self._arrived[forward, other, micro_batch] = self._program.compute(label, on_the_way, [sent], name)
-            self._ready_s[forward, other, micro_batch] = self._free_s[stage]
+        if not 0 <= other < self._number:
+            return
+        label, way = (ACTIVATIONS, self._forth[stage]) if forward else (GRADIENTS, self._back[other])
+        window = self._window(stage, forward, batch)
+        after = [*last, *([self._sent[forward, stage]] if (forward, stage) in self._sent else [])]
+        after += [self._taken.pop(window)] if window is not None else []
+        both = mine | self._members[other]
+        moved = self._program.exchange(label, way.flows, after, name, level=0, ranks=both)
+        self._sent[forward, stage] = self._program.compute(label, self._nothing_s, [moved], name, ranks=mine, pause=True)
+        theirs = self._members[other]
+        here = self._program.compute(label, way.pause_s, [moved], name, ranks=theirs, pause=True)
+        if way.messages_s.any():
+            here = self._program.compute(MESSAGES, way.messages_s, [here], name, beside=True, ranks=theirs)
+        self._arrived[forward, other, batch] = here
 
-    def _compute(self, stage: int, label: str, seconds: float, after: list[int], name: str) -> None:
-        mine = np.where(np.arange(self._number) == stage, seconds, 0.0)
-        self._last[stage] = [self._program.compute(label, mine, [*self._last[stage], *after], name)]
-        self._free_s[stage] += seconds
+
+def _passing(flows: Flows, cluster: Cluster, num_ranks: int) -> _Passing:
+    transfers = flows.transfers
+    pause_s, messages_s = np.zeros(num_ranks), np.zeros(num_ranks)
+    np.maximum.at(pause_s, flows.destination, transfers.latency_s)
+    if cluster.processors is not None:
+        share = cluster.processors / cluster.num_gpus
+        further = np.maximum(np.bincount(flows.destination, minlength=num_ranks) - 1, 0)
+        messages_s = share * (further * cluster.gpu.message_overhead + (pause_s > 0) * cluster.gpu.jitter)
+    left = replace(transfers, latency_s=np.zeros(transfers.latency_s.size))
+    return _Passing(replace(flows, transfers=left), pause_s, messages_s)

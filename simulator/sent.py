@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from scipy import sparse
 
-from simulator.arrays import FloatArray
+from simulator.arrays import FloatArray, IntArray
 
 Sent = FloatArray | sparse.csr_array
 """[ranks, coordinates of a level] bytes."""
@@ -26,6 +26,14 @@ def compact(sent: FloatArray) -> Sent:
     if sent.size < _LARGE or np.count_nonzero(sent) > _SPARSE * sent.size:
         return sent
     return sparse.csr_array(sent)
+
+
+def spread(sent: Sent, rows: IntArray, columns: IntArray, shape: tuple[int, int]) -> Sent:
+    """In a larger array: each row and each column at these places, and nothing elsewhere."""
+    parts = sparse.coo_array(sent)
+    row, column = parts.coords
+    found = sparse.csr_array((parts.data, (rows[row], columns[column])), shape=shape)
+    return found if shape[0] * shape[1] >= _LARGE else dense(found)
 
 
 def dense(sent: Sent) -> FloatArray:

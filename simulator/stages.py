@@ -8,21 +8,23 @@ has ended the next; they add up to the simulated step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
 from hybridep.errors import ConfigError
-from hybridep.pipeline import PipelinePlan, StagePlan, stage_cluster, stage_workload
+from hybridep.pipeline import PipelinePlan, StagePlan, alike, stage_cluster, stage_workload
 from hybridep.placement import IntArray
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
 from hybridep.traffic import FloatArray, split_sizes
 from hybridep.workload import Workload
+from simulator.conditions import Conditions
 from simulator.errors import PipelineError
-from simulator.step import StepResult
+from simulator.precision import EXACTLY, Precision
+from simulator.step import StepResult, simulate_step
 from simulator.training import BACKWARD, HEAD, PRE_EXPERT
 
 SimulateStage = Callable[[Plan, Routing | None], StepResult]
@@ -118,6 +120,33 @@ def timed(plan: Plan, simulate: SimulateStage, routing: Routing | None = None) -
     order = [0, *middle, len(passes) - 1][:micro_batches]
     after = ((RETURN, return_s), *last) if return_s else last
     return Stage(plan=plan, gather_s=gather_s, forward_s=passes[order, 0], backward_s=passes[order, 1], last=after)
+
+
+def time_stages(
+    pipeline: PipelinePlan,
+    routing: Routing | None = None,
+    precision: Precision = EXACTLY,
+    conditions: Conditions | None = None,
+) -> list[Stage]:
+    """Each stage by itself; arguments as `simulator.pipeline.simulate_pipeline`. Raises PipelineError for links or computation
+    that vary within a step."""
+    settled = conditions or Conditions()
+    if settled.of_links or settled.compute_jitter:
+        raise PipelineError(
+            "stages by themselves: their links and computation must not vary; leave out changes, trace and jitters"
+        )
+
+    def simulate(one: Plan, choices: Routing | None) -> StepResult:
+        return simulate_step(one, choices, precision, conditions)
+
+    known: dict[str, Stage] = {}
+    made: list[Stage] = []
+    for number, one in enumerate(pipeline.plans):
+        key = f"{number if routing is not None or settled.stragglers else ''} {alike(one)}"
+        if key not in known:
+            known[key] = timed(one, simulate, routing_of(pipeline, routing, number))
+        made.append(replace(known[key], plan=one))
+    return made
 
 
 def _more(seconds: float, others_s: float) -> float:

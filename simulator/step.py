@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hybridep.pipeline import AnyPlan
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
@@ -45,7 +46,7 @@ class LinkLoad:
 class StepResult:
     """The outcome of one step of a plan."""
 
-    plan: Plan
+    plan: AnyPlan
     program: Program
     execution: Execution
     """Of one rank of each kind, as the program."""
@@ -137,10 +138,11 @@ def _shown_sites(symmetry: Symmetry) -> list[tuple[int, str]]:
     return [(int(first[i]), f"{cluster.site_name(int(first[i]))}, 1 of {alike[i]} alike") for i in order]
 
 
-def _rows(plan: Plan, operation: Operation, num_ranks: int) -> list[tuple[str, BoolArray]]:
+def _rows(plan: AnyPlan, operation: Operation, num_ranks: int) -> list[tuple[str, BoolArray]]:
     """Rows of the timeline that an operation is drawn in, and the program's ranks that take part in each."""
     if operation.flows is None:
-        return [("beside" if operation.beside else "compute", np.ones(num_ranks, dtype=np.bool_))]
+        takes_part = np.ones(num_ranks, dtype=np.bool_) if operation.ranks is None else operation.ranks
+        return [] if operation.pause else [("beside" if operation.beside else "compute", takes_part)]
     sends = np.bincount(operation.flows.source, minlength=num_ranks) > 0
     receives = np.bincount(operation.flows.destination, minlength=num_ranks) > 0
     if operation.level == 0:
@@ -182,6 +184,19 @@ def simulate_step(
     """
     engine = Engine()
     program, made = step_program(plan, engine, wiring(plan.cluster, fabric), routing, precision, conditions, start_s, exchange)
+    return run(plan, program, engine, made, conditions, start_s, progress)
+
+
+def run(
+    plan: AnyPlan,
+    program: Program,
+    engine: Engine,
+    made: Fabric,
+    conditions: Conditions | None = None,
+    start_s: float = 0.0,
+    progress: Progress | None = None,
+) -> StepResult:
+    """What a program comes to; arguments as `simulate_step`."""
     execution = execute(program, engine, made.network, _changes(made, conditions, start_s), progress)
     kind = made.symmetry.link_kind
     return StepResult(

@@ -10,9 +10,9 @@ import numpy as np
 from hybridep.plan import PlacedLayers, Plan, Residency
 from hybridep.routing import Routing
 from hybridep.traffic import MOVES, FloatArray, Op, OpLevel
-from simulator.arrays import IntArray
-from simulator.blocks import Block, Blocks
-from simulator.collective import Program
+from simulator.arrays import BoolArray, IntArray
+from simulator.blocks import Block, Blocks, fabric_of
+from simulator.collective import Flows, Program
 from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.errors import SimulationError
@@ -93,16 +93,52 @@ def step_program(
     conditions, exchange = conditions or Conditions(), exchange or TokenExchange()
     if plan.schedule.prefetch and exchange.chunks is not None and exchange.chunks > 1:
         raise SimulationError(f"chunks: {exchange.chunks} with prefetch {plan.schedule.prefetch}; only one of them can be")
-    blocks = Blocks(plan, engine, wiring, routing, precision, conditions, start_s, exchange)
-    random = np.random.default_rng([conditions.seed, int(start_s * 1e6)])
-    return _Builder(plan, blocks, conditions.compute_jitter, random).build(), blocks.fabric
+    blocks = Blocks(plan, wiring, routing, precision, conditions, start_s, exchange)
+    fabric = fabric_of([blocks], engine, wiring, precision, conditions, plan.schedule.streams)
+    program = Program(num_ranks=fabric.symmetry.num_kinds, processors=plan.cluster.processors)
+    passes = Passes(plan, blocks, program, jitter_of(conditions, start_s))
+    last: list[int] = []
+    for micro_batch in range(plan.workload.training.micro_batches):
+        last = passes.forward(micro_batch, last)
+        last = passes.backward(micro_batch, last)
+    passes.finish(last)
+    return program, fabric
 
 
-class _Builder:
-    def __init__(self, plan: Plan, blocks: Blocks, compute_jitter: float, random: np.random.Generator) -> None:
+class Jitter(NamedTuple):
+    """How computations scatter."""
+
+    spread: float
+    random: np.random.Generator
+
+
+def jitter_of(conditions: Conditions, start_s: float) -> Jitter:
+    """In a step that begins then."""
+    return Jitter(conditions.compute_jitter, np.random.default_rng([conditions.seed, int(start_s * 1e6)]))
+
+
+class Passes:
+    """What a plan's ranks do in one step, pass by pass, as operations of a program; each takes and gives the ends that a rank
+    waits for.
+
+    ranks: [ranks of the program] whose passes these are, where others are in it, too. early: copies of a step set out when it
+    begins, not with their blocks, and their gradients leave after its last backward: as in a stage that waits for another.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        blocks: Blocks,
+        program: Program,
+        jitter: Jitter,
+        ranks: BoolArray | None = None,
+        *,
+        early: bool = False,
+    ) -> None:
         self._plan, self._blocks = plan, blocks
-        self._jitter, self._random = compute_jitter, random
+        self._jitter = jitter
         self._prefetch = plan.schedule.prefetch
+        self._ranks, self._early = ranks, early
         self._queue: list[int] = []
         """Ends of what was queued last, of copies and their gradients."""
         self._gathered: dict[int, list[int]] = {}
@@ -114,46 +150,76 @@ class _Builder:
         self._released: list[int] = []
         """Ends of what used them last."""
         self._levels = range(len(plan.cluster.levels))
-        symmetry = blocks.fabric.symmetry
-        self._one_of_each = symmetry.first
-        self._program = Program(num_ranks=symmetry.num_kinds, processors=plan.cluster.processors)
+        self._one_of_each = blocks.fabric.symmetry.first
+        self._program = program
+        self._steps: dict[int, list[_Step]] = {}
+        """Micro-batch -> its layers, between its forward and its backward."""
+        self._late: list[_Step] = []
+        """Layers whose gradients leave at the end."""
 
-    def build(self) -> Program:
-        last: list[int] = []
-        for micro_batch in range(self._plan.workload.training.micro_batches):
-            steps = [
-                self._step(layer, layers, micro_batch)
-                for layers in self._plan.placed
-                for layer in range(layers.first_layer, layers.first_layer + layers.num_layers)
-            ]
-            for place, step in enumerate(steps):
-                if self._prefetch:
-                    self._start_gathers([ahead for ahead in steps[place : place + self._prefetch + 1] if ahead.gather], last)
-                last = self._forward(step, last)
-            self._gathered.clear()
-            last = [self._compute(HEAD, self._blocks.head_s, last)]
-            backwards = steps[::-1]
-            self._start_gathers([ahead for ahead in backwards[: self._prefetch] if ahead.regather], last)
-            last = [self._compute(HEAD + BACKWARD, self._blocks.head_s * _BACKWARD_COST, last)]
-            for place, step in enumerate(backwards):
-                if self._prefetch:
-                    self._start_gathers(
-                        [ahead for ahead in backwards[place : place + self._prefetch + 1] if ahead.regather], last
-                    )
-                last = self._backward(step, last)
-            self._gathered.clear()
+    def begin(self) -> None:
+        """Of a step whose copies set out early."""
+        for step in self._of(0):
+            if self._is_early(step):
+                self._gathered[step.layer] = self._queued(step, Op.EXPERT_GATHER, self._levels, [])
+
+    def forward(self, micro_batch: int, last: list[int]) -> list[int]:
+        """Of a micro-batch through all layers, and the output projection's where the plan has one."""
+        steps = self._of(micro_batch)
+        for place, step in enumerate(steps):
+            if self._prefetch:
+                self._start_gathers([ahead for ahead in steps[place : place + self._prefetch + 1] if ahead.gather], last)
+            last = self._forward(step, last)
+        self._gathered.clear()
+        return [self._compute(HEAD, self._blocks.head_s, last)]
+
+    def backward(self, micro_batch: int, last: list[int]) -> list[int]:
+        """And back."""
+        backwards = self._steps.pop(micro_batch)[::-1]
+        self._start_gathers([ahead for ahead in backwards[: self._prefetch] if ahead.regather], last)
+        last = [self._compute(HEAD + BACKWARD, self._blocks.head_s * _BACKWARD_COST, last)]
+        for place, step in enumerate(backwards):
+            if self._prefetch:
+                self._start_gathers([ahead for ahead in backwards[place : place + self._prefetch + 1] if ahead.regather], last)
+            last = self._backward(step, last)
+        self._gathered.clear()
+        return last
+
+    def finish(self, last: list[int]) -> None:
+        """What is left after the last micro-batch."""
+        for step in reversed(self._late):
+            self._queued(step, Op.GRADIENT_RETURN, self._levels[::-1], last)
+            self._queued(step, Op.SHARED_REDUCE_SCATTER, self._levels[::-1], last)
+            self._queued(step, Op.SHARED_ALL_GATHER, self._levels, last)
         last = [*last, *self._queue]
         last = self._hops(self._blocks.reduction, Op.DENSE_REDUCE_SCATTER, self._levels[::-1], last, "")
         last = self._hops(self._blocks.reduction, Op.DENSE_ALL_GATHER, self._levels, last, "")
         self._compute(OPTIMIZER, self._blocks.optimizer_s, last)
-        return self._program
+
+    def _of(self, micro_batch: int) -> list[_Step]:
+        if micro_batch not in self._steps:
+            self._steps[micro_batch] = [
+                self._step(layer, layers, micro_batch)
+                for layers in self._plan.placed
+                for layer in range(layers.first_layer, layers.first_layer + layers.num_layers)
+            ]
+        return self._steps[micro_batch]
+
+    def _is_early(self, step: _Step) -> bool:
+        """Whether the step's copies are there before its block, and stay."""
+        return self._early and not step.regather
 
     def _compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "", *, beside: bool = False) -> int:
         """seconds: [ranks of the cluster]."""
         seconds = seconds[self._one_of_each]
-        if self._jitter:
-            seconds = seconds * np.exp(self._random.normal(0.0, self._jitter, seconds.size))
-        return self._program.compute(label, seconds, after, name, beside=beside)
+        if self._jitter.spread:
+            seconds = seconds * np.exp(self._jitter.random.normal(0.0, self._jitter.spread, seconds.size))
+        return self._program.compute(label, seconds, after, name, beside=beside, ranks=self._ranks)
+
+    def _exchange(
+        self, label: str, flows: Flows, after: Sequence[int], name: str, level: int | None = None, priority: int = 0
+    ) -> int:
+        return self._program.exchange(label, flows, after, name, level=level, priority=priority, ranks=self._ranks)
 
     def _step(self, layer: int, layers: PlacedLayers, micro_batch: int) -> _Step:
         each_time = layers.group.residency is Residency.MICROBATCH
@@ -177,7 +243,7 @@ class _Builder:
             return []
         last: list[int] = []
         for flows in self._blocks.controller.switching(self._circuits, block.circuits):
-            last = [self._program.exchange(RECONFIGURATION, flows, last or [*after, *self._released], name)]
+            last = [self._exchange(RECONFIGURATION, flows, last or [*after, *self._released], name)]
         self._circuits = block.circuits
         return last
 
@@ -202,7 +268,7 @@ class _Builder:
             if hop is not None and hop.source.size:
                 if coding_s is not None:
                     after = [self._compute(CODING, coding_s.encoded, after, name, beside=op in MOVES)]
-                after = [self._program.exchange(op.value, hop, after, name, level=level, priority=priority)]
+                after = [self._exchange(op.value, hop, after, name, level, priority)]
                 messages_s = self._blocks.messages_s(key, hop)
                 if messages_s.any():
                     after = [self._compute(MESSAGES, messages_s, after, name, beside=op in MOVES)]
@@ -233,7 +299,9 @@ class _Builder:
         block, name = step.ahead or step.block, step.name
         circuits = self._reconfigure(block, [], name) if step.ahead is not None else None
         gathered = after
-        if step.gather and not self._prefetch:
+        if step.gather and self._is_early(step):
+            gathered = [*after, *self._gathered[step.layer]]
+        elif step.gather and not self._prefetch:
             gathered = self._hops(block, Op.EXPERT_GATHER, self._levels, after, name)
         begin = gathered
         if self._plan.schedule.overlap:
@@ -275,6 +343,10 @@ class _Builder:
         if self._plan.schedule.overlap:
             begin = self._coded_beside(block, Op.EXPERT_GATHER, after, name) if step.regather else after
         last = self._through_experts(block, _BACKWARDS, begin, gathered, circuits, name)
+        if step.give_back and self._is_early(step) and self._plan.workload.training.micro_batches > 1:
+            self._late.append(step)
+            last = self._coded_beside(block, Op.GRADIENT_RETURN, last, name)
+            return [self._compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, last, name)]
         returned = self._hops(block, Op.GRADIENT_RETURN, self._levels[::-1], last, name) if step.give_back else last
         if step.is_last:
             # Renews the layer's shared expert, where copies are coded against one.

@@ -21,12 +21,13 @@ import yaml
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.commands.plan_choice import planned
+from hybridep.commands.stage_choice import in_stages
 from hybridep.config import write_text
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import memory_use, plan_pipeline
+from planner import memory_use
 from planner.stages.costs import costed, pipeline_wan_bytes
 from simulator.errors import PipelineError
 from simulator.pipeline import fastest_pipeline, simulate_pipeline
@@ -80,7 +81,7 @@ def rows_of(name: str, model: str, config: dict[str, Any], known: list[dict[str,
     ways: dict[str, Callable[[], AnyPlan]] = {
         WITHOUT: lambda: planned(cluster, workload, time_limit_s=limit_s),
         IN_ORDER: lambda: _in_order(cluster, workload),
-        PLANNED: lambda: plan_pipeline(cluster, workload, time_limit_s=limit_s),
+        PLANNED: lambda: in_stages(cluster, workload, time_limit_s=limit_s).plan,
     }
     case = {"cluster": Path(name).stem, "model": model}
     for way, make in ways.items():

@@ -118,9 +118,9 @@ def resolve_plan(run: Run) -> AnyPlan:
 
         return planned(cluster, workload)
     if run.plan == "stages":
-        from planner import plan_pipeline
+        from hybridep.commands.stage_choice import in_stages
 
-        return plan_pipeline(cluster, workload)
+        return in_stages(cluster, workload).plan
     if run.plan in ("ep", "full_gather"):
         from planner import baseline
 

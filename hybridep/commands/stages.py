@@ -15,6 +15,7 @@ from hybridep.errors import HybridEPError, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hybridep.commands.stage_choice import StageChoice
     from hybridep.pipeline import PipelinePlan
     from hybridep.plan import Plan, Schedule
     from hybridep.topology import Cluster
@@ -46,7 +47,7 @@ def write_in_stages(
 
     number = _read_stages(text)
 
-    def in_stages(limit_s: float) -> PipelinePlan:
+    def in_stages(limit_s: float) -> StageChoice:
         return _plan_in_stages(cluster, workload, number, solver=solver, time_limit_s=limit_s, schedule=schedule)
 
     def in_one(limit_s: float) -> Plan:
@@ -55,9 +56,10 @@ def write_in_stages(
         return planned(cluster, workload, time_limit_s=limit_s)
 
     if text == AUTO:
-        pipeline, plan = _with_and_without(cluster, workload, time_limit_s=time_limit_s, in_stages=in_stages, in_one=in_one)
+        choice, plan = _with_and_without(time_limit_s=time_limit_s, in_stages=in_stages, in_one=in_one)
     else:
-        pipeline, plan = in_stages(time_limit_s), None
+        choice, plan = in_stages(time_limit_s), None
+    pipeline = None if choice is None else choice.plan
     without_s = None if plan is None or plan.prediction is None else plan.prediction.expected_s
     if pipeline is None or (without_s is not None and pipeline.prediction is not None and without_s <= pipeline.prediction.step):
         assert plan is not None
@@ -68,11 +70,13 @@ def write_in_stages(
             plan_text.show(plan, planner.explain(plan))
             click.echo(f"\nplan written to {output}, without stages")
         return
+    assert choice is not None
     pipeline.save(output)
     if as_json:
-        emit({**planner.pipeline_summary(pipeline), "without_stages_s": without_s, "output": str(output)})
+        more = {"without_stages_s": without_s, "simulated_s": choice.simulated_s, "output": str(output)}
+        emit({**planner.pipeline_summary(pipeline), **more})
     else:
-        _show_pipeline(pipeline, output, without_s)
+        _show_pipeline(choice, output, without_s)
 
 
 def _read_stages(text: str) -> int | None:
@@ -86,16 +90,16 @@ def _read_stages(text: str) -> int | None:
 
 def _plan_in_stages(
     cluster: Cluster, workload: Workload, stages: int | None, *, solver: str, time_limit_s: float, schedule: Schedule | None
-) -> PipelinePlan:
-    """The planner's pipeline, with its progress on stderr."""
+) -> StageChoice:
+    """The pipeline, with the planner's progress on stderr."""
     from hybridep.commands.plan_progress import PlanProgress
-    from planner.stages.search import plan_pipeline
+    from hybridep.commands.stage_choice import in_stages
 
     with PlanProgress() as progress:
-        return plan_pipeline(
+        return in_stages(
             cluster,
             workload,
-            stages=stages,
+            stages,
             solver=solver,
             time_limit_s=time_limit_s,
             schedule=schedule,
@@ -104,13 +108,8 @@ def _plan_in_stages(
 
 
 def _with_and_without(
-    cluster: Cluster,
-    workload: Workload,
-    *,
-    time_limit_s: float,
-    in_stages: Callable[[float], PipelinePlan],
-    in_one: Callable[[float], Plan],
-) -> tuple[PipelinePlan | None, Plan | None]:
+    *, time_limit_s: float, in_stages: Callable[[float], StageChoice], in_one: Callable[[float], Plan]
+) -> tuple[StageChoice | None, Plan | None]:
     """A pipeline and a plan without stages, each in its share of the time limit; None where one is not possible. Raises the
     reason of the latter where neither is."""
     began_s = time.monotonic()
@@ -127,14 +126,14 @@ def _with_and_without(
     return pipeline, plan
 
 
-def _or_why_not(make: Callable[[], PipelinePlan]) -> tuple[PipelinePlan | None, HybridEPError | None]:
+def _or_why_not(make: Callable[[], StageChoice]) -> tuple[StageChoice | None, HybridEPError | None]:
     try:
         return make(), None
     except HybridEPError as error:
         return None, error
 
 
-def _show_pipeline(plan: PipelinePlan, path: Path, without_s: float | None) -> None:
+def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> None:
     """Print it for people. ``without_s``: the step of the plan without stages, where there is one."""
     from rich.console import Console
     from rich.table import Table
@@ -143,6 +142,7 @@ def _show_pipeline(plan: PipelinePlan, path: Path, without_s: float | None) -> N
     from hybridep.units import format_bytes, format_seconds
     from planner.stages.report import pipeline_summary
 
+    plan = choice.plan
     found, console = pipeline_summary(plan), Console(highlight=False, soft_wrap=True)
     cluster, step_s = plan.cluster, found["step_s"]
     console.print(
@@ -169,6 +169,8 @@ def _show_pipeline(plan: PipelinePlan, path: Path, without_s: float | None) -> N
         console.print(f"  inside stage {', '.join(stages)}: {text}")
     parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in found["parts_s"].items())
     console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
+    if choice.simulated_s is not None:
+        console.print(f"  simulated: {format_seconds(choice.simulated_s)}, the fastest of {choice.simulated} pipelines")
     others = dict(found["baselines"]) | ({} if without_s is None else {"without stages": without_s})
     for name, other_s in others.items():
         console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f})")
@@ -185,7 +187,10 @@ def simulate_in_stages(
     plan: PipelinePlan, against: Sequence[str], precision: Precision, trace: Path | None, as_json: bool
 ) -> None:
     """One step of a pipeline plan, beside baselines without stages and stages in the cluster's order."""
+    from functools import partial
+
     from hybridep.baselines import Baseline, baseline_plan
+    from hybridep.commands.progress import SimulationProgress
     from hybridep.timeline import write_chrome_trace
     from simulator.pipeline import fastest_pipeline, simulate_pipeline
     from simulator.step import simulate_step
@@ -196,8 +201,9 @@ def simulate_in_stages(
         if name not in known:
             raise UserError(f"--against {name}: beside a plan in stages there are {', '.join(known)}")
     began_s = time.perf_counter()
-    step = simulate_pipeline(plan, None, precision)
     baselines = {}
+    with SimulationProgress() as progress:
+        step = simulate_pipeline(plan, None, precision, progress=partial(progress, "plan"))
     for name in against:
         which = Baseline.EP if name == System.PIPELINE.value else Baseline(name)
         other = baseline_plan(

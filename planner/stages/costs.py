@@ -14,7 +14,7 @@ from planner.evaluate import evaluate
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, seconds
 from planner.stages.inside import Inside, Room, placed
-from planner.stages.schedule import PipelineTimes, pipeline_times, steady_s, ways_of
+from planner.stages.schedule import PipelineTimes, busiest_link_s, pipeline_times
 
 WORK, BUBBLE, ACTIVATIONS = "stage_work", "bubble", "activations"
 """Parts of a step: the busiest stage, what waiting for other stages adds, and what the way between stages adds."""
@@ -70,7 +70,7 @@ def predicted(found: Costed) -> Prediction:
     """What is expected of one step."""
     plan, times = found.plan, found.times
     costs = [evaluate(stage)[0] for stage in plan.plans]
-    held_s = plan.micro_batches * steady_s(*ways_of(plan)) if len(plan.stages) > 1 else 0.0
+    held_s = busiest_link_s(plan, [one.times for one in found.inside])
     others = {}
     for name in BASELINES:
         other = baseline_plan(plan.cluster, plan.workload, Baseline(name), schedule=plan.schedule)

@@ -70,9 +70,27 @@ def plan_pipeline(
     schedule: Schedule | None = None,
     report: Report | None = None,
 ) -> PipelinePlan:
-    """The fastest pipeline found in ``stages`` stages, or in any number from 2, with its prediction. Exact, for experts that are
-    chosen alike. Its bound is below every pipeline, and says little. ``report``: told ("bound" or "plan", seconds) as either is
-    known or improves. On KeyboardInterrupt, once there is a plan, the best so far.
+    """The fastest pipeline found, as expected. Arguments and errors as `plan_pipelines`."""
+    return plan_pipelines(
+        cluster, workload, stages=stages, solver=solver, time_limit_s=time_limit_s, schedule=schedule, report=report
+    )[0]
+
+
+def plan_pipelines(
+    cluster: Cluster,
+    workload: Workload,
+    number: int = 1,
+    *,
+    stages: int | None = None,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+    schedule: Schedule | None = None,
+    report: Report | None = None,
+) -> list[PipelinePlan]:
+    """The fastest pipelines found in ``stages`` stages, or in any number from 2, with their predictions, the fastest first: at
+    most ``number``, which differ in more than how far ahead they run. Exact, for experts that are chosen alike. The bound is
+    below every pipeline, and says little. ``report``: told ("bound" or "plan", seconds) as either is known or improves. On
+    KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
     memory, and says why.
@@ -86,16 +104,19 @@ def plan_pipeline(
     told: Report = report or (lambda what, seconds: None)
     told("bound", bound_s)
     search = _Search(cluster, workload, solver, with_most(cluster, schedule)[0] or Schedule(), begun_s, time_limit_s, told)
-    best = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,))
-    how = SolverReport(
-        status=Status.FEASIBLE,
-        solver=solver,
-        objective=seconds(best.times.step_s),
-        bound=seconds(bound_s),
-        gap=max(1 - bound_s / best.times.step_s, 0.0),
-        solve=seconds(now_s() - begun_s),
-    )
-    return best.plan.model_copy(update={"prediction": predicted(best), "solver": how, "provenance": provenance()})
+    found = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
+    took_s, made = now_s() - begun_s, []
+    for one in found:
+        how = SolverReport(
+            status=Status.FEASIBLE,
+            solver=solver,
+            objective=seconds(one.times.step_s),
+            bound=seconds(bound_s),
+            gap=max(1 - bound_s / one.times.step_s, 0.0),
+            solve=seconds(took_s),
+        )
+        made.append(one.plan.model_copy(update={"prediction": predicted(one), "solver": how, "provenance": provenance()}))
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +147,14 @@ class _Search:
     _placed: dict[str, Inside] = field(default_factory=dict)
     _searched: dict[str, Inside | None] = field(default_factory=dict)
 
-    def run(self, numbers: Sequence[int]) -> Costed:
-        """The best pipeline of so many stages."""
+    def run(self, numbers: Sequence[int], number: int) -> list[Costed]:
+        """The best pipelines of so many stages, the fastest first."""
         try:
             self._search(numbers)
         except KeyboardInterrupt:
             if not self._found:
                 raise
-        return min(self._found, key=lambda one: one.times.step_s)
+        return [self._least_ahead(one) for one in self._best(number)]
 
     def _search(self, numbers: Sequence[int]) -> None:
         candidates: list[_Candidate] = []
@@ -164,9 +185,12 @@ class _Search:
             for ahead in AHEAD:
                 if ahead != one.plan.ahead:
                     self._keep(self._ahead(one, ahead))
-        best_s = min(one.times.step_s for one in self._found)
-        good = [one for one in self._found if one.times.step_s <= best_s * (1 + _WORTH)]
-        self._found = [min(good, key=lambda one: (one.plan.ahead, one.times.step_s))]
+
+    def _least_ahead(self, best: Costed) -> Costed:
+        """The same pipeline as little ahead as is about as fast."""
+        same = [one for one in self._found if _but_for_ahead(one.plan) == _but_for_ahead(best.plan)]
+        good = [one for one in same if one.times.step_s <= best.times.step_s * (1 + _WORTH)]
+        return min(good, key=lambda one: (one.plan.ahead, one.times.step_s))
 
     def _with_other_batches(self, found: Costed) -> None:
         """The same stages in other numbers of micro-batches."""
@@ -231,12 +255,14 @@ class _Search:
         number = {self.cluster.site_name(site): site for site in range(self.cluster.sizes[0])}
         return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
 
-    def _best(self) -> list[Costed]:
+    def _best(self, number: int = _KEPT) -> list[Costed]:
         """Pipelines that differ in more than how far ahead they run."""
         kept: dict[str, Costed] = {}
         for one in sorted(self._found, key=lambda one: one.times.step_s):
-            kept.setdefault(one.plan.model_copy(update={"ahead": 1}).digest, one)
-        return list(kept.values())[:_KEPT]
+            if len(kept) == number:
+                break
+            kept.setdefault(_but_for_ahead(one.plan), one)
+        return list(kept.values())
 
     def _keep(self, found: Costed | None) -> None:
         if found is not None and found.fits:
@@ -386,6 +412,10 @@ class _Search:
             if other is not None and other.rank(plan.micro_batches) < inside[number].rank(plan.micro_batches):
                 inside[number] = other
         return costed(with_layers(plan, inside), inside)
+
+
+def _but_for_ahead(plan: PipelinePlan) -> str:
+    return plan.model_copy(update={"ahead": 1}).digest
 
 
 def _first_by_number(candidates: Sequence[_Candidate]) -> list[_Candidate]:

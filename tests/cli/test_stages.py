@@ -40,7 +40,7 @@ def test_a_pipeline_has_the_keys_of_the_contract(inputs: Inputs, call: Call) -> 
     assert set(simulated.json["baselines"]) == {"ep", "pipeline"}
     assert simulated.json["busiest_link"]["name"].endswith((" up", " down"))
     events = json.loads((inputs.folder / "trace.json").read_text())["traceEvents"]
-    assert {"stage_forward", "stage_backward", "activations"} <= {event["cat"] for event in events if event["ph"] == "X"}
+    assert {"pre_expert", "expert_backward", "activations"} <= {event["cat"] for event in events if event["ph"] == "X"}
     other = call("simulate", path, "--json", "--set", "cluster.levels.dc.bandwidth='0.1 Mbps'")
     assert other.json["step_s"] > 2 * simulated.json["step_s"]
 

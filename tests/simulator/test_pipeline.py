@@ -10,15 +10,17 @@ from simulated_plans import PLANS, RATES_GBPS, make_plan
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import build
-from hybridep.pipeline import order_of_passes
+from hybridep.pipeline import order_of_passes, pipeline_link_bytes
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
+from simulator.collective import Operation
 from simulator.conditions import Conditions
 from simulator.errors import PipelineError, SimulationError
 from simulator.fabric_file import FabricFile
-from simulator.pipeline import AHEAD, INSIDE, PipelineStep, fastest_pipeline, pipeline_step, run_stages, running_ahead
+from simulator.pipeline import AHEAD, INSIDE, fastest_pipeline, pipeline_step, running_ahead, simulate_pipeline
 from simulator.report import simulate
-from simulator.stages import Stage, cut, routing_of
+from simulator.stages import Stage, cut, routing_of, time_stages
+from simulator.stages_apart import Apart, run_stages
 from simulator.step import simulate_step
 from simulator.systems import System, system_step
 
@@ -28,7 +30,7 @@ TRANSFER_S = ACTIVATION_BYTES / (RATES_GBPS["dc"] * 1e9 / 8)
 """Over a site's link, alone."""
 
 
-def made_up(plan: Plan, times_s: list[tuple[float, float]], ahead: int = 1, **conditions: Any) -> PipelineStep:
+def made_up(plan: Plan, times_s: list[tuple[float, float]], ahead: int = 1, **conditions: Any) -> Apart:
     """Stages of one site each with these seconds forward and backward."""
     pipeline = running_ahead(cut(plan, len(times_s), Baseline.EP), ahead)
     number = pipeline.micro_batches
@@ -51,7 +53,6 @@ def test_equal_stages_take_as_many_passes_as_micro_batches_and_the_bubble(stages
     most_s = 2 * (stages - 1) * passes * TRANSFER_S
     assert 0 <= found.transfers_s <= most_s + 1e-9 and (stages == 1) == (found.transfers_s < 1e-12)
     assert found.work_s + found.bubble_s + found.transfers_s == pytest.approx(found.step_s)
-    assert sum(found.parts.values()) == pytest.approx(found.step_s)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 3])
@@ -68,7 +69,6 @@ def test_slow_links_carry_all_activations_one_after_the_other() -> None:
     found = made_up(make_plan(2, num_layers=9, micro_batches=6), [(0.0, 0.0)] * 2)
     # Gradients of the last follow its activations.
     assert found.step_s == pytest.approx((12 + 1) * TRANSFER_S, rel=1e-6)
-    assert found.activation_bytes == 2 * 12 * ACTIVATION_BYTES
     # A stage in the middle sends activations on and gradients back over the same link.
     found = made_up(make_plan(3, num_layers=9, micro_batches=20), [(0.0, 0.0)] * 3, ahead=3)
     assert 60 * 2 * TRANSFER_S < found.step_s < 64 * 2 * TRANSFER_S
@@ -84,7 +84,8 @@ def test_running_further_ahead_hides_the_way_there_and_back(latency_s: float) ->
     waits_s = [latency_s + TRANSFER_S, latency_s + TRANSFER_S]
     assert found[0].step_s == pytest.approx(9 * 3.0 + 8 * waits_s[0], rel=1e-6)
     assert found[1].step_s == pytest.approx(9 * 3.0 + 2 * waits_s[1], rel=1e-6)
-    assert [one.plan.in_flight(0) for one in found] == [2, 4] and found[1].plan.in_flight(1) == 1
+    plans = [running_ahead(cut(plan, 2, Baseline.EP), ahead) for ahead in (1, 3)]
+    assert [one.in_flight(0) for one in plans] == [2, 4] and plans[1].in_flight(1) == 1
 
 
 def test_latency_does_not_keep_links_idle() -> None:
@@ -181,8 +182,54 @@ def test_copies_come_and_return_while_stages_wait_for_others() -> None:
         np.testing.assert_allclose(stage.forward_s, stage.forward_s[0], rtol=1e-9)
         np.testing.assert_allclose(stage.backward_s, stage.backward_s[0], rtol=1e-9)
         assert stage.last[0][0] == "stage_return" and stage.last[0][1] > 0
-    later = found.execution.start_s[[one.label == "stage_gather" for one in found.program.operations]]
-    assert (later == 0).all()
+    program, execution = found.result.program, found.result.execution
+    ranks = [np.unique(found.result.symmetry.kind[of]) for of in found.plan.ranks]
+
+    def when_s(label: str, stage: int, ends: bool) -> list[float]:
+        times_s = execution.end_s if ends else execution.start_s
+        mine = [place for place, one in enumerate(program.operations) if one.label == label and _takes_part(one, ranks[stage])]
+        return [float(times_s[place, ranks[stage]].max()) for place in mine]
+
+    # A later stage's copies set out when the step begins, and their gradients leave after its last backward.
+    first_s, waited_s = when_s("expert_gather", 1, ends=False), when_s("stage_wait", 1, ends=False)
+    assert first_s[0] == 0.0 and first_s[-1] < waited_s[0] + found.stages[1].gather_s
+    assert min(when_s("gradient_return", 1, ends=False)) >= max(when_s("pre_expert_backward", 1, ends=True))
+    assert min(when_s("gradient_return", 0, ends=False)) < max(when_s("pre_expert_backward", 0, ends=True))
+
+
+def _takes_part(operation: Operation, ranks: np.ndarray) -> bool:
+    return operation.ranks is not None and bool(operation.ranks[ranks].all())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stages_of_one_rank_are_as_apart(seed: int) -> None:
+    """Nothing but what passes between them is on the links then."""
+    plan = make_plan(4, 1, num_layers=9, micro_batches=3, latency_s=1e-3 * (seed % 2), pairs=seed > 3, num_experts=12)
+    pipeline = running_ahead(cut(plan, 4, Baseline.EP), 1 + seed % 3)
+    apart = run_stages(pipeline, time_stages(pipeline))
+    assert simulate_pipeline(pipeline).step_s == pytest.approx(apart.step_s, rel=1e-6)
+
+
+def test_tokens_copies_and_activations_share_links() -> None:
+    """Two stages of two sites: what is exchanged inside takes all of the links, and activations have to go over the same."""
+    plan = make_plan(4, 1, num_layers=3, micro_batches=8, num_experts=8)
+    cluster = plan.cluster.model_copy(update={"gpu": plan.cluster.gpu.model_copy(update={"block_overhead": 0.0})})
+    pipeline = running_ahead(cut(plan.model_copy(update={"cluster": cluster}), 2, Baseline.EP), 8)
+    apart, found = run_stages(pipeline, time_stages(pipeline)), simulate_pipeline(pipeline)
+    up_s = pipeline_link_bytes(pipeline)[0] / (RATES_GBPS["dc"] * 1e9 / 8)
+    assert apart.step_s < 0.97 * found.step_s and up_s < found.step_s
+
+
+def test_stages_take_turns_on_processors_that_they_share() -> None:
+    plan = make_plan(4, 1, num_layers=9, micro_batches=4, throughput=1e6)
+    shared = plan.cluster.model_copy(update={"gpu": plan.cluster.gpu.model_copy(update={"sharing": 2.0})})
+    pipeline = cut(plan.model_copy(update={"cluster": shared}), 4, Baseline.EP)
+    own = cut(plan, 4, Baseline.EP)
+    # As fast as they are while all four compute on two processors, they do as much as four with their own; but while a pipeline
+    # fills and drains fewer compute, and each is faster.
+    both_s = [simulate_pipeline(one).step_s for one in (own, pipeline)]
+    computed_s = sum(float((stage.forward_s + stage.backward_s).sum()) for stage in time_stages(own))
+    assert computed_s / 4 < both_s[1] < 0.95 * both_s[0]
 
 
 def test_tokens_keep_their_choices(rng: np.random.Generator) -> None:

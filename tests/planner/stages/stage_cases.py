@@ -103,3 +103,13 @@ def random_pipeline(seed: int, least_stages: int = 1) -> PipelinePlan:
             "stages": made,
         }
         return build(PipelinePlan, data, "pipeline")
+
+
+def even_stages() -> PipelinePlan:
+    """Six sites that are alike, two in each stage."""
+    cluster, stages = sites_cluster(np.random.default_rng(0), 6, 2, "even"), []
+    for first in range(0, 6, 2):
+        placed = LayerGroup(first_layer=0, num_layers=2, domains={"dc": 1, "gpu": 2}, migration={})
+        stages.append({"sites": [f"s{first}", f"s{first + 1}"], "num_layers": 2, "layers": [placed]})
+    workload = layered_workload(6, micro_batches=3)
+    return build(PipelinePlan, {"cluster": cluster, "workload": workload, "micro_batches": 6, "stages": stages}, "pipeline")

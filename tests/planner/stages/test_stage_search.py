@@ -10,6 +10,7 @@ import pytest
 from stage_cases import KINDS, layered_workload, sites_cluster
 
 from hybridep.baselines import Baseline, baseline_plan
+from hybridep.commands.stage_choice import in_stages
 from hybridep.config import build
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, possible_micro_batches
@@ -91,10 +92,12 @@ def test_the_search_is_near_the_best_of_all(seed: int) -> None:
 def test_never_slower_than_stages_in_the_clusters_order(kind: str, num_sites: int) -> None:
     cluster = sites_cluster(np.random.default_rng(num_sites), num_sites, 2, kind)
     workload = layered_workload(8)
-    plan = plan_pipeline(cluster, workload, time_limit_s=10)
+    found = in_stages(cluster, workload, time_limit_s=10)
+    plan, step_s = found.plan, found.simulated_s
     assert plan.prediction is not None and plan.solver is not None and plan.solver.status is Status.FEASIBLE
-    step_s = simulate_pipeline(plan).step_s
-    assert step_s == pytest.approx(plan.prediction.step, rel=0.05)
+    assert step_s == simulate_pipeline(plan).step_s and found.simulated > 1
+    # Copies, which the expectation leaves links to themselves, are most of a step here.
+    assert step_s == pytest.approx(plan.prediction.step, rel=0.1)
     assert step_s <= fastest_pipeline(baseline_plan(cluster, workload, Baseline.EP)).step_s * 1.001
     assert plan.solver.bound == pytest.approx(least_s(cluster, workload)) and plan.solver.bound < plan.prediction.step
 

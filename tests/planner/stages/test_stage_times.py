@@ -12,7 +12,17 @@ from hybridep.plan import Plan
 from planner import step_cost
 from planner.memory import ACTIVATIONS, memory_use
 from planner.stages.costs import BUBBLE, activation_bytes, costed, least_s, predicted, rooms
-from planner.stages.schedule import Way, _step_s, _Walk, balanced_layers, least_step_s, pipeline_times, steady_s, ways_of
+from planner.stages.schedule import (
+    Way,
+    _step_s,
+    _Walk,
+    balanced_layers,
+    busiest_link_s,
+    inside_of,
+    least_step_s,
+    pipeline_times,
+    ways_of,
+)
 from planner.staggered import PassTimes, pass_times, staggered_s
 from simulator.pipeline import simulate_pipeline, time_stages
 
@@ -96,8 +106,9 @@ def test_of_many_micro_batches_the_last_ones_stand_for_the_rest(seed: int) -> No
     long = plan.model_copy(update={"micro_batches": 40 * number})
     forth, back = ways_of(plan)
     # The same ways: what passes with one micro-batch stays as it is.
-    whole_s = _Walk(long.micro_batches, plan.ahead, stages, forth, back).step_s()
-    assert _step_s(long, stages, forth, back) == pytest.approx(whole_s, rel=2e-3)
+    inside = inside_of(plan, stages)
+    whole_s = _Walk(long.micro_batches, plan.ahead, stages, forth, back, inside).step_s()
+    assert _step_s(long, stages, forth, back, inside) == pytest.approx(whole_s, rel=2e-3)
     assert long.in_flight(0) == plan.ahead * (number - 1) + 1
 
 
@@ -134,9 +145,10 @@ def test_the_steady_pace_is_that_of_the_busiest_link() -> None:
     plan = build(PipelinePlan, data, "pipeline")
     batch_bytes = plan.sequences(0) * 2 * plan.sequence_bytes
     # The middle stage's site sends activations on and gradients back over one access link.
-    assert steady_s(*ways_of(plan)) == pytest.approx(2 * batch_bytes / 125e6)
+    nothing = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 3
+    assert busiest_link_s(plan, nothing) == pytest.approx(9 * 2 * batch_bytes / 125e6)
     assert activation_bytes(plan) == pytest.approx(2 * 2 * 9 * batch_bytes)
-    times = pipeline_times(plan, [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 3)
+    times = pipeline_times(plan, nothing)
     pace_s, latency_s = 2 * batch_bytes / 125e6, cluster.levels[0].latency
     assert 9 * pace_s <= times.step_s <= 11 * pace_s + 4 * latency_s + 1e-9
 

@@ -1,0 +1,98 @@
+"""Which of several pipelines a simulation prefers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, ends_s
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hybridep.pipeline import PipelinePlan
+    from hybridep.plan import Schedule
+    from hybridep.topology import Cluster
+    from hybridep.workload import Workload
+    from planner.choose import Report
+
+CANDIDATES = 8
+"""Pipelines among which a simulation chooses."""
+SECONDS_PER_PASS = 1.5e-5
+"""What simulating one takes, about, for each rank, layer and micro-batch: 1.0e-5 to 1.6e-5 were measured between 27 and 60
+regions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageChoice:
+    """One pipeline of several."""
+
+    plan: PipelinePlan
+    simulated_s: float | None
+    """Its simulated step; None where nothing was simulated."""
+    simulated: int = 0
+    """Pipelines that were."""
+
+
+def in_stages(
+    cluster: Cluster,
+    workload: Workload,
+    stages: int | None = None,
+    *,
+    solver: str = "highs",
+    time_limit_s: float = 60.0,
+    schedule: Schedule | None = None,
+    report: Report | None = None,
+) -> StageChoice:
+    """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation, which lets all sites of a
+    stage begin a pass together and copies have links to themselves, the one that is fastest in a simulation of all ranks. The
+    planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as in a lab. Raises what the
+    planner raises."""
+    from planner.stages.search import plan_pipelines
+
+    number = CANDIDATES if cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1 else 1
+    started_s, share = monotonic(), SEARCHED if number > 1 else 1.0
+    made = plan_pipelines(
+        cluster,
+        workload,
+        number,
+        stages=stages,
+        solver=solver,
+        time_limit_s=share * time_limit_s,
+        schedule=schedule,
+        report=report,
+    )
+    if number == 1:
+        return StageChoice(plan=made[0], simulated_s=None)
+    return fastest(made[: most_simulated(made[0], time_limit_s)], until_s=ends_s(started_s, time_limit_s))
+
+
+def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:
+    """As many as simulations' share of the limit has time for, two at least. A count, because what a deadline cuts off differs
+    from run to run."""
+    passes = plan.micro_batches * plan.workload.model.num_layers * plan.cluster.num_gpus
+    return max(2, min(CANDIDATES, int((1 - SEARCHED) * time_limit_s / (SECONDS_PER_PASS * passes))))
+
+
+def fastest(plans: Sequence[PipelinePlan], *, until_s: float) -> StageChoice:
+    """By simulated step; none but the first two are begun after ``until_s`` (``time.monotonic``), or a KeyboardInterrupt."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from simulator.pipeline import simulate_pipeline
+
+    console = Console(stderr=True)
+    found: list[tuple[float, int]] = []
+    shown = track(plans, "simulating pipelines", console=console, transient=True, disable=not console.is_terminal)
+    for place, one in enumerate(shown):
+        if place >= 2 and monotonic() >= until_s:
+            break
+        try:
+            found.append((simulate_pipeline(one).step_s, place))
+        except KeyboardInterrupt:
+            break
+    if not found:
+        return StageChoice(plan=plans[0], simulated_s=None)
+    step_s, place = min(found)
+    return StageChoice(plan=plans[place], simulated_s=step_s, simulated=len(found))
