@@ -224,11 +224,18 @@ def pipeline_link_bytes(plan: PipelinePlan) -> FloatArray:
     and what passes between them."""
     cluster = plan.cluster
     number = {link.name: place for place, link in enumerate(cluster.link_table)}
-    loads = np.zeros(len(number))
+    loads = between_link_bytes(plan)
     for stage in plan.plans:
         own = link_bytes(stage.cluster, step_traffic(stage))
         for link, size_bytes in zip(stage.cluster.link_table, own, strict=True):
             loads[number[link.name]] += size_bytes
+    return loads
+
+
+def between_link_bytes(plan: PipelinePlan) -> FloatArray:
+    """[number of links]: of these what passes between stages."""
+    cluster = plan.cluster
+    loads = np.zeros(len(cluster.link_table))
     inside = cluster.num_gpus // cluster.sizes[0]
     between = np.zeros((cluster.sizes[0], cluster.sizes[0]))
     for earlier in range(len(plan.stages) - 1):

@@ -173,14 +173,22 @@ def command(
             "--max-loss": max_loss,
             "--prefetch": prefetch,
             "--chunks": chunks > 1,
-            "--objective": objective != "time",
-            "--budget": budget,
         }
         for option, value in left_out.items():
             if value:
                 raise UserError(f"{option}: not with --stages; leave one of them out")
         schedule = _schedule(streams, [level.name for level in site.levels])
-        write_in_stages(site, work, stages, output, solver=solver, time_limit_s=time_limit_s, schedule=schedule, as_json=as_json)
+        write_in_stages(
+            site,
+            work,
+            stages,
+            output,
+            solver=solver,
+            time_limit_s=time_limit_s,
+            schedule=schedule,
+            goal=_goal(objective, budget),
+            as_json=as_json,
+        )
         return
     rules = planner.load_constraints(constraints) if constraints else None
     record = load_routing(routing) if routing is not None else None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from planner.choose import Report
+    from planner.goal import Goal
 
 CANDIDATES = 8
 """Pipelines among which a simulation chooses."""
@@ -43,14 +44,17 @@ def in_stages(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    goal: Goal | None = None,
     report: Report | None = None,
 ) -> StageChoice:
     """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation, which lets all sites of a
     stage begin a pass together and copies have links to themselves, the one that is fastest in a simulation of all ranks. The
-    planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as in a lab. Raises what the
-    planner raises."""
+    planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as in a lab. With a ``goal`` the
+    cheapest, or the fastest within a budget. Raises what the planner raises."""
+    from planner.goal import FASTEST
     from planner.stages.search import plan_pipelines
 
+    goal = goal or FASTEST
     number = CANDIDATES if cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1 else 1
     started_s, share = monotonic(), SEARCHED if number > 1 else 1.0
     made = plan_pipelines(
@@ -61,11 +65,12 @@ def in_stages(
         solver=solver,
         time_limit_s=share * time_limit_s,
         schedule=schedule,
+        goal=goal,
         report=report,
     )
     if number == 1:
         return StageChoice(plan=made[0], simulated_s=None)
-    return fastest(made[: most_simulated(made[0], time_limit_s)], until_s=ends_s(started_s, time_limit_s))
+    return best_simulated(made[: most_simulated(made[0], time_limit_s)], goal, until_s=ends_s(started_s, time_limit_s))
 
 
 def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:
@@ -75,24 +80,28 @@ def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:
     return max(2, min(CANDIDATES, int((1 - SEARCHED) * time_limit_s / (SECONDS_PER_PASS * passes))))
 
 
-def fastest(plans: Sequence[PipelinePlan], *, until_s: float) -> StageChoice:
-    """By simulated step; none but the first two are begun after ``until_s`` (``time.monotonic``), or a KeyboardInterrupt."""
+def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice:
+    """By simulated step, or its price; none but the first two are begun after ``until_s`` (``time.monotonic``), or a
+    KeyboardInterrupt."""
     from rich.console import Console
     from rich.progress import track
 
+    from planner.stages.costs import simulated_usd
     from simulator.pipeline import simulate_pipeline
 
     console = Console(stderr=True)
-    found: list[tuple[float, int]] = []
+    found: list[tuple[float, float, float, int]] = []
     shown = track(plans, "simulating pipelines", console=console, transient=True, disable=not console.is_terminal)
     for place, one in enumerate(shown):
         if place >= 2 and monotonic() >= until_s:
             break
         try:
-            found.append((simulate_pipeline(one).step_s, place))
+            step_s = simulate_pipeline(one).step_s
         except KeyboardInterrupt:
             break
+        usd = simulated_usd(one, step_s) if goal.needs_prices else 0.0
+        found.append((goal.overdraft(usd), goal.value(step_s, usd), step_s, place))
     if not found:
         return StageChoice(plan=plans[0], simulated_s=None)
-    step_s, place = min(found)
+    *_, step_s, place = min(found)
     return StageChoice(plan=plans[place], simulated_s=step_s, simulated=len(found))

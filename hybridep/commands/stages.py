@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hybridep.commands.stage_choice import StageChoice
-    from hybridep.pipeline import PipelinePlan
+    from hybridep.pipeline import AnyPlan, PipelinePlan
     from hybridep.plan import Plan, Schedule
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
+    from planner.goal import Goal
     from simulator.pipeline import PipelineStep
     from simulator.precision import Precision
 
@@ -37,9 +38,10 @@ def write_in_stages(
     solver: str,
     time_limit_s: float,
     schedule: Schedule | None,
+    goal: Goal,
     as_json: bool,
 ) -> None:
-    """``--stages TEXT``: the pipeline is written and shown, or a plan without stages where that is faster and no number was asked
+    """``--stages TEXT``: the pipeline is written and shown, or a plan without stages where that is better and no number was asked
     for."""
     import planner
     from hybridep.commands import plan_text
@@ -48,11 +50,11 @@ def write_in_stages(
     number = _read_stages(text)
 
     def in_stages(limit_s: float) -> StageChoice:
-        return _plan_in_stages(cluster, workload, number, solver=solver, time_limit_s=limit_s, schedule=schedule)
+        return _plan_in_stages(cluster, workload, number, solver=solver, time_limit_s=limit_s, schedule=schedule, goal=goal)
 
     def in_one(limit_s: float) -> Plan:
-        if schedule is not None or solver != "highs":
-            return planner.plan(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=schedule)
+        if schedule is not None or solver != "highs" or goal.needs_prices:
+            return planner.plan(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=schedule, goal=goal)
         return planned(cluster, workload, time_limit_s=limit_s)
 
     if text == AUTO:
@@ -61,7 +63,7 @@ def write_in_stages(
         choice, plan = in_stages(time_limit_s), None
     pipeline = None if choice is None else choice.plan
     without_s = None if plan is None or plan.prediction is None else plan.prediction.expected_s
-    if pipeline is None or (without_s is not None and pipeline.prediction is not None and without_s <= pipeline.prediction.step):
+    if pipeline is None or (plan is not None and _worth(plan, goal) <= _worth(pipeline, goal)):
         assert plan is not None
         plan.save(output)
         if as_json:
@@ -79,6 +81,13 @@ def write_in_stages(
         _show_pipeline(choice, output, without_s)
 
 
+def _worth(plan: AnyPlan, goal: Goal) -> tuple[float, float]:
+    """The smaller the better."""
+    assert plan.prediction is not None
+    usd = plan.prediction.cost or 0.0
+    return goal.overdraft(usd), goal.value(plan.prediction.expected_s, usd)
+
+
 def _read_stages(text: str) -> int | None:
     """A number of stages from 2, or ``auto`` (None). Raises UserError."""
     if text == AUTO:
@@ -89,7 +98,14 @@ def _read_stages(text: str) -> int | None:
 
 
 def _plan_in_stages(
-    cluster: Cluster, workload: Workload, stages: int | None, *, solver: str, time_limit_s: float, schedule: Schedule | None
+    cluster: Cluster,
+    workload: Workload,
+    stages: int | None,
+    *,
+    solver: str,
+    time_limit_s: float,
+    schedule: Schedule | None,
+    goal: Goal,
 ) -> StageChoice:
     """The pipeline, with the planner's progress on stderr."""
     from hybridep.commands.plan_progress import PlanProgress
@@ -103,6 +119,7 @@ def _plan_in_stages(
             solver=solver,
             time_limit_s=time_limit_s,
             schedule=schedule,
+            goal=goal,
             report=progress,
         )
 
@@ -139,7 +156,7 @@ def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> 
     from rich.table import Table
 
     from hybridep.commands.plan_text import few, placed_text
-    from hybridep.units import format_bytes, format_seconds
+    from hybridep.units import format_bytes, format_dollars, format_seconds
     from planner.stages.report import pipeline_summary
 
     plan = choice.plan
@@ -170,7 +187,7 @@ def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> 
     parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in found["parts_s"].items())
     console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
     if choice.simulated_s is not None:
-        console.print(f"  simulated: {format_seconds(choice.simulated_s)}, the fastest of {choice.simulated} pipelines")
+        console.print(f"  simulated: {format_seconds(choice.simulated_s)}, the best of {choice.simulated} pipelines")
     others = dict(found["baselines"]) | ({} if without_s is None else {"without stages": without_s})
     for name, other_s in others.items():
         console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f})")
@@ -180,6 +197,8 @@ def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> 
     console.print(
         f"WAN {format_bytes(found['wan_bytes'])} per step; memory of the fullest rank {format_bytes(found['memory_bytes'])}"
     )
+    if plan.prediction is not None and plan.prediction.cost is not None:
+        console.print(f"price of a step: {format_dollars(plan.prediction.cost)}")
     click.echo(f"\nplan written to {path}")
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hybridep.baselines import Baseline, baseline_plan
-from hybridep.pipeline import PipelinePlan
+from hybridep.pipeline import PipelinePlan, between_link_bytes, pipeline_link_bytes
 from hybridep.plan import Prediction
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.evaluate import evaluate
 from planner.memory import MemoryUse
-from planner.plans import BASELINES, seconds
+from planner.plans import BASELINES, dollars, seconds
+from planner.price import egress_usd, step_usd
 from planner.stages.inside import Inside, Room, placed
 from planner.stages.schedule import PipelineTimes, busiest_link_s, pipeline_times
 
@@ -27,6 +30,13 @@ class Costed:
     plan: PipelinePlan
     inside: tuple[Inside, ...]
     times: PipelineTimes
+    egress_usd: float
+    """Of a step, inside stages and between them."""
+
+    @property
+    def step_usd(self) -> float:
+        """With all ranks for as long as the step takes."""
+        return step_usd(self.plan.cluster.rent_usd_per_s, self.egress_usd, self.times.step_s)
 
     @property
     def fits(self) -> bool:
@@ -63,7 +73,20 @@ def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None) -> Costed
     if inside is None:
         inside = [placed(stage, stage.layers, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
     times = pipeline_times(plan, [one.times for one in inside])
-    return Costed(plan=plan, inside=tuple(inside), times=times)
+    return Costed(plan=plan, inside=tuple(inside), times=times, egress_usd=pipeline_egress_usd(plan, inside))
+
+
+def pipeline_egress_usd(plan: PipelinePlan, inside: Sequence[Inside]) -> float:
+    """Of a step."""
+    if not plan.cluster.has_egress_prices:
+        return 0.0
+    return sum(one.egress_usd for one in inside) + egress_usd(plan.cluster, between_link_bytes(plan))
+
+
+def simulated_usd(plan: PipelinePlan, step_s: float) -> float:
+    """What a step costs that takes so long."""
+    cluster = plan.cluster
+    return step_usd(cluster.rent_usd_per_s, egress_usd(cluster, pipeline_link_bytes(plan)), step_s)
 
 
 def predicted(found: Costed) -> Prediction:
@@ -83,6 +106,7 @@ def predicted(found: Costed) -> Prediction:
         wan_bytes=pipeline_wan_bytes(plan),
         memory_bytes=found.fullest.fullest_bytes,
         baselines=others,
+        cost=dollars(found.step_usd) if plan.cluster.has_prices else None,
     )
 
 
@@ -100,6 +124,17 @@ def activation_bytes(plan: PipelinePlan) -> float:
             if not plan.cluster.in_one_site(int(source) // inside, int(destination) // inside):
                 total += int(number)
     return 2.0 * total * plan.micro_batches * plan.sequence_bytes
+
+
+def least_usd(cluster: Cluster, workload: Workload) -> float:
+    """Below every pipeline's price: all ranks for `least_s`, and activations that cross one border at least, there and back,
+    where bytes cost least."""
+    crossed_usd = 0.0
+    if cluster.has_egress_prices:
+        training, away = workload.training, ~np.eye(cluster.sizes[0], dtype=np.bool_)
+        once_bytes = training.tokens * training.micro_batches * cluster.num_gpus * workload.combine_row_bytes
+        crossed_usd = 2.0 * once_bytes * float(cluster.egress_usd_per_byte[away].min())
+    return step_usd(cluster.rent_usd_per_s, crossed_usd, least_s(cluster, workload))
 
 
 def least_s(cluster: Cluster, workload: Workload) -> float:

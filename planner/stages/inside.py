@@ -11,10 +11,13 @@ from hybridep.gpus import SiteGpu
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Residency
 from hybridep.topology import Cluster
+from hybridep.traffic import link_bytes, step_traffic
 from planner.choose import plan
 from planner.domains import divisors
+from planner.goal import FASTEST, Goal
 from planner.memory import ACTIVATIONS, MemoryUse, memory_use
 from planner.plans import layer_group
+from planner.price import egress_usd, step_usd
 from planner.staggered import PassTimes, pass_times
 
 _SHAPES = (Baseline.EP, Baseline.EP_IN_DC, Baseline.EP_IN_NODE, Baseline.FULL_GATHER)
@@ -37,31 +40,42 @@ class Inside:
     layers: tuple[LayerGroup, ...]
     times: PassTimes
     memory: MemoryUse
+    egress_usd: float
+    """Of a step."""
 
-    def rank(self, micro_batches: int) -> tuple[float, float]:
-        """The smaller the better: what does not fit, then seconds of a step."""
+    def rank(self, micro_batches: int, rent_usd_per_s: float | None = None) -> tuple[float, float]:
+        """The smaller the better: what does not fit, then seconds of a step; or dollars, with all ranks at that rent."""
         lacking_bytes = self.memory.fullest_bytes - self.memory.capacity_bytes
-        return (0.0 if self.memory.fits else lacking_bytes), self.times.busy_s(micro_batches)
+        busy_s = self.times.busy_s(micro_batches)
+        value = busy_s if rent_usd_per_s is None else step_usd(rent_usd_per_s, self.egress_usd, busy_s)
+        return (0.0 if self.memory.fits else lacking_bytes), value
 
 
 def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> Inside:
     """The stage with these placements in place of its own."""
     made = Plan(cluster=stage.cluster, workload=stage.workload, layers=layers, schedule=stage.schedule)
-    return Inside(layers=layers, times=pass_times(made), memory=memory_use(made, room.in_flight, room.beside_bytes))
+    usd = 0.0
+    if made.cluster.has_egress_prices and made.cluster.sizes[0] > 1:
+        usd = egress_usd(made.cluster, link_bytes(made.cluster, step_traffic(made)))
+    memory = memory_use(made, room.in_flight, room.beside_bytes)
+    return Inside(layers=layers, times=pass_times(made), memory=memory, egress_usd=usd)
 
 
-def without_search(stage: Plan, room: Room) -> Inside:
-    """The best of a few placements; the one that comes nearest to fitting, if none does."""
-    micro_batches = stage.workload.training.micro_batches
-    return min((placed(stage, (group,), room) for group in _placements(stage)), key=lambda one: one.rank(micro_batches))
+def without_search(stage: Plan, room: Room, rent_usd_per_s: float | None = None) -> Inside:
+    """The best of a few placements, as `Inside.rank`; the one that comes nearest to fitting, if none does."""
+    number = stage.workload.training.micro_batches
+    every = (placed(stage, (group,), room) for group in _placements(stage))
+    return min(every, key=lambda one: one.rank(number, rent_usd_per_s))
 
 
-def searched(stage: Plan, room: Room, *, solver: str, time_limit_s: float) -> Inside | None:
+def searched(stage: Plan, room: Room, *, solver: str, time_limit_s: float, goal: Goal = FASTEST) -> Inside | None:
     """What the planner makes of the stage; None where that ends without a plan, or with one that does not fit."""
     kept_bytes = memory_use(stage).parts_bytes.get(ACTIVATIONS, 0.0) * (room.in_flight - 1) + room.beside_bytes
     try:
         left = with_less_memory(stage.cluster, kept_bytes)
-        made = plan(left, stage.workload, solver=solver, time_limit_s=time_limit_s, schedule=stage.schedule)
+        # A stage whose ranks and bytes cost nothing has no price to make small.
+        own = goal if left.has_prices else FASTEST
+        made = plan(left, stage.workload, solver=solver, time_limit_s=time_limit_s, schedule=stage.schedule, goal=own)
     except HybridEPError:
         return None
     found = placed(stage, made.layers, room)

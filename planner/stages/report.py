@@ -46,6 +46,7 @@ def pipeline_summary(plan: PipelinePlan) -> dict[str, Any]:
         },
         "lower_bound_s": prediction.bound if prediction else None,
         "wan_bytes": prediction.wan_bytes if prediction else None,
+        "step_usd": found.step_usd if plan.cluster.has_prices else None,
         "micro_batches": plan.micro_batches,
         "ahead": plan.ahead,
         "stages": stages,

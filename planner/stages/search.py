@@ -25,18 +25,20 @@ from hybridep.pipeline import (
     stage_cluster,
     stage_workload,
 )
-from hybridep.plan import Plan, Schedule, SolverReport, Status
+from hybridep.plan import Objective, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
-from hybridep.units import format_bytes
+from hybridep.units import format_bytes, format_dollars, format_seconds
 from hybridep.workload import Workload
 from planner.choose import Report
 from planner.clock import now_s
 from planner.evaluate import MOST_RANKS
+from planner.goal import FASTEST, Goal
 from planner.memory import MemoryUse
-from planner.plans import seconds
+from planner.plans import solver_report
+from planner.price import step_usd
 from planner.sites.grouping import Groups
-from planner.stages.costs import Costed, costed, least_s, predicted, rooms, with_layers
+from planner.stages.costs import Costed, costed, least_s, least_usd, pipeline_egress_usd, predicted, rooms, with_layers
 from planner.stages.inside import Inside, Room, placed, searched, without_search
 from planner.stages.order import groupings, ordered
 from planner.stages.schedule import balanced_layers, least_step_s
@@ -68,11 +70,19 @@ def plan_pipeline(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> PipelinePlan:
-    """The fastest pipeline found, as expected. Arguments and errors as `plan_pipelines`."""
+    """The best pipeline found, as expected. Arguments and errors as `plan_pipelines`."""
     return plan_pipelines(
-        cluster, workload, stages=stages, solver=solver, time_limit_s=time_limit_s, schedule=schedule, report=report
+        cluster,
+        workload,
+        stages=stages,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        schedule=schedule,
+        goal=goal,
+        report=report,
     )[0]
 
 
@@ -85,16 +95,18 @@ def plan_pipelines(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> list[PipelinePlan]:
-    """The fastest pipelines found in ``stages`` stages, or in any number from 2, with their predictions, the fastest first: at
-    most ``number``, which differ in more than how far ahead they run. Exact, for experts that are chosen alike. The bound is
-    below every pipeline, and says little. ``report``: told ("bound" or "plan", seconds) as either is known or improves. On
-    KeyboardInterrupt, once there is a plan, the best so far.
+    """The best pipelines found in ``stages`` stages, or in any number from 2, with their predictions, the best first: at most
+    ``number``, which differ in more than how far ahead they run. Exact, for experts that are chosen alike. The best one is the
+    fastest, or what ``goal`` says. The bound is below every pipeline, and says little. ``report``: told ("bound" or "plan",
+    seconds) as either is known or improves. On KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
-    memory, and says why.
+    memory or the budget, and says why.
     """
+    goal.require_prices(cluster)
     begun_s = now_s()
     try:
         check_stageable(cluster, workload.model)
@@ -103,20 +115,34 @@ def plan_pipelines(
     bound_s = least_s(cluster, workload)
     told: Report = report or (lambda what, seconds: None)
     told("bound", bound_s)
-    search = _Search(cluster, workload, solver, with_most(cluster, schedule)[0] or Schedule(), begun_s, time_limit_s, told)
+    schedule = with_most(cluster, schedule)[0] or Schedule()
+    search = _Search(cluster, workload, solver, schedule, goal, begun_s, time_limit_s, told)
     found = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
+    if goal.overdraft(found[0].step_usd):
+        assert goal.budget_usd is not None
+        cheapest = f"{format_dollars(found[0].step_usd)} (a step of {format_seconds(found[0].times.step_s)})"
+        raise InfeasibleError(
+            f"pipeline over {cluster.name}: none was found that costs at most {format_dollars(goal.budget_usd)} per step: the "
+            f"cheapest costs {cheapest}; raise --budget"
+        )
     took_s, made = now_s() - begun_s, []
     for one in found:
-        how = SolverReport(
-            status=Status.FEASIBLE,
+        how = solver_report(
             solver=solver,
-            objective=seconds(one.times.step_s),
-            bound=seconds(bound_s),
-            gap=max(1 - bound_s / one.times.step_s, 0.0),
-            solve=seconds(took_s),
+            goal=goal,
+            objective_s=one.times.step_s,
+            bound_s=bound_s,
+            cost_usd=one.step_usd,
+            bound_usd=least_usd(cluster, workload),
+            solve_s=took_s,
+            proven=False,
         )
         made.append(one.plan.model_copy(update={"prediction": predicted(one), "solver": how, "provenance": provenance()}))
     return made
+
+
+Worth = tuple[float, float]
+"""By what share a step is over the budget, and its seconds or dollars: the smaller the better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +151,8 @@ class _Candidate:
 
     plan: PipelinePlan
     inside: tuple[Inside, ...]
-    least_s: float
-    """Its step takes at least that."""
+    least: Worth
+    """It is no better than that."""
 
 
 @dataclass
@@ -135,6 +161,7 @@ class _Search:
     workload: Workload
     solver: str
     schedule: Schedule
+    goal: Goal
     begun_s: float
     time_limit_s: float
     report: Report
@@ -154,7 +181,12 @@ class _Search:
         except KeyboardInterrupt:
             if not self._found:
                 raise
-        return [self._least_ahead(one) for one in self._best(number)]
+        every = self._best(len(self._found))
+        # What is expected of them errs more between numbers of stages than between pipelines of one.
+        of_each = list({len(one.plan.stages): one for one in reversed(every)}.values())
+        first = sorted(of_each, key=self._worth)[: max(number // 2, 1)]
+        rest = [one for one in every if one not in first][: number - len(first)]
+        return [self._least_ahead(one) for one in sorted([*first, *rest], key=self._worth)]
 
     def _search(self, numbers: Sequence[int]) -> None:
         candidates: list[_Candidate] = []
@@ -166,9 +198,8 @@ class _Search:
             raise InfeasibleError(
                 f"pipeline over {self.cluster.name}: no number of stages is possible; {self._lacking or self.why}"
             )
-        for candidate in sorted(candidates, key=lambda one: one.least_s):
-            best_s = min((one.times.step_s for one in self._found), default=math.inf)
-            if self._found and (candidate.least_s >= best_s or self._left_s(_WALKED_BY) < 0):
+        for candidate in sorted(candidates, key=lambda one: one.least):
+            if self._found and (candidate.least >= min(map(self._worth, self._found)) or self._left_s(_WALKED_BY) < 0):
                 break
             self._walk(candidate)
         for candidate in _first_by_number(candidates)[:_KEPT]:
@@ -189,8 +220,21 @@ class _Search:
     def _least_ahead(self, best: Costed) -> Costed:
         """The same pipeline as little ahead as is about as fast."""
         same = [one for one in self._found if _but_for_ahead(one.plan) == _but_for_ahead(best.plan)]
-        good = [one for one in same if one.times.step_s <= best.times.step_s * (1 + _WORTH)]
-        return min(good, key=lambda one: (one.plan.ahead, one.times.step_s))
+        good = [one for one in same if not self._is_better(best, one)]
+        return min(good, key=lambda one: (one.plan.ahead, self._worth(one)))
+
+    def _worth(self, one: Costed) -> Worth:
+        return self.goal.overdraft(one.step_usd), self.goal.value(one.times.step_s, one.step_usd)
+
+    def _is_better(self, one: Costed, other: Costed) -> bool:
+        """By more than ``_WORTH``."""
+        (over, value), (others_over, others_value) = self._worth(one), self._worth(other)
+        return over < others_over or (over == others_over and value < others_value * (1 - _WORTH))
+
+    @property
+    def _rent_usd_per_s(self) -> float | None:
+        """Of all ranks, where dollars are to be few."""
+        return self.cluster.rent_usd_per_s if self.goal.objective is Objective.DOLLARS else None
 
     def _with_other_batches(self, found: Costed) -> None:
         """The same stages in other numbers of micro-batches."""
@@ -201,7 +245,7 @@ class _Search:
             if micro_batches == plan.micro_batches or self._left_s(_VARIED_BY) < 0:
                 continue
             candidate = self._candidate(self._groups(plan), layers, micro_batches)
-            if candidate is not None and candidate.least_s < min(one.times.step_s for one in self._found):
+            if candidate is not None and candidate.least < min(map(self._worth, self._found)):
                 self._walk(candidate)
 
     def _walk(self, candidate: _Candidate) -> None:
@@ -221,7 +265,7 @@ class _Search:
                     return
                 left -= 1
                 found = self._with_change(best, changes[place])
-                if found is not None and found.fits and found.times.step_s < best.times.step_s * (1 - _WORTH):
+                if found is not None and found.fits and self._is_better(found, best):
                     self._keep(found)
                     best, improved = found, True
                     break
@@ -229,7 +273,7 @@ class _Search:
     def _best_by_number(self) -> list[Costed]:
         """Of the best numbers of stages the best pipeline each."""
         kept: dict[int, Costed] = {}
-        for one in sorted(self._found, key=lambda one: one.times.step_s):
+        for one in sorted(self._found, key=self._worth):
             kept.setdefault(len(one.plan.stages), one)
         return list(kept.values())[:_KEPT]
 
@@ -245,9 +289,9 @@ class _Search:
         except ValueError:
             return None
         candidate = self._candidate(path, layers, micro_batches)
-        if candidate is None or candidate.least_s >= best.times.step_s:
+        if candidate is None or candidate.least >= self._worth(best):
             return None
-        found = Costed(plan=candidate.plan, inside=candidate.inside, times=best.times)
+        found = Costed(plan=candidate.plan, inside=candidate.inside, times=best.times, egress_usd=0.0)
         return self._ahead(found, min(best.plan.ahead, candidate.plan.ahead))
 
     def _groups(self, plan: PipelinePlan) -> Groups:
@@ -258,7 +302,7 @@ class _Search:
     def _best(self, number: int = _KEPT) -> list[Costed]:
         """Pipelines that differ in more than how far ahead they run."""
         kept: dict[str, Costed] = {}
-        for one in sorted(self._found, key=lambda one: one.times.step_s):
+        for one in sorted(self._found, key=self._worth):
             if len(kept) == number:
                 break
             kept.setdefault(_but_for_ahead(one.plan), one)
@@ -267,7 +311,7 @@ class _Search:
     def _keep(self, found: Costed | None) -> None:
         if found is not None and found.fits:
             self._found.append(found)
-            self.report("plan", min(one.times.step_s for one in self._found))
+            self.report("plan", min(self._found, key=self._worth).times.step_s)
 
     def _ahead(self, found: Costed, ahead: int) -> Costed:
         """The same pipeline in another order."""
@@ -363,8 +407,10 @@ class _Search:
             plan = plan.model_copy(update={"ahead": ahead})
             inside = [self._without_search(stage, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
             if all(one.memory.fits for one in inside):
-                least_s = least_step_s(plan, [one.times for one in inside])
-                return _Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least_s=least_s)
+                step_s = least_step_s(plan, [one.times for one in inside])
+                usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
+                least = self.goal.overdraft(usd), self.goal.value(step_s, usd)
+                return _Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=least)
         fullest = max((one.memory for one in inside), key=_fullness)
         if _fullness(fullest) < self._lack:
             self._lack = _fullness(fullest)
@@ -395,7 +441,7 @@ class _Search:
     def _without_search(self, stage: Plan, room: Room) -> Inside:
         key = f"{alike(stage)} {room}"
         if key not in self._known:
-            self._known[key] = without_search(stage, room)
+            self._known[key] = without_search(stage, room, self._rent_usd_per_s)
         return self._known[key]
 
     def _refined(self, found: Costed, time_limit_s: float) -> Costed:
@@ -407,9 +453,10 @@ class _Search:
             key = f"{alike(stage)} {room}"
             if key not in self._searched and now_s() < until_s:
                 limit_s = time_limit_s / len(different)
-                self._searched[key] = searched(stage, room, solver=self.solver, time_limit_s=limit_s)
-            other = self._searched.get(key)
-            if other is not None and other.rank(plan.micro_batches) < inside[number].rank(plan.micro_batches):
+                goal = Goal(objective=self.goal.objective)
+                self._searched[key] = searched(stage, room, solver=self.solver, time_limit_s=limit_s, goal=goal)
+            other, batches, rent = self._searched.get(key), plan.micro_batches, self._rent_usd_per_s
+            if other is not None and other.rank(batches, rent) < inside[number].rank(batches, rent):
                 inside[number] = other
         return costed(with_layers(plan, inside), inside)
 
@@ -421,7 +468,7 @@ def _but_for_ahead(plan: PipelinePlan) -> str:
 def _first_by_number(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     """Of each number of stages the one that could take least, the best first."""
     kept: dict[int, _Candidate] = {}
-    for one in sorted(candidates, key=lambda one: one.least_s):
+    for one in sorted(candidates, key=lambda one: one.least):
         kept.setdefault(len(one.plan.stages), one)
     return list(kept.values())
 

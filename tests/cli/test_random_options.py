@@ -34,7 +34,7 @@ OPTIONS = (
     ("--fabric", "ring-100g"),
     ("--json",),
 )
-WITH_STAGES = (("--explain",), ("--streams", "dc=2"), ("--json",))
+WITH_STAGES = (("--explain",), ("--streams", "dc=2"), ("--objective", "dollars"), ("--budget", "0.001 $"), ("--json",))
 SYSTEMS = ("ep", "full_gather", "ep,tutel", "faster_moe", "smart_moe", "pipeline")
 
 

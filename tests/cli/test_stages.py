@@ -73,6 +73,20 @@ def test_auto_takes_no_stages_where_those_are_slower(inputs: Inputs, call: Call)
     assert result.code == 0 and "no number of stages is possible" in result.err and load_plan(path)
 
 
+def test_the_cheapest_with_or_without_stages(inputs: Inputs, call: Call) -> None:
+    priced = SLOW.replace("bandwidth: 1 Mbps", "bandwidth: 1 Mbps, egress: 0.05 $/GB")
+    assert priced != SLOW
+    path, result = in_stages(inputs, call, "--stages", "auto", "--objective", "dollars", "--json", cluster=priced)
+    assert result.code == 0, result.err
+    plan = load_any_plan(path)
+    assert plan.prediction is not None and plan.prediction.cost == pytest.approx(result.json["step_usd"])
+    path, shown = in_stages(inputs, call, "--stages", "2", "--budget", "1 $", cluster=priced)
+    assert shown.code == 0 and "price of a step: " in shown.out
+    path.unlink()
+    path, result = in_stages(inputs, call, "--stages", "2", "--budget", "0.0000000001 $", cluster=priced)
+    assert result.code == 3 and "raise --budget" in result.err and not path.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -82,7 +96,7 @@ def test_auto_takes_no_stages_where_those_are_slower(inputs: Inputs, call: Call)
         (("--stages", "2", "--prefetch"), "--prefetch: not with --stages"),
         (("--stages", "2", "--chunks", "2"), "--chunks: not with --stages"),
         (("--stages", "2", "--codec", "dc.experts=int8"), "--codec: not with --stages"),
-        (("--stages", "2", "--objective", "dollars"), "--objective: not with --stages"),
+        (("--stages", "2", "--objective", "dollars"), "nothing has a price"),
         (("--stages", "2", "--set", "gpu.memory=100 kB"), "raise gpu.memory"),
     ],
 )
