@@ -18,7 +18,7 @@ class MeasuredLoss(Strict):
     """One codec, alone."""
 
     kind: str
-    """``tokens``, ``experts`` or ``gradients``."""
+    """Of payload, as in ``hybridep.codecs.PAYLOADS``."""
     codec: str
     keep: float | None = None
     """Of sparse codecs: the share of elements that they send."""
@@ -65,7 +65,8 @@ def permitted(max_loss: float) -> list[Codecs]:
         return [EXACT]
     options: dict[str, list[MeasuredLoss | None]] = {kind: [None] for kind in KINDS}
     for one in measured_losses().losses:
-        options[one.kind].append(one)
+        if one.kind in options:
+            options[one.kind].append(one)
     found = []
     for chosen in product(*options.values()):
         used = [one for one in chosen if one is not None]

@@ -85,24 +85,26 @@ class Codecs(Strict):
     tokens: TokenCodec = TokenCodec.EXACT
     experts: ExpertCodec = ExpertCodec.EXACT
     gradients: GradientCodec = GradientCodec.EXACT
+    activations: TokenCodec = TokenCodec.EXACT
+    """Of what passes between pipeline stages, forward and back; the outermost level only, and takes the time that tokens take."""
     experts_keep: float = Field(default=0.02, gt=0, le=1)
     """Share of an expert's elements that ``sr`` sends."""
     gradients_keep: float = Field(default=0.02, gt=0, le=1)
     """Share of a gradient's elements that ``top-k`` sends."""
     gates: dict[str, LossGate] = Field(default_factory=dict)
-    """``tokens``, ``experts`` or ``gradients`` -> what that codec cost; absent where it was not measured."""
+    """Kind of payload -> what its codec cost; absent where it was not measured."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Codecs:
         for kind in self.gates:
-            if kind not in KINDS:
-                raise ValueError(f"gates.{kind}: must be one of {', '.join(KINDS)}")
+            if kind not in PAYLOADS:
+                raise ValueError(f"gates.{kind}: must be one of {', '.join(PAYLOADS)}")
         return self
 
     @property
     def lossy(self) -> dict[str, str]:
         """Kind of payload -> its codec as text (``sr, keep 0.02``), where it is not exact."""
-        texts = {"tokens": self.tokens.value, "experts": self.experts.value, "gradients": self.gradients.value}
+        texts = {kind: getattr(self, kind).value for kind in PAYLOADS}
         if self.experts is ExpertCodec.SHARED_RESIDUAL:
             texts["experts"] += f", keep {self.experts_keep:g}"
         if self.gradients is GradientCodec.TOP_K:
@@ -138,6 +140,8 @@ class Speeds(Strict):
 
 
 KINDS = ("tokens", "experts", "gradients")
+"""Of payload, inside a stage or without any."""
+PAYLOADS = (*KINDS, "activations")
 EXACT = Codecs()
 
 
@@ -210,6 +214,11 @@ class Wire:
     def combine_row_bytes(self) -> int:
         """One row of partial outputs, or of their gradient."""
         return row_bytes(self.codecs.tokens, self.workload.model.hidden_size, self._width)
+
+    @cached_property
+    def activation_row_bytes(self) -> int:
+        """One token's activations between pipeline stages, or their gradient."""
+        return row_bytes(self.codecs.activations, self.workload.model.hidden_size, self._width)
 
     @cached_property
     def dispatch_row_bytes(self) -> int:

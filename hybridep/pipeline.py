@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
-from hybridep.codecs import Codecs
+from hybridep.codecs import EXACT, Codecs, Speed, TokenCodec, Wire
 from hybridep.config import Strict, apply_override, build, key_lines, read_yaml, write_yaml
 from hybridep.errors import ConfigError
 from hybridep.gpus import Gpu, SiteGpu
@@ -71,7 +71,7 @@ class PipelinePlan(Strict):
     popularity: tuple[tuple[float, ...], ...] = ()
     """As a plan's: of every MoE layer of the model."""
     codecs: dict[str, Codecs] = Field(default_factory=dict)
-    """Inside stages; level name -> codecs."""
+    """Level name -> codecs, inside stages; and the outermost level's ``activations`` between them."""
     schedule: Schedule = Schedule()
     """Inside stages; its streams also between them."""
     prediction: Prediction | None = None
@@ -92,6 +92,9 @@ class PipelinePlan(Strict):
             raise ValueError(f"stages: site {wrong[0]} is in {used.count(wrong[0])} stages; every site is in one")
         if (layers := sum(stage.num_layers for stage in self.stages)) != model.num_layers:
             raise ValueError(f"stages: they have {layers} layers together, the model has {model.num_layers}")
+        for level in cluster.levels[1:]:
+            if level.name in self.codecs and "activations" in self.codecs[level.name].lossy:
+                raise ValueError(f"codecs.{level.name}.activations: pass between sites; give it for {cluster.levels[0].name}")
         if self.schedule.prefetch or self.schedule.chunks > 1:
             raise ValueError("schedule: stages take neither prefetch nor chunks; leave both out")
         _ = self.plans
@@ -119,7 +122,7 @@ class PipelinePlan(Strict):
                 "workload": workload,
                 "layers": stage.layers,
                 "popularity": shares,
-                "codecs": self.codecs,
+                "codecs": codecs_inside(self.codecs),
                 "schedule": self.schedule,
             }
             try:
@@ -166,7 +169,19 @@ class PipelinePlan(Strict):
     @property
     def sequence_bytes(self) -> int:
         """Of one sequence's activations, or their gradients, between two stages."""
-        return self.workload.training.sequence_length * self.workload.combine_row_bytes
+        wire = Wire(workload=self.workload, codecs=self.codecs.get(self.cluster.levels[0].name, EXACT))
+        return self.workload.training.sequence_length * wire.activation_row_bytes
+
+    @property
+    def activation_codec(self) -> TokenCodec:
+        """Of what passes between stages."""
+        return self.codecs.get(self.cluster.levels[0].name, EXACT).activations
+
+    @property
+    def activation_speed(self) -> Speed | None:
+        """At which ranks code that; None where it takes no time."""
+        coding = self.cluster.gpu.coding
+        return None if coding is None else coding.tokens.get(self.activation_codec)
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage keeps at a time."""
@@ -189,6 +204,16 @@ class PipelinePlan(Strict):
 
 AnyPlan = Plan | PipelinePlan
 """What a plan file may hold."""
+
+
+def codecs_inside(codecs: Mapping[str, Codecs]) -> dict[str, Codecs]:
+    """Without what is for activations between stages."""
+    exact = {"activations": EXACT.activations}
+    kept = {name: one.model_copy(update=exact) for name, one in codecs.items()}
+    return {
+        name: one.model_copy(update={"gates": {kind: gate for kind, gate in one.gates.items() if kind != "activations"}})
+        for name, one in kept.items()
+    }
 
 
 def is_pipeline(data: Mapping[str, Any]) -> bool:

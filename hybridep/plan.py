@@ -213,6 +213,8 @@ class Plan(Strict):
         for name, codecs in self.codecs.items():
             if name not in levels:
                 raise ValueError(f"codecs.{name}: no such level; the cluster has {', '.join(levels)}")
+            if "activations" in codecs.lossy:
+                raise ValueError(f"codecs.{name}.activations: pass between pipeline stages, and this plan has none; leave it out")
             if codecs.experts.is_change and any(group.residency is not Residency.STEP for group in self.layers):
                 raise ValueError(f"codecs.{name}.experts: {codecs.experts.value} needs copies that stay; set residency: step")
         try:

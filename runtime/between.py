@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from hybridep.codecs import TokenCodec
 from hybridep.errors import TransportError
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, Ways
+from runtime.codecs import row_coder
+from runtime.codecs.messages import pack, unpack
 from runtime.event_threads import waiting_their_turn
 from runtime.mesh import Mesh, close_process_group, first_line, open_process_group
 from runtime.sockets import keeping_little_unsent
@@ -35,9 +38,12 @@ _PATIENCE = 4
 
 
 class Coming(NamedTuple):
-    """One micro-batch's rows [B, S, H], announced to their senders."""
+    """One micro-batch's rows, announced to their senders."""
 
+    messages: dict[int, Tensor]
+    """By sender: [B', S, H], or bytes where they travel coded."""
     rows: Tensor
+    """[B, S, H]: where the messages belong; they are parts of it where they are not coded."""
     posted: Posted
 
 
@@ -80,6 +86,8 @@ class Neighbours:
         pipeline = mesh.pipeline
         assert pipeline is not None
         training = mesh.plan.workload.training
+        level, codec = pipeline.cluster.levels[0].name, pipeline.activation_codec
+        self._coder = None if codec is TokenCodec.EXACT else row_coder(codec)
         shape = (training.micro_batch_size, training.sequence_length, mesh.plan.workload.model.hidden_size)
         self._empty = torch.empty(0, *shape[1:], dtype=mesh.dtype, device=mesh.device)
         self._number = shape[0]
@@ -89,7 +97,6 @@ class Neighbours:
         first = mesh.rank * self._number
         self.before = _parts(before, mesh.run_rank, first, mine_is_source=False)
         self.after = _parts(after, mesh.run_rank, first, mine_is_source=True)
-        level = pipeline.cluster.levels[0].name
         self._labels = {name: f"{name}@{level}" for name in (ACTIVATIONS, GRADIENTS)}
         self._senders = {name: Worker(name) for name in (ACTIVATIONS, GRADIENTS)}
         self._sent: list[Future[None]] = []
@@ -108,6 +115,9 @@ class Neighbours:
         """[B, S, H]: the next micro-batch's activations from the stage before, or gradients from the one after."""
         coming = self._coming[name].popleft()
         coming.posted.exchange({})
+        if self._coder is not None:
+            for peer, part in self._peers(name).items():
+                coming.rows[part] = self._decoded(coming.messages[peer], coming.rows[part])
         self._announce(name)
         return coming.rows
 
@@ -119,13 +129,34 @@ class Neighbours:
         if self._expected[name]:
             self._expected[name] -= 1
             rows = self._empty.new_empty(self._number, *self._empty.shape[1:])
-            receives = {peer: rows[part] for peer, part in self._peers(name).items()}
-            self._coming[name].append(Coming(rows, self._transport.post(receives, self._labels[name])))
+            receives = {peer: self._room(rows[part]) for peer, part in self._peers(name).items()}
+            self._coming[name].append(Coming(receives, rows, self._transport.post(receives, self._labels[name])))
+
+    def _room(self, rows: Tensor) -> Tensor:
+        """For a message with these rows [B', S, H]."""
+        if self._coder is None:
+            return rows
+        blocks = self._coder.blocks(rows.shape[-1], rows.dtype)
+        size = rows[..., 0].numel() * sum(dtype.itemsize * width for dtype, width in blocks)
+        return torch.empty(size, dtype=torch.uint8, device=rows.device)
+
+    def _coded(self, rows: Tensor) -> Tensor:
+        """The message."""
+        return rows.contiguous() if self._coder is None else pack(self._coder.encode(rows.reshape(-1, rows.shape[-1])))
+
+    def _decoded(self, message: Tensor, like: Tensor) -> Tensor:
+        """Rows [B', S, H] of a coded message."""
+        assert self._coder is not None
+        number, hidden = like[..., 0].numel(), like.shape[-1]
+        blocks = self._coder.blocks(hidden, like.dtype)
+        parts = unpack(message, [(dtype, number * width) for dtype, width in blocks])
+        shaped = [part.view(number, width) for part, (_, width) in zip(parts, blocks, strict=True)]
+        return self._coder.decode(shaped, hidden, like.dtype).view_as(like)
 
     def send(self, name: str, rows: Tensor) -> None:
         """Activations [B, S, H] to the stage after, or gradients to the one before; they leave while this returns."""
         parts = self.after if name == ACTIVATIONS else self.before
-        messages: Mapping[int, Tensor] = {peer: rows[part].contiguous() for peer, part in parts.items()}
+        messages: Mapping[int, Tensor] = {peer: self._coded(rows[part]) for peer, part in parts.items()}
         label = self._labels[name]
         self._sent.append(self._senders[name].submit(lambda: self._transport.exchange(messages, {}, label)))
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridep.plan import Plan
+from hybridep.codecs import TokenCodec
+from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.run import Run
 from hybridep.workload import Ffn, Model
+from runtime.codecs import RowCoder, row_coder
 from runtime.data import Batches, read_text
 from runtime.mesh import TORCH_DTYPE, check_trainable
 from runtime.moe import RoutedExperts
@@ -44,11 +50,43 @@ class LocalExperts(RoutedExperts):
         return y_NH
 
 
-class ReferenceTrainer:
-    """Trains what ``runtime.trainer`` trains over ``plan``'s ranks, in one process: same data, same initial values."""
+def code_activations(transformer: Transformer, layers: Sequence[int], codec: TokenCodec) -> None:
+    """From now on what enters these layers, and its gradient, is what a pipeline stage that begins there would be sent."""
+    coder = row_coder(codec)
 
-    def __init__(self, run: Run, plan: Plan) -> None:
-        check_trainable(plan)
+    def coded(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        result: Tensor = _Coded.apply(inputs[0], coder)  # type: ignore[no-untyped-call]
+        return result
+
+    for layer in layers:
+        transformer.layers[str(layer)].register_forward_pre_hook(coded)
+
+
+class _Coded(torch.autograd.Function):
+    """Coded and decoded, forward and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, coder: RowCoder) -> Tensor:
+        ctx.coder = coder
+        return _through(x, coder)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _through(gradients[0], ctx.coder), None
+
+
+def _through(x: Tensor, coder: RowCoder) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return coder.decode(coder.encode(rows), x.shape[-1], x.dtype).view_as(x)
+
+
+class ReferenceTrainer:
+    """Trains what ``runtime.trainer`` trains over ``plan``'s ranks, in one process: same data, same initial values; and what
+    passes between stages coded, where a pipeline's does."""
+
+    def __init__(self, run: Run, plan: AnyPlan) -> None:
+        for one in plan.plans if isinstance(plan, PipelinePlan) else (plan,):
+            check_trainable(one)
         self._workload, self._num_ranks = plan.workload, plan.cluster.num_gpus
         dtype = TORCH_DTYPE[plan.workload.training.dtype]
         model = plan.workload.model
@@ -57,6 +95,9 @@ class ReferenceTrainer:
         )
         self.transformer.initialise(run.seed)
         self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
+        if isinstance(plan, PipelinePlan):
+            begins = np.cumsum([stage.num_layers for stage in plan.stages])[:-1].tolist()
+            code_activations(self.transformer, begins, plan.activation_codec)
         length = plan.workload.training.sequence_length
         self._batches = Batches(read_text(run.data), length=length, seed=run.seed)
 

@@ -27,7 +27,7 @@ from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, Ways, order_
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
-from hybridep.topology import Cluster, only_sites
+from hybridep.topology import only_sites
 from hybridep.traffic import Direct
 from simulator.arrays import BoolArray, FloatArray
 from simulator.blocks import Blocks, Place, fabric_of
@@ -36,7 +36,7 @@ from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.errors import PipelineError
 from simulator.fabric import Fabric
-from simulator.precision import EXACTLY, Precision
+from simulator.precision import EXACTLY, Precision, most_of_site
 from simulator.stages import Stage, cut, routing_of, time_stages
 from simulator.stages_apart import busiest_s, run_stages, without_transfers_s
 from simulator.step import LinkLoad, StepResult, run
@@ -266,6 +266,8 @@ class _Between(NamedTuple):
     sent: FloatArray | None
     """[ranks, sites] bytes"""
     straight: Direct | None
+    received_bytes: FloatArray
+    """[ranks] before they are coded"""
 
     @staticmethod
     def of(pipeline: PipelinePlan, ways: Ways, precision: Precision, *, forward: bool) -> _Between:
@@ -273,15 +275,18 @@ class _Between(NamedTuple):
         per_site = cluster.num_gpus // cluster.sizes[0]
         source, destination = (ways.source, ways.destination) if forward else (ways.destination, ways.source)
         size_bytes = ways.number.astype(np.float64) * pipeline.sequence_bytes
+        exact_bytes = pipeline.workload.training.sequence_length * pipeline.workload.combine_row_bytes
+        received = np.zeros(cluster.num_gpus)
+        np.add.at(received, destination, ways.number * float(exact_bytes))
         if precision.one_rank_per_site:
             total = np.zeros((cluster.sizes[0], cluster.sizes[0]))
             np.add.at(total, (source // per_site, destination // per_site), size_bytes)
-            return _Between(np.repeat(total / per_site, per_site, axis=0), None)
+            return _Between(np.repeat(total / per_site, per_site, axis=0), None, most_of_site(cluster, received))
         if (source % per_site == destination % per_site).all():
             sent = np.zeros((cluster.num_gpus, cluster.sizes[0]))
             np.add.at(sent, (source, destination // per_site), size_bytes)
-            return _Between(sent, None)
-        return _Between(None, Direct(source, destination, size_bytes))
+            return _Between(sent, None, received)
+        return _Between(None, Direct(source, destination, size_bytes), received)
 
     def flows(self, fabric: Fabric) -> Flows:
         """Over the fabric."""
@@ -326,7 +331,8 @@ class _Order:
             Passes(plan, own, self._program, jitter, members if self._number > 1 else None, early=stage > 0)
             for stage, (plan, own, members) in enumerate(zip(pipeline.plans, blocks, self._members, strict=True))
         ]
-        passing = [_passing(one.flows(fabric), pipeline.cluster, self._program.num_ranks) for one in between]
+        number = self._program.num_ranks
+        passing = [_passing(one.flows(fabric), pipeline, number, one.received_bytes[first]) for one in between]
         self._forth, self._back = passing[: self._number - 1], passing[self._number - 1 :]
         self._last: list[list[int]] = [[] for _ in pipeline.stages]
         """Of each stage, the ends of its last pass."""
@@ -389,10 +395,13 @@ class _Order:
         self._arrived[forward, other, batch] = here
 
 
-def _passing(flows: Flows, cluster: Cluster, num_ranks: int) -> _Passing:
-    transfers = flows.transfers
+def _passing(flows: Flows, pipeline: PipelinePlan, num_ranks: int, received_bytes: FloatArray) -> _Passing:
+    """``received_bytes``: [ranks of the program] of rows that arrive, before they are coded."""
+    cluster, transfers = pipeline.cluster, flows.transfers
     pause_s, messages_s = np.zeros(num_ranks), np.zeros(num_ranks)
     np.maximum.at(pause_s, flows.destination, transfers.latency_s)
+    if (speed := pipeline.activation_speed) is not None:
+        pause_s += received_bytes * (1 / speed.encode + 1 / speed.decode)
     if cluster.processors is not None:
         share = cluster.processors / cluster.num_gpus
         further = np.maximum(np.bincount(flows.destination, minlength=num_ranks) - 1, 0)

@@ -21,11 +21,13 @@ from scipy.stats import t as student_t
 
 from hybridep.codecs import Codecs, TokenCodec
 from hybridep.config import build, write_text
+from hybridep.pipeline import codecs_inside
 from hybridep.plan import LayerGroup, Plan
 from hybridep.provenance import provenance
 from hybridep.run import Optimizer, Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from runtime.reference import code_activations
 
 HERE = Path(__file__).resolve().parent
 WINDOW = 50
@@ -75,7 +77,7 @@ def plan_of(config: dict[str, Any], name: str) -> Plan:
     codecs = build(Codecs, config["runs"][name], "config.yaml")
     domain = 1 if codecs.tokens is not TokenCodec.EXACT else sites
     group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={"dc": domain}, migration={})
-    return Plan(cluster=cluster, workload=workload, layers=(group,), codecs={"dc": codecs})
+    return Plan(cluster=cluster, workload=workload, layers=(group,), codecs=codecs_inside({"dc": codecs}))
 
 
 def train(config: dict[str, Any], one: tuple[int, str], results: Path) -> tuple[str, int]:
@@ -84,6 +86,9 @@ def train(config: dict[str, Any], one: tuple[int, str], results: Path) -> tuple[
     optimizer = build(Optimizer, config["optimizer"], "config.yaml")
     run = Run(name=name, cluster="sites", workload=name, output=results, steps=config["steps"], seed=seed, optimizer=optimizer)
     sites = EmulatedSites(run, plan_of(config, name))
+    activations = build(Codecs, config["runs"][name], "config.yaml").activations
+    # As if the sites were two stages.
+    code_activations(sites.transformer, [config["model"]["num_layers"] // 2], activations)
     losses = [sites.step(step) for step in range(1, config["steps"] + 1)]
     spread = statistics.mean(float(apart(layer.weights_EP.detach())) for layer in sites.layers)
     lines = ["step,loss", *(f"{step},{loss:.6f}" for step, loss in enumerate(losses, 1)), f"apart,{spread:.6f}"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridep.codec_losses import with_gates
-from hybridep.codecs import KINDS, Codecs
+from hybridep.codecs import PAYLOADS, Codecs
 from hybridep.config import apply_override, build
 from hybridep.errors import QuantityError, UserError
 from hybridep.pipeline import AnyPlan
@@ -46,7 +46,7 @@ def lossy_codecs(plan: AnyPlan) -> list[dict[str, Any]]:
             "source": gate.source if gate else None,
         }
         for level, codecs in plan.codecs.items()
-        for kind in KINDS
+        for kind in PAYLOADS
         if kind in codecs.lossy
     ]
 

@@ -168,7 +168,6 @@ def command(
             "--within": within,
             "--pool": pool,
             "--routing": routing,
-            "--codec": codecs,
             "--fabric": fabric,
             "--max-loss": max_loss,
             "--prefetch": prefetch,
@@ -186,6 +185,7 @@ def command(
             solver=solver,
             time_limit_s=time_limit_s,
             schedule=schedule,
+            codecs=read_codecs(codecs, [level.name for level in site.levels]),
             goal=_goal(objective, budget),
             as_json=as_json,
         )

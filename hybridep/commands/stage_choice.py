@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, ends_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from hybridep.codecs import Codecs
     from hybridep.pipeline import PipelinePlan
     from hybridep.plan import Schedule
     from hybridep.topology import Cluster
@@ -44,6 +45,7 @@ def in_stages(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    codecs: Mapping[str, Codecs] | None = None,
     goal: Goal | None = None,
     report: Report | None = None,
 ) -> StageChoice:
@@ -65,6 +67,7 @@ def in_stages(
         solver=solver,
         time_limit_s=share * time_limit_s,
         schedule=schedule,
+        codecs=codecs,
         goal=goal,
         report=report,
     )

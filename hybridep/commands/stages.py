@@ -15,6 +15,7 @@ from hybridep.errors import HybridEPError, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hybridep.codecs import Codecs
     from hybridep.commands.stage_choice import StageChoice
     from hybridep.pipeline import AnyPlan, PipelinePlan
     from hybridep.plan import Plan, Schedule
@@ -38,6 +39,7 @@ def write_in_stages(
     solver: str,
     time_limit_s: float,
     schedule: Schedule | None,
+    codecs: dict[str, Codecs],
     goal: Goal,
     as_json: bool,
 ) -> None:
@@ -45,16 +47,28 @@ def write_in_stages(
     for."""
     import planner
     from hybridep.commands import plan_text
+    from hybridep.commands.codecs import lossy_codecs
     from hybridep.commands.plan_choice import planned
+    from hybridep.pipeline import codecs_inside
 
     number = _read_stages(text)
 
     def in_stages(limit_s: float) -> StageChoice:
-        return _plan_in_stages(cluster, workload, number, solver=solver, time_limit_s=limit_s, schedule=schedule, goal=goal)
+        return _plan_in_stages(
+            cluster,
+            workload,
+            number,
+            solver=solver,
+            time_limit_s=limit_s,
+            schedule=schedule,
+            codecs=codecs,
+            goal=goal,
+        )
 
     def in_one(limit_s: float) -> Plan:
-        if schedule is not None or solver != "highs" or goal.needs_prices:
-            return planner.plan(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=schedule, goal=goal)
+        if schedule is not None or solver != "highs" or codecs or goal.needs_prices:
+            own = codecs_inside(codecs)
+            return planner.plan(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=schedule, codecs=own, goal=goal)
         return planned(cluster, workload, time_limit_s=limit_s)
 
     if text == AUTO:
@@ -75,7 +89,8 @@ def write_in_stages(
     assert choice is not None
     pipeline.save(output)
     if as_json:
-        more = {"without_stages_s": without_s, "simulated_s": choice.simulated_s, "output": str(output)}
+        lossy = lossy_codecs(pipeline)
+        more = {"lossy_codecs": lossy, "without_stages_s": without_s, "simulated_s": choice.simulated_s, "output": str(output)}
         emit({**planner.pipeline_summary(pipeline), **more})
     else:
         _show_pipeline(choice, output, without_s)
@@ -105,6 +120,7 @@ def _plan_in_stages(
     solver: str,
     time_limit_s: float,
     schedule: Schedule | None,
+    codecs: dict[str, Codecs],
     goal: Goal,
 ) -> StageChoice:
     """The pipeline, with the planner's progress on stderr."""
@@ -119,6 +135,7 @@ def _plan_in_stages(
             solver=solver,
             time_limit_s=time_limit_s,
             schedule=schedule,
+            codecs=codecs,
             goal=goal,
             report=progress,
         )
@@ -155,6 +172,7 @@ def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> 
     from rich.console import Console
     from rich.table import Table
 
+    from hybridep.commands.codecs import codec_lines
     from hybridep.commands.plan_text import few, placed_text
     from hybridep.units import format_bytes, format_dollars, format_seconds
     from planner.stages.report import pipeline_summary
@@ -199,6 +217,8 @@ def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> 
     )
     if plan.prediction is not None and plan.prediction.cost is not None:
         console.print(f"price of a step: {format_dollars(plan.prediction.cost)}")
+    for line in codec_lines(plan):
+        click.echo(line)
     click.echo(f"\nplan written to {path}")
 
 
@@ -210,6 +230,7 @@ def simulate_in_stages(
 
     from hybridep.baselines import Baseline, baseline_plan
     from hybridep.commands.progress import SimulationProgress
+    from hybridep.pipeline import codecs_inside
     from hybridep.timeline import write_chrome_trace
     from simulator.pipeline import fastest_pipeline, simulate_pipeline
     from simulator.step import simulate_step
@@ -226,7 +247,12 @@ def simulate_in_stages(
     for name in against:
         which = Baseline.EP if name == System.PIPELINE.value else Baseline(name)
         other = baseline_plan(
-            plan.cluster, plan.workload, which, schedule=plan.schedule, codecs=plan.codecs, popularity=plan.popularity
+            plan.cluster,
+            plan.workload,
+            which,
+            schedule=plan.schedule,
+            codecs=codecs_inside(plan.codecs),
+            popularity=plan.popularity,
         )
         if name == System.PIPELINE.value:
             baselines[name] = fastest_pipeline(other, None, precision).step_s

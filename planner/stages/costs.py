@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridep.baselines import Baseline, baseline_plan
-from hybridep.pipeline import PipelinePlan, between_link_bytes, pipeline_link_bytes
+from hybridep.codecs import EXACT, Codecs, Wire
+from hybridep.pipeline import PipelinePlan, between_link_bytes, codecs_inside, pipeline_link_bytes
 from hybridep.plan import Prediction
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -96,7 +97,8 @@ def predicted(found: Costed) -> Prediction:
     held_s = busiest_link_s(plan, [one.times for one in found.inside])
     others = {}
     for name in BASELINES:
-        other = baseline_plan(plan.cluster, plan.workload, Baseline(name), schedule=plan.schedule)
+        inside = codecs_inside(plan.codecs)
+        other = baseline_plan(plan.cluster, plan.workload, Baseline(name), schedule=plan.schedule, codecs=inside)
         others[name.value] = seconds(evaluate(other)[0].step_s)
     parts = {WORK: times.work_s, BUBBLE: times.bubble_s, ACTIVATIONS: times.activations_s}
     return Prediction(
@@ -126,13 +128,14 @@ def activation_bytes(plan: PipelinePlan) -> float:
     return 2.0 * total * plan.micro_batches * plan.sequence_bytes
 
 
-def least_usd(cluster: Cluster, workload: Workload) -> float:
+def least_usd(cluster: Cluster, workload: Workload, codecs: Codecs = EXACT) -> float:
     """Below every pipeline's price: all ranks for `least_s`, and activations that cross one border at least, there and back,
     where bytes cost least."""
     crossed_usd = 0.0
     if cluster.has_egress_prices:
         training, away = workload.training, ~np.eye(cluster.sizes[0], dtype=np.bool_)
-        once_bytes = training.tokens * training.micro_batches * cluster.num_gpus * workload.combine_row_bytes
+        row_bytes = Wire(workload=workload, codecs=codecs).activation_row_bytes
+        once_bytes = training.tokens * training.micro_batches * cluster.num_gpus * row_bytes
         crossed_usd = 2.0 * once_bytes * float(cluster.egress_usd_per_byte[away].min())
     return step_usd(cluster.rent_usd_per_s, crossed_usd, least_s(cluster, workload))
 

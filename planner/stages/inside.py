@@ -53,7 +53,7 @@ class Inside:
 
 def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> Inside:
     """The stage with these placements in place of its own."""
-    made = Plan(cluster=stage.cluster, workload=stage.workload, layers=layers, schedule=stage.schedule)
+    made = Plan(cluster=stage.cluster, workload=stage.workload, layers=layers, schedule=stage.schedule, codecs=stage.codecs)
     usd = 0.0
     if made.cluster.has_egress_prices and made.cluster.sizes[0] > 1:
         usd = egress_usd(made.cluster, link_bytes(made.cluster, step_traffic(made)))
@@ -75,7 +75,15 @@ def searched(stage: Plan, room: Room, *, solver: str, time_limit_s: float, goal:
         left = with_less_memory(stage.cluster, kept_bytes)
         # A stage whose ranks and bytes cost nothing has no price to make small.
         own = goal if left.has_prices else FASTEST
-        made = plan(left, stage.workload, solver=solver, time_limit_s=time_limit_s, schedule=stage.schedule, goal=own)
+        made = plan(
+            left,
+            stage.workload,
+            solver=solver,
+            time_limit_s=time_limit_s,
+            schedule=stage.schedule,
+            codecs=stage.codecs,
+            goal=own,
+        )
     except HybridEPError:
         return None
     found = placed(stage, made.layers, room)

@@ -117,7 +117,7 @@ def _way(plan: PipelinePlan, network: Network, ways: Ways, *, down: bool) -> Way
     used = np.flatnonzero(held_s)
     is_outer = cluster.outer_links[used]
     return Way(
-        latency_s=float(cluster.site_latency_s[sites].max()),
+        latency_s=float(cluster.site_latency_s[sites].max()) + _coding_s(plan, ways),
         links=tuple((int(link), float(held_s[link]), int(messages[link])) for link in used[is_outer]),
         least_s=float(max(windows_s.max(), held_s[used[~is_outer]].max(initial=0.0))),
     )
@@ -125,6 +125,16 @@ def _way(plan: PipelinePlan, network: Network, ways: Ways, *, down: bool) -> Way
 
 Links = tuple[tuple[int, float, int], ...]
 """As a way's."""
+
+
+def _coding_s(plan: PipelinePlan, ways: Ways) -> float:
+    """Of the rank that has most of one micro-batch's rows to code, then decode."""
+    speed = plan.activation_speed
+    if speed is None:
+        return 0.0
+    exact_bytes = plan.workload.training.sequence_length * plan.workload.combine_row_bytes
+    most = [int(np.bincount(ends, weights=ways.number).max()) for ends in (ways.source, ways.destination)]
+    return max(most) * exact_bytes * (1 / speed.encode + 1 / speed.decode)
 
 
 class Inside(NamedTuple):

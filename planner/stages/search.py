@@ -8,19 +8,21 @@ is compared is the whole step, walked through (``planner.stages.schedule``), wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
 
 from hybridep.baselines import Baseline, baseline_group
+from hybridep.codecs import EXACT, Codecs, Wire
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import (
     PipelinePlan,
     StagePlan,
     alike,
     check_stageable,
+    codecs_inside,
     possible_micro_batches,
     stage_cluster,
     stage_workload,
@@ -70,6 +72,7 @@ def plan_pipeline(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    codecs: Mapping[str, Codecs] | None = None,
     goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> PipelinePlan:
@@ -81,6 +84,7 @@ def plan_pipeline(
         solver=solver,
         time_limit_s=time_limit_s,
         schedule=schedule,
+        codecs=codecs,
         goal=goal,
         report=report,
     )[0]
@@ -95,13 +99,14 @@ def plan_pipelines(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    codecs: Mapping[str, Codecs] | None = None,
     goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> list[PipelinePlan]:
     """The best pipelines found in ``stages`` stages, or in any number from 2, with their predictions, the best first: at most
-    ``number``, which differ in more than how far ahead they run. Exact, for experts that are chosen alike. The best one is the
-    fastest, or what ``goal`` says. The bound is below every pipeline, and says little. ``report``: told ("bound" or "plan",
-    seconds) as either is known or improves. On KeyboardInterrupt, once there is a plan, the best so far.
+    ``number``, which differ in more than how far ahead they run. Exact but for ``codecs``, for experts that are chosen alike. The
+    best one is the fastest, or what ``goal`` says. The bound is below every pipeline, and says little. ``report``: told ("bound"
+    or "plan", seconds) as either is known or improves. On KeyboardInterrupt, once there is a plan, the best so far.
 
     Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
     memory or the budget, and says why.
@@ -116,7 +121,8 @@ def plan_pipelines(
     told: Report = report or (lambda what, seconds: None)
     told("bound", bound_s)
     schedule = with_most(cluster, schedule)[0] or Schedule()
-    search = _Search(cluster, workload, solver, schedule, goal, begun_s, time_limit_s, told)
+    codecs = dict(codecs or {})
+    search = _Search(cluster, workload, solver, schedule, codecs, goal, begun_s, time_limit_s, told)
     found = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
     if goal.overdraft(found[0].step_usd):
         assert goal.budget_usd is not None
@@ -133,7 +139,7 @@ def plan_pipelines(
             objective_s=one.times.step_s,
             bound_s=bound_s,
             cost_usd=one.step_usd,
-            bound_usd=least_usd(cluster, workload),
+            bound_usd=least_usd(cluster, workload, codecs.get(cluster.levels[0].name, EXACT)),
             solve_s=took_s,
             proven=False,
         )
@@ -161,6 +167,7 @@ class _Search:
     workload: Workload
     solver: str
     schedule: Schedule
+    codecs: dict[str, Codecs]
     goal: Goal
     begun_s: float
     time_limit_s: float
@@ -334,7 +341,8 @@ class _Search:
         """With one number of micro-batches each. The most stages first: what is inside one then stays among the fewest sites."""
         cluster, most = self.cluster, self.workload.model.num_moe_layers
         training, inside = self.workload.training, cluster.num_gpus // cluster.sizes[0]
-        step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * self.workload.combine_row_bytes)
+        wire = Wire(workload=self.workload, codecs=self.codecs.get(cluster.levels[0].name, EXACT))
+        step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
         for stages in _spread(numbers):
             if not 1 <= stages <= min(cluster.sizes[0], most):
                 self.why = f"{stages} stages for {cluster.sizes[0]} sites and {most} layers with experts"
@@ -397,6 +405,7 @@ class _Search:
                 workload=self.workload,
                 micro_batches=micro_batches,
                 stages=tuple(stages),
+                codecs=self.codecs,
                 schedule=self.schedule,
             )
         except ValueError as error:
@@ -436,7 +445,8 @@ class _Search:
             micro_batches=micro_batches,
         )
         layers = (baseline_group(sites, workload, Baseline.EP),)
-        return Plan(cluster=sites, workload=workload, layers=layers, schedule=self.schedule)
+        inside = codecs_inside(self.codecs)
+        return Plan(cluster=sites, workload=workload, layers=layers, schedule=self.schedule, codecs=inside)
 
     def _without_search(self, stage: Plan, room: Room) -> Inside:
         key = f"{alike(stage)} {room}"
