@@ -23,7 +23,17 @@ from hybridep.config import Strict, apply_override, build, key_lines, read_yaml,
 from hybridep.errors import ConfigError
 from hybridep.gpus import Gpu, SiteGpu
 from hybridep.placement import IntArray
-from hybridep.plan import SCHEMA_VERSION, LayerGroup, Plan, Prediction, Schedule, SolverReport, load_plan, require_same
+from hybridep.plan import (
+    SCHEMA_VERSION,
+    LayerGroup,
+    Plan,
+    Prediction,
+    Schedule,
+    SolverReport,
+    check_popularity,
+    load_plan,
+    require_same,
+)
 from hybridep.topology import Cluster, only_sites
 from hybridep.traffic import FloatArray, add_between_sites, link_bytes, step_traffic
 from hybridep.workload import Model, Workload
@@ -92,6 +102,7 @@ class PipelinePlan(Strict):
             raise ValueError(f"stages: site {wrong[0]} is in {used.count(wrong[0])} stages; every site is in one")
         if (layers := sum(stage.num_layers for stage in self.stages)) != model.num_layers:
             raise ValueError(f"stages: they have {layers} layers together, the model has {model.num_layers}")
+        check_popularity(self.popularity, self.workload)
         for level in cluster.levels[1:]:
             if level.name in self.codecs and "activations" in self.codecs[level.name].lossy:
                 raise ValueError(f"codecs.{level.name}.activations: pass between sites; give it for {cluster.levels[0].name}")
@@ -114,9 +125,7 @@ class PipelinePlan(Strict):
                 num_sites=len(stage.sites),
                 micro_batches=self.micro_batches,
             )
-            part = workload.model.part
-            assert part is not None
-            shares = self.popularity[part.first_moe_layer : part.first_moe_layer + workload.model.num_moe_layers]
+            shares = of_stage(self.popularity, workload)
             data = {
                 "cluster": stage_cluster(self.cluster, stage.sites),
                 "workload": workload,
@@ -360,6 +369,17 @@ def stage_workload(
         model=build(Model, model.model_dump(mode="json") | update, f"stages.{number}"),
         training=training.model_copy(update={"micro_batches": micro_batches, "micro_batch_size": size}),
     )
+
+
+Popularity = tuple[tuple[float, ...], ...]
+"""Of every MoE layer, as a plan's."""
+
+
+def of_stage(popularity: Popularity, workload: Workload) -> Popularity:
+    """Of the whole model's layers those of a stage that trains ``workload``."""
+    part = workload.model.part
+    assert part is not None
+    return popularity[part.first_moe_layer : part.first_moe_layer + workload.model.num_moe_layers]
 
 
 def global_sequences(workload: Workload, cluster: Cluster) -> int:

@@ -200,7 +200,7 @@ class Plan(Strict):
             covered += group.num_layers
         if covered != self.workload.model.num_moe_layers:
             raise ValueError(f"layers: {covered} layers are placed, the model has {self.workload.model.num_moe_layers}")
-        _check_popularity(self.popularity, self.workload)
+        check_popularity(self.popularity, self.workload)
         if self.schedule.chunks > 1 and self.workload.model.pad_expert_input_to_capacity:
             chunks = self.schedule.chunks
             raise ValueError(
@@ -300,7 +300,8 @@ def load_plan(
     return plan
 
 
-def _check_popularity(popularity: tuple[tuple[float, ...], ...], workload: Workload) -> None:
+def check_popularity(popularity: tuple[tuple[float, ...], ...], workload: Workload) -> None:
+    """Raises ValueError for shares that are not those of the model's experts, layer by layer."""
     model = workload.model
     if popularity and len(popularity) != model.num_moe_layers:
         raise ValueError(f"popularity: {len(popularity)} layers, the model has {model.num_moe_layers} MoE layers")

@@ -13,14 +13,19 @@ from hybridep.pipeline import AnyPlan
 from hybridep.units import parse_share
 
 
-def read_codecs(options: Sequence[str], levels: Sequence[str]) -> dict[str, Codecs]:
-    """``LEVEL.KIND=CODEC`` texts by level. Raises UserError and ConfigError."""
+def read_codecs(options: Sequence[str], levels: Sequence[str], *, in_stages: bool = False) -> dict[str, Codecs]:
+    """``LEVEL.KIND=CODEC`` texts by level; of activations at the outermost level of plans ``in_stages`` only. Raises UserError
+    and ConfigError."""
     given: dict[str, Any] = {}
     for option in options:
         level, dot, _ = option.partition("=")[0].partition(".")
         if not dot or level not in levels:
             raise UserError(f"--codec {option}: write it as LEVEL.KIND=CODEC with a level of {', '.join(levels)}")
         apply_override(given, option)
+        if option.startswith(f"{level}.activations=") and not (in_stages and level == levels[0]):
+            raise UserError(
+                f"--codec {option}: activations pass between pipeline stages; give {levels[0]}.activations, and --stages"
+            )
     return {level: with_gates(build(Codecs, values, f"--codec {level}")) for level, values in given.items()}
 
 

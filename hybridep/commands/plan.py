@@ -147,6 +147,7 @@ def command(
     from hybridep.commands.codecs import read_codecs, read_max_loss
     from hybridep.commands.inputs import cluster_and_workload, load_cluster
     from hybridep.commands.plan_request import PlanRequest, make
+    from hybridep.commands.stage_choice import StageWishes
     from hybridep.commands.stages import write_in_stages
     from hybridep.routing import load_routing
 
@@ -156,6 +157,9 @@ def command(
     site, work = cluster_and_workload(cluster, model, overrides)
     if fabric is not None:
         site = _on_fabric(site, fabric)
+    record = load_routing(routing) if routing is not None else None
+    if record is not None:
+        record.require_model(work, Path(str(routing)))
     if stages is not None:
         left_out = {
             "--compare": compare,
@@ -167,7 +171,6 @@ def command(
             "--scenario": scenarios,
             "--within": within,
             "--pool": pool,
-            "--routing": routing,
             "--fabric": fabric,
             "--max-loss": max_loss,
             "--prefetch": prefetch,
@@ -177,23 +180,16 @@ def command(
             if value:
                 raise UserError(f"{option}: not with --stages; leave one of them out")
         schedule = _schedule(streams, [level.name for level in site.levels])
-        write_in_stages(
-            site,
-            work,
-            stages,
-            output,
+        wishes = StageWishes(
             solver=solver,
-            time_limit_s=time_limit_s,
             schedule=schedule,
-            codecs=read_codecs(codecs, [level.name for level in site.levels]),
+            popularity=() if record is None else record.popularity(),
+            codecs=read_codecs(codecs, [level.name for level in site.levels], in_stages=True),
             goal=_goal(objective, budget),
-            as_json=as_json,
         )
+        write_in_stages(site, work, stages, output, wishes, time_limit_s=time_limit_s, as_json=as_json)
         return
     rules = planner.load_constraints(constraints) if constraints else None
-    record = load_routing(routing) if routing is not None else None
-    if record is not None:
-        record.require_model(work, Path(str(routing)))
     levels = [level.name for level in site.levels]
     made = make(
         PlanRequest(

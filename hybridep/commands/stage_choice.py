@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hybridep.codecs import Codecs
-    from hybridep.pipeline import PipelinePlan
+    from hybridep.pipeline import PipelinePlan, Popularity
     from hybridep.plan import Schedule
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
@@ -37,43 +37,58 @@ class StageChoice:
     """Pipelines that were."""
 
 
+def _fastest() -> Goal:
+    from planner.goal import FASTEST
+
+    return FASTEST
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWishes:
+    """What is asked of a pipeline beside its cluster and model."""
+
+    stages: int | None = None
+    """How many; None for as many as are best."""
+    solver: str = "highs"
+    schedule: Schedule | None = None
+    popularity: Popularity = ()
+    codecs: Mapping[str, Codecs] = field(default_factory=dict)
+    goal: Goal = field(default_factory=_fastest)
+
+
 def in_stages(
     cluster: Cluster,
     workload: Workload,
-    stages: int | None = None,
+    wishes: StageWishes | None = None,
     *,
-    solver: str = "highs",
     time_limit_s: float = 60.0,
-    schedule: Schedule | None = None,
-    codecs: Mapping[str, Codecs] | None = None,
-    goal: Goal | None = None,
     report: Report | None = None,
 ) -> StageChoice:
     """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation, which lets all sites of a
     stage begin a pass together and copies have links to themselves, the one that is fastest in a simulation of all ranks. The
     planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as in a lab. With a ``goal`` the
     cheapest, or the fastest within a budget. Raises what the planner raises."""
-    from planner.goal import FASTEST
     from planner.stages.search import plan_pipelines
 
-    goal = goal or FASTEST
+    wishes = wishes or StageWishes()
     number = CANDIDATES if cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1 else 1
     started_s, share = monotonic(), SEARCHED if number > 1 else 1.0
     made = plan_pipelines(
         cluster,
         workload,
         number,
-        stages=stages,
-        solver=solver,
+        stages=wishes.stages,
+        solver=wishes.solver,
         time_limit_s=share * time_limit_s,
-        schedule=schedule,
-        codecs=codecs,
-        goal=goal,
+        schedule=wishes.schedule,
+        popularity=wishes.popularity,
+        codecs=wishes.codecs,
+        goal=wishes.goal,
         report=report,
     )
     if number == 1:
         return StageChoice(plan=made[0], simulated_s=None)
-    return best_simulated(made[: most_simulated(made[0], time_limit_s)], goal, until_s=ends_s(started_s, time_limit_s))
+    return best_simulated(made[: most_simulated(made[0], time_limit_s)], wishes.goal, until_s=ends_s(started_s, time_limit_s))
 
 
 def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:

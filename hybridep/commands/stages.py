@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,9 @@ from hybridep.errors import HybridEPError, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hybridep.codecs import Codecs
-    from hybridep.commands.stage_choice import StageChoice
+    from hybridep.commands.stage_choice import StageChoice, StageWishes
     from hybridep.pipeline import AnyPlan, PipelinePlan
-    from hybridep.plan import Plan, Schedule
+    from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from planner.goal import Goal
@@ -31,17 +30,7 @@ _SHARE = 0.5
 
 
 def write_in_stages(
-    cluster: Cluster,
-    workload: Workload,
-    text: str,
-    output: Path,
-    *,
-    solver: str,
-    time_limit_s: float,
-    schedule: Schedule | None,
-    codecs: dict[str, Codecs],
-    goal: Goal,
-    as_json: bool,
+    cluster: Cluster, workload: Workload, text: str, output: Path, wishes: StageWishes, *, time_limit_s: float, as_json: bool
 ) -> None:
     """``--stages TEXT``: the pipeline is written and shown, or a plan without stages where that is better and no number was asked
     for."""
@@ -49,27 +38,27 @@ def write_in_stages(
     from hybridep.commands import plan_text
     from hybridep.commands.codecs import lossy_codecs
     from hybridep.commands.plan_choice import planned
+    from hybridep.commands.stage_choice import StageWishes
     from hybridep.pipeline import codecs_inside
 
-    number = _read_stages(text)
+    wishes, goal = replace(wishes, stages=_read_stages(text)), wishes.goal
 
     def in_stages(limit_s: float) -> StageChoice:
-        return _plan_in_stages(
-            cluster,
-            workload,
-            number,
-            solver=solver,
-            time_limit_s=limit_s,
-            schedule=schedule,
-            codecs=codecs,
-            goal=goal,
-        )
+        return _plan_in_stages(cluster, workload, wishes, limit_s)
 
     def in_one(limit_s: float) -> Plan:
-        if schedule is not None or solver != "highs" or codecs or goal.needs_prices:
-            own = codecs_inside(codecs)
-            return planner.plan(cluster, workload, solver=solver, time_limit_s=limit_s, schedule=schedule, codecs=own, goal=goal)
-        return planned(cluster, workload, time_limit_s=limit_s)
+        if wishes == StageWishes(stages=wishes.stages):
+            return planned(cluster, workload, time_limit_s=limit_s)
+        return planner.plan(
+            cluster,
+            workload,
+            solver=wishes.solver,
+            time_limit_s=limit_s,
+            schedule=wishes.schedule,
+            popularity=wishes.popularity,
+            codecs=codecs_inside(wishes.codecs),
+            goal=goal,
+        )
 
     if text == AUTO:
         choice, plan = _with_and_without(time_limit_s=time_limit_s, in_stages=in_stages, in_one=in_one)
@@ -112,33 +101,13 @@ def _read_stages(text: str) -> int | None:
     return int(text)
 
 
-def _plan_in_stages(
-    cluster: Cluster,
-    workload: Workload,
-    stages: int | None,
-    *,
-    solver: str,
-    time_limit_s: float,
-    schedule: Schedule | None,
-    codecs: dict[str, Codecs],
-    goal: Goal,
-) -> StageChoice:
+def _plan_in_stages(cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float) -> StageChoice:
     """The pipeline, with the planner's progress on stderr."""
     from hybridep.commands.plan_progress import PlanProgress
     from hybridep.commands.stage_choice import in_stages
 
     with PlanProgress() as progress:
-        return in_stages(
-            cluster,
-            workload,
-            stages,
-            solver=solver,
-            time_limit_s=time_limit_s,
-            schedule=schedule,
-            codecs=codecs,
-            goal=goal,
-            report=progress,
-        )
+        return in_stages(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
 
 
 def _with_and_without(

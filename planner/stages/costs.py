@@ -98,7 +98,9 @@ def predicted(found: Costed) -> Prediction:
     others = {}
     for name in BASELINES:
         inside = codecs_inside(plan.codecs)
-        other = baseline_plan(plan.cluster, plan.workload, Baseline(name), schedule=plan.schedule, codecs=inside)
+        other = baseline_plan(
+            plan.cluster, plan.workload, Baseline(name), schedule=plan.schedule, codecs=inside, popularity=plan.popularity
+        )
         others[name.value] = seconds(evaluate(other)[0].step_s)
     parts = {WORK: times.work_s, BUBBLE: times.bubble_s, ACTIVATIONS: times.activations_s}
     return Prediction(

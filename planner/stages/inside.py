@@ -53,7 +53,14 @@ class Inside:
 
 def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> Inside:
     """The stage with these placements in place of its own."""
-    made = Plan(cluster=stage.cluster, workload=stage.workload, layers=layers, schedule=stage.schedule, codecs=stage.codecs)
+    made = Plan(
+        cluster=stage.cluster,
+        workload=stage.workload,
+        layers=layers,
+        popularity=stage.popularity,
+        schedule=stage.schedule,
+        codecs=stage.codecs,
+    )
     usd = 0.0
     if made.cluster.has_egress_prices and made.cluster.sizes[0] > 1:
         usd = egress_usd(made.cluster, link_bytes(made.cluster, step_traffic(made)))
@@ -81,6 +88,7 @@ def searched(stage: Plan, room: Room, *, solver: str, time_limit_s: float, goal:
             solver=solver,
             time_limit_s=time_limit_s,
             schedule=stage.schedule,
+            popularity=stage.popularity,
             codecs=stage.codecs,
             goal=own,
         )

@@ -19,10 +19,12 @@ from hybridep.codecs import EXACT, Codecs, Wire
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import (
     PipelinePlan,
+    Popularity,
     StagePlan,
     alike,
     check_stageable,
     codecs_inside,
+    of_stage,
     possible_micro_batches,
     stage_cluster,
     stage_workload,
@@ -72,6 +74,7 @@ def plan_pipeline(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    popularity: Popularity = (),
     codecs: Mapping[str, Codecs] | None = None,
     goal: Goal = FASTEST,
     report: Report | None = None,
@@ -84,6 +87,7 @@ def plan_pipeline(
         solver=solver,
         time_limit_s=time_limit_s,
         schedule=schedule,
+        popularity=popularity,
         codecs=codecs,
         goal=goal,
         report=report,
@@ -99,19 +103,23 @@ def plan_pipelines(
     solver: str = "highs",
     time_limit_s: float = 60.0,
     schedule: Schedule | None = None,
+    popularity: Popularity = (),
     codecs: Mapping[str, Codecs] | None = None,
     goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> list[PipelinePlan]:
     """The best pipelines found in ``stages`` stages, or in any number from 2, with their predictions, the best first: at most
-    ``number``, which differ in more than how far ahead they run. Exact but for ``codecs``, for experts that are chosen alike. The
-    best one is the fastest, or what ``goal`` says. The bound is below every pipeline, and says little. ``report``: told ("bound"
-    or "plan", seconds) as either is known or improves. On KeyboardInterrupt, once there is a plan, the best so far.
+    ``number``, which differ in more than how far ahead they run. Exact but for ``codecs``; for experts that are chosen alike, or
+    with this ``popularity``. The best one is the fastest, or what ``goal`` says. The bound is below every pipeline, and says
+    little. ``report``: told ("bound" or "plan", seconds) as either is known or improves. On KeyboardInterrupt, once there is a
+    plan, the best so far.
 
     Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
     memory or the budget, and says why.
     """
     goal.require_prices(cluster)
+    if popularity and goal.needs_prices:
+        raise UserError("prices with measured popularity: searches inside stages know time only; leave one of them out")
     begun_s = now_s()
     try:
         check_stageable(cluster, workload.model)
@@ -122,7 +130,7 @@ def plan_pipelines(
     told("bound", bound_s)
     schedule = with_most(cluster, schedule)[0] or Schedule()
     codecs = dict(codecs or {})
-    search = _Search(cluster, workload, solver, schedule, codecs, goal, begun_s, time_limit_s, told)
+    search = _Search(cluster, workload, solver, schedule, popularity, codecs, goal, begun_s, time_limit_s, told)
     found = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
     if goal.overdraft(found[0].step_usd):
         assert goal.budget_usd is not None
@@ -167,6 +175,7 @@ class _Search:
     workload: Workload
     solver: str
     schedule: Schedule
+    popularity: Popularity
     codecs: dict[str, Codecs]
     goal: Goal
     begun_s: float
@@ -395,16 +404,17 @@ class _Search:
     def _candidate(self, path: Groups, layers: Sequence[int], micro_batches: int) -> _Candidate | None:
         """None where it is not possible or does not fit."""
         stages = []
-        for number, (group, of_stage) in enumerate(zip(path, layers, strict=True)):
-            ep = self._stage(group, (number, sum(layers[:number]), of_stage), micro_batches)
+        for number, (group, mine) in enumerate(zip(path, layers, strict=True)):
+            ep = self._stage(group, (number, sum(layers[:number]), mine), micro_batches)
             names = tuple(self.cluster.site_name(site) for site in sorted(group))
-            stages.append(StagePlan(sites=names, num_layers=of_stage, layers=ep.layers))
+            stages.append(StagePlan(sites=names, num_layers=mine, layers=ep.layers))
         try:
             plan = PipelinePlan(
                 cluster=self.cluster,
                 workload=self.workload,
                 micro_batches=micro_batches,
                 stages=tuple(stages),
+                popularity=self.popularity,
                 codecs=self.codecs,
                 schedule=self.schedule,
             )
@@ -445,8 +455,14 @@ class _Search:
             micro_batches=micro_batches,
         )
         layers = (baseline_group(sites, workload, Baseline.EP),)
-        inside = codecs_inside(self.codecs)
-        return Plan(cluster=sites, workload=workload, layers=layers, schedule=self.schedule, codecs=inside)
+        return Plan(
+            cluster=sites,
+            workload=workload,
+            layers=layers,
+            popularity=of_stage(self.popularity, workload),
+            schedule=self.schedule,
+            codecs=codecs_inside(self.codecs),
+        )
 
     def _without_search(self, stage: Plan, room: Room) -> Inside:
         key = f"{alike(stage)} {room}"

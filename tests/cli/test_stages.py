@@ -87,6 +87,20 @@ def test_the_cheapest_with_or_without_stages(inputs: Inputs, call: Call) -> None
     assert result.code == 3 and "raise --budget" in result.err and not path.exists()
 
 
+def test_coded_activations_and_what_they_cost(inputs: Inputs, call: Call) -> None:
+    codec = ("--codec", "dc.activations=int8")
+    path, exact = in_stages(inputs, call, "--stages", "2", "--json")
+    path, result = in_stages(inputs, call, "--stages", "2", *codec, "--json")
+    assert result.code == 0, result.err
+    assert result.json["wan_bytes"] < exact.json["wan_bytes"] and result.json["objective_s"] < exact.json["objective_s"]
+    [lossy] = result.json["lossy_codecs"]
+    assert (lossy["level"], lossy["kind"], lossy["codec"]) == ("dc", "activations", "int8")
+    simulated = call("simulate", path, "--json", "--against", "ep")
+    assert simulated.code == 0 and simulated.json["step_s"] == pytest.approx(result.json["simulated_s"])
+    path, shown = in_stages(inputs, call, "--stages", "auto", *codec)
+    assert shown.code == 0 and "lossy on dc: activations int8; final loss" in shown.out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -95,7 +109,8 @@ def test_the_cheapest_with_or_without_stages(inputs: Inputs, call: Call) -> None
         (("--stages", "3"), "3 stages for 2 sites"),
         (("--stages", "2", "--prefetch"), "--prefetch: not with --stages"),
         (("--stages", "2", "--chunks", "2"), "--chunks: not with --stages"),
-        (("--stages", "2", "--codec", "dc.experts=int8"), "--codec: not with --stages"),
+        (("--stages", "2", "--codec", "gpu.activations=int8"), "give dc.activations, and --stages"),
+        (("--codec", "dc.activations=int8"), "give dc.activations, and --stages"),
         (("--stages", "2", "--objective", "dollars"), "nothing has a price"),
         (("--stages", "2", "--set", "gpu.memory=100 kB"), "raise gpu.memory"),
     ],
