@@ -9,7 +9,7 @@ of it (experiments/memory).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -314,6 +314,30 @@ def arriving_bytes(placement: Placement, traffic: Traffic, op: Op) -> FloatArray
 def memory_use(plan: Plan, in_flight: int = 1, beside_bytes: float = 0.0) -> MemoryUse:
     """Of any plan, whoever made it; as a pipeline's stage with the activations of so many micro-batches ``in_flight``, and
     ``beside_bytes`` of each rank for what passes between stages."""
+    return step_memory(plan).use(in_flight, beside_bytes)
+
+
+class StepMemory(NamedTuple):
+    """What a plan's ranks keep, of which `memory_use` makes a whole."""
+
+    cluster: Cluster
+    fixed: LayerMemory
+    groups: tuple[tuple[int, LayerMemory], ...]
+    """(Number of layers, what each keeps)."""
+
+    def use(self, in_flight: int = 1, beside_bytes: float = 0.0) -> MemoryUse:
+        """Arguments as `memory_use`."""
+        fixed = _in_flight(self.fixed, in_flight)
+        fixed.lasting[ACTIVATIONS] = fixed.lasting[ACTIVATIONS] + beside_bytes
+        return total_memory(self.cluster, fixed, [(count, _in_flight(memory, in_flight)) for count, memory in self.groups])
+
+
+def _in_flight(memory: LayerMemory, number: int) -> LayerMemory:
+    return replace(memory, lasting=memory.lasting | {ACTIVATIONS: memory.lasting[ACTIVATIONS] * number})
+
+
+def step_memory(plan: Plan) -> StepMemory:
+    """Of any plan."""
     groups = []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
@@ -323,10 +347,7 @@ def memory_use(plan: Plan, in_flight: int = 1, beside_bytes: float = 0.0) -> Mem
         )
         groups.append((num_layers, memory))
     fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs)
-    fixed.lasting[ACTIVATIONS] = fixed.lasting[ACTIVATIONS] * in_flight + beside_bytes
-    for _, memory in groups:
-        memory.lasting[ACTIVATIONS] = memory.lasting[ACTIVATIONS] * in_flight
-    return total_memory(plan.cluster, fixed, groups)
+    return StepMemory(plan.cluster, fixed, tuple(groups))
 
 
 def total_memory(cluster: Cluster, fixed: LayerMemory, groups: Iterable[tuple[int, LayerMemory]]) -> MemoryUse:

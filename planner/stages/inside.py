@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.errors import HybridEPError
 from hybridep.gpus import SiteGpu
+from hybridep.pipeline import alike
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Residency
 from hybridep.topology import Cluster
@@ -15,7 +17,7 @@ from hybridep.traffic import link_bytes, step_traffic
 from planner.choose import plan
 from planner.domains import divisors
 from planner.goal import FASTEST, Goal
-from planner.memory import ACTIVATIONS, MemoryUse, memory_use
+from planner.memory import ACTIVATIONS, MemoryUse, StepMemory, memory_use, step_memory
 from planner.plans import layer_group
 from planner.price import egress_usd, step_usd
 from planner.staggered import PassTimes, pass_times
@@ -51,8 +53,25 @@ class Inside:
         return (0.0 if self.memory.fits else lacking_bytes), value
 
 
-def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> Inside:
-    """The stage with these placements in place of its own."""
+class Known(NamedTuple):
+    """Of a stage's placement, whatever room there is."""
+
+    times: PassTimes
+    memory: StepMemory
+    egress_usd: float
+
+
+def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, known: dict[str, Known] | None = None) -> Inside:
+    """The stage with these placements in place of its own. ``known``: what was found before, and is now."""
+    known, key = {} if known is None else known, f"{alike(stage)} {layers}"
+    if key not in known:
+        known[key] = _known(stage, layers)
+    one = known[key]
+    memory = one.memory.use(room.in_flight, room.beside_bytes)
+    return Inside(layers=layers, times=one.times, memory=memory, egress_usd=one.egress_usd)
+
+
+def _known(stage: Plan, layers: tuple[LayerGroup, ...]) -> Known:
     made = Plan(
         cluster=stage.cluster,
         workload=stage.workload,
@@ -64,14 +83,13 @@ def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> Inside:
     usd = 0.0
     if made.cluster.has_egress_prices and made.cluster.sizes[0] > 1:
         usd = egress_usd(made.cluster, link_bytes(made.cluster, step_traffic(made)))
-    memory = memory_use(made, room.in_flight, room.beside_bytes)
-    return Inside(layers=layers, times=pass_times(made), memory=memory, egress_usd=usd)
+    return Known(pass_times(made), step_memory(made), usd)
 
 
-def without_search(stage: Plan, room: Room, rent_usd_per_s: float | None = None) -> Inside:
+def without_search(stage: Plan, room: Room, rent_usd_per_s: float | None = None, known: dict[str, Known] | None = None) -> Inside:
     """The best of a few placements, as `Inside.rank`; the one that comes nearest to fitting, if none does."""
     number = stage.workload.training.micro_batches
-    every = (placed(stage, (group,), room) for group in _placements(stage))
+    every = (placed(stage, (group,), room, known) for group in _placements(stage))
     return min(every, key=lambda one: one.rank(number, rent_usd_per_s))
 
 

@@ -13,6 +13,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -48,27 +49,33 @@ NOTHING = Way(0.0, (), 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTimes:
-    """Seconds of one step; the three parts add up to it."""
+    """Seconds of one step; the three parts add up to it. Each is found when it is asked for."""
 
-    step_s: float
-    work_s: float
-    """The busiest stage's own passes, copies, reductions and optimizer."""
-    bubble_s: float
-    """What stages that wait for each other add to that."""
+    plan: PipelinePlan
+    stages: Sequence[PassTimes]
+
+    @cached_property
+    def step_s(self) -> float:
+        """Until the last stage is done."""
+        walked_s = _step_s(self.plan, self.stages, *ways_of(self.plan), inside_of(self.plan, self.stages))
+        return max(walked_s, self.work_s, busiest_link_s(self.plan, self.stages))
+
+    @property
+    def work_s(self) -> float:
+        """The busiest stage's own passes, copies, reductions and optimizer."""
+        return max(one.busy_s(self.plan.micro_batches) for one in self.stages)
+
+    @cached_property
+    def bubble_s(self) -> float:
+        """What stages that wait for each other add to that."""
+        none = [NOTHING] * (len(self.stages) - 1)
+        without_s = _step_s(self.plan, self.stages, none, none, inside_of(self.plan, self.stages))
+        return min(max(without_s, self.work_s), self.step_s) - self.work_s
 
     @property
     def activations_s(self) -> float:
         """What the way between stages adds to both."""
         return self.step_s - self.work_s - self.bubble_s
-
-
-def pipeline_times(plan: PipelinePlan, stages: Sequence[PassTimes]) -> PipelineTimes:
-    """Of one step; ``stages``: what each of them takes by itself."""
-    none, inside = [NOTHING] * (len(stages) - 1), inside_of(plan, stages)
-    work_s = max(one.busy_s(plan.micro_batches) for one in stages)
-    without_s = max(_step_s(plan, stages, none, none, inside), work_s)
-    step_s = max(_step_s(plan, stages, *ways_of(plan), inside), without_s, busiest_link_s(plan, stages))
-    return PipelineTimes(step_s=step_s, work_s=work_s, bubble_s=without_s - work_s)
 
 
 def least_step_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:

@@ -43,7 +43,7 @@ from planner.plans import solver_report
 from planner.price import step_usd
 from planner.sites.grouping import Groups
 from planner.stages.costs import Costed, costed, least_s, least_usd, pipeline_egress_usd, predicted, rooms, with_layers
-from planner.stages.inside import Inside, Room, placed, searched, without_search
+from planner.stages.inside import Inside, Known, Room, placed, searched, without_search
 from planner.stages.order import groupings, ordered
 from planner.stages.schedule import balanced_layers, least_step_s
 from planner.streams import with_most
@@ -186,8 +186,8 @@ class _Search:
     _lack: float = math.inf
     _lacking: str = ""
     _found: list[Costed] = field(default_factory=list)
-    _known: dict[str, Inside] = field(default_factory=dict)
-    _placed: dict[str, Inside] = field(default_factory=dict)
+    _best_inside: dict[str, Inside] = field(default_factory=dict)
+    _known: dict[str, Known] = field(default_factory=dict)
     _searched: dict[str, Inside | None] = field(default_factory=dict)
 
     def run(self, numbers: Sequence[int], number: int) -> list[Costed]:
@@ -334,10 +334,7 @@ class _Search:
         plan = found.plan.model_copy(update={"ahead": ahead})
         inside = []
         for stage, room in zip(plan.plans, rooms(plan), strict=True):
-            key = f"{alike(stage)} {room}"
-            if key not in self._placed:
-                self._placed[key] = placed(stage, stage.layers, room)
-            inside.append(self._placed[key])
+            inside.append(placed(stage, stage.layers, room, self._known))
         return costed(plan, inside)
 
     def _left_s(self, share: float) -> float:
@@ -466,9 +463,9 @@ class _Search:
 
     def _without_search(self, stage: Plan, room: Room) -> Inside:
         key = f"{alike(stage)} {room}"
-        if key not in self._known:
-            self._known[key] = without_search(stage, room, self._rent_usd_per_s)
-        return self._known[key]
+        if key not in self._best_inside:
+            self._best_inside[key] = without_search(stage, room, self._rent_usd_per_s, self._known)
+        return self._best_inside[key]
 
     def _refined(self, found: Costed, time_limit_s: float) -> Costed:
         """The same with every stage as the planner does it, where that is faster and fits."""
@@ -488,7 +485,8 @@ class _Search:
 
 
 def _but_for_ahead(plan: PipelinePlan) -> str:
-    return plan.model_copy(update={"ahead": 1}).digest
+    """The same for pipelines of one search that differ in nothing else."""
+    return f"{plan.micro_batches} {plan.stages}"
 
 
 def _first_by_number(candidates: Sequence[_Candidate]) -> list[_Candidate]:

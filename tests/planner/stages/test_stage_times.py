@@ -13,6 +13,7 @@ from planner import step_cost
 from planner.memory import ACTIVATIONS, memory_use
 from planner.stages.costs import BUBBLE, activation_bytes, costed, least_s, predicted, rooms
 from planner.stages.schedule import (
+    PipelineTimes,
     Way,
     _step_s,
     _Walk,
@@ -20,7 +21,6 @@ from planner.stages.schedule import (
     busiest_link_s,
     inside_of,
     least_step_s,
-    pipeline_times,
     ways_of,
 )
 from planner.staggered import PassTimes, pass_times, staggered_s
@@ -148,7 +148,7 @@ def test_the_steady_pace_is_that_of_the_busiest_link() -> None:
     nothing = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 3
     assert busiest_link_s(plan, nothing) == pytest.approx(9 * 2 * batch_bytes / 125e6)
     assert activation_bytes(plan) == pytest.approx(2 * 2 * 9 * batch_bytes)
-    times = pipeline_times(plan, nothing)
+    times = PipelineTimes(plan=plan, stages=nothing)
     pace_s, latency_s = 2 * batch_bytes / 125e6, cluster.levels[0].latency
     assert 9 * pace_s <= times.step_s <= 11 * pace_s + 4 * latency_s + 1e-9
 
