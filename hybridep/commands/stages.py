@@ -180,7 +180,7 @@ def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> 
         console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f})")
     if found["lower_bound_s"] is not None:
         console.print(f"no schedule of this plan is faster than {format_seconds(found['lower_bound_s'])}")
-    console.print(f"no pipeline is faster than {format_seconds(found['bound_s'])} (all computation, shared evenly)")
+    console.print(f"no pipeline is faster than {format_seconds(found['bound_s'])} (gap {found['gap']:.0%})")
     console.print(
         f"WAN {format_bytes(found['wan_bytes'])} per step; memory of the fullest rank {format_bytes(found['memory_bytes'])}"
     )

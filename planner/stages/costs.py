@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from hybridep.baselines import Baseline, baseline_plan
-from hybridep.codecs import EXACT, Codecs, Wire
 from hybridep.pipeline import PipelinePlan, between_link_bytes, codecs_inside, pipeline_link_bytes
 from hybridep.plan import Prediction
-from hybridep.topology import Cluster
-from hybridep.workload import Workload
 from planner.evaluate import evaluate
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, dollars, seconds
@@ -128,25 +123,3 @@ def activation_bytes(plan: PipelinePlan) -> float:
             if not plan.cluster.in_one_site(int(source) // inside, int(destination) // inside):
                 total += int(number)
     return 2.0 * total * plan.micro_batches * plan.sequence_bytes
-
-
-def least_usd(cluster: Cluster, workload: Workload, codecs: Codecs = EXACT) -> float:
-    """Below every pipeline's price: all ranks for `least_s`, and activations that cross one border at least, there and back,
-    where bytes cost least."""
-    crossed_usd = 0.0
-    if cluster.has_egress_prices:
-        training, away = workload.training, ~np.eye(cluster.sizes[0], dtype=np.bool_)
-        row_bytes = Wire(workload=workload, codecs=codecs).activation_row_bytes
-        once_bytes = training.tokens * training.micro_batches * cluster.num_gpus * row_bytes
-        crossed_usd = 2.0 * once_bytes * float(cluster.egress_usd_per_byte[away].min())
-    return step_usd(cluster.rent_usd_per_s, crossed_usd, least_s(cluster, workload))
-
-
-def least_s(cluster: Cluster, workload: Workload) -> float:
-    """Below every pipeline's step, whatever its stages: all computation, shared perfectly by all ranks. Rows that a capacity may
-    drop are left out."""
-    model, training = workload.model, workload.training
-    experts = 0.0 if model.capacity_factor is not None else training.tokens * model.top_k * workload.expert_flops_per_row
-    flops = model.num_moe_layers * (workload.pre_expert_flops + experts) + workload.head_flops
-    fastest = cluster.of_ranks(lambda gpu: max(gpu.throughput, gpu.expert_flops_per_s))
-    return float(3 * training.micro_batches * flops * cluster.num_gpus / fastest.sum())

@@ -42,7 +42,8 @@ from planner.memory import MemoryUse
 from planner.plans import solver_report
 from planner.price import step_usd
 from planner.sites.grouping import Groups
-from planner.stages.costs import Costed, costed, least_s, least_usd, pipeline_egress_usd, predicted, rooms, with_layers
+from planner.stages.bound import least_s, least_usd
+from planner.stages.costs import Costed, costed, pipeline_egress_usd, predicted, rooms, with_layers
 from planner.stages.inside import Inside, Known, Room, placed, searched, without_search
 from planner.stages.order import groupings, ordered
 from planner.stages.schedule import balanced_layers, least_step_s
@@ -125,7 +126,8 @@ def plan_pipelines(
         check_stageable(cluster, workload.model)
     except ValueError as error:
         raise UserError(str(error)) from None
-    bound_s = least_s(cluster, workload)
+    outer = codecs.get(cluster.levels[0].name, EXACT) if codecs else EXACT
+    bound_s = least_s(cluster, workload, stages or 2, outer, alike=not popularity)
     told: Report = report or (lambda what, seconds: None)
     told("bound", bound_s)
     schedule = with_most(cluster, schedule)[0] or Schedule()
@@ -147,7 +149,7 @@ def plan_pipelines(
             objective_s=one.times.step_s,
             bound_s=bound_s,
             cost_usd=one.step_usd,
-            bound_usd=least_usd(cluster, workload, codecs.get(cluster.levels[0].name, EXACT)),
+            bound_usd=least_usd(cluster, workload, bound_s, outer),
             solve_s=took_s,
             proven=False,
         )

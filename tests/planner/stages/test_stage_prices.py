@@ -13,7 +13,8 @@ from hybridep.plan import Objective
 from hybridep.topology import Cluster, cluster_data
 from planner import plan_pipeline, plan_pipelines
 from planner.goal import Goal
-from planner.stages.costs import costed, least_usd, simulated_usd
+from planner.stages.bound import least_s, least_usd
+from planner.stages.costs import costed, simulated_usd
 
 CHEAPEST = Goal(objective=Objective.DOLLARS)
 
@@ -34,7 +35,7 @@ def test_a_step_costs_its_bytes_and_its_ranks(seed: int) -> None:
     found = costed(plan)
     # What stages send inside and between them, each counted by itself, is what all links together carry.
     assert found.step_usd == pytest.approx(simulated_usd(plan, found.times.step_s), rel=1e-9)
-    assert least_usd(plan.cluster, plan.workload) < found.step_usd
+    assert least_usd(plan.cluster, plan.workload, least_s(plan.cluster, plan.workload)) < found.step_usd
     assert found.egress_usd > 0
     free = costed(random_pipeline(seed, least_stages=2))
     assert free.step_usd == 0 and free.times.step_s == found.times.step_s

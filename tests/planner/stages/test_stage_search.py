@@ -17,7 +17,8 @@ from hybridep.pipeline import PipelinePlan, possible_micro_batches
 from hybridep.plan import LayerGroup, Residency, Status
 from planner import memory_use, pipeline_summary, plan_pipeline
 from planner.sites.grouping import Groups
-from planner.stages.costs import costed, least_s, rooms
+from planner.stages.bound import least_s
+from planner.stages.costs import costed, rooms
 from planner.stages.inside import Room, placed, searched, with_less_memory, without_search
 from planner.stages.order import groupings, ordered, steps_s, way_s_per_byte
 from planner.stages.search import AHEAD
@@ -72,6 +73,7 @@ def best_of_all(seed: int, num_sites: int, layers: int) -> tuple[float, float]:
                         best = min(best, costed(plan.model_copy(update={"ahead": ahead}), inside).times.step_s)
     found = plan_pipeline(cluster, workload, time_limit_s=10)
     assert found.prediction is not None
+    assert least_s(cluster, workload) <= best
     return found.prediction.step, best
 
 

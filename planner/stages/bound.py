@@ -1,0 +1,114 @@
+"""What no pipeline of two stages or more is below, whatever its stages.
+
+A site in a stage of n sites works on an n-th of all sequences, so an n-th of all activations crosses its access links once at
+least, forward, and of their gradients back: little in large stages. But there each layer makes the sites exchange something: a
+site that holds h of a layer's experts has fetched what is not its own of them, gives back their gradients, and sends each token
+away that chose another one, forward and backward. Whatever h is, each layer takes that much of its links, beside what its own
+attention computes. So in a given time a site carries so many layers in a stage of n, one of them at least, and all sites' layers
+over their stages' sizes must make up the model. And all computation, shared perfectly, takes its time.
+
+Links of pairs, latencies, micro-batches and memory are left out, as are activations that a stage in the middle sends twice.
+"""
+
+from __future__ import annotations
+
+from math import comb
+
+import numpy as np
+
+from hybridep.codecs import EXACT, Codecs, Wire
+from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray
+from hybridep.workload import Workload
+from planner.price import step_usd
+
+_CLOSE = 1e-6
+"""The bound is found to this share."""
+
+
+def least_s(cluster: Cluster, workload: Workload, stages: int = 2, codecs: Codecs = EXACT, *, alike: bool = True) -> float:
+    """Seconds of a step below which there is no pipeline of ``stages`` or more. ``codecs``: between sites. ``alike``: experts are
+    chosen alike; of measured popularity only activations count."""
+    computed_s = _all_computation_s(cluster, workload)
+    sizes = np.arange(1, cluster.sizes[0] - stages + 2)
+    if stages < 2 or not sizes.size:
+        return computed_s
+    sites = _Sites(cluster, workload, codecs, sizes, alike=alike and workload.model.capacity_factor is None)
+    low_s, high_s = computed_s, max(computed_s, 1e-9)
+    while not sites.could(high_s):
+        low_s, high_s = high_s, 2 * high_s
+    while high_s - low_s > _CLOSE * high_s:
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (low_s, middle_s) if sites.could(middle_s) else (middle_s, high_s)
+    return low_s
+
+
+class _Sites:
+    """What each kind of site can do in a given time, in stages of these ``sizes``."""
+
+    def __init__(self, cluster: Cluster, workload: Workload, codecs: Codecs, sizes: np.ndarray, *, alike: bool) -> None:
+        model, training = workload.model, workload.training
+        wire, number = Wire(workload=workload, codecs=codecs), cluster.sizes[0]
+        tokens = float(training.tokens * training.micro_batches * cluster.num_gpus)
+        self._layers, self._share = model.num_moe_layers, 1 / sizes
+        self._passes_bytes = tokens / sizes * wire.activation_row_bytes
+        rows_bytes = (wire.dispatch_row_bytes + wire.combine_row_bytes, wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
+        copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
+        # [up or down, sizes]: of one layer.
+        self._layer_bytes = np.zeros((2, sizes.size))
+        if alike:
+            each = [_least_bytes(model.num_experts, model.top_k, int(size), tokens, rows_bytes, copy_bytes) for size in sizes]
+            self._layer_bytes = np.array(each).T
+        self._attention_flops = 3 * workload.pre_expert_flops / training.tokens * tokens / sizes
+        rates = np.array([link.bandwidth_bytes_per_s for link in cluster.link_table[: 2 * number]])
+        # Figures of ranks that share processors are those while all of them compute.
+        sharing = cluster.gpu.sharing * cluster.num_gpus / number
+        speeds = np.array([cluster.site_gpus[site].throughput for site in range(number)]) * sharing
+        kinds, self._count = np.unique(np.stack([rates[::2], rates[1::2], speeds], axis=1), axis=0, return_counts=True)
+        self._up, self._down, self._speed = (column[:, None] for column in kinds.T)
+
+    def could(self, step_s: float) -> bool:
+        """Whether that is not too short for any pipeline, as far as is known here."""
+        layers: FloatArray = step_s * self._speed / self._attention_flops
+        for rate, layer_bytes in zip((self._up, self._down), self._layer_bytes, strict=True):
+            left_bytes = step_s * rate - self._passes_bytes
+            with np.errstate(divide="ignore", invalid="ignore"):
+                carried = np.where(layer_bytes > 0, left_bytes / layer_bytes, np.inf)
+            layers = np.minimum(layers, np.where(left_bytes >= 0, carried, 0.0))
+        layers = np.minimum(layers, self._layers)
+        best = np.where(layers >= 1, layers * self._share, 0.0).max(axis=1)
+        return bool((best > 0).all() and (self._count * best).sum() >= self._layers)
+
+
+def _least_bytes(
+    experts: int, top_k: int, size: int, tokens: float, rows_bytes: tuple[int, int], copy_bytes: tuple[int, int]
+) -> tuple[float, float]:
+    """Up and down a site's access link, of one layer in a stage of so many sites; whatever the site holds."""
+    if size == 1:
+        return 0.0, 0.0
+    home = -(-experts // size)
+    held = np.arange(min(home, experts), experts + 1)
+    away = np.array([1 - comb(number, top_k) / comb(experts, top_k) for number in held.tolist()])
+    both = [(held - home).clip(0) * copy + tokens / size * away * rows for copy, rows in zip(copy_bytes, rows_bytes, strict=True)]
+    return float(both[0].min()), float(both[1].min())
+
+
+def _all_computation_s(cluster: Cluster, workload: Workload) -> float:
+    """Shared perfectly by all ranks. Rows that a capacity may drop are left out."""
+    model, training = workload.model, workload.training
+    experts = 0.0 if model.capacity_factor is not None else training.tokens * model.top_k * workload.expert_flops_per_row
+    flops = model.num_moe_layers * (workload.pre_expert_flops + experts) + workload.head_flops
+    fastest = cluster.of_ranks(lambda gpu: max(gpu.throughput, gpu.expert_flops_per_s))
+    return float(3 * training.micro_batches * flops * cluster.num_gpus / fastest.sum())
+
+
+def least_usd(cluster: Cluster, workload: Workload, step_s: float, codecs: Codecs = EXACT) -> float:
+    """Below every pipeline's price: all ranks for ``step_s``, which no step is below, and activations that cross one border at
+    least, there and back, where bytes cost least."""
+    crossed_usd = 0.0
+    if cluster.has_egress_prices:
+        training, away = workload.training, ~np.eye(cluster.sizes[0], dtype=np.bool_)
+        row_bytes = Wire(workload=workload, codecs=codecs).activation_row_bytes
+        once_bytes = training.tokens * training.micro_batches * cluster.num_gpus * row_bytes
+        crossed_usd = 2.0 * once_bytes * float(cluster.egress_usd_per_byte[away].min())
+    return step_usd(cluster.rent_usd_per_s, crossed_usd, step_s)

@@ -1,0 +1,91 @@
+"""The bound of pipelines is below every one of them, and not far below the best where links decide."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from stage_cases import layered_workload, random_pipeline, sites_cluster
+
+from hybridep.codecs import Codecs, ExpertCodec, TokenCodec
+from hybridep.config import build
+from hybridep.pipeline import PipelinePlan
+from hybridep.plan import LayerGroup
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner import plan_pipeline
+from planner.stages.bound import _least_bytes, least_s
+from planner.stages.costs import costed
+from planner.stages.schedule import least_step_s
+
+CODED = Codecs(activations=TokenCodec.INT8, tokens=TokenCodec.INT8, experts=ExpertCodec.CHANGE_INT8)
+
+
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_no_pipeline_is_below_it(first: int) -> None:
+    """Not even the busiest of its links, or its busiest stage."""
+    for seed in range(first, first + 50):
+        plan = random_pipeline(seed, least_stages=2)
+        found = costed(plan)
+        least = least_step_s(plan, [one.times for one in found.inside])
+        for stages in range(2, len(plan.stages) + 1):
+            assert least_s(plan.cluster, plan.workload, stages) <= least * (1 + 1e-9), seed
+        if all(group.residency.value == "step" for stage in plan.stages for group in stage.layers):
+            coded = build(PipelinePlan, plan.model_dump(mode="json") | {"codecs": {"dc": CODED}}, "pipeline")
+            least = least_step_s(coded, [one.times for one in costed(coded).inside])
+            assert least_s(plan.cluster, plan.workload, 2, CODED) <= least * (1 + 1e-9), seed
+
+
+def test_more_stages_and_more_to_do_take_no_less() -> None:
+    cluster = sites_cluster(np.random.default_rng(0), 5, 2, "access")
+    steps = [least_s(cluster, layered_workload(6), stages) for stages in (1, 2, 3, 4, 5)]
+    assert all(one <= other for one, other in pairwise(steps)) and steps[0] < 0.1 * steps[1] < steps[4]
+    assert least_s(cluster, layered_workload(12)) > least_s(cluster, layered_workload(6))
+    assert least_s(cluster, layered_workload(6), 2, CODED) < 0.7 * steps[1]
+    assert least_s(cluster, layered_workload(6), 2, alike=False) <= steps[1]
+
+
+def test_where_links_are_all_that_counts_one_site_a_stage_meets_it() -> None:
+    """Two sites and experts that are too large to move: activations cross once each way."""
+    cluster = sites_cluster(np.random.default_rng(1), 2, 1, "access", throughput="1000 TFLOPS")
+    workload = layered_workload(2, ffn=4096, micro_batches=4, micro_batch_size=8)
+    plan = plan_pipeline(cluster, workload, time_limit_s=5)
+    least = least_step_s(plan, [one.times for one in costed(plan).inside])
+    assert least == pytest.approx(least_s(cluster, workload), rel=1e-5)
+
+
+def in_stages(cluster: Cluster, workload: Workload, stages: list[tuple[list[str], int, int]], micro_batches: int) -> PipelinePlan:
+    """(Sites, layers, equal domains) of each stage."""
+    made = [
+        {
+            "sites": sites,
+            "num_layers": layers,
+            "layers": [LayerGroup(first_layer=0, num_layers=layers, domains={"dc": size, "gpu": 1}, migration={})],
+        }
+        for sites, layers, size in stages
+    ]
+    data = {"cluster": cluster, "workload": workload, "micro_batches": micro_batches, "ahead": 8, "stages": made}
+    return build(PipelinePlan, data, "pipeline")
+
+
+def test_computation_that_is_shared_perfectly_meets_it() -> None:
+    """Two sites with fast links, and experts of next to no size: attention is all there is."""
+    cluster = sites_cluster(np.random.default_rng(1), 2, 1, "even", throughput="0.01 TFLOPS")
+    level = cluster.levels[0].model_copy(update={"bandwidth": 1e12})
+    cluster, workload = cluster.model_copy(update={"levels": (level, *cluster.levels[1:])}), layered_workload(2, ffn=2)
+    plan = in_stages(cluster, workload, [(["s0"], 1, 1), (["s1"], 1, 1)], 2)
+    times = [one.times for one in costed(plan).inside]
+    # Both stages together; the output projection is in one of them only.
+    mean_s = sum(one.busy_s(2) for one in times) / 2
+    assert 0.95 * mean_s < least_s(cluster, workload) <= mean_s
+
+
+def test_a_site_has_as_many_experts_of_its_own_as_homes_may_give_it() -> None:
+    """Eight experts of three sites: the first has three of them. It fetches five where tokens are many, none where they are few."""
+    many, few = 1e12, 1e-6
+    assert _least_bytes(8, 2, 3, many, (1, 2), (100, 10)) == (500.0, 50.0)
+    assert max(_least_bytes(8, 2, 3, few, (1, 2), (100, 10))) < 1e-5
+    assert _least_bytes(8, 2, 1, many, (1, 2), (100, 10)) == (0.0, 0.0)
+    # Of 28 pairs of experts three are among its own, so 25 bytes in 28 leave; or all five others come.
+    assert _least_bytes(8, 2, 3, 3.0, (28, 28), (1000, 2)) == (25.0, 10.0)
