@@ -44,6 +44,7 @@ COLUMNS = (
     "ahead",
     "expected_s",
     "simulated_s",
+    "bound_s",
     "wan_gb",
     "memory_gb",
     "cpu_s",
@@ -119,6 +120,7 @@ def _figures(made: AnyPlan) -> dict[str, Any]:
         **shape,
         "expected_s": f"{times[0]:.4g}",
         "simulated_s": f"{times[1]:.4g}",
+        "bound_s": f"{made.solver.bound:.4g}" if made.solver is not None else "",
         "wan_gb": f"{wan / 1e9:.4g}",
         "memory_gb": f"{memory / 1e9:.4g}",
     }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import comb
 from typing import NamedTuple
 
 from hybridep.baselines import Baseline, baseline_group
+from hybridep.codecs import Wire
 from hybridep.errors import HybridEPError
 from hybridep.gpus import SiteGpu
 from hybridep.pipeline import alike
@@ -22,6 +24,8 @@ from planner.plans import layer_group
 from planner.price import egress_usd, step_usd
 from planner.staggered import PassTimes, pass_times
 
+_MOST_DOMAINS = 2
+"""Sizes of domains among a stage's sites."""
 _SHAPES = (Baseline.EP, Baseline.EP_IN_DC, Baseline.EP_IN_NODE, Baseline.FULL_GATHER)
 
 
@@ -130,17 +134,30 @@ def with_less_memory(cluster: Cluster, less_bytes: float) -> Cluster:
 
 
 def _placements(stage: Plan) -> Iterator[LayerGroup]:
-    """The baselines; and domains of some of the sites, with expert parallelism inside each."""
+    """The baselines; and domains of some of the sites, with expert parallelism inside each. Between several sites those with the
+    fewest bytes on a site's links."""
     cluster, seen = stage.cluster, set()
     outer, *inner = cluster.levels
-    between = divisors(outer.size)
+    sizes = sorted(divisors(outer.size), key=lambda size: (_bytes_of_site(stage, size), size))[:_MOST_DOMAINS]
     domains = [
-        layer_group(0, stage.workload.model.num_moe_layers, _domain(outer.name, size, inner), Residency.STEP) for size in between
+        layer_group(0, stage.workload.model.num_moe_layers, _domain(outer.name, size, inner), Residency.STEP) for size in sizes
     ]
     for group in [*(baseline_group(cluster, stage.workload, one) for one in _SHAPES), *domains]:
-        if str(group.domains) not in seen:
+        if str(group.domains) not in seen and group.domains.get(outer.name, 1) in sizes:
             seen.add(str(group.domains))
             yield group
+
+
+def _bytes_of_site(stage: Plan, size: int) -> float:
+    """About what a layer's copies and tokens put on a site's links in a step, in domains of so many sites."""
+    model, training, cluster = stage.workload.model, stage.workload.training, stage.cluster
+    wire = Wire(workload=stage.workload, codecs=stage.level_codecs[0])
+    sites = cluster.sizes[0]
+    held = max(round(model.num_experts * size / sites), 1)
+    stays = comb(held, model.top_k) / comb(model.num_experts, model.top_k)
+    tokens = training.tokens * training.micro_batches * cluster.num_gpus / sites
+    copied = model.num_experts * (size - 1) / sites
+    return copied * (wire.expert_bytes + wire.expert_gradient_bytes) + 4 * tokens * (1 - stays) * wire.combine_row_bytes
 
 
 def _domain(outer: str, size: int, inner: list) -> dict[str, LevelChoice]:  # type: ignore[type-arg]

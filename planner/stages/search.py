@@ -29,7 +29,7 @@ from hybridep.pipeline import (
     stage_cluster,
     stage_workload,
 )
-from hybridep.plan import Objective, Plan, Schedule
+from hybridep.plan import LayerGroup, Objective, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.units import format_bytes, format_dollars, format_seconds
@@ -56,6 +56,8 @@ _OFTEN = 2
 faster, since activations then share links with more gradients."""
 _WORTH = 1e-3
 """Share of the step that running less far ahead may add."""
+_FAR_APART = 4
+"""Numbers of stages that are tried first."""
 _BATCHES = (1, 2, 4, 8, 16)
 """Micro-batches as a multiple of the stages, about."""
 _MOST_BATCHES = 1024
@@ -207,11 +209,7 @@ class _Search:
         return [self._least_ahead(one) for one in sorted([*first, *rest], key=self._worth)]
 
     def _search(self, numbers: Sequence[int]) -> None:
-        candidates: list[_Candidate] = []
-        for candidate in self._candidates(numbers):
-            candidates.append(candidate)
-            if self._left_s(_FOUND_BY) < 0:
-                break
+        candidates = self._candidates(numbers)
         if not candidates:
             raise InfeasibleError(
                 f"pipeline over {self.cluster.name}: no number of stages is possible; {self._lacking or self.why}"
@@ -345,40 +343,58 @@ class _Search:
 
     # --- candidates --------------------------------------------------------------------------------------------------
 
-    def _candidates(self, numbers: Sequence[int]) -> Iterator[_Candidate]:
-        """With one number of micro-batches each. The most stages first: what is inside one then stays among the fewest sites."""
-        cluster, most = self.cluster, self.workload.model.num_moe_layers
-        training, inside = self.workload.training, cluster.num_gpus // cluster.sizes[0]
+    def _candidates(self, numbers: Sequence[int]) -> list[_Candidate]:
+        """Of a few numbers of stages that are far apart by factors, then of those next to the best, while there is time."""
+        most = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
+        left, tried, found = [number for number in numbers if 1 <= number <= most], list[int](), list[_Candidate]()
+        if not left:
+            self.why = f"{min(numbers, default=2)} stages for {self.cluster.sizes[0]} sites and {most} layers with experts"
+        while left and (not found or self._left_s(_FOUND_BY) > 0):
+            if len(tried) < _FAR_APART:
+                number = _farthest(left, tried)
+            else:
+                best = len(min(found, key=lambda one: one.least).plan.stages)
+                number = min(left, key=lambda number: (abs(math.log(number / best)), number))
+            left.remove(number)
+            before = len(found)
+            for candidate in self._of_number(number):
+                found.append(candidate)
+                if self._left_s(_FOUND_BY) < 0:
+                    break
+            if len(found) > before:
+                tried.append(number)
+        return found
+
+    def _of_number(self, stages: int) -> Iterator[_Candidate]:
+        """With one number of micro-batches each."""
+        cluster, training = self.cluster, self.workload.training
+        inside = cluster.num_gpus // cluster.sizes[0]
         wire = Wire(workload=self.workload, codecs=self.codecs.get(cluster.levels[0].name, EXACT))
         step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
-        for stages in _spread(numbers):
-            if not 1 <= stages <= min(cluster.sizes[0], most):
-                self.why = f"{stages} stages for {cluster.sizes[0]} sites and {most} layers with experts"
+        for groups in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
+            ranks = inside * max(len(group) for group in groups)
+            if ranks > MOST_RANKS:
+                self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
                 continue
-            for groups in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
-                ranks = inside * max(len(group) for group in groups)
-                if ranks > MOST_RANKS:
-                    self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
+            choices = _about(possible_micro_batches(self.workload, cluster, [len(group) for group in groups]), stages)
+            if not choices:
+                sizes = ", ".join(str(size) for size in sorted({len(group) for group in groups}))
+                self.why = f"stages of {sizes} sites cannot share the sequences of a step evenly"
+                continue
+            middle = choices[len(choices) // 2]
+            layer_s = {group: self._layer_s(group, middle) for group in groups}
+            pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
+            for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s):
+                try:
+                    layers = self._layers([layer_s[group] for group in path], self._head_s(path[-1], middle))
+                except ValueError as error:
+                    self.why = str(error)
                     continue
-                choices = _about(possible_micro_batches(self.workload, cluster, [len(group) for group in groups]), stages)
-                if not choices:
-                    sizes = ", ".join(str(size) for size in sorted({len(group) for group in groups}))
-                    self.why = f"stages of {sizes} sites cannot share the sequences of a step evenly"
-                    continue
-                middle = choices[len(choices) // 2]
-                layer_s = {group: self._layer_s(group, middle) for group in groups}
-                pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
-                for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s):
-                    try:
-                        layers = self._layers([layer_s[group] for group in path], self._head_s(path[-1], middle))
-                    except ValueError as error:
-                        self.why = str(error)
-                        continue
-                    # Where that does not fit, the smallest micro-batches may.
-                    for micro_batches in (middle, *(number for number in choices[::-1] if number != middle)):
-                        if (candidate := self._candidate(path, layers, micro_batches)) is not None:
-                            yield candidate
-                            break
+                # Where that does not fit, the smallest micro-batches may.
+                for micro_batches in (middle, *(number for number in choices[::-1] if number != middle)):
+                    if (candidate := self._candidate(path, layers, micro_batches)) is not None:
+                        yield candidate
+                        break
 
     def _layers(self, layer_s: Sequence[float], head_s: float) -> list[int]:
         """Of each stage; ValueError where there are too few."""
@@ -388,9 +404,11 @@ class _Search:
 
     def _layer_s(self, group: Sequence[int], micro_batches: int) -> float:
         """Of one layer with experts on these sites for a micro-batch, with its share of what the layer takes once a step."""
+        return self._one_layer(group, micro_batches).times.busy_s(micro_batches) / micro_batches
+
+    def _one_layer(self, group: Sequence[int], micro_batches: int) -> Inside:
         plan = self._stage(group, (1, self.workload.model.num_dense_layers, 1), micro_batches)
-        times = self._without_search(plan, Room(in_flight=1, beside_bytes=0.0)).times
-        return times.busy_s(micro_batches) / micro_batches
+        return self._without_search(plan, Room(in_flight=1, beside_bytes=0.0))
 
     def _head_s(self, group: Sequence[int], micro_batches: int) -> float:
         """Of the output projection for a micro-batch, likewise."""
@@ -421,9 +439,17 @@ class _Search:
             self.why = str(error)
             return None
         inside: list[Inside] = []
+        alone = [self._one_layer(group, micro_batches) for group in path]
         for ahead in reversed(AHEAD):
             plan = plan.model_copy(update={"ahead": ahead})
-            inside = [self._without_search(stage, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
+            both = list(zip(plan.plans, rooms(plan), strict=True))
+            # What suits one layer suits all of a stage, unless memory is short.
+            inside = [
+                placed(stage, (_of_all_layers(one, stage),), room, self._known)
+                for (stage, room), one in zip(both, alone, strict=True)
+            ]
+            if not all(one.memory.fits for one in inside):
+                inside = [self._without_search(stage, room) for stage, room in both]
             if all(one.memory.fits for one in inside):
                 step_s = least_step_s(plan, [one.times for one in inside])
                 usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
@@ -486,6 +512,11 @@ class _Search:
         return costed(with_layers(plan, inside), inside)
 
 
+def _of_all_layers(one: Inside, stage: Plan) -> LayerGroup:
+    """The placement of a single layer, for all of a stage's."""
+    return one.layers[0].model_copy(update={"num_layers": stage.workload.model.num_moe_layers})
+
+
 def _but_for_ahead(plan: PipelinePlan) -> str:
     """The same for pipelines of one search that differ in nothing else."""
     return f"{plan.micro_batches} {plan.stages}"
@@ -522,14 +553,12 @@ def _changed(groups: Groups) -> Iterator[Groups]:
         yield (*groups[:first], *groups[first : last + 1][::-1], *groups[last + 1 :])
 
 
-def _spread(numbers: Sequence[int]) -> list[int]:
-    """The largest first, then those farthest from all before, so that whatever there is time for says something of all."""
-    left = sorted(numbers, reverse=True)
-    found: list[int] = []
-    while left:
-        found.append(max(left, key=lambda number: (min((abs(number - one) for one in found), default=0), number)))
-        left.remove(found[-1])
-    return found
+def _farthest(left: Sequence[int], tried: Sequence[int]) -> int:
+    """The number in the middle, by factors, then the farthest from all before."""
+    if not tried:
+        middle = math.sqrt(min(left) * max(left))
+        return min(left, key=lambda number: (abs(math.log(number / middle)), number))
+    return max(left, key=lambda number: (min(abs(math.log(number / one)) for one in tried), number))
 
 
 def _fullness(use: MemoryUse) -> float:

@@ -82,7 +82,7 @@ def test_computation_that_is_shared_perfectly_meets_it() -> None:
 
 
 def test_a_site_has_as_many_experts_of_its_own_as_homes_may_give_it() -> None:
-    """Eight experts of three sites: the first has three of them. It fetches five where tokens are many, none where they are few."""
+    """Eight experts of three sites: the first has three, and fetches five where tokens are many, none where they are few."""
     many, few = 1e12, 1e-6
     assert _least_bytes(8, 2, 3, many, (1, 2), (100, 10)) == (500.0, 50.0)
     assert max(_least_bytes(8, 2, 3, few, (1, 2), (100, 10))) < 1e-5
