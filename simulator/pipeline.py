@@ -37,6 +37,7 @@ from simulator.engine import Engine
 from simulator.errors import PipelineError
 from simulator.fabric import Fabric
 from simulator.precision import EXACTLY, Precision, most_of_site
+from simulator.sent import Sent, compact
 from simulator.stages import Stage, cut, routing_of, time_stages
 from simulator.stages_apart import busiest_s, run_stages, without_transfers_s
 from simulator.step import LinkLoad, StepResult, run
@@ -153,7 +154,7 @@ def fastest_pipeline(
             found.append((apart_s, running_ahead(pipeline, ahead), made))
     best: PipelineStep | None = None
     for apart_s, pipeline, made in sorted(found, key=lambda one: one[0])[:_TOGETHER]:
-        # Sharing links with others makes no stage faster.
+        # What takes longer with stages apart hardly takes less together.
         if best is not None and apart_s >= best.step_s:
             break
         step = _together(pipeline, made, routing, precision, conditions)
@@ -263,7 +264,7 @@ class _Between(NamedTuple):
     """One micro-batch's transfers from a stage to the next, or back: from each rank to its like in other sites, or straight
     between any two."""
 
-    sent: FloatArray | None
+    sent: Sent | None
     """[ranks, sites] bytes"""
     straight: Direct | None
     received_bytes: FloatArray
@@ -281,11 +282,12 @@ class _Between(NamedTuple):
         if precision.one_rank_per_site:
             total = np.zeros((cluster.sizes[0], cluster.sizes[0]))
             np.add.at(total, (source // per_site, destination // per_site), size_bytes)
-            return _Between(np.repeat(total / per_site, per_site, axis=0), None, most_of_site(cluster, received))
+            sent = np.repeat(total / per_site, per_site, axis=0)
+            return _Between(compact(sent), None, most_of_site(cluster, received))
         if (source % per_site == destination % per_site).all():
             sent = np.zeros((cluster.num_gpus, cluster.sizes[0]))
             np.add.at(sent, (source, destination // per_site), size_bytes)
-            return _Between(sent, None, received)
+            return _Between(compact(sent), None, received)
         return _Between(None, Direct(source, destination, size_bytes), received)
 
     def flows(self, fabric: Fabric) -> Flows:

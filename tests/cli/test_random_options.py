@@ -34,7 +34,15 @@ OPTIONS = (
     ("--fabric", "ring-100g"),
     ("--json",),
 )
-WITH_STAGES = (("--explain",), ("--streams", "dc=2"), ("--objective", "dollars"), ("--budget", "0.001 $"), ("--json",))
+WITH_STAGES = (
+    ("--explain",),
+    ("--streams", "dc=2"),
+    ("--objective", "dollars"),
+    ("--budget", "0.001 $"),
+    ("--codec", "dc.activations=int8"),
+    ("--codec", "dc.experts=change-int8"),
+    ("--json",),
+)
 SYSTEMS = ("ep", "full_gather", "ep,tutel", "faster_moe", "smart_moe", "pipeline")
 
 
