@@ -344,17 +344,21 @@ class _Search:
     # --- candidates --------------------------------------------------------------------------------------------------
 
     def _candidates(self, numbers: Sequence[int]) -> list[_Candidate]:
-        """Of a few numbers of stages that are far apart by factors, then of those next to the best, while there is time."""
-        most = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
-        left, tried, found = [number for number in numbers if 1 <= number <= most], list[int](), list[_Candidate]()
+        """Of a few numbers of stages that are far apart by factors, then of those between the best and its neighbours, while
+        there is time."""
+        largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
+        left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[_Candidate]()
         if not left:
-            self.why = f"{min(numbers, default=2)} stages for {self.cluster.sizes[0]} sites and {most} layers with experts"
+            layers = self.workload.model.num_moe_layers
+            self.why = f"{min(numbers, default=2)} stages for {self.cluster.sizes[0]} sites and {layers} layers with experts"
         while left and (not found or self._left_s(_FOUND_BY) > 0):
-            if len(tried) < _FAR_APART:
-                number = _farthest(left, tried)
-            else:
+            near = left
+            if len(tried) >= _FAR_APART:
                 best = len(min(found, key=lambda one: one.least).plan.stages)
-                number = min(left, key=lambda number: (abs(math.log(number / best)), number))
+                least = max([number for number in tried if number < best], default=0)
+                most = min([number for number in tried if number > best], default=math.inf)
+                near = [number for number in left if least < number < most] or left
+            number = _farthest(near, tried)
             left.remove(number)
             before = len(found)
             for candidate in self._of_number(number):
