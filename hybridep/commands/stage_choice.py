@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hybridep.plan import Schedule
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner.choose import Report
     from planner.goal import Goal
 
 CANDIDATES = 8
@@ -62,30 +62,33 @@ def in_stages(
     wishes: StageWishes | None = None,
     *,
     time_limit_s: float = 60.0,
-    report: Report | None = None,
+    shown: bool = False,
 ) -> StageChoice:
     """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation, which lets all sites of a
     stage begin a pass together and copies have links to themselves, the one that is fastest in a simulation of all ranks. The
     planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as in a lab. With a ``goal`` the
-    cheapest, or the fastest within a budget. Raises what the planner raises."""
+    cheapest, or the fastest within a budget. ``shown``: with the search's progress on stderr. Raises what the planner raises."""
+    from hybridep.commands.plan_progress import PlanProgress
     from planner.stages.search import plan_pipelines
 
     wishes = wishes or StageWishes()
     number = CANDIDATES if cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1 else 1
     started_s, share = monotonic(), SEARCHED if number > 1 else 1.0
-    made = plan_pipelines(
-        cluster,
-        workload,
-        number,
-        stages=wishes.stages,
-        solver=wishes.solver,
-        time_limit_s=share * time_limit_s,
-        schedule=wishes.schedule,
-        popularity=wishes.popularity,
-        codecs=wishes.codecs,
-        goal=wishes.goal,
-        report=report,
-    )
+    # It ends before simulations show theirs.
+    with PlanProgress() if shown else nullcontext() as progress:
+        made = plan_pipelines(
+            cluster,
+            workload,
+            number,
+            stages=wishes.stages,
+            solver=wishes.solver,
+            time_limit_s=share * time_limit_s,
+            schedule=wishes.schedule,
+            popularity=wishes.popularity,
+            codecs=wishes.codecs,
+            goal=wishes.goal,
+            report=progress,
+        )
     if number == 1:
         return StageChoice(plan=made[0], simulated_s=None)
     return best_simulated(made[: most_simulated(made[0], time_limit_s)], wishes.goal, until_s=ends_s(started_s, time_limit_s))

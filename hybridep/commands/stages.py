@@ -38,13 +38,13 @@ def write_in_stages(
     from hybridep.commands import plan_text
     from hybridep.commands.codecs import lossy_codecs
     from hybridep.commands.plan_choice import planned
-    from hybridep.commands.stage_choice import StageWishes
+    from hybridep.commands.stage_choice import StageWishes, in_stages
     from hybridep.pipeline import codecs_inside
 
     wishes, goal = replace(wishes, stages=_read_stages(text)), wishes.goal
 
-    def in_stages(limit_s: float) -> StageChoice:
-        return _plan_in_stages(cluster, workload, wishes, limit_s)
+    def staged(limit_s: float) -> StageChoice:
+        return in_stages(cluster, workload, wishes, time_limit_s=limit_s, shown=True)
 
     def in_one(limit_s: float) -> Plan:
         if wishes == StageWishes(stages=wishes.stages):
@@ -61,9 +61,9 @@ def write_in_stages(
         )
 
     if text == AUTO:
-        choice, plan = _with_and_without(time_limit_s=time_limit_s, in_stages=in_stages, in_one=in_one)
+        choice, plan = _with_and_without(time_limit_s=time_limit_s, in_stages=staged, in_one=in_one)
     else:
-        choice, plan = in_stages(time_limit_s), None
+        choice, plan = staged(time_limit_s), None
     pipeline = None if choice is None else choice.plan
     without_s = None if plan is None or plan.prediction is None else plan.prediction.expected_s
     if pipeline is None or (plan is not None and _worth(plan, goal) <= _worth(pipeline, goal)):
@@ -99,15 +99,6 @@ def _read_stages(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 2:
         raise UserError(f"--stages {text}: write auto, or a number from 2")
     return int(text)
-
-
-def _plan_in_stages(cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float) -> StageChoice:
-    """The pipeline, with the planner's progress on stderr."""
-    from hybridep.commands.plan_progress import PlanProgress
-    from hybridep.commands.stage_choice import in_stages
-
-    with PlanProgress() as progress:
-        return in_stages(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
 
 
 def _with_and_without(

@@ -214,28 +214,9 @@ def test_stages_train_the_same_model(ranks: RankPool, case: Case) -> None:
 
 
 CODED = [
-    Case(
-        sizes=(4, 1),
-        stages=((0,), (2,), (1,), (3,)),
-        layers=(2, 1, 1, 1),
-        domains=(NONE,) * 4,
-        micro_batches=8,
-        ahead=2,
-        codecs=(("activations", codec),),
-    )
-    for codec in ("int8", "bf16", "fp8")
+    *(replace(CASES[2], codecs=(("activations", codec),)) for codec in ("int8", "bf16", "fp8")),
+    replace(CASES[5], overlap=True, codecs=(("activations", "int8"), ("experts", "change-int8"))),
 ]
-CODED.append(
-    Case(
-        sizes=(4, 1),
-        stages=((0,), (1, 2, 3)),
-        layers=(1, 4),
-        domains=(NONE, {"dc": 3}),
-        micro_batches=4,
-        training_micro_batches=3,
-        codecs=(("activations", "int8"), ("experts", "change-int8")),
-    )
-)
 
 
 @pytest.mark.parametrize("case", CODED, ids=lambda case: "-".join(codec for _, codec in case.codecs))

@@ -26,7 +26,7 @@ def shares(layers: int, seed: int, experts: int = 8) -> tuple[tuple[float, ...],
 @pytest.mark.parametrize("kind", ["access", "pairs"])
 def test_a_pipeline_for_measured_popularity(kind: str) -> None:
     cluster, workload, layers = sites_cluster(np.random.default_rng(2), 4, 2, kind), layered_workload(6), shares(6, 1)
-    plan = plan_pipeline(cluster, workload, stages=2, popularity=layers, time_limit_s=10)
+    plan = plan_pipeline(cluster, workload, stages=2, popularity=layers, time_limit_s=3)
     assert plan.popularity == layers
     seen = [row for stage in plan.plans for row in stage.popularity]
     assert seen == list(layers)

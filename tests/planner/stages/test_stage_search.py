@@ -82,7 +82,7 @@ def permutations_of_layers(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [one for one in product(range(1, layers + 1), repeat=stages) if sum(one) == layers]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_search_is_near_the_best_of_all(seed: int) -> None:
     found_s, best_s = best_of_all(seed, num_sites=3, layers=3)
     # Plans inside stages may be better than equal domains.
@@ -94,7 +94,7 @@ def test_the_search_is_near_the_best_of_all(seed: int) -> None:
 def test_never_slower_than_stages_in_the_clusters_order(kind: str, num_sites: int) -> None:
     cluster = sites_cluster(np.random.default_rng(num_sites), num_sites, 2, kind)
     workload = layered_workload(8)
-    found = in_stages(cluster, workload, time_limit_s=10)
+    found = in_stages(cluster, workload, time_limit_s=5)
     plan, step_s = found.plan, found.simulated_s
     assert plan.prediction is not None and plan.solver is not None and plan.solver.status is Status.FEASIBLE
     assert step_s == simulate_pipeline(plan).step_s and found.simulated > 1
