@@ -326,8 +326,10 @@ class _Search:
 
     def _keep(self, found: Costed | None) -> None:
         if found is not None and found.fits:
+            improves = all(self._worth(found) < self._worth(one) for one in self._found)
             self._found.append(found)
-            self.report("plan", min(self._found, key=self._worth).times.step_s)
+            if improves:
+                self.report("plan", found.times.step_s)
 
     def _ahead(self, found: Costed, ahead: int) -> Costed:
         """The same pipeline in another order."""
