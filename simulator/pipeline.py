@@ -59,6 +59,9 @@ for none that takes less than a micro-batch."""
 INSIDE = (Baseline.EP, Baseline.EP_IN_DC)
 """Placements of experts inside a stage: over all its ranks, or inside each site with data parallelism across."""
 
+_MOST_MOMENTS = 200_000_000
+"""Of operations and ranks: about 40 bytes each are kept."""
+
 _TOGETHER = 3
 """Candidates that are simulated with all ranks together, the fastest by their stages apart."""
 
@@ -243,10 +246,21 @@ def _together(
         [Exchange(0, one.sent) for one in between if one.sent is not None],
         [one.straight for one in between if one.straight is not None],
     )
+    moments = _moments(pipeline) * fabric.symmetry.num_kinds
+    if moments > _MOST_MOMENTS:
+        raise PipelineError(
+            f"pipeline: {fabric.symmetry.num_kinds} ranks that differ and {pipeline.micro_batches} micro-batches are "
+            f"{moments / 1e6:.0f} million moments to keep, and at most {_MOST_MOMENTS / 1e6:.0f} are; give --one-rank-per-site"
+        )
     program = _Order(pipeline, blocks, between, fabric, conditions).build()
     result = run(pipeline, program, engine, fabric, conditions, progress=progress)
     without_s = without_transfers_s(stages, pipeline.ahead)
     return PipelineStep(plan=pipeline, result=result, stages=tuple(stages), without_transfers_s=without_s)
+
+
+def _moments(pipeline: PipelinePlan) -> int:
+    """Operations of a program, about."""
+    return 2 * pipeline.micro_batches * (8 * pipeline.workload.model.num_layers + 4 * len(pipeline.stages))
 
 
 def _own_plans(pipeline: PipelinePlan) -> list[Plan]:

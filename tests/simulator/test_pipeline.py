@@ -220,6 +220,13 @@ def test_tokens_copies_and_activations_share_links() -> None:
     assert apart.step_s < 0.97 * found.step_s and up_s < found.step_s
 
 
+def test_more_moments_than_memory_holds_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulator.pipeline._MOST_MOMENTS", 1000)
+    pipeline = cut(make_plan(4, 2, num_layers=9, micro_batches=8), 2, Baseline.EP)
+    with pytest.raises(PipelineError, match=r"ranks that differ and 16 micro-batches .* give --one-rank-per-site"):
+        simulate_pipeline(pipeline)
+
+
 def test_stages_take_turns_on_processors_that_they_share() -> None:
     plan = make_plan(4, 1, num_layers=9, micro_batches=4, throughput=1e6)
     shared = plan.cluster.model_copy(update={"gpu": plan.cluster.gpu.model_copy(update={"sharing": 2.0})})
