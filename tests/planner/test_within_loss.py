@@ -10,7 +10,7 @@ import pytest
 
 import planner
 from hybridep.codec_losses import measured_losses, permitted, with_gates
-from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
+from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.errors import UserError
 from planner.check import check
@@ -40,7 +40,9 @@ def test_gates_are_given_to_what_was_measured_only() -> None:
 
 @pytest.mark.parametrize("max_loss", [0.0, 0.002, 0.005, 0.0056, 0.08, 1.0])
 def test_permitted_codecs_against_all_combinations(max_loss: float) -> None:
-    table = measured_losses().losses
+    # What passes between pipeline stages is no part of a plan without them.
+    table = [one for one in measured_losses().losses if one.kind in KINDS]
+    assert len(table) < len(measured_losses().losses)
     wanted = set()
     for chosen in product([False, True], repeat=len(table)):
         used = [one for one, taken in zip(table, chosen, strict=True) if taken]
