@@ -7,60 +7,42 @@ is compared is the whole step, walked through (``planner.stages.schedule``), wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
 
-from hybridep.baselines import Baseline, baseline_group
-from hybridep.codecs import EXACT, Codecs, Wire
+from hybridep.codecs import EXACT, Codecs
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import (
     PipelinePlan,
     Popularity,
-    StagePlan,
     alike,
     check_stageable,
-    codecs_inside,
-    of_stage,
     possible_micro_batches,
-    stage_cluster,
-    stage_workload,
 )
-from hybridep.plan import LayerGroup, Objective, Plan, Schedule
+from hybridep.plan import Schedule
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
-from hybridep.units import format_bytes, format_dollars, format_seconds
+from hybridep.units import format_dollars, format_seconds
 from hybridep.workload import Workload
 from planner.choose import Report
 from planner.clock import now_s
-from planner.evaluate import MOST_RANKS
 from planner.goal import FASTEST, Goal
-from planner.memory import MemoryUse
 from planner.plans import solver_report
-from planner.price import step_usd
 from planner.sites.grouping import Groups
 from planner.stages.bound import least_s, least_usd
-from planner.stages.costs import Costed, costed, pipeline_egress_usd, predicted, rooms, with_layers
-from planner.stages.inside import Inside, Known, Room, placed, searched, without_search
-from planner.stages.order import groupings, ordered
-from planner.stages.schedule import balanced_layers, least_step_s
+from planner.stages.candidates import AHEAD, Candidate, Candidates, Worth, numbers_about
+from planner.stages.costs import Costed, costed, predicted, rooms, with_layers
+from planner.stages.inside import Inside, placed, searched
 from planner.streams import with_most
 
-AHEAD = (1, 2, 3, 4, 6, 8)
-"""Forwards that a stage runs ahead for each one behind it: the more, the longer the ways that it does not wait for."""
 _OFTEN = 2
 """Of these the one with which every pipeline is walked through, beside the most that memory allows; further ahead is not always
 faster, since activations then share links with more gradients."""
 _WORTH = 1e-3
 """Share of the step that running less far ahead may add."""
-_FAR_APART = 4
-"""Numbers of stages that are tried first."""
-_BATCHES = (1, 2, 4, 8, 16)
-"""Micro-batches as a multiple of the stages, about."""
-_MOST_BATCHES = 1024
 _KEPT = 3
 """Pipelines whose stages are planned by a search."""
 _CHANGES = 100
@@ -133,8 +115,8 @@ def plan_pipelines(
     told: Report = report or (lambda what, seconds: None)
     told("bound", bound_s)
     schedule = with_most(cluster, schedule)[0] or Schedule()
-    codecs = dict(codecs or {})
-    search = _Search(cluster, workload, solver, schedule, popularity, codecs, goal, begun_s, time_limit_s, told)
+    candidates = Candidates(cluster, workload, schedule, popularity, dict(codecs or {}), goal)
+    search = _Search(candidates, solver, begun_s, time_limit_s, told)
     found = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
     if goal.overdraft(found[0].step_usd):
         assert goal.budget_usd is not None
@@ -159,39 +141,14 @@ def plan_pipelines(
     return made
 
 
-Worth = tuple[float, float]
-"""By what share a step is over the budget, and its seconds or dollars: the smaller the better."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Candidate:
-    """A pipeline whose stages are placed without a search, as far ahead as memory allows."""
-
-    plan: PipelinePlan
-    inside: tuple[Inside, ...]
-    least: Worth
-    """It is no better than that."""
-
-
 @dataclass
 class _Search:
-    cluster: Cluster
-    workload: Workload
+    candidates: Candidates
     solver: str
-    schedule: Schedule
-    popularity: Popularity
-    codecs: dict[str, Codecs]
-    goal: Goal
     begun_s: float
     time_limit_s: float
     report: Report
-    why: str = ""
-    """Why the last of what was not possible was not."""
-    _lack: float = math.inf
-    _lacking: str = ""
     _found: list[Costed] = field(default_factory=list)
-    _best_inside: dict[str, Inside] = field(default_factory=dict)
-    _known: dict[str, Known] = field(default_factory=dict)
     _searched: dict[str, Inside | None] = field(default_factory=dict)
 
     def run(self, numbers: Sequence[int], number: int) -> list[Costed]:
@@ -209,11 +166,10 @@ class _Search:
         return [self._least_ahead(one) for one in sorted([*first, *rest], key=self._worth)]
 
     def _search(self, numbers: Sequence[int]) -> None:
-        candidates = self._candidates(numbers)
+        candidates = self.candidates.made(numbers, lambda: self._left_s(_FOUND_BY))
         if not candidates:
-            raise InfeasibleError(
-                f"pipeline over {self.cluster.name}: no number of stages is possible; {self._lacking or self.why}"
-            )
+            why = self.candidates.lacking or self.candidates.why
+            raise InfeasibleError(f"pipeline over {self.candidates.cluster.name}: no number of stages is possible; {why}")
         for candidate in sorted(candidates, key=lambda one: one.least):
             if self._found and (candidate.least >= min(map(self._worth, self._found)) or self._left_s(_WALKED_BY) < 0):
                 break
@@ -240,31 +196,26 @@ class _Search:
         return min(good, key=lambda one: (one.plan.ahead, self._worth(one)))
 
     def _worth(self, one: Costed) -> Worth:
-        return self.goal.overdraft(one.step_usd), self.goal.value(one.times.step_s, one.step_usd)
+        return self.candidates.goal.overdraft(one.step_usd), self.candidates.goal.value(one.times.step_s, one.step_usd)
 
     def _is_better(self, one: Costed, other: Costed) -> bool:
         """By more than ``_WORTH``."""
         (over, value), (others_over, others_value) = self._worth(one), self._worth(other)
         return over < others_over or (over == others_over and value < others_value * (1 - _WORTH))
 
-    @property
-    def _rent_usd_per_s(self) -> float | None:
-        """Of all ranks, where dollars are to be few."""
-        return self.cluster.rent_usd_per_s if self.goal.objective is Objective.DOLLARS else None
-
     def _with_other_batches(self, found: Costed) -> None:
         """The same stages in other numbers of micro-batches."""
         plan = found.plan
-        choices = possible_micro_batches(self.workload, self.cluster, [len(stage.sites) for stage in plan.stages])
+        choices = possible_micro_batches(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
         layers = [stage.num_layers for stage in plan.stages]
-        for micro_batches in _about(choices, len(plan.stages)):
+        for micro_batches in numbers_about(choices, len(plan.stages)):
             if micro_batches == plan.micro_batches or self._left_s(_VARIED_BY) < 0:
                 continue
-            candidate = self._candidate(self._groups(plan), layers, micro_batches)
+            candidate = self.candidates.of(_groups(plan), layers, micro_batches)
             if candidate is not None and candidate.least < min(map(self._worth, self._found)):
                 self._walk(candidate)
 
-    def _walk(self, candidate: _Candidate) -> None:
+    def _walk(self, candidate: Candidate) -> None:
         """As far ahead as memory allows, and less far."""
         self._keep(found := costed(candidate.plan, candidate.inside))
         if candidate.plan.ahead > _OFTEN:
@@ -274,7 +225,7 @@ class _Search:
         """Sites and stages change places while that makes the pipeline faster, a number of times, until a time from the start."""
         rng, left, improved = np.random.default_rng(0), _CHANGES, True
         while improved:
-            changes = list(_changed(self._groups(best.plan)))
+            changes = list(_changed(_groups(best.plan)))
             improved = False
             for place in rng.permutation(len(changes)):
                 if not left or now_s() - self.begun_s > limit_s:
@@ -295,25 +246,15 @@ class _Search:
 
     def _with_change(self, best: Costed, path: Groups) -> Costed | None:
         """The pipeline with other sites in its stages, as far ahead; None where that is not possible or cannot be faster."""
-        choices = possible_micro_batches(self.workload, self.cluster, [len(group) for group in path])
+        choices = possible_micro_batches(best.plan.workload, best.plan.cluster, [len(group) for group in path])
         if not choices:
             return None
         micro_batches = min(choices, key=lambda number: (abs(number - best.plan.micro_batches), number))
-        try:
-            layer_s = [self._layer_s(group, micro_batches) for group in path]
-            layers = self._layers(layer_s, self._head_s(path[-1], micro_batches))
-        except ValueError:
-            return None
-        candidate = self._candidate(path, layers, micro_batches)
+        candidate = self.candidates.with_sites(path, micro_batches)
         if candidate is None or candidate.least >= self._worth(best):
             return None
         found = Costed(plan=candidate.plan, inside=candidate.inside, times=best.times, egress_usd=0.0)
         return self._ahead(found, min(best.plan.ahead, candidate.plan.ahead))
-
-    def _groups(self, plan: PipelinePlan) -> Groups:
-        """Sites of each stage by number."""
-        number = {self.cluster.site_name(site): site for site in range(self.cluster.sizes[0])}
-        return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
 
     def _best(self, number: int = _KEPT) -> list[Costed]:
         """Pipelines that differ in more than how far ahead they run."""
@@ -336,170 +277,12 @@ class _Search:
         plan = found.plan.model_copy(update={"ahead": ahead})
         inside = []
         for stage, room in zip(plan.plans, rooms(plan), strict=True):
-            inside.append(placed(stage, stage.layers, room, self._known))
+            inside.append(placed(stage, stage.layers, room, self.candidates.known))
         return costed(plan, inside)
 
     def _left_s(self, share: float) -> float:
         """Of such a share of the time limit."""
         return self.begun_s + share * self.time_limit_s - now_s()
-
-    # --- candidates --------------------------------------------------------------------------------------------------
-
-    def _candidates(self, numbers: Sequence[int]) -> list[_Candidate]:
-        """Of a few numbers of stages that are far apart by factors, then of those between the best and its neighbours, while
-        there is time."""
-        largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
-        left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[_Candidate]()
-        if not left:
-            layers = self.workload.model.num_moe_layers
-            self.why = f"{min(numbers, default=2)} stages for {self.cluster.sizes[0]} sites and {layers} layers with experts"
-        while left and (not found or self._left_s(_FOUND_BY) > 0):
-            near = left
-            if len(tried) >= _FAR_APART:
-                best = len(min(found, key=lambda one: one.least).plan.stages)
-                least = max([number for number in tried if number < best], default=0)
-                most = min([number for number in tried if number > best], default=math.inf)
-                near = [number for number in left if least < number < most] or left
-            number = _farthest(near, tried)
-            left.remove(number)
-            before = len(found)
-            for candidate in self._of_number(number):
-                found.append(candidate)
-                if self._left_s(_FOUND_BY) < 0:
-                    break
-            if len(found) > before:
-                tried.append(number)
-        return found
-
-    def _of_number(self, stages: int) -> Iterator[_Candidate]:
-        """With one number of micro-batches each."""
-        cluster, training = self.cluster, self.workload.training
-        inside = cluster.num_gpus // cluster.sizes[0]
-        wire = Wire(workload=self.workload, codecs=self.codecs.get(cluster.levels[0].name, EXACT))
-        step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
-        for groups in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
-            ranks = inside * max(len(group) for group in groups)
-            if ranks > MOST_RANKS:
-                self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
-                continue
-            choices = _about(possible_micro_batches(self.workload, cluster, [len(group) for group in groups]), stages)
-            if not choices:
-                sizes = ", ".join(str(size) for size in sorted({len(group) for group in groups}))
-                self.why = f"stages of {sizes} sites cannot share the sequences of a step evenly"
-                continue
-            middle = choices[len(choices) // 2]
-            layer_s = {group: self._layer_s(group, middle) for group in groups}
-            pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
-            for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s):
-                try:
-                    layers = self._layers([layer_s[group] for group in path], self._head_s(path[-1], middle))
-                except ValueError as error:
-                    self.why = str(error)
-                    continue
-                # Where that does not fit, the smallest micro-batches may.
-                for micro_batches in (middle, *(number for number in choices[::-1] if number != middle)):
-                    if (candidate := self._candidate(path, layers, micro_batches)) is not None:
-                        yield candidate
-                        break
-
-    def _layers(self, layer_s: Sequence[float], head_s: float) -> list[int]:
-        """Of each stage; ValueError where there are too few."""
-        model, last = self.workload.model, len(layer_s) - 1
-        least = [1 + model.num_dense_layers * (stage == 0) for stage in range(len(layer_s))]
-        return balanced_layers(layer_s, [head_s * (stage == last) for stage in range(len(layer_s))], model.num_layers, least)
-
-    def _layer_s(self, group: Sequence[int], micro_batches: int) -> float:
-        """Of one layer with experts on these sites for a micro-batch, with its share of what the layer takes once a step."""
-        return self._one_layer(group, micro_batches).times.busy_s(micro_batches) / micro_batches
-
-    def _one_layer(self, group: Sequence[int], micro_batches: int) -> Inside:
-        plan = self._stage(group, (1, self.workload.model.num_dense_layers, 1), micro_batches)
-        return self._without_search(plan, Room(in_flight=1, beside_bytes=0.0))
-
-    def _head_s(self, group: Sequence[int], micro_batches: int) -> float:
-        """Of the output projection for a micro-batch, likewise."""
-        model, training = self.workload.model, self.workload.training
-        tokens = training.tokens * training.micro_batches * self.cluster.num_gpus / micro_batches
-        inside = self.cluster.num_gpus // self.cluster.sizes[0]
-        per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * inside
-        return float(3 * 2 * tokens * model.vocab_size * model.hidden_size / per_s)
-
-    def _candidate(self, path: Groups, layers: Sequence[int], micro_batches: int) -> _Candidate | None:
-        """None where it is not possible or does not fit."""
-        stages = []
-        for number, (group, mine) in enumerate(zip(path, layers, strict=True)):
-            ep = self._stage(group, (number, sum(layers[:number]), mine), micro_batches)
-            names = tuple(self.cluster.site_name(site) for site in sorted(group))
-            stages.append(StagePlan(sites=names, num_layers=mine, layers=ep.layers))
-        try:
-            plan = PipelinePlan(
-                cluster=self.cluster,
-                workload=self.workload,
-                micro_batches=micro_batches,
-                stages=tuple(stages),
-                popularity=self.popularity,
-                codecs=self.codecs,
-                schedule=self.schedule,
-            )
-        except ValueError as error:
-            self.why = str(error)
-            return None
-        inside: list[Inside] = []
-        alone = [self._one_layer(group, micro_batches) for group in path]
-        for ahead in reversed(AHEAD):
-            plan = plan.model_copy(update={"ahead": ahead})
-            both = list(zip(plan.plans, rooms(plan), strict=True))
-            # What suits one layer suits all of a stage, unless memory is short.
-            inside = [
-                placed(stage, (_of_all_layers(one, stage),), room, self._known)
-                for (stage, room), one in zip(both, alone, strict=True)
-            ]
-            if not all(one.memory.fits for one in inside):
-                inside = [self._without_search(stage, room) for stage, room in both]
-            if all(one.memory.fits for one in inside):
-                step_s = least_step_s(plan, [one.times for one in inside])
-                usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
-                least = self.goal.overdraft(usd), self.goal.value(step_s, usd)
-                return _Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=least)
-        fullest = max((one.memory for one in inside), key=_fullness)
-        if _fullness(fullest) < self._lack:
-            self._lack = _fullness(fullest)
-            self._lacking = (
-                f"in {len(inside)} stages rank {fullest.fullest_name} of one needs {format_bytes(fullest.fullest_bytes)} and has "
-                f"{format_bytes(fullest.capacity_bytes)}; raise gpu.memory, or lower training.micro_batch_size or sequence_length"
-            )
-        return None
-
-    # --- stages ------------------------------------------------------------------------------------------------------
-
-    def _stage(self, group: Sequence[int], place: tuple[int, int, int], micro_batches: int) -> Plan:
-        """Number, first layer and layers of a stage, with every token at its experts' homes."""
-        number, first_layer, num_layers = place
-        sites = stage_cluster(self.cluster, [self.cluster.site_name(site) for site in group])
-        workload = stage_workload(
-            self.workload,
-            self.cluster,
-            number=number,
-            first_layer=first_layer,
-            num_layers=num_layers,
-            num_sites=len(group),
-            micro_batches=micro_batches,
-        )
-        layers = (baseline_group(sites, workload, Baseline.EP),)
-        return Plan(
-            cluster=sites,
-            workload=workload,
-            layers=layers,
-            popularity=of_stage(self.popularity, workload),
-            schedule=self.schedule,
-            codecs=codecs_inside(self.codecs),
-        )
-
-    def _without_search(self, stage: Plan, room: Room) -> Inside:
-        key = f"{alike(stage)} {room}"
-        if key not in self._best_inside:
-            self._best_inside[key] = without_search(stage, room, self._rent_usd_per_s, self._known)
-        return self._best_inside[key]
 
     def _refined(self, found: Costed, time_limit_s: float) -> Costed:
         """The same with every stage as the planner does it, where that is faster and fits."""
@@ -510,17 +293,18 @@ class _Search:
             key = f"{alike(stage)} {room}"
             if key not in self._searched and now_s() < until_s:
                 limit_s = time_limit_s / len(different)
-                goal = Goal(objective=self.goal.objective)
+                goal = Goal(objective=self.candidates.goal.objective)
                 self._searched[key] = searched(stage, room, solver=self.solver, time_limit_s=limit_s, goal=goal)
-            other, batches, rent = self._searched.get(key), plan.micro_batches, self._rent_usd_per_s
+            other, batches, rent = self._searched.get(key), plan.micro_batches, self.candidates.rent_usd_per_s
             if other is not None and other.rank(batches, rent) < inside[number].rank(batches, rent):
                 inside[number] = other
         return costed(with_layers(plan, inside), inside)
 
 
-def _of_all_layers(one: Inside, stage: Plan) -> LayerGroup:
-    """The placement of a single layer, for all of a stage's."""
-    return one.layers[0].model_copy(update={"num_layers": stage.workload.model.num_moe_layers})
+def _groups(plan: PipelinePlan) -> Groups:
+    """Sites of each stage by number."""
+    number = {plan.cluster.site_name(site): site for site in range(plan.cluster.sizes[0])}
+    return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
 
 
 def _but_for_ahead(plan: PipelinePlan) -> str:
@@ -528,9 +312,9 @@ def _but_for_ahead(plan: PipelinePlan) -> str:
     return f"{plan.micro_batches} {plan.stages}"
 
 
-def _first_by_number(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+def _first_by_number(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Of each number of stages the one that could take least, the best first."""
-    kept: dict[int, _Candidate] = {}
+    kept: dict[int, Candidate] = {}
     for one in sorted(candidates, key=lambda one: one.least):
         kept.setdefault(len(one.plan.stages), one)
     return list(kept.values())
@@ -557,21 +341,3 @@ def _changed(groups: Groups) -> Iterator[Groups]:
                 yield with_sites({stage: tuple(one for one in groups[stage] if one != site), other: (*groups[other], site)})
     for first, last in combinations(range(len(groups)), 2):
         yield (*groups[:first], *groups[first : last + 1][::-1], *groups[last + 1 :])
-
-
-def _farthest(left: Sequence[int], tried: Sequence[int]) -> int:
-    """The number in the middle, by factors, then the farthest from all before."""
-    if not tried:
-        middle = math.sqrt(min(left) * max(left))
-        return min(left, key=lambda number: (abs(math.log(number / middle)), number))
-    return max(left, key=lambda number: (min(abs(math.log(number / one)) for one in tried), number))
-
-
-def _fullness(use: MemoryUse) -> float:
-    return use.fullest_bytes / use.capacity_bytes
-
-
-def _about(choices: Sequence[int], stages: int) -> list[int]:
-    """Of the possible numbers of micro-batches those nearest to ``_BATCHES`` times the stages."""
-    possible = [number for number in choices if number <= _MOST_BATCHES]
-    return sorted({min(possible, key=lambda number: (abs(number - times * stages), number)) for times in _BATCHES if possible})

@@ -18,10 +18,10 @@ from hybridep.plan import LayerGroup, Residency, Status
 from planner import memory_use, pipeline_summary, plan_pipeline
 from planner.sites.grouping import Groups
 from planner.stages.bound import least_s
+from planner.stages.candidates import AHEAD
 from planner.stages.costs import costed, rooms
 from planner.stages.inside import Room, placed, searched, with_less_memory, without_search
 from planner.stages.order import groupings, ordered, steps_s, way_s_per_byte
-from planner.stages.search import AHEAD
 from simulator.pipeline import fastest_pipeline, simulate_pipeline
 
 pytestmark = pytest.mark.timeout(120)

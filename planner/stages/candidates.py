@@ -1,0 +1,268 @@
+"""Pipelines for the search to compare: numbers of stages, sites together and in order, layers, micro-batches, each stage placed
+without a search, as far ahead as memory allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hybridep.baselines import Baseline, baseline_group
+from hybridep.codecs import EXACT, Codecs, Wire
+from hybridep.pipeline import (
+    PipelinePlan,
+    Popularity,
+    StagePlan,
+    alike,
+    codecs_inside,
+    of_stage,
+    possible_micro_batches,
+    stage_cluster,
+    stage_workload,
+)
+from hybridep.plan import LayerGroup, Objective, Plan, Schedule
+from hybridep.topology import Cluster
+from hybridep.units import format_bytes
+from hybridep.workload import Workload
+from planner.evaluate import MOST_RANKS
+from planner.goal import Goal
+from planner.memory import MemoryUse
+from planner.price import step_usd
+from planner.sites.grouping import Groups
+from planner.stages.costs import pipeline_egress_usd, rooms, with_layers
+from planner.stages.inside import Inside, Known, Room, placed, without_search
+from planner.stages.order import groupings, ordered
+from planner.stages.schedule import balanced_layers, least_step_s
+
+AHEAD = (1, 2, 3, 4, 6, 8)
+"""Forwards that a stage runs ahead for each one behind it: the more, the longer the ways that it does not wait for."""
+_FAR_APART = 4
+"""Numbers of stages that are tried first."""
+_BATCHES = (1, 2, 4, 8, 16)
+"""Micro-batches as a multiple of the stages, about."""
+_MOST_BATCHES = 1024
+
+
+Worth = tuple[float, float]
+"""By what share a step is over the budget, and its seconds or dollars: the smaller the better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A pipeline whose stages are placed without a search, as far ahead as memory allows."""
+
+    plan: PipelinePlan
+    inside: tuple[Inside, ...]
+    least: Worth
+    """It is no better than that."""
+
+
+@dataclass
+class Candidates:
+    """Of one problem; what is found of a stage is kept."""
+
+    cluster: Cluster
+    workload: Workload
+    schedule: Schedule
+    popularity: Popularity
+    codecs: dict[str, Codecs]
+    goal: Goal
+    why: str = ""
+    """Why the last of what was not possible was not."""
+    lacking: str = ""
+    """What the one that came nearest to fitting lacks."""
+    known: dict[str, Known] = field(default_factory=dict)
+    """What placements take, as `placed` keeps it."""
+    _lack: float = math.inf
+    _best_inside: dict[str, Inside] = field(default_factory=dict)
+
+    @property
+    def rent_usd_per_s(self) -> float | None:
+        """Of all ranks, where dollars are to be few."""
+        return self.cluster.rent_usd_per_s if self.goal.objective is Objective.DOLLARS else None
+
+    def made(self, numbers: Sequence[int], left_s: Callable[[], float]) -> list[Candidate]:
+        """Of a few numbers of stages that are far apart by factors, then of those between the best and its neighbours, while
+        time is ``left_s``."""
+        largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
+        left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
+        if not left:
+            layers = self.workload.model.num_moe_layers
+            self.why = f"{min(numbers, default=2)} stages for {self.cluster.sizes[0]} sites and {layers} layers with experts"
+        while left and (not found or left_s() > 0):
+            near = left
+            if len(tried) >= _FAR_APART:
+                best = len(min(found, key=lambda one: one.least).plan.stages)
+                least = max([number for number in tried if number < best], default=0)
+                most = min([number for number in tried if number > best], default=math.inf)
+                near = [number for number in left if least < number < most] or left
+            number = _farthest(near, tried)
+            left.remove(number)
+            before = len(found)
+            for candidate in self._of_number(number):
+                found.append(candidate)
+                if left_s() < 0:
+                    break
+            if len(found) > before:
+                tried.append(number)
+        return found
+
+    def _of_number(self, stages: int) -> Iterator[Candidate]:
+        """With one number of micro-batches each."""
+        cluster, training = self.cluster, self.workload.training
+        inside = cluster.num_gpus // cluster.sizes[0]
+        wire = Wire(workload=self.workload, codecs=self.codecs.get(cluster.levels[0].name, EXACT))
+        step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
+        for groups in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
+            ranks = inside * max(len(group) for group in groups)
+            if ranks > MOST_RANKS:
+                self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
+                continue
+            choices = numbers_about(possible_micro_batches(self.workload, cluster, [len(group) for group in groups]), stages)
+            if not choices:
+                sizes = ", ".join(str(size) for size in sorted({len(group) for group in groups}))
+                self.why = f"stages of {sizes} sites cannot share the sequences of a step evenly"
+                continue
+            middle = choices[len(choices) // 2]
+            layer_s = {group: self._layer_s(group, middle) for group in groups}
+            pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
+            for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s):
+                try:
+                    layers = self._layers([layer_s[group] for group in path], self._head_s(path[-1], middle))
+                except ValueError as error:
+                    self.why = str(error)
+                    continue
+                # Where that does not fit, the smallest micro-batches may.
+                for micro_batches in (middle, *(number for number in choices[::-1] if number != middle)):
+                    if (candidate := self.of(path, layers, micro_batches)) is not None:
+                        yield candidate
+                        break
+
+    def _layers(self, layer_s: Sequence[float], head_s: float) -> list[int]:
+        """Of each stage; ValueError where there are too few."""
+        model, last = self.workload.model, len(layer_s) - 1
+        least = [1 + model.num_dense_layers * (stage == 0) for stage in range(len(layer_s))]
+        return balanced_layers(layer_s, [head_s * (stage == last) for stage in range(len(layer_s))], model.num_layers, least)
+
+    def _layer_s(self, group: Sequence[int], micro_batches: int) -> float:
+        """Of one layer with experts on these sites for a micro-batch, with its share of what the layer takes once a step."""
+        return self._one_layer(group, micro_batches).times.busy_s(micro_batches) / micro_batches
+
+    def _one_layer(self, group: Sequence[int], micro_batches: int) -> Inside:
+        plan = self._stage(group, (1, self.workload.model.num_dense_layers, 1), micro_batches)
+        return self._without_search(plan, Room(in_flight=1, beside_bytes=0.0))
+
+    def _head_s(self, group: Sequence[int], micro_batches: int) -> float:
+        """Of the output projection for a micro-batch, likewise."""
+        model, training = self.workload.model, self.workload.training
+        tokens = training.tokens * training.micro_batches * self.cluster.num_gpus / micro_batches
+        inside = self.cluster.num_gpus // self.cluster.sizes[0]
+        per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * inside
+        return float(3 * 2 * tokens * model.vocab_size * model.hidden_size / per_s)
+
+    def with_sites(self, path: Groups, micro_batches: int) -> Candidate | None:
+        """With these sites in its stages, and layers that suit them; None where that is not possible or does not fit."""
+        try:
+            layer_s = [self._layer_s(group, micro_batches) for group in path]
+            layers = self._layers(layer_s, self._head_s(path[-1], micro_batches))
+        except ValueError:
+            return None
+        return self.of(path, layers, micro_batches)
+
+    def of(self, path: Groups, layers: Sequence[int], micro_batches: int) -> Candidate | None:
+        """With these layers; None where it is not possible or does not fit."""
+        stages = []
+        for number, (group, mine) in enumerate(zip(path, layers, strict=True)):
+            ep = self._stage(group, (number, sum(layers[:number]), mine), micro_batches)
+            names = tuple(self.cluster.site_name(site) for site in sorted(group))
+            stages.append(StagePlan(sites=names, num_layers=mine, layers=ep.layers))
+        try:
+            plan = PipelinePlan(
+                cluster=self.cluster,
+                workload=self.workload,
+                micro_batches=micro_batches,
+                stages=tuple(stages),
+                popularity=self.popularity,
+                codecs=self.codecs,
+                schedule=self.schedule,
+            )
+        except ValueError as error:
+            self.why = str(error)
+            return None
+        inside: list[Inside] = []
+        alone = [self._one_layer(group, micro_batches) for group in path]
+        for ahead in reversed(AHEAD):
+            plan = plan.model_copy(update={"ahead": ahead})
+            both = list(zip(plan.plans, rooms(plan), strict=True))
+            # What suits one layer suits all of a stage, unless memory is short.
+            inside = [
+                placed(stage, (_of_all_layers(one, stage),), room, self.known)
+                for (stage, room), one in zip(both, alone, strict=True)
+            ]
+            if not all(one.memory.fits for one in inside):
+                inside = [self._without_search(stage, room) for stage, room in both]
+            if all(one.memory.fits for one in inside):
+                step_s = least_step_s(plan, [one.times for one in inside])
+                usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
+                least = self.goal.overdraft(usd), self.goal.value(step_s, usd)
+                return Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=least)
+        fullest = max((one.memory for one in inside), key=_fullness)
+        if _fullness(fullest) < self._lack:
+            self._lack = _fullness(fullest)
+            self.lacking = (
+                f"in {len(inside)} stages rank {fullest.fullest_name} of one needs {format_bytes(fullest.fullest_bytes)} and has "
+                f"{format_bytes(fullest.capacity_bytes)}; raise gpu.memory, or lower training.micro_batch_size or sequence_length"
+            )
+        return None
+
+    def _stage(self, group: Sequence[int], place: tuple[int, int, int], micro_batches: int) -> Plan:
+        """Number, first layer and layers of a stage, with every token at its experts' homes."""
+        number, first_layer, num_layers = place
+        sites = stage_cluster(self.cluster, [self.cluster.site_name(site) for site in group])
+        workload = stage_workload(
+            self.workload,
+            self.cluster,
+            number=number,
+            first_layer=first_layer,
+            num_layers=num_layers,
+            num_sites=len(group),
+            micro_batches=micro_batches,
+        )
+        layers = (baseline_group(sites, workload, Baseline.EP),)
+        return Plan(
+            cluster=sites,
+            workload=workload,
+            layers=layers,
+            popularity=of_stage(self.popularity, workload),
+            schedule=self.schedule,
+            codecs=codecs_inside(self.codecs),
+        )
+
+    def _without_search(self, stage: Plan, room: Room) -> Inside:
+        key = f"{alike(stage)} {room}"
+        if key not in self._best_inside:
+            self._best_inside[key] = without_search(stage, room, self.rent_usd_per_s, self.known)
+        return self._best_inside[key]
+
+
+def _of_all_layers(one: Inside, stage: Plan) -> LayerGroup:
+    """The placement of a single layer, for all of a stage's."""
+    return one.layers[0].model_copy(update={"num_layers": stage.workload.model.num_moe_layers})
+
+
+def _farthest(left: Sequence[int], tried: Sequence[int]) -> int:
+    """The number in the middle, by factors, then the farthest from all before."""
+    if not tried:
+        middle = math.sqrt(min(left) * max(left))
+        return min(left, key=lambda number: (abs(math.log(number / middle)), number))
+    return max(left, key=lambda number: (min(abs(math.log(number / one)) for one in tried), number))
+
+
+def _fullness(use: MemoryUse) -> float:
+    return use.fullest_bytes / use.capacity_bytes
+
+
+def numbers_about(choices: Sequence[int], stages: int) -> list[int]:
+    """Of the possible numbers of micro-batches those nearest to ``_BATCHES`` times the stages."""
+    possible = [number for number in choices if number <= _MOST_BATCHES]
+    return sorted({min(possible, key=lambda number: (abs(number - times * stages), number)) for times in _BATCHES if possible})
