@@ -17,6 +17,7 @@ from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
 from planner.stages.report import pipeline_summary
 from planner.stages.search import plan_pipeline, plan_pipelines
+from planner.stages.wishes import StageWishes
 
 __all__ = [
     "Alternative",
@@ -31,6 +32,7 @@ __all__ = [
     "PlanMatrices",
     "PooledPlan",
     "RobustPlan",
+    "StageWishes",
     "StepCost",
     "Upgrade",
     "baseline",

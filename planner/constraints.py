@@ -134,11 +134,11 @@ def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> 
     home_site = home_blocks(cluster, num_experts) // (cluster.num_gpus // size)
     serve, hold = np.ones((size, size), dtype=np.bool_), np.ones((size, num_experts), dtype=np.bool_)
     for rule in rules:
-        chosen = _sites(cluster, rule, rule.sites)
+        chosen = rule_sites(cluster, rule, rule.sites)
         if rule.kind is Kind.KEEP_TOKENS:
             serve[np.ix_(chosen, ~chosen)] = False
         elif rule.kind is Kind.NO_LINK:
-            others = _sites(cluster, rule, rule.to) if rule.to else ~chosen
+            others = rule_sites(cluster, rule, rule.to) if rule.to else ~chosen
             joined = (chosen[:, None] & others[None, :]) | (others[:, None] & chosen[None, :])
             np.fill_diagonal(joined, False)
             serve &= ~joined
@@ -187,8 +187,8 @@ def smallest_clash(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) 
     raise ValueError("these rules do not clash")
 
 
-def _sites(cluster: Cluster, rule: Rule, patterns: tuple[str, ...]) -> BoolArray:
-    """[D]: the sites that any of the patterns names."""
+def rule_sites(cluster: Cluster, rule: Rule, patterns: tuple[str, ...]) -> BoolArray:
+    """[D]: the sites that any of the rule's patterns names. Raises UserError for one that names none."""
     labels = [cluster.site_labels(dc) for dc in range(cluster.sizes[0])]
     chosen = np.zeros(len(labels), dtype=np.bool_)
     for pattern in patterns:

@@ -2,11 +2,12 @@
 
 The experts' part is measured at the two ends of what plans do with them: a rank's own experts alone (expert parallelism) and
 all experts (full gather), with as many rows either way; what lies between is the line through both. What lies outside the
-MoE blocks is what remains of a whole training step.
+layers with experts is measured without them, and what then remains of a whole training step is shared out among them.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from runtime.moe import MoeBlock
 from runtime.optimizer import HomeOptimizer
 from runtime.spans import OPTIMIZER, SpanRecorder
 from runtime.trainer import RankTrainer
-from runtime.transformer import Layer
+from runtime.transformer import Layer, Transformer
 from runtime.transport import Transport
 
 _REPEATS = 5
@@ -53,7 +54,8 @@ class ComputeProbe:
     throughput_flops_per_s: float
     """Of plain matrix products."""
     block_overhead_s: float
-    """Of one MoE block before its routed experts, beyond its FLOPs over the throughput."""
+    """Of one MoE block before its routed experts, beyond its FLOPs over the throughput, with its share of what remains of a
+    step."""
     pass_overhead_s: float
     """Of what lies outside the MoE blocks, likewise, for one micro-batch."""
     expert_throughput_flops_per_s: float
@@ -87,18 +89,20 @@ def probe_compute(
     step_s = timed(lambda: trainer.step(1))
     optimizer_s = _optimizer_span(trainer, timed)
     pre_expert_s = timed(_pre_expert(trainer.model, workload)) / _PASS
+    outside_s = timed(_outside(trainer.model.transformer, workload)) / _PASS
     throughput = _products(workload, timed)
     memory_bandwidth = _optimizer(workload, per_home, transport, timed)
     # What is faster than plain products were just now leaves no overhead: its own speed counts then.
     throughput = max(throughput, workload.pre_expert_flops / pre_expert_s)
-    overhead_s = pre_expert_s - workload.pre_expert_flops / throughput
-    pass_s = (step_s - optimizer_s) / workload.training.micro_batches
-    outside_s = pass_s / _PASS - model.num_moe_layers * (pre_expert_s + all_s / _PASS)
+    pass_s = (step_s - optimizer_s) / workload.training.micro_batches / _PASS
+    outside_s = max(outside_s, workload.head_flops / throughput)
+    # Of the step, not by themselves: a pipeline's stage has few layers, and would count what is left of all of them.
+    layer_s = (pass_s - outside_s) / model.num_moe_layers - all_s / _PASS
     trainer.close()
     return ComputeProbe(
         throughput_flops_per_s=throughput,
-        block_overhead_s=overhead_s,
-        pass_overhead_s=max(outside_s - workload.head_flops / throughput, 0.0),
+        block_overhead_s=max(layer_s - workload.pre_expert_flops / throughput, 0.0),
+        pass_overhead_s=outside_s - workload.head_flops / throughput,
         expert_throughput_flops_per_s=expert_throughput,
         expert_overhead_s=expert_overhead_s,
         memory_bandwidth_bytes_per_s=memory_bandwidth,
@@ -203,6 +207,21 @@ def _pre_expert(model: RankModel, workload: Workload) -> Callable[[], None]:
         gated = block.gate(normed)
         total = y.sum() + normed.sum() + gated.weights_TK.sum() + gated.balance_B.sum()
         (total if block.shared is None else total + block.shared(normed)[0].sum()).backward()
+
+    return work
+
+
+def _outside(transformer: Transformer, workload: Workload) -> Callable[[], None]:
+    """A pass of the model without its layers with experts."""
+    kept = {name: layer for name, layer in transformer.layers.items() if not isinstance(layer.feed_forward, MoeBlock)}
+    outside = copy.copy(transformer)
+    outside.layers = nn.ModuleDict(kept)
+    shape = workload.training.micro_batch_size, workload.training.sequence_length
+    tokens = torch.zeros(shape, dtype=torch.long, device=transformer.norm.weight.device)
+
+    def work() -> None:
+        loss, _ = outside(tokens, tokens)
+        loss.backward()
 
     return work
 

@@ -26,7 +26,7 @@ from hybridep.pipeline import AnyPlan, PipelinePlan, build_plan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import expected_s, plan, plan_pipeline
+from planner import StageWishes, expected_s, plan, plan_pipeline
 from planner.stages.costs import costed
 from simulator.pipeline import simulate_pipeline
 from simulator.step import simulate_step
@@ -75,7 +75,7 @@ def measured(config: dict[str, Any], name: str) -> list[dict[str, Any]]:
     plans: list[AnyPlan] = [plan(probed, workload, time_limit_s=config["planning_s"])]
     for stages in config["stages"]:
         try:
-            plans.append(plan_pipeline(probed, workload, stages=stages, time_limit_s=config["planning_s"]))
+            plans.append(plan_pipeline(probed, workload, StageWishes(stages=stages), time_limit_s=config["planning_s"]))
         except InfeasibleError as error:
             print(f"{name}: {error}", file=sys.stderr)
     found, _ = measure(plans * config["turns"], steps=config["steps"])

@@ -147,7 +147,6 @@ def command(
     from hybridep.commands.codecs import read_codecs, read_max_loss
     from hybridep.commands.inputs import cluster_and_workload, load_cluster
     from hybridep.commands.plan_request import PlanRequest, make
-    from hybridep.commands.stage_choice import StageWishes
     from hybridep.commands.stages import write_in_stages
     from hybridep.routing import load_routing
 
@@ -160,12 +159,12 @@ def command(
     record = load_routing(routing) if routing is not None else None
     if record is not None:
         record.require_model(work, Path(str(routing)))
+    rules = planner.load_constraints(constraints) if constraints else None
     if stages is not None:
         left_out = {
             "--compare": compare,
             "--top": top > 1,
             "--simulate": simulate,
-            "--constraints": constraints,
             "--figure": figure,
             "--upgrades": upgrades,
             "--scenario": scenarios,
@@ -180,16 +179,16 @@ def command(
             if value:
                 raise UserError(f"{option}: not with --stages; leave one of them out")
         schedule = _schedule(streams, [level.name for level in site.levels])
-        wishes = StageWishes(
+        wishes = planner.StageWishes(
             solver=solver,
             schedule=schedule,
             popularity=() if record is None else record.popularity(),
             codecs=read_codecs(codecs, [level.name for level in site.levels], in_stages=True),
             goal=_goal(objective, budget),
+            constraints=rules,
         )
         write_in_stages(site, work, stages, output, wishes, time_limit_s=time_limit_s, as_json=as_json)
         return
-    rules = planner.load_constraints(constraints) if constraints else None
     levels = [level.name for level in site.levels]
     made = make(
         PlanRequest(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, ends_s
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from hybridep.codecs import Codecs
-    from hybridep.pipeline import PipelinePlan, Popularity
-    from hybridep.plan import Schedule
+    from hybridep.pipeline import PipelinePlan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner.goal import Goal
+    from planner import Goal, StageWishes
 
 CANDIDATES = 8
 """Pipelines among which a simulation chooses."""
@@ -37,25 +35,6 @@ class StageChoice:
     """Pipelines that were."""
 
 
-def _fastest() -> Goal:
-    from planner.goal import FASTEST
-
-    return FASTEST
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageWishes:
-    """What is asked of a pipeline beside its cluster and model."""
-
-    stages: int | None = None
-    """How many; None for as many as are best."""
-    solver: str = "highs"
-    schedule: Schedule | None = None
-    popularity: Popularity = ()
-    codecs: Mapping[str, Codecs] = field(default_factory=dict)
-    goal: Goal = field(default_factory=_fastest)
-
-
 def in_stages(
     cluster: Cluster,
     workload: Workload,
@@ -69,26 +48,14 @@ def in_stages(
     planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as in a lab. With a ``goal`` the
     cheapest, or the fastest within a budget. ``shown``: with the search's progress on stderr. Raises what the planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
-    from planner.stages.search import plan_pipelines
+    from planner import StageWishes, plan_pipelines
 
     wishes = wishes or StageWishes()
     number = CANDIDATES if cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1 else 1
     started_s, share = monotonic(), SEARCHED if number > 1 else 1.0
     # It ends before simulations show theirs.
     with PlanProgress() if shown else nullcontext() as progress:
-        made = plan_pipelines(
-            cluster,
-            workload,
-            number,
-            stages=wishes.stages,
-            solver=wishes.solver,
-            time_limit_s=share * time_limit_s,
-            schedule=wishes.schedule,
-            popularity=wishes.popularity,
-            codecs=wishes.codecs,
-            goal=wishes.goal,
-            report=progress,
-        )
+        made = plan_pipelines(cluster, workload, wishes, number, time_limit_s=share * time_limit_s, report=progress)
     if number == 1:
         return StageChoice(plan=made[0], simulated_s=None)
     return best_simulated(made[: most_simulated(made[0], time_limit_s)], wishes.goal, until_s=ends_s(started_s, time_limit_s))

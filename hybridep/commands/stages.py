@@ -15,12 +15,12 @@ from hybridep.errors import HybridEPError, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hybridep.commands.stage_choice import StageChoice, StageWishes
+    from hybridep.commands.stage_choice import StageChoice
     from hybridep.pipeline import AnyPlan, PipelinePlan
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner.goal import Goal
+    from planner import Goal, StageWishes
     from simulator.pipeline import PipelineStep
     from simulator.precision import Precision
 
@@ -38,7 +38,7 @@ def write_in_stages(
     from hybridep.commands import plan_text
     from hybridep.commands.codecs import lossy_codecs
     from hybridep.commands.plan_choice import planned
-    from hybridep.commands.stage_choice import StageWishes, in_stages
+    from hybridep.commands.stage_choice import in_stages
     from hybridep.pipeline import codecs_inside
 
     wishes, goal = replace(wishes, stages=_read_stages(text)), wishes.goal
@@ -47,7 +47,7 @@ def write_in_stages(
         return in_stages(cluster, workload, wishes, time_limit_s=limit_s, shown=True)
 
     def in_one(limit_s: float) -> Plan:
-        if wishes == StageWishes(stages=wishes.stages):
+        if wishes == planner.StageWishes(stages=wishes.stages):
             return planned(cluster, workload, time_limit_s=limit_s)
         return planner.plan(
             cluster,
@@ -55,6 +55,7 @@ def write_in_stages(
             solver=wishes.solver,
             time_limit_s=limit_s,
             schedule=wishes.schedule,
+            constraints=wishes.constraints,
             popularity=wishes.popularity,
             codecs=codecs_inside(wishes.codecs),
             goal=goal,
@@ -72,7 +73,7 @@ def write_in_stages(
         if as_json:
             emit({**planner.summary(plan), "stages": [], "digest": plan.digest, "output": str(output)})
         else:
-            plan_text.show(plan, planner.explain(plan))
+            plan_text.show(plan, planner.explain(plan, wishes.constraints))
             click.echo(f"\nplan written to {output}, without stages")
         return
     assert choice is not None

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hybridep.baselines import Baseline, baseline_group
-from hybridep.codecs import EXACT, Codecs, Wire
+from hybridep.codecs import EXACT, Wire
 from hybridep.pipeline import (
     PipelinePlan,
-    Popularity,
     StagePlan,
     alike,
     codecs_inside,
@@ -25,21 +24,24 @@ from hybridep.topology import Cluster
 from hybridep.units import format_bytes
 from hybridep.workload import Workload
 from planner.evaluate import MOST_RANKS
-from planner.goal import Goal
 from planner.memory import MemoryUse
 from planner.price import step_usd
 from planner.sites.grouping import Groups
 from planner.stages.costs import pipeline_egress_usd, rooms, with_layers
-from planner.stages.inside import Inside, Known, Room, placed, without_search
+from planner.stages.inside import Inside, Known, Room, of_alike, placed, without_search
 from planner.stages.order import groupings, ordered
+from planner.stages.rules import StageRules
 from planner.stages.schedule import balanced_layers, least_step_s
+from planner.stages.wishes import StageWishes
 
 AHEAD = (1, 2, 3, 4, 6, 8)
 """Forwards that a stage runs ahead for each one behind it: the more, the longer the ways that it does not wait for."""
 _FAR_APART = 4
 """Numbers of stages that are tried first."""
-_BATCHES = (1, 2, 4, 8, 16)
+BATCHES = (1, 2, 4, 8, 16)
 """Micro-batches as a multiple of the stages, about."""
+FEW_BATCHES = (0.25, 0.5)
+"""Where what each pass waits for is most of a step, fewer than there are stages may be better."""
 _MOST_BATCHES = 1024
 
 
@@ -64,22 +66,24 @@ class Candidates:
     cluster: Cluster
     workload: Workload
     schedule: Schedule
-    popularity: Popularity
-    codecs: dict[str, Codecs]
-    goal: Goal
+    wishes: StageWishes
+    rules: StageRules
     why: str = ""
     """Why the last of what was not possible was not."""
+    barred: str = ""
+    """The same of what rules forbid."""
     lacking: str = ""
     """What the one that came nearest to fitting lacks."""
     known: dict[str, Known] = field(default_factory=dict)
     """What placements take, as `placed` keeps it."""
     _lack: float = math.inf
-    _best_inside: dict[str, Inside] = field(default_factory=dict)
+    _best_inside: dict[str, tuple[Plan, Inside]] = field(default_factory=dict)
+    """With the stage of which it was found."""
 
     @property
     def rent_usd_per_s(self) -> float | None:
         """Of all ranks, where dollars are to be few."""
-        return self.cluster.rent_usd_per_s if self.goal.objective is Objective.DOLLARS else None
+        return self.cluster.rent_usd_per_s if self.wishes.goal.objective is Objective.DOLLARS else None
 
     def made(self, numbers: Sequence[int], left_s: Callable[[], float]) -> list[Candidate]:
         """Of a few numbers of stages that are far apart by factors, then of those between the best and its neighbours, while
@@ -111,9 +115,13 @@ class Candidates:
         """With one number of micro-batches each."""
         cluster, training = self.cluster, self.workload.training
         inside = cluster.num_gpus // cluster.sizes[0]
-        wire = Wire(workload=self.workload, codecs=self.codecs.get(cluster.levels[0].name, EXACT))
+        wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(cluster.levels[0].name, EXACT))
         step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
-        for groups in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
+        for near in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
+            groups = self.rules.mended(near)
+            if groups is None:
+                self.barred = self.rules.why_not(next(group for group in near if not self.rules.possible(group)))
+                continue
             ranks = inside * max(len(group) for group in groups)
             if ranks > MOST_RANKS:
                 self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
@@ -126,7 +134,7 @@ class Candidates:
             middle = choices[len(choices) // 2]
             layer_s = {group: self._layer_s(group, middle) for group in groups}
             pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
-            for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s):
+            for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s, self.rules.apart):
                 try:
                     layers = self._layers([layer_s[group] for group in path], self._head_s(path[-1], middle))
                 except ValueError as error:
@@ -162,6 +170,8 @@ class Candidates:
 
     def with_sites(self, path: Groups, micro_batches: int) -> Candidate | None:
         """With these sites in its stages, and layers that suit them; None where that is not possible or does not fit."""
+        if not all(self.rules.possible(group) for group in path):
+            return None
         try:
             layer_s = [self._layer_s(group, micro_batches) for group in path]
             layers = self._layers(layer_s, self._head_s(path[-1], micro_batches))
@@ -182,12 +192,18 @@ class Candidates:
                 workload=self.workload,
                 micro_batches=micro_batches,
                 stages=tuple(stages),
-                popularity=self.popularity,
-                codecs=self.codecs,
+                popularity=self.wishes.popularity,
+                codecs=dict(self.wishes.codecs),
                 schedule=self.schedule,
             )
         except ValueError as error:
             self.why = str(error)
+            return None
+        if not self.rules.passes(plan):
+            names = ", ".join(map(repr, self.rules.of_links))
+            self.barred = (
+                f"in {len(path)} stages no order was found in which none passes tokens on where rules ({names}) forbid it"
+            )
             return None
         inside: list[Inside] = []
         alone = [self._one_layer(group, micro_batches) for group in path]
@@ -204,7 +220,7 @@ class Candidates:
             if all(one.memory.fits for one in inside):
                 step_s = least_step_s(plan, [one.times for one in inside])
                 usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
-                least = self.goal.overdraft(usd), self.goal.value(step_s, usd)
+                least = self.wishes.goal.overdraft(usd), self.wishes.goal.value(step_s, usd)
                 return Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=least)
         fullest = max((one.memory for one in inside), key=_fullness)
         if _fullness(fullest) < self._lack:
@@ -233,16 +249,18 @@ class Candidates:
             cluster=sites,
             workload=workload,
             layers=layers,
-            popularity=of_stage(self.popularity, workload),
+            popularity=of_stage(self.wishes.popularity, workload),
             schedule=self.schedule,
-            codecs=codecs_inside(self.codecs),
+            codecs=codecs_inside(self.wishes.codecs),
         )
 
     def _without_search(self, stage: Plan, room: Room) -> Inside:
-        key = f"{alike(stage)} {room}"
+        key = f"{alike(stage)} {room} {self.rules.among(stage.cluster)}"
         if key not in self._best_inside:
-            self._best_inside[key] = without_search(stage, room, self.rent_usd_per_s, self.known)
-        return self._best_inside[key]
+            allowed = self.rules.permitted(stage.cluster)
+            self._best_inside[key] = stage, without_search(stage, room, self.rent_usd_per_s, self.known, allowed)
+        other, found = self._best_inside[key]
+        return of_alike(found, stage, other)
 
 
 def _of_all_layers(one: Inside, stage: Plan) -> LayerGroup:
@@ -262,7 +280,7 @@ def _fullness(use: MemoryUse) -> float:
     return use.fullest_bytes / use.capacity_bytes
 
 
-def numbers_about(choices: Sequence[int], stages: int) -> list[int]:
-    """Of the possible numbers of micro-batches those nearest to ``_BATCHES`` times the stages."""
+def numbers_about(choices: Sequence[int], stages: int, batches: Sequence[float] = BATCHES) -> list[int]:
+    """Of the possible numbers of micro-batches those nearest to so many times the stages."""
     possible = [number for number in choices if number <= _MOST_BATCHES]
-    return sorted({min(possible, key=lambda number: (abs(number - times * stages), number)) for times in _BATCHES if possible})
+    return sorted({min(possible, key=lambda number: (abs(number - times * stages), number)) for times in batches if possible})

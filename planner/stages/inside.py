@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import comb
 from typing import NamedTuple
 
@@ -14,14 +14,17 @@ from hybridep.gpus import SiteGpu
 from hybridep.pipeline import alike
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from planner.choose import plan
+from planner.constraints import Constraints, Permissions
 from planner.domains import divisors
 from planner.goal import FASTEST, Goal
 from planner.memory import ACTIVATIONS, MemoryUse, StepMemory, memory_use, step_memory
 from planner.plans import layer_group
 from planner.price import egress_usd, step_usd
+from planner.stages.rules import permitted_group
 from planner.staggered import PassTimes, pass_times
 
 _MOST_DOMAINS = 2
@@ -90,14 +93,26 @@ def _known(stage: Plan, layers: tuple[LayerGroup, ...]) -> Known:
     return Known(pass_times(made), step_memory(made), usd)
 
 
-def without_search(stage: Plan, room: Room, rent_usd_per_s: float | None = None, known: dict[str, Known] | None = None) -> Inside:
-    """The best of a few placements, as `Inside.rank`; the one that comes nearest to fitting, if none does."""
+def without_search(
+    stage: Plan,
+    room: Room,
+    rent_usd_per_s: float | None = None,
+    known: dict[str, Known] | None = None,
+    allowed: Permissions | None = None,
+) -> Inside:
+    """The best of a few placements, as `Inside.rank`; the one that comes nearest to fitting, if none does.
+    ``allowed``: what rules leave possible."""
     number = stage.workload.training.micro_batches
-    every = (placed(stage, (group,), room, known) for group in _placements(stage))
+    groups: Iterable[LayerGroup] = _placements(stage)
+    if allowed is not None:
+        groups = (permitted_group(group, stage.cluster, stage.workload.model.num_experts, allowed) for group in groups)
+    every = (placed(stage, (group,), room, known) for group in groups)
     return min(every, key=lambda one: one.rank(number, rent_usd_per_s))
 
 
-def searched(stage: Plan, room: Room, *, solver: str, time_limit_s: float, goal: Goal = FASTEST) -> Inside | None:
+def searched(
+    stage: Plan, room: Room, *, solver: str, time_limit_s: float, goal: Goal = FASTEST, constraints: Constraints | None = None
+) -> Inside | None:
     """What the planner makes of the stage; None where that ends without a plan, or with one that does not fit."""
     kept_bytes = memory_use(stage).parts_bytes.get(ACTIVATIONS, 0.0) * (room.in_flight - 1) + room.beside_bytes
     try:
@@ -113,11 +128,31 @@ def searched(stage: Plan, room: Room, *, solver: str, time_limit_s: float, goal:
             popularity=stage.popularity,
             codecs=stage.codecs,
             goal=own,
+            constraints=constraints,
         )
     except HybridEPError:
         return None
     found = placed(stage, made.layers, room)
     return found if found.memory.fits else None
+
+
+def of_alike(inside: Inside, stage: Plan, other: Plan) -> Inside:
+    """What was found of ``other`` in terms of the sites of ``stage``, which is alike (``hybridep.pipeline.alike``)."""
+    one, another = stage.cluster, other.cluster
+    names = {another.site_name(site): one.site_name(site) for site in range(one.sizes[0])}
+    if all(name == mine for name, mine in names.items()):
+        return inside
+    layers = []
+    for group in inside.layers:
+        serving = tuple(
+            ServingGroup(
+                sites=tuple(names[name] for name in part.sites),
+                holders={names[name]: experts for name, experts in part.holders.items()},
+            )
+            for part in group.serving
+        )
+        layers.append(group.model_copy(update={"serving": serving}))
+    return replace(inside, layers=tuple(layers))
 
 
 def with_less_memory(cluster: Cluster, less_bytes: float) -> Cluster:

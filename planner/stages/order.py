@@ -9,6 +9,7 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
+from planner.constraints import BoolArray
 from planner.sites.grouping import Groups, grown_groups, nearest_groups
 
 _STARTS = 4
@@ -48,13 +49,20 @@ def groupings(cluster: Cluster, stages: int, batch_bytes: float) -> Iterator[Gro
             yield found
 
 
-def ordered(cluster: Cluster, groups: Groups, batch_bytes: float, micro_batches: int, pace_s: float) -> list[Groups]:
+def ordered(
+    cluster: Cluster, groups: Groups, batch_bytes: float, micro_batches: int, pace_s: float, apart: BoolArray | None = None
+) -> list[Groups]:
     """The groups on short paths: what every micro-batch takes on the slowest step, then all of it with its latencies, which the
     first one takes and the last. Once as if every micro-batch waited for latencies, too, and once as if none did.
-    ``pace_s``: what a micro-batch takes in the slowest stage, below which no step counts."""
+    ``pace_s``: what a micro-batch takes in the slowest stage, below which no step counts. ``apart`` ([D, D]): sites between which
+    nothing may pass, as far as there are other ways."""
     if len(groups) < 3:
         return [groups]
     busy_s, way_s = steps_s(cluster, groups, batch_bytes)
+    if apart is not None and apart.any():
+        # The fewer of them the better, whatever the others take.
+        barred = barred_steps(groups, apart)
+        busy_s, way_s = (each_s + barred * (each_s.sum() + pace_s) for each_s in (busy_s, way_s))
     starts = np.argsort(-way_s.sum(axis=1), kind="stable")[:_STARTS]
     found = []
     for each_s in (busy_s, way_s):
@@ -85,6 +93,17 @@ def steps_s(cluster: Cluster, groups: Groups, batch_bytes: float) -> tuple[Float
             busy_s[a, b] = busy_s[b, a] = max(there.max(), back.max())
             way_s[a, b] = way_s[b, a] = max((there + latency_s[one, other]).max(), (back + latency_s[other, one]).max())
     return busy_s, way_s
+
+
+def barred_steps(groups: Groups, apart: BoolArray) -> BoolArray:
+    """[groups, groups]: between which something would pass where nothing may."""
+    number = len(groups)
+    found = np.zeros((number, number), dtype=np.bool_)
+    for a in range(number):
+        for b in range(a):
+            one, other, _ = _facing(groups[a], groups[b])
+            found[a, b] = found[b, a] = apart[one, other].any()
+    return found
 
 
 def _facing(one: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

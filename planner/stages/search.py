@@ -7,35 +7,31 @@ is compared is the whole step, walked through (``planner.stages.schedule``), wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, permutations
 
 import numpy as np
 
-from hybridep.codecs import EXACT, Codecs
+from hybridep.codecs import EXACT
 from hybridep.errors import InfeasibleError, UserError
-from hybridep.pipeline import (
-    PipelinePlan,
-    Popularity,
-    alike,
-    check_stageable,
-    possible_micro_batches,
-)
-from hybridep.plan import Schedule
+from hybridep.pipeline import PipelinePlan, alike, check_stageable, possible_micro_batches
+from hybridep.plan import Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.units import format_dollars, format_seconds
 from hybridep.workload import Workload
 from planner.choose import Report
 from planner.clock import now_s
-from planner.goal import FASTEST, Goal
+from planner.goal import Goal
 from planner.plans import solver_report
 from planner.sites.grouping import Groups
 from planner.stages.bound import least_s, least_usd
-from planner.stages.candidates import AHEAD, Candidate, Candidates, Worth, numbers_about
+from planner.stages.candidates import AHEAD, BATCHES, FEW_BATCHES, Candidate, Candidates, Worth, numbers_about
 from planner.stages.costs import Costed, costed, predicted, rooms, with_layers
-from planner.stages.inside import Inside, placed, searched
+from planner.stages.inside import Inside, of_alike, placed, searched
+from planner.stages.rules import StageRules
+from planner.stages.wishes import StageWishes
 from planner.streams import with_most
 
 _OFTEN = 2
@@ -54,69 +50,48 @@ _FOUND_BY, _WALKED_BY, _VARIED_BY, _CHANGED_BY = 0.35, 0.5, 0.6, 0.8
 def plan_pipeline(
     cluster: Cluster,
     workload: Workload,
+    wishes: StageWishes | None = None,
     *,
-    stages: int | None = None,
-    solver: str = "highs",
     time_limit_s: float = 60.0,
-    schedule: Schedule | None = None,
-    popularity: Popularity = (),
-    codecs: Mapping[str, Codecs] | None = None,
-    goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> PipelinePlan:
     """The best pipeline found, as expected. Arguments and errors as `plan_pipelines`."""
-    return plan_pipelines(
-        cluster,
-        workload,
-        stages=stages,
-        solver=solver,
-        time_limit_s=time_limit_s,
-        schedule=schedule,
-        popularity=popularity,
-        codecs=codecs,
-        goal=goal,
-        report=report,
-    )[0]
+    return plan_pipelines(cluster, workload, wishes, time_limit_s=time_limit_s, report=report)[0]
 
 
 def plan_pipelines(
     cluster: Cluster,
     workload: Workload,
+    wishes: StageWishes | None = None,
     number: int = 1,
     *,
-    stages: int | None = None,
-    solver: str = "highs",
     time_limit_s: float = 60.0,
-    schedule: Schedule | None = None,
-    popularity: Popularity = (),
-    codecs: Mapping[str, Codecs] | None = None,
-    goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> list[PipelinePlan]:
-    """The best pipelines found in ``stages`` stages, or in any number from 2, with their predictions, the best first: at most
-    ``number``, which differ in more than how far ahead they run. Exact but for ``codecs``; for experts that are chosen alike, or
-    with this ``popularity``. The best one is the fastest, or what ``goal`` says. The bound is below every pipeline, and says
-    little. ``report``: told ("bound" or "plan", seconds) as either is known or improves. On KeyboardInterrupt, once there is a
-    plan, the best so far.
+    """The best pipelines found in as many stages as are wished for, with their predictions, the best first: at most ``number``,
+    which differ in more than how far ahead they run. Exact but for codecs; for experts that are chosen alike, or with measured
+    popularity. The best one is the fastest, or what the goal says; all keep the rules. The bound is below every pipeline, and
+    says little. ``report``: told ("bound" or "plan", seconds) as either is known or improves. On KeyboardInterrupt, once there is
+    a plan, the best so far.
 
     Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
-    memory or the budget, and says why.
+    memory, the rules or the budget, and says why.
     """
-    goal.require_prices(cluster)
-    if popularity and goal.needs_prices:
-        raise UserError("prices with measured popularity: searches inside stages know time only; leave one of them out")
+    wishes = wishes or StageWishes()
+    wishes.check(cluster)
     begun_s = now_s()
     try:
         check_stageable(cluster, workload.model)
     except ValueError as error:
         raise UserError(str(error)) from None
-    outer = codecs.get(cluster.levels[0].name, EXACT) if codecs else EXACT
-    bound_s = least_s(cluster, workload, stages or 2, outer, alike=not popularity)
+    outer, goal, stages = wishes.codecs.get(cluster.levels[0].name, EXACT), wishes.goal, wishes.stages
+    bound_s = least_s(cluster, workload, stages or 2, outer, alike=not wishes.popularity)
     told: Report = report or (lambda what, seconds: None)
     told("bound", bound_s)
-    schedule = with_most(cluster, schedule)[0] or Schedule()
-    candidates = Candidates(cluster, workload, schedule, popularity, dict(codecs or {}), goal)
-    search = _Search(candidates, solver, begun_s, time_limit_s, told)
+    schedule = with_most(cluster, wishes.schedule)[0] or Schedule()
+    rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
+    candidates = Candidates(cluster, workload, schedule, wishes, rules)
+    search = _Search(candidates, begun_s, time_limit_s, told)
     found = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
     if goal.overdraft(found[0].step_usd):
         assert goal.budget_usd is not None
@@ -128,7 +103,7 @@ def plan_pipelines(
     took_s, made = now_s() - begun_s, []
     for one in found:
         how = solver_report(
-            solver=solver,
+            solver=wishes.solver,
             goal=goal,
             objective_s=one.times.step_s,
             bound_s=bound_s,
@@ -144,12 +119,12 @@ def plan_pipelines(
 @dataclass
 class _Search:
     candidates: Candidates
-    solver: str
     begun_s: float
     time_limit_s: float
     report: Report
     _found: list[Costed] = field(default_factory=list)
-    _searched: dict[str, Inside | None] = field(default_factory=dict)
+    _searched: dict[str, tuple[Plan, Inside | None]] = field(default_factory=dict)
+    """With the stage for which it was made."""
 
     def run(self, numbers: Sequence[int], number: int) -> list[Costed]:
         """The best pipelines of so many stages, the fastest first."""
@@ -168,7 +143,7 @@ class _Search:
     def _search(self, numbers: Sequence[int]) -> None:
         candidates = self.candidates.made(numbers, lambda: self._left_s(_FOUND_BY))
         if not candidates:
-            why = self.candidates.lacking or self.candidates.why
+            why = self.candidates.lacking or self.candidates.barred or self.candidates.why
             raise InfeasibleError(f"pipeline over {self.candidates.cluster.name}: no number of stages is possible; {why}")
         for candidate in sorted(candidates, key=lambda one: one.least):
             if self._found and (candidate.least >= min(map(self._worth, self._found)) or self._left_s(_WALKED_BY) < 0):
@@ -196,7 +171,9 @@ class _Search:
         return min(good, key=lambda one: (one.plan.ahead, self._worth(one)))
 
     def _worth(self, one: Costed) -> Worth:
-        return self.candidates.goal.overdraft(one.step_usd), self.candidates.goal.value(one.times.step_s, one.step_usd)
+        return self.candidates.wishes.goal.overdraft(one.step_usd), self.candidates.wishes.goal.value(
+            one.times.step_s, one.step_usd
+        )
 
     def _is_better(self, one: Costed, other: Costed) -> bool:
         """By more than ``_WORTH``."""
@@ -208,7 +185,7 @@ class _Search:
         plan = found.plan
         choices = possible_micro_batches(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
         layers = [stage.num_layers for stage in plan.stages]
-        for micro_batches in numbers_about(choices, len(plan.stages)):
+        for micro_batches in numbers_about(choices, len(plan.stages), (*FEW_BATCHES, *BATCHES)):
             if micro_batches == plan.micro_batches or self._left_s(_VARIED_BY) < 0:
                 continue
             candidate = self.candidates.of(_groups(plan), layers, micro_batches)
@@ -222,20 +199,23 @@ class _Search:
             self._keep(self._ahead(found, _OFTEN))
 
     def _improve(self, best: Costed, limit_s: float) -> None:
-        """Sites and stages change places while that makes the pipeline faster, a number of times, until a time from the start."""
-        rng, left, improved = np.random.default_rng(0), _CHANGES, True
+        """Sites, stages and layers change places while that makes the pipeline faster, a number of times, until a time from the
+        start; then in other numbers of micro-batches."""
+        rng, left, first, improved = np.random.default_rng(0), _CHANGES, best, True
         while improved:
-            changes = list(_changed(_groups(best.plan)))
+            changes = list(_changed(_groups(best.plan), [stage.num_layers for stage in best.plan.stages]))
             improved = False
             for place in rng.permutation(len(changes)):
                 if not left or now_s() - self.begun_s > limit_s:
                     return
                 left -= 1
-                found = self._with_change(best, changes[place])
+                found = self._with_change(best, *changes[place])
                 if found is not None and found.fits and self._is_better(found, best):
                     self._keep(found)
                     best, improved = found, True
                     break
+        if best is not first:
+            self._with_other_batches(best)
 
     def _best_by_number(self) -> list[Costed]:
         """Of the best numbers of stages the best pipeline each."""
@@ -244,13 +224,17 @@ class _Search:
             kept.setdefault(len(one.plan.stages), one)
         return list(kept.values())[:_KEPT]
 
-    def _with_change(self, best: Costed, path: Groups) -> Costed | None:
-        """The pipeline with other sites in its stages, as far ahead; None where that is not possible or cannot be faster."""
+    def _with_change(self, best: Costed, path: Groups, layers: Sequence[int] | None) -> Costed | None:
+        """The pipeline with other sites in its stages, or other layers, as far ahead; None where that is not possible or cannot
+        be faster."""
         choices = possible_micro_batches(best.plan.workload, best.plan.cluster, [len(group) for group in path])
         if not choices:
             return None
         micro_batches = min(choices, key=lambda number: (abs(number - best.plan.micro_batches), number))
-        candidate = self.candidates.with_sites(path, micro_batches)
+        if layers is None:
+            candidate = self.candidates.with_sites(path, micro_batches)
+        else:
+            candidate = self.candidates.of(path, layers, micro_batches)
         if candidate is None or candidate.least >= self._worth(best):
             return None
         found = Costed(plan=candidate.plan, inside=candidate.inside, times=best.times, egress_usd=0.0)
@@ -288,16 +272,25 @@ class _Search:
         """The same with every stage as the planner does it, where that is faster and fits."""
         plan, inside = found.plan, list(found.inside)
         both = list(zip(plan.plans, rooms(plan), strict=True))
-        until_s, different = now_s() + time_limit_s, {f"{alike(stage)} {room}" for stage, room in both}
-        for number, (stage, room) in enumerate(both):
-            key = f"{alike(stage)} {room}"
-            if key not in self._searched and now_s() < until_s:
-                limit_s = time_limit_s / len(different)
-                goal = Goal(objective=self.candidates.goal.objective)
-                self._searched[key] = searched(stage, room, solver=self.solver, time_limit_s=limit_s, goal=goal)
-            other, batches, rent = self._searched.get(key), plan.micro_batches, self.candidates.rent_usd_per_s
-            if other is not None and other.rank(batches, rent) < inside[number].rank(batches, rent):
-                inside[number] = other
+        rules, batches, rent = self.candidates.rules, plan.micro_batches, self.candidates.rent_usd_per_s
+        keys = [f"{alike(stage)} {room} {rules.among(stage.cluster)}" for stage, room in both]
+        until_s = now_s() + time_limit_s
+        for number, (key, (stage, room)) in enumerate(zip(keys, both, strict=True)):
+            if key not in self._searched:
+                if now_s() >= until_s:
+                    continue
+                found_inside = searched(
+                    stage,
+                    room,
+                    solver=self.candidates.wishes.solver,
+                    time_limit_s=time_limit_s / len(set(keys)),
+                    goal=Goal(objective=self.candidates.wishes.goal.objective),
+                    constraints=rules.inside(stage.cluster),
+                )
+                self._searched[key] = stage, found_inside
+            other, made = self._searched[key]
+            if made is not None and made.rank(batches, rent) < inside[number].rank(batches, rent):
+                inside[number] = of_alike(made, stage, other)
         return costed(with_layers(plan, inside), inside)
 
 
@@ -320,7 +313,17 @@ def _first_by_number(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(kept.values())
 
 
-def _changed(groups: Groups) -> Iterator[Groups]:
+def _changed(groups: Groups, layers: Sequence[int]) -> Iterator[tuple[Groups, list[int] | None]]:
+    """Of each change the sites of stages, and their layers where these are not to suit the sites: a layer goes to another stage;
+    or as `_other_sites`."""
+    for giver, taker in permutations(range(len(layers)), 2):
+        if layers[giver] > 1:
+            yield groups, [number - (stage == giver) + (stage == taker) for stage, number in enumerate(layers)]
+    for path in _other_sites(groups):
+        yield path, None
+
+
+def _other_sites(groups: Groups) -> Iterator[Groups]:
     """Two sites of different stages change places, or one goes to another stage; stages in a row are turned round."""
     sites = [(stage, site) for stage, group in enumerate(groups) for site in group]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from hybridep.pipeline import PipelinePlan, possible_micro_batches
 from hybridep.plan import LayerGroup, Residency
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.sites.grouping import Groups
 
 KINDS = ("even", "access", "pairs")
 """How sites differ: not at all, in their access links, in their links per pair."""
@@ -64,6 +65,16 @@ def layered_workload(layers: int, *, ffn: int = 256, micro_batches: int = 2, mic
         "dtype": "bf16",
     }
     return build(Workload, {"name": "layers", "model": model, "training": training}, "layers")
+
+
+def all_groups(size: int) -> list[Groups]:
+    """All ordered partitions of so many sites."""
+    found = set()
+    for label in product(range(size), repeat=size):
+        used = sorted(set(label))
+        if used == list(range(len(used))):
+            found.add(tuple(tuple(site for site in range(size) if label[site] == stage) for stage in used))
+    return sorted(found)
 
 
 def random_pipeline(seed: int, least_stages: int = 1) -> PipelinePlan:

@@ -13,7 +13,7 @@ from hybridep.config import build
 from hybridep.errors import ConfigError
 from hybridep.pipeline import PipelinePlan, between_link_bytes, codecs_inside, pipeline_link_bytes
 from hybridep.plan import Plan
-from planner import plan_pipeline
+from planner import StageWishes, plan_pipeline
 from planner.stages.costs import costed
 from simulator.pipeline import simulate_pipeline
 
@@ -58,13 +58,12 @@ def test_coding_activations_takes_its_time_in_both_answers() -> None:
 def test_the_search_knows_what_is_coded() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(6)
     exact = plan_pipeline(cluster, workload, time_limit_s=2)
-    int8 = plan_pipeline(cluster, workload, time_limit_s=2, codecs={"dc": INT8})
+    int8 = plan_pipeline(cluster, workload, StageWishes(codecs={"dc": INT8}), time_limit_s=2)
     both = plan_pipeline(
         cluster,
         workload,
-        stages=2,
+        StageWishes(stages=2, codecs={"dc": Codecs(activations=TokenCodec.INT8, experts=ExpertCodec.CHANGE_INT8)}),
         time_limit_s=2,
-        codecs={"dc": Codecs(activations=TokenCodec.INT8, experts=ExpertCodec.CHANGE_INT8)},
     )
     assert exact.prediction is not None and int8.prediction is not None
     assert int8.prediction.step < 0.9 * exact.prediction.step and int8.codecs == {"dc": INT8}

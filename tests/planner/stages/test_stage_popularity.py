@@ -10,7 +10,7 @@ from hybridep.config import build
 from hybridep.errors import ConfigError, UserError
 from hybridep.pipeline import PipelinePlan, pipeline_link_bytes
 from hybridep.plan import Objective
-from planner import plan_pipeline
+from planner import StageWishes, plan_pipeline
 from planner.goal import Goal
 from planner.stages.costs import costed
 from simulator.pipeline import simulate_pipeline
@@ -26,7 +26,7 @@ def shares(layers: int, seed: int, experts: int = 8) -> tuple[tuple[float, ...],
 @pytest.mark.parametrize("kind", ["access", "pairs"])
 def test_a_pipeline_for_measured_popularity(kind: str) -> None:
     cluster, workload, layers = sites_cluster(np.random.default_rng(2), 4, 2, kind), layered_workload(6), shares(6, 1)
-    plan = plan_pipeline(cluster, workload, stages=2, popularity=layers, time_limit_s=3)
+    plan = plan_pipeline(cluster, workload, StageWishes(stages=2, popularity=layers), time_limit_s=3)
     assert plan.popularity == layers
     seen = [row for stage in plan.plans for row in stage.popularity]
     assert seen == list(layers)
@@ -52,4 +52,4 @@ def test_prices_and_popularity_do_not_go_together() -> None:
     cluster = sites_cluster(np.random.default_rng(2), 4, 2, "even")
     priced = cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"price": 1.0})})
     with pytest.raises(UserError, match="prices with measured popularity"):
-        plan_pipeline(priced, layered_workload(6), popularity=shares(6, 1), goal=Goal(objective=Objective.DOLLARS))
+        plan_pipeline(priced, layered_workload(6), StageWishes(popularity=shares(6, 1), goal=Goal(objective=Objective.DOLLARS)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stage_cases import KINDS, layered_workload, sites_cluster
+from stage_cases import KINDS, all_groups, layered_workload, sites_cluster
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.stage_choice import in_stages
@@ -15,8 +15,7 @@ from hybridep.config import build
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, possible_micro_batches
 from hybridep.plan import LayerGroup, Residency, Status
-from planner import memory_use, pipeline_summary, plan_pipeline
-from planner.sites.grouping import Groups
+from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline
 from planner.stages.bound import least_s
 from planner.stages.candidates import AHEAD
 from planner.stages.costs import costed, rooms
@@ -25,16 +24,6 @@ from planner.stages.order import groupings, ordered, steps_s, way_s_per_byte
 from simulator.pipeline import fastest_pipeline, simulate_pipeline
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def all_groups(size: int) -> list[Groups]:
-    """All ordered partitions of so many sites."""
-    found = set()
-    for label in product(range(size), repeat=size):
-        used = sorted(set(label))
-        if used == list(range(len(used))):
-            found.add(tuple(tuple(site for site in range(size) if label[site] == stage) for stage in used))
-    return sorted(found)
 
 
 def best_of_all(seed: int, num_sites: int, layers: int) -> tuple[float, float]:
@@ -140,7 +129,7 @@ def test_what_cannot_be_is_named(layers: int, stages: int, words: str) -> None:
     cluster = sites_cluster(np.random.default_rng(3), 5 if stages == 2 else 4, 1, "even")
     workload = layered_workload(layers, micro_batch_size=1, micro_batches=1)
     with pytest.raises(InfeasibleError, match=words):
-        plan_pipeline(cluster, workload, stages=stages)
+        plan_pipeline(cluster, workload, StageWishes(stages=stages))
 
 
 def test_a_short_time_limit_still_ends_with_a_plan() -> None:
@@ -205,7 +194,7 @@ def test_inside_a_stage_the_planner_is_no_worse_than_a_few_placements() -> None:
 
 def test_a_plan_file_holds_what_the_summary_says(tmp_path: Path) -> None:
     cluster, workload = sites_cluster(np.random.default_rng(9), 4, 2, "access"), layered_workload(8)
-    plan = plan_pipeline(cluster, workload, stages=4, time_limit_s=5)
+    plan = plan_pipeline(cluster, workload, StageWishes(stages=4), time_limit_s=5)
     plan.save(tmp_path / "plan.yaml")
     summary = pipeline_summary(plan)
     assert summary["objective_s"] == pytest.approx(plan.prediction.step if plan.prediction else 0)

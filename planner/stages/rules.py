@@ -1,0 +1,195 @@
+"""Rules that pipelines keep: between the sites of each stage as without stages, and along the ways between stages.
+
+Every stage computes all tokens, so no pipeline can keep some sites' tokens there; a link that neither tokens nor copies may cross
+carries no activations either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from glob import escape
+
+import numpy as np
+
+from hybridep.errors import InfeasibleError
+from hybridep.pipeline import PipelinePlan, stage_cluster
+from hybridep.plan import LayerGroup
+from hybridep.serving import serving_groups
+from hybridep.topology import Cluster
+from planner.constraints import BoolArray, Constraints, Kind, Permissions, Rule, permissions, require_possible, rule_sites
+from planner.sites.grouping import Groups
+
+_MOST_TRIES = 2000
+"""Sites that change stages to make one possible, for each one that does."""
+
+
+class StageRules:
+    """Rules over a cluster, told to each stage in terms of its own sites."""
+
+    def __init__(self, cluster: Cluster, num_experts: int, constraints: Constraints | None) -> None:
+        """Raises InfeasibleError for rules that no stages can keep, and what ``planner.constraints`` raises."""
+        self.cluster, self.num_experts = cluster, num_experts
+        self._rules = constraints.rules if constraints is not None else ()
+        self._sites = [(rule_sites(cluster, rule, rule.sites), _others(cluster, rule)) for rule in self._rules]
+        size = cluster.sizes[0]
+        self.apart: BoolArray = np.zeros((size, size), dtype=np.bool_)
+        """[D, D]: no activations may pass between them."""
+        for rule, (chosen, others) in zip(self._rules, self._sites, strict=True):
+            if rule.kind is Kind.KEEP_TOKENS and not chosen.all():
+                raise InfeasibleError(
+                    f"rule {rule.name!r} cannot be kept in stages: it keeps tokens of some sites there, and every stage computes "
+                    "all tokens; leave out --stages or the rule"
+                )
+            if rule.kind is Kind.NO_LINK:
+                self.apart |= chosen[:, None] & others[None, :] | others[:, None] & chosen[None, :]
+        np.fill_diagonal(self.apart, False)
+        self._number = {cluster.site_name(site): site for site in range(size)}
+        self._known: dict[tuple[int, ...], tuple[Constraints | None, Permissions | None]] = {}
+        if self._rules:
+            # Names and numbers of experts are read here, whatever stages there will be.
+            permissions(cluster, num_experts, self._rules)
+
+    @property
+    def of_links(self) -> list[str]:
+        """Names of rules that keep sites apart."""
+        return [rule.name for rule in self._rules if rule.kind is Kind.NO_LINK]
+
+    def inside(self, stage: Cluster) -> Constraints | None:
+        """The rules among a stage's sites by themselves; None where they bar nothing there."""
+        return self._of(self._places(stage))[0]
+
+    def permitted(self, stage: Cluster) -> Permissions | None:
+        """What they leave possible there; None where they bar nothing."""
+        return self._of(self._places(stage))[1]
+
+    def among(self, stage: Cluster) -> str:
+        """The same for stages of as many sites in which the same is permitted."""
+        allowed = self.permitted(stage)
+        return "" if allowed is None else f"{allowed.serve.tobytes()!r} {allowed.hold.tobytes()!r}"
+
+    def possible(self, group: Iterable[int]) -> bool:
+        """The sites may be a stage."""
+        return self._lack(group) == 0
+
+    def why_not(self, group: Iterable[int]) -> str:
+        """Of sites that may not be a stage."""
+        names = [self.cluster.site_name(site) for site in sorted(group)]
+        rules = self._of(group)[0]
+        assert rules is not None
+        try:
+            require_possible(stage_cluster(self.cluster, names), self.num_experts, rules)
+        except InfeasibleError as error:
+            return f"in a stage of {', '.join(names)}, {error}"
+        raise ValueError("these sites may be a stage")
+
+    def mended(self, groups: Groups) -> Groups | None:
+        """The groups with as few sites as need be in others, so that each may be a stage; None where that is not found."""
+        lacks = [self._lack(group) for group in groups]
+        tries = 0
+        while any(lacks):
+            place = int(np.argmax(np.array(lacks) > 0))
+            for other, group, rest in _changes(groups, place):
+                tries += 1
+                both = self._lack(group), self._lack(rest)
+                if sum(both) < lacks[place] + lacks[other]:
+                    made = list(groups)
+                    made[place], made[other] = group, rest
+                    groups, (lacks[place], lacks[other]), tries = tuple(made), both, 0
+                    break
+                if tries > _MOST_TRIES:
+                    return None
+            else:
+                return None
+        return groups
+
+    def passes(self, plan: PipelinePlan) -> bool:
+        """No activations pass between sites that are kept apart."""
+        if not self.apart.any():
+            return True
+        inside = self.cluster.num_gpus // self.cluster.sizes[0]
+        every = [plan.ways(stage) for stage in range(len(plan.stages) - 1)]
+        return not any(self.apart[ways.source // inside, ways.destination // inside].any() for ways in every)
+
+    def keeps(self, plan: PipelinePlan) -> bool:
+        """Whether a pipeline obeys, inside its stages and between them."""
+        for made in plan.plans:
+            allowed = self.permitted(made.cluster)
+            if allowed is not None and not all(allowed.keeps(one.placement.serve[0]) for one in made.placed):
+                return False
+        return self.passes(plan)
+
+    def _lack(self, group: Iterable[int]) -> int:
+        """Experts that can be computed nowhere, counted for each site of the stage."""
+        allowed = self._of(group)[1]
+        return 0 if allowed is None else int((allowed.fallback < 0).sum())
+
+    def _places(self, stage: Cluster) -> list[int]:
+        return [self._number[stage.site_name(site)] for site in range(stage.sizes[0])] if self._rules else []
+
+    def _of(self, group: Iterable[int]) -> tuple[Constraints | None, Permissions | None]:
+        if not self._rules:
+            return None, None
+        sites = tuple(sorted(group))
+        if sites not in self._known:
+            self._known[sites] = self._restricted(sites)
+        return self._known[sites]
+
+    def _restricted(self, sites: tuple[int, ...]) -> tuple[Constraints | None, Permissions | None]:
+        names = [self.cluster.site_name(site) for site in sites]
+        made = []
+        for rule, masks in zip(self._rules, self._sites, strict=True):
+            chosen, others = (
+                tuple(escape(name) for name, yes in zip(names, mask[list(sites)], strict=True) if yes) for mask in masks
+            )
+            if rule.kind is Kind.PIN and not chosen:
+                # Nobody here may compute what is pinned elsewhere.
+                made.append(rule.model_copy(update={"kind": Kind.FORBID, "sites": tuple(escape(name) for name in names)}))
+            elif chosen and rule.kind is Kind.NO_LINK and others:
+                made.append(rule.model_copy(update={"sites": chosen, "to": others}))
+            elif chosen and rule.kind in (Kind.PIN, Kind.FORBID):
+                made.append(rule.model_copy(update={"sites": chosen}))
+        if not made:
+            return None, None
+        allowed = permissions(stage_cluster(self.cluster, names), self.num_experts, tuple(made))
+        if allowed.serve.all() and allowed.hold.all():
+            return None, None
+        return Constraints(rules=tuple(made)), allowed
+
+
+def permitted_group(group: LayerGroup, cluster: Cluster, num_experts: int, allowed: Permissions) -> LayerGroup:
+    """The placement with every expert that breaks a rule at its home, or else where it may be."""
+    placement = group.placement(cluster, num_experts)
+    inside = cluster.num_gpus // cluster.sizes[0]
+    table = allowed.repaired(placement.serve[0], placement.home // inside)
+    if table is placement.serve[0]:
+        return group
+    outer = cluster.levels[0].name
+    domains, migration = ({name: one for name, one in of.items() if name != outer} for of in (group.domains, group.migration))
+    return group.model_copy(update={"domains": domains, "migration": migration, "serving": serving_groups(cluster, table)})
+
+
+def _others(cluster: Cluster, rule: Rule) -> BoolArray:
+    """[D]: the other sites of ``no_link``."""
+    return rule_sites(cluster, rule, rule.to) if rule.to else ~rule_sites(cluster, rule, rule.sites)
+
+
+def _changes(groups: Groups, place: int) -> Iterable[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(other stage, this stage's sites, the other's): pairs of sites that change places, then sites that come or go."""
+    mine = groups[place]
+    for other, theirs in enumerate(groups):
+        if other != place:
+            for site in theirs:
+                for own in mine:
+                    yield other, _with(mine, site, own), _with(theirs, own, site)
+    for other, theirs in enumerate(groups):
+        if other != place:
+            if len(theirs) > 1:
+                for site in theirs:
+                    yield other, _with(mine, site), _with(theirs, without=site)
+            if len(mine) > 1:
+                for own in mine:
+                    yield other, _with(mine, without=own), _with(theirs, own)
+
+
+def _with(group: Sequence[int], site: int | None = None, without: int | None = None) -> tuple[int, ...]:
+    return tuple(sorted({*group, *(() if site is None else (site,))} - ({without} if without is not None else set())))

@@ -1,0 +1,40 @@
+"""What is asked of a pipeline beside its cluster and model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hybridep.codecs import Codecs
+from hybridep.errors import UserError
+from hybridep.pipeline import Popularity
+from hybridep.plan import Schedule
+from hybridep.topology import Cluster
+from planner.constraints import Constraints
+from planner.goal import FASTEST, Goal
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWishes:
+    """All may be left out."""
+
+    stages: int | None = None
+    """How many; None for any number from 2."""
+    solver: str = "highs"
+    """Of searches inside stages."""
+    schedule: Schedule | None = None
+    popularity: Popularity = ()
+    """Measured; experts are chosen alike without."""
+    codecs: Mapping[str, Codecs] = field(default_factory=dict)
+    """By level; exact without."""
+    goal: Goal = FASTEST
+    constraints: Constraints | None = None
+    """Rules that hold inside stages and along the ways between them (``planner.stages.rules``)."""
+
+    def check(self, cluster: Cluster) -> None:
+        """Raises UserError for what does not go together."""
+        self.goal.require_prices(cluster)
+        if self.popularity and self.goal.needs_prices:
+            raise UserError("prices with measured popularity: searches inside stages know time only; leave one of them out")
+        if self.popularity and self.constraints is not None:
+            raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
