@@ -200,10 +200,8 @@ class Candidates:
             self.why = str(error)
             return None
         if not self.rules.passes(plan):
-            names = ", ".join(map(repr, self.rules.of_links))
-            self.barred = (
-                f"in {len(path)} stages no order was found in which none passes tokens on where rules ({names}) forbid it"
-            )
+            rules = ", ".join(map(repr, self.rules.of_links))
+            self.barred = f"in {len(path)} stages no order was found in which none passes tokens where rules ({rules}) forbid it"
             return None
         inside: list[Inside] = []
         alone = [self._one_layer(group, micro_batches) for group in path]

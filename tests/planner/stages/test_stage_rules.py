@@ -161,7 +161,7 @@ def test_sites_that_cannot_be_a_stage_by_themselves_go_together_with_others() ->
         ([{"kind": "pin", "sites": ["s1"], "experts": "5"}], "in a stage of .*, rule 'rule-0' cannot be kept: expert 5"),
         (
             [{"kind": "no_link", "sites": ["s0"]}],
-            r"no order was found in which none passes tokens on where rules \('rule-0'\) forbid",
+            r"no order was found in which none passes tokens where rules \('rule-0'\) forbid",
         ),
     ],
 )
