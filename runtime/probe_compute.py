@@ -2,7 +2,7 @@
 
 The experts' part is measured at the two ends of what plans do with them: a rank's own experts alone (expert parallelism) and
 all experts (full gather), with as many rows either way; what lies between is the line through both. What lies outside the
-layers with experts is measured without them, and what then remains of a whole training step is shared out among them.
+layers with experts is measured without them, and what then remains of a whole model's pass is shared out among them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from runtime.expert_exchange import CopyStream
 from runtime.mesh import TORCH_DTYPE, Mesh
 from runtime.moe import MoeBlock
 from runtime.optimizer import HomeOptimizer
-from runtime.spans import OPTIMIZER, SpanRecorder
+from runtime.spans import SpanRecorder
 from runtime.trainer import RankTrainer
 from runtime.transformer import Layer, Transformer
 from runtime.transport import Transport
@@ -55,7 +55,7 @@ class ComputeProbe:
     """Of plain matrix products."""
     block_overhead_s: float
     """Of one MoE block before its routed experts, beyond its FLOPs over the throughput, with its share of what remains of a
-    step."""
+    pass."""
     pass_overhead_s: float
     """Of what lies outside the MoE blocks, likewise, for one micro-batch."""
     expert_throughput_flops_per_s: float
@@ -86,17 +86,16 @@ def probe_compute(
     all_s = _experts(workload, model.num_experts, rows, transport, timed)
     expert_overhead_s, expert_throughput = _line(few_s, all_s, per_home, workload, rows)
     trainer = RankTrainer(_RUN, local_mesh(workload, device))
-    step_s = timed(lambda: trainer.step(1))
-    optimizer_s = _optimizer_span(trainer, timed)
+    # Without the optimizer, which may take longer than all else: what remains of a whole step is a small difference.
+    pass_s = timed(lambda: trainer.gradients(1)) / workload.training.micro_batches / _PASS
     pre_expert_s = timed(_pre_expert(trainer.model, workload)) / _PASS
     outside_s = timed(_outside(trainer.model.transformer, workload)) / _PASS
     throughput = _products(workload, timed)
     memory_bandwidth = _optimizer(workload, per_home, transport, timed)
     # What is faster than plain products were just now leaves no overhead: its own speed counts then.
     throughput = max(throughput, workload.pre_expert_flops / pre_expert_s)
-    pass_s = (step_s - optimizer_s) / workload.training.micro_batches / _PASS
     outside_s = max(outside_s, workload.head_flops / throughput)
-    # Of the step, not by themselves: a pipeline's stage has few layers, and would count what is left of all of them.
+    # What is left belongs to the layers: a pipeline's stage has few of them, and passes many micro-batches.
     layer_s = (pass_s - outside_s) / model.num_moe_layers - all_s / _PASS
     trainer.close()
     return ComputeProbe(
@@ -257,15 +256,6 @@ def _optimizer(workload: Workload, per_home: int, transport: Transport, timed: T
 
     dtype = workload.training.dtype
     return elements * (3 * dtype.num_bytes + 2 * dtype.state_bytes) / timed(work)
-
-
-def _optimizer_span(trainer: RankTrainer, timed: Timing) -> float:
-    """Seconds of the optimizer in the trainer's steps."""
-    trainer.spans.active = True
-    for _ in range(_REPEATS):
-        timed.once(lambda: trainer.step(1))
-    trainer.spans.active = False
-    return statistics.median(span.duration_s for span in trainer.spans.spans if span.category == OPTIMIZER)
 
 
 def _sharing(rank: int, timed: Timing) -> float:

@@ -106,7 +106,7 @@ class RankTrainer:
         """One optimizer step. Raises TransportError when a peer is gone."""
         started_s, before = time.perf_counter(), Counter(self.transport.sent_bytes)
         before_between = Counter(self._between.sent_bytes) if self._between is not None else Counter()
-        loss_sum, balance = self._gradients(step)
+        loss_sum, balance = self.gradients(step)
         for experts in self.model.routed:
             experts.exchange.finish_return()
             experts.exchange.expire()
@@ -144,7 +144,7 @@ class RankTrainer:
         cluster = self.mesh.whole.cluster
         return cluster.in_one_site(*(cluster.location(rank)[0] for rank in (self.mesh.run_rank, peer)))
 
-    def _gradients(self, step: int) -> tuple[float, float]:
+    def gradients(self, step: int) -> tuple[float, float]:
         """Forward and backward of all micro-batches: (sum of token losses, weighted load-balancing loss) of this rank."""
         number, mesh = self._training.micro_batches, self.mesh
         ahead = mesh.pipeline.ahead if mesh.pipeline is not None else 1
