@@ -202,6 +202,11 @@ class PipelinePlan(Strict):
         decided = self.model_dump(mode="json", exclude={"prediction", "solver", "provenance"})
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
+    def with_popularity(self, popularity: Popularity) -> PipelinePlan:
+        """As a plan's."""
+        decided = self.model_dump(mode="json", exclude={"prediction", "solver"})
+        return build(PipelinePlan, decided | {"popularity": popularity}, "plan")
+
     def save(self, path: Path) -> None:
         """Write as YAML, atomically."""
         write_yaml(path, self.model_dump(mode="json", exclude_none=True))

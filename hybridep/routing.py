@@ -13,8 +13,8 @@ import numpy as np
 
 from hybridep.config import write_bytes
 from hybridep.errors import UserError
+from hybridep.pipeline import AnyPlan
 from hybridep.placement import IntArray
-from hybridep.plan import Plan
 from hybridep.shares import site_sequences
 from hybridep.workload import Workload
 
@@ -66,7 +66,7 @@ class RoutingRecord:
         if self.chosen.shape != wanted:
             raise UserError(f"{where}: (MoE layers, experts) are {self.chosen.shape}, this model has {wanted}")
 
-    def require(self, plan: Plan, where: Path) -> None:
+    def require(self, plan: AnyPlan, where: Path) -> None:
         """Raises UserError when the record is of another model, or its choices are of another batch or number of ranks."""
         model, training = plan.workload.model, plan.workload.training
         self.require_model(plan.workload, where)

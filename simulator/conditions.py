@@ -84,6 +84,13 @@ class Conditions(Strict):
         """Whether some links fare differently from others."""
         return bool(self.all_changes or self.jitter)
 
+    @property
+    def settled(self) -> Conditions:
+        """Without what varies."""
+        return Conditions(
+            goodput=self.goodput, window=self.window, streams=self.streams, stragglers=self.stragglers, seed=self.seed
+        )
+
     def require(self, cluster: Cluster, link_names: Sequence[str] | None = None) -> None:
         """Raises UserError for links (the cluster's own unless named) and workers that are not there. (A run may lose them
         later.)"""

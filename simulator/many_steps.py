@@ -12,21 +12,21 @@ from pydantic import Field
 
 from hybridep.config import Duration, Strict, build
 from hybridep.errors import UserError
-from hybridep.plan import Plan
+from hybridep.pipeline import AnyPlan, build_plan
 from hybridep.routing import Routing
 from hybridep.topology import Cluster, cluster_data, data_with_sites, only_sites
 from hybridep.units import Dimension, exact
 from simulator.conditions import Conditions, LinkFactors
 from simulator.errors import SimulationError
 from simulator.fabric_file import FabricFile
+from simulator.pipeline import simulate_any
 from simulator.precision import EXACTLY, Precision
-from simulator.step import simulate_step
 from simulator.wiring import wiring
 
-Planning = Callable[[Cluster], Plan]
+Planning = Callable[[Cluster], AnyPlan]
 """Makes a plan of the run's workload for a cluster as it is at the moment."""
 
-RoutingOfStep = Callable[[Plan, int], Routing | None]
+RoutingOfStep = Callable[[AnyPlan, int], Routing | None]
 """(plan, step) -> what tokens choose; None for uniform choices."""
 
 _LEAST_FACTOR = 1e-3
@@ -111,7 +111,7 @@ class RunResult:
 
 
 def simulate_run(
-    plan: Plan,
+    plan: AnyPlan,
     course: Course,
     conditions: Conditions | None = None,
     routing: RoutingOfStep | None = None,
@@ -135,7 +135,7 @@ def simulate_run(
 class _Run:
     def __init__(
         self,
-        plan: Plan,
+        plan: AnyPlan,
         course: Course,
         conditions: Conditions,
         routing: RoutingOfStep | None,
@@ -188,7 +188,7 @@ class _Run:
         self._on_stretch(stretch)
         self._now_s += duration_s
 
-    def _step_s(self, plan: Plan) -> float:
+    def _step_s(self, plan: AnyPlan) -> float:
         """Of one step that begins now."""
         routing = self._routing(plan, self._step) if self._routing is not None else None
         known, factors = self._state(plan) if routing is None and not self._conditions.compute_jitter else (None, None)
@@ -196,19 +196,19 @@ class _Run:
             step_s = self._known[known]
             if factors.next_s(self._now_s) >= self._now_s + step_s:
                 return step_s
-        step_s = simulate_step(plan, routing, self._precision, self._conditions, self._now_s, self._fabric).step_s
+        step_s = simulate_any(plan, routing, self._precision, self._conditions, self._now_s, self._fabric).step_s
         self._simulated += 1
         if known is not None and factors is not None and factors.next_s(self._now_s) >= self._now_s + step_s:
             self._known[known] = step_s
         return step_s
 
-    def _state(self, plan: Plan) -> tuple[tuple[object, ...], LinkFactors]:
+    def _state(self, plan: AnyPlan) -> tuple[tuple[object, ...], LinkFactors]:
         """All that the time of a step without changes depends on."""
         factors = self._factors(plan)
         slowdown = self._conditions.slowdown(plan.cluster, self._now_s)
         return (plan.digest, factors.at(self._now_s).tobytes(), slowdown.tobytes()), factors
 
-    def _factors(self, plan: Plan) -> LinkFactors:
+    def _factors(self, plan: AnyPlan) -> LinkFactors:
         if plan.digest not in self._factors_under:
             names = wiring(plan.cluster, self._fabric).link_names
             self._factors_under[plan.digest] = LinkFactors(self._conditions, names)
@@ -232,9 +232,8 @@ class _Run:
         names, factor = wiring(cluster, self._fabric).link_names, self._factors(self._plan).at(self._now_s)
         present = dict(zip(names, factor.tolist(), strict=True))
         made = self._planning(cluster_at_present(cluster, [present.get(link.name, 1.0) for link in cluster.link_table]))
-        found = build(
-            Plan, made.model_dump(mode="json") | {"cluster": cluster_data(cluster), "prediction": None, "solver": None}, "plan"
-        )
+        decided = made.model_dump(mode="json", exclude={"prediction", "solver"})
+        found = build_plan(decided | {"cluster": cluster_data(cluster)}, "plan")
         if found.digest == self._plan.digest:
             return
         saves_s = self._step_s(self._plan) - self._step_s(found)

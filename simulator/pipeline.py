@@ -14,16 +14,16 @@ could save at most.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from hybridep.baselines import Baseline
 from hybridep.config import build
-from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, Ways, order_of_passes
+from hybridep.pipeline import ACTIVATIONS, GRADIENTS, AnyPlan, PipelinePlan, Ways, order_of_passes
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
@@ -36,14 +36,15 @@ from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.errors import PipelineError
 from simulator.fabric import Fabric
+from simulator.fabric_file import FabricFile
 from simulator.precision import EXACTLY, Precision, most_of_site
 from simulator.sent import Sent, compact
 from simulator.stages import Stage, cut, routing_of, time_stages
 from simulator.stages_apart import busiest_s, run_stages, without_transfers_s
-from simulator.step import LinkLoad, StepResult, run
+from simulator.step import LinkLoad, StepResult, run, simulate_step
 from simulator.symmetry import Exchange
 from simulator.token_exchange import TokenExchange
-from simulator.training import MESSAGES, Passes, jitter_of
+from simulator.training import MESSAGES, Jitter, Passes, jitter_of
 from simulator.wiring import wiring
 
 WAIT = "stage_wait"
@@ -73,10 +74,18 @@ class PipelineStep:
     plan: PipelinePlan
     result: StepResult
     """Of all ranks."""
-    stages: tuple[Stage, ...]
-    """By themselves."""
-    without_transfers_s: float
-    """What the step would take if activations moved at once, and stages shared no links with them."""
+    by_themselves: Callable[[], list[Stage]]
+    """Simulates the stages."""
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """By themselves, with links and computation that do not vary."""
+        return tuple(self.by_themselves())
+
+    @cached_property
+    def without_transfers_s(self) -> float:
+        """What the step would take if activations moved at once, and stages shared no links with them."""
+        return without_transfers_s(self.stages, self.plan.ahead)
 
     @property
     def step_s(self) -> float:
@@ -137,8 +146,8 @@ def fastest_pipeline(
 ) -> PipelineStep:
     """The fastest of all numbers of stages from 2 that divide the sites and leave each stage a layer with experts, of both
     placements inside, and of running further ahead while that pays: compared with stages apart, and the best few with all ranks
-    together. Arguments as `pipeline_step`. Raises PipelineError where there is none, and for links or computation that vary
-    within a step."""
+    together. Arguments as `pipeline_step`. Stages apart are compared with links and computation that do not vary. Raises
+    PipelineError where there is none."""
     sites = plan.cluster.sizes[0]
     candidates: list[tuple[PipelinePlan, list[Stage]]] = []
     why = f"{plan.cluster.name} has one site"
@@ -151,16 +160,16 @@ def fastest_pipeline(
                 why = str(error)
     if not candidates:
         raise PipelineError(f"pipeline: no number of stages from 2 fits; {why}")
-    found: list[tuple[float, PipelinePlan, list[Stage]]] = []
+    found: list[tuple[float, PipelinePlan]] = []
     for pipeline, made in sorted(candidates, key=lambda one: busiest_s(one[1])):
         for apart_s, ahead in _apart(pipeline, made, precision, conditions):
-            found.append((apart_s, running_ahead(pipeline, ahead), made))
+            found.append((apart_s, running_ahead(pipeline, ahead)))
     best: PipelineStep | None = None
-    for apart_s, pipeline, made in sorted(found, key=lambda one: one[0])[:_TOGETHER]:
+    for apart_s, pipeline in sorted(found, key=lambda one: one[0])[:_TOGETHER]:
         # What takes longer with stages apart hardly takes less together.
         if best is not None and apart_s >= best.step_s:
             break
-        step = _together(pipeline, made, routing, precision, conditions)
+        step = simulate_pipeline(pipeline, routing, precision, conditions)
         if best is None or step.step_s < best.step_s:
             best = step
     assert best is not None
@@ -202,13 +211,40 @@ def simulate_pipeline(
     routing: Routing | None = None,
     precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
+    start_s: float = 0.0,
     progress: Progress | None = None,
 ) -> PipelineStep:
-    """One step of a pipeline plan. routing: (MoE layer, micro-batch) -> [G, T, K] expert ids of a step without stages; tokens
-    keep their choices wherever they are computed. progress: told how much of the step is simulated. Raises PipelineError for
-    links or computation that vary within a step."""
-    stages = time_stages(pipeline, routing, precision, conditions)
-    return _together(pipeline, stages, routing, precision, conditions, progress)
+    """One step of a pipeline plan, which begins ``start_s`` into the run. routing: (MoE layer, micro-batch) -> [G, T, K] expert
+    ids of a step without stages; tokens keep their choices wherever they are computed. progress: told how much of the step is
+    simulated. Raises PipelineError where that would take too much memory."""
+    return PipelineStep(
+        plan=pipeline,
+        result=_together(pipeline, routing, precision, conditions, start_s, progress),
+        by_themselves=partial(time_stages, pipeline, routing, precision, conditions),
+    )
+
+
+def simulate_any(
+    plan: AnyPlan,
+    routing: Routing | None = None,
+    precision: Precision = EXACTLY,
+    conditions: Conditions | None = None,
+    start_s: float = 0.0,
+    fabric: FabricFile | None = None,
+    progress: Progress | None = None,
+) -> StepResult:
+    """One step of a plan with or without stages; arguments as `simulator.step.simulate_step`. Raises PipelineError for stages
+    over a fabric, too."""
+    if isinstance(plan, PipelinePlan):
+        if fabric is not None:
+            raise over_fabric(fabric)
+        return _together(plan, routing, precision, conditions, start_s, progress)
+    return simulate_step(plan, routing, precision, conditions, start_s, fabric, progress=progress)
+
+
+def over_fabric(fabric: FabricFile) -> PipelineError:
+    """What says that stages are not simulated over one."""
+    return PipelineError(f"pipeline: not simulated over a fabric ({fabric.name}); leave out one of the two")
 
 
 def running_ahead(pipeline: PipelinePlan, ahead: int) -> PipelinePlan:
@@ -220,12 +256,12 @@ def running_ahead(pipeline: PipelinePlan, ahead: int) -> PipelinePlan:
 
 def _together(
     pipeline: PipelinePlan,
-    stages: Sequence[Stage],
     routing: Routing | None,
     precision: Precision,
     conditions: Conditions | None,
-    progress: Progress | None = None,
-) -> PipelineStep:
+    start_s: float,
+    progress: Progress | None,
+) -> StepResult:
     conditions = conditions or Conditions()
     cluster, engine, wires = pipeline.cluster, Engine(), wiring(pipeline.cluster)
     blocks = []
@@ -233,7 +269,7 @@ def _together(
         ranks = pipeline.ranks[number]
         place = Place(cluster, ranks, np.unique(ranks // (cluster.num_gpus // cluster.sizes[0])))
         choices = routing_of(pipeline, routing, number)
-        blocks.append(Blocks(plan, wires, choices, precision, conditions, 0.0, TokenExchange(), place))
+        blocks.append(Blocks(plan, wires, choices, precision, conditions, start_s, TokenExchange(), place))
     ways = [pipeline.ways(stage) for stage in range(len(pipeline.stages) - 1)]
     between = [_Between.of(pipeline, way, precision, forward=forward) for forward in (True, False) for way in ways]
     fabric = fabric_of(
@@ -252,10 +288,8 @@ def _together(
             f"pipeline: {fabric.symmetry.num_kinds} ranks that differ and {pipeline.micro_batches} micro-batches are "
             f"{moments / 1e6:.0f} million moments to keep, and at most {_MOST_MOMENTS / 1e6:.0f} are; give --one-rank-per-site"
         )
-    program = _Order(pipeline, blocks, between, fabric, conditions).build()
-    result = run(pipeline, program, engine, fabric, conditions, progress=progress)
-    without_s = without_transfers_s(stages, pipeline.ahead)
-    return PipelineStep(plan=pipeline, result=result, stages=tuple(stages), without_transfers_s=without_s)
+    program = _Order(pipeline, blocks, between, fabric, jitter_of(conditions, start_s)).build()
+    return run(pipeline, program, engine, fabric, conditions, start_s, progress)
 
 
 def _moments(pipeline: PipelinePlan) -> int:
@@ -332,7 +366,7 @@ class _Order:
         blocks: Sequence[Blocks],
         between: Sequence[_Between],
         fabric: Fabric,
-        conditions: Conditions,
+        jitter: Jitter,
     ) -> None:
         self._pipeline, self._number = pipeline, len(pipeline.stages)
         first = fabric.symmetry.first
@@ -342,7 +376,6 @@ class _Order:
         self._members: list[BoolArray] = [stage_of[first] == stage for stage in range(self._number)]
         self._program = Program(num_ranks=fabric.symmetry.num_kinds, processors=pipeline.cluster.processors)
         self._nothing_s = np.zeros(self._program.num_ranks)
-        jitter = jitter_of(conditions, 0.0)
         self._passes = [
             Passes(plan, own, self._program, jitter, members if self._number > 1 else None, early=stage > 0)
             for stage, (plan, own, members) in enumerate(zip(pipeline.plans, blocks, self._members, strict=True))

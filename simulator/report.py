@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from hybridep.baselines import Baseline, baseline_plan
+from hybridep.pipeline import AnyPlan, PipelinePlan, codecs_inside
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from simulator.conditions import Conditions
-from simulator.errors import PipelineError
 from simulator.fabric_file import FabricFile
-from simulator.pipeline import fastest_pipeline
+from simulator.pipeline import PipelineStep, fastest_pipeline, over_fabric, simulate_pipeline
 from simulator.precision import EXACTLY, Precision
 from simulator.step import StepResult, simulate_step
 from simulator.systems import System, popularity_of, system_step
@@ -29,6 +29,8 @@ class Report:
     """A simulated step and what the alternatives would take."""
 
     step: StepResult
+    pipeline: PipelineStep | None
+    """Of a plan in stages: what its step is made of."""
     baselines: Mapping[str, float]
     """Step time in seconds of each baseline and system asked for, by name."""
     choices: Mapping[str, str]
@@ -47,11 +49,25 @@ class Report:
             "choices": dict(self.choices),
             "busiest_link": asdict(self.step.busiest_link),
             "links": [asdict(link) for link in self.step.links],
+            **({} if self.pipeline is None else of_stages(self.pipeline)),
         }
 
 
+def of_stages(step: PipelineStep) -> dict[str, Any]:
+    """What a report says of a plan in stages beside, in plain data."""
+    return {
+        "stage_work_s": step.work_s,
+        "bubble_s": step.bubble_s,
+        "activations_s": step.transfers_s,
+        "activation_bytes": step.activation_bytes,
+        "stages": [
+            {"sites": list(of.sites), "busy_s": one.busy_s} for of, one in zip(step.plan.stages, step.stages, strict=True)
+        ],
+    }
+
+
 def simulate(
-    plan: Plan,
+    plan: AnyPlan,
     against: Sequence[Baseline | System] = (),
     routing: Routing | None = None,
     precision: Precision = EXACTLY,
@@ -59,11 +75,12 @@ def simulate(
     fabric: FabricFile | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Report:
-    """Simulate one training step of a plan, and of the baselines and systems `against` under the same routing.
+    """Simulate one training step of a plan, in stages or not, and of the baselines and systems `against` under the same routing.
 
     routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; the expectation from the plan's popularity without it.
     precision, conditions, fabric: as `simulate_step`. progress: takes the name of what is simulated, "plan" or one of `against`,
-    and the share of it that is done. Raises UserError for conditions of links or workers that are not there.
+    and the share of it that is done. Raises UserError for conditions of links or workers that are not there, and PipelineError
+    for stages over a fabric.
     """
     began_s = time.perf_counter()
     if conditions is not None:
@@ -73,7 +90,15 @@ def simulate(
         told = None if progress is None else partial(progress, name)
         return simulate_step(one, routing, precision, conditions, fabric=fabric, exchange=exchange, progress=told)
 
-    step = simulated("plan", plan)
+    pipeline = None
+    if isinstance(plan, PipelinePlan):
+        if fabric is not None:
+            raise over_fabric(fabric)
+        told = None if progress is None else partial(progress, "plan")
+        pipeline = simulate_pipeline(plan, routing, precision, conditions, progress=told)
+        step, plan = pipeline.result, without_stages(plan)
+    else:
+        step = simulated("plan", plan)
     popularity = [np.asarray(shares) for shares in plan.popularity]
     if routing is not None:
         popularity = popularity_of(routing, plan.workload.model.num_experts)
@@ -82,9 +107,9 @@ def simulate(
     for name in against:
         if name is System.PIPELINE:
             if fabric is not None:
-                raise PipelineError(f"pipeline: not simulated over a fabric ({fabric.name}); leave out one of the two")
-            pipeline = fastest_pipeline(plan, routing, precision, conditions)
-            baselines[name.value], choices[name.value] = pipeline.step_s, pipeline.choice
+                raise over_fabric(fabric)
+            in_order = fastest_pipeline(plan, routing, precision, conditions)
+            baselines[name.value], choices[name.value] = in_order.step_s, in_order.choice
             continue
         if isinstance(name, System):
             found = system_step(plan, name, partial(simulated, name.value), popularity)
@@ -100,4 +125,17 @@ def simulate(
             popularity=plan.popularity,
         )
         baselines[name.value] = simulated(name.value, other).step_s
-    return Report(step=step, baselines=baselines, choices=choices, wall_s=time.perf_counter() - began_s)
+    wall_s = time.perf_counter() - began_s
+    return Report(step=step, pipeline=pipeline, baselines=baselines, choices=choices, wall_s=wall_s)
+
+
+def without_stages(plan: PipelinePlan) -> Plan:
+    """Expert parallelism over all sites, of the same workload and with the same schedule and codecs as inside stages."""
+    return baseline_plan(
+        plan.cluster,
+        plan.workload,
+        Baseline.EP,
+        schedule=plan.schedule,
+        codecs=codecs_inside(plan.codecs),
+        popularity=plan.popularity,
+    )

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from hybridep.plan import Plan
+from hybridep.pipeline import AnyPlan
 from hybridep.routing import Routing
 from hybridep.shares import site_sequences
 from simulator.errors import SimulationError
 
 
-def zipf_routing(plan: Plan, *, exponent: float, seed: int, step: int = 0, drift: float = 0.0) -> Routing:
+def zipf_routing(plan: AnyPlan, *, exponent: float, seed: int, step: int = 0, drift: float = 0.0) -> Routing:
     """Choices of a training step: the i-th most popular of a layer's experts has a share proportional to i ** -exponent.
 
     exponent: 0 is uniform. Each token draws its top-k without replacement (Gumbel's trick; Kool et al., ICML 2019).

@@ -24,7 +24,8 @@ class Scenario(Strict):
     """One thing to simulate, or a grid of them."""
 
     plan: str = "auto"
-    """`auto` (planned now), a baseline's name, or the path of a plan file, which then brings cluster and workload along."""
+    """`auto` (planned now), `stages` (planned now, as a pipeline), a baseline's name, or the path of a plan file, with stages or
+    without, which then brings cluster and workload along."""
     cluster: str | None = None
     workload: str | None = None
     overrides: tuple[str, ...] = ()

@@ -128,16 +128,11 @@ def time_stages(
     precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
 ) -> list[Stage]:
-    """Each stage by itself; arguments as `simulator.pipeline.simulate_pipeline`. Raises PipelineError for links or computation
-    that vary within a step."""
-    settled = conditions or Conditions()
-    if settled.of_links or settled.compute_jitter:
-        raise PipelineError(
-            "stages by themselves: their links and computation must not vary; leave out changes, trace and jitters"
-        )
+    """Each stage by itself, as long as links and computation do not vary; arguments as `simulator.pipeline.simulate_pipeline`."""
+    settled = (conditions or Conditions()).settled
 
     def simulate(one: Plan, choices: Routing | None) -> StepResult:
-        return simulate_step(one, choices, precision, conditions)
+        return simulate_step(one, choices, precision, settled)
 
     known: dict[str, Stage] = {}
     made: list[Stage] = []

@@ -12,7 +12,7 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import Kind, cluster_and_workload, find
 from hybridep.config import load
 from hybridep.errors import UserError
-from hybridep.plan import Plan, load_plan
+from hybridep.pipeline import AnyPlan, PipelinePlan, load_any_plan
 from hybridep.routing import Routing, load_routing
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -38,33 +38,39 @@ def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
     return [known[name] for name in names]
 
 
-def resolve(scenario: Scenario) -> Plan:
+def resolve(scenario: Scenario) -> AnyPlan:
     """The plan that a scenario names. Raises what the planner raises, ConfigError and UserError."""
-    if scenario.plan != "auto" and scenario.plan not in _NAMES:
+    if scenario.plan not in ("auto", "stages", *_NAMES):
         if scenario.cluster or scenario.workload:
             raise UserError(f"plan {scenario.plan}: a plan file brings its cluster and workload along; leave them out")
         # A plan's own parts are `cluster` and `workload`, so the same keys reach them.
-        return load_plan(Path(scenario.plan), overrides=scenario.overrides)
+        return load_any_plan(Path(scenario.plan), overrides=scenario.overrides)
     if not (scenario.cluster and scenario.workload):
         raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
     cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)
-    return planning(scenario, workload)(cluster)
+    return planning(scenario, workload, in_stages=scenario.plan == "stages")(cluster)
 
 
-def planning(scenario: Scenario, workload: Workload) -> Callable[[Cluster], Plan]:
-    """What plans anew in a scenario's run: a baseline again where it has one, otherwise the planner."""
+def planning(scenario: Scenario, workload: Workload, *, in_stages: bool) -> Callable[[Cluster], AnyPlan]:
+    """What plans anew in a scenario's run: a baseline again where it has one, otherwise the planner, in stages where the run's
+    plan is."""
 
-    def make(cluster: Cluster) -> Plan:
+    def make(cluster: Cluster) -> AnyPlan:
         if scenario.plan in _NAMES:
             return baseline_plan(cluster, workload, _NAMES[scenario.plan])
-        from planner import plan as search  # slow to import, and not needed for a plan that exists
+        # Slow to import, and not needed for a plan that exists.
+        if in_stages:
+            from hybridep.commands.stage_choice import in_stages as best_of
+
+            return best_of(cluster, workload, time_limit_s=scenario.planning_time).plan
+        from planner import plan as search
 
         return search(cluster, workload, time_limit_s=scenario.planning_time)
 
     return make
 
 
-def routing_of(scenario: Scenario) -> tuple[Callable[[Plan], Plan], RoutingOfStep | None]:
+def routing_of(scenario: Scenario) -> tuple[Callable[[AnyPlan], AnyPlan], RoutingOfStep | None]:
     """What a scenario's plans get to know of the popularity of experts, and what tokens choose in each step (None: as many
     as the popularity lets expect). Raises UserError for an unknown name or a file that is no record."""
     text = scenario.routing
@@ -86,7 +92,7 @@ def routing_of(scenario: Scenario) -> tuple[Callable[[Plan], Plan], RoutingOfSte
         raise UserError(f"routing {text}: no such file; give uniform, zipf:1.2 or what `hybridep train` recorded (routing.npz)")
     record = load_routing(Path(text))
 
-    def informed(plan: Plan) -> Plan:
+    def informed(plan: AnyPlan) -> AnyPlan:
         record.require(plan, Path(text))
         return plan.with_popularity(record.popularity())
 
@@ -94,7 +100,7 @@ def routing_of(scenario: Scenario) -> tuple[Callable[[Plan], Plan], RoutingOfSte
         return informed, None
     recorded = len(next(iter(record.choices.values())))
 
-    def chosen(plan: Plan, step: int) -> Routing | None:
+    def chosen(plan: AnyPlan, step: int) -> Routing | None:
         # Once sites are lost, the ranks are others than those of the record; its popularity remains.
         if plan.cluster.num_gpus != recorded:
             return None
@@ -108,7 +114,7 @@ def routing_of(scenario: Scenario) -> tuple[Callable[[Plan], Plan], RoutingOfSte
 class Outcome:
     """What a scenario takes."""
 
-    plan: Plan
+    plan: AnyPlan
     report: Report
     """Of its first step."""
     run: RunResult | None
@@ -130,8 +136,8 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     report, run = _first_step(scenario, plan, routing, progress), None
     if scenario.course.steps > 1 or scenario.course.losses:
 
-        def anew(cluster: Cluster) -> Plan:
-            made = planning(scenario, plan.workload)(cluster)
+        def anew(cluster: Cluster) -> AnyPlan:
+            made = planning(scenario, plan.workload, in_stages=isinstance(plan, PipelinePlan))(cluster)
             return made.with_popularity(plan.popularity) if plan.popularity else made
 
         run = simulate_run(
@@ -156,7 +162,7 @@ def fabric_of(text: str | None) -> FabricFile | None:
 
 
 def _first_step(
-    scenario: Scenario, plan: Plan, routing: RoutingOfStep | None, progress: Callable[[str, float], None] | None
+    scenario: Scenario, plan: AnyPlan, routing: RoutingOfStep | None, progress: Callable[[str, float], None] | None
 ) -> Report:
     from simulator.report import simulate
 

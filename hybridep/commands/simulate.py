@@ -69,29 +69,14 @@ def command(
     Or a SCENARIO (see docs/scenarios.md): a plan or what to plan, conditions that change, a run of many steps; with a grid,
     every combination in parallel into a table, which a later call goes on with.
     """
-    from hybridep.commands.stages import simulate_in_stages
     from hybridep.config import read_yaml
-    from hybridep.pipeline import PipelinePlan, is_pipeline, load_any_plan
     from simulator.network import EXACT
-    from simulator.precision import Precision
     from simulator.scenario import Scenario, points
 
     # All are YAML; what holds placed layers, or stages of them, is a plan.
     data = read_yaml(what)
     is_plan = bool({"layers", "schema_version"} & set(data))
     names = tuple(name.strip() for name in against.split(",") if name.strip())
-    if is_pipeline(data):
-        given_options = {"--routing": routing, "--fabric": fabric, "--out": out, "--jobs": jobs}
-        for option, value in given_options.items():
-            if value is not None:
-                raise UserError(f"{option} {value}: not with a plan in stages; leave it out")
-        precision = Precision(
-            tolerance=EXACT if tolerance is None else max(tolerance, EXACT), one_rank_per_site=one_rank_per_site
-        )
-        plan = load_any_plan(what, overrides=overrides)
-        assert isinstance(plan, PipelinePlan)
-        simulate_in_stages(plan, names, precision, trace, as_json)
-        return None
     given: dict[str, Any] = {"against": names} if names else {}
     if routing is not None:
         given["routing"] = routing
@@ -169,6 +154,10 @@ def _show(report: Report) -> None:
     if prediction is not None:
         console.print(f"  the plan's own prediction: {format_seconds(prediction.expected_s)}")
     parts = sorted(report.step.parts.items(), key=lambda item: -item[1])
+    if report.pipeline is not None:
+        one = report.pipeline
+        parts_s = {"busiest stage": one.work_s, "bubble": one.bubble_s, "activations": one.transfers_s}
+        console.print(", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts_s.items()))
     console.print("critical path: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value > 0))
     links = Table("busiest links", "bytes", "busy", "load", box=None, pad_edge=False)
     for link in sorted(report.step.links, key=lambda link: -link.load)[:_SHOWN_LINKS]:

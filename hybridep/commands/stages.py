@@ -1,11 +1,11 @@
-"""Pipeline plans on the command line: ``hybridep plan --stages``, and simulating what it wrote."""
+"""Pipeline plans on the command line: ``hybridep plan --stages``."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,16 +13,14 @@ from hybridep.commands.common import emit, note
 from hybridep.errors import HybridEPError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from hybridep.commands.stage_choice import StageChoice
-    from hybridep.pipeline import AnyPlan, PipelinePlan
+    from hybridep.pipeline import AnyPlan
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from planner import Goal, StageWishes
-    from simulator.pipeline import PipelineStep
-    from simulator.precision import Precision
 
 AUTO = "auto"
 _SHARE = 0.5
@@ -181,82 +179,3 @@ def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> 
     for line in codec_lines(plan):
         click.echo(line)
     click.echo(f"\nplan written to {path}")
-
-
-def simulate_in_stages(
-    plan: PipelinePlan, against: Sequence[str], precision: Precision, trace: Path | None, as_json: bool
-) -> None:
-    """One step of a pipeline plan, beside baselines without stages and stages in the cluster's order."""
-    from functools import partial
-
-    from hybridep.baselines import Baseline, baseline_plan
-    from hybridep.commands.progress import SimulationProgress
-    from hybridep.pipeline import codecs_inside
-    from hybridep.timeline import write_chrome_trace
-    from simulator.pipeline import fastest_pipeline, simulate_pipeline
-    from simulator.step import simulate_step
-    from simulator.systems import System
-
-    known = [*(one.value for one in Baseline), System.PIPELINE.value]
-    for name in against:
-        if name not in known:
-            raise UserError(f"--against {name}: beside a plan in stages there are {', '.join(known)}")
-    began_s = time.perf_counter()
-    baselines = {}
-    with SimulationProgress() as progress:
-        step = simulate_pipeline(plan, None, precision, progress=partial(progress, "plan"))
-    for name in against:
-        which = Baseline.EP if name == System.PIPELINE.value else Baseline(name)
-        other = baseline_plan(
-            plan.cluster,
-            plan.workload,
-            which,
-            schedule=plan.schedule,
-            codecs=codecs_inside(plan.codecs),
-            popularity=plan.popularity,
-        )
-        if name == System.PIPELINE.value:
-            baselines[name] = fastest_pipeline(other, None, precision).step_s
-        else:
-            baselines[name] = simulate_step(other, None, precision).step_s
-    wall_s = time.perf_counter() - began_s
-    if trace is not None:
-        write_chrome_trace(trace, step.spans())
-    if as_json:
-        emit(_as_dict(step, baselines, wall_s))
-        return
-    _show_step(step, baselines, wall_s)
-    if trace is not None:
-        click.echo(f"timeline written to {trace}")
-
-
-def _as_dict(step: PipelineStep, baselines: dict[str, float], wall_s: float) -> dict[str, Any]:
-    return {
-        "step_s": step.step_s,
-        "wall_s": wall_s,
-        "parts": step.parts,
-        "stage_work_s": step.work_s,
-        "bubble_s": step.bubble_s,
-        "activations_s": step.transfers_s,
-        "activation_bytes": step.activation_bytes,
-        "baselines": baselines,
-        "busiest_link": asdict(step.busiest_link),
-        "stages": [
-            {"sites": list(of.sites), "busy_s": one.busy_s} for of, one in zip(step.plan.stages, step.stages, strict=True)
-        ],
-        "plan_digest": step.plan.digest,
-    }
-
-
-def _show_step(step: PipelineStep, baselines: dict[str, float], wall_s: float) -> None:
-    from hybridep.units import format_bytes, format_seconds
-
-    click.echo(f"step {format_seconds(step.step_s)} (simulated in {format_seconds(wall_s)})")
-    for name, other_s in baselines.items():
-        click.echo(f"  {name}: {format_seconds(other_s)} (x {other_s / step.step_s:.2f})")
-    if step.plan.prediction is not None:
-        click.echo(f"  the plan's own prediction: {format_seconds(step.plan.prediction.expected_s)}")
-    parts = {"busiest stage": step.work_s, "bubble": step.bubble_s, "activations": step.transfers_s}
-    click.echo(", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items()))
-    link = step.busiest_link
-    click.echo(f"busiest link: {link.name}, {format_bytes(link.size_bytes)}, {link.load:.0%} of the step")

@@ -1,13 +1,15 @@
 """What no pipeline of two stages or more is below, whatever its stages.
 
-A site in a stage of n sites works on an n-th of all sequences, so an n-th of all activations crosses its access links once at
-least, forward, and of their gradients back: little in large stages. But there each layer makes the sites exchange something: a
-site that holds h of a layer's experts has fetched what is not its own of them, gives back their gradients, and sends each token
-away that chose another one, forward and backward. Whatever h is, each layer takes that much of its links, beside what its own
-attention computes. So in a given time a site carries so many layers in a stage of n, one of them at least, and all sites' layers
-over their stages' sizes must make up the model. And all computation, shared perfectly, takes its time.
+A site in a stage of n sites works on an n-th of all sequences. So an n-th of all activations leaves it forward, for the next
+stage, and an n-th of their gradients back, for the one before; as much comes to it. Only in the first and the last stage it is
+half of that, and there are two of those: one over n, summed over their sites, makes two. Between the sites of a stage each layer
+is exchanged: a site that holds h of a layer's experts has fetched what is not its own of them, gives back their gradients, and
+sends each token away that chose another one, forward and backward. Whatever h is, each layer takes that much of its access links,
+beside what its own attention computes, and all sites of the stage together compute all of it. So in a given time a site carries
+so many layers, whole ones, in a stage of n, one at least; and all sites' layers over their stages' sizes must make up the model.
+And all computation, shared perfectly, takes its time.
 
-Links of pairs, latencies, micro-batches and memory are left out, as are activations that a stage in the middle sends twice.
+Links of pairs, latencies, micro-batches, memory and trunks are left out.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ from planner.price import step_usd
 
 _CLOSE = 1e-6
 """The bound is found to this share."""
+_WHOLE = 1e-9
+"""So much less than a whole layer is one."""
+_PRICES = 24
+"""Prices of being first or last that are tried for each time, about."""
+_MANY = 2**15
+"""With more sites times sizes only a few."""
 
 
 def least_s(cluster: Cluster, workload: Workload, stages: int = 2, codecs: Codecs = EXACT, *, alike: bool = True) -> float:
@@ -44,14 +52,15 @@ def least_s(cluster: Cluster, workload: Workload, stages: int = 2, codecs: Codec
 
 
 class _Sites:
-    """What each kind of site can do in a given time, in stages of these ``sizes``."""
+    """What each site can do in a given time, in stages of these ``sizes``; sites that are alike once."""
 
     def __init__(self, cluster: Cluster, workload: Workload, codecs: Codecs, sizes: np.ndarray, *, alike: bool) -> None:
         model, training = workload.model, workload.training
         wire, number = Wire(workload=workload, codecs=codecs), cluster.sizes[0]
         tokens = float(training.tokens * training.micro_batches * cluster.num_gpus)
         self._layers, self._share = model.num_moe_layers, 1 / sizes
-        self._passes_bytes = tokens / sizes * wire.activation_row_bytes
+        self._step_bytes = tokens * wire.activation_row_bytes
+        """Of all sequences' activations."""
         rows_bytes = (wire.dispatch_row_bytes + wire.combine_row_bytes, wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
         copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
         # [up or down, sizes]: of one layer.
@@ -63,21 +72,47 @@ class _Sites:
         rates = np.array([link.bandwidth_bytes_per_s for link in cluster.link_table[: 2 * number]])
         # Figures of ranks that share processors are those while all of them compute.
         sharing = cluster.gpu.sharing * cluster.num_gpus / number
-        speeds = np.array([cluster.site_gpus[site].throughput for site in range(number)]) * sharing
-        kinds, self._count = np.unique(np.stack([rates[::2], rates[1::2], speeds], axis=1), axis=0, return_counts=True)
-        self._up, self._down, self._speed = (column[:, None] for column in kinds.T)
+        gpus = [cluster.site_gpus[site] for site in range(number)]
+        speeds = np.array([[gpu.throughput, max(gpu.throughput, gpu.expert_flops_per_s)] for gpu in gpus]) * sharing
+        self._whole_flops = 3 * (workload.pre_expert_flops + _expert_flops(workload)) / training.tokens * tokens
+        every, self._count = np.unique(np.concatenate([rates.reshape(-1, 2), speeds], axis=1), axis=0, return_counts=True)
+        self._access, self._speed = every.T[:2], every[:, 2:3]
+        fastest = np.concatenate([[0.0], np.cumsum(-np.sort(-speeds[:, 1]))])
+        self._speeds = every[:, 3:] + np.minimum(fastest[sizes - 1], fastest[sizes] - every[:, 3:])
+        """[sites, sizes]: of a stage's sites together; its others are the fastest ones."""
+
+    def _carried(self, step_s: float) -> FloatArray:
+        """[sites in the middle or at an end, sites, sizes]: layers, whole ones and at most all; below 1 where it is none."""
+        computed = np.minimum(self._speed / self._attention_flops, self._speeds / self._whole_flops)
+        found = np.repeat((step_s * computed)[None], 2, axis=0)
+        for way, layer_bytes in enumerate(self._layer_bytes):
+            for end, passes in enumerate((2, 1)):
+                left_bytes = step_s * self._access[way][:, None] - passes * self._step_bytes * self._share
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    most = np.where(layer_bytes > 0, left_bytes / layer_bytes, np.inf)
+                found[end] = np.minimum(found[end], np.where(left_bytes >= 0, most, 0.0))
+        return np.asarray(np.floor(np.minimum(found, self._layers) + _WHOLE))
 
     def could(self, step_s: float) -> bool:
         """Whether that is not too short for any pipeline, as far as is known here."""
-        layers: FloatArray = step_s * self._speed / self._attention_flops
-        for rate, layer_bytes in zip((self._up, self._down), self._layer_bytes, strict=True):
-            left_bytes = step_s * rate - self._passes_bytes
-            with np.errstate(divide="ignore", invalid="ignore"):
-                carried = np.where(layer_bytes > 0, left_bytes / layer_bytes, np.inf)
-            layers = np.minimum(layers, np.where(left_bytes >= 0, carried, 0.0))
-        layers = np.minimum(layers, self._layers)
-        best = np.where(layers >= 1, layers * self._share, 0.0).max(axis=1)
-        return bool((best > 0).all() and (self._count * best).sum() >= self._layers)
+        carried = self._carried(step_s)
+        worth = np.where(carried >= 1, carried * self._share, -np.inf)
+        if not np.isfinite(worth.max(axis=(0, 2))).all():
+            return False
+        # Of any price for being first or last, what sites do at best is no less than what any pipeline does.
+        low, high = 0.0, float(self._layers * self._count.sum())
+        for _ in range(_PRICES if carried.size <= _MANY else 2):
+            third = (high - low) / 3
+            one, other = (self._most(worth, price) for price in (low + third, high - third))
+            if min(one, other, self._most(worth, 0.0)) < self._layers * (1 - _WHOLE):
+                return False
+            low, high = (low, high - third) if one < other else (low + third, high)
+        return True
+
+    def _most(self, worth: FloatArray, price: float) -> float:
+        """Layers of all sites together over their stages' sizes, if being first or last costs that much for a whole stage."""
+        best = np.maximum(worth[0].max(axis=1), (worth[1] - price * self._share).max(axis=1))
+        return float((self._count * best).sum()) + 2 * price
 
 
 def _least_bytes(
@@ -96,10 +131,15 @@ def _least_bytes(
 def _all_computation_s(cluster: Cluster, workload: Workload) -> float:
     """Shared perfectly by all ranks. Rows that a capacity may drop are left out."""
     model, training = workload.model, workload.training
-    experts = 0.0 if model.capacity_factor is not None else training.tokens * model.top_k * workload.expert_flops_per_row
-    flops = model.num_moe_layers * (workload.pre_expert_flops + experts) + workload.head_flops
+    flops = model.num_moe_layers * (workload.pre_expert_flops + _expert_flops(workload)) + workload.head_flops
     fastest = cluster.of_ranks(lambda gpu: max(gpu.throughput, gpu.expert_flops_per_s))
     return float(3 * training.micro_batches * flops * cluster.num_gpus / fastest.sum())
+
+
+def _expert_flops(workload: Workload) -> float:
+    """Forward of one layer's routed experts, a rank's micro-batch on average; of rows that a capacity may drop none."""
+    model = workload.model
+    return 0.0 if model.capacity_factor is not None else workload.training.tokens * model.top_k * workload.expert_flops_per_row
 
 
 def least_usd(cluster: Cluster, workload: Workload, step_s: float, codecs: Codecs = EXACT) -> float:

@@ -87,6 +87,35 @@ def test_the_cheapest_with_or_without_stages(inputs: Inputs, call: Call) -> None
     assert result.code == 3 and "raise --budget" in result.err and not path.exists()
 
 
+def test_rules_hold_in_stages_or_stages_are_left_out(inputs: Inputs, call: Call) -> None:
+    def rules(text: str) -> tuple[str, str]:
+        name = text.split(",")[0].split()[-1]
+        return "--constraints", str(inputs.write(f"{name}.yaml", f"rules:\n  - {text}\n"))
+
+    barred = rules("{name: not-here, kind: forbid, sites: [dc0], experts: 0-1}")
+    path, result = in_stages(inputs, call, "--stages", "2", *barred)
+    assert result.code == 3 and "in a stage of dc0, rule 'not-here' cannot be kept: expert 0" in result.err and not path.exists()
+    path, result = in_stages(inputs, call, "--stages", "auto", "--json", *barred)
+    assert result.code == 0 and result.json["stages"] == [] and "'not-here' cannot be kept" in result.err
+    assert (load_plan(path).placed[0].placement.serve[0][:, :2] == 1).all()
+    path.unlink()
+    apart = rules("{name: repair, kind: no_link, sites: [dc0], to: [dc1]}")
+    path, result = in_stages(inputs, call, "--stages", "2", *apart)
+    assert result.code == 3 and "none passes tokens where rules ('repair') forbid it" in result.err and not path.exists()
+    stays = rules("{name: stays, kind: keep_tokens, sites: [dc1]}")
+    path, result = in_stages(inputs, call, "--stages", "2", *stays)
+    assert result.code == 3 and "rule 'stays' cannot be kept in stages" in result.err and not path.exists()
+    path, result = in_stages(inputs, call, "--stages", "auto", "--json", *stays)
+    assert result.code == 0 and result.json["stages"] == [] and load_plan(path)
+    four = SLOW.replace("name: dc, size: 2", "name: dc, size: 4")
+    path, result = in_stages(inputs, call, "--stages", "2", "--json", *barred, cluster=four)
+    assert result.code == 0, result.err
+    plan = load_any_plan(path)
+    assert isinstance(plan, PipelinePlan)
+    [stage] = [made for made, one in zip(plan.plans, plan.stages, strict=True) if "dc0" in one.sites]
+    assert stage.cluster.sizes[0] > 1 and stage.layers[0].serving
+
+
 def test_coded_activations_and_what_they_cost(inputs: Inputs, call: Call) -> None:
     codec = ("--codec", "dc.activations=int8")
     path, exact = in_stages(inputs, call, "--stages", "2", "--json")
@@ -123,18 +152,36 @@ def test_what_does_not_go_with_stages(inputs: Inputs, call: Call, options: tuple
 
 def test_simulations_of_stages_say_what_they_cannot(inputs: Inputs, call: Call) -> None:
     path, _ = in_stages(inputs, call, "--stages", "2")
-    for option, value in (("--routing", "zipf:1.2"), ("--fabric", "mixnet"), ("--out", "table.csv"), ("--jobs", "2")):
-        result = call("simulate", path, option, value)
-        assert result.code == 2 and f"{option} {value}: not with a plan in stages" in result.err
+    result = call("simulate", path, "--fabric", "ring-100g")
+    assert result.code == 2 and "not simulated over a fabric" in result.err
     result = call("plan", "--compare", path, path)
     assert result.code == 2 and "a plan in stages" in result.err
-    result = call("simulate", path, "--against", "tutel")
-    assert result.code == 2 and "--against tutel: beside a plan in stages there are ep, full_gather" in result.err
     result = call("simulate", path, "--set", "micro_batches=7")
     assert result.code == 2 and "micro-batches leave" in result.err
     damaged = inputs.write("damaged.yaml", path.read_text().replace("num_layers: 1", "num_layers: 2", 1))
     result = call("simulate", damaged)
     assert result.code == 2 and "the model has 2" in result.err
+
+
+def test_pipelines_in_scenarios(inputs: Inputs, call: Call) -> None:
+    four = SLOW.replace("name: dc, size: 2", "name: dc, size: 4")
+    path, _ = in_stages(inputs, call, "--stages", "2", cluster=four)
+    plain = call("simulate", path, "--json", "--against", "tutel").json
+    routed = call("simulate", path, "--json", "--routing", "zipf:1.2")
+    assert routed.code == 0 and routed.json["step_s"] != plain["step_s"] and plain["baselines"]["tutel"] > 0
+    half = "conditions: {changes: [{links: 'dc? *', factor: 0.5}]}"
+    scenario = inputs.write("scenario.yaml", f"plan: {path}\n{half}\ncourse: {{steps: 3}}\n")
+    found = call("simulate", scenario, "--json")
+    assert found.code == 0, found.err
+    assert found.json["step_s"] > 1.5 * plain["step_s"] and found.json["bubble_s"] >= 0
+    assert found.json["run"]["steps_run"] == 3 and found.json["run"]["total_s"] == pytest.approx(3 * found.json["step_s"])
+    table = inputs.folder / "table.csv"
+    grid = f"plan: {path}\ngrid: {{cluster.levels.dc.bandwidth: [1 Mbps, 4 Mbps]}}\n"
+    swept = call("simulate", inputs.write("grid.yaml", grid), "--json", "--out", table, "--jobs", "1")
+    assert swept.code == 0 and float(swept.json["rows"][0]["step_s"]) == pytest.approx(plain["step_s"])
+    anew = f"plan: stages\nplanning_time: 2 \ncluster: {inputs.folder / 'slow.yaml'}\nworkload: {inputs.workload}\n"
+    made = call("simulate", inputs.write("anew.yaml", anew))
+    assert made.code == 0 and "bubble" in made.out
 
 
 def test_a_run_in_stages_and_resuming_without(inputs: Inputs, call: Call) -> None:

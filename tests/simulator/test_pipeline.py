@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,24 @@ from simulated_plans import PLANS, RATES_GBPS, make_plan
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import build
-from hybridep.pipeline import order_of_passes, pipeline_link_bytes
+from hybridep.pipeline import PipelinePlan, order_of_passes, pipeline_link_bytes
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
+from hybridep.topology import Cluster
 from simulator.collective import Operation
 from simulator.conditions import Conditions
 from simulator.errors import PipelineError, SimulationError
 from simulator.fabric_file import FabricFile
-from simulator.pipeline import AHEAD, INSIDE, fastest_pipeline, pipeline_step, running_ahead, simulate_pipeline
+from simulator.many_steps import Course, Happening, simulate_run
+from simulator.pipeline import (
+    AHEAD,
+    INSIDE,
+    fastest_pipeline,
+    pipeline_step,
+    running_ahead,
+    simulate_any,
+    simulate_pipeline,
+)
 from simulator.report import simulate
 from simulator.stages import Stage, cut, routing_of, time_stages
 from simulator.stages_apart import Apart, run_stages
@@ -275,6 +286,53 @@ def test_sites_that_differ_are_stages_that_differ() -> None:
     assert busy_s[2] > 1.5 * busy_s[1]
 
 
+def test_links_and_computation_may_vary_within_a_step() -> None:
+    plan = make_plan(4, 2, num_layers=9, micro_batches=2)
+    pipeline = cut(plan, 2, Baseline.EP)
+    even_s = simulate_pipeline(pipeline).step_s
+
+    def step_s(**conditions: Any) -> float:
+        return simulate_pipeline(pipeline, conditions=Conditions.model_validate(conditions)).step_s
+
+    level = plan.cluster.levels[0]
+    slower = plan.cluster.model_copy(
+        update={"levels": (level.model_copy(update={"bandwidth": level.bandwidth / 2}), *plan.cluster.levels[1:])}
+    )
+    half = cut(baseline_plan(slower, plan.workload, Baseline.EP), 2, Baseline.EP)
+    between = {"links": "dc? *", "factor": 0.5}
+    half_s = step_s(changes=[between])
+    assert half_s == pytest.approx(simulate_pipeline(half).step_s, rel=1e-9) and half_s > 1.2 * even_s
+    # From the middle of the step on, and not at all in a step that is over by then.
+    later_s = step_s(changes=[between | {"start": f"{even_s / 2} s"}])
+    assert 1.05 * even_s < later_s < 0.95 * half_s
+    late = Conditions.model_validate({"changes": [between | {"end": f"{2 * even_s} s"}]})
+    assert simulate_pipeline(pipeline, conditions=late, start_s=2 * even_s).step_s == pytest.approx(even_s, rel=1e-9)
+    found = simulate_pipeline(pipeline, conditions=Conditions.model_validate({"changes": [between]}))
+    # Stages by themselves are told of with links as they are without changes.
+    assert found.stages[0].busy_s == pytest.approx(simulate_pipeline(pipeline).stages[0].busy_s, rel=1e-9)
+    jittered = [step_s(compute_jitter=0.3, seed=seed) for seed in (0, 0, 1)]
+    assert jittered[0] == jittered[1] != jittered[2] and jittered[0] != even_s
+    assert fastest_pipeline(plan, conditions=Conditions.model_validate({"changes": [between]})).step_s > 0
+
+
+def test_a_run_in_stages_goes_on_when_a_site_is_lost() -> None:
+    plan = make_plan(4, 2, num_layers=9, micro_batches=2)
+    pipeline = cut(plan, 2, Baseline.EP)
+    step_s = simulate_pipeline(pipeline).step_s
+    course = Course.model_validate({"steps": 3, "losses": [{"site": "dc3", "at": f"{1.5 * step_s} s"}], "checkpoint_every": 1})
+
+    def anew(cluster: Cluster) -> PipelinePlan:
+        return cut(baseline_plan(cluster, plan.workload, Baseline.EP), cluster.sizes[0], Baseline.EP)
+
+    run = simulate_run(pipeline, course, planning=anew)
+    assert [stretch.sites for stretch in run.stretches if stretch.what is Happening.STEP] == [4, 3, 3]
+    assert run.stretches[0].duration_s == step_s and len(run.as_dict()["plans"]) == 2
+    # A stage a site is what pays here, and is taken up after the first step; the last two are known by then.
+    moved = simulate_run(pipeline, Course.model_validate({"steps": 4, "replan_every": 1}), planning=anew)
+    assert simulate_pipeline(anew(plan.cluster)).step_s < step_s
+    assert moved.as_dict()["plans"] == [pipeline.digest, anew(plan.cluster).digest] and moved.simulated_steps == 2
+
+
 def test_the_fastest_of_all_choices_counts() -> None:
     for latency_s in (0.0, 0.02):
         plan = make_plan(4, 2, num_layers=9, micro_batches=2, latency_s=latency_s)
@@ -321,11 +379,11 @@ def test_what_does_not_go_together_is_an_error() -> None:
         fastest_pipeline(make_plan(4, 2, num_layers=9, sites=sites))
     with pytest.raises(PipelineError, match="ahead 0"):
         pipeline_step(plan, 2, ahead=0)
-    for varying in ({"compute_jitter": 0.1}, {"changes": [{"links": "*", "factor": 0.5}]}):
-        with pytest.raises(PipelineError, match="vary"):
-            pipeline_step(plan, 2, conditions=Conditions.model_validate(varying))
     fabric = build(FabricFile, {"name": "m", "wan": {"mesh": {"bandwidth": "1 Gbps"}}}, "test")
     with pytest.raises(PipelineError, match="over a fabric"):
         simulate(plan, [System.PIPELINE], fabric=fabric)
+    for simulated in (simulate, partial(simulate_any, fabric=fabric)):
+        with pytest.raises(PipelineError, match="over a fabric"):
+            simulated(cut(plan, 2, Baseline.EP), fabric=fabric)
     with pytest.raises(SimulationError, match="fastest_pipeline"):
         system_step(plan, System.PIPELINE, lambda one, _: simulate_step(one))

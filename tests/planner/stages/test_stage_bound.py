@@ -14,7 +14,7 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.plan import LayerGroup
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import plan_pipeline
+from planner import StageWishes, plan_pipeline
 from planner.stages.bound import _least_bytes, least_s
 from planner.stages.costs import costed
 from planner.stages.schedule import least_step_s
@@ -53,6 +53,33 @@ def test_where_links_are_all_that_counts_one_site_a_stage_meets_it() -> None:
     plan = plan_pipeline(cluster, workload, time_limit_s=5)
     least = least_step_s(plan, [one.times for one in costed(plan).inside])
     assert least == pytest.approx(least_s(cluster, workload), rel=1e-5)
+
+
+def test_a_stage_in_the_middle_passes_everything_twice() -> None:
+    cluster = sites_cluster(np.random.default_rng(1), 3, 1, "even", throughput="1000 TFLOPS")
+    workload = layered_workload(3, ffn=4096, micro_batches=4, micro_batch_size=8)
+    plan = plan_pipeline(cluster, workload, StageWishes(stages=3), time_limit_s=5)
+    least = least_step_s(plan, [one.times for one in costed(plan).inside])
+    found = least_s(cluster, workload, 3)
+    assert least == pytest.approx(found, rel=1e-5)
+    # Up and down the link of the one in the middle.
+    training = workload.training
+    passed_bytes = training.tokens * training.micro_batches * cluster.num_gpus * workload.combine_row_bytes
+    assert found == pytest.approx(2 * passed_bytes / cluster.levels[0].bandwidth, rel=1e-3)
+    two = sites_cluster(np.random.default_rng(1), 2, 1, "even", throughput="1000 TFLOPS")
+    # The same batch for each site, so two thirds of it in all, once.
+    assert least_s(two, workload) == pytest.approx(found / 3, rel=1e-3)
+
+
+def test_layers_are_whole_ones() -> None:
+    """Of three layers one of two sites has two: experts fill its time, and are too large to move."""
+    cluster = sites_cluster(np.random.default_rng(1), 2, 1, "even", throughput="0.001 TFLOPS")
+    level = cluster.levels[0].model_copy(update={"bandwidth": 1e9})
+    cluster = cluster.model_copy(update={"levels": (level, *cluster.levels[1:])})
+    three, four = (least_s(cluster, layered_workload(layers, ffn=1024)) for layers in (3, 4))
+    assert 0.9 * four < three <= four
+    plan = in_stages(cluster, layered_workload(3, ffn=1024), [(["s0"], 2, 1), (["s1"], 1, 1)], 4)
+    assert three <= least_step_s(plan, [one.times for one in costed(plan).inside]) <= 1.1 * three
 
 
 def in_stages(cluster: Cluster, workload: Workload, stages: list[tuple[list[str], int, int]], micro_batches: int) -> PipelinePlan:
