@@ -82,6 +82,17 @@ def test_layers_are_whole_ones() -> None:
     assert three <= least_step_s(plan, [one.times for one in costed(plan).inside]) <= 1.1 * three
 
 
+def test_sites_of_a_stage_share_its_layers() -> None:
+    """Three sites and three layers, and computation is what counts: two of them by two sites take no longer than one by one."""
+    cluster = sites_cluster(np.random.default_rng(1), 3, 1, "even", throughput="0.001 TFLOPS")
+    level = cluster.levels[0].model_copy(update={"bandwidth": 1e12})
+    cluster, workload = cluster.model_copy(update={"levels": (level, *cluster.levels[1:])}), layered_workload(3, ffn=1024)
+    plan = in_stages(cluster, workload, [(["s0", "s1"], 2, 1), (["s2"], 1, 1)], 4)
+    busy_s = [one.times.busy_s(4) for one in costed(plan).inside]
+    assert busy_s[0] == pytest.approx(busy_s[1], rel=0.2)
+    assert 0.8 * busy_s[0] < least_s(cluster, workload) <= least_step_s(plan, [one.times for one in costed(plan).inside])
+
+
 def in_stages(cluster: Cluster, workload: Workload, stages: list[tuple[list[str], int, int]], micro_batches: int) -> PipelinePlan:
     """(Sites, layers, equal domains) of each stage."""
     made = [
