@@ -83,14 +83,13 @@ def test_layers_are_whole_ones() -> None:
 
 
 def test_sites_of_a_stage_share_its_layers() -> None:
-    """Three sites and three layers, and computation is what counts: two of them by two sites take no longer than one by one."""
+    """Computation is what counts: two sites have three layers, one and a half each, where one by one somebody had two of four."""
     cluster = sites_cluster(np.random.default_rng(1), 3, 1, "even", throughput="0.001 TFLOPS")
     level = cluster.levels[0].model_copy(update={"bandwidth": 1e12})
-    cluster, workload = cluster.model_copy(update={"levels": (level, *cluster.levels[1:])}), layered_workload(3, ffn=1024)
-    plan = in_stages(cluster, workload, [(["s0", "s1"], 2, 1), (["s2"], 1, 1)], 4)
-    busy_s = [one.times.busy_s(4) for one in costed(plan).inside]
-    assert busy_s[0] == pytest.approx(busy_s[1], rel=0.2)
-    assert 0.8 * busy_s[0] < least_s(cluster, workload) <= least_step_s(plan, [one.times for one in costed(plan).inside])
+    cluster, workload = cluster.model_copy(update={"levels": (level, *cluster.levels[1:])}), layered_workload(4, ffn=1024)
+    plan = in_stages(cluster, workload, [(["s2"], 1, 1), (["s0", "s1"], 3, 1)], 4)
+    least = least_step_s(plan, [one.times for one in costed(plan).inside])
+    assert 0.85 * least < least_s(cluster, workload) <= least
 
 
 def in_stages(cluster: Cluster, workload: Workload, stages: list[tuple[list[str], int, int]], micro_batches: int) -> PipelinePlan:
