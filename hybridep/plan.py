@@ -24,6 +24,7 @@ from hybridep.gating import Gating, gating
 from hybridep.homes import home_table
 from hybridep.placement import IntArray, LevelChoice, Placement, place
 from hybridep.serving import ServingGroup, serving_table
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
@@ -316,13 +317,23 @@ def check_popularity(popularity: tuple[tuple[float, ...], ...], workload: Worklo
 
 
 def require_same(mine: Cluster, my_workload: Workload, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
-    """Raises PlanMismatchError, which names what differs, when a plan for the first two is used with others."""
+    """Raises PlanMismatchError, which names what differs, when a plan for the first two is used with others. A plan may leave
+    sites out: then the others are to be what remains of these (``hybridep.shares.on_sites``)."""
     found: list[str] = []
+    if cluster is not None and (names := set(_names(mine))) < set(_names(cluster)):
+        try:
+            cluster, workload = on_sites(cluster, workload or my_workload, names)
+        except PlacementError as error:
+            found.append(f"cluster: plan is for {len(names)} of its sites; {error}")
     for name, one, other in (("cluster", mine, cluster), ("workload", my_workload, workload)):
         if other is not None:
             found += _differences(name, one.model_dump(mode="json"), other.model_dump(mode="json"))
     if found:
         raise PlanMismatchError(where, found)
+
+
+def _names(cluster: Cluster) -> list[str]:
+    return [cluster.site_name(site) for site in range(cluster.sizes[0])]
 
 
 def _differences(prefix: str, mine: Any, other: Any) -> list[str]:

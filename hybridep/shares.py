@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridep.errors import PlacementError
-from hybridep.topology import Cluster
+from hybridep.topology import Cluster, only_sites
 from hybridep.workload import Workload
 
 
@@ -38,6 +40,21 @@ def site_sequences(cluster: Cluster, workload: Workload) -> tuple[int, ...]:
             f"micro-batch, and ranks draw whole ones; raise it, or training.micro_batch_size ({mean}, the mean)"
         )
     return tuple(int(number) for number in found)
+
+
+def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tuple[Cluster, Workload]:
+    """The same training on some of a cluster's sites, which share out the same global batch, in micro-batches that are at most as
+    large. Raises PlacementError where they cannot, in whole sequences, or where sites have unequal shares."""
+    if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
+        raise PlacementError(f"{cluster.name}: its sites have shares of tokens or experts, of which none can be left out")
+    found, training = only_sites(cluster, sites), workload.training
+    batch = training.micro_batch_size * training.micro_batches * cluster.num_gpus
+    each, rest = divmod(batch, found.num_gpus)
+    if rest or not each:
+        raise PlacementError(f"{found.num_gpus} ranks of {cluster.name} cannot share {batch} sequences of a step evenly")
+    size = max(number for number in range(1, training.micro_batch_size + 1) if each % number == 0)
+    changed = training.model_copy(update={"micro_batch_size": size, "micro_batches": each // size})
+    return found, workload.model_copy(update={"training": changed})
 
 
 def site_shares(cluster: Cluster, workload: Workload) -> NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """The planner: decides which experts travel to the tokens and which tokens travel to the experts."""
 
+from planner.alone import alone
 from planner.check import CheckError, check
 from planner.choose import plan, plans
 from planner.constraints import Constraints, load_constraints
@@ -15,6 +16,7 @@ from planner.pool import PooledPlan, plan_pool
 from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
 from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
+from planner.stages.fewer import sites_that_pay
 from planner.stages.report import pipeline_summary
 from planner.stages.search import plan_pipeline, plan_pipelines
 from planner.stages.wishes import StageWishes
@@ -35,6 +37,7 @@ __all__ = [
     "StageWishes",
     "StepCost",
     "Upgrade",
+    "alone",
     "baseline",
     "check",
     "compare_planners",
@@ -54,6 +57,7 @@ __all__ = [
     "plan_pool",
     "plans",
     "predict",
+    "sites_that_pay",
     "step_cost",
     "summary",
     "upgrades",

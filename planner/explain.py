@@ -9,6 +9,7 @@ from typing import Any
 from hybridep.baselines import baseline_group
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Objective, Plan, Residency
+from planner.alone import alone
 from planner.constraints import Constraints, Permissions, permissions
 from planner.cost import StepCost
 from planner.domains import divisors
@@ -66,6 +67,9 @@ class Explanation:
     neighbours: tuple[Alternative, ...]
     """The next smaller and larger domain of each level, full migration where it is partial, the other residency, tokens in parts
     or not, copies ahead of their blocks or not."""
+    alone: Alternative | None
+    """One site by itself, with the whole global batch (``planner.alone``), named after it; None where none has room, where sites'
+    shares differ, and with rules."""
     binds: str
     """What keeps the step from being shorter: ``memory of <rank>`` when a neighbour or a baseline would be faster but does
     not fit; else what the lower bound comes from: the name of the busiest link, or ``computation``."""
@@ -102,12 +106,14 @@ def explain(plan: Plan, constraints: Constraints | None = None) -> Explanation:
     baselines = tuple(_of_group(name, plan, group, allowed) for name, group in others)
     neighbours = tuple(_of_group(name, plan, group, allowed) for name, group in _neighbours(plan))
     scheduled = tuple(_alternative(name, one, *evaluate(one), allowed) for name, one in _schedules(plan))
+    one = None if constraints else alone(plan.cluster, plan.workload, popularity=plan.popularity)
     blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.allowed and other.step_s < chosen.step_s]
     order = sorted(range(len(cost.link_s)), key=lambda link: -cost.link_s[link])[:NUM_LINKS]
     return Explanation(
         plan=chosen,
         baselines=baselines,
         neighbours=neighbours + scheduled,
+        alone=None if one is None else _alternative(f"{one.cluster.site_name(0)} alone", one, *evaluate(one), None),
         binds=f"memory of {memory.fullest_name}" if blocked else cost.bound_by,
         expected_s=expected_s(plan, cost),
         lower_bound_s=cost.bound_s,

@@ -94,6 +94,12 @@ if TYPE_CHECKING:
     "stages as are fastest, or in none.",
 )
 @click.option(
+    "--fewer-sites",
+    "fewer",
+    is_flag=True,
+    help="With --stages: leave out sites that make others send more than they do for them; the same global batch for the rest.",
+)
+@click.option(
     "--streams",
     multiple=True,
     metavar="LEVEL=NUMBER",
@@ -132,6 +138,7 @@ def command(
     prefetch: bool,
     chunks: int,
     stages: str | None,
+    fewer: bool,
     streams: tuple[str, ...],
     objective: str,
     budget: str | None,
@@ -187,8 +194,12 @@ def command(
             goal=_goal(objective, budget),
             constraints=rules,
         )
-        write_in_stages(site, work, stages, output, wishes, time_limit_s=time_limit_s, as_json=as_json)
+        if fewer and rules is not None:
+            raise UserError("--fewer-sites: not with --constraints, whose sites must be there; leave one of them out")
+        write_in_stages(site, work, stages, output, wishes, fewer=fewer, time_limit_s=time_limit_s, as_json=as_json)
         return
+    if fewer:
+        raise UserError("--fewer-sites: give --stages, too; which sites pay is asked of pipelines")
     levels = [level.name for level in site.levels]
     made = make(
         PlanRequest(

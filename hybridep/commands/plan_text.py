@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hybridep.plan import LayerGroup, Plan, SolverReport
     from planner import Alternative, Explanation, OtherPlan, PlanDifference, PooledPlan, RobustPlan, Upgrade
 
+FEWER = "(--stages auto --fewer-sites leaves out those that do not)"
+"""Said where one site alone is faster than a plan for all."""
 _TOLD = 1e-3
 """Share of a step below which two figures need not both be shown."""
 
@@ -65,10 +67,12 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         table.add_row(*cells, f"{option.copies_per_rank:.3g}", style=style)
 
     row(chosen, "bold")
-    for option in (*explanation.baselines, *explanation.neighbours):
+    for option in (*explanation.baselines, *explanation.neighbours, *([explanation.alone] if explanation.alone else [])):
         row(option)
     console.print(table)
     console.print("(copies: experts that a rank holds of others, per layer)")
+    if explanation.alone is not None and explanation.alone.step_s < chosen.step_s:
+        console.print(f"[bold]{explanation.alone.name}[/bold] is faster: the other sites do not pay {FEWER}")
     earlier = 1 - explanation.expected_s / chosen.step_s
     if earlier >= _TOLD:
         console.print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,15 +23,23 @@ if TYPE_CHECKING:
     from planner import Goal, StageWishes
 
 AUTO = "auto"
-_SHARE = 0.5
-"""Of the time limit, for a plan without stages."""
+_SHARE, _FEWER_SHARE = 0.5, 0.5
+"""Of the time limit, for a plan without stages, and before both for which sites pay."""
 
 
 def write_in_stages(
-    cluster: Cluster, workload: Workload, text: str, output: Path, wishes: StageWishes, *, time_limit_s: float, as_json: bool
+    cluster: Cluster,
+    workload: Workload,
+    text: str,
+    output: Path,
+    wishes: StageWishes,
+    *,
+    fewer: bool,
+    time_limit_s: float,
+    as_json: bool,
 ) -> None:
     """``--stages TEXT``: the pipeline is written and shown, or a plan without stages where that is better and no number was asked
-    for."""
+    for. ``fewer``: for the sites that pay only."""
     import planner
     from hybridep.commands import plan_text
     from hybridep.commands.codecs import lossy_codecs
@@ -40,6 +48,12 @@ def write_in_stages(
     from hybridep.pipeline import codecs_inside
 
     wishes, goal = replace(wishes, stages=_read_stages(text)), wishes.goal
+    left_out: list[str] = []
+    if fewer:
+        began_s = time.monotonic()
+        cluster, workload, left_out = _with_fewer(cluster, workload, wishes, _FEWER_SHARE * time_limit_s)
+        time_limit_s -= min(time.monotonic() - began_s, _FEWER_SHARE * time_limit_s)
+    alone = None if wishes.constraints else planner.alone(cluster, workload, popularity=wishes.popularity, goal=goal)
 
     def staged(limit_s: float) -> StageChoice:
         return in_stages(cluster, workload, wishes, time_limit_s=limit_s, shown=True)
@@ -59,17 +73,22 @@ def write_in_stages(
             goal=goal,
         )
 
-    if text == AUTO:
+    choice: StageChoice | None = None
+    plan: Plan | None = None
+    if text == AUTO and cluster.sizes[0] == 1:
+        plan = in_one(time_limit_s)
+    elif text == AUTO:
         choice, plan = _with_and_without(time_limit_s=time_limit_s, in_stages=staged, in_one=in_one)
     else:
-        choice, plan = staged(time_limit_s), None
+        choice = staged(time_limit_s)
     pipeline = None if choice is None else choice.plan
-    without_s = None if plan is None or plan.prediction is None else plan.prediction.expected_s
+    more: dict[str, Any] = {"left_out": left_out, "alone_s": _expected_s(alone), "output": str(output)}
+    without_s = _expected_s(plan)
     if pipeline is None or (plan is not None and _worth(plan, goal) <= _worth(pipeline, goal)):
         assert plan is not None
         plan.save(output)
         if as_json:
-            emit({**planner.summary(plan), "stages": [], "digest": plan.digest, "output": str(output)})
+            emit({**planner.summary(plan), "stages": [], "digest": plan.digest, **more})
         else:
             plan_text.show(plan, planner.explain(plan, wishes.constraints))
             click.echo(f"\nplan written to {output}, without stages")
@@ -78,10 +97,37 @@ def write_in_stages(
     pipeline.save(output)
     if as_json:
         lossy = lossy_codecs(pipeline)
-        more = {"lossy_codecs": lossy, "without_stages_s": without_s, "simulated_s": choice.simulated_s, "output": str(output)}
+        more |= {"lossy_codecs": lossy, "without_stages_s": without_s, "simulated_s": choice.simulated_s}
         emit({**planner.pipeline_summary(pipeline), **more})
     else:
-        _show_pipeline(choice, output, without_s)
+        others_s = {"without stages": without_s}
+        if alone is not None:
+            others_s[f"{alone.cluster.site_name(0)} alone"] = _expected_s(alone)
+        _show_pipeline(choice, output, {name: other_s for name, other_s in others_s.items() if other_s is not None})
+        if alone is not None and _worth(alone, goal) < _worth(pipeline, goal):
+            click.echo(f"{alone.cluster.site_name(0)} alone is better: the other sites do not pay {plan_text.FEWER}")
+
+
+def _with_fewer(
+    cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float
+) -> tuple[Cluster, Workload, list[str]]:
+    """The sites that pay, what they train, and the names of the others."""
+    import planner
+    from hybridep.commands.plan_progress import PlanProgress
+    from hybridep.commands.plan_text import few
+    from hybridep.shares import on_sites
+
+    with PlanProgress() as progress:
+        sites = planner.sites_that_pay(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
+    left_out = [name for site in range(cluster.sizes[0]) if (name := cluster.site_name(site)) not in sites]
+    if left_out:
+        note(f"hybridep plan: for {few(list(sites))}; without {few(left_out)}")
+        cluster, workload = on_sites(cluster, workload, sites)
+    return cluster, workload, left_out
+
+
+def _expected_s(plan: Plan | None) -> float | None:
+    return None if plan is None or plan.prediction is None else plan.prediction.expected_s
 
 
 def _worth(plan: AnyPlan, goal: Goal) -> tuple[float, float]:
@@ -126,8 +172,8 @@ def _or_why_not(make: Callable[[], StageChoice]) -> tuple[StageChoice | None, Hy
         return None, error
 
 
-def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> None:
-    """Print it for people. ``without_s``: the step of the plan without stages, where there is one."""
+def _show_pipeline(choice: StageChoice, path: Path, others_s: dict[str, float]) -> None:
+    """Print it for people. ``others_s``: steps of other plans."""
     from rich.console import Console
     from rich.table import Table
 
@@ -165,8 +211,7 @@ def _show_pipeline(choice: StageChoice, path: Path, without_s: float | None) -> 
     console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
     if choice.simulated_s is not None:
         console.print(f"  simulated: {format_seconds(choice.simulated_s)}, the best of {choice.simulated} pipelines")
-    others = dict(found["baselines"]) | ({} if without_s is None else {"without stages": without_s})
-    for name, other_s in others.items():
+    for name, other_s in (dict(found["baselines"]) | others_s).items():
         console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f})")
     if found["lower_bound_s"] is not None:
         console.print(f"no schedule of this plan is faster than {format_seconds(found['lower_bound_s'])}")

@@ -1,0 +1,40 @@
+"""One site by itself, which moves nothing between sites: where links are slow and it has room, no plan for more may be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridep.errors import HybridEPError
+from hybridep.plan import Plan
+from hybridep.shares import on_sites
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.choose import plan
+from planner.goal import FASTEST, Goal
+
+_KINDS = 4
+"""Of sites with the fastest GPUs: others by themselves are hardly faster."""
+_LIMIT_S = 10.0
+
+
+def alone(
+    cluster: Cluster, workload: Workload, *, popularity: Sequence[tuple[float, ...]] = (), goal: Goal = FASTEST
+) -> Plan | None:
+    """The best plan for one site of several, with the whole global batch; None where none has room, or sequences to share."""
+    kinds: dict[str, int] = {}
+    for site in range(cluster.sizes[0]):
+        kinds.setdefault(repr(cluster.site_gpus[site]), site)
+    fastest = sorted(kinds.values(), key=lambda site: (-cluster.site_gpus[site].throughput, site))
+    found: list[tuple[float, float, int, Plan]] = []
+    for site in fastest[:_KINDS] if cluster.sizes[0] > 1 else ():
+        try:
+            one, work = on_sites(cluster, workload, [cluster.site_name(site)])
+            # Where neither its ranks nor its bytes cost anything there is no price to make small.
+            own = goal if one.has_prices else FASTEST
+            made = plan(one, work, time_limit_s=_LIMIT_S, popularity=popularity, goal=own)
+        except HybridEPError:
+            continue
+        assert made.prediction is not None
+        usd = made.prediction.cost or 0.0
+        found.append((goal.overdraft(usd), goal.value(made.prediction.expected_s, usd), site, made))
+    return min(found, key=lambda one: one[:3])[3] if found else None

@@ -1,0 +1,193 @@
+"""Which sites to train on: all of them only where each pays for what it makes others send.
+
+Sites that are left out are idle; the others share out the same global batch (``hybridep.shares.on_sites``). One site by itself is
+tried, then as many as by factors of ``_FACTOR`` up to all, each time those that are nearest to each other, in pipelines or, one
+site, without; then the best ones give sites up and exchange them for others while that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hybridep.errors import HybridEPError
+from hybridep.pipeline import AnyPlan
+from hybridep.shares import on_sites
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.alone import alone
+from planner.choose import Report
+from planner.clock import now_s
+from planner.stages.order import way_s_per_byte
+from planner.stages.search import plan_pipeline
+from planner.stages.wishes import StageWishes
+
+_FACTOR = 1.5
+_STARTS = 2
+"""Sites from which others are added."""
+_NUMBERED_BY, _EXCHANGED_BY = 0.5, 0.8
+"""Shares of the time limit after which no more numbers of sites are tried, and no more exchanges."""
+_AGAIN = 3
+"""Choices that are looked at again in what is left."""
+
+Sites = tuple[str, ...]
+Worth = tuple[float, float]
+"""By what share a step is over the budget, and its seconds or dollars: the smaller the better."""
+
+
+def sites_that_pay(
+    cluster: Cluster,
+    workload: Workload,
+    wishes: StageWishes | None = None,
+    *,
+    time_limit_s: float = 60.0,
+    report: Report | None = None,
+) -> Sites:
+    """The sites of the best pipeline, or plan for one site, that was found, in the cluster's order; all of them where none is
+    better with fewer. ``report``: told ("plan", seconds) of each that is better than those before. Raises PlacementError where
+    sites have unequal shares, of which none can be left out, and what ``plan_pipeline`` raises where nothing is possible."""
+    wishes = wishes or StageWishes()
+    wishes.check(cluster)
+    on_sites(cluster, workload, _named(cluster, range(cluster.sizes[0])))
+    search = _Search(cluster, workload, wishes, now_s(), time_limit_s, report or (lambda what, seconds: None))
+    return search.run()
+
+
+@dataclass
+class _Search:
+    cluster: Cluster
+    workload: Workload
+    wishes: StageWishes
+    begun_s: float
+    time_limit_s: float
+    report: Report
+    _worth: dict[Sites, Worth] = field(default_factory=dict)
+
+    def run(self) -> Sites:
+        """The best found; of an interrupted search the best so far."""
+        try:
+            self._search()
+        except KeyboardInterrupt:
+            if not self._worth:
+                raise
+        return self._best()
+
+    def _search(self) -> None:
+        every = _named(self.cluster, range(self.cluster.sizes[0]))
+        least = self.wishes.stages or 1
+        if least == 1:
+            self._keep_alone()
+        orders = list(_near_orders(self.cluster))
+        numbers = self._numbers(max(least, 2))
+        each_s = _NUMBERED_BY * self.time_limit_s / max(len(orders) * len(numbers), 1)
+        for number in numbers:
+            for order in orders:
+                self._try(_named(self.cluster, order[:number]), each_s)
+                if self._left_s(_NUMBERED_BY) < 0:
+                    break
+        if not self._worth:
+            # Says why not.
+            plan_pipeline(self.cluster, self.workload, self.wishes, time_limit_s=each_s)
+        best, improved = self._best(), True
+        while improved and self._left_s(1.0) > 0:
+            improved = False
+            for sites in _changed(best, every):
+                if (
+                    len(sites) >= max(least, 2)
+                    and self._left_s(1.0) > 0
+                    and self._try(sites, each_s / 2)
+                    and self._best() != best
+                ):
+                    best, improved = self._best(), True
+                    break
+        # Searches of a second or two say little of many sites.
+        for sites in sorted(self._worth, key=lambda sites: (self._worth[sites], sites))[:_AGAIN]:
+            if len(sites) > 1 and (left_s := self._left_s(1.0)) > 0:
+                self._try(sites, left_s / _AGAIN, again=True)
+
+    def _numbers(self, least: int) -> list[int]:
+        """Of sites, by factors up to all: the nearest that can share out the global batch."""
+        size, possible = self.cluster.sizes[0], []
+        for number in range(least, size + 1):
+            try:
+                on_sites(self.cluster, self.workload, _named(self.cluster, range(number)))
+            except HybridEPError:
+                continue
+            possible.append(number)
+        found, wanted = {size}, float(least)
+        while wanted < size and possible:
+            found.add(min(possible, key=lambda number: (abs(number - wanted), number)))
+            wanted = max(wanted + 1, wanted * _FACTOR)
+        return sorted(found)
+
+    def _best(self) -> Sites:
+        return min(self._worth, key=lambda sites: (self._worth[sites], sites))
+
+    def _keep_alone(self) -> None:
+        own = alone(self.cluster, self.workload, popularity=self.wishes.popularity, goal=self.wishes.goal)
+        if own is not None:
+            self._keep((own.cluster.site_name(0),), own)
+
+    def _try(self, sites: Sites, limit_s: float, *, again: bool = False) -> bool:
+        """Whether there is a plan for these sites that was not known."""
+        if sites in self._worth and not again:
+            return False
+        try:
+            cluster, workload = on_sites(self.cluster, self.workload, sites)
+            goal = self.wishes.goal if cluster.has_prices else StageWishes().goal
+            made = plan_pipeline(cluster, workload, replace(self.wishes, goal=goal), time_limit_s=min(limit_s, self._left_s(1.0)))
+        except HybridEPError:
+            return False
+        self._keep(sites, made)
+        return True
+
+    def _keep(self, sites: Sites, made: AnyPlan) -> None:
+        assert made.prediction is not None
+        usd, goal = made.prediction.cost or 0.0, self.wishes.goal
+        worth = goal.overdraft(usd), goal.value(made.prediction.expected_s, usd)
+        if all(worth < other for other in self._worth.values()):
+            self.report("plan", made.prediction.expected_s)
+        self._worth[sites] = min(worth, self._worth.get(sites, worth))
+
+    def _left_s(self, share: float) -> float:
+        return self.begun_s + share * self.time_limit_s - now_s()
+
+
+def _named(cluster: Cluster, sites: Iterator[int] | range | list[int]) -> Sites:
+    return tuple(cluster.site_name(site) for site in sorted(sites))
+
+
+def _near_orders(cluster: Cluster) -> Iterator[list[int]]:
+    """All sites, each the one that is nearest to one of those before, from the ends of the fastest links on."""
+    apart = way_s_per_byte(cluster)
+    both = np.maximum(apart, apart.T)
+    np.fill_diagonal(both, np.inf)
+    speed = np.array([gpu.throughput for gpu in cluster.site_gpus])
+    nearest, starts = both.min(axis=1), list[int]()
+    for site in np.lexsort((nearest, -speed)).tolist():
+        if len(starts) < _STARTS and all(both[site, other] > nearest[site] for other in starts):
+            starts.append(site)
+    for start in starts:
+        order, left = [start], set(range(len(both))) - {start}
+        while left:
+            order.append(min(left, key=lambda site: (both[site, order].min(), site)))
+            left.remove(order[-1])
+        yield order
+
+
+def _changed(sites: Sites, every: Sites) -> Iterator[Sites]:
+    """One site fewer, another in place of one, one more."""
+    mine, others = set(sites), [site for site in every if site not in sites]
+
+    def in_order(chosen: set[str]) -> Sites:
+        return tuple(site for site in every if site in chosen)
+
+    for one in sites if len(sites) > 1 else ():
+        yield in_order(mine - {one})
+    for one in sites:
+        for other in others:
+            yield in_order(mine - {one} | {other})
+    for other in others:
+        yield in_order(mine | {other})

@@ -1,0 +1,106 @@
+"""Which sites pay: against all subsets where those can be tried, and in cases that a person can tell."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from stage_cases import KINDS, layered_workload, sites_cluster
+
+from hybridep.config import build
+from hybridep.errors import HybridEPError, PlacementError, UserError
+from hybridep.plan import Objective
+from hybridep.shares import on_sites
+from hybridep.topology import Cluster
+from planner import Goal, StageWishes, alone, plan_pipeline, sites_that_pay
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def made(rates: list[str], throughput: str, **more: Any) -> Cluster:
+    data = {
+        "name": "sites",
+        "levels": [
+            {"name": "dc", "size": len(rates), "bandwidth": "1 Gbps", "latency": "1 ms"},
+            {"name": "gpu", "size": 1, "bandwidth": "100 Gbps", "latency": "0.01 ms"},
+        ],
+        "gpu": {"throughput": throughput, "memory": "80 GiB", "memory_bandwidth": "1 TB/s"},
+        "sites": [{"name": f"s{number}", "up": rate, "down": rate} for number, rate in enumerate(rates)],
+    }
+    return build(Cluster, data | more, "sites")
+
+
+def step_s(cluster: Cluster, sites: tuple[str, ...]) -> float:
+    """The step of the best that is known of these sites; infinite where nothing is."""
+    workload = layered_workload(4, micro_batch_size=6)
+    try:
+        one, work = on_sites(cluster, workload, sites)
+        found = alone(cluster, workload) if len(sites) == 1 else plan_pipeline(one, work, time_limit_s=2)
+    except HybridEPError:
+        return np.inf
+    assert found is not None and found.prediction is not None
+    return found.prediction.expected_s
+
+
+FEW = [(3, "access", "0.3 TFLOPS"), (3, "pairs", "1 TFLOPS"), (3, "even", "0.05 TFLOPS")]
+MORE = [(4, kind, throughput) for kind in KINDS for throughput in ("0.05 TFLOPS", "0.3 TFLOPS", "1 TFLOPS", "30 TFLOPS")]
+
+
+@pytest.mark.parametrize(("size", "kind", "throughput"), [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)])
+def test_no_other_sites_are_better(size: int, kind: str, throughput: str) -> None:
+    cluster = sites_cluster(np.random.default_rng(4), size, 1, kind, throughput=throughput)
+    names = tuple(f"s{site}" for site in range(size))
+    steps_s = {sites: step_s(cluster, sites) for number in range(1, size + 1) for sites in combinations(names, number)}
+    found = sites_that_pay(cluster, layered_workload(4, micro_batch_size=6), time_limit_s=5 * size)
+    assert steps_s[found] <= min(steps_s.values()) * 1.02
+
+
+def test_links_that_are_too_slow_for_what_there_is_to_compute() -> None:
+    workload = layered_workload(4, micro_batch_size=6)
+    assert len(sites_that_pay(made(["1 Mbps"] * 4, "30 TFLOPS"), workload, time_limit_s=5)) == 1
+    assert len(sites_that_pay(made(["100 Gbps"] * 4, "0.01 TFLOPS"), workload, time_limit_s=5)) == 4
+    # One that nobody can reach in time.
+    found = sites_that_pay(made(["100 Gbps", "0.1 Mbps", "100 Gbps"], "0.01 TFLOPS"), workload, time_limit_s=5)
+    assert found == ("s0", "s2")
+    # Where one site has no room, two may.
+    small = made(["1 Mbps"] * 4, "30 TFLOPS").gpu.model_copy(update={"memory": 6e7})
+    tight = made(["1 Mbps"] * 4, "30 TFLOPS").model_copy(update={"gpu": small})
+    assert alone(tight, workload) is None
+    assert len(sites_that_pay(tight, workload, time_limit_s=5)) >= 2
+
+
+def test_the_cheapest_sites_are_few() -> None:
+    prices = {"gpu": {"throughput": "0.01 TFLOPS", "memory": "80 GiB", "memory_bandwidth": "1 TB/s", "price": "2 $/h"}}
+    cluster, workload = made(["10 Gbps"] * 4, "0.01 TFLOPS", **prices), layered_workload(4, micro_batch_size=6)
+    goal = Goal(objective=Objective.DOLLARS)
+    one = alone(cluster, workload, goal=goal)
+    assert one is not None and one.prediction is not None and one.prediction.cost is not None
+    cheapest = sites_that_pay(cluster, workload, StageWishes(goal=goal), time_limit_s=5)
+    # Bubbles are paid for: what computes all the time by itself costs least.
+    assert len(cheapest) == 1 < len(sites_that_pay(cluster, workload, time_limit_s=5))
+
+
+def test_as_many_stages_as_are_asked_for_need_as_many_sites() -> None:
+    cluster, workload = made(["1 Mbps"] * 4, "30 TFLOPS"), layered_workload(4, micro_batch_size=6)
+    assert len(sites_that_pay(cluster, workload, StageWishes(stages=3), time_limit_s=5)) >= 3
+
+
+def test_what_sites_cannot_share_is_an_error() -> None:
+    cluster, workload = made(["1 Gbps"] * 4, "30 TFLOPS"), layered_workload(4)
+    uneven = cluster.sites[0].model_copy(update={"tokens": 2.0})
+    with pytest.raises(PlacementError, match="of which none can be left out"):
+        sites_that_pay(cluster.model_copy(update={"sites": (uneven, *cluster.sites[1:])}), workload)
+    with pytest.raises(UserError, match="nothing has a price"):
+        sites_that_pay(cluster, workload, StageWishes(goal=Goal(budget_usd=1.0)))
+
+
+def test_an_interrupted_search_returns_the_best_so_far() -> None:
+    cluster, workload = made(["1 Mbps"] * 4, "30 TFLOPS"), layered_workload(4, micro_batch_size=6)
+
+    def interrupt(what: str, seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sites_that_pay(cluster, workload, report=interrupt)
