@@ -1,4 +1,5 @@
-"""Plans in pipeline stages against plans without, and against stages in the cluster's order, on measured links between sites.
+"""Plans in pipeline stages against plans without, stages in the cluster's order, and one site alone, on measured links between
+sites; and pipelines for the sites that pay.
 
     .venv/bin/python experiments/stages/run.py [--smoke] [--cluster gcp.csv]
 
@@ -21,13 +22,13 @@ import yaml
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.commands.plan_choice import planned
-from hybridep.commands.stage_choice import in_stages
+from hybridep.commands.stage_choice import in_stages, on_sites_that_pay
 from hybridep.config import write_text
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import memory_use
+from planner import alone, memory_use
 from planner.stages.costs import costed, pipeline_wan_bytes
 from simulator.errors import PipelineError
 from simulator.pipeline import fastest_pipeline, simulate_pipeline
@@ -35,10 +36,12 @@ from simulator.step import simulate_step
 
 HERE = Path(__file__).resolve().parent
 WITHOUT, IN_ORDER, PLANNED = "without stages", "stages in order", "planned stages"
+ALONE, FEWER = "one site alone", "sites that pay"
 COLUMNS = (
     "cluster",
     "model",
     "way",
+    "sites",
     "stages",
     "micro_batches",
     "ahead",
@@ -66,12 +69,16 @@ def main(more: tuple[str, ...], results: Path, smoke: bool) -> None:
                 rows.append(row)
                 _write(path, rows)
     write_text(path.with_suffix(".json"), json.dumps(provenance(), indent=1))
-    slower = [row for row in rows if float(row["simulated_s"]) < 0.999 * float(_of(rows, row, PLANNED)["simulated_s"])]
+    of_all = {PLANNED: (WITHOUT, IN_ORDER), FEWER: (WITHOUT, IN_ORDER, PLANNED, ALONE)}
+    slower = []
     for row in rows:
-        if row["way"] == PLANNED:
-            others = {way: float(_of(rows, row, way)["simulated_s"]) / float(row["simulated_s"]) for way in (WITHOUT, IN_ORDER)}
+        if row["way"] in of_all:
+            simulated_s = float(row["simulated_s"])
+            others = {way: float(_of(rows, row, way)["simulated_s"]) / simulated_s for way in of_all[row["way"]]}
+            slower += [way for way, factor in others.items() if factor < 0.999]
             told = ", ".join(f"{way} x {factor:.2f}" for way, factor in others.items())
-            print(f"{row['cluster']}, {row['model']}: {row['stages']} stages {row['simulated_s']} s; {told}")
+            where = f"{row['cluster']}, {row['model']}, {row['way']}"
+            print(f"{where}: {row['sites']} sites, {row['stages']} stages {row['simulated_s']} s; {told}")
     sys.exit(0 if smoke else int(bool(slower)))
 
 
@@ -79,10 +86,12 @@ def rows_of(name: str, model: str, config: dict[str, Any], known: list[dict[str,
     """One for each way that is not known yet."""
     cluster, workload = cluster_and_workload(name, model, config["overrides"])
     limit_s = config["time_limit_s"]
-    ways: dict[str, Callable[[], AnyPlan]] = {
+    ways: dict[str, Callable[[], AnyPlan | None]] = {
         WITHOUT: lambda: planned(cluster, workload, time_limit_s=limit_s),
         IN_ORDER: lambda: _in_order(cluster, workload),
         PLANNED: lambda: in_stages(cluster, workload, time_limit_s=limit_s).plan,
+        ALONE: lambda: alone(cluster, workload),
+        FEWER: lambda: _with_fewer(cluster, workload, limit_s),
     }
     case = {"cluster": Path(name).stem, "model": model}
     for way, make in ways.items():
@@ -94,10 +103,20 @@ def rows_of(name: str, model: str, config: dict[str, Any], known: list[dict[str,
         except PipelineError as error:
             print(f"{name}, {model}, {way}: {error}", file=sys.stderr)
             continue
+        if made is None:
+            continue
         cpu_s = time.process_time() - began_s
         row = {**case, "way": way, **_figures(made), "cpu_s": f"{cpu_s:.1f}"}
         print(row, flush=True)
         yield row
+
+
+def _with_fewer(cluster: Cluster, workload: Workload, limit_s: float) -> AnyPlan:
+    """For the sites that pay, in stages where those are several, all within the limit."""
+    some, work = on_sites_that_pay(cluster, workload, time_limit_s=limit_s / 2)
+    if some.sizes[0] == 1:
+        return planned(some, work, time_limit_s=limit_s / 2)
+    return in_stages(some, work, time_limit_s=limit_s / 2).plan
 
 
 def _in_order(cluster: Cluster, workload: Workload) -> PipelinePlan:
@@ -117,6 +136,7 @@ def _figures(made: AnyPlan) -> dict[str, Any]:
         wan, memory = made.prediction.wan_bytes, memory_use(made).fullest_bytes
         shape = {"stages": 1, "micro_batches": made.workload.training.micro_batches, "ahead": 0}
     return {
+        "sites": made.cluster.sizes[0],
         **shape,
         "expected_s": f"{times[0]:.4g}",
         "simulated_s": f"{times[1]:.4g}",

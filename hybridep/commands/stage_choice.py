@@ -61,6 +61,20 @@ def in_stages(
     return best_simulated(made[: most_simulated(made[0], time_limit_s)], wishes.goal, until_s=ends_s(started_s, time_limit_s))
 
 
+def on_sites_that_pay(
+    cluster: Cluster, workload: Workload, wishes: StageWishes | None = None, *, time_limit_s: float = 60.0, shown: bool = False
+) -> tuple[Cluster, Workload]:
+    """What ``hybridep plan --fewer-sites`` plans for: the sites that pay, and the same training there; all of them where all do.
+    Raises what the planner raises."""
+    from hybridep.commands.plan_progress import PlanProgress
+    from hybridep.shares import on_sites
+    from planner import sites_that_pay
+
+    with PlanProgress() if shown else nullcontext() as progress:
+        sites = sites_that_pay(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
+    return on_sites(cluster, workload, sites) if len(sites) < cluster.sizes[0] else (cluster, workload)
+
+
 def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:
     """As many as simulations' share of the limit has time for, two at least. A count, because what a deadline cuts off differs
     from run to run."""

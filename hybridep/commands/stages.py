@@ -44,14 +44,18 @@ def write_in_stages(
     from hybridep.commands import plan_text
     from hybridep.commands.codecs import lossy_codecs
     from hybridep.commands.plan_choice import planned
-    from hybridep.commands.stage_choice import in_stages
+    from hybridep.commands.stage_choice import in_stages, on_sites_that_pay
     from hybridep.pipeline import codecs_inside
 
     wishes, goal = replace(wishes, stages=_read_stages(text)), wishes.goal
     left_out: list[str] = []
     if fewer:
         began_s = time.monotonic()
-        cluster, workload, left_out = _with_fewer(cluster, workload, wishes, _FEWER_SHARE * time_limit_s)
+        every = _names(cluster)
+        cluster, workload = on_sites_that_pay(cluster, workload, wishes, time_limit_s=_FEWER_SHARE * time_limit_s, shown=True)
+        left_out = [name for name in every if name not in _names(cluster)]
+        if left_out:
+            note(f"hybridep plan: for {plan_text.few(_names(cluster))}; without {plan_text.few(left_out)}")
         time_limit_s -= min(time.monotonic() - began_s, _FEWER_SHARE * time_limit_s)
     alone = None if wishes.constraints else planner.alone(cluster, workload, popularity=wishes.popularity, goal=goal)
 
@@ -108,22 +112,8 @@ def write_in_stages(
             click.echo(f"{alone.cluster.site_name(0)} alone is better: the other sites do not pay {plan_text.FEWER}")
 
 
-def _with_fewer(
-    cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float
-) -> tuple[Cluster, Workload, list[str]]:
-    """The sites that pay, what they train, and the names of the others."""
-    import planner
-    from hybridep.commands.plan_progress import PlanProgress
-    from hybridep.commands.plan_text import few
-    from hybridep.shares import on_sites
-
-    with PlanProgress() as progress:
-        sites = planner.sites_that_pay(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
-    left_out = [name for site in range(cluster.sizes[0]) if (name := cluster.site_name(site)) not in sites]
-    if left_out:
-        note(f"hybridep plan: for {few(list(sites))}; without {few(left_out)}")
-        cluster, workload = on_sites(cluster, workload, sites)
-    return cluster, workload, left_out
+def _names(cluster: Cluster) -> list[str]:
+    return [cluster.site_name(site) for site in range(cluster.sizes[0])]
 
 
 def _expected_s(plan: Plan | None) -> float | None:

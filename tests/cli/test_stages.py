@@ -150,6 +150,35 @@ def test_what_does_not_go_with_stages(inputs: Inputs, call: Call, options: tuple
     assert len(result.err.strip().splitlines()) <= 2
 
 
+def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
+    path, told = in_stages(inputs, call, "--stages", "auto")
+    assert "dc0 alone is better" in told.out and "--fewer-sites" in told.out and "dc0 alone: " in told.out
+    shown = call("plan", inputs.folder / "slow.yaml", inputs.workload, "-o", path)
+    assert "dc0 alone is faster" in shown.out and "--fewer-sites" in shown.out
+    path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json")
+    assert result.code == 0, result.err
+    assert result.json["left_out"] == ["dc1"] and "for dc0; without dc1" in result.err
+    plan = load_plan(path)
+    assert plan.cluster.sizes[0] == 1 and plan.workload.training.micro_batches == 2 and result.json["wan_bytes"] == 0
+    simulated = call("simulate", path, "--json")
+    assert simulated.code == 0 and simulated.json["step_s"] == pytest.approx(result.json["expected_s"], rel=0.05)
+    # Much to compute and fast links: all sites pay, and nothing is said.
+    busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
+    path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", cluster=busy)
+    assert result.code == 0 and "alone is" not in result.out and "without dc" not in result.err
+    path.unlink()
+    for options, words in (
+        (("--fewer-sites",), "--fewer-sites: give --stages, too"),
+        (
+            ("--fewer-sites", "--stages", "2", "--constraints", str(inputs.write("none.yaml", "rules: []\n"))),
+            "--fewer-sites: not with --constraints",
+        ),
+        (("--fewer-sites", "--stages", "3"), "3 stages for 2 sites"),
+    ):
+        path, result = in_stages(inputs, call, *options)
+        assert result.code in (2, 3) and words in result.err and not path.exists()
+
+
 def test_simulations_of_stages_say_what_they_cannot(inputs: Inputs, call: Call) -> None:
     path, _ = in_stages(inputs, call, "--stages", "2")
     result = call("simulate", path, "--fabric", "ring-100g")
@@ -200,6 +229,15 @@ def test_a_run_in_stages_and_resuming_without(inputs: Inputs, call: Call) -> Non
     made = shell("train", inputs.run, "--local", "--json", *parts, "--set", "steps=1", "--set", "plan=stages")
     assert made.code == 0 and made.json["losses"] == pytest.approx(plain.json["losses"][:1], rel=1e-5)
     assert isinstance(load_any_plan(inputs.folder / "parts" / "plan.yaml"), PipelinePlan)
+    fewer = inputs.folder / "fewer.yaml"
+    assert call("plan", inputs.cluster, inputs.workload, "-o", fewer, "--stages", "auto", "--fewer-sites").code == 0
+    assert load_any_plan(fewer).cluster.num_gpus == 1
+    less = ("--set", f"output={inputs.folder / 'fewer'}")
+    one = shell("train", inputs.run, "--local", "--json", *less, "--set", "steps=2", "--set", f"plan={fewer}")
+    assert one.code == 0, one.err
+    assert one.json["losses"] == pytest.approx(plain.json["losses"][:2], rel=1e-5)
+    both = shell("train", inputs.run, "--local", "--json", *less, "--set", "plan=ep", "--resume")
+    assert both.code == 0 and both.json["losses"] == pytest.approx(plain.json["losses"][2:], rel=1e-4)
     lost = shell(
         "train",
         inputs.run,

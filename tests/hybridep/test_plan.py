@@ -4,6 +4,7 @@ from hybridep.codecs import EXACT, Codecs, TokenCodec
 from hybridep.config import build
 from hybridep.errors import ConfigError, PlanMismatchError
 from hybridep.plan import LayerGroup, Plan, Residency, load_plan
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
@@ -72,6 +73,21 @@ def test_another_cluster_or_model_is_named(tmp_path):
         load_plan(tmp_path / "plan.yaml", cluster=cluster(levels=levels))
     with pytest.raises(PlanMismatchError, match=r"workload\.model\.top_k: plan has 2, here it is 4"):
         load_plan(tmp_path / "plan.yaml", workload=workload(model=MODEL | {"top_k": 4}))
+
+
+def test_a_plan_for_some_of_the_sites_is_for_the_cluster_that_has_them(tmp_path):
+    named = [{"name": name} for name in ("a", "b", "c", "d")]
+    every, path = cluster(sites=named), tmp_path / "plan.yaml"
+    some, work = on_sites(every, workload(), ["b", "d"])
+    group = LayerGroup(first_layer=0, num_layers=3, domains={"dc": 2}, migration={})
+    Plan(cluster=some, workload=work, layers=(group,)).save(path)
+    assert load_plan(path, cluster=every, workload=workload()).cluster == some
+    with pytest.raises(PlanMismatchError, match=r"training\.micro_batches: plan has 2, here it is 4"):
+        load_plan(path, cluster=every, workload=workload(training=WORKLOAD["training"] | {"micro_batches": 2}))
+    with pytest.raises(PlanMismatchError, match=r"model\.top_k: plan has 2, here it is 4"):
+        load_plan(path, cluster=every, workload=workload(model=MODEL | {"top_k": 4}))
+    with pytest.raises(PlanMismatchError, match=r"cluster\.levels\.0\.size|cluster\.sites"):
+        load_plan(path, cluster=cluster(sites=[*named[:3], {"name": "e"}]), workload=workload())
 
 
 @pytest.mark.parametrize(

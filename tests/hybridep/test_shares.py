@@ -7,7 +7,7 @@ import pytest
 
 from hybridep.config import build
 from hybridep.errors import PlacementError
-from hybridep.shares import first_sequence, site_sequences, site_shares
+from hybridep.shares import first_sequence, on_sites, site_sequences, site_shares
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
@@ -69,3 +69,25 @@ def test_a_site_without_a_sequence_is_an_error_with_its_knobs() -> None:
         PlacementError, match=r"sites\.s1\.tokens: 0\.1 is 0\.36 sequences per rank.*micro_batch_size \(2, the mean\)"
     ):
         site_sequences(*inputs([1.0, 0.1], 2))
+
+
+def test_some_of_the_sites_share_out_the_same_batch(rng: np.random.Generator) -> None:
+    tried = 0
+    for _ in range(200):
+        sites, micro_batch_size, inside = (int(rng.integers(low, high)) for low, high in ((2, 7), (1, 9), (1, 4)))
+        cluster, workload = inputs([None] * sites, micro_batch_size, inside)
+        kept = [f"s{site}" for site in rng.permutation(sites)[: int(rng.integers(1, sites + 1))]]
+        batch = micro_batch_size * sites * inside
+        if batch % (len(kept) * inside):
+            with pytest.raises(PlacementError, match=f"{len(kept) * inside} ranks of c cannot share {batch} sequences"):
+                on_sites(cluster, workload, kept)
+            continue
+        one, work = on_sites(cluster, workload, kept)
+        training, tried = work.training, tried + 1
+        assert [one.site_name(site) for site in range(one.sizes[0])] == sorted(kept)
+        assert training.micro_batch_size * training.micro_batches * one.num_gpus == batch
+        assert training.micro_batch_size <= micro_batch_size
+        assert training.sequence_length == workload.training.sequence_length and work.model == workload.model
+    assert tried > 50
+    with pytest.raises(PlacementError, match="of which none can be left out"):
+        on_sites(*inputs([2.0, None], 2), ["s0"])

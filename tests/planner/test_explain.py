@@ -9,7 +9,9 @@ import pytest
 from planner_cases import make_cluster, make_workload, mixing_case
 
 import planner
+from hybridep.config import build
 from hybridep.plan import Plan
+from hybridep.topology import Cluster
 from planner.cost import step_cost
 
 
@@ -103,3 +105,23 @@ def test_summary_of_layers_that_differ_lists_groups() -> None:
     mixed = Plan.model_validate(data)
     assert [entry["num_layers"] for entry in planner.summary(mixed)["domains"]] == [1, 2]
     assert "same in all layers" in {other.name for other in planner.explain(mixed).neighbours}
+
+
+def test_one_site_alone_is_shown_with_the_whole_batch(plan: Plan) -> None:
+    found = planner.explain(plan).alone
+    assert found is not None and found.name.endswith(" alone") and found.wan_bytes == 0 and found.fits
+    own = planner.alone(plan.cluster, plan.workload)
+    assert own is not None and own.prediction is not None and found.step_s == own.prediction.step
+    training = plan.workload.training
+    batch = training.micro_batch_size * training.micro_batches * plan.cluster.num_gpus
+    assert own.workload.training.micro_batch_size * own.workload.training.micro_batches * own.cluster.num_gpus == batch
+    assert own.cluster.sizes[0] == 1 and planner.alone(own.cluster, own.workload) is None
+    nowhere = build(
+        planner.Constraints, {"rules": [{"name": "a", "kind": "forbid", "sites": [plan.cluster.site_name(0)]}]}, "rules"
+    )
+    assert planner.explain(plan, nowhere).alone is None
+    # The fastest GPUs count.
+    sites = [{"name": "slow", "gpu": {"throughput": "1 GFLOPS"}}, {"name": "fast"}, *({"name": name} for name in "cd")]
+    uneven = plan.cluster.model_dump(mode="json") | {"sites": sites[: plan.cluster.sizes[0]]}
+    best = planner.alone(build(Cluster, uneven, "c"), plan.workload)
+    assert best is not None and best.cluster.site_name(0) == "fast"
