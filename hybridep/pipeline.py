@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,6 @@ from pydantic import Field, model_validator
 from hybridep.codecs import EXACT, Codecs, Speed, TokenCodec, Wire
 from hybridep.config import Strict, apply_override, build, key_lines, read_yaml, write_yaml
 from hybridep.errors import ConfigError
-from hybridep.gpus import Gpu, SiteGpu
 from hybridep.placement import IntArray
 from hybridep.plan import (
     SCHEMA_VERSION,
@@ -34,7 +33,7 @@ from hybridep.plan import (
     load_plan,
     require_same,
 )
-from hybridep.topology import Cluster, only_sites
+from hybridep.topology import Cluster, by_themselves
 from hybridep.traffic import FloatArray, add_between_sites, link_bytes, step_traffic
 from hybridep.workload import Model, Workload
 
@@ -127,7 +126,7 @@ class PipelinePlan(Strict):
             )
             shares = of_stage(self.popularity, workload)
             data = {
-                "cluster": stage_cluster(self.cluster, stage.sites),
+                "cluster": by_themselves(self.cluster, stage.sites),
                 "workload": workload,
                 "layers": stage.layers,
                 "popularity": shares,
@@ -288,39 +287,6 @@ def between_link_bytes(plan: PipelinePlan) -> FloatArray:
     if cluster.links or cluster.trunks:
         add_between_sites(cluster, loads, between)
     return loads
-
-
-def stage_cluster(cluster: Cluster, sites: Collection[str]) -> Cluster:
-    """A stage's sites by themselves. Where ranks share processors (``Gpu.sharing``), as if no other stage computed: all figures
-    are those of ranks while all of them compute, and in a stage fewer do."""
-    found = only_sites(cluster, sites)
-    sharing = max(1.0, cluster.gpu.sharing * found.num_gpus / cluster.num_gpus)
-    faster = cluster.gpu.sharing / sharing
-    if faster == 1:
-        return found
-    gpu = found.gpu.model_copy(update={"sharing": sharing, **_faster(found.gpu, faster)})
-    own = tuple(
-        site if site.gpu is None else site.model_copy(update={"gpu": site.gpu.model_copy(update=_faster(site.gpu, faster))})
-        for site in found.sites
-    )
-    return found.model_copy(update={"gpu": gpu, "sites": own})
-
-
-_RATES, _TIMES = (
-    ("throughput", "expert_throughput", "memory_bandwidth"),
-    (
-        "block_overhead",
-        "expert_overhead",
-        "pass_overhead",
-        "message_overhead",
-    ),
-)
-
-
-def _faster(gpu: Gpu | SiteGpu, times: float) -> dict[str, float]:
-    """What changes when a rank has so many times the processor time; jitter and coding are taken to stay."""
-    rates = {name: value * times for name in _RATES if (value := getattr(gpu, name)) is not None}
-    return rates | {name: value / times for name in _TIMES if (value := getattr(gpu, name, None)) is not None}
 
 
 def alike(plan: Plan) -> str:

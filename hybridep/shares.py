@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridep.errors import PlacementError
-from hybridep.topology import Cluster, only_sites
+from hybridep.topology import Cluster, by_themselves
 from hybridep.workload import Workload
 
 
@@ -47,7 +47,7 @@ def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tu
     large. Raises PlacementError where they cannot, in whole sequences, or where sites have unequal shares."""
     if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
         raise PlacementError(f"{cluster.name}: its sites have shares of tokens or experts, of which none can be left out")
-    found, training = only_sites(cluster, sites), workload.training
+    found, training = by_themselves(cluster, sites), workload.training
     batch = training.micro_batch_size * training.micro_batches * cluster.num_gpus
     each, rest = divmod(batch, found.num_gpus)
     if rest or not each:

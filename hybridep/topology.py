@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ModelWrapValidatorHandler, model_validator
 from scipy.sparse import csr_array
 
-from hybridep.gpus import Gpu
+from hybridep.gpus import Gpu, SiteGpu
 from hybridep.pods import expanded
 from hybridep.sites import ClusterFile, Level, PairLink, Site
 
@@ -328,6 +328,39 @@ def only_sites(cluster: Cluster, sites: Collection[str]) -> Cluster:
         links=tuple(link for link in cluster.links if link.src in kept and link.dst in kept),
         trunks=tuple(trunks),
     )
+
+
+def by_themselves(cluster: Cluster, sites: Collection[str]) -> Cluster:
+    """These sites of a cluster, as if no others computed: where ranks share processors (``Gpu.sharing``) all figures are those of
+    ranks while all of them compute, and now fewer do."""
+    found = only_sites(cluster, sites)
+    sharing = max(1.0, cluster.gpu.sharing * found.num_gpus / cluster.num_gpus)
+    faster = cluster.gpu.sharing / sharing
+    if faster == 1:
+        return found
+    gpu = found.gpu.model_copy(update={"sharing": sharing, **_faster(found.gpu, faster)})
+    own = tuple(
+        site if site.gpu is None else site.model_copy(update={"gpu": site.gpu.model_copy(update=_faster(site.gpu, faster))})
+        for site in found.sites
+    )
+    return found.model_copy(update={"gpu": gpu, "sites": own})
+
+
+_RATES, _TIMES = (
+    ("throughput", "expert_throughput", "memory_bandwidth"),
+    (
+        "block_overhead",
+        "expert_overhead",
+        "pass_overhead",
+        "message_overhead",
+    ),
+)
+
+
+def _faster(gpu: Gpu | SiteGpu, times: float) -> dict[str, float]:
+    """What changes when a rank has so many times the processor time; jitter and coding are taken to stay."""
+    rates = {name: value * times for name in _RATES if (value := getattr(gpu, name)) is not None}
+    return rates | {name: value / times for name in _TIMES if (value := getattr(gpu, name, None)) is not None}
 
 
 def cluster_data(cluster: Cluster) -> dict[str, Any]:

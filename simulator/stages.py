@@ -15,10 +15,11 @@ import numpy as np
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
 from hybridep.errors import ConfigError
-from hybridep.pipeline import PipelinePlan, StagePlan, alike, stage_cluster, stage_workload
+from hybridep.pipeline import PipelinePlan, StagePlan, alike, stage_workload
 from hybridep.placement import IntArray
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
+from hybridep.topology import by_themselves
 from hybridep.traffic import FloatArray, split_sizes
 from hybridep.workload import Workload
 from simulator.conditions import Conditions
@@ -86,7 +87,7 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> PipelinePlan:
                 num_sites=per_stage,
                 micro_batches=workload.training.micro_batches * stages,
             )
-            group = baseline_group(stage_cluster(cluster, members), part, inside)
+            group = baseline_group(by_themselves(cluster, members), part, inside)
             made.append(StagePlan(sites=tuple(members), num_layers=layers, layers=(group,)))
             first += layers
         data = {

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 CANDIDATES = 8
 """Pipelines among which a simulation chooses."""
+CHOOSING = 1 / 3
+"""Share of the time limit in which it is found which sites pay."""
 SECONDS_PER_PASS = 1.5e-5
 """What simulating one takes, about, for each rank, layer and micro-batch: 1.0e-5 to 1.6e-5 were measured between 27 and 60
 regions."""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from planner import Goal, StageWishes
 
 AUTO = "auto"
-_SHARE, _FEWER_SHARE = 0.5, 0.5
-"""Of the time limit, for a plan without stages, and before both for which sites pay."""
+_SHARE = 0.5
+"""Of the time limit, for a plan without stages."""
 
 
 def write_in_stages(
@@ -44,7 +44,7 @@ def write_in_stages(
     from hybridep.commands import plan_text
     from hybridep.commands.codecs import lossy_codecs
     from hybridep.commands.plan_choice import planned
-    from hybridep.commands.stage_choice import in_stages, on_sites_that_pay
+    from hybridep.commands.stage_choice import CHOOSING, in_stages, on_sites_that_pay
     from hybridep.pipeline import codecs_inside
 
     wishes, goal = replace(wishes, stages=_read_stages(text)), wishes.goal
@@ -52,11 +52,11 @@ def write_in_stages(
     if fewer:
         began_s = time.monotonic()
         every = _names(cluster)
-        cluster, workload = on_sites_that_pay(cluster, workload, wishes, time_limit_s=_FEWER_SHARE * time_limit_s, shown=True)
+        cluster, workload = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * time_limit_s, shown=True)
         left_out = [name for name in every if name not in _names(cluster)]
         if left_out:
             note(f"hybridep plan: for {plan_text.few(_names(cluster))}; without {plan_text.few(left_out)}")
-        time_limit_s -= min(time.monotonic() - began_s, _FEWER_SHARE * time_limit_s)
+        time_limit_s -= min(time.monotonic() - began_s, CHOOSING * time_limit_s)
     alone = None if wishes.constraints else planner.alone(cluster, workload, popularity=wishes.popularity, goal=goal)
 
     def staged(limit_s: float) -> StageChoice:

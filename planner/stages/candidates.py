@@ -16,11 +16,10 @@ from hybridep.pipeline import (
     codecs_inside,
     of_stage,
     possible_micro_batches,
-    stage_cluster,
     stage_workload,
 )
 from hybridep.plan import LayerGroup, Objective, Plan, Schedule
-from hybridep.topology import Cluster
+from hybridep.topology import Cluster, by_themselves
 from hybridep.units import format_bytes
 from hybridep.workload import Workload
 from planner.evaluate import MOST_RANKS
@@ -232,7 +231,7 @@ class Candidates:
     def _stage(self, group: Sequence[int], place: tuple[int, int, int], micro_batches: int) -> Plan:
         """Number, first layer and layers of a stage, with every token at its experts' homes."""
         number, first_layer, num_layers = place
-        sites = stage_cluster(self.cluster, [self.cluster.site_name(site) for site in group])
+        sites = by_themselves(self.cluster, [self.cluster.site_name(site) for site in group])
         workload = stage_workload(
             self.workload,
             self.cluster,

@@ -31,6 +31,9 @@ _NUMBERED_BY, _EXCHANGED_BY = 0.5, 0.8
 """Shares of the time limit after which no more numbers of sites are tried, and no more exchanges."""
 _AGAIN = 3
 """Choices that are looked at again in what is left."""
+_SAVES = 0.1
+"""Share of a step, or its price, that leaving sites out must save: the more sites, the farther short searches are from what long
+ones find."""
 
 Sites = tuple[str, ...]
 Worth = tuple[float, float]
@@ -72,7 +75,12 @@ class _Search:
         except KeyboardInterrupt:
             if not self._worth:
                 raise
-        return self._best()
+        best, every = self._best(), _named(self.cluster, range(self.cluster.sizes[0]))
+        if every in self._worth:
+            (over, value), (others_over, others_value) = self._worth[every], self._worth[best]
+            if over <= others_over and value * (1 - _SAVES) <= others_value:
+                return every
+        return best
 
     def _search(self) -> None:
         every = _named(self.cluster, range(self.cluster.sizes[0]))
@@ -91,15 +99,12 @@ class _Search:
             # Says why not.
             plan_pipeline(self.cluster, self.workload, self.wishes, time_limit_s=each_s)
         best, improved = self._best(), True
-        while improved and self._left_s(1.0) > 0:
+        while improved and self._left_s(_EXCHANGED_BY) > 0:
             improved = False
             for sites in _changed(best, every):
-                if (
-                    len(sites) >= max(least, 2)
-                    and self._left_s(1.0) > 0
-                    and self._try(sites, each_s / 2)
-                    and self._best() != best
-                ):
+                if self._left_s(_EXCHANGED_BY) < 0:
+                    break
+                if len(sites) >= max(least, 2) and self._try(sites, each_s / 2) and self._best() != best:
                     best, improved = self._best(), True
                     break
         # Searches of a second or two say little of many sites.

@@ -12,10 +12,10 @@ from glob import escape
 import numpy as np
 
 from hybridep.errors import InfeasibleError
-from hybridep.pipeline import PipelinePlan, stage_cluster
+from hybridep.pipeline import PipelinePlan
 from hybridep.plan import LayerGroup
 from hybridep.serving import serving_groups
-from hybridep.topology import Cluster
+from hybridep.topology import Cluster, by_themselves
 from planner.constraints import BoolArray, Constraints, Kind, Permissions, Rule, permissions, require_possible, rule_sites
 from planner.sites.grouping import Groups
 
@@ -77,7 +77,7 @@ class StageRules:
         rules = self._of(group)[0]
         assert rules is not None
         try:
-            require_possible(stage_cluster(self.cluster, names), self.num_experts, rules)
+            require_possible(by_themselves(self.cluster, names), self.num_experts, rules)
         except InfeasibleError as error:
             return f"in a stage of {', '.join(names)}, {error}"
         raise ValueError("these sites may be a stage")
@@ -150,7 +150,7 @@ class StageRules:
                 made.append(rule.model_copy(update={"sites": chosen}))
         if not made:
             return None, None
-        allowed = permissions(stage_cluster(self.cluster, names), self.num_experts, tuple(made))
+        allowed = permissions(by_themselves(self.cluster, names), self.num_experts, tuple(made))
         if allowed.serve.all() and allowed.hold.all():
             return None, None
         return Constraints(rules=tuple(made)), allowed

@@ -54,7 +54,8 @@ def test_no_other_sites_are_better(size: int, kind: str, throughput: str) -> Non
     names = tuple(f"s{site}" for site in range(size))
     steps_s = {sites: step_s(cluster, sites) for number in range(1, size + 1) for sites in combinations(names, number)}
     found = sites_that_pay(cluster, layered_workload(4, micro_batch_size=6), time_limit_s=5 * size)
-    assert steps_s[found] <= min(steps_s.values()) * 1.02
+    # Sites are left out where that saves a tenth.
+    assert steps_s[found] <= min(steps_s.values()) * (1.02 if found != names else 1.12)
 
 
 def test_links_that_are_too_slow_for_what_there_is_to_compute() -> None:
@@ -73,12 +74,12 @@ def test_links_that_are_too_slow_for_what_there_is_to_compute() -> None:
 
 def test_the_cheapest_sites_are_few() -> None:
     prices = {"gpu": {"throughput": "0.01 TFLOPS", "memory": "80 GiB", "memory_bandwidth": "1 TB/s", "price": "2 $/h"}}
-    cluster, workload = made(["10 Gbps"] * 4, "0.01 TFLOPS", **prices), layered_workload(4, micro_batch_size=6)
+    cluster, workload = made(["20 Mbps"] * 4, "0.01 TFLOPS", **prices), layered_workload(4, micro_batch_size=6)
     goal = Goal(objective=Objective.DOLLARS)
     one = alone(cluster, workload, goal=goal)
     assert one is not None and one.prediction is not None and one.prediction.cost is not None
     cheapest = sites_that_pay(cluster, workload, StageWishes(goal=goal), time_limit_s=5)
-    # Bubbles are paid for: what computes all the time by itself costs least.
+    # Ranks that wait are paid for: one that computes all the time by itself costs least, though several are faster.
     assert len(cheapest) == 1 < len(sites_that_pay(cluster, workload, time_limit_s=5))
 
 
