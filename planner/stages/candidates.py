@@ -92,21 +92,34 @@ class Candidates:
         if not left:
             layers = self.workload.model.num_moe_layers
             self.why = f"{min(numbers, default=2)} stages for {self.cluster.sizes[0]} sites and {layers} layers with experts"
-        while left and (not found or left_s() > 0):
-            near = left
-            if len(tried) >= _FAR_APART:
-                best = len(min(found, key=lambda one: one.least).plan.stages)
-                least = max([number for number in tried if number < best], default=0)
-                most = min([number for number in tried if number > best], default=math.inf)
-                near = [number for number in left if least < number < most] or left
-            number = _farthest(near, tried)
-            left.remove(number)
+        begun: dict[int, Iterator[Candidate]] = {}
+        while (left or begun) and (not found or left_s() > 0):
+            if left and len(tried) < _FAR_APART:
+                # One each says which of them is worth more.
+                number = _farthest(left, tried)
+                candidates = self._of_number(number)
+                left.remove(number)
+                if (first := next(candidates, None)) is not None:
+                    begun[number] = candidates
+                    found.append(first)
+                    tried.append(number)
+                continue
+            by_worth = [len(one.plan.stages) for one in sorted(found, key=lambda one: one.least)]
+            least = max([number for number in tried if number < by_worth[0]], default=0)
+            most = min([number for number in tried if number > by_worth[0]], default=math.inf)
+            between = [number for number in left if least < number < most]
+            unfinished = [number for number in by_worth if number in begun]
+            if unfinished and (unfinished[0] == by_worth[0] or not between):
+                number = unfinished[0]
+            else:
+                number = _farthest(between or left, tried)
+                left.remove(number)
             before = len(found)
-            for candidate in self._of_number(number):
+            for candidate in begun.pop(number, None) or self._of_number(number):
                 found.append(candidate)
                 if left_s() < 0:
                     break
-            if len(found) > before:
+            if len(found) > before and number not in tried:
                 tried.append(number)
         return found
 

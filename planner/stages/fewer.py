@@ -27,10 +27,9 @@ from planner.stages.wishes import StageWishes
 _FACTOR = 1.5
 _STARTS = 2
 """Sites from which others are added."""
-_NUMBERED_BY, _EXCHANGED_BY = 0.5, 0.8
-"""Shares of the time limit after which no more numbers of sites are tried, and no more exchanges."""
-_AGAIN = 3
-"""Choices that are looked at again in what is left."""
+_NUMBERED_BY, _AGAIN = 0.5, 0.2
+"""Shares of the time limit: after the first no more numbers of sites are tried; the second is for another look at all sites,
+before fewer are chosen. In what is left sites are exchanged."""
 _SAVES = 0.1
 """Share of a step, or its price, that leaving sites out must save: the more sites, the farther short searches are from what long
 ones find."""
@@ -75,12 +74,7 @@ class _Search:
         except KeyboardInterrupt:
             if not self._worth:
                 raise
-        best, every = self._best(), _named(self.cluster, range(self.cluster.sizes[0]))
-        if every in self._worth:
-            (over, value), (others_over, others_value) = self._worth[every], self._worth[best]
-            if over <= others_over and value * (1 - _SAVES) <= others_value:
-                return every
-        return best
+        return self._chosen()
 
     def _search(self) -> None:
         every = _named(self.cluster, range(self.cluster.sizes[0]))
@@ -98,19 +92,27 @@ class _Search:
         if not self._worth:
             # Says why not.
             plan_pipeline(self.cluster, self.workload, self.wishes, time_limit_s=each_s)
-        best, improved = self._best(), True
-        while improved and self._left_s(_EXCHANGED_BY) > 0:
+        if self._chosen() != every:
+            # A search of a second or two says little of many sites.
+            self._try(every, _AGAIN * self.time_limit_s, again=True)
+        best, improved = self._best(), self._chosen() != every
+        while improved and self._left_s(1.0) > 0:
             improved = False
             for sites in _changed(best, every):
-                if self._left_s(_EXCHANGED_BY) < 0:
+                if self._left_s(1.0) < 0:
                     break
                 if len(sites) >= max(least, 2) and self._try(sites, each_s / 2) and self._best() != best:
                     best, improved = self._best(), True
                     break
-        # Searches of a second or two say little of many sites.
-        for sites in sorted(self._worth, key=lambda sites: (self._worth[sites], sites))[:_AGAIN]:
-            if len(sites) > 1 and (left_s := self._left_s(1.0)) > 0:
-                self._try(sites, left_s / _AGAIN, again=True)
+
+    def _chosen(self) -> Sites:
+        """The best, or all where leaving sites out saves little."""
+        best, every = self._best(), _named(self.cluster, range(self.cluster.sizes[0]))
+        if every in self._worth:
+            (over, value), (others_over, others_value) = self._worth[every], self._worth[best]
+            if over <= others_over and value * (1 - _SAVES) <= others_value:
+                return every
+        return best
 
     def _numbers(self, least: int) -> list[int]:
         """Of sites, by factors up to all: the nearest that can share out the global batch."""
