@@ -60,7 +60,14 @@ def in_stages(
         made = plan_pipelines(cluster, workload, wishes, number, time_limit_s=share * time_limit_s, report=progress)
     if number == 1:
         return StageChoice(plan=made[0], simulated_s=None)
-    return best_simulated(made[: most_simulated(made[0], time_limit_s)], wishes.goal, until_s=ends_s(started_s, time_limit_s))
+    chosen = _differing_first(made)[: most_simulated(made[0], time_limit_s)]
+    return best_simulated(chosen, wishes.goal, until_s=ends_s(started_s, time_limit_s))
+
+
+def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
+    """The best of each number of stages, then the others: what is expected of them errs more between numbers than within one."""
+    firsts = {len(plan.stages): plan for plan in reversed(plans)}
+    return sorted(plans, key=lambda plan: firsts[len(plan.stages)] is not plan)
 
 
 def on_sites_that_pay(

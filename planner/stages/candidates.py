@@ -37,6 +37,8 @@ AHEAD = (1, 2, 3, 4, 6, 8)
 """Forwards that a stage runs ahead for each one behind it: the more, the longer the ways that it does not wait for."""
 _FAR_APART = 4
 """Numbers of stages that are tried first."""
+_APART = 2
+"""So many numbers on either side of the best one, between the outer of which others are tried then."""
 BATCHES = (1, 2, 4, 8, 16)
 """Micro-batches as a multiple of the stages, about."""
 FEW_BATCHES = (0.25, 0.5)
@@ -94,32 +96,29 @@ class Candidates:
             self.why = f"{min(numbers, default=2)} stages for {self.cluster.sizes[0]} sites and {layers} layers with experts"
         begun: dict[int, Iterator[Candidate]] = {}
         while (left or begun) and (not found or left_s() > 0):
-            if left and len(tried) < _FAR_APART:
-                # One each says which of them is worth more.
-                number = _farthest(left, tried)
-                candidates = self._of_number(number)
-                left.remove(number)
-                if (first := next(candidates, None)) is not None:
-                    begun[number] = candidates
-                    found.append(first)
-                    tried.append(number)
-                continue
             by_worth = [len(one.plan.stages) for one in sorted(found, key=lambda one: one.least)]
-            least = max([number for number in tried if number < by_worth[0]], default=0)
-            most = min([number for number in tried if number > by_worth[0]], default=math.inf)
-            between = [number for number in left if least < number < most]
+            between = left
+            if len(tried) >= _FAR_APART:
+                # Up to the second ones on either side: what is good is not all on one side of what is worse.
+                below = sorted(number for number in tried if number < by_worth[0])[-_APART:]
+                above = sorted(number for number in tried if number > by_worth[0])[:_APART]
+                least = below[0] if len(below) == _APART else 0
+                most = above[-1] if len(above) == _APART else math.inf
+                between = [number for number in left if least < number < most]
             unfinished = [number for number in by_worth if number in begun]
-            if unfinished and (unfinished[0] == by_worth[0] or not between):
-                number = unfinished[0]
-            else:
-                number = _farthest(between or left, tried)
-                left.remove(number)
-            before = len(found)
-            for candidate in begun.pop(number, None) or self._of_number(number):
-                found.append(candidate)
-                if left_s() < 0:
-                    break
-            if len(found) > before and number not in tried:
+            if unfinished and (not between or (len(tried) >= _FAR_APART and unfinished[0] == by_worth[0])):
+                for candidate in begun.pop(unfinished[0]):
+                    found.append(candidate)
+                    if left_s() < 0:
+                        break
+                continue
+            # One of a number says whether more of it are worth the time.
+            number = _farthest(between or left, tried)
+            left.remove(number)
+            candidates = self._of_number(number)
+            if (first := next(candidates, None)) is not None:
+                begun[number] = candidates
+                found.append(first)
                 tried.append(number)
         return found
 

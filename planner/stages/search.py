@@ -37,6 +37,8 @@ from planner.streams import with_most
 _OFTEN = 2
 """Of these the one with which every pipeline is walked through, beside the most that memory allows; further ahead is not always
 faster, since activations then share links with more gradients."""
+_SHORT = 4
+"""Stages up to which fewer micro-batches than stages are tried: of more most wait, whatever else."""
 _WORTH = 1e-3
 """Share of the step that running less far ahead may add."""
 _KEPT = 3
@@ -185,7 +187,8 @@ class _Search:
         plan = found.plan
         choices = possible_micro_batches(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
         layers = [stage.num_layers for stage in plan.stages]
-        for micro_batches in numbers_about(choices, len(plan.stages), (*FEW_BATCHES, *BATCHES)):
+        few = FEW_BATCHES if len(plan.stages) <= _SHORT else ()
+        for micro_batches in numbers_about(choices, len(plan.stages), (*few, *BATCHES)):
             if micro_batches == plan.micro_batches or self._left_s(_VARIED_BY) < 0:
                 continue
             candidate = self.candidates.of(_groups(plan), layers, micro_batches)
