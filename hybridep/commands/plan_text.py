@@ -32,7 +32,7 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
     console = Console(highlight=False, soft_wrap=True)
     cluster, chosen = made.cluster, explanation.plan
     pods, sites = cluster.sizes[0], len({cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])})
-    where = f"{sites} sites" if sites == pods else f"{pods} pods of {sites} sites"
+    where = f"{pods} pods of {sites} sites" if sites != pods else "one site" if sites == 1 else f"{sites} sites"
     console.print(
         f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks in {where}"
         f", {made.workload.model.num_moe_layers} MoE layers of {made.workload.model.num_experts} experts"
