@@ -20,7 +20,8 @@ _LIMIT_S = 10.0
 def alone(
     cluster: Cluster, workload: Workload, *, popularity: Sequence[tuple[float, ...]] = (), goal: Goal = FASTEST
 ) -> Plan | None:
-    """The best plan for one site of several, with the whole global batch; None where none has room, or sequences to share."""
+    """The best plan for one site of several (of a site with pods, for one of these), with the whole global batch; None where none
+    has room, or sequences to share."""
     kinds: dict[str, int] = {}
     for site in range(cluster.sizes[0]):
         kinds.setdefault(repr(cluster.site_gpus[site]), site)

@@ -48,15 +48,19 @@ def write_in_stages(
     from hybridep.pipeline import codecs_inside
 
     wishes, goal = replace(wishes, stages=_read_stages(text)), wishes.goal
-    left_out: list[str] = []
-    if fewer:
+    every = _names(cluster)
+    if fewer and cluster.sizes[0] > 1:
         began_s = time.monotonic()
-        every = _names(cluster)
-        cluster, workload = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * time_limit_s, shown=True)
-        left_out = [name for name in every if name not in _names(cluster)]
-        if left_out:
-            note(f"hybridep plan: for {plan_text.few(_names(cluster))}; without {plan_text.few(left_out)}")
+        try:
+            cluster, workload = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * time_limit_s, shown=True)
+        except HybridEPError as error:
+            if text != AUTO:
+                raise
+            note(f"hybridep plan: for all sites, since no others were found: {error}")
         time_limit_s -= min(time.monotonic() - began_s, CHOOSING * time_limit_s)
+    left_out = [name for name in every if name not in _names(cluster)]
+    if left_out:
+        note(f"hybridep plan: for {plan_text.few(_names(cluster))}; without {plan_text.few(left_out)}")
     alone = None if wishes.constraints else planner.alone(cluster, workload, popularity=wishes.popularity, goal=goal)
 
     def staged(limit_s: float) -> StageChoice:

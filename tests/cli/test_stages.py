@@ -166,6 +166,14 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", cluster=busy)
     assert result.code == 0 and "alone is" not in result.out and "without dc" not in result.err
+    # Where there is nothing to leave out, the plan is for all.
+    one_site = SLOW.replace("name: dc, size: 2", "name: dc, size: 1")
+    path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json", cluster=one_site)
+    assert result.code == 0 and result.json["left_out"] == [] and load_plan(path), result.err
+    uneven = SLOW + "sites: [{name: a, tokens: 3}, {name: b}]\n"
+    options = ("--stages", "auto", "--fewer-sites", "--json", "--set", "training.micro_batch_size=2")
+    path, result = in_stages(inputs, call, *options, cluster=uneven)
+    assert result.code == 0 and result.json["left_out"] == [] and "of which none can be left out" in result.err, result.err
     path.unlink()
     for options, words in (
         (("--fewer-sites",), "--fewer-sites: give --stages, too"),
