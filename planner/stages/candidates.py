@@ -87,8 +87,8 @@ class Candidates:
         return self.cluster.rent_usd_per_s if self.wishes.goal.objective is Objective.DOLLARS else None
 
     def made(self, numbers: Sequence[int], left_s: Callable[[], float]) -> list[Candidate]:
-        """While time is ``left_s``: the first of a few numbers of stages that are far apart by factors, and of those about the best
-        one; then the others, of the best numbers first."""
+        """While time is ``left_s``: the first of a few numbers of stages that are far apart by factors, and of those about the
+        best one; then the others, of the best numbers first."""
         largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
