@@ -16,7 +16,7 @@ from planner.pool import PooledPlan, plan_pool
 from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
 from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
-from planner.stages.fewer import sites_that_pay
+from planner.stages.fewer import least_of_any, sites_that_pay
 from planner.stages.report import pipeline_summary
 from planner.stages.search import plan_pipeline, plan_pipelines
 from planner.stages.wishes import StageWishes
@@ -45,6 +45,7 @@ __all__ = [
     "expected_s",
     "explain",
     "interval_scenarios",
+    "least_of_any",
     "load_constraints",
     "memory_use",
     "pipeline_summary",

@@ -68,8 +68,8 @@ class Explanation:
     """The next smaller and larger domain of each level, full migration where it is partial, the other residency, tokens in parts
     or not, copies ahead of their blocks or not."""
     alone: Alternative | None
-    """One site by itself, with the whole global batch (``planner.alone``), named after it; None where none has room, where sites'
-    shares differ, and with rules."""
+    """One site by itself, with the whole global batch (``planner.alone``), named after it; None where none has room or keeps the
+    rules, and where sites' shares differ."""
     binds: str
     """What keeps the step from being shorter: ``memory of <rank>`` when a neighbour or a baseline would be faster but does
     not fit; else what the lower bound comes from: the name of the busiest link, or ``computation``."""
@@ -106,7 +106,7 @@ def explain(plan: Plan, constraints: Constraints | None = None) -> Explanation:
     baselines = tuple(_of_group(name, plan, group, allowed) for name, group in others)
     neighbours = tuple(_of_group(name, plan, group, allowed) for name, group in _neighbours(plan))
     scheduled = tuple(_alternative(name, one, *evaluate(one), allowed) for name, one in _schedules(plan))
-    one = None if constraints else alone(plan.cluster, plan.workload, popularity=plan.popularity)
+    one = alone(plan.cluster, plan.workload, popularity=plan.popularity, constraints=constraints)
     blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.allowed and other.step_s < chosen.step_s]
     order = sorted(range(len(cost.link_s)), key=lambda link: -cost.link_s[link])[:NUM_LINKS]
     return Explanation(

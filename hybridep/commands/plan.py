@@ -194,8 +194,6 @@ def command(
             goal=_goal(objective, budget),
             constraints=rules,
         )
-        if fewer and rules is not None:
-            raise UserError("--fewer-sites: not with --constraints, whose sites must be there; leave one of them out")
         write_in_stages(site, work, stages, output, wishes, fewer=fewer, time_limit_s=time_limit_s, as_json=as_json)
         return
     if fewer:

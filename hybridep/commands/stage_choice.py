@@ -71,17 +71,17 @@ def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
 
 
 def on_sites_that_pay(
-    cluster: Cluster, workload: Workload, wishes: StageWishes | None = None, *, time_limit_s: float = 60.0, shown: bool = False
-) -> tuple[Cluster, Workload]:
-    """What ``hybridep plan --fewer-sites`` plans for: the sites that pay, and the same training there; all of them where all do.
-    Raises what the planner raises."""
+    cluster: Cluster, workload: Workload, wishes: StageWishes, *, time_limit_s: float = 60.0, shown: bool = False
+) -> tuple[Cluster, Workload, StageWishes]:
+    """What ``hybridep plan --fewer-sites`` plans for: the sites that pay, the same training there, and what is asked of it; all of
+    them where all do. Raises what the planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
-    from hybridep.shares import on_sites
     from planner import sites_that_pay
+    from planner.stages.fewer import among
 
     with PlanProgress() if shown else nullcontext() as progress:
         sites = sites_that_pay(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
-    return on_sites(cluster, workload, sites) if len(sites) < cluster.sizes[0] else (cluster, workload)
+    return among(cluster, workload, wishes, sites) if len(sites) < cluster.sizes[0] else (cluster, workload, wishes)
 
 
 def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:

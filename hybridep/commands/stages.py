@@ -44,24 +44,22 @@ def write_in_stages(
     from hybridep.commands import plan_text
     from hybridep.commands.codecs import lossy_codecs
     from hybridep.commands.plan_choice import planned
-    from hybridep.commands.stage_choice import CHOOSING, in_stages, on_sites_that_pay
+    from hybridep.commands.stage_choice import CHOOSING, in_stages
     from hybridep.pipeline import codecs_inside
 
-    wishes, goal = replace(wishes, stages=_read_stages(text)), wishes.goal
-    every = _names(cluster)
+    wishes, least, left_out = replace(wishes, stages=_read_stages(text)), None, list[str]()
     if fewer and cluster.sizes[0] > 1:
-        began_s = time.monotonic()
-        try:
-            cluster, workload = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * time_limit_s, shown=True)
-        except HybridEPError as error:
-            if text != AUTO:
-                raise
-            note(f"hybridep plan: for all sites, since no others were found: {error}")
-        time_limit_s -= min(time.monotonic() - began_s, CHOOSING * time_limit_s)
-    left_out = [name for name in every if name not in _names(cluster)]
+        every, began_s = _names(cluster), time.monotonic()
+        found = _on_fewer(cluster, workload, wishes, text, time_limit_s=time_limit_s)
+        if found is not None:
+            least = planner.least_of_any(cluster, workload, wishes)
+            cluster, workload, wishes = found
+        time_limit_s = max(time_limit_s - (time.monotonic() - began_s), (1 - CHOOSING) * time_limit_s)
+        left_out = [name for name in every if name not in _names(cluster)]
     if left_out:
         note(f"hybridep plan: for {plan_text.few(_names(cluster))}; without {plan_text.few(left_out)}")
-    alone = None if wishes.constraints else planner.alone(cluster, workload, popularity=wishes.popularity, goal=goal)
+    goal = wishes.goal
+    alone = planner.alone(cluster, workload, popularity=wishes.popularity, goal=goal, constraints=wishes.constraints)
 
     def staged(limit_s: float) -> StageChoice:
         return in_stages(cluster, workload, wishes, time_limit_s=limit_s, shown=True)
@@ -90,8 +88,10 @@ def write_in_stages(
     else:
         choice = staged(time_limit_s)
     pipeline = None if choice is None else choice.plan
-    more: dict[str, Any] = {"left_out": left_out, "alone_s": _expected_s(alone), "output": str(output)}
     without_s = _expected_s(plan)
+    more: dict[str, Any] = {"left_out": left_out, "alone_s": _expected_s(alone), "output": str(output)}
+    if least is not None:
+        more |= {"least_of_any_sites": least}
     if pipeline is None or (plan is not None and _worth(plan, goal) <= _worth(pipeline, goal)):
         assert plan is not None
         plan.save(output)
@@ -99,6 +99,7 @@ def write_in_stages(
             emit({**planner.summary(plan), "stages": [], "digest": plan.digest, **more})
         else:
             plan_text.show(plan, planner.explain(plan, wishes.constraints))
+            _show_least(least, plan, goal)
             click.echo(f"\nplan written to {output}, without stages")
         return
     assert choice is not None
@@ -112,8 +113,37 @@ def write_in_stages(
         if alone is not None:
             others_s[f"{alone.cluster.site_name(0)} alone"] = _expected_s(alone)
         _show_pipeline(choice, output, {name: other_s for name, other_s in others_s.items() if other_s is not None})
+        _show_least(least, pipeline, goal)
         if alone is not None and _worth(alone, goal) < _worth(pipeline, goal):
             click.echo(f"{alone.cluster.site_name(0)} alone is better: the other sites do not pay {plan_text.FEWER}")
+
+
+def _on_fewer(
+    cluster: Cluster, workload: Workload, wishes: StageWishes, text: str, *, time_limit_s: float
+) -> tuple[Cluster, Workload, StageWishes] | None:
+    """The sites that pay and what is asked of them, found in a share of the time limit; None where ``--stages auto`` finds none
+    and says why."""
+    from hybridep.commands.stage_choice import CHOOSING, on_sites_that_pay
+
+    try:
+        return on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * time_limit_s, shown=True)
+    except HybridEPError as error:
+        if text != AUTO:
+            raise
+        note(f"hybridep plan: for all sites, since no others were found: {error}")
+    return None
+
+
+def _show_least(least: float | None, plan: AnyPlan, goal: Goal) -> None:
+    """What no choice of sites is better than, if that was asked for."""
+    from hybridep.units import format_dollars, format_seconds
+
+    if least is None:
+        return
+    dollars = goal.objective.value == "dollars"
+    _, value = _worth(plan, goal)
+    text = f"cheaper than {format_dollars(least)}" if dollars else f"faster than {format_seconds(least)}"
+    click.echo(f"no plan for any of the sites is {text} (gap {1 - least / value:.0%})")
 
 
 def _names(cluster: Cluster) -> list[str]:

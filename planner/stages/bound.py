@@ -1,4 +1,4 @@
-"""What no pipeline of two stages or more is below, whatever its stages.
+"""What no pipeline of two stages or more is below, whatever its stages; and what no plan for any of the sites is below.
 
 A site in a stage of n sites works on an n-th of all sequences. So an n-th of all activations leaves it forward, for the next
 stage, and an n-th of their gradients back, for the one before; as much comes to it. Only in the first and the last stage it is
@@ -9,11 +9,15 @@ beside what its own attention computes, and all sites of the stage together comp
 so many layers, whole ones, in a stage of n, one at least; and all sites' layers over their stages' sizes must make up the model.
 And all computation, shared perfectly, takes its time.
 
+Where sites may be left out each adds what it can, or nothing; and some may have all layers together, without stages, so that no
+activations pass.
+
 Links of pairs, latencies, micro-batches, memory and trunks are left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import comb
 
 import numpy as np
@@ -35,37 +39,56 @@ _MANY = 2**15
 
 
 def least_s(cluster: Cluster, workload: Workload, stages: int = 2, codecs: Codecs = EXACT, *, alike: bool = True) -> float:
-    """Seconds of a step below which there is no pipeline of ``stages`` or more. ``codecs``: between sites. ``alike``: experts are
-    chosen alike; of measured popularity only activations count."""
+    """Seconds of a step below which there is no pipeline of ``stages`` or more for all sites. ``codecs``: between sites.
+    ``alike``: experts are chosen alike; of measured popularity only activations count."""
     computed_s = _all_computation_s(cluster, workload)
-    sizes = np.arange(1, cluster.sizes[0] - stages + 2)
-    if stages < 2 or not sizes.size:
+    if stages < 2 or stages > cluster.sizes[0]:
         return computed_s
-    sites = _Sites(cluster, workload, codecs, sizes, alike=alike and workload.model.capacity_factor is None)
-    low_s, high_s = computed_s, max(computed_s, 1e-9)
-    while not sites.could(high_s):
+    return _least(computed_s, _Sites(cluster, workload, codecs, cluster.sizes[0] - stages + 1, alike=alike).could)
+
+
+def least_of_any_s(
+    cluster: Cluster, workload: Workload, stages: int | None = None, codecs: Codecs = EXACT, *, alike: bool = True
+) -> float:
+    """The same of any of the sites, which share out the same global batch (``hybridep.shares.on_sites``): of pipelines of
+    ``stages`` or more, or without a number also of plans without stages and of one site by itself."""
+    computed_s, size = _all_computation_s(cluster, workload), cluster.sizes[0]
+    found = []
+    if stages is None:
+        found.append(_least(computed_s, _Sites(cluster, workload, codecs, size, alike=alike).could_together))
+    most = size - (stages or 2) + 1
+    if most > 0:
+        sites = _Sites(cluster, workload, codecs, most, alike=alike)
+        found.append(_least(computed_s, lambda step_s: sites.could(step_s, idle=True)))
+    return min(found, default=computed_s)
+
+
+def _least(low_s: float, could: Callable[[float], bool]) -> float:
+    """Up to ``_CLOSE`` the shortest time from ``low_s`` on that could be."""
+    high_s = max(low_s, 1e-9)
+    while not could(high_s):
         low_s, high_s = high_s, 2 * high_s
     while high_s - low_s > _CLOSE * high_s:
         middle_s = (low_s + high_s) / 2
-        low_s, high_s = (low_s, middle_s) if sites.could(middle_s) else (middle_s, high_s)
+        low_s, high_s = (low_s, middle_s) if could(middle_s) else (middle_s, high_s)
     return low_s
 
 
 class _Sites:
-    """What each site can do in a given time, in stages of these ``sizes``; sites that are alike once."""
+    """What each site can do in a given time, in stages of up to ``most`` sites; sites that are alike once."""
 
-    def __init__(self, cluster: Cluster, workload: Workload, codecs: Codecs, sizes: np.ndarray, *, alike: bool) -> None:
-        model, training = workload.model, workload.training
+    def __init__(self, cluster: Cluster, workload: Workload, codecs: Codecs, most: int, *, alike: bool) -> None:
+        model, training, sizes = workload.model, workload.training, np.arange(1, most + 1)
         wire, number = Wire(workload=workload, codecs=codecs), cluster.sizes[0]
         tokens = float(training.tokens * training.micro_batches * cluster.num_gpus)
-        self._layers, self._share = model.num_moe_layers, 1 / sizes
+        self._layers, self._sizes, self._share = model.num_moe_layers, sizes, 1 / sizes
         self._step_bytes = tokens * wire.activation_row_bytes
         """Of all sequences' activations."""
         rows_bytes = (wire.dispatch_row_bytes + wire.combine_row_bytes, wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
         copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
         # [up or down, sizes]: of one layer.
         self._layer_bytes = np.zeros((2, sizes.size))
-        if alike:
+        if alike and model.capacity_factor is None:
             each = [_least_bytes(model.num_experts, model.top_k, int(size), tokens, rows_bytes, copy_bytes) for size in sizes]
             self._layer_bytes = np.array(each).T
         self._attention_flops = 3 * workload.pre_expert_flops / training.tokens * tokens / sizes
@@ -78,25 +101,33 @@ class _Sites:
         every, self._count = np.unique(np.concatenate([rates.reshape(-1, 2), speeds], axis=1), axis=0, return_counts=True)
         self._access, self._speed = every.T[:2], every[:, 2:3]
         fastest = np.concatenate([[0.0], np.cumsum(-np.sort(-speeds[:, 1]))])
+        self._all_computed_s = _all_flops(cluster, workload) / fastest[sizes]
+        """[sizes]: by the fastest sites."""
         self._speeds = every[:, 3:] + np.minimum(fastest[sizes - 1], fastest[sizes] - every[:, 3:])
         """[sites, sizes]: of a stage's sites together; its others are the fastest ones."""
 
     def _carried(self, step_s: float) -> FloatArray:
-        """[sites in the middle or at an end, sites, sizes]: layers, whole ones and at most all; below 1 where it is none."""
+        """[sites in the middle, at an end, or in the only stage; sites; sizes]: layers, whole ones and at most all; below 1 where
+        it is none."""
         computed = np.minimum(self._speed / self._attention_flops, self._speeds / self._whole_flops)
-        found = np.repeat((step_s * computed)[None], 2, axis=0)
+        found = np.repeat((step_s * computed)[None], 3, axis=0)
         for way, layer_bytes in enumerate(self._layer_bytes):
-            for end, passes in enumerate((2, 1)):
+            for end, passes in enumerate((2, 1, 0)):
                 left_bytes = step_s * self._access[way][:, None] - passes * self._step_bytes * self._share
                 with np.errstate(divide="ignore", invalid="ignore"):
                     most = np.where(layer_bytes > 0, left_bytes / layer_bytes, np.inf)
                 found[end] = np.minimum(found[end], np.where(left_bytes >= 0, most, 0.0))
         return np.asarray(np.floor(np.minimum(found, self._layers) + _WHOLE))
 
-    def could(self, step_s: float) -> bool:
-        """Whether that is not too short for any pipeline, as far as is known here."""
-        carried = self._carried(step_s)
-        worth = np.where(carried >= 1, carried * self._share, -np.inf)
+    def could_together(self, step_s: float) -> bool:
+        """Whether that is not too short for some number of the sites that have all layers, without stages."""
+        able = (self._carried(step_s)[2] >= self._layers) * self._count[:, None]
+        return bool(((able.sum(axis=0) >= self._sizes) & (self._all_computed_s <= step_s)).any())
+
+    def could(self, step_s: float, *, idle: bool = False) -> bool:
+        """Whether that is not too short for any pipeline, as far as is known here. ``idle``: sites may be left out."""
+        carried = self._carried(step_s)[:2]
+        worth = np.where(carried >= 1, carried * self._share, 0.0 if idle else -np.inf)
         if not np.isfinite(worth.max(axis=(0, 2))).all():
             return False
         # Of any price for being first or last, what sites do at best is no less than what any pipeline does.
@@ -129,11 +160,23 @@ def _least_bytes(
 
 
 def _all_computation_s(cluster: Cluster, workload: Workload) -> float:
-    """Shared perfectly by all ranks. Rows that a capacity may drop are left out."""
+    """Shared perfectly by all ranks, or by some where ranks share processors. Rows that a capacity may drop are left out."""
+    fastest, ranks = -np.sort(-_flops_per_s(cluster)), np.arange(1, cluster.num_gpus + 1)
+    # Figures of ranks that share processors are those while all of them compute.
+    together = np.cumsum(fastest) * np.minimum(cluster.gpu.sharing, cluster.num_gpus / ranks)
+    return _all_flops(cluster, workload) / float(together.max())
+
+
+def _flops_per_s(cluster: Cluster) -> FloatArray:
+    """[G]: of each rank, the faster of the two that it has."""
+    return cluster.of_ranks(lambda gpu: max(gpu.throughput, gpu.expert_flops_per_s))
+
+
+def _all_flops(cluster: Cluster, workload: Workload) -> float:
+    """Of a step."""
     model, training = workload.model, workload.training
     flops = model.num_moe_layers * (workload.pre_expert_flops + _expert_flops(workload)) + workload.head_flops
-    fastest = cluster.of_ranks(lambda gpu: max(gpu.throughput, gpu.expert_flops_per_s))
-    return float(3 * training.micro_batches * flops * cluster.num_gpus / fastest.sum())
+    return float(3 * training.micro_batches * flops * cluster.num_gpus)
 
 
 def _expert_flops(workload: Workload) -> float:
@@ -152,3 +195,10 @@ def least_usd(cluster: Cluster, workload: Workload, step_s: float, codecs: Codec
         once_bytes = training.tokens * training.micro_batches * cluster.num_gpus * row_bytes
         crossed_usd = 2.0 * once_bytes * float(cluster.egress_usd_per_byte[away].min())
     return step_usd(cluster.rent_usd_per_s, crossed_usd, step_s)
+
+
+def least_usd_of_any(cluster: Cluster, workload: Workload) -> float:
+    """Below the price of every plan for any of the sites: all computation by the ranks that cost least for it, which are never
+    idle and send nothing to other sites."""
+    usd_per_s = cluster.of_ranks(lambda gpu: gpu.price or 0.0)
+    return _all_flops(cluster, workload) * float((usd_per_s / _flops_per_s(cluster)).min()) / cluster.gpu.sharing

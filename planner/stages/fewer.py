@@ -7,20 +7,25 @@ site, without; then the best ones give sites up and exchange them for others whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from hybridep.codecs import EXACT
 from hybridep.errors import HybridEPError
 from hybridep.pipeline import AnyPlan
+from hybridep.plan import Objective
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.alone import alone
 from planner.choose import Report
 from planner.clock import now_s
+from planner.goal import FASTEST
+from planner.stages.bound import least_of_any_s, least_usd_of_any
 from planner.stages.order import way_s_per_byte
+from planner.stages.rules import StageRules
 from planner.stages.search import plan_pipeline
 from planner.stages.wishes import StageWishes
 
@@ -48,13 +53,33 @@ def sites_that_pay(
     report: Report | None = None,
 ) -> Sites:
     """The sites of the best pipeline, or plan for one site, that was found, in the cluster's order; all of them where none is
-    better with fewer. ``report``: told ("plan", seconds) of each that is better than those before. Raises PlacementError where
-    sites have unequal shares, of which none can be left out, and what ``plan_pipeline`` raises where nothing is possible."""
+    better with fewer. Rules hold among those (``among``). ``report``: told ("plan", seconds) of each that is better than those
+    before. Raises PlacementError where sites have unequal shares, of which none can be left out, and what ``plan_pipeline``
+    raises where nothing is possible."""
     wishes = wishes or StageWishes()
     wishes.check(cluster)
     on_sites(cluster, workload, _named(cluster, range(cluster.sizes[0])))
-    search = _Search(cluster, workload, wishes, now_s(), time_limit_s, report or (lambda what, seconds: None))
+    rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
+    search = _Search(cluster, workload, wishes, rules, now_s(), time_limit_s, report or (lambda what, seconds: None))
     return search.run()
+
+
+def among(
+    cluster: Cluster, workload: Workload, wishes: StageWishes, sites: Sites, rules: StageRules | None = None
+) -> tuple[Cluster, Workload, StageWishes]:
+    """What is asked of these sites by themselves: rules by those of them that are there, and prices only where there are any."""
+    rules = rules or StageRules(cluster, workload.model.num_experts, wishes.constraints)
+    one, work = on_sites(cluster, workload, sites)
+    goal = wishes.goal if one.has_prices else FASTEST
+    return one, work, replace(wishes, goal=goal, constraints=rules.inside(one))
+
+
+def least_of_any(cluster: Cluster, workload: Workload, wishes: StageWishes) -> float:
+    """Seconds of a step, or its price where that is to be small, below which there is no plan for any of the sites."""
+    if wishes.goal.objective is Objective.DOLLARS:
+        return least_usd_of_any(cluster, workload)
+    codecs = wishes.codecs.get(cluster.levels[0].name, EXACT)
+    return least_of_any_s(cluster, workload, wishes.stages, codecs, alike=not wishes.popularity)
 
 
 @dataclass
@@ -62,6 +87,7 @@ class _Search:
     cluster: Cluster
     workload: Workload
     wishes: StageWishes
+    rules: StageRules
     begun_s: float
     time_limit_s: float
     report: Report
@@ -81,7 +107,7 @@ class _Search:
         least = self.wishes.stages or 1
         if least == 1:
             self._keep_alone()
-        orders = list(_near_orders(self.cluster))
+        orders = list(_near_orders(self.cluster, [self.rules.possible((site,)) for site in range(self.cluster.sizes[0])]))
         numbers = self._numbers(max(least, 2))
         each_s = _NUMBERED_BY * self.time_limit_s / max(len(orders) * len(numbers), 1)
         for number in numbers:
@@ -133,7 +159,10 @@ class _Search:
         return min(self._worth, key=lambda sites: (self._worth[sites], sites))
 
     def _keep_alone(self) -> None:
-        own = alone(self.cluster, self.workload, popularity=self.wishes.popularity, goal=self.wishes.goal)
+        wishes = self.wishes
+        own = alone(
+            self.cluster, self.workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints
+        )
         if own is not None:
             self._keep((own.cluster.site_name(0),), own)
 
@@ -142,9 +171,8 @@ class _Search:
         if sites in self._worth and not again:
             return False
         try:
-            cluster, workload = on_sites(self.cluster, self.workload, sites)
-            goal = self.wishes.goal if cluster.has_prices else StageWishes().goal
-            made = plan_pipeline(cluster, workload, replace(self.wishes, goal=goal), time_limit_s=min(limit_s, self._left_s(1.0)))
+            asked = among(self.cluster, self.workload, self.wishes, sites, self.rules)
+            made = plan_pipeline(*asked, time_limit_s=min(limit_s, self._left_s(1.0)))
         except HybridEPError:
             return False
         self._keep(sites, made)
@@ -166,14 +194,15 @@ def _named(cluster: Cluster, sites: Iterator[int] | range | list[int]) -> Sites:
     return tuple(cluster.site_name(site) for site in sorted(sites))
 
 
-def _near_orders(cluster: Cluster) -> Iterator[list[int]]:
-    """All sites, each the one that is nearest to one of those before, from the ends of the fastest links on."""
+def _near_orders(cluster: Cluster, possible: Sequence[bool]) -> Iterator[list[int]]:
+    """All sites, each the one that is nearest to one of those before, from the ends of the fastest links on, first those that may
+    be a stage by themselves (``possible``)."""
     apart = way_s_per_byte(cluster)
     both = np.maximum(apart, apart.T)
     np.fill_diagonal(both, np.inf)
     speed = np.array([gpu.throughput for gpu in cluster.site_gpus])
     nearest, starts = both.min(axis=1), list[int]()
-    for site in np.lexsort((nearest, -speed)).tolist():
+    for site in np.lexsort((nearest, -speed, ~np.array(possible))).tolist():
         if len(starts) < _STARTS and all(both[site, other] > nearest[site] for other in starts):
             starts.append(site)
     for start in starts:

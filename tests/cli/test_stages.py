@@ -158,6 +158,7 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json")
     assert result.code == 0, result.err
     assert result.json["left_out"] == ["dc1"] and "for dc0; without dc1" in result.err
+    assert 0.5 * result.json["expected_s"] < result.json["least_of_any_sites"] <= result.json["expected_s"]
     plan = load_plan(path)
     assert plan.cluster.sizes[0] == 1 and plan.workload.training.micro_batches == 2 and result.json["wan_bytes"] == 0
     simulated = call("simulate", path, "--json")
@@ -166,6 +167,7 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", cluster=busy)
     assert result.code == 0 and "alone is" not in result.out and "without dc" not in result.err
+    assert "no plan for any of the sites is faster than" in result.out
     # Where there is nothing to leave out, the plan is for all.
     one_site = SLOW.replace("name: dc, size: 2", "name: dc, size: 1")
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json", cluster=one_site)
@@ -174,13 +176,20 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     options = ("--stages", "auto", "--fewer-sites", "--json", "--set", "training.micro_batch_size=2")
     path, result = in_stages(inputs, call, *options, cluster=uneven)
     assert result.code == 0 and result.json["left_out"] == [] and "of which none can be left out" in result.err, result.err
+    assert "least_of_any_sites" not in result.json
+    # Rules choose: of two sites that are alike one may not have an expert, or its tokens may not leave it.
+    rules = inputs.write("rules.yaml", "rules: [{name: not-here, kind: forbid, sites: [dc0], experts: '0'}]\n")
+    options = ("--stages", "auto", "--fewer-sites", "--json", "--constraints", str(rules))
+    path, result = in_stages(inputs, call, *options)
+    assert result.code == 0 and result.json["left_out"] == ["dc0"], result.err
+    rules.write_text("rules: [{name: stay, kind: keep_tokens, sites: [dc0]}]\n")
+    path, result = in_stages(inputs, call, *options)
+    assert result.code == 0 and result.json["left_out"] == [] and "'stay' cannot be kept in stages" in result.err, result.err
+    assert result.json["alone_s"] is None
     path.unlink()
     for options, words in (
         (("--fewer-sites",), "--fewer-sites: give --stages, too"),
-        (
-            ("--fewer-sites", "--stages", "2", "--constraints", str(inputs.write("none.yaml", "rules: []\n"))),
-            "--fewer-sites: not with --constraints",
-        ),
+        (("--fewer-sites", "--stages", "2", "--constraints", str(rules)), "'stay' cannot be kept in stages"),
         (("--fewer-sites", "--stages", "3"), "3 stages for 2 sites"),
     ):
         path, result = in_stages(inputs, call, *options)

@@ -86,34 +86,44 @@ def random_pipeline(seed: int, least_stages: int = 1) -> PipelinePlan:
         cluster = sites_cluster(rng, num_sites, gpus, KINDS[rng.integers(len(KINDS))], throughput=throughput)
         layers = int(rng.integers(num_sites, 9))
         workload = layered_workload(layers, ffn=int(rng.choice([64, 256, 1024])), micro_batches=int(rng.integers(1, 4)))
-        stages = int(rng.integers(least_stages, num_sites + 1))
-        label = rng.integers(stages, size=num_sites)
-        groups = [[f"s{site}" for site in np.flatnonzero(label == stage)] for stage in range(stages)]
-        if not all(groups):
-            continue
-        choices = possible_micro_batches(workload, cluster, [len(group) for group in groups])
-        if not choices:
-            continue
-        cuts = np.sort(rng.choice(np.arange(1, layers), size=stages - 1, replace=False))
-        made = []
-        for group, number in zip(groups, np.diff([0, *cuts, layers]).tolist(), strict=True):
-            sizes = [size for size in range(1, len(group) + 1) if len(group) % size == 0]
-            placed = LayerGroup(
-                first_layer=0,
-                num_layers=int(number),
-                domains={"dc": int(rng.choice(sizes)), "gpu": int(rng.choice([1, gpus]))},
-                migration={},
-                residency=Residency.STEP if rng.random() < 0.7 else Residency.MICROBATCH,
-            )
-            made.append({"sites": group, "num_layers": int(number), "layers": [placed]})
-        data = {
-            "cluster": cluster,
-            "workload": workload,
-            "micro_batches": int(rng.choice(choices[-6:])),
-            "ahead": int(rng.integers(1, 5)),
-            "stages": made,
-        }
-        return build(PipelinePlan, data, "pipeline")
+        made = random_pipeline_over(rng, cluster, workload, least_stages)
+        if made is not None:
+            return made
+
+
+def random_pipeline_over(
+    rng: np.random.Generator, cluster: Cluster, workload: Workload, least_stages: int = 1
+) -> PipelinePlan | None:
+    """The same of one cluster and model; None where what was drawn is not possible."""
+    num_sites, layers = cluster.sizes[0], workload.model.num_layers
+    stages = int(rng.integers(least_stages, num_sites + 1))
+    label = rng.integers(stages, size=num_sites)
+    groups = [[cluster.site_name(int(site)) for site in np.flatnonzero(label == stage)] for stage in range(stages)]
+    if not all(groups):
+        return None
+    choices = possible_micro_batches(workload, cluster, [len(group) for group in groups])
+    if not choices:
+        return None
+    cuts = np.sort(rng.choice(np.arange(1, layers), size=stages - 1, replace=False))
+    made = []
+    for group, number in zip(groups, np.diff([0, *cuts, layers]).tolist(), strict=True):
+        sizes = [size for size in range(1, len(group) + 1) if len(group) % size == 0]
+        placed = LayerGroup(
+            first_layer=0,
+            num_layers=int(number),
+            domains={"dc": int(rng.choice(sizes)), "gpu": int(rng.choice([1, cluster.sizes[1]]))},
+            migration={},
+            residency=Residency.STEP if rng.random() < 0.7 else Residency.MICROBATCH,
+        )
+        made.append({"sites": group, "num_layers": int(number), "layers": [placed]})
+    data = {
+        "cluster": cluster,
+        "workload": workload,
+        "micro_batches": int(rng.choice(choices[-6:])),
+        "ahead": int(rng.integers(1, 5)),
+        "stages": made,
+    }
+    return build(PipelinePlan, data, "pipeline")
 
 
 def even_stages() -> PipelinePlan:

@@ -10,11 +10,11 @@ import pytest
 from stage_cases import KINDS, layered_workload, sites_cluster
 
 from hybridep.config import build
-from hybridep.errors import HybridEPError, PlacementError, UserError
+from hybridep.errors import HybridEPError, InfeasibleError, PlacementError, UserError
 from hybridep.plan import Objective
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
-from planner import Goal, StageWishes, alone, plan_pipeline, sites_that_pay
+from planner import Constraints, Goal, StageWishes, alone, least_of_any, plan_pipeline, sites_that_pay
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,6 +86,40 @@ def test_the_cheapest_sites_are_few() -> None:
 def test_as_many_stages_as_are_asked_for_need_as_many_sites() -> None:
     cluster, workload = made(["1 Mbps"] * 4, "30 TFLOPS"), layered_workload(4, micro_batch_size=6)
     assert len(sites_that_pay(cluster, workload, StageWishes(stages=3), time_limit_s=2)) >= 3
+
+
+def test_rules_hold_among_those_that_are_left() -> None:
+    slow, fast = made(["1 Mbps"] * 4, "30 TFLOPS"), made(["100 Gbps"] * 4, "0.01 TFLOPS")
+    workload = layered_workload(4, micro_batch_size=6)
+
+    def paying(cluster: Cluster, **rule: Any) -> tuple[str, ...]:
+        rules = build(Constraints, {"rules": [{"name": "rule"} | rule]}, "rules")
+        return sites_that_pay(cluster, workload, StageWishes(constraints=rules), time_limit_s=2)
+
+    # One alone is best: the one that may have all experts.
+    assert paying(slow, kind="forbid", sites=["s0", "s1", "s3"], experts="0") == ("s2",)
+    assert paying(slow, kind="pin", sites=["s3"], experts="1-2") == ("s3",)
+    # All are best, but one that may not be reached.
+    assert paying(fast, kind="no_link", sites=["s1"]) == ("s0", "s2", "s3")
+    with pytest.raises(InfeasibleError, match="'rule' cannot be kept in stages"):
+        paying(fast, kind="keep_tokens", sites=["s0"])
+    stay, no_expert = (
+        build(Constraints, {"rules": [{"name": "rule"} | rule]}, "rules")
+        for rule in ({"kind": "keep_tokens", "sites": ["s0"]}, {"kind": "forbid", "sites": ["s*"], "experts": "3"})
+    )
+    assert alone(slow, workload, constraints=stay) is None and alone(slow, workload, constraints=no_expert) is None
+
+
+def test_no_choice_is_below_the_bound_and_one_site_meets_it() -> None:
+    workload = layered_workload(4, ffn=1024, micro_batch_size=6)
+    for rates, throughput in ((["1 Mbps"] * 4, "0.3 TFLOPS"), (["100 Gbps"] * 4, "0.01 TFLOPS"), (["1 Gbps"] * 4, "1 TFLOPS")):
+        cluster = made(rates, throughput)
+        least_s = least_of_any(cluster, workload, StageWishes())
+        found = sites_that_pay(cluster, workload, time_limit_s=2)
+        one, work = on_sites(cluster, workload, found)
+        plan = alone(cluster, workload) if len(found) == 1 else plan_pipeline(one, work, time_limit_s=2)
+        assert plan is not None and plan.prediction is not None
+        assert (0.9 if len(found) == 1 else 0.3) < least_s / plan.prediction.expected_s <= 1
 
 
 def test_what_sites_cannot_share_is_an_error() -> None:

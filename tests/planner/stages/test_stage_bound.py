@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from stage_cases import layered_workload, random_pipeline, sites_cluster
+from stage_cases import KINDS, layered_workload, random_pipeline, random_pipeline_over, sites_cluster
 
 from hybridep.codecs import Codecs, ExpertCodec, TokenCodec
 from hybridep.config import build
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import LayerGroup
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import StageWishes, plan_pipeline
-from planner.stages.bound import _least_bytes, least_s
+from planner.stages.bound import _least_bytes, least_of_any_s, least_s, least_usd_of_any
 from planner.stages.costs import costed
 from planner.stages.schedule import least_step_s
 
@@ -35,6 +36,79 @@ def test_no_pipeline_is_below_it(first: int) -> None:
             coded = build(PipelinePlan, plan.model_dump(mode="json") | {"codecs": {"dc": CODED}}, "pipeline")
             least = least_step_s(coded, [one.times for one in costed(coded).inside])
             assert least_s(plan.cluster, plan.workload, 2, CODED) <= least * (1 + 1e-9), seed
+
+
+def uneven(rng: np.random.Generator, cluster: Cluster) -> Cluster:
+    """Ranks that share processors, or sites of which some compute up to ten times as fast, in half of the cases each."""
+    given = cluster.model_dump(mode="json", exclude_none=True)
+    if rng.random() < 0.5:
+        given["gpu"] |= {"sharing": float(rng.uniform(1, 5))}
+    if rng.random() < 0.5:
+        for site in given["sites"]:
+            site |= {"gpu": {"throughput": f"{cluster.gpu.throughput / 1e9 * 10 ** rng.uniform(0, 1):.4f} GFLOPS"}}
+    return build(Cluster, given, "uneven")
+
+
+@pytest.mark.parametrize("first", range(0, 30, 10))
+def test_no_plan_for_some_of_the_sites_is_below_theirs(first: int) -> None:
+    """In stages or without, for every choice of sites that can share the batch."""
+    tried = {1: 0, 2: 0}
+    for seed in range(first, first + 10):
+        rng = np.random.default_rng(seed)
+        throughput = f"{10 ** rng.uniform(-2, 2.5):.4f} TFLOPS"
+        cluster = uneven(rng, sites_cluster(rng, 4, int(rng.integers(1, 3)), KINDS[seed % 3], throughput=throughput))
+        workload = layered_workload(int(rng.integers(4, 7)), ffn=int(rng.choice([64, 256, 1024])), micro_batch_size=6)
+        any_s, staged_s = least_of_any_s(cluster, workload), least_of_any_s(cluster, workload, 2)
+        for number in range(1, 5):
+            for sites in combinations(range(4), number):
+                some, work = on_sites(cluster, workload, [f"s{site}" for site in sites])
+                for least_stages in (1, *(2,) * (number - 1)):
+                    plan = random_pipeline_over(rng, some, work, least_stages)
+                    if plan is not None:
+                        stages, found = len(plan.stages), costed(plan)
+                        least = least_step_s(plan, [one.times for one in found.inside])
+                        if cluster.gpu.sharing > 1:
+                            # That lets stages compute together as fast as each does while no other does.
+                            least = found.times.step_s
+                        assert (any_s if stages == 1 else staged_s) <= least * (1 + 1e-9), (seed, sites)
+                        assert any_s <= staged_s
+                        tried[min(stages, 2)] += 1
+    assert min(tried.values()) > 50
+
+
+def test_one_site_alone_is_the_bound_where_links_are_slow() -> None:
+    """And two where the third cannot be reached in time; with links that are fast all of them."""
+    cluster = sites_cluster(np.random.default_rng(1), 3, 1, "even", throughput="0.01 TFLOPS")
+    workload = layered_workload(4, ffn=1024, micro_batch_size=6)
+
+    def with_links(*rates: str) -> Cluster:
+        sites = [{"name": f"s{place}", "up": rate, "down": rate} for place, rate in enumerate(rates)]
+        return build(Cluster, cluster.model_dump(mode="json") | {"sites": sites}, "sites")
+
+    fast, slow = "1000 Gbps", "1 Kbps"
+    whole_s = 3 * least_s(cluster, workload, 1)
+    assert least_of_any_s(with_links(slow, slow, slow), workload) == pytest.approx(whole_s)
+    # Pipelines' bounds leave out where the output projection is.
+    for links, sites in ((with_links(fast, fast, slow), 2), (with_links(fast, fast, fast), 3)):
+        assert 0.96 * whole_s / sites <= least_of_any_s(links, workload) <= whole_s / sites
+    # Two stages need two sites.
+    assert least_of_any_s(with_links(slow, slow, slow), workload, 2) > 100 * whole_s
+    assert least_of_any_s(cluster, workload, 3) > least_of_any_s(cluster, workload, 2) >= least_of_any_s(cluster, workload)
+    one, work = on_sites(cluster, workload, ["s0"])
+    assert least_of_any_s(one, work) == pytest.approx(whole_s)
+
+
+def test_the_cheapest_computation_is_the_bound_of_prices() -> None:
+    cluster = sites_cluster(np.random.default_rng(1), 3, 2, "even", throughput="0.01 TFLOPS")
+    workload, prices = layered_workload(4), (1e-3, 4e-4, 7e-4)
+    sites = [
+        {"name": f"s{place}", "gpu": {"throughput": f"{10 * (place + 1)} GFLOPS", "price": f"{3600 * price} $/h"}}
+        for place, price in enumerate(prices)
+    ]
+    priced = build(Cluster, cluster.model_dump(mode="json") | {"sites": sites}, "sites")
+    one, work = on_sites(priced, workload, ["s1"])
+    # Of a FLOP: 1e-3, 2e-4, 2.33e-4.
+    assert least_usd_of_any(priced, workload) == pytest.approx(2 * 4e-4 * least_s(one, work, 1), rel=1e-6)
 
 
 def test_more_stages_and_more_to_do_take_no_less() -> None:
