@@ -4,48 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from hybridep.codec_losses import permitted
 from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.plan import Plan
+from planner.clock import now_s
+from planner.evaluate import evaluate
 from planner.goal import Goal
-from planner.plans import goal_of, solver_report
+from planner.plans import goal_of, predict, solver_report
+from planner.stages.bound import least_s, least_usd_of_any
 
 Make = Callable[[dict[str, Codecs], float], Plan]
 """(codecs by level name, time limit) -> the best plan with these."""
+_OVER = 1.5
+"""Multiple of the time limit after which no more searches begin: one that takes longer than its share ends the others."""
 
 
 def plan_within_loss(make: Make, outermost: str, max_loss: float, time_limit_s: float) -> Plan:
     """The best of the plans that ``make`` finds with codecs of level ``outermost`` whose measured losses add up to at most
-    ``max_loss`` (0.005 for half a percent); exact ones are always among them. Its bound holds for all of them. Raises what
-    ``make`` raises."""
+    ``max_loss`` (0.005 for half a percent); exact ones are always among them. Its bound holds for all of them. Codecs are looked
+    at in the order of what they make of the first plan; where time is over before, that plan with the next ones is what is known
+    of the others, and their bound is computation. Raises what ``make`` raises."""
     if max_loss < 0:
         raise UserError(f"a permitted loss must be at least zero (found {max_loss:g})")
-    choices = permitted(max_loss)
-    made: list[Plan] = []
+    begun_s, left, made = now_s(), permitted(max_loss), list[Plan]()
+    limit_s = time_limit_s / len(left)
     missing: InfeasibleError | None = None
-    for codecs in choices:
+    while left and not (made and now_s() - begun_s > _OVER * time_limit_s):
+        codecs = left.pop(0)
         try:
-            made.append(make({outermost: codecs} if codecs.lossy else {}, time_limit_s / len(choices)))
+            made.append(make({outermost: codecs} if codecs.lossy else {}, limit_s))
         except InfeasibleError as error:  # what a codec keeps may not fit
             missing = missing or error
+            continue
+        if len(made) == 1:
+            left = _in_order(made[0], outermost, left)
     if not made:
         assert missing is not None
         raise missing
-    goal = _goal(made[0])
+    goal, reports = _goal(made[0]), [plan.solver for plan in made if plan.solver is not None]
+    bound_s, bound_usd = min(one.bound for one in reports), min(one.cost_bound or 0.0 for one in reports)
+    if left:
+        coded = _coded(made[0], outermost, left[0])
+        if _worth(coded, goal) < np.inf:
+            made.append(coded.model_copy(update={"prediction": predict(coded)}))
+        bound_s = min(bound_s, least_s(made[0].cluster, made[0].workload, 1))
+        bound_usd = min(bound_usd, least_usd_of_any(made[0].cluster, made[0].workload))
     best = min(made, key=lambda plan: _value(plan, goal))
-    assert best.solver is not None and best.prediction is not None
-    reports = [plan.solver for plan in made if plan.solver is not None]
+    assert best.prediction is not None
     report = solver_report(
-        solver=best.solver.solver,
+        solver=reports[0].solver,
         goal=goal,
         objective_s=best.prediction.step,
-        bound_s=min(one.bound for one in reports),
+        bound_s=bound_s,
         cost_usd=best.prediction.cost or 0.0,
-        bound_usd=min(one.cost_bound or 0.0 for one in reports),
+        bound_usd=bound_usd,
         solve_s=sum(one.solve for one in reports),
     )
     return best.model_copy(update={"solver": report})
+
+
+def _in_order(plan: Plan, outermost: str, choices: list[Codecs]) -> list[Codecs]:
+    """Those first that make the plan best."""
+    worth = [_worth(_coded(plan, outermost, codecs), _goal(plan)) for codecs in choices]
+    return [choices[place] for place in sorted(range(len(choices)), key=worth.__getitem__)]
+
+
+def _coded(plan: Plan, outermost: str, codecs: Codecs) -> Plan:
+    """The same placement, not yet predicted."""
+    return plan.model_copy(update={"codecs": {outermost: codecs} if codecs.lossy else {}, "prediction": None})
+
+
+def _worth(plan: Plan, goal: Goal) -> float:
+    """Seconds or dollars of its step; infinite where it has no room, or the budget none for it."""
+    cost, memory = evaluate(plan)
+    possible = memory.fits and not goal.overdraft(cost.step_usd)
+    return goal.value(cost.step_s, cost.step_usd) if possible else np.inf
 
 
 def _goal(plan: Plan) -> Goal:

@@ -14,6 +14,7 @@ from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCode
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.errors import UserError
 from planner.check import check
+from planner.stages.bound import least_s
 
 REFERENCE = Path(__file__).resolve().parents[2] / "experiments" / "codec-loss" / "reference.csv"
 SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
@@ -73,6 +74,12 @@ def test_the_planner_takes_the_best_that_is_permitted() -> None:
         steps.append(made.prediction.step)
         assert bool(made.codecs) == (max_loss > 0)
     assert steps[0] > steps[1]
+    # With a limit that is over after the exact search, that plan with the codecs that suit it.
+    short = planner.plan(cluster, workload, max_loss=0.005, time_limit_s=1e-3)
+    check(short)
+    assert short.codecs and short.prediction is not None and short.solver is not None
+    assert steps[1] <= short.prediction.step * (1 + 1e-9) < steps[0]
+    assert short.solver.bound == pytest.approx(least_s(cluster, workload, 1)) and short.solver.bound < steps[1]
     with pytest.raises(UserError, match="leave one of them out"):
         planner.plan(cluster, workload, max_loss=0.1, codecs={"dc": Codecs(tokens=TokenCodec.INT8)})
     with pytest.raises(UserError, match="at least zero"):
