@@ -46,9 +46,7 @@ def alone(
             one, work = on_sites(cluster, workload, [cluster.site_name(site)])
             # Where neither its ranks nor its bytes cost anything there is no price to make small.
             own = goal if one.has_prices else FASTEST
-            made = plan(
-                one, work, time_limit_s=_LIMIT_S, popularity=popularity, goal=own, constraints=rules.inside(one)
-            )
+            made = plan(one, work, time_limit_s=_LIMIT_S, popularity=popularity, goal=own, constraints=rules.inside(one))
         except HybridEPError:
             continue
         assert made.prediction is not None

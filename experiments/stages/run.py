@@ -28,7 +28,7 @@ from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import alone, memory_use
+from planner import StageWishes, alone, least_of_any, memory_use
 from planner.stages.costs import costed, pipeline_wan_bytes
 from simulator.errors import PipelineError
 from simulator.pipeline import fastest_pipeline, simulate_pipeline
@@ -109,13 +109,15 @@ def rows_of(name: str, model: str, config: dict[str, Any], known: list[dict[str,
             continue
         cpu_s = time.process_time() - began_s
         row = {**case, "way": way, **_figures(made), "cpu_s": f"{cpu_s:.1f}"}
+        if way == FEWER:
+            row["bound_s"] = f"{least_of_any(cluster, workload, StageWishes()):.4g}"
         print(row, flush=True)
         yield row
 
 
 def _with_fewer(cluster: Cluster, workload: Workload, limit_s: float) -> AnyPlan:
     """For the sites that pay, in stages where those are several, all within the limit."""
-    some, work = on_sites_that_pay(cluster, workload, time_limit_s=CHOOSING * limit_s)
+    some, work, _ = on_sites_that_pay(cluster, workload, StageWishes(), time_limit_s=CHOOSING * limit_s)
     if some.sizes[0] == 1:
         return planned(some, work, time_limit_s=(1 - CHOOSING) * limit_s)
     return in_stages(some, work, time_limit_s=(1 - CHOOSING) * limit_s).plan

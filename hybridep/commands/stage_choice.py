@@ -73,8 +73,8 @@ def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
 def on_sites_that_pay(
     cluster: Cluster, workload: Workload, wishes: StageWishes, *, time_limit_s: float = 60.0, shown: bool = False
 ) -> tuple[Cluster, Workload, StageWishes]:
-    """What ``hybridep plan --fewer-sites`` plans for: the sites that pay, the same training there, and what is asked of it; all of
-    them where all do. Raises what the planner raises."""
+    """What ``hybridep plan --fewer-sites`` plans for: the sites that pay, the same training there, and what is asked of it; all
+    sites where all do. Raises what the planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
     from planner import sites_that_pay
     from planner.stages.fewer import among

@@ -160,9 +160,7 @@ class _Search:
 
     def _keep_alone(self) -> None:
         wishes = self.wishes
-        own = alone(
-            self.cluster, self.workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints
-        )
+        own = alone(self.cluster, self.workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints)
         if own is not None:
             self._keep((own.cluster.site_name(0),), own)
 
