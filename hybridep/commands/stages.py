@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import Goal, StageWishes
+    from planner import StageWishes
 
 AUTO = "auto"
 _SHARE = 0.5
@@ -41,11 +41,8 @@ def write_in_stages(
     """``--stages TEXT``: the pipeline is written and shown, or a plan without stages where that is better and no number was asked
     for. ``fewer``: for the sites that pay only."""
     import planner
-    from hybridep.commands import plan_text
-    from hybridep.commands.codecs import lossy_codecs
-    from hybridep.commands.plan_choice import planned
-    from hybridep.commands.stage_choice import CHOOSING, in_stages
-    from hybridep.pipeline import codecs_inside
+    from hybridep.commands.plan_text import few
+    from hybridep.commands.stage_choice import CHOOSING
 
     wishes, least, left_out = replace(wishes, stages=_read_stages(text)), None, list[str]()
     if fewer and cluster.sizes[0] > 1:
@@ -57,65 +54,93 @@ def write_in_stages(
         time_limit_s = max(time_limit_s - (time.monotonic() - began_s), (1 - CHOOSING) * time_limit_s)
         left_out = [name for name in every if name not in _names(cluster)]
     if left_out:
-        note(f"hybridep plan: for {plan_text.few(_names(cluster))}; without {plan_text.few(left_out)}")
-    goal = wishes.goal
-    alone = planner.alone(cluster, workload, popularity=wishes.popularity, goal=goal, constraints=wishes.constraints)
-
-    def staged(limit_s: float) -> StageChoice:
-        return in_stages(cluster, workload, wishes, time_limit_s=limit_s, shown=True)
-
-    def in_one(limit_s: float) -> Plan:
-        if wishes == planner.StageWishes(stages=wishes.stages):
-            return planned(cluster, workload, time_limit_s=limit_s)
-        return planner.plan(
-            cluster,
-            workload,
-            solver=wishes.solver,
-            time_limit_s=limit_s,
-            schedule=wishes.schedule,
-            constraints=wishes.constraints,
-            popularity=wishes.popularity,
-            codecs=codecs_inside(wishes.codecs),
-            goal=goal,
-        )
-
-    choice: StageChoice | None = None
-    plan: Plan | None = None
-    if text == AUTO and cluster.sizes[0] == 1:
-        plan = in_one(time_limit_s)
-    elif text == AUTO:
-        choice, plan = _with_and_without(time_limit_s=time_limit_s, in_stages=staged, in_one=in_one)
-    else:
-        choice = staged(time_limit_s)
-    pipeline = None if choice is None else choice.plan
-    without_s = _expected_s(plan)
-    more: dict[str, Any] = {"left_out": left_out, "alone_s": _expected_s(alone), "output": str(output)}
-    if least is not None:
-        more |= {"least_of_any_sites": least}
-    if pipeline is None or (plan is not None and _worth(plan, goal) <= _worth(pipeline, goal)):
-        assert plan is not None
-        plan.save(output)
-        if as_json:
-            emit({**planner.summary(plan), "stages": [], "digest": plan.digest, **more})
-        else:
-            plan_text.show(plan, planner.explain(plan, wishes.constraints))
-            _show_least(least, plan, goal)
-            click.echo(f"\nplan written to {output}, without stages")
-        return
-    assert choice is not None
-    pipeline.save(output)
+        note(f"hybridep plan: for {few(_names(cluster))}; without {few(left_out)}")
+    alone = planner.alone(cluster, workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints)
+    choice, plan = _with_and_without(cluster, workload, wishes, text, time_limit_s)
+    made = _Made(choice=choice, without=plan, alone=alone, least=least, left_out=left_out, wishes=wishes)
+    made.best.save(output)
     if as_json:
-        lossy = lossy_codecs(pipeline)
-        more |= {"lossy_codecs": lossy, "without_stages_s": without_s, "simulated_s": choice.simulated_s}
-        emit({**planner.pipeline_summary(pipeline), **more})
+        emit(made.to_json() | {"output": str(output)})
     else:
-        others_s = {"without stages": without_s}
-        if alone is not None:
-            others_s[f"{alone.cluster.site_name(0)} alone"] = _expected_s(alone)
-        _show_pipeline(choice, output, {name: other_s for name, other_s in others_s.items() if other_s is not None})
-        _show_least(least, pipeline, goal)
-        if alone is not None and _worth(alone, goal) < _worth(pipeline, goal):
-            click.echo(f"{alone.cluster.site_name(0)} alone is better: the other sites do not pay {plan_text.FEWER}")
+        made.show(output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """What was planned, and what is told of it."""
+
+    choice: StageChoice | None
+    without: Plan | None
+    """Without stages; one of both is there."""
+    alone: Plan | None
+    """One site by itself; None where that is not possible, or all there is."""
+    least: float | None
+    """What no choice of sites is better than, if that was asked for."""
+    left_out: list[str]
+    wishes: StageWishes
+
+    @property
+    def best(self) -> AnyPlan:
+        """The pipeline, or the plan without stages where that is as good."""
+        if self.choice is None:
+            assert self.without is not None
+            return self.without
+        pipeline = self.choice.plan
+        return self.without if self.without is not None and self._worth(self.without) <= self._worth(pipeline) else pipeline
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        import planner
+        from hybridep.commands.codecs import lossy_codecs
+        from hybridep.pipeline import PipelinePlan
+
+        best, more = self.best, {"left_out": self.left_out, "alone_s": _expected_s(self.alone)}
+        if self.least is not None:
+            more["least_of_any_sites"] = self.least
+        if not isinstance(best, PipelinePlan):
+            return {**planner.summary(best), "stages": [], "digest": best.digest, **more}
+        assert self.choice is not None
+        more |= {"without_stages_s": _expected_s(self.without), "simulated_s": self.choice.simulated_s}
+        return {**planner.pipeline_summary(best), **more, "lossy_codecs": lossy_codecs(best)}
+
+    def show(self, output: Path) -> None:
+        """Prints it for people."""
+        import planner
+        from hybridep.commands import plan_text
+        from hybridep.pipeline import PipelinePlan
+
+        best = self.best
+        if not isinstance(best, PipelinePlan):
+            plan_text.show(best, planner.explain(best, self.wishes.constraints))
+            self._show_least()
+            click.echo(f"\nplan written to {output}, without stages")
+            return
+        assert self.choice is not None
+        others_s = {"without stages": _expected_s(self.without)}
+        if self.alone is not None:
+            others_s[f"{self.alone.cluster.site_name(0)} alone"] = _expected_s(self.alone)
+        _show_pipeline(self.choice, {name: other_s for name, other_s in others_s.items() if other_s is not None})
+        self._show_least()
+        if self.alone is not None and self._worth(self.alone) < self._worth(best):
+            click.echo(f"{self.alone.cluster.site_name(0)} alone is better: the other sites do not pay {plan_text.FEWER}")
+        click.echo(f"\nplan written to {output}")
+
+    def _show_least(self) -> None:
+        from hybridep.plan import Objective
+        from hybridep.units import format_dollars, format_seconds
+
+        if self.least is None:
+            return
+        least, (_, value) = self.least, self._worth(self.best)
+        dollars = self.wishes.goal.objective is Objective.DOLLARS
+        text = f"cheaper than {format_dollars(least)}" if dollars else f"faster than {format_seconds(least)}"
+        click.echo(f"no plan for any of the sites is {text} (gap {1 - least / value:.0%})")
+
+    def _worth(self, plan: AnyPlan) -> tuple[float, float]:
+        """The smaller the better."""
+        assert plan.prediction is not None
+        usd, goal = plan.prediction.cost or 0.0, self.wishes.goal
+        return goal.overdraft(usd), goal.value(plan.prediction.expected_s, usd)
 
 
 def _on_fewer(
@@ -134,31 +159,12 @@ def _on_fewer(
     return None
 
 
-def _show_least(least: float | None, plan: AnyPlan, goal: Goal) -> None:
-    """What no choice of sites is better than, if that was asked for."""
-    from hybridep.units import format_dollars, format_seconds
-
-    if least is None:
-        return
-    dollars = goal.objective.value == "dollars"
-    _, value = _worth(plan, goal)
-    text = f"cheaper than {format_dollars(least)}" if dollars else f"faster than {format_seconds(least)}"
-    click.echo(f"no plan for any of the sites is {text} (gap {1 - least / value:.0%})")
-
-
 def _names(cluster: Cluster) -> list[str]:
     return [cluster.site_name(site) for site in range(cluster.sizes[0])]
 
 
 def _expected_s(plan: Plan | None) -> float | None:
     return None if plan is None or plan.prediction is None else plan.prediction.expected_s
-
-
-def _worth(plan: AnyPlan, goal: Goal) -> tuple[float, float]:
-    """The smaller the better."""
-    assert plan.prediction is not None
-    usd = plan.prediction.cost or 0.0
-    return goal.overdraft(usd), goal.value(plan.prediction.expected_s, usd)
 
 
 def _read_stages(text: str) -> int | None:
@@ -171,14 +177,24 @@ def _read_stages(text: str) -> int | None:
 
 
 def _with_and_without(
-    *, time_limit_s: float, in_stages: Callable[[float], StageChoice], in_one: Callable[[float], Plan]
+    cluster: Cluster, workload: Workload, wishes: StageWishes, text: str, time_limit_s: float
 ) -> tuple[StageChoice | None, Plan | None]:
-    """A pipeline and a plan without stages, each in its share of the time limit; None where one is not possible. Raises the
-    reason of the latter where neither is."""
+    """A pipeline, and for ``auto`` a plan without stages, each in its share of the time limit; None where one is not possible.
+    Raises the reason of the latter where neither is."""
+    from hybridep.commands.stage_choice import in_stages
+
+    def staged(limit_s: float) -> StageChoice:
+        return in_stages(cluster, workload, wishes, time_limit_s=limit_s, shown=True)
+
+    if text != AUTO:
+        return staged(time_limit_s), None
+    if cluster.sizes[0] == 1:
+        return None, _in_one(cluster, workload, wishes, time_limit_s)
     began_s = time.monotonic()
-    pipeline, why = _or_why_not(lambda: in_stages((1 - _SHARE) * time_limit_s))
+    pipeline, why = _or_why_not(lambda: staged((1 - _SHARE) * time_limit_s))
     try:
-        plan = in_one(max(time_limit_s - (time.monotonic() - began_s), 0.1 * time_limit_s))
+        left_s = max(time_limit_s - (time.monotonic() - began_s), 0.1 * time_limit_s)
+        plan = _in_one(cluster, workload, wishes, left_s)
     except (HybridEPError, KeyboardInterrupt) as error:
         if pipeline is None:
             raise
@@ -189,6 +205,27 @@ def _with_and_without(
     return pipeline, plan
 
 
+def _in_one(cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float) -> Plan:
+    """Without stages."""
+    import planner
+    from hybridep.commands.plan_choice import planned
+    from hybridep.pipeline import codecs_inside
+
+    if wishes == planner.StageWishes(stages=wishes.stages):
+        return planned(cluster, workload, time_limit_s=time_limit_s)
+    return planner.plan(
+        cluster,
+        workload,
+        solver=wishes.solver,
+        time_limit_s=time_limit_s,
+        schedule=wishes.schedule,
+        constraints=wishes.constraints,
+        popularity=wishes.popularity,
+        codecs=codecs_inside(wishes.codecs),
+        goal=wishes.goal,
+    )
+
+
 def _or_why_not(make: Callable[[], StageChoice]) -> tuple[StageChoice | None, HybridEPError | None]:
     try:
         return make(), None
@@ -196,7 +233,7 @@ def _or_why_not(make: Callable[[], StageChoice]) -> tuple[StageChoice | None, Hy
         return None, error
 
 
-def _show_pipeline(choice: StageChoice, path: Path, others_s: dict[str, float]) -> None:
+def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
     """Print it for people. ``others_s``: steps of other plans."""
     from rich.console import Console
     from rich.table import Table
@@ -247,4 +284,3 @@ def _show_pipeline(choice: StageChoice, path: Path, others_s: dict[str, float]) 
         console.print(f"price of a step: {format_dollars(plan.prediction.cost)}")
     for line in codec_lines(plan):
         click.echo(line)
-    click.echo(f"\nplan written to {path}")
