@@ -16,8 +16,8 @@ from hybridep.errors import NoSolutionError
 from hybridep.plan import LayerGroup, Plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner import alone, plan_domains
 from planner import plan as search
-from planner import plan_domains
 from planner.choose import MANY_SITES
 from simulator.step import StepResult, simulate_step
 from simulator.systems import System, system_step
@@ -132,6 +132,9 @@ def schemes(setting: Setting) -> dict[str, Callable[[], Outcome]]:
         found[f"{name}, a row per choice, top-k 2 % of experts"] = plain(setting.placed(each, shared), PER_CHOICE)
         found[name] = plain(setting.placed(each))
     found["planned"] = planned({})
+    one = alone(setting.cluster, setting.workload)
+    if one is not None:
+        found["alone"] = plain(one)
     if size == config["inside"]["sites"] and setting.workload.training.micro_batch_size % config["inside"]["size"] == 0:
         cluster, workload = setting.with_gpus_inside
         found["ep, GPUs inside"] = plain(baseline_plan(cluster, workload, Baseline.EP))

@@ -26,7 +26,7 @@ from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.traffic import step_traffic
 from hybridep.workload import Workload
-from planner import memory_use
+from planner import alone, memory_use
 from planner import plan as search
 from planner.memory import ACTIVATIONS
 from simulator.pipeline import PipelineStep, fastest_pipeline
@@ -83,7 +83,8 @@ def row_of(config: dict[str, Any], name: str, sites: int, bandwidth: str) -> Row
         **{baseline.value: step_s(baseline_plan(cluster, workload, baseline)) for baseline in BASELINES},
         "flat_ep": step_s(baseline_plan(cluster, workload, Baseline.EP), FLAT),
     }
-    pipeline, plan_s = fastest_pipeline(plan), step_s(plan)
+    pipeline, plan_s, one = fastest_pipeline(plan), step_s(plan), alone(cluster, workload)
+    assert one is not None
     best = min(others_s, key=lambda other: others_s[other])
     inside = sum(wan_bytes(stage.plan) for stage in pipeline.stages)
     seconds = {
@@ -91,6 +92,7 @@ def row_of(config: dict[str, Any], name: str, sites: int, bandwidth: str) -> Row
         **{f"{other}_s": value for other, value in others_s.items()},
         "pipeline_s": pipeline.step_s,
         "plan_over_pipeline": plan_s / pipeline.step_s,
+        "alone_s": step_s(one),
         "work_s": pipeline.work_s,
         "bubble_s": pipeline.bubble_s,
         "activations_s": pipeline.transfers_s,

@@ -1,7 +1,7 @@
 """Between sites that differ, what does it bring to plan for experts whose popularity is known, layer by layer?
 
 The plan made for it is set beside the best equal domains chosen for it layer by layer, and beside the plan made as if all experts
-were alike, which then meets them as they are; by cost and simulated.
+were alike, which then meets them as they are; by cost and simulated. What one site alone takes stands beside them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 OTHERS = ("domains", "unknown")
 COLUMNS = (
     *("cluster", "concentration", "largest_share", "plan_s", "domains_s", "unknown_s", "gap"),
-    *("simulated_plan_s", "simulated_domains_s", "simulated_unknown_s"),
+    *("simulated_plan_s", "simulated_domains_s", "simulated_unknown_s", "simulated_alone_s"),
 )
 
 
@@ -64,6 +64,8 @@ def row_of(config: dict[str, Any], name: str, concentration: float) -> dict[str,
     row = {"cluster": Path(name).stem, "concentration": concentration, "largest_share": f"{max(map(max, popularity)):.3f}"}
     for kind, plan in (("plan", made), ("domains", domains), ("unknown", unknown)):
         row |= {f"{kind}_s": f"{planner.step_cost(plan).step_s:.4g}", f"simulated_{kind}_s": f"{simulate_step(plan).step_s:.4g}"}
+    one = planner.alone(cluster, workload, popularity=popularity)
+    row["simulated_alone_s"] = f"{simulate_step(one).step_s:.4g}" if one is not None else ""
     print({**row, "gap": _gap(made)}, file=sys.stderr, flush=True)
     return row | {"gap": _gap(made)}
 

@@ -26,7 +26,7 @@ from hybridep.config import build, write_text
 from hybridep.plan import Plan
 from hybridep.provenance import provenance
 from hybridep.workload import Workload
-from planner import plan_domains
+from planner import alone, plan_domains
 from simulator.step import StepResult, simulate_step
 from simulator.systems import System, system_step
 from simulator.token_exchange import TokenExchange
@@ -58,6 +58,9 @@ def systems(cluster_name: str, workload: Workload) -> dict[str, tuple[StepResult
     made = plan_domains(cluster, workload)
     domains = ", ".join(f"{name} {size}" for name, size in made.layers[0].domains.items())
     found["planned"] = simulate_step(made), f"domains {domains}"
+    one = alone(cluster, workload)
+    if one is not None:
+        found["alone"] = simulate_step(one), "one datacenter, all of the batch"
     return found
 
 

@@ -39,6 +39,8 @@ def test_table_5(tmp_path: Path) -> None:
     rows = {row["system"]: row for row in rows_of("table-5", "table.csv", tmp_path)}
     assert {row["data_mb"] for row in rows.values()} == {"6"}
     step_s = {name: float(row["simulated_s"]) for name, row in rows.items()}
+    # With so few tokens no plan for both datacenters pays.
+    assert step_s.pop("alone") < step_s["planned"]
     assert step_s["planned"] <= min(step_s.values()) * 1.001
     assert step_s["tutel"] <= step_s["flat_ep"] and step_s["ep"] < step_s["flat_ep"]
     assert float(rows["hybridep"]["simulated_gain"]) == pytest.approx(step_s["tutel"] / step_s["hybridep"], rel=0.01)
