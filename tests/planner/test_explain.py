@@ -116,10 +116,14 @@ def test_one_site_alone_is_shown_with_the_whole_batch(plan: Plan) -> None:
     batch = training.micro_batch_size * training.micro_batches * plan.cluster.num_gpus
     assert own.workload.training.micro_batch_size * own.workload.training.micro_batches * own.cluster.num_gpus == batch
     assert own.cluster.sizes[0] == 1 and planner.alone(own.cluster, own.workload) is None
-    nowhere = build(
-        planner.Constraints, {"rules": [{"name": "a", "kind": "forbid", "sites": [plan.cluster.site_name(0)]}]}, "rules"
-    )
-    assert planner.explain(plan, nowhere).alone is None
+    first, second = plan.cluster.site_name(0), plan.cluster.site_name(1)
+    for rule, name in (
+        ({"kind": "forbid", "sites": [first]}, f"{second} alone"),
+        ({"kind": "keep_tokens", "sites": [first]}, None),
+    ):
+        rules = build(planner.Constraints, {"rules": [{"name": "a"} | rule]}, "rules")
+        found = planner.explain(plan, rules).alone
+        assert (found and found.name) == name
     # The fastest GPUs count.
     sites = [{"name": "slow", "gpu": {"throughput": "1 GFLOPS"}}, {"name": "fast"}, *({"name": name} for name in "cd")]
     uneven = plan.cluster.model_dump(mode="json") | {"sites": sites[: plan.cluster.sizes[0]]}

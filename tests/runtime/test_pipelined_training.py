@@ -214,7 +214,11 @@ def test_stages_train_the_same_model(ranks: RankPool, case: Case) -> None:
 
 
 CODED = [
-    *(replace(CASES[2], codecs=(("activations", codec),)) for codec in ("int8", "bf16", "fp8")),
+    # int8 is in the last one, too; each takes seven seconds and more.
+    *(
+        pytest.param(replace(CASES[2], codecs=(("activations", codec),)), marks=pytest.mark.slow if codec != "fp8" else ())
+        for codec in ("int8", "bf16", "fp8")
+    ),
     replace(CASES[5], overlap=True, codecs=(("activations", "int8"), ("experts", "change-int8"))),
 ]
 

@@ -109,7 +109,7 @@ def best_mixture_s(problem: SiteProblem, popularity: Shares) -> float:
 FIXED = ("head", "optimizer", "dense_reduce_scatter", "dense_all_gather")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_no_mixture_of_tables_is_faster_than_the_bound(seed: int) -> None:
     cluster, work = uneven_cluster(np.random.default_rng(seed), 2, 1, pairs=bool(seed % 2)), workload_of(seed, 3, 2)
     popularity = skewed(seed, 2, 3, 2, 3.0)
@@ -132,7 +132,7 @@ def test_a_bound_as_if_all_were_alike_lies(monkeypatch: pytest.MonkeyPatch) -> N
     """So it matters that fewer tokens need the least popular; whatever is left out, no table is faster than the bound."""
     lies = 0
     monkeypatch.setattr("planner.sites.popular_bound.MOST_BOXES", 100)
-    for seed in (0, 6):
+    for seed in (0, 1):
         cluster = uneven_cluster(np.random.default_rng(seed), 2, 1, pairs=False)
         problem = site_problem(cluster, workload_of(seed, 3, 1, expert_ffn_size=1024))
         popularity = skewed(seed, 1, 3, 2, 0.5)

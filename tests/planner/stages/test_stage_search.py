@@ -71,7 +71,7 @@ def permutations_of_layers(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [one for one in product(range(1, layers + 1), repeat=stages) if sum(one) == layers]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_search_is_near_the_best_of_all(seed: int) -> None:
     found_s, best_s = best_of_all(seed, num_sites=3, layers=3)
     # Plans inside stages may be better than equal domains.
