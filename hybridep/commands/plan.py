@@ -153,6 +153,7 @@ def command(
     import planner
     from hybridep.commands.codecs import read_codecs, read_max_loss
     from hybridep.commands.inputs import cluster_and_workload, load_cluster
+    from hybridep.commands.interrupts import hurried_by_interrupts
     from hybridep.commands.plan_request import PlanRequest, make
     from hybridep.commands.stages import write_in_stages
     from hybridep.routing import load_routing
@@ -194,35 +195,36 @@ def command(
             goal=_goal(objective, budget),
             constraints=rules,
         )
-        write_in_stages(site, work, stages, output, wishes, fewer=fewer, time_limit_s=time_limit_s, as_json=as_json)
+        with hurried_by_interrupts():
+            write_in_stages(site, work, stages, output, wishes, fewer=fewer, time_limit_s=time_limit_s, as_json=as_json)
         return
     if fewer:
         raise UserError("--fewer-sites: give --stages, too; which sites pay is asked of pipelines")
     levels = [level.name for level in site.levels]
-    made = make(
-        PlanRequest(
-            cluster=site,
-            workload=work,
-            solver=solver,
-            time_limit_s=time_limit_s,
-            codecs=read_codecs(codecs, levels),
-            schedule=_schedule(streams, levels),
-            rules=rules,
-            goal=_goal(objective, budget),
-            max_loss=read_max_loss(max_loss),
-            prefetch=prefetch,
-            most_chunks=chunks,
-            top=top,
-            simulate=simulate,
-            compare=compare,
-            scenarios=tuple(load_cluster(one) for one in scenarios),
-            within=within,
-            quantile=quantile,
-            pool=pool,
-            record=record,
-            record_path=routing,
-        )
+    request = PlanRequest(
+        cluster=site,
+        workload=work,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        codecs=read_codecs(codecs, levels),
+        schedule=_schedule(streams, levels),
+        rules=rules,
+        goal=_goal(objective, budget),
+        max_loss=read_max_loss(max_loss),
+        prefetch=prefetch,
+        most_chunks=chunks,
+        top=top,
+        simulate=simulate,
+        compare=compare,
+        scenarios=tuple(load_cluster(one) for one in scenarios),
+        within=within,
+        quantile=quantile,
+        pool=pool,
+        record=record,
+        record_path=routing,
     )
+    with hurried_by_interrupts():
+        made = make(request)
     best = made.best
     files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made.plans) + 1))]
     # Before anything is written: what is asked of a plan may have no answer.

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from hybridep.config import build
+from planner.clock import now_s
 
 if TYPE_CHECKING:
     from hybridep.plan import Plan
@@ -64,7 +64,7 @@ def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) ->
 
     if not decides(cluster):
         return planner.plan(cluster, workload, time_limit_s=time_limit_s)
-    started_s = monotonic()
+    started_s = now_s()
     made = planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s)
     most = most_simulated(cluster, time_limit_s)
     return choose(made, None, until_s=ends_s(started_s, time_limit_s), most=most).plan
@@ -78,9 +78,9 @@ def most_simulated(cluster: Cluster, time_limit_s: float, *, ahead: bool = False
 
 
 def ends_s(started_s: float, time_limit_s: float) -> float:
-    """Until when to simulate plans that are made now, of a search that ``started_s`` (``time.monotonic``): as long as the limit
+    """Until when to simulate plans that are made now, of a search that ``started_s`` (``planner.clock``): as long as the limit
     leaves, and for a share of it at least where the search took longer, since compiling counts to no limit."""
-    return max(started_s + time_limit_s, monotonic() + (1 - SEARCHED) * time_limit_s)
+    return max(started_s + time_limit_s, now_s() + (1 - SEARCHED) * time_limit_s)
 
 
 def choose(
@@ -93,7 +93,7 @@ def choose(
 ) -> SimulatedChoice:
     """Of those that cost no more than what any other planner would do, the plan whose step is simulated to be the shortest, with
     the solver's report of the first, which costs least. Simulates ``most`` of them in order of cost, for a model of few layers,
-    and begins none but the first two after ``until_s`` (``time.monotonic``). With a record, of which other planners know nothing,
+    and begins none but the first two after ``until_s`` (``planner.clock``). With a record, of which other planners know nothing,
     of all plans, and all layers."""
     first = plans[0]
     if len(plans) > 1 and not recorded:
@@ -118,7 +118,7 @@ def by_simulation(
 ) -> tuple[list[Plan], list[float]]:
     """The plans by their simulated steps, the fastest first, and those steps in seconds: on average over the recorded ones, or
     with what their popularity of experts lets expect where there are none. Plans that cost more than ``most_s`` and than the
-    first come last. Left out, but for the first two, are those that were not begun before ``until_s`` (``time.monotonic``)
+    first come last. Left out, but for the first two, are those that were not begun before ``until_s`` (``planner.clock``)
     or a KeyboardInterrupt."""
     from rich.console import Console
     from rich.progress import track
@@ -131,7 +131,7 @@ def by_simulation(
     most_s = max(most_s, _cost_s(plans[0])) * (1 + 1e-9)
     found: list[tuple[bool, float, int]] = []
     for place, one in enumerate(shown):
-        if place >= 2 and monotonic() >= until_s:
+        if place >= 2 and now_s() >= until_s:
             break
         try:
             found.append((_cost_s(one) > most_s, fmean(simulate_step(one, step).step_s for step in steps), place))

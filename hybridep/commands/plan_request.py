@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -186,8 +185,9 @@ def _pooled(request: PlanRequest) -> MadePlans:
 def _chosen_by_simulation(request: PlanRequest) -> MadePlans:
     """One of more plans than were asked for."""
     from hybridep.commands import plan_choice
+    from planner.clock import now_s
 
-    started_s, limit_s = time.monotonic(), request.time_limit_s
+    started_s, limit_s = now_s(), request.time_limit_s
     plans = _several(request, plan_choice.CANDIDATES, plan_choice.SEARCHED * limit_s)
     choice = plan_choice.choose(
         plans,

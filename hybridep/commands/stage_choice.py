@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, ends_s
+from planner.clock import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ def in_stages(
 
     wishes = wishes or StageWishes()
     number = CANDIDATES if cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1 else 1
-    started_s, share = monotonic(), SEARCHED if number > 1 else 1.0
+    started_s, share = now_s(), SEARCHED if number > 1 else 1.0
     # It ends before simulations show theirs.
     with PlanProgress() if shown else nullcontext() as progress:
         made = plan_pipelines(cluster, workload, wishes, number, time_limit_s=share * time_limit_s, report=progress)
@@ -92,7 +92,7 @@ def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:
 
 
 def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice:
-    """By simulated step, or its price; none but the first two are begun after ``until_s`` (``time.monotonic``), or a
+    """By simulated step, or its price; none but the first two are begun after ``until_s`` (``planner.clock``), or a
     KeyboardInterrupt."""
     from rich.console import Console
     from rich.progress import track
@@ -104,7 +104,7 @@ def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float)
     found: list[tuple[float, float, float, int]] = []
     shown = track(plans, "simulating pipelines", console=console, transient=True, disable=not console.is_terminal)
     for place, one in enumerate(shown):
-        if place >= 2 and monotonic() >= until_s:
+        if place >= 2 and now_s() >= until_s:
             break
         try:
             step_s = simulate_pipeline(one).step_s

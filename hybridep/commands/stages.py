@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,15 +42,16 @@ def write_in_stages(
     import planner
     from hybridep.commands.plan_text import few
     from hybridep.commands.stage_choice import CHOOSING
+    from planner.clock import now_s
 
     wishes, least, left_out = replace(wishes, stages=_read_stages(text)), None, list[str]()
     if fewer and cluster.sizes[0] > 1:
-        every, began_s = _names(cluster), time.monotonic()
+        every, began_s = _names(cluster), now_s()
         found = _on_fewer(cluster, workload, wishes, text, time_limit_s=time_limit_s)
         if found is not None:
             least = planner.least_of_any(cluster, workload, wishes)
             cluster, workload, wishes = found
-        time_limit_s = max(time_limit_s - (time.monotonic() - began_s), (1 - CHOOSING) * time_limit_s)
+        time_limit_s = max(time_limit_s - (now_s() - began_s), (1 - CHOOSING) * time_limit_s)
         left_out = [name for name in every if name not in _names(cluster)]
     if left_out:
         note(f"hybridep plan: for {few(_names(cluster))}; without {few(left_out)}")
@@ -182,6 +182,7 @@ def _with_and_without(
     """A pipeline, and for ``auto`` a plan without stages, each in its share of the time limit; None where one is not possible.
     Raises the reason of the latter where neither is."""
     from hybridep.commands.stage_choice import in_stages
+    from planner.clock import now_s
 
     def staged(limit_s: float) -> StageChoice:
         return in_stages(cluster, workload, wishes, time_limit_s=limit_s, shown=True)
@@ -190,10 +191,10 @@ def _with_and_without(
         return staged(time_limit_s), None
     if cluster.sizes[0] == 1:
         return None, _in_one(cluster, workload, wishes, time_limit_s)
-    began_s = time.monotonic()
+    began_s = now_s()
     pipeline, why = _or_why_not(lambda: staged((1 - _SHARE) * time_limit_s))
     try:
-        left_s = max(time_limit_s - (time.monotonic() - began_s), 0.1 * time_limit_s)
+        left_s = max(time_limit_s - (now_s() - began_s), 0.1 * time_limit_s)
         plan = _in_one(cluster, workload, wishes, left_s)
     except (HybridEPError, KeyboardInterrupt) as error:
         if pipeline is None:

@@ -180,9 +180,10 @@ class _Search:
         assert made.prediction is not None
         usd, goal = made.prediction.cost or 0.0, self.wishes.goal
         worth = goal.overdraft(usd), goal.value(made.prediction.expected_s, usd)
-        if all(worth < other for other in self._worth.values()):
-            self.report("plan", made.prediction.expected_s)
+        best = all(worth < other for other in self._worth.values())
         self._worth[sites] = min(worth, self._worth.get(sites, worth))
+        if best:
+            self.report("plan", made.prediction.expected_s)
 
     def _left_s(self, share: float) -> float:
         return self.begun_s + share * self.time_limit_s - now_s()

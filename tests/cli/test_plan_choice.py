@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -26,6 +25,7 @@ from hybridep.commands.plan_choice import (
 from hybridep.config import build
 from hybridep.plan import Plan, Status, load_plan
 from hybridep.topology import Cluster
+from planner.clock import now_s
 from simulator.step import simulate_step
 
 Call = Callable[..., Result]
@@ -84,7 +84,7 @@ def test_runs_that_leave_the_plan_open_get_the_same_one(plans: list[Plan]) -> No
 
 
 def test_after_the_time_limit_only_two_are_simulated(plans: list[Plan]) -> None:
-    assert choose(plans, None, until_s=time.monotonic()).simulated == 2
+    assert choose(plans, None, until_s=now_s()).simulated == 2
 
 
 def test_how_many_are_simulated_depends_on_the_limit_and_not_on_the_machine(plans: list[Plan]) -> None:
@@ -98,9 +98,9 @@ def test_how_many_are_simulated_depends_on_the_limit_and_not_on_the_machine(plan
 
 
 def test_simulations_have_a_share_of_the_limit_whatever_compiling_took() -> None:
-    now_s = time.monotonic()
-    assert ends_s(now_s, 60.0) == now_s + 60
-    assert ends_s(now_s - 100, 60.0) == pytest.approx(now_s + (1 - SEARCHED) * 60, abs=1)
+    begun_s = now_s()
+    assert ends_s(begun_s, 60.0) == begun_s + 60
+    assert ends_s(begun_s - 100, 60.0) == pytest.approx(begun_s + (1 - SEARCHED) * 60, abs=1)
 
 
 def test_shortened_plans_differ_in_nothing_but_layers(plans: list[Plan]) -> None:

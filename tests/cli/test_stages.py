@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli_cases import CLUSTER, Inputs, Result, shell
 
+from hybridep.commands.interrupts import hurried_by_interrupts
+from hybridep.commands.plan_progress import PlanProgress
+from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, load_any_plan
-from hybridep.plan import load_plan
+from hybridep.plan import Plan, load_plan
+from planner.clock import now_s
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -194,6 +200,45 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     ):
         path, result = in_stages(inputs, call, *options)
         assert result.code in (2, 3) and words in result.err and not path.exists()
+
+
+def test_one_interrupt_ends_all_searches_with_the_best_so_far(
+    inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, later_s = list[str](), list[float]()
+
+    def interrupt(_: PlanProgress, what: str, seconds: float) -> None:
+        seen.append(what)
+        if seen.count("plan") == 2 and what == "plan":
+            signal.raise_signal(signal.SIGINT)
+
+    def without(*_: object) -> Plan:
+        began_s = now_s()
+        time.sleep(0.01)
+        later_s.append(now_s() - began_s)
+        raise InfeasibleError("not asked for")
+
+    monkeypatch.setattr(PlanProgress, "__call__", interrupt)
+    monkeypatch.setattr("hybridep.commands.stages._in_one", without)
+    path = inputs.folder / "stages.yaml"
+    result = call("plan", "dtfm-10", "gpt-large", "--stages", "auto", "--time-limit", "1000", "-o", path)
+    # The search for pipelines ends, and what would be looked for next has no time.
+    assert result.code == 0 and seen.count("plan") >= 2 and later_s[0] > 1000, result.err
+    assert isinstance(load_any_plan(path), PipelinePlan)
+
+
+def test_after_an_interrupt_time_limits_are_over() -> None:
+    with hurried_by_interrupts():
+        began_s = now_s()
+        time.sleep(0.01)
+        assert now_s() - began_s < 10
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        began_s = now_s()
+        time.sleep(0.01)
+        assert now_s() - began_s > 1000
+    began_s = now_s()
+    assert now_s() - began_s < 10 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_simulations_of_stages_say_what_they_cannot(inputs: Inputs, call: Call) -> None:

@@ -77,6 +77,12 @@ def test_popular_experts(tmp_path: Path) -> None:
     assert float(row["simulated_plan_s"]) < float(row["simulated_domains_s"]) and 0 < float(row["gap"]) < 1
 
 
+def test_sites_that_pay(tmp_path: Path) -> None:
+    [row] = rows_of("sites-that-pay", "sites.csv", tmp_path)
+    bound_s, paying_s, *others_s = (float(row[f"{way}_s"]) for way in ("bound", "paying", "alone", "without", "staged"))
+    assert 0.9 * paying_s < bound_s <= paying_s <= 1.05 * min(others_s) and row["paying"] == "1"
+
+
 @pytest.mark.lab
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(

@@ -137,5 +137,4 @@ def test_an_interrupted_search_returns_the_best_so_far() -> None:
     def interrupt(what: str, seconds: float) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        sites_that_pay(cluster, workload, report=interrupt)
+    assert len(sites_that_pay(cluster, workload, report=interrupt)) == 1
