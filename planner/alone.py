@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from hybridep.errors import HybridEPError, InfeasibleError
 from hybridep.plan import Plan
 from hybridep.shares import on_sites
@@ -28,8 +30,8 @@ def alone(
     constraints: Constraints | None = None,
 ) -> Plan | None:
     """The best plan for one site of several (of a site with pods, for one of these), with the whole global batch; None where none
-    has room, or sequences to share, or where none by itself keeps the rules."""
-    if cluster.sizes[0] == 1:
+    has room, or sequences to share, where none by itself keeps the rules, and where sites have unequal shares."""
+    if cluster.sizes[0] == 1 or np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
         return None
     try:
         rules = StageRules(cluster, workload.model.num_experts, constraints)

@@ -35,6 +35,7 @@ OPTIONS = (
     ("--json",),
 )
 WITH_STAGES = (
+    ("--fewer-sites",),
     ("--explain",),
     ("--streams", "dc=2"),
     ("--objective", "dollars"),
@@ -147,15 +148,16 @@ def check(seed: int, inputs: Inputs, call: Call, *, in_stages: bool = False) -> 
     if in_stages:
         arguments += ["--stages", draw.of("auto", "auto", "2", "3", "4")]
     for one in WITH_STAGES if in_stages else OPTIONS:
-        arguments += one if draw.rng.random() < 0.1 else ()
-    if not in_stages and draw.rng.random() < 0.25:
+        arguments += one if draw.rng.random() < (0.4 if one == ("--fewer-sites",) else 0.1) else ()
+    if draw.rng.random() < 0.25:
         arguments += ["--constraints", inputs.write("r.yaml", yaml.safe_dump({"rules": rules_of(draw, cluster)}))]
     plan = inputs.folder / "plan.yaml"
     result = call(*arguments, "-o", plan)
     written = sorted(inputs.folder.glob("plan*"))
     if result.code:
         lines = [line for line in result.err.splitlines() if line.startswith("hybridep plan: ")]
-        assert result.code in (2, 3, 4) and len(lines) == 1 and "Traceback" not in result.err, (arguments, result.err)
+        told = [line for line in lines if line.startswith(("hybridep plan: for ", "hybridep plan: without "))]
+        assert result.code in (2, 3, 4) and len(lines) - len(told) == 1 and "Traceback" not in result.err, (arguments, result.err)
         assert not written, (arguments, result.err)
         return
     assert plan in written
