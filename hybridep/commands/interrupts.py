@@ -19,7 +19,11 @@ def hurried_by_interrupts() -> Iterator[None]:
     and do no more than they must."""
     from planner.clock import timed_by
 
-    if threading.current_thread() is not threading.main_thread():
+    # Whoever ignores or handles interrupts goes on doing so; other threads get none.
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     interrupted_s: list[float] = []

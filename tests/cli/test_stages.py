@@ -239,6 +239,12 @@ def test_after_an_interrupt_time_limits_are_over() -> None:
         assert now_s() - began_s > 1000
     began_s = now_s()
     assert now_s() - began_s < 10 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with hurried_by_interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_simulations_of_stages_say_what_they_cannot(inputs: Inputs, call: Call) -> None:
