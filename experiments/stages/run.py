@@ -22,7 +22,7 @@ import yaml
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.commands.plan_choice import planned
-from hybridep.commands.stage_choice import CHOOSING, in_stages, on_sites_that_pay
+from hybridep.commands.stage_choice import CHOOSING, in_stages, on_sites_that_pay, rather_all
 from hybridep.config import write_text
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.provenance import provenance
@@ -31,7 +31,7 @@ from hybridep.workload import Workload
 from planner import StageWishes, alone, least_of_any, memory_use
 from planner.stages.costs import costed, pipeline_wan_bytes
 from simulator.errors import PipelineError
-from simulator.pipeline import fastest_pipeline, simulate_pipeline
+from simulator.pipeline import fastest_pipeline, simulate_any, simulate_pipeline
 from simulator.step import simulate_step
 
 HERE = Path(__file__).resolve().parent
@@ -117,10 +117,15 @@ def rows_of(name: str, model: str, config: dict[str, Any], known: list[dict[str,
 
 def _with_fewer(cluster: Cluster, workload: Workload, limit_s: float) -> AnyPlan:
     """For the sites that pay, in stages where those are several, all within the limit."""
-    some, work, _ = on_sites_that_pay(cluster, workload, StageWishes(), time_limit_s=CHOOSING * limit_s)
-    if some.sizes[0] == 1:
-        return planned(some, work, time_limit_s=(1 - CHOOSING) * limit_s)
-    return in_stages(some, work, time_limit_s=(1 - CHOOSING) * limit_s).plan
+    began_s, wishes = time.perf_counter(), StageWishes()
+    some, work, _ = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * limit_s)
+    share_s = (1 - CHOOSING) * limit_s
+    made = planned(some, work, time_limit_s=share_s) if some.sizes[0] == 1 else in_stages(some, work, time_limit_s=share_s).plan
+    if some.sizes[0] < cluster.sizes[0]:
+        left_s = limit_s - (time.perf_counter() - began_s)
+        every = rather_all(cluster, workload, wishes, simulate_any(made).step_s, left_s=left_s, time_limit_s=limit_s)
+        return made if every is None else every.plan
+    return made
 
 
 def _in_order(cluster: Cluster, workload: Workload) -> PipelinePlan:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, ends_s
+from hybridep.errors import HybridEPError
 from planner.clock import now_s
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ CANDIDATES = 8
 """Pipelines among which a simulation chooses."""
 CHOOSING = 1 / 3
 """Share of the time limit in which it is found which sites pay."""
+_LEFT = 0.2
+"""Share of it that must be left for another look at all sites, once it is planned for fewer."""
 SECONDS_PER_PASS = 1.5e-5
 """What simulating one takes, about, for each rank, layer and micro-batch: 1.0e-5 to 1.6e-5 were measured between 27 and 60
 regions."""
@@ -35,6 +38,12 @@ class StageChoice:
     """Its simulated step; None where nothing was simulated."""
     simulated: int = 0
     """Pipelines that were."""
+
+    @property
+    def step_s(self) -> float:
+        """Simulated, or as expected where nothing was simulated."""
+        assert self.plan.prediction is not None
+        return self.plan.prediction.expected_s if self.simulated_s is None else self.simulated_s
 
 
 def in_stages(
@@ -82,6 +91,27 @@ def on_sites_that_pay(
     with PlanProgress() if shown else nullcontext() as progress:
         sites = sites_that_pay(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
     return among(cluster, workload, wishes, sites) if len(sites) < cluster.sizes[0] else (cluster, workload, wishes)
+
+
+def rather_all(
+    cluster: Cluster,
+    workload: Workload,
+    wishes: StageWishes,
+    step_s: float,
+    *,
+    left_s: float,
+    time_limit_s: float,
+    shown: bool = False,
+) -> StageChoice | None:
+    """All sites in stages, where what planning for fewer has left of the time limit is enough to find that those take less than
+    the ``step_s`` of the fewer: which sites pay is found in short searches, and the more sites, the less these find."""
+    if left_s < _LEFT * time_limit_s or wishes.goal.needs_prices:
+        return None
+    try:
+        found = in_stages(cluster, workload, wishes, time_limit_s=left_s, shown=shown)
+    except HybridEPError:
+        return None
+    return found if found.step_s < step_s else None
 
 
 def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:

@@ -41,23 +41,30 @@ def write_in_stages(
     for. ``fewer``: for the sites that pay only."""
     import planner
     from hybridep.commands.plan_text import few
-    from hybridep.commands.stage_choice import CHOOSING
+    from hybridep.commands.stage_choice import CHOOSING, rather_all
     from planner.clock import now_s
 
     wishes, least, left_out = replace(wishes, stages=_read_stages(text)), None, list[str]()
+    began_s, limit_s, every = now_s(), time_limit_s, (cluster, workload, wishes)
     if fewer and cluster.sizes[0] > 1:
-        every, began_s = _names(cluster), now_s()
         found = _on_fewer(cluster, workload, wishes, text, time_limit_s=time_limit_s)
         if found is not None:
             least = planner.least_of_any(cluster, workload, wishes)
             cluster, workload, wishes = found
-        time_limit_s = max(time_limit_s - (now_s() - began_s), (1 - CHOOSING) * time_limit_s)
-        left_out = [name for name in every if name not in _names(cluster)]
+        limit_s = max(time_limit_s - (now_s() - began_s), (1 - CHOOSING) * time_limit_s)
+        left_out = [name for name in _names(every[0]) if name not in _names(cluster)]
     if left_out:
         note(f"hybridep plan: for {few(_names(cluster))}; without {few(left_out)}")
-    alone = planner.alone(cluster, workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints)
-    choice, plan = _with_and_without(cluster, workload, wishes, text, time_limit_s)
-    made = _Made(choice=choice, without=plan, alone=alone, least=least, left_out=left_out, wishes=wishes)
+    choice, plan = _with_and_without(cluster, workload, wishes, text, limit_s)
+    made = _Made(
+        choice=choice, without=plan, alone=_alone(cluster, workload, wishes), least=least, left_out=left_out, wishes=wishes
+    )
+    if left_out:
+        left_s = time_limit_s - (now_s() - began_s)
+        choice = rather_all(*every, made.step_s, left_s=left_s, time_limit_s=time_limit_s, shown=True)
+        if choice is not None:
+            note("hybridep plan: for all sites after all")
+            made = _Made(choice=choice, without=None, alone=_alone(*every), least=least, left_out=[], wishes=every[2])
     made.best.save(output)
     if as_json:
         emit(made.to_json() | {"output": str(output)})
@@ -87,6 +94,13 @@ class _Made:
             return self.without
         pipeline = self.choice.plan
         return self.without if self.without is not None and self._worth(self.without) <= self._worth(pipeline) else pipeline
+
+    @property
+    def step_s(self) -> float:
+        """Of the best, simulated where it was."""
+        best = self.best
+        assert best.prediction is not None
+        return self.choice.step_s if self.choice is not None and best is self.choice.plan else best.prediction.expected_s
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -157,6 +171,12 @@ def _on_fewer(
             raise
         note(f"hybridep plan: for all sites, since no others were found: {error}")
     return None
+
+
+def _alone(cluster: Cluster, workload: Workload, wishes: StageWishes) -> Plan | None:
+    import planner
+
+    return planner.alone(cluster, workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints)
 
 
 def _names(cluster: Cluster) -> list[str]:
