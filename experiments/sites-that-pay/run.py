@@ -20,7 +20,7 @@ import yaml
 
 from hybridep.commands.inputs import load_workload
 from hybridep.commands.plan_choice import planned
-from hybridep.commands.stage_choice import CHOOSING, in_stages, on_sites_that_pay
+from hybridep.commands.stage_choice import for_sites_that_pay, in_stages
 from hybridep.config import build, write_text
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.provenance import provenance
@@ -72,22 +72,20 @@ def row_of(config: dict[str, Any], name: str, bandwidth: str) -> dict[str, str]:
     levels = [outer | {"size": config["sites"], "bandwidth": bandwidth}, *inner]
     cluster = build(Cluster, {"name": f"{config['sites']} sites", "levels": levels, "gpu": config["gpu"]}, "config.yaml")
     workload, limit_s = load_workload(name.split(",")[0], config["workloads"][name]), config["time_limit_s"]
-    one, wishes = alone(cluster, workload), StageWishes()
+    one = alone(cluster, workload)
     assert one is not None
-    some, work, _ = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * limit_s)
-    left_s = (1 - CHOOSING) * limit_s
-    paying = in_stages(some, work, time_limit_s=left_s).plan if some.sizes[0] > 1 else planned(some, work, time_limit_s=left_s)
+    paying = for_sites_that_pay(cluster, workload, limit_s)
     return {
         **dict(zip(KEY, (name, bandwidth), strict=True)),
         "alone_s": _simulated(one),
         "without_s": _simulated(planned(cluster, workload, time_limit_s=limit_s)),
         "staged_s": _simulated(in_stages(cluster, workload, time_limit_s=limit_s).plan),
         "paying_s": _simulated(paying),
-        "paying": str(some.sizes[0]),
+        "paying": str(paying.cluster.sizes[0]),
         "stages": str(len(paying.stages) if isinstance(paying, PipelinePlan) else 1),
         "memory_gb": f"{_memory_bytes(paying) / 1e9:.4g}",
         "alone_memory_gb": f"{memory_use(one).fullest_bytes / 1e9:.4g}",
-        "bound_s": f"{least_of_any(cluster, workload, wishes):.4g}",
+        "bound_s": f"{least_of_any(cluster, workload, StageWishes()):.4g}",
     }
 
 

@@ -22,7 +22,7 @@ import yaml
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.commands.plan_choice import planned
-from hybridep.commands.stage_choice import CHOOSING, in_stages, on_sites_that_pay, rather_all
+from hybridep.commands.stage_choice import for_sites_that_pay, in_stages
 from hybridep.config import write_text
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.provenance import provenance
@@ -31,7 +31,7 @@ from hybridep.workload import Workload
 from planner import StageWishes, alone, least_of_any, memory_use
 from planner.stages.costs import costed, pipeline_wan_bytes
 from simulator.errors import PipelineError
-from simulator.pipeline import fastest_pipeline, simulate_any, simulate_pipeline
+from simulator.pipeline import fastest_pipeline, simulate_pipeline
 from simulator.step import simulate_step
 
 HERE = Path(__file__).resolve().parent
@@ -93,7 +93,7 @@ def rows_of(name: str, model: str, config: dict[str, Any], known: list[dict[str,
         IN_ORDER: lambda: _in_order(cluster, workload),
         PLANNED: lambda: in_stages(cluster, workload, time_limit_s=limit_s).plan,
         ALONE: lambda: alone(cluster, workload),
-        FEWER: lambda: _with_fewer(cluster, workload, limit_s),
+        FEWER: lambda: for_sites_that_pay(cluster, workload, limit_s),
     }
     case = {"cluster": Path(name).stem, "model": model}
     for way, make in ways.items():
@@ -113,19 +113,6 @@ def rows_of(name: str, model: str, config: dict[str, Any], known: list[dict[str,
             row["bound_s"] = f"{least_of_any(cluster, workload, StageWishes()):.4g}"
         print(row, flush=True)
         yield row
-
-
-def _with_fewer(cluster: Cluster, workload: Workload, limit_s: float) -> AnyPlan:
-    """For the sites that pay, in stages where those are several, all within the limit."""
-    began_s, wishes = time.perf_counter(), StageWishes()
-    some, work, _ = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * limit_s)
-    share_s = (1 - CHOOSING) * limit_s
-    made = planned(some, work, time_limit_s=share_s) if some.sizes[0] == 1 else in_stages(some, work, time_limit_s=share_s).plan
-    if some.sizes[0] < cluster.sizes[0]:
-        left_s = limit_s - (time.perf_counter() - began_s)
-        every = rather_all(cluster, workload, wishes, simulate_any(made).step_s, left_s=left_s, time_limit_s=limit_s)
-        return made if every is None else every.plan
-    return made
 
 
 def _in_order(cluster: Cluster, workload: Workload) -> PipelinePlan:

@@ -13,7 +13,7 @@ from planner.clock import now_s
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hybridep.pipeline import PipelinePlan
+    from hybridep.pipeline import AnyPlan, PipelinePlan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from planner import Goal, StageWishes
@@ -112,6 +112,24 @@ def rather_all(
     except HybridEPError:
         return None
     return found if found.step_s < step_s else None
+
+
+def for_sites_that_pay(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) -> AnyPlan:
+    """What ``hybridep plan --stages auto --fewer-sites`` makes without further wishes, but for plans without stages where several
+    sites pay. Raises what the planner raises."""
+    from hybridep.commands.plan_choice import planned
+    from planner import StageWishes
+    from simulator.pipeline import simulate_any
+
+    began_s, wishes = now_s(), StageWishes()
+    some, work, _ = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * time_limit_s)
+    share_s = (1 - CHOOSING) * time_limit_s
+    made: AnyPlan = planned(some, work, share_s) if some.sizes[0] == 1 else in_stages(some, work, time_limit_s=share_s).plan
+    if some.sizes[0] == cluster.sizes[0]:
+        return made
+    left_s = time_limit_s - (now_s() - began_s)
+    every = rather_all(cluster, workload, wishes, simulate_any(made).step_s, left_s=left_s, time_limit_s=time_limit_s)
+    return made if every is None else every.plan
 
 
 def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:

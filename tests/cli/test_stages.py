@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_cases import CLUSTER, Inputs, Result, shell
@@ -16,7 +17,11 @@ from hybridep.commands.plan_progress import PlanProgress
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, load_any_plan
 from hybridep.plan import Plan, load_plan
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner import StageWishes
 from planner.clock import now_s
+from planner.stages.fewer import among
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -200,6 +205,26 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     ):
         path, result = in_stages(inputs, call, *options)
         assert result.code in (2, 3) and words in result.err and not path.exists()
+
+
+def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the wrong ones were chosen; nothing is tried where no time is left."""
+    busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
+    asked = list[float]()
+
+    def one_site(cluster: Cluster, workload: Workload, wishes: StageWishes, **limits: Any) -> Any:
+        asked.append(limits["time_limit_s"])
+        time.sleep(0.0 if len(asked) == 1 else 4.5)
+        return among(cluster, workload, wishes, ("dc0",))
+
+    monkeypatch.setattr("hybridep.commands.stage_choice.on_sites_that_pay", one_site)
+    options = ("--stages", "auto", "--fewer-sites", "--json", "--set", "training.micro_batches=4")
+    path, result = in_stages(inputs, call, *options, cluster=busy)
+    assert result.code == 0 and "for all sites after all" in result.err, result.err
+    assert result.json["left_out"] == [] and isinstance(load_any_plan(path), PipelinePlan)
+    assert result.json["objective_s"] < result.json["alone_s"]
+    path, result = in_stages(inputs, call, *options, cluster=busy)
+    assert result.code == 0 and result.json["left_out"] == ["dc1"] and "after all" not in result.err
 
 
 def test_one_interrupt_ends_all_searches_with_the_best_so_far(
