@@ -81,16 +81,18 @@ def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
 
 def on_sites_that_pay(
     cluster: Cluster, workload: Workload, wishes: StageWishes, *, time_limit_s: float = 60.0, shown: bool = False
-) -> tuple[Cluster, Workload, StageWishes]:
+) -> tuple[Cluster, Workload, StageWishes, AnyPlan | None]:
     """What ``hybridep plan --fewer-sites`` plans for: the sites that pay, the same training there, and what is asked of it; all
-    sites where all do. Raises what the planner raises."""
+    sites where all do. And the best plan for fewer that a short search has found. Raises what the planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
     from planner import sites_that_pay
     from planner.stages.fewer import among
 
     with PlanProgress() if shown else nullcontext() as progress:
-        sites = sites_that_pay(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
-    return among(cluster, workload, wishes, sites) if len(sites) < cluster.sizes[0] else (cluster, workload, wishes)
+        paying = sites_that_pay(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
+    if len(paying.sites) == cluster.sizes[0]:
+        return cluster, workload, wishes, paying.fewer
+    return *among(cluster, workload, wishes, paying.sites), paying.fewer
 
 
 def rather_all(
@@ -114,21 +116,37 @@ def rather_all(
     return found if found.step_s < step_s else None
 
 
+def rather_fewer(fewer: AnyPlan | None, wishes: StageWishes, step_s: float) -> bool:
+    """Whether the plan for fewer sites takes less than the ``step_s`` of what was then planned for all: simulated, since what is
+    expected of many sites is often too little."""
+    if fewer is None or wishes.goal.needs_prices:
+        return False
+    return simulated_or_expected_s(fewer) < step_s
+
+
+def simulated_or_expected_s(plan: AnyPlan) -> float:
+    """A step of it; as expected where ranks share processors, of which simulations know less."""
+    from simulator.pipeline import simulate_any
+
+    assert plan.prediction is not None
+    return plan.prediction.expected_s if plan.cluster.gpu.sharing > 1 else simulate_any(plan).step_s
+
+
 def for_sites_that_pay(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) -> AnyPlan:
     """What ``hybridep plan --stages auto --fewer-sites`` makes without further wishes, but for plans without stages where several
     sites pay. Raises what the planner raises."""
     from hybridep.commands.plan_choice import planned
     from planner import StageWishes
-    from simulator.pipeline import simulate_any
 
     began_s, wishes = now_s(), StageWishes()
-    some, work, _ = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * time_limit_s)
+    some, work, _, fewer = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * time_limit_s)
     share_s = (1 - CHOOSING) * time_limit_s
     made: AnyPlan = planned(some, work, share_s) if some.sizes[0] == 1 else in_stages(some, work, time_limit_s=share_s).plan
+    step_s = simulated_or_expected_s(made)
     if some.sizes[0] == cluster.sizes[0]:
-        return made
+        return fewer if fewer is not None and rather_fewer(fewer, wishes, step_s) else made
     left_s = time_limit_s - (now_s() - began_s)
-    every = rather_all(cluster, workload, wishes, simulate_any(made).step_s, left_s=left_s, time_limit_s=time_limit_s)
+    every = rather_all(cluster, workload, wishes, step_s, left_s=left_s, time_limit_s=time_limit_s)
     return made if every is None else every.plan
 
 

@@ -41,16 +41,16 @@ def write_in_stages(
     for. ``fewer``: for the sites that pay only."""
     import planner
     from hybridep.commands.plan_text import few
-    from hybridep.commands.stage_choice import CHOOSING, rather_all
+    from hybridep.commands.stage_choice import CHOOSING, rather_all, rather_fewer
     from planner.clock import now_s
 
     wishes, least, left_out = replace(wishes, stages=_read_stages(text)), None, list[str]()
-    began_s, limit_s, every = now_s(), time_limit_s, (cluster, workload, wishes)
+    began_s, limit_s, every, some = now_s(), time_limit_s, (cluster, workload, wishes), None
     if fewer and cluster.sizes[0] > 1:
         found = _on_fewer(cluster, workload, wishes, text, time_limit_s=time_limit_s)
         if found is not None:
             least = planner.least_of_any(cluster, workload, wishes)
-            cluster, workload, wishes = found
+            cluster, workload, wishes, some = found
         limit_s = max(time_limit_s - (now_s() - began_s), (1 - CHOOSING) * time_limit_s)
         left_out = [name for name in _names(every[0]) if name not in _names(cluster)]
     if left_out:
@@ -65,6 +65,9 @@ def write_in_stages(
         if choice is not None:
             note("hybridep plan: for all sites after all")
             made = _Made(choice=choice, without=None, alone=_alone(*every), least=least, left_out=[], wishes=every[2])
+    elif some is not None and rather_fewer(some, wishes, made.step_s):
+        made = _for_fewer(some, every, least)
+        note(f"hybridep plan: for {few(_names(some.cluster))} after all; without {few(made.left_out)}")
     made.best.save(output)
     if as_json:
         emit(made.to_json() | {"output": str(output)})
@@ -159,9 +162,8 @@ class _Made:
 
 def _on_fewer(
     cluster: Cluster, workload: Workload, wishes: StageWishes, text: str, *, time_limit_s: float
-) -> tuple[Cluster, Workload, StageWishes] | None:
-    """The sites that pay and what is asked of them, found in a share of the time limit; None where ``--stages auto`` finds none
-    and says why."""
+) -> tuple[Cluster, Workload, StageWishes, AnyPlan | None] | None:
+    """What ``on_sites_that_pay`` finds in a share of the time limit; None where ``--stages auto`` finds none and says why."""
     from hybridep.commands.stage_choice import CHOOSING, on_sites_that_pay
 
     try:
@@ -171,6 +173,22 @@ def _on_fewer(
             raise
         note(f"hybridep plan: for all sites, since no others were found: {error}")
     return None
+
+
+def _for_fewer(plan: AnyPlan, every: tuple[Cluster, Workload, StageWishes], least: float | None) -> _Made:
+    """A plan for fewer sites that was found when these were chosen."""
+    from hybridep.commands.stage_choice import StageChoice, simulated_or_expected_s
+    from hybridep.pipeline import PipelinePlan
+    from planner.stages.fewer import among
+
+    names = _names(plan.cluster)
+    wishes, left_out = among(*every, tuple(names))[2], [name for name in _names(every[0]) if name not in names]
+    if isinstance(plan, PipelinePlan):
+        choice, without = StageChoice(plan=plan, simulated_s=simulated_or_expected_s(plan), simulated=1), None
+    else:
+        choice, without = None, plan
+    alone = _alone(plan.cluster, plan.workload, wishes)
+    return _Made(choice=choice, without=without, alone=alone, least=least, left_out=left_out, wishes=wishes)
 
 
 def _alone(cluster: Cluster, workload: Workload, wishes: StageWishes) -> Plan | None:

@@ -40,8 +40,18 @@ _SAVES = 0.1
 ones find."""
 
 Sites = tuple[str, ...]
+"""Names, in the cluster's order."""
 Worth = tuple[float, float]
 """By what share a step is over the budget, and its seconds or dollars: the smaller the better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paying:
+    """What was chosen, by short searches."""
+
+    sites: Sites
+    fewer: AnyPlan | None
+    """The best plan found for fewer sites than all, with the same global batch; None where there is none."""
 
 
 def sites_that_pay(
@@ -51,9 +61,9 @@ def sites_that_pay(
     *,
     time_limit_s: float = 60.0,
     report: Report | None = None,
-) -> Sites:
-    """The sites of the best pipeline, or plan for one site, that was found, in the cluster's order; all of them where none is
-    better with fewer. Rules hold among those (``among``). ``report``: told ("plan", seconds) of each that is better than those
+) -> Paying:
+    """The sites of the best pipeline, or plan for one site, that was found; all of them where fewer save little. Rules hold among
+    those (``among``). ``report``: told ("plan", seconds) of each that is better than those
     before. Raises PlacementError where sites have unequal shares, of which none can be left out, and what ``plan_pipeline``
     raises where nothing is possible."""
     wishes = wishes or StageWishes()
@@ -92,15 +102,16 @@ class _Search:
     time_limit_s: float
     report: Report
     _worth: dict[Sites, Worth] = field(default_factory=dict)
+    _fewer: AnyPlan | None = None
 
-    def run(self) -> Sites:
+    def run(self) -> Paying:
         """The best found; of an interrupted search the best so far."""
         try:
             self._search()
         except KeyboardInterrupt:
             if not self._worth:
                 raise
-        return self._chosen()
+        return Paying(sites=self._chosen(), fewer=self._fewer)
 
     def _search(self) -> None:
         every = _named(self.cluster, range(self.cluster.sizes[0]))
@@ -181,6 +192,9 @@ class _Search:
         usd, goal = made.prediction.cost or 0.0, self.wishes.goal
         worth = goal.overdraft(usd), goal.value(made.prediction.expected_s, usd)
         best = all(worth < other for other in self._worth.values())
+        if len(sites) < self.cluster.sizes[0]:
+            others = [other for known, other in self._worth.items() if len(known) < self.cluster.sizes[0]]
+            self._fewer = made if all(worth < other for other in others) else self._fewer
         self._worth[sites] = min(worth, self._worth.get(sites, worth))
         if best:
             self.report("plan", made.prediction.expected_s)

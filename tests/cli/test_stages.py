@@ -19,7 +19,7 @@ from hybridep.pipeline import PipelinePlan, load_any_plan
 from hybridep.plan import Plan, load_plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner import StageWishes
+from planner import StageWishes, alone
 from planner.clock import now_s
 from planner.stages.fewer import among
 
@@ -215,7 +215,7 @@ def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeyp
     def one_site(cluster: Cluster, workload: Workload, wishes: StageWishes, **limits: Any) -> Any:
         asked.append(limits["time_limit_s"])
         time.sleep(0.0 if len(asked) == 1 else 4.5)
-        return among(cluster, workload, wishes, ("dc0",))
+        return *among(cluster, workload, wishes, ("dc0",)), None
 
     monkeypatch.setattr("hybridep.commands.stage_choice.on_sites_that_pay", one_site)
     options = ("--stages", "auto", "--fewer-sites", "--json", "--set", "training.micro_batches=4")
@@ -225,6 +225,23 @@ def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeyp
     assert result.json["objective_s"] < result.json["alone_s"]
     path, result = in_stages(inputs, call, *options, cluster=busy)
     assert result.code == 0 and result.json["left_out"] == ["dc1"] and "after all" not in result.err
+
+
+def test_the_plan_for_fewer_sites_counts_to_the_end(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all were chosen and one is faster after all."""
+
+    def every_site(cluster: Cluster, workload: Workload, wishes: StageWishes, **_: Any) -> Any:
+        return cluster, workload, wishes, alone(cluster, workload)
+
+    monkeypatch.setattr("hybridep.commands.stage_choice.on_sites_that_pay", every_site)
+    path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json")
+    assert result.code == 0 and "for dc0 after all; without dc1" in result.err, result.err
+    assert result.json["left_out"] == ["dc1"] and load_plan(path).cluster.sizes[0] == 1 and result.json["alone_s"] is None
+    shown = in_stages(inputs, call, "--stages", "2", "--fewer-sites")[1]
+    assert "after all" in shown.err and "no plan for any of the sites is faster" in shown.out
+    busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
+    path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json", cluster=busy)
+    assert result.json["left_out"] == [] and "after all" not in result.err
 
 
 def test_one_interrupt_ends_all_searches_with_the_best_so_far(
