@@ -106,30 +106,36 @@ def rather_all(
     shown: bool = False,
 ) -> StageChoice | None:
     """All sites in stages, where what planning for fewer has left of the time limit is enough to find that those take less than
-    the ``step_s`` of the fewer: which sites pay is found in short searches, and the more sites, the less these find."""
+    the ``step_s`` of the fewer: which sites pay is found in short searches, and the more sites, the less these find. None where
+    they do not, or after a KeyboardInterrupt."""
     if left_s < _LEFT * time_limit_s or wishes.goal.needs_prices:
         return None
     try:
         found = in_stages(cluster, workload, wishes, time_limit_s=left_s, shown=shown)
-    except HybridEPError:
+    except (HybridEPError, KeyboardInterrupt):
         return None
     return found if found.step_s < step_s else None
 
 
 def rather_fewer(fewer: AnyPlan | None, wishes: StageWishes, step_s: float) -> bool:
     """Whether the plan for fewer sites takes less than the ``step_s`` of what was then planned for all: simulated, since what is
-    expected of many sites is often too little."""
+    expected of many sites is often too little. Not after a KeyboardInterrupt."""
     if fewer is None or wishes.goal.needs_prices:
         return False
-    return simulated_or_expected_s(fewer) < step_s
+    try:
+        return simulated_or_expected_s(fewer) < step_s
+    except KeyboardInterrupt:
+        return False
 
 
 def simulated_or_expected_s(plan: AnyPlan) -> float:
-    """A step of it; as expected where ranks share processors, of which simulations know less."""
+    """A step of it; as expected where ranks share processors, of which simulations know less, and of more than ``MOST_SITES``
+    sites, for which they take long."""
     from simulator.pipeline import simulate_any
 
     assert plan.prediction is not None
-    return plan.prediction.expected_s if plan.cluster.gpu.sharing > 1 else simulate_any(plan).step_s
+    expected = plan.cluster.gpu.sharing > 1 or plan.cluster.sizes[0] > MOST_SITES
+    return plan.prediction.expected_s if expected else simulate_any(plan).step_s
 
 
 def for_sites_that_pay(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) -> AnyPlan:

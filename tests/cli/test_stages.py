@@ -225,6 +225,15 @@ def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeyp
     assert result.json["objective_s"] < result.json["alone_s"]
     path, result = in_stages(inputs, call, *options, cluster=busy)
     assert result.code == 0 and result.json["left_out"] == ["dc1"] and "after all" not in result.err
+    # An interrupt meanwhile loses nothing.
+    asked.clear()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybridep.commands.stage_choice.in_stages", interrupted)
+    path, result = in_stages(inputs, call, *options, cluster=busy)
+    assert result.code == 0 and result.json["left_out"] == ["dc1"] and load_plan(path).cluster.sizes[0] == 1
 
 
 def test_the_plan_for_fewer_sites_counts_to_the_end(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
