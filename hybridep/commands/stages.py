@@ -151,7 +151,9 @@ class _Made:
         least, (_, value) = self.least, self._worth(self.best)
         dollars = self.wishes.goal.objective is Objective.DOLLARS
         text = f"cheaper than {format_dollars(least)}" if dollars else f"faster than {format_seconds(least)}"
-        click.echo(f"no plan for any of the sites is {text} (gap {1 - least / value:.0%})")
+        # One site may cost nothing where only bytes have a price.
+        gap = 1 - least / value if value > 0 else 0.0
+        click.echo(f"no plan for any of the sites is {text} (gap {gap:.0%})")
 
     def _worth(self, plan: AnyPlan) -> tuple[float, float]:
         """The smaller the better."""

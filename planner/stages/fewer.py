@@ -63,9 +63,8 @@ def sites_that_pay(
     report: Report | None = None,
 ) -> Paying:
     """The sites of the best pipeline, or plan for one site, that was found; all of them where fewer save little. Rules hold among
-    those (``among``). ``report``: told ("plan", seconds) of each that is better than those
-    before. Raises PlacementError where sites have unequal shares, of which none can be left out, and what ``plan_pipeline``
-    raises where nothing is possible."""
+    those (``among``). ``report``: told ("plan", seconds) of each that is better than those before. Raises PlacementError where
+    sites have unequal shares, of which none can be left out, and what ``plan_pipeline`` raises where nothing is possible."""
     wishes = wishes or StageWishes()
     wishes.check(cluster)
     on_sites(cluster, workload, _named(cluster, range(cluster.sizes[0])))

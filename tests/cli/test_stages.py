@@ -87,6 +87,8 @@ def test_auto_takes_no_stages_where_those_are_slower(inputs: Inputs, call: Call)
 def test_the_cheapest_with_or_without_stages(inputs: Inputs, call: Call) -> None:
     priced = SLOW.replace("bandwidth: 1 Mbps", "bandwidth: 1 Mbps, egress: 0.05 $/GB")
     assert priced != SLOW
+    free = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--objective", "dollars", cluster=priced)[1]
+    assert free.code == 0 and "is cheaper than 0 $ (gap 0%)" in free.out, free.out + free.err
     path, result = in_stages(inputs, call, "--stages", "auto", "--objective", "dollars", "--json", cluster=priced)
     assert result.code == 0, result.err
     plan = load_any_plan(path)
