@@ -33,9 +33,10 @@ from hybridep.plan import (
     load_plan,
     require_same,
 )
+from hybridep.shares import batch_sequences, sequences_together, site_sequences
 from hybridep.topology import Cluster, by_themselves
 from hybridep.traffic import FloatArray, add_between_sites, link_bytes, step_traffic
-from hybridep.workload import Model, Workload
+from hybridep.workload import Model, Training, Workload
 
 ACTIVATIONS, GRADIENTS = "activations", "activation_gradients"
 """Names of what passes between stages: forward and back."""
@@ -157,19 +158,20 @@ class PipelinePlan(Strict):
                 return stage, int(found[0])
         raise ValueError(f"rank {rank}: {self.cluster.name} has ranks 0 to {self.cluster.num_gpus - 1}")
 
-    def sequences(self, stage: int) -> int:
-        """Of each of a stage's ranks in one micro-batch."""
-        return global_sequences(self.workload, self.cluster) // (self.micro_batches * len(self.ranks[stage]))
+    def sequences(self, stage: int) -> IntArray:
+        """[ranks of the stage]: of each in one micro-batch."""
+        own, inside = self.plans[stage], self.cluster.num_gpus // self.cluster.sizes[0]
+        return np.repeat(np.array(site_sequences(own.cluster, own.workload)), inside)
 
     def ways(self, stage: int) -> Ways:
         """From a stage to the next. A rank passes on its own sequences; where the next has more or fewer ranks, parts of them."""
-        sizes = [self.sequences(one) for one in (stage, stage + 1)]
-        ends = [np.arange(len(self.ranks[one]) + 1) * size for one, size in zip((stage, stage + 1), sizes, strict=True)]
-        cuts = np.unique(np.concatenate(ends))
+        ends = [np.cumsum(self.sequences(one)) for one in (stage, stage + 1)]
+        cuts = np.unique(np.concatenate([[0], *ends]))
         first = cuts[:-1]
+        source, destination = (np.searchsorted(one, first, side="right") for one in ends)
         return Ways(
-            source=self.ranks[stage][first // sizes[0]],
-            destination=self.ranks[stage + 1][first // sizes[1]],
+            source=self.ranks[stage][source],
+            destination=self.ranks[stage + 1][destination],
             first=first,
             number=np.diff(cuts),
         )
@@ -316,29 +318,30 @@ def stage_workload(
     micro_batches: int,
 ) -> Workload:
     """What a stage of ``num_sites`` trains: its layers, and the global batch in ``micro_batches``. Raises ValueError where it has
-    no layer with experts, or its ranks cannot share a micro-batch in whole sequences."""
+    no layer with experts, or a micro-batch has no sequence for each of its ranks."""
     model, training = workload.model, workload.training
     dense = min(max(model.num_dense_layers - first_layer, 0), num_layers)
     if dense >= num_layers:
         raise ValueError(f"stages.{number}: {num_layers} layers, {dense} of them without experts; each needs one with experts")
     inside = cluster.num_gpus // cluster.sizes[0]
-    batch, ranks = global_sequences(workload, cluster), num_sites * inside
-    size, rest = divmod(batch, ranks * micro_batches)
-    if rest or not size:
+    batch = global_sequences(workload, cluster)
+    together, rest = divmod(batch, inside * micro_batches)
+    if rest or together < num_sites:
         raise ValueError(
             f"stages.{number}: {batch} sequences of a step in {micro_batches} micro-batches leave {batch / micro_batches:g} for "
-            f"{ranks} ranks, and each takes as many whole ones; choose other micro_batches"
+            f"{num_sites} sites of {inside} ranks, and all of a site take as many whole ones; choose other micro_batches"
         )
     part = {
         "first_layer": first_layer,
         "first_moe_layer": max(first_layer - model.num_dense_layers, 0),
         "of_layers": model.num_layers,
     }
+    batch_of = {"micro_batches": micro_batches, "micro_batch_size": together / num_sites}
     update = {"num_layers": num_layers, "num_dense_layers": dense, "part": part}
     return Workload(
         name=f"{workload.name}, stage {number}",
         model=build(Model, model.model_dump(mode="json") | update, f"stages.{number}"),
-        training=training.model_copy(update={"micro_batches": micro_batches, "micro_batch_size": size}),
+        training=build(Training, training.model_dump(mode="json") | batch_of, f"stages.{number}"),
     )
 
 
@@ -355,18 +358,18 @@ def of_stage(popularity: Popularity, workload: Workload) -> Popularity:
 
 def global_sequences(workload: Workload, cluster: Cluster) -> int:
     """Of a step, all ranks together."""
-    return workload.training.micro_batch_size * workload.training.micro_batches * cluster.num_gpus
+    return batch_sequences(cluster, workload) * workload.training.micro_batches
 
 
 def possible_micro_batches(workload: Workload, cluster: Cluster, sites_per_stage: Sequence[int]) -> list[int]:
     """In how many equal micro-batches the global batch can pass stages of so many sites, fewest first."""
-    inside = cluster.num_gpus // cluster.sizes[0]
-    batch = global_sequences(workload, cluster)
-    each = int(np.lcm.reduce([sites * inside for sites in sites_per_stage]))
-    if batch % each:
-        return []
-    most = batch // each
-    return [number for number in range(1, most + 1) if most % number == 0]
+    batch = sequences_of_place(workload, cluster)
+    return [batch // together for together in reversed(sequences_together(batch, max(sites_per_stage)))]
+
+
+def sequences_of_place(workload: Workload, cluster: Cluster) -> int:
+    """Of a step, one rank of each site together: what the sites of any stage share out."""
+    return global_sequences(workload, cluster) * cluster.sizes[0] // cluster.num_gpus
 
 
 def forwards_ahead(stage: int, stages: int, micro_batches: int, ahead: int) -> int:

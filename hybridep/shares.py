@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import ceil, isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridep.config import build
 from hybridep.errors import PlacementError
 from hybridep.topology import Cluster, by_themselves
-from hybridep.workload import Workload
+from hybridep.workload import Training, Workload
+
+_ROUNDING = 1e-9
 
 
 def apportion(total: int, weights: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -25,13 +29,19 @@ def site_sequences(cluster: Cluster, workload: Workload) -> tuple[int, ...]:
     """[DCs]: sequences that each rank of a site draws in one micro-batch: ``training.micro_batch_size`` on average, in proportion
     to ``Site.tokens``, the largest remainders rounded up. So the global batch is the same whatever the shares.
 
-    Raises PlacementError where a site's share is less than one sequence.
+    Raises PlacementError where a site's share is less than one sequence, and where those of all sites are no whole number.
     """
     size, mean = cluster.levels[0].size, workload.training.micro_batch_size
     weights = cluster.token_weights
-    if np.ptp(weights) == 0:
+    if np.ptp(weights) == 0 and isinstance(mean, int):
         return (mean,) * size
-    found = apportion(size * mean, weights)
+    total = round(size * mean)
+    if abs(size * mean - total) > _ROUNDING * total:
+        raise PlacementError(
+            f"training.micro_batch_size: {mean:g} on average are {size * mean:g} for {size} ranks, one of each site of "
+            f"{cluster.name}, and ranks draw whole sequences; choose one of which {size} make a whole number"
+        )
+    found = apportion(total, weights)
     if not found.all():
         least = int(found.argmin())
         exact = size * mean * weights[least] / weights.sum()
@@ -42,19 +52,46 @@ def site_sequences(cluster: Cluster, workload: Workload) -> tuple[int, ...]:
     return tuple(int(number) for number in found)
 
 
+def batch_sequences(cluster: Cluster, workload: Workload) -> int:
+    """Of one micro-batch, all ranks together."""
+    return cluster.num_gpus // cluster.levels[0].size * sum(site_sequences(cluster, workload))
+
+
+def alike_ranks(cluster: Cluster, workload: Workload) -> bool:
+    """The same GPUs, sequences and experts at all sites."""
+    return cluster.has_alike_ranks and isinstance(workload.training.micro_batch_size, int)
+
+
 def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tuple[Cluster, Workload]:
-    """The same training on some of a cluster's sites, which share out the same global batch, in micro-batches that are at most as
-    large. Raises PlacementError where they cannot, in whole sequences, or where sites have unequal shares."""
+    """The same training on some of a cluster's sites, which share out the same global batch, evenly but for one sequence of a
+    micro-batch, in micro-batches that are at most as large, where that is possible. Raises PlacementError where sites are more
+    than sequences, and where they have unequal shares."""
     if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
         raise PlacementError(f"{cluster.name}: its sites have shares of tokens or experts, of which none can be left out")
     found, training = by_themselves(cluster, sites), workload.training
-    batch = training.micro_batch_size * training.micro_batches * cluster.num_gpus
+    batch, number = batch_sequences(cluster, workload) * training.micro_batches, found.levels[0].size
     each, rest = divmod(batch, found.num_gpus)
-    if rest or not each:
-        raise PlacementError(f"{found.num_gpus} ranks of {cluster.name} cannot share {batch} sequences of a step evenly")
-    size = max(number for number in range(1, training.micro_batch_size + 1) if each % number == 0)
-    changed = training.model_copy(update={"micro_batch_size": size, "micro_batches": each // size})
+    if not each:
+        raise PlacementError(f"{found.num_gpus} ranks of {cluster.name} cannot share {batch} sequences of a step")
+    mean: float
+    if rest:
+        together = sequences_together(batch * number // found.num_gpus, number)
+        small = [one for one in together if ceil(one / number) <= training.micro_batch_size]
+        of_all = max(small, default=together[0])
+        mean, micro_batches = of_all / number, batch * number // found.num_gpus // of_all
+    else:
+        mean = max(one for one in range(1, int(training.micro_batch_size) + 1) if each % one == 0)
+        micro_batches = each // mean
+    update = {"micro_batch_size": mean, "micro_batches": micro_batches}
+    changed = build(Training, training.model_dump(mode="json") | update, "training")
     return found, workload.model_copy(update={"training": changed})
+
+
+def sequences_together(batch: int, sites: int) -> list[int]:
+    """Into how many sequences of a micro-batch, of one rank of each site together, those of a step may be cut, so that none of so
+    many sites is without: fewest first. ``batch``: of a step, likewise."""
+    small = [number for number in range(1, isqrt(batch) + 1) if batch % number == 0]
+    return sorted({one for number in small for one in (number, batch // number) if one >= sites})
 
 
 def site_shares(cluster: Cluster, workload: Workload) -> NDArray[np.float64]:

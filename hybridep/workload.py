@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from math import ceil
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hybridep.config import Strict
 
@@ -180,14 +180,20 @@ class Training(Strict):
     """The batch of one rank and the element type."""
 
     sequence_length: int = Field(ge=1)
-    micro_batch_size: int = Field(ge=1)
-    """Sequences per rank and micro-batch; the mean, where sites take different shares (``Site.tokens``)."""
+    micro_batch_size: int | float = Field(ge=1)
+    """Sequences per rank and micro-batch; the mean, where sites take different shares (``Site.tokens``). A fraction where what
+    all sites take together does not divide by them: they take as many each, but for one (``hybridep.shares``)."""
     micro_batches: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step (gradient accumulation)."""
     dtype: Dtype = Dtype.FP32
 
+    @field_validator("micro_batch_size")
+    @classmethod
+    def _whole(cls, value: float) -> int | float:
+        return int(value) if value == int(value) else value
+
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> int | float:
         """Tokens of one rank in one micro-batch (the mean)."""
         return self.sequence_length * self.micro_batch_size
 
@@ -198,6 +204,11 @@ class Workload(Strict):
     name: str
     model: Model
     training: Training
+
+    def for_one_rank(self) -> Workload:
+        """In whole sequences: as much as the rank has that has most of sites with equal shares."""
+        training = self.training.model_copy(update={"micro_batch_size": ceil(self.training.micro_batch_size)})
+        return self.model_copy(update={"training": training})
 
     @property
     def expert_capacity(self) -> int | None:

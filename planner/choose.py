@@ -10,6 +10,7 @@ import numpy as np
 from hybridep.codecs import Codecs
 from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
+from hybridep.shares import alike_ranks
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.chunks import best_of_searches, numbers, tables_in_parts
@@ -112,7 +113,7 @@ def plans(
     lossy = any(one.lossy for one in (codecs or {}).values())
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)
-    by_table = by_site(cluster) or dear or constraints is not None
+    by_table = by_site(cluster, workload) or dear or constraints is not None
     if most_chunks > 1:
         if ahead or (schedule is not None and schedule.prefetch):
             raise UserError("tokens in parts and copies ahead of their blocks: a schedule has one of them; leave the other out")
@@ -180,6 +181,7 @@ def uneven_prices(cluster: Cluster) -> bool:
     return prices.size > 0 and bool((prices != prices[0]).any())
 
 
-def by_site(cluster: Cluster) -> bool:
+def by_site(cluster: Cluster, workload: Workload) -> bool:
     """Sites differ, or there are many."""
-    return cluster.sizes[0] >= 2 and (not cluster.is_symmetric or cluster.sizes[0] > MANY_SITES)
+    alike = cluster.is_symmetric and alike_ranks(cluster, workload)
+    return cluster.sizes[0] >= 2 and (not alike or cluster.sizes[0] > MANY_SITES)

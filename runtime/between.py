@@ -88,13 +88,14 @@ class Neighbours:
         training = mesh.plan.workload.training
         level, codec = pipeline.cluster.levels[0].name, pipeline.activation_codec
         self._coder = None if codec is TokenCodec.EXACT else row_coder(codec)
-        shape = (training.micro_batch_size, training.sequence_length, mesh.plan.workload.model.hidden_size)
-        self._empty = torch.empty(0, *shape[1:], dtype=mesh.dtype, device=mesh.device)
-        self._number = shape[0]
+        shape = (training.sequence_length, mesh.plan.workload.model.hidden_size)
+        self._empty = torch.empty(0, *shape, dtype=mesh.dtype, device=mesh.device)
+        sequences = pipeline.sequences(mesh.stage)
+        self._number = int(sequences[mesh.rank])
         self._transport = transport
         before = pipeline.ways(mesh.stage - 1) if mesh.stage > 0 else None
         after = pipeline.ways(mesh.stage) if mesh.stage < mesh.num_stages - 1 else None
-        first = mesh.rank * self._number
+        first = int(sequences[: mesh.rank].sum())
         self.before = _parts(before, mesh.run_rank, first, mine_is_source=False)
         self.after = _parts(after, mesh.run_rank, first, mine_is_source=True)
         self._labels = {name: f"{name}@{level}" for name in (ACTIVATIONS, GRADIENTS)}

@@ -116,6 +116,7 @@ def _probe(
     device: Device = Device.AUTO,
 ) -> Probe:
     """As ``probe``, in a process group that is open."""
+    workload = workload.for_one_rank()
     group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
     plan = Plan(cluster=cluster, workload=workload, layers=(group,))
     mesh = Mesh(plan=plan, rank=rank, device=choose_device(device, rank))

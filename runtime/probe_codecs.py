@@ -38,7 +38,7 @@ class CodecProbe:
 def probe_codecs(workload: Workload, timed: Timing) -> tuple[CodecProbe, ...]:
     """All ranks call it; the slowest counts. Sparse codecs keep what ``Codecs`` has them keep by default."""
     dtype = TORCH_DTYPE[workload.training.dtype]
-    tokens = torch.randn(workload.training.tokens, workload.model.hidden_size).to(timed.device, dtype)
+    tokens = torch.randn(int(workload.training.tokens), workload.model.hidden_size).to(timed.device, dtype)
     expert = torch.randn(workload.model.expert_params).to(timed.device, dtype)
     wanted = [
         *(("tokens", codec.value, row_pair(codec, tokens), tokens) for codec in TokenCodec),

@@ -80,7 +80,7 @@ def probe_compute(
 ) -> ComputeProbe:
     """All ranks call it; each measurement lasts about ``seconds``."""
     timed = Timing(barrier, seconds, device)
-    model, rows = workload.model, workload.training.tokens * workload.model.top_k
+    model, rows = workload.model, int(workload.training.tokens) * workload.model.top_k
     per_home = -(-model.num_experts // cluster.num_gpus)
     few_s = _experts(workload, per_home, rows, transport, timed)
     all_s = _experts(workload, model.num_experts, rows, transport, timed)
@@ -197,7 +197,7 @@ def _pre_expert(model: RankModel, workload: Workload) -> Callable[[], None]:
     layer = list(model.transformer.layers.values())[-1]
     assert isinstance(layer, Layer) and isinstance(layer.feed_forward, MoeBlock)
     block = layer.feed_forward
-    shape = workload.training.micro_batch_size, workload.training.sequence_length, workload.model.hidden_size
+    shape = int(workload.training.micro_batch_size), workload.training.sequence_length, workload.model.hidden_size
     x = torch.randn(shape).to(model.transformer.norm.weight).requires_grad_()
 
     def work() -> None:
@@ -215,7 +215,7 @@ def _outside(transformer: Transformer, workload: Workload) -> Callable[[], None]
     kept = {name: layer for name, layer in transformer.layers.items() if not isinstance(layer.feed_forward, MoeBlock)}
     outside = copy.copy(transformer)
     outside.layers = nn.ModuleDict(kept)
-    shape = workload.training.micro_batch_size, workload.training.sequence_length
+    shape = int(workload.training.micro_batch_size), workload.training.sequence_length
     tokens = torch.zeros(shape, dtype=torch.long, device=transformer.norm.weight.device)
 
     def work() -> None:
@@ -227,7 +227,7 @@ def _outside(transformer: Transformer, workload: Workload) -> Callable[[], None]
 
 def _products(workload: Workload, timed: Timing) -> float:
     """FLOPs per second of plain matrix products of the model's width, forward and backward."""
-    width, tokens = workload.model.hidden_size, workload.training.tokens
+    width, tokens = workload.model.hidden_size, int(workload.training.tokens)
     dtype = TORCH_DTYPE[workload.training.dtype]
     layer = nn.Linear(width, 4 * width, bias=False, dtype=dtype, device=timed.device)
     x = torch.randn(tokens, width).to(timed.device, dtype).requires_grad_()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hybridep.codecs import TokenCodec
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.run import Run
+from hybridep.shares import batch_sequences
 from hybridep.workload import Ffn, Model
 from runtime.codecs import RowCoder, row_coder
 from runtime.data import Batches, read_text
@@ -87,7 +88,7 @@ class ReferenceTrainer:
     def __init__(self, run: Run, plan: AnyPlan) -> None:
         for one in plan.plans if isinstance(plan, PipelinePlan) else (plan,):
             check_trainable(one)
-        self._workload, self._num_ranks = plan.workload, plan.cluster.num_gpus
+        self._workload, self._batch_sequences = plan.workload, batch_sequences(plan.cluster, plan.workload)
         dtype = TORCH_DTYPE[plan.workload.training.dtype]
         model = plan.workload.model
         self.transformer = Transformer(
@@ -104,11 +105,12 @@ class ReferenceTrainer:
     def step(self, step: int) -> float:
         """One optimizer step over the global batch; returns its mean token loss."""
         training = self._workload.training
-        num_sequences = training.micro_batch_size * training.micro_batches * self._num_ranks
+        num_sequences = self._batch_sequences * training.micro_batches
         num_tokens = num_sequences * training.sequence_length
         total = 0.0
-        for first in range(0, num_sequences, training.micro_batch_size):
-            tokens, targets = self._batches(step, first, training.micro_batch_size)
+        together = int(training.micro_batch_size)
+        for first in range(0, num_sequences, together):
+            tokens, targets = self._batches(step, first, min(together, num_sequences - first))
             loss, balance = self.transformer(tokens, targets)
             (loss / num_tokens + self._workload.model.balance_loss_weight * balance / num_sequences).backward()
             total += loss.item()

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
 from hybridep.plan import Plan
 from hybridep.run import Run, StepReport
-from hybridep.shares import first_sequence, site_sequences
+from hybridep.shares import batch_sequences, first_sequence, site_sequences
 from hybridep.traffic import Op
 from runtime.barrier import Barrier
 from runtime.between import Neighbours, between_transport, process_groups
@@ -97,7 +97,8 @@ class RankTrainer:
             most_tokens=max(sequences) * self._training.sequence_length,
             device=mesh.device,
         )
-        global_sequences = self._training.micro_batch_size * mesh.world_size * self._training.micro_batches
+        self._batch_sequences = batch_sequences(cluster, workload)
+        global_sequences = self._batch_sequences * self._training.micro_batches
         self._global_tokens = global_sequences * self._training.sequence_length
         self._balance_weight = self._model_config.balance_loss_weight / global_sequences
         self.optimizer = HomeOptimizer(run.optimizer, {**self.dense, **self.model.home_parameters()})
@@ -170,7 +171,7 @@ class RankTrainer:
 
     def _forward(self, step: int, micro_batch: int) -> Forward:
         model = self._model_config
-        first = micro_batch * self._training.micro_batch_size * self.mesh.world_size + self._first_sequence
+        first = micro_batch * self._batch_sequences + self._first_sequence
         x = targets = None
         if model.has_embedding or model.has_head:
             x, targets = (part.to(self.mesh.device) for part in self._batches(step, first, self._num_sequences))

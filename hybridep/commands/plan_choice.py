@@ -50,19 +50,19 @@ class SimulatedChoice:
         return {"simulated": self.simulated, "shorter": self.shorter, "dearer": self.dearer}
 
 
-def decides(cluster: Cluster) -> bool:
+def decides(cluster: Cluster, workload: Workload) -> bool:
     """A simulation chooses unless told otherwise: sites differ, so that plans of equal cost take different times; they are few
     enough; and ranks share no processors, of which simulations know less than the cost does."""
     from planner.choose import by_site
 
-    return by_site(cluster) and cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1
+    return by_site(cluster, workload) and cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1
 
 
 def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) -> Plan:
     """What ``hybridep plan`` makes of these without further wishes. Raises what the planner raises."""
     import planner
 
-    if not decides(cluster):
+    if not decides(cluster, workload):
         return planner.plan(cluster, workload, time_limit_s=time_limit_s)
     started_s = now_s()
     made = planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s)

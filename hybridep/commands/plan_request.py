@@ -91,7 +91,7 @@ class PlanRequest:
         if self.simulate is not None:
             return self.simulate
         plain = self._by_time and self.top == 1 and self.record is None
-        return plain and plan_choice.decides(self.cluster)
+        return plain and plan_choice.decides(self.cluster, self.workload)
 
     def recorded(self) -> Sequence[Routing]:
         """Steps whose every choice is known."""

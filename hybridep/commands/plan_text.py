@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hybridep.shares import site_sequences
+from hybridep.shares import alike_ranks, site_sequences
 from hybridep.units import format_bytes, format_dollars, format_seconds, format_throughput
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks in {where}"
         f", {made.workload.model.num_moe_layers} MoE layers of {made.workload.model.num_experts} experts"
     )
-    if not cluster.has_alike_ranks:
+    if not alike_ranks(cluster, made.workload):
         console.print(f"  {_ranks(made)}")
     for group in made.layers:
         console.print(f"  {placed_text(cluster.levels[0].name, group, served=not whole)}")

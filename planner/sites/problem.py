@@ -20,6 +20,7 @@ from hybridep.codecs import Codecs, Wire, level_codecs, wires
 from hybridep.gating import gating
 from hybridep.placement import IntArray, LevelChoice, home_blocks
 from hybridep.plan import Residency, Schedule
+from hybridep.shares import alike_ranks
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
@@ -201,7 +202,7 @@ class SiteProblem:
     def equal_sites(self) -> bool:
         """All have the same links, GPUs and shares of the batch."""
         access = np.ptp(self.up_bytes_per_s) == 0 and np.ptp(self.down_bytes_per_s) == 0
-        alike = access and self.cluster.has_alike_ranks
+        alike = access and alike_ranks(self.cluster, self.workload)
         return bool(alike and self.pair_bytes_per_s is None and not self.cluster.trunks)
 
     @cached_property

@@ -1,13 +1,13 @@
 """What no pipeline of two stages or more is below, whatever its stages; and what no plan for any of the sites is below.
 
-A site in a stage of n sites works on an n-th of all sequences. So an n-th of all activations leaves it forward, for the next
-stage, and an n-th of their gradients back, for the one before; as much comes to it. Only in the first and the last stage it is
-half of that, and there are two of those: one over n, summed over their sites, makes two. Between the sites of a stage each layer
-is exchanged: a site that holds h of a layer's experts has fetched what is not its own of them, gives back their gradients, and
-sends each token away that chose another one, forward and backward. Whatever h is, each layer takes that much of its access links,
-beside what its own attention computes, and all sites of the stage together compute all of it. So in a given time a site carries
-so many layers, whole ones, in a stage of n, one at least; and all sites' layers over their stages' sizes must make up the model.
-And all computation, shared perfectly, takes its time.
+A site in a stage works on a share of all sequences, which is the same for all of the stage's n sites but for one sequence of each
+micro-batch. So this share of all activations leaves it forward, for the next stage, and of their gradients back, for the one
+before; as much comes to it. Only in the first and the last stage it is half of that, and there are two of those: their sites'
+shares make two together. Between the sites of a stage each layer is exchanged: a site that holds h of a layer's experts has
+fetched what is not its own of them, gives back their gradients, and sends each token away that chose another one, forward and
+backward. Whatever h is, each layer takes that much of its access links, beside what its own attention computes, and all sites of
+the stage together compute all of it. So in a given time a site carries so many layers, whole ones, one at least, with each share;
+and all sites' layers times their shares must make up the model. And all computation, shared perfectly, takes its time.
 
 Where sites may be left out each adds what it can, or nothing; and some may have all layers together, without stages, so that no
 activations pass.
@@ -17,12 +17,16 @@ Links of pairs, latencies, micro-batches, memory and trunks are left out.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from math import comb
 
 import numpy as np
 
 from hybridep.codecs import EXACT, Codecs, Wire
+from hybridep.pipeline import sequences_of_place
+from hybridep.placement import IntArray
+from hybridep.shares import sequences_together
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
@@ -35,7 +39,9 @@ _WHOLE = 1e-9
 _PRICES = 24
 """Prices of being first or last that are tried for each time, about."""
 _MANY = 2**15
-"""With more sites times sizes only a few."""
+"""With more sites times sizes only a few, and ..."""
+_NEAR = 1.5
+"""... shares of the sequences up to so many times as large count as one."""
 
 
 def least_s(cluster: Cluster, workload: Workload, stages: int = 2, codecs: Codecs = EXACT, *, alike: bool = True) -> float:
@@ -78,20 +84,23 @@ class _Sites:
     """What each site can do in a given time, in stages of up to ``most`` sites; sites that are alike once."""
 
     def __init__(self, cluster: Cluster, workload: Workload, codecs: Codecs, most: int, *, alike: bool) -> None:
-        model, training, sizes = workload.model, workload.training, np.arange(1, most + 1)
-        wire, number = Wire(workload=workload, codecs=codecs), cluster.sizes[0]
+        model, training, number = workload.model, workload.training, cluster.sizes[0]
+        wire, (sizes, share, self._most_share) = Wire(workload=workload, codecs=codecs), _shares(cluster, workload, most)
         tokens = float(training.tokens * training.micro_batches * cluster.num_gpus)
-        self._layers, self._sizes, self._share = model.num_moe_layers, sizes, 1 / sizes
+        self._layers, self._sizes, self._share = model.num_moe_layers, sizes, share
+        """The latter two, and ``_most_share`` [ways]: in how large a stage a site may be, with which share of the sequences."""
         self._step_bytes = tokens * wire.activation_row_bytes
         """Of all sequences' activations."""
         rows_bytes = (wire.dispatch_row_bytes + wire.combine_row_bytes, wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
         copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
-        # [up or down, sizes]: of one layer.
+        # [up or down, ways]: of one layer.
         self._layer_bytes = np.zeros((2, sizes.size))
         if alike and model.capacity_factor is None:
-            each = [_least_bytes(model.num_experts, model.top_k, int(size), tokens, rows_bytes, copy_bytes) for size in sizes]
-            self._layer_bytes = np.array(each).T
-        self._attention_flops = 3 * workload.pre_expert_flops / training.tokens * tokens / sizes
+            for size in np.unique(sizes[sizes > 1]):
+                mine = sizes == size
+                own = tokens * share[mine]
+                self._layer_bytes[:, mine] = _least_bytes(model.num_experts, model.top_k, int(size), own, rows_bytes, copy_bytes)
+        self._attention_flops = 3 * workload.pre_expert_flops / training.tokens * tokens * share
         rates = np.array([link.bandwidth_bytes_per_s for link in cluster.link_table[: 2 * number]])
         # Figures of ranks that share processors are those while all of them compute.
         sharing = cluster.gpu.sharing * cluster.num_gpus / number
@@ -102,12 +111,12 @@ class _Sites:
         self._access, self._speed = every.T[:2], every[:, 2:3]
         fastest = np.concatenate([[0.0], np.cumsum(-np.sort(-speeds[:, 1]))])
         self._all_computed_s = _all_flops(cluster, workload) / fastest[sizes]
-        """[sizes]: by the fastest sites."""
+        """[ways]: by the fastest sites."""
         self._speeds = every[:, 3:] + np.minimum(fastest[sizes - 1], fastest[sizes] - every[:, 3:])
-        """[sites, sizes]: of a stage's sites together; its others are the fastest ones."""
+        """[sites, ways]: of a stage's sites together; its others are the fastest ones."""
 
     def _carried(self, step_s: float) -> FloatArray:
-        """[sites in the middle, at an end, or in the only stage; sites; sizes]: layers, whole ones and at most all; below 1 where
+        """[sites in the middle, at an end, or in the only stage; sites; ways]: layers, whole ones and at most all; below 1 where
         it is none."""
         computed = np.minimum(self._speed / self._attention_flops, self._speeds / self._whole_flops)
         found = np.repeat((step_s * computed)[None], 3, axis=0)
@@ -127,7 +136,7 @@ class _Sites:
     def could(self, step_s: float, *, idle: bool = False) -> bool:
         """Whether that is not too short for any pipeline, as far as is known here. ``idle``: sites may be left out."""
         carried = self._carried(step_s)[:2]
-        worth = np.where(carried >= 1, carried * self._share, 0.0 if idle else -np.inf)
+        worth = np.where(carried >= 1, carried * self._most_share, 0.0 if idle else -np.inf)
         if not np.isfinite(worth.max(axis=(0, 2))).all():
             return False
         # Of any price for being first or last, what sites do at best is no less than what any pipeline does.
@@ -141,22 +150,39 @@ class _Sites:
         return True
 
     def _most(self, worth: FloatArray, price: float) -> float:
-        """Layers of all sites together over their stages' sizes, if being first or last costs that much for a whole stage."""
+        """Layers of all sites together, each as often as its share, if being first or last costs that much for a whole stage."""
         best = np.maximum(worth[0].max(axis=1), (worth[1] - price * self._share).max(axis=1))
         return float((self._count * best).sum()) + 2 * price
 
 
+def _shares(cluster: Cluster, workload: Workload, most: int) -> tuple[IntArray, FloatArray, FloatArray]:
+    """[ways] sizes of stages, and shares of the sequences that a site may have in one: as many as its others, but for one of a
+    micro-batch (``hybridep.shares``). From the least to the most, since of many those that are near to each other are one."""
+    batch = sequences_of_place(workload, cluster)
+    every, found = sequences_together(batch, 1), list[tuple[int, float, float]]()
+    near = _NEAR if cluster.sizes[0] * most > _MANY else 1.0
+    for size in range(1, most + 1):
+        together = every[bisect_left(every, size) :]
+        for share in sorted({number / one for one in together for number in (one // size, -(-one // size))}):
+            if found and found[-1][0] == size and share <= near * found[-1][1]:
+                found[-1] = size, found[-1][1], share
+            else:
+                found.append((size, share, share))
+    sizes, least, largest = zip(*found, strict=True)
+    return np.array(sizes), np.array(least), np.array(largest)
+
+
 def _least_bytes(
-    experts: int, top_k: int, size: int, tokens: float, rows_bytes: tuple[int, int], copy_bytes: tuple[int, int]
-) -> tuple[float, float]:
-    """Up and down a site's access link, of one layer in a stage of so many sites; whatever the site holds."""
-    if size == 1:
-        return 0.0, 0.0
+    experts: int, top_k: int, size: int, tokens: FloatArray, rows_bytes: tuple[int, int], copy_bytes: tuple[int, int]
+) -> FloatArray:
+    """[up or down, shares]: over a site's access link, of one layer in a stage of so many sites, by the site's tokens [shares];
+    whatever it holds."""
     home = -(-experts // size)
     held = np.arange(min(home, experts), experts + 1)
     away = np.array([1 - comb(number, top_k) / comb(experts, top_k) for number in held.tolist()])
-    both = [(held - home).clip(0) * copy + tokens / size * away * rows for copy, rows in zip(copy_bytes, rows_bytes, strict=True)]
-    return float(both[0].min()), float(both[1].min())
+    copies = (held - home).clip(0)[:, None]
+    both = [copies * copy + np.outer(away, tokens) * rows for copy, rows in zip(copy_bytes, rows_bytes, strict=True)]
+    return np.stack([one.min(axis=0) for one in both])
 
 
 def _all_computation_s(cluster: Cluster, workload: Workload) -> float:

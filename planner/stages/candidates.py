@@ -4,7 +4,7 @@ without a search, as far ahead as memory allows."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridep.baselines import Baseline, baseline_group
@@ -16,6 +16,7 @@ from hybridep.pipeline import (
     codecs_inside,
     of_stage,
     possible_micro_batches,
+    sequences_of_place,
     stage_workload,
 )
 from hybridep.plan import LayerGroup, Objective, Plan, Schedule
@@ -137,12 +138,13 @@ class Candidates:
             if ranks > MOST_RANKS:
                 self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
                 continue
-            choices = numbers_about(possible_micro_batches(self.workload, cluster, [len(group) for group in groups]), stages)
+            possible = unevenness(self.workload, cluster, [len(group) for group in groups])
+            choices = numbers_about(possible, stages)
             if not choices:
-                sizes = ", ".join(str(size) for size in sorted({len(group) for group in groups}))
-                self.why = f"stages of {sizes} sites cannot share the sequences of a step evenly"
+                most = max(len(group) for group in groups)
+                self.why = f"a step has not enough sequences for each rank of the {most} sites of a stage"
                 continue
-            middle = choices[len(choices) // 2]
+            middle = number_about(possible, BATCHES[len(BATCHES) // 2] * stages)
             layer_s = {group: self._layer_s(group, middle) for group in groups}
             pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
             for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s, self.rules.apart):
@@ -289,7 +291,22 @@ def _fullness(use: MemoryUse) -> float:
     return use.fullest_bytes / use.capacity_bytes
 
 
-def numbers_about(choices: Sequence[int], stages: int, batches: Sequence[float] = BATCHES) -> list[int]:
-    """Of the possible numbers of micro-batches those nearest to so many times the stages."""
-    possible = [number for number in choices if number <= _MOST_BATCHES]
-    return sorted({min(possible, key=lambda number: (abs(number - times * stages), number)) for times in batches if possible})
+def unevenness(workload: Workload, cluster: Cluster, sites_per_stage: Sequence[int]) -> dict[int, float]:
+    """Of every possible number of micro-batches: how many times as many sequences as its stage's mean a site may have."""
+    batch, sizes = sequences_of_place(workload, cluster), set(sites_per_stage)
+    return {
+        number: max(-(-batch // number // size) * size * number / batch for size in sizes)
+        for number in possible_micro_batches(workload, cluster, sites_per_stage)
+    }
+
+
+def numbers_about(possible: Mapping[int, float], stages: int, batches: Sequence[float] = BATCHES) -> list[int]:
+    """Numbers of micro-batches that are about so many times the stages, fewest first: ``possible`` ones (``unevenness``)."""
+    few = {number: crowded for number, crowded in possible.items() if number <= _MOST_BATCHES}
+    even = {number: crowded for number, crowded in few.items() if crowded == 1.0}
+    return sorted({number_about(of, times * stages) for of in (even, few) if of for times in batches})
+
+
+def number_about(possible: Mapping[int, float], wanted: float) -> int:
+    """The nearest by factors, if half as many micro-batches count as much as sites with 1.4 times as many sequences."""
+    return min(possible, key=lambda number: (math.sqrt(max(number / wanted, wanted / number)) * possible[number], number))

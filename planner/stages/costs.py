@@ -59,7 +59,7 @@ def rooms(plan: PipelinePlan) -> list[Room]:
     found = []
     for number in range(len(plan.stages)):
         sides = (number > 0) + (number < len(plan.stages) - 1)
-        rows_bytes = plan.sequences(number) * plan.sequence_bytes
+        rows_bytes = int(plan.sequences(number).max()) * plan.sequence_bytes
         found.append(Room(in_flight=plan.in_flight(number), beside_bytes=float(sides * (plan.ahead + 2) * rows_bytes)))
     return found
 

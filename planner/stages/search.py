@@ -15,7 +15,7 @@ import numpy as np
 
 from hybridep.codecs import EXACT
 from hybridep.errors import InfeasibleError, UserError
-from hybridep.pipeline import PipelinePlan, alike, check_stageable, possible_micro_batches
+from hybridep.pipeline import PipelinePlan, alike, check_stageable
 from hybridep.plan import Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
@@ -27,7 +27,17 @@ from planner.goal import Goal
 from planner.plans import solver_report
 from planner.sites.grouping import Groups
 from planner.stages.bound import least_s, least_usd
-from planner.stages.candidates import AHEAD, BATCHES, FEW_BATCHES, Candidate, Candidates, Worth, numbers_about
+from planner.stages.candidates import (
+    AHEAD,
+    BATCHES,
+    FEW_BATCHES,
+    Candidate,
+    Candidates,
+    Worth,
+    number_about,
+    numbers_about,
+    unevenness,
+)
 from planner.stages.costs import Costed, costed, predicted, rooms, with_layers
 from planner.stages.inside import Inside, of_alike, placed, searched
 from planner.stages.rules import StageRules
@@ -185,10 +195,10 @@ class _Search:
     def _with_other_batches(self, found: Costed) -> None:
         """The same stages in other numbers of micro-batches."""
         plan = found.plan
-        choices = possible_micro_batches(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
+        possible = unevenness(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
         layers = [stage.num_layers for stage in plan.stages]
         few = FEW_BATCHES if len(plan.stages) <= _SHORT else ()
-        for micro_batches in numbers_about(choices, len(plan.stages), (*few, *BATCHES)):
+        for micro_batches in numbers_about(possible, len(plan.stages), (*few, *BATCHES)):
             if micro_batches == plan.micro_batches or self._left_s(_VARIED_BY) < 0:
                 continue
             candidate = self.candidates.of(_groups(plan), layers, micro_batches)
@@ -230,10 +240,10 @@ class _Search:
     def _with_change(self, best: Costed, path: Groups, layers: Sequence[int] | None) -> Costed | None:
         """The pipeline with other sites in its stages, or other layers, as far ahead; None where that is not possible or cannot
         be faster."""
-        choices = possible_micro_batches(best.plan.workload, best.plan.cluster, [len(group) for group in path])
-        if not choices:
+        possible = unevenness(best.plan.workload, best.plan.cluster, [len(group) for group in path])
+        if not possible:
             return None
-        micro_batches = min(choices, key=lambda number: (abs(number - best.plan.micro_batches), number))
+        micro_batches = number_about(possible, best.plan.micro_batches)
         if layers is None:
             candidate = self.candidates.with_sites(path, micro_batches)
         else:

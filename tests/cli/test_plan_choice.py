@@ -131,10 +131,10 @@ def test_plan_chooses_by_simulation_where_sites_differ(inputs: Inputs, call: Cal
 
 
 def test_nothing_is_chosen_by_simulation_where_the_cost_knows_as_much(inputs: Inputs, call: Call) -> None:
-    equal, _ = cluster_and_workload("h100-4dc", "mixtral-8x7b", [])
-    shared, _ = cluster_and_workload("dtfm-10", "gpt-large", ["gpu.sharing=2"])
-    uneven, _ = cluster_and_workload("dtfm-10", "gpt-large", [])
-    assert decides(uneven) and not decides(equal) and not decides(shared)
+    equal = cluster_and_workload("h100-4dc", "mixtral-8x7b", [])
+    shared = cluster_and_workload("dtfm-10", "gpt-large", ["gpu.sharing=2"])
+    uneven = cluster_and_workload("dtfm-10", "gpt-large", [])
+    assert decides(*uneven) and not decides(*equal) and not decides(*shared)
     assert "choice" not in call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", "--json").json
     asked = call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "plan.yaml", "--json", "--simulate").json
     assert set(asked["choice"]) == {"simulated", "shorter", "dearer"}

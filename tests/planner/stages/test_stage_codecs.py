@@ -47,7 +47,7 @@ def test_coding_activations_takes_its_time_in_both_answers() -> None:
     free, slow = coded(plan, INT8), coded(plan, INT8, coding=Speeds(tokens={TokenCodec.INT8: speed}))
     expected_s = [costed(each).times.step_s for each in (free, slow)]
     simulated_s = [simulate_pipeline(each).step_s for each in (free, slow)]
-    rows_bytes = max(plan.sequences(stage) for stage in range(len(plan.stages))) * plan.sequence_bytes
+    rows_bytes = max(int(plan.sequences(stage).max()) for stage in range(len(plan.stages))) * plan.sequence_bytes
     once_s = rows_bytes * (1 / speed.encode + 1 / speed.decode)
     for before_s, after_s in (expected_s, simulated_s):
         # At least one micro-batch waits for it on its way there, and on its way back.

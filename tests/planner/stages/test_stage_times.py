@@ -144,7 +144,7 @@ def test_the_steady_pace_is_that_of_the_busiest_link() -> None:
         "stages": [stage | {"sites": [f"s{site}"]} for site in (2, 0, 1)],
     }
     plan = build(PipelinePlan, data, "pipeline")
-    batch_bytes = plan.sequences(0) * 2 * plan.sequence_bytes
+    batch_bytes = int(plan.sequences(0).sum()) * plan.sequence_bytes
     # The middle stage's site sends activations on and gradients back over one access link.
     nothing = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 3
     assert busiest_link_s(plan, nothing) == pytest.approx(9 * 2 * batch_bytes / 125e6)
