@@ -329,7 +329,7 @@ def stage_workload(
     if rest or together < num_sites:
         raise ValueError(
             f"stages.{number}: {batch} sequences of a step in {micro_batches} micro-batches leave {batch / micro_batches:g} for "
-            f"{num_sites} sites of {inside} ranks, and all of a site take as many whole ones; choose other micro_batches"
+            f"{num_sites} x {inside} ranks, and those of a site take as many whole ones each; choose other micro_batches"
         )
     part = {
         "first_layer": first_layer,

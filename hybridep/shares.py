@@ -64,25 +64,21 @@ def alike_ranks(cluster: Cluster, workload: Workload) -> bool:
 
 def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tuple[Cluster, Workload]:
     """The same training on some of a cluster's sites, which share out the same global batch, evenly but for one sequence of a
-    micro-batch, in micro-batches that are at most as large, where that is possible. Raises PlacementError where sites are more
-    than sequences, and where they have unequal shares."""
+    micro-batch, in micro-batches that are at most as large, where that is possible. Raises PlacementError where sites have
+    unequal shares."""
     if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
         raise PlacementError(f"{cluster.name}: its sites have shares of tokens or experts, of which none can be left out")
     found, training = by_themselves(cluster, sites), workload.training
     batch, number = batch_sequences(cluster, workload) * training.micro_batches, found.levels[0].size
     each, rest = divmod(batch, found.num_gpus)
-    if not each:
-        raise PlacementError(f"{found.num_gpus} ranks of {cluster.name} cannot share {batch} sequences of a step")
-    mean: float
     if rest:
-        together = sequences_together(batch * number // found.num_gpus, number)
-        small = [one for one in together if ceil(one / number) <= training.micro_batch_size]
-        of_all = max(small, default=together[0])
-        mean, micro_batches = of_all / number, batch * number // found.num_gpus // of_all
+        of_place = batch * number // found.num_gpus
+        together = sequences_together(of_place, number)
+        of_batch = max([one for one in together if ceil(one / number) <= training.micro_batch_size], default=together[0])
+        update = {"micro_batch_size": of_batch / number, "micro_batches": of_place // of_batch}
     else:
-        mean = max(one for one in range(1, int(training.micro_batch_size) + 1) if each % one == 0)
-        micro_batches = each // mean
-    update = {"micro_batch_size": mean, "micro_batches": micro_batches}
+        size = max(one for one in range(1, int(training.micro_batch_size) + 1) if each % one == 0)
+        update = {"micro_batch_size": size, "micro_batches": each // size}
     changed = build(Training, training.model_dump(mode="json") | update, "training")
     return found, workload.model_copy(update={"training": changed})
 

@@ -7,7 +7,8 @@ shares make two together. Between the sites of a stage each layer is exchanged: 
 fetched what is not its own of them, gives back their gradients, and sends each token away that chose another one, forward and
 backward. Whatever h is, each layer takes that much of its access links, beside what its own attention computes, and all sites of
 the stage together compute all of it. So in a given time a site carries so many layers, whole ones, one at least, with each share;
-and all sites' layers times their shares must make up the model. And all computation, shared perfectly, takes its time.
+and all sites' layers times their shares, or over the sizes of their stages, must make up the model. And all computation, shared
+perfectly, takes its time.
 
 Where sites may be left out each adds what it can, or nothing; and some may have all layers together, without stages, so that no
 activations pass.
@@ -136,23 +137,32 @@ class _Sites:
     def could(self, step_s: float, *, idle: bool = False) -> bool:
         """Whether that is not too short for any pipeline, as far as is known here. ``idle``: sites may be left out."""
         carried = self._carried(step_s)[:2]
-        worth = np.where(carried >= 1, carried * self._most_share, 0.0 if idle else -np.inf)
-        if not np.isfinite(worth.max(axis=(0, 2))).all():
+        able = np.where(carried >= 1, carried, 0.0 if idle else -np.inf)
+        if not np.isfinite(able.max(axis=(0, 2))).all():
             return False
-        # Of any price for being first or last, what sites do at best is no less than what any pipeline does.
-        low, high = 0.0, float(self._layers * self._count.sum())
-        for _ in range(_PRICES if carried.size <= _MANY else 2):
+        return self._could(able, self._most_share) and self._could(able, 1 / self._sizes)
+
+    def _could(self, able: FloatArray, counts: FloatArray) -> bool:
+        """``able``: layers as `_carried` has them; ``counts`` [ways]: how much each of them counts, which makes one for all of a
+        stage's sites together, so that each of its layers counts once."""
+        worth = able * counts
+
+        def most(price: float) -> float:
+            """Layers of all sites together, if being first or last costs that much for a whole stage."""
+            best = np.maximum(worth[0].max(axis=1), (worth[1] - price * counts).max(axis=1))
+            return float((self._count * best).sum()) + 2 * price
+
+        # Of any price, what sites do at best is no less than what any pipeline does.
+        low, high, least = 0.0, float(self._layers * self._count.sum()), self._layers * (1 - _WHOLE)
+        if most(0.0) < least:
+            return False
+        for _ in range(_PRICES if able.size <= _MANY else 2):
             third = (high - low) / 3
-            one, other = (self._most(worth, price) for price in (low + third, high - third))
-            if min(one, other, self._most(worth, 0.0)) < self._layers * (1 - _WHOLE):
+            one, other = (most(price) for price in (low + third, high - third))
+            if min(one, other) < least:
                 return False
             low, high = (low, high - third) if one < other else (low + third, high)
         return True
-
-    def _most(self, worth: FloatArray, price: float) -> float:
-        """Layers of all sites together, each as often as its share, if being first or last costs that much for a whole stage."""
-        best = np.maximum(worth[0].max(axis=1), (worth[1] - price * self._share).max(axis=1))
-        return float((self._count * best).sum()) + 2 * price
 
 
 def _shares(cluster: Cluster, workload: Workload, most: int) -> tuple[IntArray, FloatArray, FloatArray]:

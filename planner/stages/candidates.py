@@ -140,10 +140,6 @@ class Candidates:
                 continue
             possible = unevenness(self.workload, cluster, [len(group) for group in groups])
             choices = numbers_about(possible, stages)
-            if not choices:
-                most = max(len(group) for group in groups)
-                self.why = f"a step has not enough sequences for each rank of the {most} sites of a stage"
-                continue
             middle = number_about(possible, BATCHES[len(BATCHES) // 2] * stages)
             layer_s = {group: self._layer_s(group, middle) for group in groups}
             pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages

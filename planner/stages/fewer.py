@@ -1,8 +1,8 @@
 """Which sites to train on: all of them only where each pays for what it makes others send.
 
 Sites that are left out are idle; the others share out the same global batch (``hybridep.shares.on_sites``). One site by itself is
-tried, then as many as by factors of ``_FACTOR`` up to all, each time those that are nearest to each other, in pipelines or, one
-site, without; then the best ones give sites up and exchange them for others while that helps.
+tried, then numbers of them that differ by factors of ``_FACTOR``, up to all, each time those that are nearest to each other, in
+pipelines or, one site, without; then the best ones give sites up and exchange them for others while that helps.
 """
 
 from __future__ import annotations
@@ -151,19 +151,12 @@ class _Search:
         return best
 
     def _numbers(self, least: int) -> list[int]:
-        """Of sites, by factors up to all: the nearest that can share out the global batch."""
-        size, possible = self.cluster.sizes[0], []
-        for number in range(least, size + 1):
-            try:
-                on_sites(self.cluster, self.workload, _named(self.cluster, range(number)))
-            except HybridEPError:
-                continue
-            possible.append(number)
-        found, wanted = {size}, float(least)
-        while wanted < size and possible:
-            found.add(min(possible, key=lambda number: (abs(number - wanted), number)))
-            wanted = max(wanted + 1, wanted * _FACTOR)
-        return sorted(found)
+        """Of sites: all, and by factors fewer."""
+        found, number = list[int](), float(self.cluster.sizes[0])
+        while round(number) >= least:
+            found.append(round(number))
+            number = min(number / _FACTOR, number - 1)
+        return found[::-1]
 
     def _best(self) -> Sites:
         return min(self._worth, key=lambda sites: (self._worth[sites], sites))

@@ -241,8 +241,6 @@ class _Search:
         """The pipeline with other sites in its stages, or other layers, as far ahead; None where that is not possible or cannot
         be faster."""
         possible = unevenness(best.plan.workload, best.plan.cluster, [len(group) for group in path])
-        if not possible:
-            return None
         micro_batches = number_about(possible, best.plan.micro_batches)
         if layers is None:
             candidate = self.candidates.with_sites(path, micro_batches)

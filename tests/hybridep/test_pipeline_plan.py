@@ -102,6 +102,22 @@ def test_sequences_pass_to_whoever_goes_on_with_them() -> None:
     assert sizes.sequences(0).tolist() == [16] * 2 and sizes.sequences(1).tolist() == [8] * 4
 
 
+def test_sites_of_a_stage_take_as_many_sequences_but_for_one() -> None:
+    placed = [{"first_layer": 0, "num_layers": 1, "domains": {}, "migration": {}}]
+    stages = [
+        {"sites": ["b"], "num_layers": 2, "layers": placed},
+        {"sites": ["d", "a", "c"], "num_layers": 2, "layers": [placed[0] | {"num_layers": 2}]},
+    ]
+    plan = plan_of(stages=stages, micro_batches=2)
+    # 16 sequences of a micro-batch, for two ranks each of one site and of three.
+    assert plan.sequences(0).tolist() == [8, 8] and plan.sequences(1).tolist() == [3, 3, 3, 3, 2, 2]
+    assert plan.plans[1].workload.training.tokens == 16 / 6 * 8
+    ways = plan.ways(0)
+    assert ways.source.tolist() == [2, 2, 2, 3, 3, 3, 3] and ways.destination.tolist() == [0, 1, 4, 4, 5, 6, 7]
+    assert ways.first.tolist() == [0, 3, 6, 8, 9, 12, 14] and ways.number.tolist() == [3, 3, 2, 1, 3, 2, 2]
+    assert [one.workload.training.micro_batches for one in plan.plans] == [2, 2]
+
+
 @pytest.mark.parametrize("pairs", [False, True])
 def test_every_link_carries_what_stages_send_inside_and_between(pairs: bool) -> None:
     data = data_of()
@@ -159,8 +175,8 @@ def stages_with(place: int, **changes: Any) -> dict[str, Any]:
         (stages_with(0, num_layers=3), "5 layers together, the model has 4"),
         (stages_with(0, num_layers=1) | {}, "3 layers together, the model has 4"),
         (stages_with(1, layers=[]), "layers"),
-        ({"micro_batches": 5}, "32 sequences of a step in 5 micro-batches leave 6.4 for 2 ranks"),
-        ({"micro_batches": 32}, "leave 1 for 2 ranks"),
+        ({"micro_batches": 5}, "32 sequences of a step in 5 micro-batches leave 6.4 for 1 x 2 ranks"),
+        ({"micro_batches": 16}, "leave 2 for 2 x 2 ranks"),
         ({"ahead": 0}, "ahead"),
         ({"schedule": {"prefetch": 1}}, "neither prefetch nor chunks"),
         ({"schedule": {"chunks": 2}}, "neither prefetch nor chunks"),

@@ -7,9 +7,9 @@ import pytest
 
 from hybridep.config import build
 from hybridep.errors import PlacementError
-from hybridep.shares import first_sequence, on_sites, site_sequences, site_shares
+from hybridep.shares import alike_ranks, batch_sequences, first_sequence, on_sites, site_sequences, site_shares
 from hybridep.topology import Cluster
-from hybridep.workload import Workload
+from hybridep.workload import Training, Workload
 
 
 def inputs(weights: list[float | None], micro_batch_size: int, inside: int = 2) -> tuple[Cluster, Workload]:
@@ -71,23 +71,47 @@ def test_a_site_without_a_sequence_is_an_error_with_its_knobs() -> None:
         site_sequences(*inputs([1.0, 0.1], 2))
 
 
+def test_a_mean_of_sites_that_is_no_whole_number_is_shared_but_for_one(rng: np.random.Generator) -> None:
+    for _ in range(50):
+        sites, inside = int(rng.integers(2, 7)), int(rng.integers(1, 4))
+        total = int(rng.integers(sites, 6 * sites))
+        cluster, workload = inputs([None] * sites, 1, inside)
+        training = build(Training, workload.training.model_dump(mode="json") | {"micro_batch_size": total / sites}, "t")
+        workload = workload.model_copy(update={"training": training})
+        sequences = site_sequences(cluster, workload)
+        assert sum(sequences) == total and max(sequences) - min(sequences) == (total % sites > 0)
+        assert list(sequences) == sorted(sequences, reverse=True)
+        assert batch_sequences(cluster, workload) == total * inside
+        assert alike_ranks(cluster, workload) == (total % sites == 0)
+        assert site_shares(cluster, workload).mean() == pytest.approx(1.0)
+    with pytest.raises(PlacementError, match=r"micro_batch_size: 1\.3 on average are 5\.2 for 4 ranks, one of each site of c"):
+        cluster, workload = inputs([None] * 4, 1)
+        site_sequences(
+            cluster, workload.model_copy(update={"training": workload.training.model_copy(update={"micro_batch_size": 1.3})})
+        )
+
+
 def test_some_of_the_sites_share_out_the_same_batch(rng: np.random.Generator) -> None:
-    tried = 0
+    uneven = 0
     for _ in range(200):
         sites, micro_batch_size, inside = (int(rng.integers(low, high)) for low, high in ((2, 7), (1, 9), (1, 4)))
         cluster, workload = inputs([None] * sites, micro_batch_size, inside)
         kept = [f"s{site}" for site in rng.permutation(sites)[: int(rng.integers(1, sites + 1))]]
         batch = micro_batch_size * sites * inside
-        if batch % (len(kept) * inside):
-            with pytest.raises(PlacementError, match=f"{len(kept) * inside} ranks of c cannot share {batch} sequences"):
-                on_sites(cluster, workload, kept)
-            continue
         one, work = on_sites(cluster, workload, kept)
-        training, tried = work.training, tried + 1
+        training = work.training
         assert [one.site_name(site) for site in range(one.sizes[0])] == sorted(kept)
-        assert training.micro_batch_size * training.micro_batches * one.num_gpus == batch
-        assert training.micro_batch_size <= micro_batch_size
+        assert batch_sequences(one, work) * training.micro_batches == batch
+        sequences, even = site_sequences(one, work), batch % one.num_gpus == 0
+        assert (max(sequences) == min(sequences) or not even) and max(sequences) - min(sequences) <= 1
+        # Some batches cannot be cut into smaller parts: seven sequences are seven, or one.
+        of_place = micro_batch_size * sites
+        possible = any(
+            of_place % part == 0 and len(kept) <= part <= micro_batch_size * len(kept) for part in range(1, of_place + 1)
+        )
+        assert max(sequences) <= micro_batch_size or not possible
         assert training.sequence_length == workload.training.sequence_length and work.model == workload.model
-    assert tried > 50
+        uneven += max(sequences) > min(sequences)
+    assert uneven > 30
     with pytest.raises(PlacementError, match="of which none can be left out"):
         on_sites(*inputs([2.0, None], 2), ["s0"])

@@ -117,11 +117,11 @@ CASES = [
         stages=((0,), (1, 2, 3)),
         layers=(1, 4),
         domains=(NONE, {"dc": 3}),
-        micro_batches=4,
-        training_micro_batches=3,
+        # Two sequences of a micro-batch for the first of three sites, one each for the others.
+        micro_batches=2,
         overlap=False,
     ),
-    Case(sizes=(4, 1), stages=((3, 1, 0), (2,)), layers=(4, 1), domains=(NONE, NONE), micro_batches=1, training_micro_batches=3),
+    Case(sizes=(4, 1), stages=((3, 1, 0), (2,)), layers=(4, 1), domains=(NONE, NONE), micro_batches=1),
 ]
 
 
