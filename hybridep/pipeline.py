@@ -33,7 +33,7 @@ from hybridep.plan import (
     load_plan,
     require_same,
 )
-from hybridep.shares import batch_sequences, sequences_together, site_sequences
+from hybridep.shares import batch_sequences, sequences_together, site_sequences, unequal_shares
 from hybridep.topology import Cluster, by_themselves
 from hybridep.traffic import FloatArray, add_between_sites, link_bytes, step_traffic
 from hybridep.workload import Model, Training, Workload
@@ -390,7 +390,7 @@ def order_of_passes(stage: int, stages: int, micro_batches: int, ahead: int = 1)
 
 def check_stageable(cluster: Cluster, model: Model) -> None:
     """Raises ValueError for what no stages can share."""
-    if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
+    if unequal_shares(cluster):
         raise ValueError(
             f"stages: sites of {cluster.name} have unequal shares of tokens or experts, but every stage computes all tokens and "
             "holds all experts of its layers; leave out sites.*.tokens and sites.*.experts"

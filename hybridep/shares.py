@@ -57,6 +57,11 @@ def batch_sequences(cluster: Cluster, workload: Workload) -> int:
     return cluster.num_gpus // cluster.levels[0].size * sum(site_sequences(cluster, workload))
 
 
+def unequal_shares(cluster: Cluster) -> bool:
+    """Sites are given more of the batch, or of the experts, than others."""
+    return bool(np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights))
+
+
 def alike_ranks(cluster: Cluster, workload: Workload) -> bool:
     """The same GPUs, sequences and experts at all sites."""
     return cluster.has_alike_ranks and isinstance(workload.training.micro_batch_size, int)
@@ -66,7 +71,7 @@ def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tu
     """The same training on some of a cluster's sites, which share out the same global batch, evenly but for one sequence of a
     micro-batch, in micro-batches that are at most as large, where that is possible. Raises PlacementError where sites have
     unequal shares."""
-    if np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
+    if unequal_shares(cluster):
         raise PlacementError(f"{cluster.name}: its sites have shares of tokens or experts, of which none can be left out")
     found, training = by_themselves(cluster, sites), workload.training
     batch, number = batch_sequences(cluster, workload) * training.micro_batches, found.levels[0].size

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from hybridep.errors import HybridEPError, InfeasibleError
 from hybridep.plan import Plan
-from hybridep.shares import on_sites
+from hybridep.shares import on_sites, unequal_shares
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.choose import plan
@@ -31,7 +29,7 @@ def alone(
 ) -> Plan | None:
     """The best plan for one site of several (of a site with pods, for one of these), with the whole global batch; None where none
     has room, or sequences to share, where none by itself keeps the rules, and where sites have unequal shares."""
-    if cluster.sizes[0] == 1 or np.ptp(cluster.token_weights) or np.ptp(cluster.home_weights):
+    if cluster.sizes[0] == 1 or unequal_shares(cluster):
         return None
     try:
         rules = StageRules(cluster, workload.model.num_experts, constraints)

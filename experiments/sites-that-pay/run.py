@@ -20,7 +20,8 @@ import yaml
 
 from hybridep.commands.inputs import load_workload
 from hybridep.commands.plan_choice import planned
-from hybridep.commands.stage_choice import for_sites_that_pay, in_stages
+from hybridep.commands.sites_choice import Asked, plan_sites
+from hybridep.commands.stage_choice import in_stages
 from hybridep.config import build, write_text
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.provenance import provenance
@@ -74,7 +75,7 @@ def row_of(config: dict[str, Any], name: str, bandwidth: str) -> dict[str, str]:
     workload, limit_s = load_workload(name.split(",")[0], config["workloads"][name]), config["time_limit_s"]
     one = alone(cluster, workload)
     assert one is not None
-    paying = for_sites_that_pay(cluster, workload, limit_s)
+    paying = plan_sites(Asked(cluster=cluster, workload=workload, wishes=StageWishes()), fewer=True, time_limit_s=limit_s).best
     return {
         **dict(zip(KEY, (name, bandwidth), strict=True)),
         "alone_s": _simulated(one),

@@ -22,7 +22,8 @@ import yaml
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.commands.plan_choice import planned
-from hybridep.commands.stage_choice import for_sites_that_pay, in_stages
+from hybridep.commands.sites_choice import Asked, plan_sites
+from hybridep.commands.stage_choice import in_stages
 from hybridep.config import write_text
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.provenance import provenance
@@ -93,7 +94,9 @@ def rows_of(name: str, model: str, config: dict[str, Any], known: list[dict[str,
         IN_ORDER: lambda: _in_order(cluster, workload),
         PLANNED: lambda: in_stages(cluster, workload, time_limit_s=limit_s).plan,
         ALONE: lambda: alone(cluster, workload),
-        FEWER: lambda: for_sites_that_pay(cluster, workload, limit_s),
+        FEWER: lambda: (
+            plan_sites(Asked(cluster=cluster, workload=workload, wishes=StageWishes()), fewer=True, time_limit_s=limit_s).best
+        ),
     }
     case = {"cluster": Path(name).stem, "model": model}
     for way, make in ways.items():

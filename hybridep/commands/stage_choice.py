@@ -7,23 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, ends_s
-from hybridep.errors import HybridEPError
 from planner.clock import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hybridep.pipeline import AnyPlan, PipelinePlan
+    from hybridep.pipeline import PipelinePlan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from planner import Goal, StageWishes
 
 CANDIDATES = 8
 """Pipelines among which a simulation chooses."""
-CHOOSING = 1 / 3
-"""Share of the time limit in which it is found which sites pay."""
-_LEFT = 0.2
-"""Share of it that must be left for another look at all sites, once it is planned for fewer."""
 SECONDS_PER_PASS = 1.5e-5
 """What simulating one takes, about, for each rank, layer and micro-batch: 1.0e-5 to 1.6e-5 were measured between 27 and 60
 regions."""
@@ -77,83 +72,6 @@ def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
     """The best of each number of stages, then the others: what is expected of them errs more between numbers than within one."""
     firsts = {len(plan.stages): plan for plan in reversed(plans)}
     return sorted(plans, key=lambda plan: firsts[len(plan.stages)] is not plan)
-
-
-def on_sites_that_pay(
-    cluster: Cluster, workload: Workload, wishes: StageWishes, *, time_limit_s: float = 60.0, shown: bool = False
-) -> tuple[Cluster, Workload, StageWishes, AnyPlan | None]:
-    """What ``hybridep plan --fewer-sites`` plans for: the sites that pay, the same training there, and what is asked of it; all
-    sites where all do. And the best plan for fewer that a short search has found. Raises what the planner raises."""
-    from hybridep.commands.plan_progress import PlanProgress
-    from planner import sites_that_pay
-    from planner.stages.fewer import among
-
-    with PlanProgress() if shown else nullcontext() as progress:
-        paying = sites_that_pay(cluster, workload, wishes, time_limit_s=time_limit_s, report=progress)
-    if len(paying.sites) == cluster.sizes[0]:
-        return cluster, workload, wishes, paying.fewer
-    return *among(cluster, workload, wishes, paying.sites), paying.fewer
-
-
-def rather_all(
-    cluster: Cluster,
-    workload: Workload,
-    wishes: StageWishes,
-    step_s: float,
-    *,
-    left_s: float,
-    time_limit_s: float,
-    shown: bool = False,
-) -> StageChoice | None:
-    """All sites in stages, where what planning for fewer has left of the time limit is enough to find that those take less than
-    the ``step_s`` of the fewer: which sites pay is found in short searches, and the more sites, the less these find. None where
-    they do not, or after a KeyboardInterrupt."""
-    if left_s < _LEFT * time_limit_s or wishes.goal.needs_prices:
-        return None
-    try:
-        found = in_stages(cluster, workload, wishes, time_limit_s=left_s, shown=shown)
-    except (HybridEPError, KeyboardInterrupt):
-        return None
-    return found if found.step_s < step_s else None
-
-
-def rather_fewer(fewer: AnyPlan | None, wishes: StageWishes, step_s: float) -> bool:
-    """Whether the plan for fewer sites takes less than the ``step_s`` of what was then planned for all: simulated, since what is
-    expected of many sites is often too little. Not after a KeyboardInterrupt."""
-    if fewer is None or wishes.goal.needs_prices:
-        return False
-    try:
-        return simulated_or_expected_s(fewer) < step_s
-    except KeyboardInterrupt:
-        return False
-
-
-def simulated_or_expected_s(plan: AnyPlan) -> float:
-    """A step of it; as expected where ranks share processors, of which simulations know less, and of more than ``MOST_SITES``
-    sites, for which they take long."""
-    from simulator.pipeline import simulate_any
-
-    assert plan.prediction is not None
-    expected = plan.cluster.gpu.sharing > 1 or plan.cluster.sizes[0] > MOST_SITES
-    return plan.prediction.expected_s if expected else simulate_any(plan).step_s
-
-
-def for_sites_that_pay(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) -> AnyPlan:
-    """What ``hybridep plan --stages auto --fewer-sites`` makes without further wishes, but for plans without stages where several
-    sites pay. Raises what the planner raises."""
-    from hybridep.commands.plan_choice import planned
-    from planner import StageWishes
-
-    began_s, wishes = now_s(), StageWishes()
-    some, work, _, fewer = on_sites_that_pay(cluster, workload, wishes, time_limit_s=CHOOSING * time_limit_s)
-    share_s = (1 - CHOOSING) * time_limit_s
-    made: AnyPlan = planned(some, work, share_s) if some.sizes[0] == 1 else in_stages(some, work, time_limit_s=share_s).plan
-    step_s = simulated_or_expected_s(made)
-    if some.sizes[0] == cluster.sizes[0]:
-        return fewer if fewer is not None and rather_fewer(fewer, wishes, step_s) else made
-    left_s = time_limit_s - (now_s() - began_s)
-    every = rather_all(cluster, workload, wishes, step_s, left_s=left_s, time_limit_s=time_limit_s)
-    return made if every is None else every.plan
 
 
 def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:

@@ -153,7 +153,8 @@ class _Sites:
             return float((self._count * best).sum()) + 2 * price
 
         # Of any price, what sites do at best is no less than what any pipeline does.
-        low, high, least = 0.0, float(self._layers * self._count.sum()), self._layers * (1 - _WHOLE)
+        high, least = float(self._layers * self._count.sum()), self._layers * (1 - _WHOLE)
+        low = -high
         if most(0.0) < least:
             return False
         for _ in range(_PRICES if able.size <= _MANY else 2):

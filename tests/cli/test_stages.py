@@ -21,7 +21,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import StageWishes, alone
 from planner.clock import now_s
-from planner.stages.fewer import among
+from planner.stages.fewer import Paying
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -217,12 +217,12 @@ def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeyp
     def one_site(cluster: Cluster, workload: Workload, wishes: StageWishes, **limits: Any) -> Any:
         asked.append(limits["time_limit_s"])
         time.sleep(0.0 if len(asked) == 1 else 4.5)
-        return *among(cluster, workload, wishes, ("dc0",)), None
+        return Paying(sites=("dc0",), fewer=None)
 
-    monkeypatch.setattr("hybridep.commands.stage_choice.on_sites_that_pay", one_site)
+    monkeypatch.setattr("planner.sites_that_pay", one_site)
     options = ("--stages", "auto", "--fewer-sites", "--json", "--set", "training.micro_batches=4")
     path, result = in_stages(inputs, call, *options, cluster=busy)
-    assert result.code == 0 and "for all sites after all" in result.err, result.err
+    assert result.code == 0 and "after all, for all sites" in result.err, result.err
     assert result.json["left_out"] == [] and isinstance(load_any_plan(path), PipelinePlan)
     assert result.json["objective_s"] < result.json["alone_s"]
     path, result = in_stages(inputs, call, *options, cluster=busy)
@@ -233,7 +233,7 @@ def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeyp
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hybridep.commands.stage_choice.in_stages", interrupted)
+    monkeypatch.setattr("hybridep.commands.sites_choice.in_stages", interrupted)
     path, result = in_stages(inputs, call, *options, cluster=busy)
     assert result.code == 0 and result.json["left_out"] == ["dc1"] and load_plan(path).cluster.sizes[0] == 1
 
@@ -242,11 +242,11 @@ def test_the_plan_for_fewer_sites_counts_to_the_end(inputs: Inputs, call: Call, 
     """Where all were chosen and one is faster after all."""
 
     def every_site(cluster: Cluster, workload: Workload, wishes: StageWishes, **_: Any) -> Any:
-        return cluster, workload, wishes, alone(cluster, workload)
+        return Paying(sites=("dc0", "dc1"), fewer=alone(cluster, workload))
 
-    monkeypatch.setattr("hybridep.commands.stage_choice.on_sites_that_pay", every_site)
+    monkeypatch.setattr("planner.sites_that_pay", every_site)
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json")
-    assert result.code == 0 and "for dc0 after all; without dc1" in result.err, result.err
+    assert result.code == 0 and "after all, for dc0; without dc1" in result.err, result.err
     assert result.json["left_out"] == ["dc1"] and load_plan(path).cluster.sizes[0] == 1 and result.json["alone_s"] is None
     shown = in_stages(inputs, call, "--stages", "2", "--fewer-sites")[1]
     assert "after all" in shown.err and "no plan for any of the sites is faster" in shown.out
@@ -272,7 +272,7 @@ def test_one_interrupt_ends_all_searches_with_the_best_so_far(
         raise InfeasibleError("not asked for")
 
     monkeypatch.setattr(PlanProgress, "__call__", interrupt)
-    monkeypatch.setattr("hybridep.commands.stages._in_one", without)
+    monkeypatch.setattr("hybridep.commands.sites_choice.in_one", without)
     path = inputs.folder / "stages.yaml"
     result = call("plan", "dtfm-10", "gpt-large", "--stages", "auto", "--time-limit", "1000", "-o", path)
     # The search for pipelines ends, and what would be looked for next has no time.

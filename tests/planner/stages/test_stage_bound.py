@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from stage_cases import KINDS, layered_workload, random_pipeline, random_pipeline_over, sites_cluster
 
-from hybridep.codecs import Codecs, ExpertCodec, TokenCodec
+from hybridep.codecs import EXACT, Codecs, ExpertCodec, TokenCodec
 from hybridep.config import build
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import LayerGroup
@@ -16,7 +17,7 @@ from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import StageWishes, plan_pipeline
-from planner.stages.bound import _least_bytes, least_of_any_s, least_s, least_usd_of_any
+from planner.stages.bound import _least_bytes, _Sites, least_of_any_s, least_s, least_usd_of_any
 from planner.stages.costs import costed
 from planner.stages.schedule import least_step_s
 
@@ -144,6 +145,40 @@ def test_a_stage_in_the_middle_passes_everything_twice() -> None:
     two = sites_cluster(np.random.default_rng(1), 2, 1, "even", throughput="1000 TFLOPS")
     # The same batch for each site, so two thirds of it in all, once.
     assert least_s(two, workload) == pytest.approx(found / 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("slow", ["links", "gpu"])
+def test_a_site_may_have_a_sequence_less_than_its_stages_others(slow: str) -> None:
+    """Of three sequences the second site of a stage, which is slow, has one; small experts are where their tokens are."""
+    cluster, workload = sites_cluster(np.random.default_rng(1), 3, 1, "even"), layered_workload(4, ffn=2, micro_batches=999)
+    one = workload.training.model_copy(update={"micro_batch_size": 1})
+    workload = workload.model_copy(update={"training": one})
+    sites: list[dict[str, Any]] = [{"name": f"s{site}", "up": "1000 Gbps", "down": "1000 Gbps"} for site in range(3)]
+    sites[1] |= {"up": "10 Mbps", "down": "10 Mbps"} if slow == "links" else {"gpu": {"throughput": "10 GFLOPS"}}
+    cluster = build(Cluster, cluster.model_dump(mode="json") | {"sites": sites}, "sites")
+    plan = in_stages(cluster, workload, [(["s0", "s1"], 1, 2), (["s2"], 3, 1)], 999)
+    assert plan.sequences(0).tolist() == [2, 1]
+    least = least_step_s(plan, [one.times for one in costed(plan).inside])
+    assert 0.8 * least < least_s(cluster, workload) <= least
+
+
+def test_sites_pass_on_their_shares_and_no_more() -> None:
+    """Two stages of two sites, or of one and three: all are ends, and each passes half of what crosses, on average."""
+    cluster = sites_cluster(np.random.default_rng(1), 4, 1, "even", throughput="1000 TFLOPS")
+    workload = layered_workload(4, micro_batch_size=3)
+    training, found = workload.training, least_s(cluster, workload, alike=False)
+    passed_bytes = training.tokens * training.micro_batches * cluster.num_gpus * workload.combine_row_bytes
+    assert found == pytest.approx(passed_bytes / 2 / cluster.levels[0].bandwidth, rel=1e-3)
+
+
+def test_a_site_sends_rows_of_its_own_sequences() -> None:
+    cluster = sites_cluster(np.random.default_rng(1), 3, 1, "even")
+    sites = _Sites(cluster, layered_workload(4, ffn=4096), EXACT, 3, alike=True)
+    two = sites._sizes == 2
+    up_bytes, share = sites._layer_bytes[0, two], sites._share[two]
+    assert share.min() == 1 / 3 and share.max() == 2 / 3
+    # Nothing is worth copying.
+    np.testing.assert_allclose(up_bytes / share, up_bytes[0] / share[0])
 
 
 def test_layers_are_whole_ones() -> None:

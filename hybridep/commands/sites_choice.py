@@ -1,0 +1,252 @@
+"""In stages or without, for all sites or for those that pay: what ``hybridep plan --stages`` plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from hybridep.commands.plan_choice import MOST_SITES, planned
+from hybridep.commands.stage_choice import StageChoice, in_stages
+from hybridep.errors import HybridEPError
+from hybridep.pipeline import PipelinePlan, codecs_inside
+from planner.clock import now_s
+
+if TYPE_CHECKING:
+    from hybridep.pipeline import AnyPlan
+    from hybridep.plan import Plan
+    from hybridep.topology import Cluster
+    from hybridep.workload import Workload
+    from planner import StageWishes
+
+_CHOOSING = 1 / 3
+"""Share of the time limit in which it is found which sites pay."""
+_WITHOUT = 0.5
+"""Share of what is left, or of all, for a plan without stages, ..."""
+_LOOK, _NEAR = 0.1, 1.5
+"""... if what is found in the first share of it takes at most so many times as long as the pipeline."""
+_LEFT = 0.2
+"""Share of the time limit that must be left for another look at other sites, once it is planned for some."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a plan is made for."""
+
+    cluster: Cluster
+    workload: Workload
+    wishes: StageWishes
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names, in the cluster's order."""
+        return tuple(self.cluster.site_name(site) for site in range(self.cluster.sizes[0]))
+
+    def among(self, sites: tuple[str, ...]) -> Asked:
+        """The same of some of its sites."""
+        from planner.stages.fewer import among
+
+        if sites == self.sites:
+            return self
+        cluster, workload, wishes = among(self.cluster, self.workload, self.wishes, sites)
+        return Asked(cluster=cluster, workload=workload, wishes=wishes)
+
+    def worth(self, plan: AnyPlan) -> tuple[float, float]:
+        """By what share it is over the budget, and its seconds or dollars: the smaller the better."""
+        assert plan.prediction is not None
+        usd, goal = plan.prediction.cost or 0.0, self.wishes.goal
+        return goal.overdraft(usd), goal.value(plan.prediction.expected_s, usd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """What was planned."""
+
+    asked: Asked
+    """Of the sites that it is for."""
+    choice: StageChoice | None
+    without: Plan | None
+    """Without stages; one of both is there."""
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> AnyPlan:
+        """The pipeline, or the plan without stages where that is as good."""
+        if self.choice is None:
+            assert self.without is not None
+            return self.without
+        pipeline, without = self.choice.plan, self.without
+        return without if without is not None and self.asked.worth(without) <= self.asked.worth(pipeline) else pipeline
+
+    @property
+    def step_s(self) -> float:
+        """Of the best, simulated where it was."""
+        best = self.best
+        assert best.prediction is not None
+        return self.choice.step_s if self.choice is not None and best is self.choice.plan else best.prediction.expected_s
+
+
+def plan_sites(
+    asked: Asked,
+    *,
+    or_without: bool = True,
+    fewer: bool = False,
+    time_limit_s: float = 60.0,
+    tell: Tell | None = None,
+    shown: bool = False,
+) -> Staged:
+    """The best that was found in stages, or without where they may be left out. ``fewer``: for the sites that pay only. ``tell``:
+    what is decided on the way, in words. ``shown``: with searches' progress on stderr. Of interrupted searches the best so far.
+    Raises what the planner raises, where nothing is possible."""
+    return _Choice(asked, or_without, tell or (lambda text: None), shown, time_limit_s).run(fewer and len(asked.sites) > 1)
+
+
+@dataclass
+class _Choice:
+    every: Asked
+    or_without: bool
+    tell: Tell
+    shown: bool
+    time_limit_s: float
+    _began_s: float = field(default_factory=now_s)
+
+    def run(self, fewer: bool) -> Staged:
+        sites, found = self._paying() if fewer else (self.every.sites, None)
+        left_s = max(self._left_s(), (1 - _CHOOSING) * self.time_limit_s) if fewer else self.time_limit_s
+        made = self._planned(sites, left_s)
+        if not fewer or self.every.wishes.goal.needs_prices:
+            return made
+        # Which sites pay was found in short searches, and the more sites, the less those find.
+        other = self._again(made, self.every.sites) if made.left_out else self._for_fewer(made, found)
+        if other is None:
+            return made
+        self.tell(f"after all, {self._for(other)}")
+        return other
+
+    def _paying(self) -> tuple[tuple[str, ...], AnyPlan | None]:
+        """The sites that pay, and the best plan for fewer than all that was found on the way."""
+        from hybridep.commands.plan_progress import PlanProgress
+        from planner import sites_that_pay
+
+        every, limit_s = self.every, _CHOOSING * self.time_limit_s
+        try:
+            with PlanProgress() if self.shown else nullcontext() as progress:
+                paying = sites_that_pay(every.cluster, every.workload, every.wishes, time_limit_s=limit_s, report=progress)
+        except HybridEPError as error:
+            if not self.or_without:
+                raise
+            self.tell(f"for all sites, since no others were found: {error}")
+            return every.sites, None
+        return paying.sites, paying.fewer
+
+    def _planned(self, sites: tuple[str, ...], limit_s: float) -> Staged:
+        made = self._of(sites)
+        if made.left_out:
+            self.tell(self._for(made))
+        choice, without = _with_and_without(made.asked, limit_s, self.tell, self.or_without, self.shown)
+        return replace(made, choice=choice, without=without)
+
+    def _again(self, made: Staged, sites: tuple[str, ...]) -> Staged | None:
+        """In stages on other sites, where what is left of the time limit is enough to find that those take less; None where they
+        do not, or after a KeyboardInterrupt."""
+        asked, left_s = self.every.among(sites), self._left_s()
+        if left_s < _LEFT * self.time_limit_s:
+            return None
+        try:
+            choice = in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=left_s, shown=self.shown)
+        except (HybridEPError, KeyboardInterrupt):
+            return None
+        return self._of(sites, choice=choice) if choice.step_s < made.step_s else None
+
+    def _for_fewer(self, made: Staged, found: AnyPlan | None) -> Staged | None:
+        """Fewer sites, where the plan that was found for them takes less: simulated, since what is expected of many sites is
+        often too little."""
+        if found is None:
+            return None
+        try:
+            step_s = simulated_or_expected_s(found)
+        except KeyboardInterrupt:
+            return None
+        if step_s >= made.step_s:
+            return None
+        sites = tuple(found.cluster.site_name(site) for site in range(found.cluster.sizes[0]))
+        if not isinstance(found, PipelinePlan):
+            return self._of(sites, without=found)
+        short = self._of(sites, choice=StageChoice(plan=found, simulated_s=step_s, simulated=1))
+        return self._again(short, sites) or short
+
+    def _of(self, sites: tuple[str, ...], choice: StageChoice | None = None, without: Plan | None = None) -> Staged:
+        left_out = tuple(site for site in self.every.sites if site not in sites)
+        return Staged(asked=self.every.among(sites), choice=choice, without=without, left_out=left_out)
+
+    def _for(self, made: Staged) -> str:
+        from hybridep.commands.plan_text import few
+
+        return f"for {few(made.asked.sites)}; without {few(made.left_out)}" if made.left_out else "for all sites"
+
+    def _left_s(self) -> float:
+        return self.time_limit_s - (now_s() - self._began_s)
+
+
+def _with_and_without(
+    asked: Asked, time_limit_s: float, tell: Tell, or_without: bool, shown: bool
+) -> tuple[StageChoice | None, Plan | None]:
+    """A pipeline and, if it may be, a plan without stages. Raises the reason of the latter where neither is possible."""
+    began_s, pipeline = now_s(), None
+
+    def staged(limit_s: float) -> StageChoice:
+        return in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=limit_s, shown=shown)
+
+    def in_rest() -> Plan:
+        return in_one(asked, max(time_limit_s - (now_s() - began_s), _LOOK * time_limit_s))
+
+    if not or_without:
+        return staged(time_limit_s), None
+    if len(asked.sites) > 1:
+        try:
+            pipeline = staged((1 - _WITHOUT) * time_limit_s)
+        except HybridEPError as error:
+            tell(str(error))
+    if pipeline is None:
+        return None, in_rest()
+    without: Plan | None = None
+    try:
+        without = in_one(asked, _LOOK * time_limit_s)
+        if asked.worth(without)[1] < _NEAR * asked.worth(pipeline.plan)[1]:
+            without = min(without, in_rest(), key=asked.worth)
+    except (HybridEPError, KeyboardInterrupt) as error:
+        tell(f"without stages: {str(error) or 'interrupted'}")
+    return pipeline, without
+
+
+def in_one(asked: Asked, time_limit_s: float) -> Plan:
+    """Without stages."""
+    import planner
+
+    wishes = asked.wishes
+    if wishes == planner.StageWishes(stages=wishes.stages):
+        return planned(asked.cluster, asked.workload, time_limit_s=time_limit_s)
+    return planner.plan(
+        asked.cluster,
+        asked.workload,
+        solver=wishes.solver,
+        time_limit_s=time_limit_s,
+        schedule=wishes.schedule,
+        constraints=wishes.constraints,
+        popularity=wishes.popularity,
+        codecs=codecs_inside(wishes.codecs),
+        goal=wishes.goal,
+    )
+
+
+def simulated_or_expected_s(plan: AnyPlan) -> float:
+    """A step of it; as expected where ranks share processors, of which simulations know less, and of more than ``MOST_SITES``
+    sites, for which they take long."""
+    from simulator.pipeline import simulate_any
+
+    assert plan.prediction is not None
+    expected = plan.cluster.gpu.sharing > 1 or plan.cluster.sizes[0] > MOST_SITES
+    return plan.prediction.expected_s if expected else simulate_any(plan).step_s
