@@ -272,6 +272,28 @@ def test_tokens_keep_their_choices(rng: np.random.Generator) -> None:
     assert fastest_pipeline(plan, routing).step_s > 0
 
 
+def test_tokens_keep_their_choices_where_sites_take_a_sequence_more(rng: np.random.Generator) -> None:
+    plan = make_plan(4, 2, num_layers=6, micro_batches=2)
+    routing, data = choices(plan, rng), cut(plan, 2, Baseline.EP).model_dump(mode="json")
+    for stage, sites in zip(data["stages"], (["dc0"], ["dc1", "dc2", "dc3"]), strict=True):
+        stage["sites"] = sites
+    pipeline = build(PipelinePlan, data | {"micro_batches": 2}, "pipeline")
+    assert pipeline.sequences(1).tolist() == [3, 3, 3, 3, 2, 2]
+    part, length = routing_of(pipeline, routing, 1), plan.workload.training.sequence_length
+    assert part is not None
+    first = pipeline.plans[0].workload.model.num_moe_layers
+    for layer in range(pipeline.plans[1].workload.model.num_moe_layers):
+        drawn = np.concatenate([routing[first + layer, batch].reshape(16, length, -1) for batch in range(2)])
+        for batch in range(2):
+            mine, at = part[layer, batch], 16 * batch
+            for rank, number in enumerate((3, 3, 3, 3, 2, 2)):
+                np.testing.assert_array_equal(mine[rank, : number * length], np.concatenate(drawn[at : at + number]))
+                assert (mine[rank, number * length :] == -1).all()
+                at += number
+    even, routed = (simulate_pipeline(pipeline, one).step_s for one in (None, routing))
+    assert 0.5 * even < routed < 2 * even
+
+
 def test_sites_that_differ_are_stages_that_differ() -> None:
     slow = [{"name": "a"}, {"name": "b"}, {"name": "c", "up": "0.1 Gbps"}, {"name": "d"}]
     even, uneven = (pipeline_step(make_plan(4, 2, num_layers=9, micro_batches=2, sites=sites), 2) for sites in (None, slow))
