@@ -33,7 +33,7 @@ from hybridep.plan import (
     load_plan,
     require_same,
 )
-from hybridep.shares import batch_sequences, sequences_together, site_sequences, unequal_shares
+from hybridep.shares import batch_sequences, owners, sequences_together, site_sequences, unequal_shares
 from hybridep.topology import Cluster, by_themselves
 from hybridep.traffic import FloatArray, add_between_sites, link_bytes, step_traffic
 from hybridep.workload import Model, Training, Workload
@@ -164,16 +164,20 @@ class PipelinePlan(Strict):
         return np.repeat(np.array(site_sequences(own.cluster, own.workload)), inside)
 
     def ways(self, stage: int) -> Ways:
-        """From a stage to the next. A rank passes on its own sequences; where the next has more or fewer ranks, parts of them."""
-        ends = [np.cumsum(self.sequences(one)) for one in (stage, stage + 1)]
-        cuts = np.unique(np.concatenate([[0], *ends]))
-        first = cuts[:-1]
-        source, destination = (np.searchsorted(one, first, side="right") for one in ends)
+        """From a stage to the next. A rank passes on its own sequences, to ranks of the same place in their sites; where the next
+        stage has more or fewer sites, parts of them."""
+        both = []
+        for number in (stage, stage + 1):
+            own = self.plans[number]
+            both.append(self.ranks[number][owners(own.cluster, own.workload)[0]])
+        source, destination = both
+        changes = np.flatnonzero(np.diff(source) | np.diff(destination)) + 1
+        first = np.concatenate([[0], changes])
         return Ways(
-            source=self.ranks[stage][source],
-            destination=self.ranks[stage + 1][destination],
+            source=source[first],
+            destination=destination[first],
             first=first,
-            number=np.diff(cuts),
+            number=np.diff([*first, len(source)]),
         )
 
     @property

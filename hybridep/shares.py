@@ -101,7 +101,16 @@ def site_shares(cluster: Cluster, workload: Workload) -> NDArray[np.float64]:
 
 
 def first_sequence(cluster: Cluster, workload: Workload, rank: int) -> int:
-    """Where a rank's sequences begin in the global batch of one micro-batch: those of the ranks before it come first."""
+    """Where a rank's sequences begin in the global batch of one micro-batch, as ``owners`` has them."""
     sequences, inside = site_sequences(cluster, workload), cluster.num_gpus // cluster.levels[0].size
     dc, place = divmod(rank, inside)
-    return inside * sum(sequences[:dc]) + place * sequences[dc]
+    return place * sum(sequences) + sum(sequences[:dc])
+
+
+def owners(cluster: Cluster, workload: Workload) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[B] each: the rank that has each sequence of one micro-batch, and which one of its own that is. The sites' first ranks have
+    the first sequences, then their second ones: so whatever sites share a batch, a sequence has the same place in all of them."""
+    sequences, inside = site_sequences(cluster, workload), cluster.num_gpus // cluster.levels[0].size
+    first = np.repeat(inside * np.arange(len(sequences)), sequences)
+    rank = (first + np.arange(inside)[:, None]).ravel()
+    return rank, np.tile(np.concatenate([np.arange(number) for number in sequences]), inside)

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from hybridep.codecs import TokenCodec
 from hybridep.errors import TransportError
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, Ways
+from hybridep.shares import first_sequence
 from runtime.codecs import row_coder
 from runtime.codecs.messages import pack, unpack
 from runtime.event_threads import waiting_their_turn
@@ -90,12 +91,11 @@ class Neighbours:
         self._coder = None if codec is TokenCodec.EXACT else row_coder(codec)
         shape = (training.sequence_length, mesh.plan.workload.model.hidden_size)
         self._empty = torch.empty(0, *shape, dtype=mesh.dtype, device=mesh.device)
-        sequences = pipeline.sequences(mesh.stage)
-        self._number = int(sequences[mesh.rank])
+        self._number = int(pipeline.sequences(mesh.stage)[mesh.rank])
         self._transport = transport
         before = pipeline.ways(mesh.stage - 1) if mesh.stage > 0 else None
         after = pipeline.ways(mesh.stage) if mesh.stage < mesh.num_stages - 1 else None
-        first = int(sequences[: mesh.rank].sum())
+        first = first_sequence(mesh.plan.cluster, mesh.plan.workload, mesh.rank)
         self.before = _parts(before, mesh.run_rank, first, mine_is_source=False)
         self.after = _parts(after, mesh.run_rank, first, mine_is_source=True)
         self._labels = {name: f"{name}@{level}" for name in (ACTIVATIONS, GRADIENTS)}

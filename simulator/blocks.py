@@ -345,18 +345,17 @@ def fabric_of(
     conditions: Conditions,
     streams: Mapping[str, int],
     between: Sequence[Exchange] = (),
-    passed: Sequence[Direct] = (),
 ) -> Fabric:
-    """The network that all these share, with ranks that must do the same in it once, where that can be told. ``between`` and
-    ``passed``: what travels beside, hop by hop and straight."""
+    """The network that all these share, with ranks that must do the same in it once, where that can be told. ``between``: what
+    travels beside."""
     alike = no_symmetry(wiring)
-    if all(one.comparable for one in blocks) and not (passed and wiring.wan is not None):
+    if all(one.comparable for one in blocks):
         alike = symmetry(
             wiring,
             [*(exchange for one in blocks for exchange in one.exchanges()), *between],
             [each_s for one in blocks for each_s in one.computations_s()],
             LinkFactors(conditions, wiring.link_names).traits if conditions.of_links else None,
-            [*(pairs for one in blocks for pairs in one.direct()), *passed],
+            [pairs for one in blocks for pairs in one.direct()],
         )
     fabric = Fabric(engine, alike, precision.tolerance, conditions, streams)
     for one in blocks:

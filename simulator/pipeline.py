@@ -28,7 +28,6 @@ from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
 from hybridep.topology import only_sites
-from hybridep.traffic import Direct
 from simulator.arrays import BoolArray, FloatArray
 from simulator.blocks import Blocks, Place, fabric_of
 from simulator.collective import Flows, Program, Progress
@@ -279,8 +278,7 @@ def _together(
         precision,
         conditions,
         pipeline.schedule.streams,
-        [Exchange(0, one.sent) for one in between if one.sent is not None],
-        [one.straight for one in between if one.straight is not None],
+        [Exchange(0, one.sent) for one in between],
     )
     moments = _moments(pipeline) * fabric.symmetry.num_kinds
     if moments > _MOST_MOMENTS:
@@ -309,12 +307,10 @@ def _own_plans(pipeline: PipelinePlan) -> list[Plan]:
 
 
 class _Between(NamedTuple):
-    """One micro-batch's transfers from a stage to the next, or back: from each rank to its like in other sites, or straight
-    between any two."""
+    """One micro-batch's transfers from a stage to the next, or back: from each rank to its like in other sites."""
 
-    sent: Sent | None
+    sent: Sent
     """[ranks, sites] bytes"""
-    straight: Direct | None
     received_bytes: FloatArray
     """[ranks] before they are coded"""
 
@@ -327,23 +323,12 @@ class _Between(NamedTuple):
         exact_bytes = pipeline.workload.training.sequence_length * pipeline.workload.combine_row_bytes
         received = np.zeros(cluster.num_gpus)
         np.add.at(received, destination, ways.number * float(exact_bytes))
+        sent = np.zeros((cluster.num_gpus, cluster.sizes[0]))
+        np.add.at(sent, (source, destination // per_site), size_bytes)
         if precision.one_rank_per_site:
-            total = np.zeros((cluster.sizes[0], cluster.sizes[0]))
-            np.add.at(total, (source // per_site, destination // per_site), size_bytes)
-            sent = np.repeat(total / per_site, per_site, axis=0)
-            return _Between(compact(sent), None, most_of_site(cluster, received))
-        if (source % per_site == destination % per_site).all():
-            sent = np.zeros((cluster.num_gpus, cluster.sizes[0]))
-            np.add.at(sent, (source, destination // per_site), size_bytes)
-            return _Between(compact(sent), None, received)
-        return _Between(None, Direct(source, destination, size_bytes), received)
-
-    def flows(self, fabric: Fabric) -> Flows:
-        """Over the fabric."""
-        if self.sent is not None:
-            return fabric.flows(0, self.sent)
-        assert self.straight is not None
-        return fabric.direct(self.straight)
+            total = sent.reshape(-1, per_site, cluster.sizes[0]).sum(axis=1)
+            return _Between(compact(np.repeat(total / per_site, per_site, axis=0)), most_of_site(cluster, received))
+        return _Between(compact(sent), received)
 
 
 class _Passing(NamedTuple):
@@ -381,7 +366,7 @@ class _Order:
             for stage, (plan, own, members) in enumerate(zip(pipeline.plans, blocks, self._members, strict=True))
         ]
         number = self._program.num_ranks
-        passing = [_passing(one.flows(fabric), pipeline, number, one.received_bytes[first]) for one in between]
+        passing = [_passing(fabric.flows(0, one.sent), pipeline, number, one.received_bytes[first]) for one in between]
         self._forth, self._back = passing[: self._number - 1], passing[self._number - 1 :]
         self._last: list[list[int]] = [[] for _ in pipeline.stages]
         """Of each stage, the ends of its last pass."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
@@ -20,7 +19,7 @@ from hybridep.pipeline import PipelinePlan, StagePlan, alike, stage_workload
 from hybridep.placement import IntArray
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
-from hybridep.shares import site_sequences
+from hybridep.shares import owners
 from hybridep.topology import by_themselves
 from hybridep.traffic import FloatArray, split_sizes
 from hybridep.workload import Workload
@@ -160,22 +159,17 @@ def routing_of(pipeline: PipelinePlan, routing: Routing | None, number: int) -> 
     stage, whole = pipeline.plans[number], pipeline.workload
     part, length, batches = stage.workload.model.part, whole.training.sequence_length, pipeline.micro_batches
     assert part is not None
-    inside = pipeline.cluster.num_gpus // pipeline.cluster.sizes[0]
-    drawn = _first(length * np.repeat(np.array(site_sequences(pipeline.cluster, whole)), inside))
-    own = _first(length * pipeline.sequences(number))
+    drawn, own = owners(pipeline.cluster, whole), owners(stage.cluster, stage.workload)
+    shape = (stage.cluster.num_gpus, int(own[1].max()) + 1, length)
     found: dict[tuple[int, int], IntArray] = {}
     for layer in range(stage.workload.model.num_moe_layers):
-        chosen = [routing[part.first_moe_layer + layer, batch][drawn] for batch in range(whole.training.micro_batches)]
-        each = np.concatenate(chosen).reshape(batches, int(own.sum()), -1)
-        for batch in range(batches):
-            found[layer, batch] = np.full((*own.shape, each.shape[-1]), -1, dtype=each.dtype)
-            found[layer, batch][own] = each[batch]
+        every = [routing[part.first_moe_layer + layer, batch] for batch in range(whole.training.micro_batches)]
+        chosen = np.concatenate([one.reshape(len(one), -1, length, one.shape[-1])[drawn] for one in every])
+        for batch, mine in enumerate(chosen.reshape(batches, -1, length, chosen.shape[-1])):
+            choices = np.full((*shape, chosen.shape[-1]), -1, dtype=chosen.dtype)
+            choices[own] = mine
+            found[layer, batch] = choices.reshape(shape[0], -1, chosen.shape[-1])
     return found
-
-
-def _first(tokens: IntArray) -> NDArray[np.bool_]:
-    """[G, most tokens]: whether a rank has so many tokens [G]."""
-    return np.arange(int(tokens.max()))[None, :] < tokens[:, None]
 
 
 def _with(plan: Plan, micro_batches: int) -> Plan:

@@ -155,7 +155,7 @@ def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
         f"[bold]{plan.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks, {len(plan.stages)} stages, "
         f"{plan.micro_batches} micro-batches, each stage up to {plan.ahead} forwards ahead for each stage behind it"
     )
-    table = Table("stage", "sites", "layers", "a micro-batch", "in flight", "memory", box=None, pad_edge=False)
+    table = Table("stage", "sites", "layers", "a micro-batch", "sequences", "in flight", "memory", box=None, pad_edge=False)
     for number, stage in enumerate(found["stages"]):
         both_s = stage["forward_s"] + stage["backward_s"]
         cells = (
@@ -163,6 +163,7 @@ def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
             few(stage["sites"]),
             str(stage["num_layers"]),
             format_seconds(both_s),
+            " or ".join(str(number) for number in sorted(set(stage["sequences"]))),
             str(stage["in_flight"]),
         )
         table.add_row(*cells, format_bytes(stage["memory_bytes"]))

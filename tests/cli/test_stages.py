@@ -63,6 +63,7 @@ def test_stages_are_shown_to_people(inputs: Inputs, call: Call) -> None:
         "2 stages",
         "micro-batches",
         "in flight",
+        "sequences",
         "without stages",
         "full_gather",
         "inside stage",

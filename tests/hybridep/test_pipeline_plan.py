@@ -93,11 +93,10 @@ def test_stages_are_plans_for_their_sites_and_layers() -> None:
 def test_sequences_pass_to_whoever_goes_on_with_them() -> None:
     plan = plan_of()
     ways = plan.ways(0)
-    assert ways.source.tolist() == [4, 4, 5, 5] and ways.destination.tolist() == [0, 1, 6, 7]
+    assert ways.source.tolist() == [4, 4, 5, 5] and ways.destination.tolist() == [0, 6, 1, 7]
     assert ways.first.tolist() == [0, 2, 4, 6] and ways.number.tolist() == [2, 2, 2, 2]
     ways = plan.ways(1)
-    assert ways.source.tolist() == [0, 1, 6, 7] and ways.destination.tolist() == [2, 2, 3, 3]
-    # Five ranks and two: parts of a rank's sequences.
+    assert ways.source.tolist() == [0, 6, 1, 7] and ways.destination.tolist() == [2, 2, 3, 3]
     sizes = plan_of(micro_batches=1)
     assert sizes.sequences(0).tolist() == [16] * 2 and sizes.sequences(1).tolist() == [8] * 4
 
@@ -113,8 +112,8 @@ def test_sites_of_a_stage_take_as_many_sequences_but_for_one() -> None:
     assert plan.sequences(0).tolist() == [8, 8] and plan.sequences(1).tolist() == [3, 3, 3, 3, 2, 2]
     assert plan.plans[1].workload.training.tokens == 16 / 6 * 8
     ways = plan.ways(0)
-    assert ways.source.tolist() == [2, 2, 2, 3, 3, 3, 3] and ways.destination.tolist() == [0, 1, 4, 4, 5, 6, 7]
-    assert ways.first.tolist() == [0, 3, 6, 8, 9, 12, 14] and ways.number.tolist() == [3, 3, 2, 1, 3, 2, 2]
+    assert ways.source.tolist() == [2, 2, 2, 3, 3, 3] and ways.destination.tolist() == [0, 4, 6, 1, 5, 7]
+    assert ways.first.tolist() == [0, 3, 6, 8, 11, 14] and ways.number.tolist() == [3, 3, 2, 3, 3, 2]
     assert [one.workload.training.micro_batches for one in plan.plans] == [2, 2]
 
 

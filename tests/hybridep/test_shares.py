@@ -7,7 +7,7 @@ import pytest
 
 from hybridep.config import build
 from hybridep.errors import PlacementError
-from hybridep.shares import alike_ranks, batch_sequences, first_sequence, on_sites, site_sequences, site_shares
+from hybridep.shares import alike_ranks, batch_sequences, first_sequence, on_sites, owners, site_sequences, site_shares
 from hybridep.topology import Cluster
 from hybridep.workload import Training, Workload
 
@@ -58,10 +58,15 @@ def test_any_weights_keep_the_global_batch(rng: np.random.Generator) -> None:
         mean = workload.training.micro_batch_size
         assert sequences.sum() == mean * len(weights)
         assert np.abs(sequences - mean * len(weights) * np.array(weights) / sum(weights)).max() < 1
-        # Ranks follow each other without a gap.
+        # All have an owner, and each rank's follow each other.
+        rank, own = owners(cluster, workload)
+        assert len(rank) == batch_sequences(cluster, workload) == mean * cluster.num_gpus
         inside = cluster.num_gpus // len(weights)
-        firsts = [first_sequence(cluster, workload, rank) for rank in range(cluster.num_gpus)]
-        np.testing.assert_array_equal(np.diff([*firsts, mean * cluster.num_gpus]), np.repeat(sequences, inside))
+        np.testing.assert_array_equal(np.bincount(rank), np.repeat(sequences, inside))
+        firsts = np.array([first_sequence(cluster, workload, one) for one in range(cluster.num_gpus)])
+        np.testing.assert_array_equal(firsts[rank] + own, np.arange(len(rank)))
+        # First ranks of the sites before second ones.
+        assert (np.diff(rank % inside) >= 0).all()
 
 
 def test_a_site_without_a_sequence_is_an_error_with_its_knobs() -> None:

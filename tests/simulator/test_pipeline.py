@@ -14,6 +14,7 @@ from hybridep.config import build
 from hybridep.pipeline import PipelinePlan, order_of_passes, pipeline_link_bytes
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
+from hybridep.shares import owners
 from hybridep.topology import Cluster
 from simulator.collective import Operation
 from simulator.conditions import Conditions
@@ -251,47 +252,35 @@ def test_stages_take_turns_on_processors_that_they_share() -> None:
 
 
 def test_tokens_keep_their_choices(rng: np.random.Generator) -> None:
+    """Stage by stage, also where sites take a sequence more than others."""
     plan = make_plan(4, 2, num_layers=6, micro_batches=2)
-    routing = choices(plan, rng)
-    for stages in (2, 4):
-        seen: dict[int, list[Any]] = {}
-        pipeline = cut(plan, stages, Baseline.EP)
+    routing, length = choices(plan, rng), plan.workload.training.sequence_length
+    drawn = owners(plan.cluster, plan.workload)
+    uneven = cut(plan, 2, Baseline.EP).model_dump(mode="json") | {"micro_batches": 2}
+    for stage, sites in zip(uneven["stages"], (["dc0"], ["dc1", "dc2", "dc3"]), strict=True):
+        stage["sites"] = sites
+    for pipeline in (cut(plan, 2, Baseline.EP), cut(plan, 4, Baseline.EP), build(PipelinePlan, uneven, "pipeline")):
+        first = 0
         for number, one in enumerate(pipeline.plans):
             part = routing_of(pipeline, routing, number)
             assert part is not None
-            model = one.workload.model
-            assert len(part) == model.num_moe_layers * 2 * stages
-            assert {chosen.shape[0] for chosen in part.values()} == {8 // stages}
-            first = min(len(seen), 5)
-            for (layer, number_of), chosen in part.items():
-                seen.setdefault(first + layer, []).append((number_of, chosen))
-        assert sorted(seen) == [0, 1, 2, 3, 4]
-        for layer, found in seen.items():
-            rows = np.concatenate([chosen for _, chosen in sorted(found, key=lambda one: one[0])])
-            np.testing.assert_array_equal(rows, np.concatenate([routing[layer, number] for number in range(2)]))
-    assert fastest_pipeline(plan, routing).step_s > 0
-
-
-def test_tokens_keep_their_choices_where_sites_take_a_sequence_more(rng: np.random.Generator) -> None:
-    plan = make_plan(4, 2, num_layers=6, micro_batches=2)
-    routing, data = choices(plan, rng), cut(plan, 2, Baseline.EP).model_dump(mode="json")
-    for stage, sites in zip(data["stages"], (["dc0"], ["dc1", "dc2", "dc3"]), strict=True):
-        stage["sites"] = sites
-    pipeline = build(PipelinePlan, data | {"micro_batches": 2}, "pipeline")
-    assert pipeline.sequences(1).tolist() == [3, 3, 3, 3, 2, 2]
-    part, length = routing_of(pipeline, routing, 1), plan.workload.training.sequence_length
-    assert part is not None
-    first = pipeline.plans[0].workload.model.num_moe_layers
-    for layer in range(pipeline.plans[1].workload.model.num_moe_layers):
-        drawn = np.concatenate([routing[first + layer, batch].reshape(16, length, -1) for batch in range(2)])
-        for batch in range(2):
-            mine, at = part[layer, batch], 16 * batch
-            for rank, number in enumerate((3, 3, 3, 3, 2, 2)):
-                np.testing.assert_array_equal(mine[rank, : number * length], np.concatenate(drawn[at : at + number]))
-                assert (mine[rank, number * length :] == -1).all()
-                at += number
-    even, routed = (simulate_pipeline(pipeline, one).step_s for one in (None, routing))
+            model, (rank, own) = one.workload.model, owners(one.cluster, one.workload)
+            assert len(part) == model.num_moe_layers * pipeline.micro_batches
+            assert {chosen.shape[0] for chosen in part.values()} == {one.cluster.num_gpus}
+            for layer in range(model.num_moe_layers):
+                mine = [
+                    part[layer, batch].reshape(one.cluster.num_gpus, -1, length, model.top_k)
+                    for batch in range(pipeline.micro_batches)
+                ]
+                every = [routing[first + layer, batch].reshape(8, -1, length, model.top_k)[drawn] for batch in range(2)]
+                np.testing.assert_array_equal(np.concatenate([batch[rank, own] for batch in mine]), np.concatenate(every))
+                lacking = np.bincount(rank)[:, None] <= np.arange(mine[0].shape[1])
+                assert all((batch[lacking] == -1).all() for batch in mine)
+            first += model.num_moe_layers
+        assert first == 5
+    even, routed = (simulate_pipeline(build(PipelinePlan, uneven, "pipeline"), one).step_s for one in (None, routing))
     assert 0.5 * even < routed < 2 * even
+    assert fastest_pipeline(plan, routing).step_s > 0
 
 
 def test_sites_that_differ_are_stages_that_differ() -> None:
