@@ -50,8 +50,7 @@ class Batch:
     """Flows that were handed to the network together."""
 
     serial: int
-    rows: IntArray
-    """[n] of the network's table; meaningless for a flow that is done."""
+    size: int
     first_ticket: int
     on_complete: OnComplete
     untold: int
@@ -122,7 +121,10 @@ class Network:
 
     def rates_bytes_per_s(self, batch: Batch) -> FloatArray:
         """[n] of a batch's flows as of the last start or end; meaningless for those that are done or have not started."""
-        return np.asarray(self._links.level[self._flows.full_link[batch.rows]], dtype=np.float64)
+        rows, first = np.zeros(batch.size, dtype=np.int64), self._first_row(batch.serial)
+        mine = np.arange(first, self._first_row(batch.serial + 1))
+        rows[self._cargo.position[mine]] = mine
+        return np.asarray(self._links.level[self._flows.full_link[rows]], dtype=np.float64)
 
     def prepare(self, transfers: Transfers, on_complete: OnComplete) -> Batch:
         """Take in flows that will be started later, all or some at a time, with `start`.
@@ -144,7 +146,7 @@ class Network:
                 raise SimulationError(f"{name} {float(wrong[0])!r} of a flow; it must be finite and not negative")
         num_groups = int(cargo.tickets.max(initial=-1)) + 1
         first = self._new_tickets(cargo.tickets, num_groups, serial)
-        batch = Batch(serial, np.zeros(num_flows, np.int64), first, on_complete, num_groups)
+        batch = Batch(serial, num_flows, first, on_complete, num_groups)
         if num_flows:
             self._num_batches += 1
             self._batches[serial] = batch
@@ -156,10 +158,11 @@ class Network:
 
         A flow of no bytes, or over no links, arrives after its latency.
         """
-        if not batch.rows.size:
+        if not batch.size:
             return
         self._settle()
-        rows = batch.rows if which is None else batch.rows[which]
+        first, last = self._first_row(batch.serial), self._first_row(batch.serial + 1)
+        rows = np.arange(first, last) if which is None else first + np.searchsorted(self._cargo.position[first:last], which)
         told = np.empty(self._outstanding, dtype=np.int64)
         flows, links, cargo = self._flows, self._links, self._cargo
         num_told = activate(flows, links, cargo, self._usage, self._tickets, self._clock, rows, told)
@@ -214,9 +217,10 @@ class Network:
         flows.status[: alive.size], flows.due[: alive.size] = status, due
         self._clock.counts[:4] = (flows.status.size, 0, 1, 1)
         put_on_links(flows, self._links)
-        for serial in np.unique(self._cargo.batch).tolist():
-            mine = np.flatnonzero(self._cargo.batch == serial)
-            self._batches[serial].rows[self._cargo.position[mine]] = mine
+
+    def _first_row(self, serial: int) -> int:
+        """Of a batch's flows that are not done, in the table, which has batches one after the other, and their flows in order."""
+        return int(np.searchsorted(self._cargo.batch, serial))
 
     def _wake(self, time_s: float) -> None:
         """See to the flows at this time, after everything else that happens then."""
