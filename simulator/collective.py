@@ -149,6 +149,10 @@ def execute(
     return _Executor(program, engine, network, iter(()) if changes is None else changes, progress).run()
 
 
+_AHEAD, _FEW_FLOWS = 64, 4000
+"""The next operations of which exchanges are prepared together, and flows of these in all, at most."""
+
+
 @dataclass(slots=True)
 class _Exchange:
     """An exchange in progress."""
@@ -190,6 +194,7 @@ class _Executor:
             self._unfinished += self._num_ranks if operation.ranks is None else int(operation.ranks.sum())
         self._in_all = self._unfinished
         self._exchanges: dict[int, _Exchange] = {}
+        self._is_prepared = np.zeros(shape[0], dtype=np.bool_)
 
     def run(self) -> Execution:
         for position, operation in enumerate(self._operations):
@@ -237,19 +242,9 @@ class _Executor:
             self._enter_exchange(position, operation.flows, ranks)
 
     def _enter_exchange(self, position: int, flows: Flows, ranks: IntArray) -> None:
-        exchange = self._exchanges.get(position)
-        if exchange is None:
-            transfers, members = flows.by_rank
-            operation = self._operations[position]
-            transfers = replace(transfers, priority=operation.priority)
-            exchange = self._exchanges[position] = _Exchange(
-                batch=self._network.prepare(transfers, partial(self._arrived, position, flows, members)),
-                entered=np.zeros(self._num_ranks, dtype=np.bool_),
-                idle=np.ones(self._num_ranks, dtype=np.bool_),
-                waiting=np.arange(flows.source.size),
-                ranks_inside=self._num_ranks if operation.ranks is None else int(operation.ranks.sum()),
-            )
-            exchange.idle[members] = False
+        if position not in self._exchanges:
+            self._prepare(position)
+        exchange = self._exchanges[position]
         exchange.entered[ranks] = True
         idle = ranks[exchange.idle[ranks]]
         if idle.size:
@@ -259,6 +254,30 @@ class _Executor:
         if ready.any():
             self._network.start(exchange.batch, waiting[ready])
             exchange.waiting = waiting[~ready]
+
+    def _prepare(self, first: int) -> None:
+        """An exchange, and those of few flows that follow it in the program: the network takes in many batches at a time about as
+        fast as one."""
+        flows_in_all = 0
+        for position in range(first, min(first + _AHEAD, len(self._operations))):
+            operation = self._operations[position]
+            flows = operation.flows
+            if flows is None or position in self._exchanges or self._is_prepared[position]:
+                continue
+            flows_in_all += flows.source.size
+            if position > first and flows_in_all > _FEW_FLOWS:
+                break
+            self._is_prepared[position] = True
+            transfers, members = flows.by_rank
+            transfers = replace(transfers, priority=operation.priority)
+            exchange = self._exchanges[position] = _Exchange(
+                batch=self._network.prepare(transfers, partial(self._arrived, position, flows, members)),
+                entered=np.zeros(self._num_ranks, dtype=np.bool_),
+                idle=np.ones(self._num_ranks, dtype=np.bool_),
+                waiting=np.arange(flows.source.size),
+                ranks_inside=self._num_ranks if operation.ranks is None else int(operation.ranks.sum()),
+            )
+            exchange.idle[members] = False
 
     def _arrived(self, position: int, flows: Flows, members: IntArray, groups: IntArray, last: IntArray) -> None:
         """Some ranks have sent and received all."""
