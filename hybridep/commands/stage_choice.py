@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, ends_s
 from planner.clock import now_s
 
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 
 CANDIDATES = 8
 """Pipelines among which a simulation chooses."""
-SECONDS_PER_PASS = 1.5e-5
-"""What simulating one takes, about, for each rank, layer and micro-batch: 1.0e-5 to 1.6e-5 were measured between 27 and 60
-regions."""
+_LAYER_S, _INSIDE_S = 1e-5, 5e-5
+"""What simulating one takes, about, for each rank, layer and micro-batch, and more where the layer's experts are exchanged inside
+sites, too: 0.4e-5 to 1.2e-5 and 2.5e-5 to 6e-5 were measured between 20 and 60 regions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ def in_stages(
         made = plan_pipelines(cluster, workload, wishes, number, time_limit_s=share * time_limit_s, report=progress)
     if number == 1:
         return StageChoice(plan=made[0], simulated_s=None)
-    chosen = _differing_first(made)[: most_simulated(made[0], time_limit_s)]
+    chosen = first_in_time(_differing_first(made), time_limit_s)
     return best_simulated(chosen, wishes.goal, until_s=ends_s(started_s, time_limit_s))
 
 
@@ -74,11 +76,18 @@ def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
     return sorted(plans, key=lambda plan: firsts[len(plan.stages)] is not plan)
 
 
-def most_simulated(plan: PipelinePlan, time_limit_s: float) -> int:
-    """As many as simulations' share of the limit has time for, two at least. A count, because what a deadline cuts off differs
-    from run to run."""
-    passes = plan.micro_batches * plan.workload.model.num_layers * plan.cluster.num_gpus
-    return max(2, min(CANDIDATES, int((1 - SEARCHED) * time_limit_s / (SECONDS_PER_PASS * passes))))
+def first_in_time(plans: Sequence[PipelinePlan], time_limit_s: float) -> list[PipelinePlan]:
+    """As many of them as simulations' share of the limit has time for, about, two at least: an estimate, because what a deadline
+    cuts off differs from run to run."""
+    took_s = np.cumsum([_simulating_s(plan) for plan in plans])
+    return list(plans[: max(2, int((took_s <= (1 - SEARCHED) * time_limit_s).sum()))])
+
+
+def _simulating_s(plan: PipelinePlan) -> float:
+    cluster, groups = plan.cluster, [group for stage in plan.stages for group in stage.layers]
+    inside = [group for group in groups if any(group.domains.get(level.name, 1) < level.size for level in cluster.levels[1:])]
+    layers_s = _LAYER_S * plan.workload.model.num_layers + _INSIDE_S * sum(group.num_layers for group in inside)
+    return plan.micro_batches * cluster.num_gpus * layers_s
 
 
 def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice:
