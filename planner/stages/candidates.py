@@ -299,8 +299,7 @@ def unevenness(workload: Workload, cluster: Cluster, sites_per_stage: Sequence[i
 def numbers_about(possible: Mapping[int, float], stages: int, batches: Sequence[float] = BATCHES) -> list[int]:
     """Numbers of micro-batches that are about so many times the stages, fewest first: ``possible`` ones (``unevenness``)."""
     few = {number: crowded for number, crowded in possible.items() if number <= _MOST_BATCHES}
-    even = {number: crowded for number, crowded in few.items() if crowded == 1.0}
-    return sorted({number_about(of, times * stages) for of in (even, few) if of for times in batches})
+    return sorted({number_about(few, times * stages) for times in batches})
 
 
 def number_about(possible: Mapping[int, float], wanted: float) -> int:
