@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from hybridep.commands.plan_choice import MOST_SITES, planned
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 _CHOOSING = 1 / 3
 """Share of the time limit in which it is found which sites pay."""
-_WITHOUT = 0.5
-"""Share of what is left, or of all, for a plan without stages, ..."""
-_LOOK, _NEAR = 0.1, 1.5
-"""... if what is found in the first share of it takes at most so many times as long as the pipeline."""
+_LOOK = 0.1
+"""Share of what is left, or of all, for a first look at pipelines, and at plans without stages. ..."""
+_NEAR, _EACH = 1.5, 0.5
+"""... One that takes over so many times as long as the other has no more; else each of them has such a share of the rest."""
 _LEFT = 0.2
 """Share of the time limit that must be left for another look at other sites, once it is planned for some."""
 
@@ -194,32 +195,44 @@ class _Choice:
 def _with_and_without(
     asked: Asked, time_limit_s: float, tell: Tell, or_without: bool, shown: bool
 ) -> tuple[StageChoice | None, Plan | None]:
-    """A pipeline and, if it may be, a plan without stages. Raises the reason of the latter where neither is possible."""
-    began_s, pipeline = now_s(), None
+    """A pipeline and, if it may be, a plan without stages: a short look at each, and the rest of the time for what is better, or
+    for both. Raises the reason of the latter where neither is possible."""
+    began_s = now_s()
 
     def staged(limit_s: float) -> StageChoice:
         return in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=limit_s, shown=shown)
 
-    def in_rest() -> Plan:
-        return in_one(asked, max(time_limit_s - (now_s() - began_s), _LOOK * time_limit_s))
+    def left_s(share: float = 1.0) -> float:
+        return max(share * (time_limit_s - (now_s() - began_s)), _LOOK * time_limit_s)
 
     if not or_without:
         return staged(time_limit_s), None
-    if len(asked.sites) > 1:
-        try:
-            pipeline = staged((1 - _WITHOUT) * time_limit_s)
-        except HybridEPError as error:
-            tell(str(error))
-    if pipeline is None:
-        return None, in_rest()
+    if len(asked.sites) == 1:
+        return None, in_one(asked, time_limit_s)
+    try:
+        pipeline = staged(_LOOK * time_limit_s)
+    except HybridEPError as error:
+        tell(str(error))
+        return None, in_one(asked, left_s())
     without: Plan | None = None
     try:
         without = in_one(asked, _LOOK * time_limit_s)
-        if asked.worth(without)[1] < _NEAR * asked.worth(pipeline.plan)[1]:
-            without = min(without, in_rest(), key=asked.worth)
     except (HybridEPError, KeyboardInterrupt) as error:
         tell(f"without stages: {str(error) or 'interrupted'}")
+    ratio = inf if without is None else asked.worth(without)[1] / asked.worth(pipeline.plan)[1]
+    try:
+        if ratio > 1 / _NEAR:
+            pipeline = min(pipeline, staged(left_s(1.0 if ratio > _NEAR else _EACH)), key=lambda one: _worth(asked, one))
+        if without is not None and ratio < _NEAR:
+            without = min(without, in_one(asked, left_s()), key=asked.worth)
+    except (HybridEPError, KeyboardInterrupt):
+        pass
     return pipeline, without
+
+
+def _worth(asked: Asked, choice: StageChoice) -> tuple[float, float]:
+    """By simulated step, where it is time that is to be small."""
+    return asked.worth(choice.plan) if asked.wishes.goal.needs_prices else (0.0, choice.step_s)
 
 
 def in_one(asked: Asked, time_limit_s: float) -> Plan:
