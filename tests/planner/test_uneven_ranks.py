@@ -12,7 +12,7 @@ import planner
 from hybridep.config import build
 from hybridep.errors import InfeasibleError
 from hybridep.plan import LayerGroup, Plan
-from hybridep.shares import site_sequences
+from hybridep.shares import on_sites, site_sequences
 from hybridep.topology import Cluster
 from planner.check import CheckError
 from planner.cost import step_cost
@@ -155,6 +155,25 @@ def test_the_bound_holds_where_few_tokens_travel() -> None:
     wrong = Relaxation(problem=problem)
     wrong.__dict__["rows"] = float(problem.tokens.mean())
     assert prove(wrong, 2 * best[2], max_boxes=40).bound_s > 1.2 * best[2]
+
+
+def test_sites_of_which_one_has_a_sequence_more_are_not_taken_for_alike() -> None:
+    """Two of three equal sites share out three sequences: the first has two. Much is computed, and links are fast."""
+    cluster = make_cluster(3, 2, bandwidths=["40 Gbps", "400 Gbps"], latencies=["0 ms", "0 ms"], throughput="10 GFLOPS")
+    workload = make_workload(layers=2, experts=4, tokens=64)
+    some, work = on_sites(with_sites(cluster, {}, {}, {}), workload, ["s0", "s1"])
+    assert site_sequences(some, work) == (2, 1)
+    made = planner.plan(some, work, time_limit_s=3)
+    cost = step_cost(made)
+    assert made.prediction is not None and made.solver is not None and made.prediction.step == pytest.approx(cost.step_s)
+    best = best_table(site_problem(some, work))
+    assert best is not None and made.solver.bound <= best[2] * (1 + 1e-9) and cost.step_s <= best[2] * (1 + 1e-9)
+    # Attention of the first site is twice the others', in every phase.
+    assert cost.parts_s["pre_expert"] == pytest.approx(
+        2 * step_cost(ep(cluster, layers=2, experts=4, tokens=64)).parts_s["pre_expert"]
+    )
+    ends = memory_use(planner.baseline(some, work, "ep")).total_bytes
+    assert ends[0] == ends[1] > 1.01 * ends[2] and simulate_step(made).step_s == pytest.approx(cost.step_s, rel=0.1)
 
 
 def test_prediction_and_simulation_agree_where_links_hardly_count() -> None:
