@@ -114,7 +114,7 @@ class Candidates:
                         break
                 continue
             # One of a number says whether more of it are worth the time.
-            number = _farthest(between or left, tried)
+            number = _farthest(self._even(between or left), tried)
             left.remove(number)
             candidates = self._of_number(number)
             if (first := next(candidates, None)) is not None:
@@ -122,6 +122,11 @@ class Candidates:
                 found.append(first)
                 tried.append(number)
         return found
+
+    def _even(self, numbers: Sequence[int]) -> list[int]:
+        """Those in which stages may have as many sites each, or all where there are none: among many sites time is short, and
+        what is even is seldom far from the best."""
+        return [number for number in numbers if self.cluster.sizes[0] % number == 0] or list(numbers)
 
     def _of_number(self, stages: int) -> Iterator[Candidate]:
         """With one number of micro-batches each."""
