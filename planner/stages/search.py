@@ -193,12 +193,13 @@ class _Search:
         return over < others_over or (over == others_over and value < others_value * (1 - _WORTH))
 
     def _with_other_batches(self, found: Costed) -> None:
-        """The same stages in other numbers of micro-batches."""
+        """The same stages in other numbers of micro-batches, the nearest first."""
         plan = found.plan
         possible = unevenness(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
         layers = [stage.num_layers for stage in plan.stages]
         few = FEW_BATCHES if len(plan.stages) <= _SHORT else ()
-        for micro_batches in numbers_about(possible, len(plan.stages), (*few, *BATCHES)):
+        numbers, own = numbers_about(possible, len(plan.stages), (*few, *BATCHES)), plan.micro_batches
+        for micro_batches in sorted(numbers, key=lambda number: (max(number / own, own / number), -number)):
             if micro_batches == plan.micro_batches or self._left_s(_VARIED_BY) < 0:
                 continue
             candidate = self.candidates.of(_groups(plan), layers, micro_batches)
