@@ -212,8 +212,10 @@ def _with_and_without(
     try:
         pipeline = staged(_LOOK * time_limit_s)
     except HybridEPError as error:
+        only = in_one(asked, left_s())
+        # Where that is not possible either its own reason is all that is told.
         tell(str(error))
-        return None, in_one(asked, left_s())
+        return None, only
     without: Plan | None = None
     try:
         without = in_one(asked, _LOOK * time_limit_s)
