@@ -7,7 +7,8 @@ twice the forward.
 from __future__ import annotations
 
 from enum import Enum
-from math import ceil
+from math import ceil, isfinite
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -187,10 +188,16 @@ class Training(Strict):
     """Micro-batches per optimizer step (gradient accumulation)."""
     dtype: Dtype = Dtype.FP32
 
-    @field_validator("micro_batch_size")
+    @field_validator("micro_batch_size", mode="before")
     @classmethod
-    def _whole(cls, value: float) -> int | float:
-        return int(value) if value == int(value) else value
+    def _number(cls, value: Any) -> int | float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"must be a number (found {value!r})") from None
+        if not isfinite(number):
+            raise ValueError(f"must be finite (found {value!r})")
+        return int(number) if number == int(number) else number
 
     @property
     def tokens(self) -> int | float:

@@ -148,7 +148,7 @@ class _Sites:
         worth = able * counts
 
         def most(price: float) -> float:
-            """Layers of all sites together, if being first or last costs that much for a whole stage."""
+            """Layers of all sites together, if being first or last costs that much for a whole stage, or earns it below zero."""
             best = np.maximum(worth[0].max(axis=1), (worth[1] - price * counts).max(axis=1))
             return float((self._count * best).sum()) + 2 * price
 

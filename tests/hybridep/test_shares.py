@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybridep.config import build
-from hybridep.errors import PlacementError
+from hybridep.errors import ConfigError, PlacementError
 from hybridep.shares import alike_ranks, batch_sequences, first_sequence, on_sites, owners, site_sequences, site_shares
 from hybridep.topology import Cluster
 from hybridep.workload import Training, Workload
@@ -94,6 +94,20 @@ def test_a_mean_of_sites_that_is_no_whole_number_is_shared_but_for_one(rng: np.r
         site_sequences(
             cluster, workload.model_copy(update={"training": workload.training.model_copy(update={"micro_batch_size": 1.3})})
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("many", "must be a number"), (None, "must be a number"), (float("nan"), "must be finite"), (0.5, "equal to 1")],
+)
+def test_a_mean_that_is_no_number_of_sequences_is_named_by_its_key(given: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"t: micro_batch_size: .*{words}"):
+        build(Training, {"sequence_length": 4, "micro_batch_size": given}, "t")
+    assert [build(Training, {"sequence_length": 4, "micro_batch_size": one}, "t").micro_batch_size for one in (2, 2.0, 2.5)] == [
+        2,
+        2,
+        2.5,
+    ]
 
 
 def test_some_of_the_sites_share_out_the_same_batch(rng: np.random.Generator) -> None:
