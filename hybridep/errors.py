@@ -52,7 +52,7 @@ class PlanMismatchError(UserError):
 
 
 class DataError(UserError):
-    """Training text that cannot be read or is too short."""
+    """Training data that cannot be read, are too short, or hold tokens that the model does not know."""
 
 
 class LabUnavailableError(UserError):

@@ -22,12 +22,14 @@ class Device(Enum):
 
 
 class Data(Strict):
-    """Training text, read as bytes (vocabulary of 256)."""
+    """What is trained on."""
 
     path: Path | None = None
-    """A text file or a folder; the Python standard library's own sources when absent."""
+    """Token ids, as ``numpy.save`` writes an array of integers (a name that ends in .npy; it stays on disk, so it may be larger
+    than memory); or a text file or a folder of them, read as bytes (vocabulary of 256). On every machine that has ranks. The
+    Python standard library's own sources when absent."""
     suffixes: tuple[str, ...] = (".py", ".txt", ".md")
-    """Files of a folder that are read."""
+    """Texts of a folder that are read."""
 
 
 class Optimizer(Strict):

@@ -1,11 +1,12 @@
-"""Byte-level training text. Which sequence is read depends on (seed, step, index in the global batch) alone, so any number
-of ranks trains on the same data."""
+"""Training tokens. Which sequence is read depends on (seed, step, index in the global batch) alone, so any number of ranks trains
+on the same data."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +14,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridep.errors import DataError
-from hybridep.run import Data
+from hybridep.run import Run
+from hybridep.workload import Workload
 
-ByteArray = NDArray[np.uint8]
+TokenArray = NDArray[np.integer[Any]]
+
+BYTE_VALUES = 256
+"""Vocabulary of text that is read as bytes."""
+TOKEN_FILE = ".npy"
+"""Ending of files of token ids."""
 
 
-def read_text(data: Data) -> ByteArray:
+def training_batches(run: Run, workload: Workload) -> Batches:
+    """What ``run.data`` holds, in sequences of the workload's length. Raises DataError where that cannot be read or does not suit
+    the model."""
+    data, vocab_size = run.data, workload.model.vocab_size
+    if data.path is not None and data.path.suffix == TOKEN_FILE:
+        tokens = _token_file(data.path)
+    elif vocab_size < BYTE_VALUES:
+        raise DataError(
+            f"workload {workload.name}: model.vocab_size: {vocab_size} must be at least {BYTE_VALUES}, text is read as bytes; "
+            f"raise it, or give token ids (data.path: FILE{TOKEN_FILE})"
+        )
+    else:
+        tokens = _text(data.path, data.suffixes)
+    return Batches(tokens, length=workload.training.sequence_length, seed=run.seed, vocab_size=vocab_size)
+
+
+def _text(path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
     """All bytes of a file, of a folder's files in the order of their paths, or of the Python standard library's top-level
-    sources. Raises DataError when there is nothing to read."""
+    sources."""
     # Not recursive below the standard library: installed packages live there on some systems.
-    folder = data.path or Path(sysconfig.get_paths()["stdlib"])
-    pattern, suffixes = ("*", (".py",)) if data.path is None else ("**/*", data.suffixes)
+    folder = path or Path(sysconfig.get_paths()["stdlib"])
+    pattern, suffixes = ("*", (".py",)) if path is None else ("**/*", suffixes)
     try:
         if folder.is_dir():
             # Listing a folder that may not be read finds nothing; asking for its entries says why.
@@ -38,24 +61,45 @@ def read_text(data: Data) -> ByteArray:
         raise DataError(f"data.path: {error.filename or folder} cannot be read ({error.strerror})") from None
 
 
-class Batches:
-    """Sequences of ``length`` bytes and the bytes that follow each."""
+def _token_file(path: Path) -> TokenArray:
+    """Token ids that ``numpy.save`` wrote, left on disk until they are used."""
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.path: {path} cannot be read ({error})") from None
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise DataError(
+            f"data.path: {path} holds {tokens.dtype} of shape {list(tokens.shape)}; token ids are integers in one dimension, "
+            "for example uint16"
+        )
+    return np.asarray(tokens)
 
-    def __init__(self, text: ByteArray, *, length: int, seed: int) -> None:
-        """Raises DataError when the text is shorter than one sequence and its last target."""
-        if len(text) < length + 1:
+
+class Batches:
+    """Sequences of ``length`` tokens and the tokens that follow each."""
+
+    def __init__(self, tokens: TokenArray, *, length: int, seed: int, vocab_size: int = BYTE_VALUES) -> None:
+        """Raises DataError when there are fewer tokens than one sequence and its last target."""
+        if len(tokens) < length + 1:
             raise DataError(
-                f"data.path: {len(text)} bytes of text are too few for training.sequence_length {length}, it needs {length + 1}"
+                f"data.path: {len(tokens)} tokens are too few for training.sequence_length {length}, it needs {length + 1}"
             )
-        self._text, self._length, self._seed = text, length, seed
+        self._tokens, self._length, self._seed, self._vocab_size = tokens, length, seed, vocab_size
 
     def __call__(self, step: int, first: int, number: int) -> tuple[Tensor, Tensor]:
-        """(tokens, targets), int64 [number, length]: sequences ``first`` to ``first + number - 1`` of a step's batch."""
-        windows = [self._window(step, index) for index in range(first, first + number)]
-        both = torch.from_numpy(np.stack(windows).astype(np.int64))
+        """(tokens, targets), int64 [number, length]: sequences ``first`` to ``first + number - 1`` of a step's batch. Raises
+        DataError where the model does not know a token."""
+        windows = np.stack([self._window(step, index) for index in range(first, first + number)]).astype(np.int64)
+        unknown = windows[(windows < 0) | (windows >= self._vocab_size)]
+        if unknown.size:
+            raise DataError(
+                f"data.path: token {unknown[0]} is not below model.vocab_size {self._vocab_size}; raise it, or take the model's "
+                "own tokenizer"
+            )
+        both = torch.from_numpy(windows)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
-    def _window(self, step: int, index: int) -> ByteArray:
+    def _window(self, step: int, index: int) -> TokenArray:
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, step, index])))
-        start = int(generator.integers(len(self._text) - self._length))
-        return self._text[start : start + self._length + 1]
+        start = int(generator.integers(len(self._tokens) - self._length))
+        return self._tokens[start : start + self._length + 1]

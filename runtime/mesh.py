@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 120.0
 """For all ranks to start: on a busy machine importing torch alone takes many seconds."""
-BYTE_VALUES = 256
-"""Vocabulary that byte-level text needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +131,6 @@ def check_trainable(plan: Plan) -> None:
     head_dim = model.attention_width // model.num_heads
     if head_dim % 2:
         raise UserError(f"{where}.head_dim: {head_dim} must be even, rotary embeddings turn pairs of elements")
-    if model.vocab_size < BYTE_VALUES:
-        raise UserError(f"{where}.vocab_size: {model.vocab_size} must be at least {BYTE_VALUES}, text is read as bytes")
 
 
 def host_store(address: str, *, timeout_s: float) -> TCPStore:

@@ -16,7 +16,7 @@ from hybridep.run import Run
 from hybridep.shares import batch_sequences
 from hybridep.workload import Ffn, Model
 from runtime.codecs import RowCoder, row_coder
-from runtime.data import Batches, read_text
+from runtime.data import training_batches
 from runtime.mesh import TORCH_DTYPE, check_trainable
 from runtime.moe import RoutedExperts
 from runtime.optimizer import HomeOptimizer
@@ -99,8 +99,7 @@ class ReferenceTrainer:
         if isinstance(plan, PipelinePlan):
             begins = np.cumsum([stage.num_layers for stage in plan.stages])[:-1].tolist()
             code_activations(self.transformer, begins, plan.activation_codec)
-        length = plan.workload.training.sequence_length
-        self._batches = Batches(read_text(run.data), length=length, seed=run.seed)
+        self._batches = training_batches(run, plan.workload)
 
     def step(self, step: int) -> float:
         """One optimizer step over the global batch; returns its mean token loss."""

@@ -21,7 +21,7 @@ from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.codec_state import codec_state, restore_codecs
-from runtime.data import Batches, read_text
+from runtime.data import training_batches
 from runtime.dense_reduce import DenseReduce, flat_gradients
 from runtime.device import choose_device, peak_bytes, settle
 from runtime.device_links import device_links
@@ -64,8 +64,7 @@ class RankTrainer:
         sequences = site_sequences(cluster, workload)
         self._num_sequences = sequences[mesh.location[0]]
         self._first_sequence = first_sequence(cluster, workload, mesh.rank)
-        text = read_text(run.data)
-        self._batches = Batches(text, length=self._training.sequence_length, seed=run.seed)
+        self._batches = training_batches(run, workload)
         self.spans = SpanRecorder(mesh)
         self.transport = Transport(
             timeout_s=run.exchange_timeout,

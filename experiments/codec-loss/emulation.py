@@ -20,7 +20,7 @@ from hybridep.run import Run
 from hybridep.traffic import split_sizes
 from runtime.codecs import RowCoder, expert_coder, gradient_coder, row_coder
 from runtime.codecs.experts import ChangeCoder
-from runtime.data import Batches, read_text
+from runtime.data import training_batches
 from runtime.dense_reduce import flat_gradients
 from runtime.experts import grouped_feed_forward
 from runtime.mesh import TORCH_DTYPE
@@ -49,7 +49,7 @@ class EmulatedSites:
         self.dense = self.transformer.dense_parameters()
         self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
         self._dense_gradient = flat_gradients(list(self.dense.values()))
-        self._batches = Batches(read_text(run.data), length=plan.workload.training.sequence_length, seed=run.seed)
+        self._batches = training_batches(run, plan.workload)
         self._coders = [gradient_coder(codecs) for _ in range(self._num_sites)]
 
     def step(self, step: int) -> float:

@@ -28,7 +28,7 @@ from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import baseline
-from runtime.data import Batches, read_text
+from runtime.data import training_batches
 from runtime.dense_reduce import DenseReduce, flat_gradients
 from runtime.experts import feed_forward, grouped_feed_forward
 from runtime.mesh import Mesh, host_store, join_store, open_process_group
@@ -232,7 +232,7 @@ def main() -> None:
     optimizer = HomeOptimizer(run.optimizer, {**dense, **experts})
     flat, reduce = flat_gradients(list(dense.values())), DenseReduce(mesh, transport.exchange)
     training = workload.training
-    batches = Batches(read_text(run.data), length=training.sequence_length, seed=run.seed)
+    batches = training_batches(run, workload)
     global_tokens = training.tokens * training.micro_batches * mesh.world_size
     for step in range(1, job["steps"] + 1):
         dist.barrier()

@@ -206,8 +206,8 @@ def _result(run: Run, cluster: Cluster, outcomes: list[Outcome], *, shaped: bool
         },
     )
     write_yaml(run.output / "cluster.yaml", cluster.model_dump(mode="json", exclude_none=True))
-    first = outcomes[0].losses
-    equal = all(abs(a - b) <= LOSS_TOLERANCE * abs(b) for outcome in outcomes for a, b in zip(outcome.losses, first, strict=True))
+    first, *others = (outcome.losses[:COMPARED_STEPS] for outcome in outcomes)
+    equal = all(abs(a - b) <= LOSS_TOLERANCE * abs(b) for losses in others for a, b in zip(losses, first, strict=True))
     result = {
         "shaped": shaped,
         "losses_equal": equal,

@@ -172,7 +172,9 @@ def command(
         left_out = {
             "--compare": compare,
             "--top": top > 1,
-            "--simulate": simulate,
+            "--simulate": simulate is True,
+            "--no-simulate": simulate is False,
+            "--explain": whole,
             "--figure": figure,
             "--upgrades": upgrades,
             "--scenario": scenarios,

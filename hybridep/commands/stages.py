@@ -178,8 +178,9 @@ def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
     console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
     if choice.simulated_s is not None:
         console.print(f"  simulated: {format_seconds(choice.simulated_s)}, the best of {choice.simulated} pipelines")
+    fit = {*found["baselines_that_fit"], *others_s}
     for name, other_s in (dict(found["baselines"]) | others_s).items():
-        console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f})")
+        console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f}){'' if name in fit else ', does not fit'}")
     if found["lower_bound_s"] is not None:
         console.print(f"no schedule of this plan is faster than {format_seconds(found['lower_bound_s'])}")
     console.print(f"no pipeline is faster than {format_seconds(found['bound_s'])} (gap {found['gap']:.0%})")

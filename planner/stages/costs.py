@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridep.baselines import Baseline, baseline_plan
+from hybridep.baselines import baseline_plan
 from hybridep.pipeline import PipelinePlan, between_link_bytes, codecs_inside, pipeline_link_bytes
 from hybridep.plan import Prediction
+from planner.cost import StepCost
 from planner.evaluate import evaluate
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, dollars, seconds
@@ -90,13 +91,6 @@ def predicted(found: Costed) -> Prediction:
     plan, times = found.plan, found.times
     costs = [evaluate(stage)[0] for stage in plan.plans]
     held_s = busiest_link_s(plan, [one.times for one in found.inside])
-    others = {}
-    for name in BASELINES:
-        inside = codecs_inside(plan.codecs)
-        other = baseline_plan(
-            plan.cluster, plan.workload, Baseline(name), schedule=plan.schedule, codecs=inside, popularity=plan.popularity
-        )
-        others[name.value] = seconds(evaluate(other)[0].step_s)
     parts = {WORK: times.work_s, BUBBLE: times.bubble_s, ACTIVATIONS: times.activations_s}
     return Prediction(
         step=seconds(times.step_s),
@@ -104,9 +98,20 @@ def predicted(found: Costed) -> Prediction:
         parts={name: seconds(value) for name, value in parts.items()},
         wan_bytes=pipeline_wan_bytes(plan),
         memory_bytes=found.fullest.fullest_bytes,
-        baselines=others,
+        baselines={name: seconds(cost.step_s) for name, (cost, _) in without_stages(plan).items()},
         cost=dollars(found.step_usd) if plan.cluster.has_prices else None,
     )
+
+
+def without_stages(plan: PipelinePlan) -> dict[str, tuple[StepCost, MemoryUse]]:
+    """Of the baselines, which have every layer at all sites."""
+    inside = codecs_inside(plan.codecs)
+    return {
+        name.value: evaluate(
+            baseline_plan(plan.cluster, plan.workload, name, schedule=plan.schedule, codecs=inside, popularity=plan.popularity)
+        )
+        for name in BASELINES
+    }
 
 
 def pipeline_wan_bytes(plan: PipelinePlan) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridep.pipeline import PipelinePlan
-from planner.stages.costs import costed
+from planner.stages.costs import costed, without_stages
 
 
 def pipeline_summary(plan: PipelinePlan) -> dict[str, Any]:
@@ -37,6 +37,7 @@ def pipeline_summary(plan: PipelinePlan) -> dict[str, Any]:
         "solve_s": report.solve if report else 0.0,
         "domains": [group.domains for stage in plan.stages for group in stage.layers],
         "baselines": dict(prediction.baselines) if prediction else {},
+        "baselines_that_fit": [name for name, (_, memory) in without_stages(plan).items() if memory.fits],
         "memory_bytes": found.fullest.fullest_bytes,
         "fullest_rank": found.fullest.fullest_name,
         "step_s": found.times.step_s,

@@ -70,6 +70,12 @@ def test_stages_are_shown_to_people(inputs: Inputs, call: Call) -> None:
         "no pipeline is faster",
     ):
         assert words in result.out, words
+    assert "does not fit" not in result.out
+    plan = load_any_plan(path)
+    assert isinstance(plan, PipelinePlan) and plan.prediction is not None
+    room = f"gpu.memory={int(plan.prediction.memory_bytes) + 1} B"
+    tight = in_stages(inputs, call, "--stages", "2", "--set", room)[1]
+    assert tight.code == 0 and tight.out.count(", does not fit") == 2, tight.out + tight.err
     shown = call("simulate", path, "--against", "full_gather")
     assert shown.code == 0 and "bubble" in shown.out and "the plan's own prediction" in shown.out
 
@@ -152,6 +158,9 @@ def test_coded_activations_and_what_they_cost(inputs: Inputs, call: Call) -> Non
         (("--stages", "3"), "3 stages for 2 sites"),
         (("--stages", "2", "--prefetch"), "--prefetch: not with --stages"),
         (("--stages", "2", "--chunks", "2"), "--chunks: not with --stages"),
+        (("--stages", "2", "--explain"), "--explain: not with --stages"),
+        (("--stages", "2", "--simulate"), "--simulate: not with --stages"),
+        (("--stages", "2", "--no-simulate"), "--no-simulate: not with --stages"),
         (("--stages", "2", "--codec", "gpu.activations=int8"), "give dc.activations, and --stages"),
         (("--codec", "dc.activations=int8"), "give dc.activations, and --stages"),
         (("--stages", "2", "--objective", "dollars"), "nothing has a price"),
