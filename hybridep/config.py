@@ -92,12 +92,12 @@ def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically. Raises UserError when the folder cannot be written."""
+    """Write a text file atomically. Raises UserError when it cannot be written."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically. Raises UserError when the folder cannot be written."""
+    """Write a file atomically. Raises UserError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -111,8 +111,10 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
         raise
 
 
@@ -143,7 +145,10 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         node = node[_index(node, parent, override)] if isinstance(node, list) else node.setdefault(parent, {})
         if not isinstance(node, dict | list):
             raise UserError(f"--set {override}: {parent!r} holds a single value, not further keys")
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--set {override}: {text!r} is not YAML; close quotes and brackets") from None
     if isinstance(node, list):
         node[_index(node, last, override)] = value
     else:

@@ -197,6 +197,15 @@ class PipelinePlan(Strict):
         coding = self.cluster.gpu.coding
         return None if coding is None else coding.tokens.get(self.activation_codec)
 
+    def running_ahead(self, ahead: int) -> PipelinePlan:
+        """The same stages in another order of passes. Raises ValueError for less than 1, where stages would wait in a circle."""
+        if ahead < 1:
+            raise ValueError(f"ahead {ahead} must be at least 1, or stages wait for each other in a circle")
+        made = self.model_copy(update={"ahead": ahead})
+        # What is inside stages takes long to make, and knows nothing of the order.
+        made.__dict__["plans"] = self.plans
+        return made
+
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage keeps at a time."""
         return min(1 + forwards_ahead(stage, len(self.stages), self.micro_batches, self.ahead), self.micro_batches)

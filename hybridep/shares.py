@@ -72,17 +72,20 @@ def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tu
     micro-batch, in micro-batches that are at most as large, where that is possible. Raises PlacementError where sites have
     unequal shares."""
     if unequal_shares(cluster):
-        raise PlacementError(f"{cluster.name}: its sites have shares of tokens or experts, of which none can be left out")
+        raise PlacementError(
+            f"{cluster.name}: its sites have unequal shares (sites.*.tokens, sites.*.experts), of which none can be left out"
+        )
     found, training = by_themselves(cluster, sites), workload.training
+    most = ceil(training.micro_batch_size)  # that some rank has
     batch, number = batch_sequences(cluster, workload) * training.micro_batches, found.levels[0].size
     each, rest = divmod(batch, found.num_gpus)
     if rest:
         of_place = batch * number // found.num_gpus
         together = sequences_together(of_place, number)
-        of_batch = max([one for one in together if ceil(one / number) <= training.micro_batch_size], default=together[0])
+        of_batch = max([one for one in together if ceil(one / number) <= most], default=together[0])
         update = {"micro_batch_size": of_batch / number, "micro_batches": of_place // of_batch}
     else:
-        size = max(one for one in range(1, int(training.micro_batch_size) + 1) if each % one == 0)
+        size = max(one for one in range(1, most + 1) if each % one == 0)
         update = {"micro_batch_size": size, "micro_batches": each // size}
     changed = build(Training, training.model_dump(mode="json") | update, "training")
     return found, workload.model_copy(update={"training": changed})

@@ -49,6 +49,7 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifference:
     steps moves nothing: it pays as soon as the other one is faster for longer than it takes to tell all ranks.
     """
     first.require(second.cluster, second.workload, "the first plan")
+    second.require(first.cluster, first.workload, "the second plan")  # a plan may leave sites out that the other one has
     (cost_a, memory_a), (cost_b, memory_b) = evaluate(first), evaluate(second)
     layers, size = first.workload.model.num_moe_layers, first.cluster.sizes[0]
     moved, gained, lost = np.zeros(size), 0.0, 0.0

@@ -43,8 +43,8 @@ class Coming(NamedTuple):
 
     messages: dict[int, Tensor]
     """By sender: [B', S, H], or bytes where they travel coded."""
-    rows: Tensor
-    """[B, S, H]: where the messages belong; they are parts of it where they are not coded."""
+    rows: Tensor | None
+    """[B, S, H], of which the messages are parts; None where they travel coded."""
     posted: Posted
 
 
@@ -116,11 +116,18 @@ class Neighbours:
         """[B, S, H]: the next micro-batch's activations from the stage before, or gradients from the one after."""
         coming = self._coming[name].popleft()
         coming.posted.exchange({})
-        if self._coder is not None:
+        rows = coming.rows
+        if rows is None:
+            rows = self._rows()
             for peer, part in self._peers(name).items():
-                coming.rows[part] = self._decoded(coming.messages[peer], coming.rows[part])
+                rows[part] = self._decoded(coming.messages[peer], rows[part])
+        # Before the next ones have room: this one's messages may go.
+        del coming
         self._announce(name)
-        return coming.rows
+        return rows
+
+    def _rows(self) -> Tensor:
+        return self._empty.new_empty(self._number, *self._empty.shape[1:])
 
     def _peers(self, name: str) -> dict[int, slice]:
         """From whom they come."""
@@ -129,17 +136,21 @@ class Neighbours:
     def _announce(self, name: str) -> None:
         if self._expected[name]:
             self._expected[name] -= 1
-            rows = self._empty.new_empty(self._number, *self._empty.shape[1:])
-            receives = {peer: self._room(rows[part]) for peer, part in self._peers(name).items()}
+            # Decoded rows have room only once they are there, which is what plans count.
+            rows = self._rows() if self._coder is None else None
+            receives = {
+                peer: self._room(part.stop - part.start) if rows is None else rows[part]
+                for peer, part in self._peers(name).items()
+            }
             self._coming[name].append(Coming(receives, rows, self._transport.post(receives, self._labels[name])))
 
-    def _room(self, rows: Tensor) -> Tensor:
-        """For a message with these rows [B', S, H]."""
-        if self._coder is None:
-            return rows
-        blocks = self._coder.blocks(rows.shape[-1], rows.dtype)
-        size = rows[..., 0].numel() * sum(dtype.itemsize * width for dtype, width in blocks)
-        return torch.empty(size, dtype=torch.uint8, device=rows.device)
+    def _room(self, sequences: int) -> Tensor:
+        """For a coded message with so many."""
+        assert self._coder is not None
+        _, length, hidden = self._empty.shape
+        blocks = self._coder.blocks(hidden, self._empty.dtype)
+        size = sequences * length * sum(dtype.itemsize * width for dtype, width in blocks)
+        return torch.empty(size, dtype=torch.uint8, device=self._empty.device)
 
     def _coded(self, rows: Tensor) -> Tensor:
         """The message."""

@@ -248,9 +248,10 @@ def over_fabric(fabric: FabricFile) -> PipelineError:
 
 def running_ahead(pipeline: PipelinePlan, ahead: int) -> PipelinePlan:
     """The same stages in another order. Raises PipelineError for less than 1."""
-    if ahead < 1:
-        raise PipelineError(f"pipeline: ahead {ahead} must be at least 1, or stages wait for each other in a circle")
-    return pipeline.model_copy(update={"ahead": ahead})
+    try:
+        return pipeline.running_ahead(ahead)
+    except ValueError as error:
+        raise PipelineError(f"pipeline: {error}") from None
 
 
 def _together(

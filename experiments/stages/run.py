@@ -30,7 +30,7 @@ from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import StageWishes, alone, least_of_any, memory_use
-from planner.stages.costs import costed, pipeline_wan_bytes
+from planner.stages.costs import costed, predicted
 from simulator.errors import PipelineError
 from simulator.pipeline import fastest_pipeline, simulate_pipeline
 from simulator.step import simulate_step
@@ -125,9 +125,9 @@ def _in_order(cluster: Cluster, workload: Workload) -> PipelinePlan:
 
 def _figures(made: AnyPlan) -> dict[str, Any]:
     if isinstance(made, PipelinePlan):
-        found = costed(made)
-        times = found.times.step_s, simulate_pipeline(made).step_s
-        wan, memory = pipeline_wan_bytes(made), found.fullest.fullest_bytes
+        told = predicted(costed(made), {})
+        times = told.step, simulate_pipeline(made).step_s
+        wan, memory = told.wan_bytes, told.memory_bytes
         shape = {"stages": len(made.stages), "micro_batches": made.micro_batches, "ahead": made.ahead}
     else:
         assert made.prediction is not None

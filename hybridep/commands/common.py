@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,6 +14,9 @@ import click
 from hybridep.errors import HybridEPError
 
 Command = Callable[..., int | None]
+
+OUTPUT = click.Path(dir_okay=False, path_type=Path)
+"""A file to be written."""
 
 set_option = click.option(
     "--set",

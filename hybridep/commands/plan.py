@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import emit, set_option, verb
+from hybridep.commands.common import OUTPUT, emit, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @verb(name="plan")
 @click.argument("cluster")
 @click.argument("model")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plan.yaml"), show_default=True, help="Plan file.")
+@click.option("-o", "--output", type=OUTPUT, default=Path("plan.yaml"), show_default=True, help="Plan file.")
 @click.option("--solver", type=click.Choice(["highs", "cbc"]), default="highs", show_default=True)
 @click.option(
     "--compare",
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     "--compare of those that cost no more than any other planner's (without --routing, which those know nothing of).",
 )
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
-@click.option("--figure", type=click.Path(path_type=Path), help="PNG: who computes for whom, who copies from whom, link loads.")
+@click.option("--figure", type=OUTPUT, help="PNG: who computes for whom, who copies from whom, link loads.")
 @click.option("--upgrades", is_flag=True, help="Which link, or how much memory, to buy next, and what it brings.")
 @click.option("--scenario", "scenarios", multiple=True, metavar="CLUSTER", help="Other rates of the same sites. Repeatable.")
 @click.option("--within", type=click.FloatRange(0, 1, max_open=True), help="Rates between sites may be off by this share.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hybridep.commands.common import emit, note, set_option, verb
+from hybridep.commands.common import OUTPUT, emit, note, set_option, verb
 from hybridep.run import Device
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _OF_PAIRS = ("bandwidth_bytes_per_s", "latency_s")
 @verb(name="probe")
 @click.argument("cluster", default="lab-4dc")
 @click.argument("model", default="tiny")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Cluster file to write.  [default: CLUSTER-measured.yaml]")
+@click.option("-o", "--output", type=OUTPUT, help="Cluster file to write.  [default: CLUSTER-measured.yaml]")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.3, show_default=True, help="Per measurement.")
 @click.option(
     "--thorough",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import emit, set_option, verb
+from hybridep.commands.common import OUTPUT, emit, set_option, verb
 from hybridep.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ _SHOWN_LINKS = 5
     help="Take the ranks of each site for alike (mean bytes between sites, the busiest rank's inside): plans among a thousand "
     "different sites are simulated several times as fast, as a rule within one percent.",
 )
-@click.option("--trace", type=click.Path(path_type=Path), help="Write the step's timeline (open in ui.perfetto.dev).")
-@click.option("--out", type=click.Path(path_type=Path), help="CSV of a sweep.  [default: the scenario's name, .csv]")
+@click.option("--trace", type=OUTPUT, help="Write the step's timeline (open in ui.perfetto.dev).")
+@click.option("--out", type=OUTPUT, help="CSV of a sweep.  [default: the scenario's name, .csv]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes of a sweep.  [default: one per core]")
 @set_option
 def command(

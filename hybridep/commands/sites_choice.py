@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import TYPE_CHECKING
 
 from hybridep.commands.plan_choice import MOST_SITES, planned
-from hybridep.commands.stage_choice import StageChoice, in_stages
+from hybridep.commands.stage_choice import StageChoice, in_stages, simulated_s
 from hybridep.errors import HybridEPError
 from hybridep.pipeline import PipelinePlan, codecs_inside
 from planner.clock import now_s
@@ -31,6 +30,8 @@ _LEFT = 0.2
 """Share of the time limit that must be left for another look at other sites, once it is planned for some."""
 
 Tell = Callable[[str], None]
+Worth = tuple[float, float]
+"""By what share it is over the budget, and its seconds or dollars: the smaller the better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,19 @@ class Asked:
         cluster, workload, wishes = among(self.cluster, self.workload, self.wishes, sites)
         return Asked(cluster=cluster, workload=workload, wishes=wishes)
 
-    def worth(self, plan: AnyPlan) -> tuple[float, float]:
-        """By what share it is over the budget, and its seconds or dollars: the smaller the better."""
+    def worth(self, plan: Plan) -> Worth:
+        """As expected."""
         assert plan.prediction is not None
         usd, goal = plan.prediction.cost or 0.0, self.wishes.goal
         return goal.overdraft(usd), goal.value(plan.prediction.expected_s, usd)
+
+    def worth_in_stages(self, choice: StageChoice) -> Worth:
+        """As simulated, where it was."""
+        from planner.stages.costs import simulated_usd
+
+        goal = self.wishes.goal
+        usd = simulated_usd(choice.plan, choice.step_s) if goal.needs_prices else 0.0
+        return goal.overdraft(usd), goal.value(choice.step_s, usd)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +88,19 @@ class Staged:
         if self.choice is None:
             assert self.without is not None
             return self.without
-        pipeline, without = self.choice.plan, self.without
-        return without if without is not None and self.asked.worth(without) <= self.asked.worth(pipeline) else pipeline
+        without = self.without
+        if without is not None and self.asked.worth(without) <= self.asked.worth_in_stages(self.choice):
+            return without
+        return self.choice.plan
+
+    @property
+    def worth(self) -> Worth:
+        """Of the best."""
+        best = self.best
+        if isinstance(best, PipelinePlan):
+            assert self.choice is not None
+            return self.asked.worth_in_stages(self.choice)
+        return self.asked.worth(best)
 
     @property
     def step_s(self) -> float:
@@ -117,7 +137,12 @@ class _Choice:
     def run(self, fewer: bool) -> Staged:
         sites, found = self._paying() if fewer else (self.every.sites, None)
         left_s = max(self._left_s(), (1 - _CHOOSING) * self.time_limit_s) if fewer else self.time_limit_s
-        made = self._planned(sites, left_s)
+        try:
+            made = self._planned(sites, left_s)
+        except KeyboardInterrupt:
+            if found is None:
+                raise
+            return self._of_plan(found)
         if not fewer or self.every.wishes.goal.needs_prices:
             return made
         # Which sites pay was found in short searches, and the more sites, the less those find.
@@ -173,11 +198,14 @@ class _Choice:
             return None
         if step_s >= made.step_s:
             return None
+        short = self._of_plan(found, step_s)
+        return short if short.choice is None else self._again(short, short.asked.sites) or short
+
+    def _of_plan(self, found: AnyPlan, simulated_s: float | None = None) -> Staged:
         sites = tuple(found.cluster.site_name(site) for site in range(found.cluster.sizes[0]))
         if not isinstance(found, PipelinePlan):
             return self._of(sites, without=found)
-        short = self._of(sites, choice=StageChoice(plan=found, simulated_s=step_s, simulated=1))
-        return self._again(short, sites) or short
+        return self._of(sites, choice=StageChoice(plan=found, simulated_s=simulated_s, simulated=int(simulated_s is not None)))
 
     def _of(self, sites: tuple[str, ...], choice: StageChoice | None = None, without: Plan | None = None) -> Staged:
         left_out = tuple(site for site in self.every.sites if site not in sites)
@@ -212,29 +240,49 @@ def _with_and_without(
     try:
         pipeline = staged(_LOOK * time_limit_s)
     except HybridEPError as error:
-        only = in_one(asked, left_s())
-        # Where that is not possible either its own reason is all that is told.
-        tell(str(error))
-        return None, only
+        return _without(asked, staged, left_s, tell, error)
     without: Plan | None = None
     try:
         without = in_one(asked, _LOOK * time_limit_s)
     except (HybridEPError, KeyboardInterrupt) as error:
         tell(f"without stages: {str(error) or 'interrupted'}")
-    ratio = inf if without is None else asked.worth(without)[1] / asked.worth(pipeline.plan)[1]
+    ours, other = asked.worth_in_stages(pipeline), None if without is None else asked.worth(without)
     try:
-        if ratio > 1 / _NEAR:
-            pipeline = min(pipeline, staged(left_s(1.0 if ratio > _NEAR else _EACH)), key=lambda one: _worth(asked, one))
-        if without is not None and ratio < _NEAR:
+        if other is None or not _is_far(ours, other):
+            share = 1.0 if other is None or _is_far(other, ours) else _EACH
+            pipeline = min(pipeline, staged(left_s(share)), key=asked.worth_in_stages)
+        if without is not None and other is not None and not _is_far(other, ours):
             without = min(without, in_one(asked, left_s()), key=asked.worth)
     except (HybridEPError, KeyboardInterrupt):
         pass
     return pipeline, without
 
 
-def _worth(asked: Asked, choice: StageChoice) -> tuple[float, float]:
-    """By simulated step, where it is time that is to be small."""
-    return asked.worth(choice.plan) if asked.wishes.goal.needs_prices else (0.0, choice.step_s)
+def _without(
+    asked: Asked, staged: Callable[[float], StageChoice], left_s: Callable[..., float], tell: Tell, reason: HybridEPError
+) -> tuple[StageChoice | None, Plan | None]:
+    """A plan without stages, where a short look found no pipeline. It may have found none that is cheap enough: then another one,
+    with half of the time."""
+    pipeline = None
+    if asked.wishes.goal.budget_usd is not None:
+        with suppress(HybridEPError):
+            pipeline = staged(left_s(_EACH))
+    try:
+        only = in_one(asked, left_s())
+    except (HybridEPError, KeyboardInterrupt) as error:
+        # Where that is not possible either its own reason is all that is told.
+        if pipeline is None:
+            raise
+        tell(f"without stages: {str(error) or 'interrupted'}")
+        return pipeline, None
+    if pipeline is None:
+        tell(str(reason))
+    return pipeline, only
+
+
+def _is_far(one: Worth, other: Worth) -> bool:
+    """Over ``_NEAR`` times as much as the other."""
+    return one[0] > other[0] or (one[0] == other[0] and one[1] > _NEAR * other[1])
 
 
 def in_one(asked: Asked, time_limit_s: float) -> Plan:
@@ -263,5 +311,6 @@ def simulated_or_expected_s(plan: AnyPlan) -> float:
     from simulator.pipeline import simulate_any
 
     assert plan.prediction is not None
-    expected = plan.cluster.gpu.sharing > 1 or plan.cluster.sizes[0] > MOST_SITES
-    return plan.prediction.expected_s if expected else simulate_any(plan).step_s
+    if plan.cluster.gpu.sharing > 1 or plan.cluster.sizes[0] > MOST_SITES:
+        return plan.prediction.expected_s
+    return simulated_s(plan) if isinstance(plan, PipelinePlan) else simulate_any(plan).step_s

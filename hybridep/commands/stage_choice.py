@@ -90,6 +90,18 @@ def _simulating_s(plan: PipelinePlan) -> float:
     return plan.micro_batches * cluster.num_gpus * layers_s
 
 
+def simulated_s(plan: PipelinePlan) -> float:
+    """A step of it with all ranks; with one of each site where those are too many."""
+    from simulator.errors import PipelineError
+    from simulator.pipeline import simulate_pipeline
+    from simulator.precision import Precision
+
+    try:
+        return simulate_pipeline(plan).step_s
+    except PipelineError:
+        return simulate_pipeline(plan, precision=Precision(one_rank_per_site=True)).step_s
+
+
 def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice:
     """By simulated step, or its price; none but the first two are begun after ``until_s`` (``planner.clock``), or a
     KeyboardInterrupt."""
@@ -97,7 +109,6 @@ def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float)
     from rich.progress import track
 
     from planner.stages.costs import simulated_usd
-    from simulator.pipeline import simulate_pipeline
 
     console = Console(stderr=True)
     found: list[tuple[float, float, float, int]] = []
@@ -106,7 +117,7 @@ def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float)
         if place >= 2 and now_s() >= until_s:
             break
         try:
-            step_s = simulate_pipeline(one).step_s
+            step_s = simulated_s(one)
         except KeyboardInterrupt:
             break
         usd = simulated_usd(one, step_s) if goal.needs_prices else 0.0

@@ -10,6 +10,7 @@ import click
 
 from hybridep.commands.common import emit, note
 from hybridep.errors import UserError
+from hybridep.plan import Objective
 
 if TYPE_CHECKING:
     from hybridep.commands.sites_choice import Staged
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import StageWishes
+    from planner import Goal, StageWishes
 
 AUTO = "auto"
 
@@ -48,15 +49,18 @@ def write_in_stages(
         tell=lambda words: note(f"hybridep plan: {words}"),
         shown=True,
     )
-    least = None
-    if fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
-        least = planner.least_of_any(cluster, workload, asked.wishes)
-    one, wishes = made.asked, made.asked.wishes
-    alone = planner.alone(
-        one.cluster, one.workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints
-    )
-    told = _Told(made=made, alone=alone, least=least)
     made.best.save(output)
+    least, one, wishes = None, made.asked, made.asked.wishes
+    try:
+        if fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
+            least = planner.least_of_any(cluster, workload, asked.wishes)
+        alone = planner.alone(
+            one.cluster, one.workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints
+        )
+    except KeyboardInterrupt:
+        note(f"hybridep plan: interrupted; plan written to {output}")
+        raise
+    told = _Told(made=made, alone=alone, least=least, goal=asked.wishes.goal)
     if as_json:
         emit(told.to_json() | {"output": str(output)})
     else:
@@ -71,7 +75,9 @@ class _Told:
     alone: Plan | None
     """One site by itself; None where that is not possible, or all there is."""
     least: float | None
-    """What no choice of sites is better than, if that was asked for."""
+    """What no choice of sites is better than, if that was asked for: seconds, or dollars where the goal is these."""
+    goal: Goal
+    """Of all sites: those that were chosen may have no prices."""
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -82,7 +88,7 @@ class _Told:
         made, best = self.made, self.made.best
         more: dict[str, Any] = {"left_out": list(made.left_out), "alone_s": _expected_s(self.alone)}
         if self.least is not None:
-            more["least_of_any_sites"] = self.least
+            more[f"least_of_any_sites_{'usd' if self.goal.objective is Objective.DOLLARS else 's'}"] = self.least
         if not isinstance(best, PipelinePlan):
             return {**planner.summary(best), "stages": [], "digest": best.digest, **more}
         assert made.choice is not None
@@ -107,18 +113,18 @@ class _Told:
             others_s[f"{self.alone.cluster.site_name(0)} alone"] = _expected_s(self.alone)
         _show_pipeline(made.choice, {name: other_s for name, other_s in others_s.items() if other_s is not None})
         self._show_least()
-        if self.alone is not None and made.asked.worth(self.alone) < made.asked.worth(best):
+        if self.alone is not None and made.asked.worth(self.alone) < made.worth:
             click.echo(f"{self.alone.cluster.site_name(0)} alone is better: the other sites do not pay {plan_text.FEWER}")
         click.echo(f"\nplan written to {output}")
 
     def _show_least(self) -> None:
-        from hybridep.plan import Objective
         from hybridep.units import format_dollars, format_seconds
 
         if self.least is None:
             return
-        asked, least = self.made.asked, self.least
-        value, dollars = asked.worth(self.made.best)[1], asked.wishes.goal.objective is Objective.DOLLARS
+        best, least, dollars = self.made.best, self.least, self.goal.objective is Objective.DOLLARS
+        assert best.prediction is not None
+        value = self.goal.value(best.prediction.expected_s, best.prediction.cost or 0.0)
         text = f"cheaper than {format_dollars(least)}" if dollars else f"faster than {format_seconds(least)}"
         # One site may cost nothing where only bytes have a price.
         gap = 1 - least / value if value > 0 else 0.0

@@ -24,7 +24,7 @@ from hybridep.topology import Cluster, by_themselves
 from hybridep.units import format_bytes
 from hybridep.workload import Workload
 from planner.evaluate import MOST_RANKS
-from planner.memory import MemoryUse
+from planner.memory import MemoryUse, memory_knob
 from planner.price import step_usd
 from planner.sites.grouping import Groups
 from planner.stages.costs import pipeline_egress_usd, rooms, with_layers
@@ -94,7 +94,8 @@ class Candidates:
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
             layers = self.workload.model.num_moe_layers
-            self.why = f"{min(numbers, default=2)} stages for {self.cluster.sizes[0]} sites and {layers} layers with experts"
+            sites = self.cluster.sizes[0]
+            self.why = f"{min(numbers, default=2)} stages for {sites} sites and {layers} layers with experts; lower --stages"
         begun: dict[int, Iterator[Candidate]] = {}
         while (left or begun) and (not found or left_s() > 0):
             by_worth = [len(one.plan.stages) for one in sorted(found, key=lambda one: one.least)]
@@ -196,11 +197,11 @@ class Candidates:
     def of(self, path: Groups, layers: Sequence[int], micro_batches: int) -> Candidate | None:
         """With these layers; None where it is not possible or does not fit."""
         stages = []
-        for number, (group, mine) in enumerate(zip(path, layers, strict=True)):
-            ep = self._stage(group, (number, sum(layers[:number]), mine), micro_batches)
-            names = tuple(self.cluster.site_name(site) for site in sorted(group))
-            stages.append(StagePlan(sites=names, num_layers=mine, layers=ep.layers))
         try:
+            for number, (group, mine) in enumerate(zip(path, layers, strict=True)):
+                ep = self._stage(group, (number, sum(layers[:number]), mine), micro_batches)
+                names = tuple(self.cluster.site_name(site) for site in sorted(group))
+                stages.append(StagePlan(sites=names, num_layers=mine, layers=ep.layers))
             plan = PipelinePlan(
                 cluster=self.cluster,
                 workload=self.workload,
@@ -220,7 +221,7 @@ class Candidates:
         inside: list[Inside] = []
         alone = [self._one_layer(group, micro_batches) for group in path]
         for ahead in reversed(AHEAD):
-            plan = plan.model_copy(update={"ahead": ahead})
+            plan = plan.running_ahead(ahead)
             both = list(zip(plan.plans, rooms(plan), strict=True))
             # What suits one layer suits all of a stage, unless memory is short.
             inside = [
@@ -234,12 +235,13 @@ class Candidates:
                 usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
                 least = self.wishes.goal.overdraft(usd), self.wishes.goal.value(step_s, usd)
                 return Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=least)
-        fullest = max((one.memory for one in inside), key=_fullness)
+        stage, fullest = max(zip(plan.plans, (one.memory for one in inside), strict=True), key=lambda both: _fullness(both[1]))
         if _fullness(fullest) < self._lack:
             self._lack = _fullness(fullest)
             self.lacking = (
-                f"in {len(inside)} stages rank {fullest.fullest_name} of one needs {format_bytes(fullest.fullest_bytes)} and has "
-                f"{format_bytes(fullest.capacity_bytes)}; raise gpu.memory, or lower training.micro_batch_size or sequence_length"
+                f"in {len(inside)} stages rank {fullest.fullest_name} needs {format_bytes(fullest.fullest_bytes)} and has "
+                f"{format_bytes(fullest.capacity_bytes)}; raise {memory_knob(stage.cluster, fullest.fullest_rank)}, or lower "
+                "training.micro_batch_size or sequence_length"
             )
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridep.baselines import baseline_plan
@@ -49,10 +49,7 @@ class Costed:
 def with_layers(plan: PipelinePlan, inside: Sequence[Inside]) -> PipelinePlan:
     """The pipeline with these placements inside its stages."""
     stages = tuple(stage.model_copy(update={"layers": one.layers}) for stage, one in zip(plan.stages, inside, strict=True))
-    made = plan.model_copy(update={"stages": stages})
-    # Kept by the copy; its stages are other plans now.
-    made.__dict__.pop("plans", None)
-    return made
+    return plan.model_copy(update={"stages": stages})
 
 
 def rooms(plan: PipelinePlan) -> list[Room]:
@@ -86,8 +83,8 @@ def simulated_usd(plan: PipelinePlan, step_s: float) -> float:
     return step_usd(cluster.rent_usd_per_s, egress_usd(cluster, pipeline_link_bytes(plan)), step_s)
 
 
-def predicted(found: Costed) -> Prediction:
-    """What is expected of one step."""
+def predicted(found: Costed, baselines: Mapping[str, float]) -> Prediction:
+    """What is expected of one step; ``baselines``: seconds of those of others."""
     plan, times = found.plan, found.times
     costs = [evaluate(stage)[0] for stage in plan.plans]
     held_s = busiest_link_s(plan, [one.times for one in found.inside])
@@ -96,9 +93,9 @@ def predicted(found: Costed) -> Prediction:
         step=seconds(times.step_s),
         bound=seconds(max(held_s, *(one.bound_s for one in costs))),
         parts={name: seconds(value) for name, value in parts.items()},
-        wan_bytes=pipeline_wan_bytes(plan),
+        wan_bytes=sum(one.wan_bytes for one in costs) + activation_bytes(plan),
         memory_bytes=found.fullest.fullest_bytes,
-        baselines={name: seconds(cost.step_s) for name, (cost, _) in without_stages(plan).items()},
+        baselines={name: seconds(step_s) for name, step_s in baselines.items()},
         cost=dollars(found.step_usd) if plan.cluster.has_prices else None,
     )
 
@@ -112,11 +109,6 @@ def without_stages(plan: PipelinePlan) -> dict[str, tuple[StepCost, MemoryUse]]:
         )
         for name in BASELINES
     }
-
-
-def pipeline_wan_bytes(plan: PipelinePlan) -> float:
-    """Of one step, between sites: inside stages, and from stage to stage."""
-    return sum(evaluate(stage)[0].wan_bytes for stage in plan.plans) + activation_bytes(plan)
 
 
 def activation_bytes(plan: PipelinePlan) -> float:

@@ -127,7 +127,7 @@ class _Search:
                     break
         if not self._worth:
             # Says why not.
-            plan_pipeline(self.cluster, self.workload, self.wishes, time_limit_s=each_s)
+            self._keep(every, plan_pipeline(self.cluster, self.workload, self.wishes, time_limit_s=each_s))
         if self._chosen() != every:
             # A search of a second or two says little of many sites.
             self._try(every, _AGAIN * self.time_limit_s, again=True)

@@ -38,7 +38,7 @@ from planner.stages.candidates import (
     numbers_about,
     unevenness,
 )
-from planner.stages.costs import Costed, costed, predicted, rooms, with_layers
+from planner.stages.costs import Costed, costed, predicted, rooms, with_layers, without_stages
 from planner.stages.inside import Inside, of_alike, placed, searched
 from planner.stages.rules import StageRules
 from planner.stages.wishes import StageWishes
@@ -113,6 +113,7 @@ def plan_pipelines(
             f"cheapest costs {cheapest}; raise --budget"
         )
     took_s, made = now_s() - begun_s, []
+    baselines = {name: cost.step_s for name, (cost, _) in without_stages(found[0].plan).items()}
     for one in found:
         how = solver_report(
             solver=wishes.solver,
@@ -124,7 +125,9 @@ def plan_pipelines(
             solve_s=took_s,
             proven=False,
         )
-        made.append(one.plan.model_copy(update={"prediction": predicted(one), "solver": how, "provenance": provenance()}))
+        made.append(
+            one.plan.model_copy(update={"prediction": predicted(one, baselines), "solver": how, "provenance": provenance()})
+        )
     return made
 
 
@@ -174,7 +177,7 @@ class _Search:
         for one in self._best():
             for ahead in AHEAD:
                 if ahead != one.plan.ahead:
-                    self._keep(self._ahead(one, ahead))
+                    self._keep(self._ahead(one.plan, ahead))
 
     def _least_ahead(self, best: Costed) -> Costed:
         """The same pipeline as little ahead as is about as fast."""
@@ -210,7 +213,7 @@ class _Search:
         """As far ahead as memory allows, and less far."""
         self._keep(found := costed(candidate.plan, candidate.inside))
         if candidate.plan.ahead > _OFTEN:
-            self._keep(self._ahead(found, _OFTEN))
+            self._keep(self._ahead(found.plan, _OFTEN))
 
     def _improve(self, best: Costed, limit_s: float) -> None:
         """Sites, stages and layers change places while that makes the pipeline faster, a number of times, until a time from the
@@ -249,8 +252,7 @@ class _Search:
             candidate = self.candidates.of(path, layers, micro_batches)
         if candidate is None or candidate.least >= self._worth(best):
             return None
-        found = Costed(plan=candidate.plan, inside=candidate.inside, times=best.times, egress_usd=0.0)
-        return self._ahead(found, min(best.plan.ahead, candidate.plan.ahead))
+        return self._ahead(candidate.plan, min(best.plan.ahead, candidate.plan.ahead))
 
     def _best(self, number: int = _KEPT) -> list[Costed]:
         """Pipelines that differ in more than how far ahead they run."""
@@ -268,10 +270,9 @@ class _Search:
             if improves:
                 self.report("plan", found.times.step_s)
 
-    def _ahead(self, found: Costed, ahead: int) -> Costed:
-        """The same pipeline in another order."""
-        plan = found.plan.model_copy(update={"ahead": ahead})
-        inside = []
+    def _ahead(self, plan: PipelinePlan, ahead: int) -> Costed:
+        """The pipeline in that order."""
+        plan, inside = plan.running_ahead(ahead), []
         for stage, room in zip(plan.plans, rooms(plan), strict=True):
             inside.append(placed(stage, stage.layers, room, self.candidates.known))
         return costed(plan, inside)

@@ -35,6 +35,12 @@ class StageWishes:
         """Raises UserError for what does not go together."""
         self.goal.require_prices(cluster)
         if self.popularity and self.goal.needs_prices:
-            raise UserError("prices with measured popularity: searches inside stages know time only; leave one of them out")
+            raise UserError(
+                "--stages: prices (--objective, --budget) with measured popularity (--routing): searches inside stages know time "
+                "only; leave one of them out"
+            )
         if self.popularity and self.constraints is not None:
-            raise UserError("measured popularity and constraints: plans layer by layer keep no rules; leave one of them out")
+            raise UserError(
+                "--stages: measured popularity (--routing) with rules (--constraints): plans layer by layer keep none; leave one "
+                "of them out"
+            )

@@ -120,6 +120,11 @@ def test_memory_that_does_not_suffice_is_infeasible(inputs: Inputs, call: Call) 
     assert result.code == 3 and result.err.count("\n") == 1 and "memory" in result.err
 
 
+def test_an_output_that_is_a_folder_is_refused_before_anything_is_planned(inputs: Inputs, call: Call) -> None:
+    result = call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder)
+    assert result.code == 2 and "is a directory" in result.err and "planned" not in result.out
+
+
 def test_wrong_usage(call: Call) -> None:
     assert call("plan", "lab-4dc").code == 2
     assert call("fly").code == 2

@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from cli_cases import CLUSTER, Inputs, Result, shell
 
 from hybridep.commands.interrupts import hurried_by_interrupts
 from hybridep.commands.plan_progress import PlanProgress
+from hybridep.commands.sites_choice import Asked, Staged, in_one
+from hybridep.commands.stage_choice import StageChoice, simulated_s
+from hybridep.commands.stage_choice import in_stages as stages_in_time
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, load_any_plan
 from hybridep.plan import Plan, load_plan
@@ -22,6 +26,9 @@ from hybridep.workload import Workload
 from planner import StageWishes, alone
 from planner.clock import now_s
 from planner.stages.fewer import Paying
+from simulator.errors import PipelineError
+from simulator.pipeline import simulate_pipeline
+from simulator.precision import EXACTLY, Precision
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -181,7 +188,7 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json")
     assert result.code == 0, result.err
     assert result.json["left_out"] == ["dc1"] and "for dc0; without dc1" in result.err
-    assert 0.5 * result.json["expected_s"] < result.json["least_of_any_sites"] <= result.json["expected_s"]
+    assert 0.5 * result.json["expected_s"] < result.json["least_of_any_sites_s"] <= result.json["expected_s"]
     plan = load_plan(path)
     assert plan.cluster.sizes[0] == 1 and plan.workload.training.micro_batches == 2 and result.json["wan_bytes"] == 0
     simulated = call("simulate", path, "--json")
@@ -199,7 +206,7 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     options = ("--stages", "auto", "--fewer-sites", "--json", "--set", "training.micro_batch_size=2")
     path, result = in_stages(inputs, call, *options, cluster=uneven)
     assert result.code == 0 and result.json["left_out"] == [] and "of which none can be left out" in result.err, result.err
-    assert "least_of_any_sites" not in result.json
+    assert "least_of_any_sites_s" not in result.json
     # Rules choose: of two sites that are alike one may not have an expert, or its tokens may not leave it.
     rules = inputs.write("rules.yaml", "rules: [{name: not-here, kind: forbid, sites: [dc0], experts: '0'}]\n")
     options = ("--stages", "auto", "--fewer-sites", "--json", "--constraints", str(rules))
@@ -380,3 +387,85 @@ def test_a_run_in_stages_and_resuming_without(inputs: Inputs, call: Call) -> Non
         environment={"HYBRIDEP_FAULT": "kill:rank=1,step=3"},
     )
     assert lost.code == 5 and "rank 1" in lost.err
+
+
+def test_an_interrupt_after_planning_loses_nothing(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.alone", interrupted)
+    path, result = in_stages(inputs, call, "--stages", "2")
+    assert result.code == 130 and f"interrupted; plan written to {path}" in result.err and load_any_plan(path)
+    # Nor one before the first plan for the sites that pay, once one for fewer is known.
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        "planner.sites_that_pay",
+        lambda cluster, workload, *_, **__: Paying(sites=("dc0", "dc1"), fewer=alone(cluster, workload)),
+    )
+    monkeypatch.setattr("hybridep.commands.sites_choice._with_and_without", interrupted)
+    path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json")
+    assert result.code == 0 and result.json["left_out"] == ["dc1"] and load_plan(path).cluster.sizes[0] == 1
+
+
+def test_stages_or_none_by_what_is_simulated(inputs: Inputs, call: Call) -> None:
+    """Links are shared in simulations only, so what is expected of stages may be too little."""
+    path, result = in_stages(inputs, call, "--stages", "2", "--json")
+    assert result.code == 0, result.err
+    pipeline = load_any_plan(path)
+    assert isinstance(pipeline, PipelinePlan) and pipeline.prediction is not None
+    asked = Asked(cluster=pipeline.cluster, workload=pipeline.workload, wishes=StageWishes())
+    without = in_one(asked, 1.0)
+    assert without.prediction is not None
+    expected_s, simulated_s = without.prediction.expected_s, pipeline.prediction.step * 1.1
+    for factor, better in ((1.2, pipeline), (1.05, without)):
+        prediction = without.prediction.model_copy(update={"step": pipeline.prediction.step * factor, "expected": None})
+        other = without.model_copy(update={"prediction": prediction})
+        made = Staged(asked=asked, choice=StageChoice(plan=pipeline, simulated_s=simulated_s, simulated=1), without=other)
+        assert made.best is (pipeline if better is pipeline else other)
+        assert made.step_s == pytest.approx(made.worth[1]) == pytest.approx(min(simulated_s, pipeline.prediction.step * factor))
+    assert expected_s > 0
+
+
+def test_pipelines_of_too_many_ranks_are_simulated_with_one_of_each_site(
+    inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, result = in_stages(inputs, call, "--stages", "2", "--json")
+    pipeline = load_any_plan(path)
+    assert isinstance(pipeline, PipelinePlan)
+    asked = list[bool]()
+
+    def simulated(plan: PipelinePlan, precision: Precision = EXACTLY) -> Any:
+        asked.append(precision.one_rank_per_site)
+        if not precision.one_rank_per_site:
+            raise PipelineError("too many ranks")
+        return simulate_pipeline(plan, precision=precision)
+
+    monkeypatch.setattr("simulator.pipeline.simulate_pipeline", simulated)
+    assert simulated_s(pipeline) == pytest.approx(result.json["simulated_s"]) and asked == [False, True]
+
+
+def test_a_pipeline_that_costs_nothing_is_no_bug(inputs: Inputs, call: Call) -> None:
+    """It may avoid all links that have a price, which no plan without stages can."""
+    three = SLOW.replace("name: dc, size: 2", "name: dc, size: 3") + "sites: [{name: a}, {name: b}, {name: c}]\nlinks:\n"
+    for src, dst in permutations("abc", 2):
+        price = ", egress: 0.1 $/GB" if {src, dst} == {"a", "c"} else ""
+        three += f"- {{src: {src}, dst: {dst}, bandwidth: 1 Mbps, latency: 0.2 ms{price}}}\n"
+    layers = ("--set", "model.num_layers=3", "--objective", "dollars")
+    path, result = in_stages(inputs, call, "--stages", "auto", "--json", *layers, cluster=three)
+    assert result.code == 0, result.err
+    assert result.json["step_usd"] == 0 and isinstance(load_any_plan(path), PipelinePlan)
+
+
+def test_a_budget_that_a_short_look_misses(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    priced, looks = SLOW.replace("bandwidth: 1 Mbps", "bandwidth: 1 Mbps, egress: 0.05 $/GB"), list[float]()
+
+    def look(*arguments: Any, time_limit_s: float, **more: Any) -> Any:
+        looks.append(time_limit_s)
+        if len(looks) == 1:
+            raise InfeasibleError("none is cheap enough")
+        return stages_in_time(*arguments, time_limit_s=time_limit_s, **more)
+
+    monkeypatch.setattr("hybridep.commands.sites_choice.in_stages", look)
+    path, result = in_stages(inputs, call, "--stages", "auto", "--budget", "1 $", "--json", cluster=priced)
+    assert result.code == 0 and len(looks) == 2 and looks[1] > looks[0], result.err
+    assert isinstance(load_any_plan(path), PipelinePlan) and "cheap enough" not in result.err

@@ -62,7 +62,7 @@ def test_overrides_reach_nested_keys_and_named_list_entries(tmp_path):
     assert cluster.sizes == (2, 8)
 
 
-@pytest.mark.parametrize("override", ["levels.rack.size=2", "name", "name.deep.er=2"])
+@pytest.mark.parametrize("override", ["levels.rack.size=2", "name", "name.deep.er=2", "name=[1"])
 def test_an_override_that_fits_nowhere_is_refused(override):
     with pytest.raises(UserError, match="--set"):
         apply_override({"name": "x", "levels": [{"name": "dc"}]}, override)
@@ -75,6 +75,10 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="cannot be written"):
         write_yaml(cluster_file(tmp_path, "x") / "below-a-file.yaml", {"a": 1})
+    (folder := tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"folder: cannot be written \(Is a directory\)"):
+        write_yaml(folder, {"a": 1})
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["folder", "two.yaml"]
 
 
 def test_what_is_cached_in_them_does_not_make_clusters_differ(tmp_path):

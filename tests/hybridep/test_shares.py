@@ -131,6 +131,7 @@ def test_some_of_the_sites_share_out_the_same_batch(rng: np.random.Generator) ->
         assert max(sequences) <= micro_batch_size or not possible
         assert training.sequence_length == workload.training.sequence_length and work.model == workload.model
         uneven += max(sequences) > min(sequences)
+        assert on_sites(one, work, kept)[1] == work, "nothing is left out, so nothing changes"
     assert uneven > 30
     with pytest.raises(PlacementError, match="of which none can be left out"):
         on_sites(*inputs([2.0, None], 2), ["s0"])

@@ -238,6 +238,36 @@ def test_coded_activations_are_those_of_one_process_that_codes_them(ranks: RankP
         assert np.abs(found / coded - 1)[:4].max() < 1e-6 < np.abs(found / exact - 1).max()
 
 
+@pytest.mark.parametrize("codec", ["exact", "int8"])
+def test_what_is_announced_takes_what_plans_count(codec: str) -> None:
+    from runtime.between import Neighbours
+    from runtime.mesh import mesh_of
+
+    class Noted:
+        """A transport that takes notes of where messages are to arrive."""
+
+        def __init__(self) -> None:
+            self.rooms: dict[int, int] = {}
+
+        def post(self, receives: dict[int, Any], label: str) -> None:
+            for room in receives.values():
+                storage = room.untyped_storage()
+                self.rooms[storage.data_ptr()] = storage.nbytes()
+
+    case = replace(CASES[4], codecs=(("activations", codec),))
+    plan, noted = case.plan(), Noted()
+    neighbours = Neighbours(mesh_of(plan, 0), noted)  # type: ignore[arg-type]
+    try:
+        neighbours.begin()
+    finally:
+        neighbours.close()
+    [waiting] = [coming for coming in neighbours._coming.values() if coming]
+    assert len(waiting) == plan.ahead + 1 and sum(noted.rooms.values()) == len(waiting) * plan.sequence_bytes * int(
+        plan.sequences(0)[0]
+    )
+    assert all((one.rows is None) == (codec == "int8") for one in waiting)
+
+
 def check_bytes(plan: PipelinePlan, outcomes: Sequence[Outcome]) -> None:
     """Between stages each rank sends what the plan says, to the byte."""
     expected: Counter[tuple[str, int, int]] = Counter()

@@ -7,6 +7,7 @@ import pytest
 from site_cases import small_workload, uneven_cluster
 
 import planner
+from hybridep.commands.inputs import cluster_and_workload
 from hybridep.errors import PlanMismatchError, UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
@@ -58,6 +59,16 @@ def test_difference_of_plans(found: list[Plan]) -> None:
     assert same.switch_at == 1.0 and not same.parts_s and same.served_elsewhere == 0
     with pytest.raises(PlanMismatchError):
         planner.compare_plans(ep, planner.baseline(*given(seed=3), "ep"))
+
+
+def test_plans_of_other_sites_are_not_compared() -> None:
+    """Though a plan for some of a cluster's sites is one for the cluster."""
+    cluster, workload = cluster_and_workload("lab-4dc", "tiny", ())
+    ep, one = planner.baseline(cluster, workload, "ep"), planner.alone(cluster, workload)
+    assert one is not None
+    for first, second in ((ep, one), (one, ep)):
+        with pytest.raises(PlanMismatchError, match="levels"):
+            planner.compare_plans(first, second)
 
 
 def test_plans_are_equally_fast_where_switching_pays() -> None:

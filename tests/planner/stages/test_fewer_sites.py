@@ -15,6 +15,7 @@ from hybridep.plan import Objective
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from planner import Constraints, Goal, StageWishes, alone, least_of_any, plan_pipeline, sites_that_pay
+from planner.stages.fewer import _Search
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,6 +47,14 @@ def step_s(cluster: Cluster, sites: tuple[str, ...]) -> float:
 
 FEW = [(3, "access", "0.3 TFLOPS"), (3, "pairs", "1 TFLOPS"), (3, "even", "0.05 TFLOPS")]
 MORE = [(4, kind, throughput) for kind in KINDS for throughput in ("0.05 TFLOPS", "0.3 TFLOPS", "1 TFLOPS", "30 TFLOPS")]
+
+
+def test_all_sites_where_short_searches_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last search, which says why there is no plan, has more time than those before."""
+    monkeypatch.setattr(_Search, "_try", lambda *_, **__: False)
+    monkeypatch.setattr(_Search, "_keep_alone", lambda _: None)
+    cluster = sites_cluster(np.random.default_rng(4), 3, 1, "even")
+    assert sites_that_pay(cluster, layered_workload(4), time_limit_s=3).sites == ("s0", "s1", "s2")
 
 
 @pytest.mark.parametrize(("size", "kind", "throughput"), [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)])

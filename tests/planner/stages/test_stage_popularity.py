@@ -51,5 +51,5 @@ def test_links_carry_what_popularity_lets_expect(seed: int) -> None:
 def test_prices_and_popularity_do_not_go_together() -> None:
     cluster = sites_cluster(np.random.default_rng(2), 4, 2, "even")
     priced = cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"price": 1.0})})
-    with pytest.raises(UserError, match="prices with measured popularity"):
+    with pytest.raises(UserError, match=r"--stages: prices \(--objective, --budget\) with measured popularity"):
         plan_pipeline(priced, layered_workload(6), StageWishes(popularity=shares(6, 1), goal=Goal(objective=Objective.DOLLARS)))

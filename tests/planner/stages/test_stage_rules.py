@@ -179,7 +179,7 @@ def test_rules_that_mean_nothing_here_are_errors() -> None:
         StageRules(cluster, EXPERTS, rules_of({"kind": "forbid", "sites": ["s0"], "experts": "3-9"}))
     popularity = ((1 / EXPERTS,) * EXPERTS,) * 4
     wishes = StageWishes(constraints=rules_of({"kind": "forbid", "sites": ["s0"], "experts": "3"}), popularity=popularity)
-    with pytest.raises(UserError, match="measured popularity and constraints"):
+    with pytest.raises(UserError, match=r"--stages: measured popularity \(--routing\) with rules"):
         plan_pipeline(cluster, layered_workload(4), wishes)
     everywhere = rules_of({"kind": "keep_tokens", "sites": ["s*"]})
     assert StageRules(cluster, EXPERTS, everywhere).permitted(cluster) is None

@@ -15,6 +15,8 @@ from hybridep.config import build
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, possible_micro_batches
 from hybridep.plan import LayerGroup, Residency, Status
+from hybridep.topology import Cluster
+from hybridep.workload import Model
 from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline
 from planner.stages.bound import least_s
 from planner.stages.candidates import AHEAD
@@ -99,6 +101,16 @@ def test_two_searches_find_the_same() -> None:
     assert first.digest == second.digest
 
 
+@pytest.mark.parametrize("stages", [3, None])
+def test_layers_without_experts_stay_with_one_that_has_some(stages: int | None) -> None:
+    """Also where sites and layers change stages."""
+    workload = layered_workload(5)
+    model = build(Model, workload.model.model_dump(mode="json") | {"num_dense_layers": 2, "dense_ffn_size": 512}, "model")
+    cluster = sites_cluster(np.random.default_rng(3), 4, 1, "access")
+    plan = plan_pipeline(cluster, workload.model_copy(update={"model": model}), StageWishes(stages=stages), time_limit_s=3)
+    assert plan.stages[0].num_layers > 2 and all(one.workload.model.num_moe_layers for one in plan.plans)
+
+
 def test_stages_keep_within_memory() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(2), 4, 2, "even"), layered_workload(8)
     roomy = plan_pipeline(cluster, workload, time_limit_s=10)
@@ -112,8 +124,13 @@ def test_stages_keep_within_memory() -> None:
     summary = pipeline_summary(plan)
     assert summary["memory_bytes"] <= 0.7 * needs * (1 + 1e-4)
     assert all(stage["memory_bytes"] <= stage["capacity_bytes"] * (1 + 1e-4) for stage in summary["stages"])
+    small = sites_cluster(np.random.default_rng(2), 4, 2, "even").model_dump(mode="json")
+    for site in small["sites"]:
+        site["gpu"] = {"memory": "11 MB"}
+    with pytest.raises(InfeasibleError, match=r"stages rank (s\d)/gpu\d needs .* and has 11 MB; raise sites\.\1\.gpu\.memory"):
+        plan_pipeline(build(Cluster, small, "small"), workload, time_limit_s=10)
     tiny = sites_cluster(np.random.default_rng(2), 4, 2, "even", memory="10 MB")
-    with pytest.raises(InfeasibleError, match=r"stages rank s\d/gpu\d of one needs .* and has 10 MB; raise gpu.memory"):
+    with pytest.raises(InfeasibleError, match=r"stages rank s\d/gpu\d needs .* and has 10 MB; raise gpu\.memory"):
         plan_pipeline(tiny, workload, time_limit_s=10)
 
 

@@ -168,7 +168,8 @@ def test_memory_has_room_for_what_is_in_flight() -> None:
 def test_predictions_say_what_is_sent_and_kept() -> None:
     plan = random_pipeline(9, least_stages=2)
     found = costed(plan)
-    told = predicted(found)
+    told = predicted(found, {"ep": 3.0})
+    assert told.baselines == {"ep": 3.0}
     inside = sum(step_cost(stage).wan_bytes for stage in plan.plans)
     assert told.wan_bytes == pytest.approx(inside + activation_bytes(plan))
     assert sum(told.parts.values()) == pytest.approx(told.step) and told.parts[BUBBLE] == pytest.approx(found.times.bubble_s)
