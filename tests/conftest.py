@@ -8,7 +8,10 @@ import random
 import signal
 import sys
 import time
+import zlib
+from collections import Counter
 from collections.abc import Iterator
+from datetime import date
 from typing import Any
 
 # Before numpy or torch is imported: tests run several processes on few cores, and one thread each is also reproducible.
@@ -20,6 +23,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # A job that a shell runs in the background ignores Ctrl-C and hands that down; tests send it to what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# The day on which cases take turns: set before workers start, which may do so after midnight.
+DAY = int(os.environ.setdefault("HYBRIDEP_TEST_DAY", str(date.today().toordinal())))
 
 import hypothesis
 import numpy as np
@@ -85,6 +90,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     # Files in their order: sorted by their number of tests, few long tests would come last.
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", action="store_true", help="Also the cases whose turn is on another day (marker `turns`).")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of cases that take turns, those whose day it is; all that are asked for by name."""
+    if config.option.every or config.option.keyword or any("::" in argument for argument in config.args):
+        return
+    kept, others, seen = list[pytest.Item](), list[pytest.Item](), Counter[int]()
+    for item in items:
+        mark = item.get_closest_marker("turns")
+        if mark is None:
+            kept.append(item)
+            continue
+        # Cases under one mark, of a function or a file, have different days; so have those of different files.
+        place, days = seen[id(mark)] + zlib.crc32(item.nodeid.split("::")[0].encode()), mark.args[0]
+        seen[id(mark)] += 1
+        (kept if (DAY + place) % days == 0 else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = kept
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.turns(2)
+
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
 

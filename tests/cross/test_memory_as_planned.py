@@ -14,6 +14,7 @@ from hybridep.launch.host import child_environment
 RUN = Path(__file__).resolve().parents[2] / "experiments" / "memory" / "run.py"
 
 
+@pytest.mark.turns(2)
 @pytest.mark.timeout(300)
 def test_ranks_take_what_the_planner_says(tmp_path: Path) -> None:
     command = [sys.executable, str(RUN), "--cases", "short", "--results", str(tmp_path)]

@@ -28,6 +28,7 @@ with RayNodes(places_on_loopback(["oslo", "rome"]), 1) as nodes:
 """
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("by_kill", [False, True])
 def test_nothing_outlives_the_owner(by_kill: bool) -> None:
     command = [sys.executable, "-c", OWNER]

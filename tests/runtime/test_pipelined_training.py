@@ -184,6 +184,7 @@ def train(ranks: RankPool, job: Any, *arguments: Any) -> list[Any]:
     return ranks.run(job, store.port, *arguments)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_train_the_same_model(ranks: RankPool, case: Case) -> None:
     outcomes: Sequence[Outcome] = train(ranks, train_case, case)

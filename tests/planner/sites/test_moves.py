@@ -160,6 +160,7 @@ def priced_pairs(seed: int, sites: int, experts: int) -> SiteProblem:
     return replace(priced(random_problem(seed, sites, experts), np.random.default_rng(seed)), goal=DOLLARS)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "made",
     [
@@ -251,6 +252,7 @@ def walked(problem: SiteProblem, *tables: IntArray, moves: int = 1500) -> Search
     return search
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_walks_end_near_the_best_of_all_tables(seed: int) -> None:
     problem = random_problem(seed, *[(3, 2), (2, 5)][seed % 2])

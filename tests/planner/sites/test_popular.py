@@ -109,6 +109,7 @@ def best_mixture_s(problem: SiteProblem, popularity: Shares) -> float:
 FIXED = ("head", "optimizer", "dense_reduce_scatter", "dense_all_gather")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_no_mixture_of_tables_is_faster_than_the_bound(seed: int) -> None:
     cluster, work = uneven_cluster(np.random.default_rng(seed), 2, 1, pairs=bool(seed % 2)), workload_of(seed, 3, 2)
@@ -128,6 +129,7 @@ def bad_plan(problem: SiteProblem, popularity: Shares) -> Plan:
     return max(known, key=lambda plan: step_cost(plan).step_s)
 
 
+@pytest.mark.turns(2)
 def test_a_bound_as_if_all_were_alike_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it matters that fewer tokens need the least popular; whatever is left out, no table is faster than the bound."""
     lies = 0

@@ -50,6 +50,7 @@ def check_instance(seed: int, nodes: tuple[int, ...] = ()) -> None:
     assert verify(Relaxation(problem=problem), proof) == pytest.approx(proof.bound_s, rel=1e-12)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_bound_and_plan_against_every_table(seed: int) -> None:
     check_instance(seed)

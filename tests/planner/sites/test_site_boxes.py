@@ -211,6 +211,7 @@ def test_no_plan_is_faster_than_its_own_box(monkeypatch: pytest.MonkeyPatch, var
     assert np.mean(shares) > 0.8
 
 
+@pytest.mark.turns(2)
 def test_no_plan_in_parts_is_faster_than_its_own_box() -> None:
     """Where experts may hide behind tokens' exchanges, or these behind experts; mistakes are found out."""
     lies = {"experts never hide": 0, "experts compute for longer": 0}
@@ -334,6 +335,7 @@ MUTATIONS: dict[str, Change] = {
 } | {f"{side} ends too early": shortened(side) for side in SIDES}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_box_is_caught_by_its_own_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lp, "MOST_VARIABLES", 0)

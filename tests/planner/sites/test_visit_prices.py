@@ -138,6 +138,7 @@ def problem_of(seed: int, sites: int, experts: int) -> SiteProblem:
     return few_kinds(seed, sites, experts) if seed % 2 else random_problem(seed, sites, experts)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("_all_prices")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("good", [False, True])
@@ -182,6 +183,7 @@ def check_bound_of(seed: int, problem: SiteProblem) -> None:
         assert verify(plain, proof) == pytest.approx(proof.bound_s, rel=1e-12)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("_all_prices")
 @pytest.mark.parametrize("seed", [1, 2, 8, 12, 1029])
 def test_bound_with_prices_against_every_table(seed: int) -> None:
@@ -343,6 +345,7 @@ def test_prices_are_looked_for_among_many_sites_that_are_not_equal(
     assert bool(asked) == looked_for
 
 
+@pytest.mark.turns(2)
 def test_many_different_sites_are_bounded_more_closely() -> None:
     """Than by programs over merged sites, with fewer boxes; and a planner uses prices there."""
     problem = many_sites(400)

@@ -57,6 +57,7 @@ def test_all_sites_where_short_searches_find_nothing(monkeypatch: pytest.MonkeyP
     assert sites_that_pay(cluster, layered_workload(4), time_limit_s=3).sites == ("s0", "s1", "s2")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("size", "kind", "throughput"), [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)])
 def test_no_other_sites_are_better(size: int, kind: str, throughput: str) -> None:
     cluster = sites_cluster(np.random.default_rng(4), size, 1, kind, throughput=throughput)

@@ -73,6 +73,7 @@ def permutations_of_layers(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [one for one in product(range(1, layers + 1), repeat=stages) if sum(one) == layers]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_search_is_near_the_best_of_all(seed: int) -> None:
     found_s, best_s = best_of_all(seed, num_sites=3, layers=3)
@@ -80,6 +81,7 @@ def test_the_search_is_near_the_best_of_all(seed: int) -> None:
     assert found_s <= best_s * 1.05
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_sites", [4, 6])
 def test_never_slower_than_stages_in_the_clusters_order(kind: str, num_sites: int) -> None:
