@@ -2,14 +2,18 @@
 pipeline stage), one manifest.
 
 A checkpoint is written into a hidden folder that gets its name only when every rank has finished, so what is found under
-a checkpoint's name is complete. Experts are stored by number: another plan, or another number of ranks, reads them back.
+a checkpoint's name is complete. Sites need not share a file system: then each holds what its ranks wrote, with the dense
+parameters and a manifest of its own, and ranks agree on the last checkpoint that all of them have. Experts are stored by number:
+another plan, or another number of ranks, reads them back, if they are in one folder.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +27,17 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.placement import IntArray
 from hybridep.plan import Plan
 from hybridep.workload import Workload
+from runtime.barrier import Barrier
 from runtime.mesh import Mesh
 from runtime.optimizer import HomeOptimizer
 
 MANIFEST = "manifest.json"
 _SCHEMA_VERSION = 2
 DENSE = "dense.pt"
+_NAME, _PARTIAL = "step-{:08d}", ".step-*.partial*"
+_ELSEWHERE = "another site wrote it: copy what the sites' folders of this name hold into one, or go on under the plan as it was"
+_KNOWN = 64
+"""Checkpoints of a folder of which others are told, the last ones."""
 
 CodecState = dict[str, dict[str, Tensor]]
 """Part of the model -> what its codecs keep, by name."""
@@ -42,66 +51,118 @@ def save_checkpoint(
     dense: list[str],
     optimizer: HomeOptimizer,
     codecs: CodecState,
-    barrier: Callable[[], None],
+    barrier: Barrier,
 ) -> Path:
     """Write the state after ``step`` steps; all ranks call it. ``dense`` names the parameters that all ranks hold alike,
-    ``codecs`` is what this rank's codecs keep, ``barrier`` returns once all ranks have called it. Raises UserError when the
-    folder cannot be written."""
-    final = folder / f"step-{step:08d}"
-    partial = folder / f".{final.name}.partial"
+    ``codecs`` is what this rank's codecs keep, ``barrier`` joins all ranks of the run. Raises UserError when the folder cannot be
+    written."""
+    # The same number at all sites, and no other checkpoint's, also of this step.
+    number = int(barrier.agree(float(random.SystemRandom().getrandbits(52))))
+    final = folder / _NAME.format(step)
+    partial = folder / f".{final.name}.partial-{number:x}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        _save(optimizer, [name for name in optimizer.parameters if name not in dense], partial / _shard(mesh.run_rank))
         if codecs:
             kept = {part: {name: value.cpu() for name, value in values.items()} for part, values in codecs.items()}
             torch.save(kept, partial / _codec_shard(mesh.run_rank))
-        if mesh.rank == 0:
+        _save(optimizer, [name for name in optimizer.parameters if name not in dense], partial / _shard(mesh.run_rank))
+        barrier.wait()
+        here = [rank for rank in range(mesh.whole.cluster.num_gpus) if (partial / _shard(rank)).exists()]
+        if mesh.run_rank == min(rank for rank in here if _stage(mesh.whole, rank) == mesh.stage):
             _save(optimizer, dense, partial / _dense_shard(mesh.stage))
-        barrier()
-        if mesh.run_rank == 0:
-            _complete(partial, final, step, mesh.whole)
+        barrier.wait()
+        if mesh.run_rank == here[0]:
+            _complete(partial, final, _manifest(step, number, mesh.whole))
     except (OSError, RuntimeError) as error:
         raise UserError(f"checkpoints.folder: {folder} cannot be written ({_one_line(error)})") from None
-    barrier()
+    barrier.wait()
     return final
 
 
 def _save(optimizer: HomeOptimizer, names: list[str], path: Path) -> None:
     # From host memory, so that a file does not remember which device it came from.
-    torch.save({name: {key: value.cpu() for key, value in optimizer.state(name).items()} for name in names}, path)
+    state = {name: {key: value.cpu() for key, value in optimizer.state(name).items()} for name in names}
+    # Whole or not at all: of ranks that see each other's files late several may write the same one.
+    own = path.with_suffix(f".{os.getpid()}")
+    torch.save(state, own)
+    own.replace(path)
 
 
-def _complete(partial: Path, final: Path, step: int, plan: Plan | PipelinePlan) -> None:
-    missing = [_shard(rank) for rank in range(plan.cluster.num_gpus) if not (partial / _shard(rank)).exists()]
-    if missing:
-        raise UserError(
-            f"checkpoints.folder: {partial.parent} lacks {missing[0]}; it must be on a file system that all ranks share"
-        )
-    manifest = {
+def _stage(plan: Plan | PipelinePlan, rank: int) -> int:
+    return plan.seat(rank)[0] if isinstance(plan, PipelinePlan) else 0
+
+
+def _manifest(step: int, number: int, plan: Plan | PipelinePlan) -> dict[str, Any]:
+    return {
         "schema_version": _SCHEMA_VERSION,
         "step": step,
+        "number": number,
         "num_ranks": plan.cluster.num_gpus,
         "homes": [home.tolist() for home in layer_homes(plan)],
         "dense": [_dense_shard(stage) for stage in range(1 if isinstance(plan, Plan) else len(plan.stages))],
         "workload": plan.workload.model_dump(mode="json"),
         "plan": plan.digest,
     }
+
+
+def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
-    if final.exists():
+    if final.exists() and _read_manifest(final).get("number") != manifest["number"]:
         shutil.rmtree(final)
-    partial.rename(final)
+    # Else another rank has been here, which did not see this one's files yet.
+    if not final.exists():
+        partial.rename(final)
+    # Of runs that ended while they wrote one.
+    for old in final.parent.glob(_PARTIAL):
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def latest_checkpoint(folder: Path) -> Path:
-    """The complete checkpoint with the most steps. Raises UserError when there is none."""
-    found = sorted(path for path in folder.glob("step-*") if (path / MANIFEST).is_file())
-    if not found:
+def complete_checkpoints(folder: Path) -> dict[int, int]:
+    """Steps of the complete checkpoints in a folder, and the number that tells each from others of the same step."""
+    found = {}
+    for path in folder.glob("step-*"):
+        if (path / MANIFEST).is_file():
+            manifest = _read_manifest(path)
+            found[int(manifest["step"])] = int(manifest.get("number", 0))
+    return found
+
+
+def last_checkpoint(folder: Path, barrier: Barrier) -> Path:
+    """The complete checkpoint with the most steps that all ranks have; all ranks call it. Raises UserError when there is none."""
+    mine = complete_checkpoints(folder)
+    told = torch.full((_KNOWN, 2), -1, dtype=torch.int64)
+    for place, one in enumerate(sorted(mine.items())[-_KNOWN:]):
+        told[place] = torch.tensor(one)
+    everyone = barrier.gather(told)
+    step = int(barrier.agree(-1.0 if everyone is None else float(_last_of_all(everyone))))
+    if not mine:
         raise UserError(f"checkpoints.folder: {folder} holds no complete checkpoint; start without --resume")
-    return found[-1]
+    if step < 0:
+        raise UserError(
+            f"checkpoints.folder: {folder} holds checkpoints of steps {', '.join(map(str, sorted(mine)))}, none of which all "
+            "ranks have; give all sites one that was written together, or start without --resume"
+        )
+    return folder / _NAME.format(step)
+
+
+def _last_of_all(everyone: Sequence[Tensor]) -> int:
+    """Step of the last checkpoint that all ranks have, or -1. everyone: [K, 2] steps and numbers of each rank's."""
+    common = set.intersection(*({(int(step), int(number)) for step, number in one if step >= 0} for one in everyone))
+    return max((step for step, _ in common), default=-1)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        _ = int(manifest["step"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"checkpoint {path}: cannot be read ({_one_line(error)})") from None
+    return manifest
 
 
 def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: HomeOptimizer) -> int:
-    """Restore weights and moments; returns the number of steps made. Only files with this rank's experts are read.
+    """Restore weights and moments; returns the number of steps made. Only files with this rank's experts are read, and those
+    of dense parameters that are here.
 
     Raises UserError when the checkpoint was made for another model or element type, or cannot be read.
     """
@@ -111,8 +172,11 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
             raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {_SCHEMA_VERSION}")
         _require_same_model(path, manifest["workload"], mesh.whole.workload)
         step = int(manifest["step"])
-        state = {name: value for shard in manifest.get("dense", [DENSE]) for name, value in _read(path / shard).items()}
+        shards = [path / shard for shard in manifest.get("dense", [DENSE])]
+        state = {name: value for shard in shards if shard.exists() for name, value in _read(shard).items()}
         for name in dense:
+            if name not in state:
+                raise UserError(f"checkpoint {path}: {name} is not here; {_ELSEWHERE}")
             optimizer.load(name, state[name])
         _load_experts(path, mesh, optimizer)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
@@ -142,7 +206,10 @@ class SavedExperts:
         """Weight and moments of one expert, each [P]."""
         homes = self._homes[layer]
         if homes[expert] not in self._shards:
-            self._shards[homes[expert]] = _read(self._path / _shard(homes[expert]))
+            shard = self._path / _shard(homes[expert])
+            if not shard.exists():
+                raise UserError(f"checkpoint {self._path}: {shard.name} is not here; {_ELSEWHERE}")
+            self._shards[homes[expert]] = _read(shard)
         saved, row = self._shards[homes[expert]][expert_name(layer)], homes[:expert].count(homes[expert])
         return {key: value[row] for key, value in saved.items()}
 

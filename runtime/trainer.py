@@ -19,7 +19,7 @@ from hybridep.traffic import Op
 from runtime.barrier import Barrier
 from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
-from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from runtime.codec_state import codec_state, restore_codecs
 from runtime.data import training_batches
 from runtime.dense_reduce import DenseReduce, flat_gradients
@@ -212,12 +212,12 @@ class RankTrainer:
             dense=list(self.dense),
             optimizer=self.optimizer,
             codecs=codec_state(self.model.routed, self.dense_reduce),
-            barrier=self._barrier.wait,
+            barrier=self._barrier,
         )
 
     def restore(self) -> int:
-        """Continue from the last complete checkpoint; returns the number of steps it has."""
-        path = latest_checkpoint(self.run.checkpoint_folder)
+        """Continue from the last complete checkpoint that all ranks have; returns the number of its steps; all ranks call it."""
+        path = last_checkpoint(self.run.checkpoint_folder, self._barrier)
         step = load_checkpoint(path, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer)
         restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)
         return step

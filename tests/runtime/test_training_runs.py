@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree, rmtree
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from training_cases import Case, training_run
 from hybridep.plan import Residency
 from hybridep.run import Checkpoints, Run, StepReport
 from hybridep.traffic import step_traffic
+
+MANIFEST = "manifest.json"
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -92,6 +95,67 @@ def test_another_plan_reads_the_checkpoint(
         # Fewer ranks without more micro-batches see a smaller batch: the run goes on, with other losses.
         assert len(found) == 2
         np.testing.assert_allclose(found, unbroken[1][4:], rtol=0.2)
+
+
+APART = Case(sizes=(2, 1), domains=(2, 1), micro_batches=2)
+"""Two sites of one rank."""
+
+
+def run_apart(rank: int, port: int, run: Run, case: Case, resume: bool) -> list[StepReport] | None:
+    """With a folder of its own for each rank's checkpoints."""
+    own = run.model_copy(update={"checkpoints": run.checkpoints.model_copy(update={"folder": run.output / f"site{rank}"})})
+    return run_job(rank, port, own, case, resume)
+
+
+def train_apart(ranks: RankPool, run: Run, case: Case, *, resume: bool) -> list[list[StepReport]]:
+    from runtime.mesh import host_store
+
+    store = host_store(ADDRESS, timeout_s=30)
+    return [reports for reports in ranks.run(run_apart, store.port, run, case, resume) if reports is not None]
+
+
+def test_sites_need_not_share_a_file_system(ranks: RankPool, tmp_path: Path) -> None:
+    whole = losses(train_on(ranks, training_run(tmp_path / "whole", steps=6), APART))
+    run = training_run(tmp_path, steps=4, checkpoints=Checkpoints(every_steps=2))
+    assert losses(train_apart(ranks, run, APART, resume=False)) == whole[:4]
+    folders = [tmp_path / f"site{rank}" for rank in range(2)]
+    for rank, folder in enumerate(folders):
+        assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000004"]
+        assert [path.name for path in sorted(folder.glob("*4/experts*"))] == [f"experts-0000{rank}.pt"]
+    # One site has checkpoints of another run, and lost the last one of this: the last that both have counts.
+    rmtree(folders[1] / "step-00000004")
+    copytree(folders[1] / "step-00000002", stale := folders[1] / "step-00000009")
+    manifest = json.loads((stale / MANIFEST).read_text())
+    (stale / MANIFEST).write_text(json.dumps(manifest | {"step": 9, "number": manifest["number"] + 1}))
+    again = run.model_copy(update={"steps": 6})
+    # Under another plan with experts at the same homes.
+    reports = train_apart(ranks, again, replace(APART, domains=(1, 1)), resume=True)
+    assert [one.step for one in reports[0]] == [3, 4, 5, 6]
+    np.testing.assert_allclose(losses(reports), whole[2:], rtol=1e-12)
+    rmtree(stale)
+    # Put together, they are read by any number of ranks.
+    together = tmp_path / "together" / "checkpoints"
+    for folder in folders:
+        copytree(folder, together, dirs_exist_ok=True)
+    one = training_run(tmp_path / "together", steps=7)
+    assert [step.step for step in train_on(ranks, one, replace(APART, sizes=(1, 1), domains=(1, 1)), resume=True)[0]] == [7]
+
+
+def test_what_only_other_sites_have_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    run = training_run(tmp_path, steps=2)
+    train_apart(ranks, run, APART, resume=False)
+    folder = tmp_path / "site0" / "step-00000002"
+    with (
+        RankPool(1, join=False) as pool,
+        pytest.raises(RankFailed, match=r"experts-00001\.pt is not here; another site wrote it: copy"),
+    ):
+        train_apart(pool, run, replace(APART, sizes=(1, 1), domains=(1, 1)), resume=True)
+    with RankPool(2, join=False) as pool:
+        folder.rename(folder.with_name("step-00000003"))
+        manifest = json.loads((folder.with_name("step-00000003") / MANIFEST).read_text())
+        (folder.with_name("step-00000003") / MANIFEST).write_text(json.dumps(manifest | {"step": 3}))
+        with pytest.raises(RankFailed, match="none of which all ranks have"):
+            train_apart(pool, run, APART, resume=True)
 
 
 def test_reports_say_what_was_sent(ranks: RankPool, unbroken: tuple[Path, list[float]], tmp_path: Path) -> None:
