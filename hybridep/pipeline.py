@@ -92,7 +92,7 @@ class PipelinePlan(Strict):
     def _consistent(self) -> PipelinePlan:
         cluster, model = self.cluster, self.workload.model
         check_stageable(cluster, model)
-        names = [cluster.site_name(site) for site in range(cluster.sizes[0])]
+        names = cluster.site_names
         used = [name for stage in self.stages for name in stage.sites]
         for name in used:
             if name not in names:
@@ -144,8 +144,8 @@ class PipelinePlan(Strict):
     @cached_property
     def ranks(self) -> tuple[IntArray, ...]:
         """Of each stage, in its own order, the ranks of the whole cluster."""
-        sites = {self.cluster.site_name(site): site for site in range(self.cluster.sizes[0])}
-        inside = np.arange(self.cluster.num_gpus // self.cluster.sizes[0])
+        sites = {name: site for site, name in enumerate(self.cluster.site_names)}
+        inside = np.arange(self.cluster.ranks_per_site)
         # A stage's sites stand in the cluster's order, whatever the order in which they are written.
         places = [sorted(sites[name] for name in stage.sites) for stage in self.stages]
         return tuple(np.concatenate([site * len(inside) + inside for site in place]) for place in places)
@@ -160,8 +160,8 @@ class PipelinePlan(Strict):
 
     def sequences(self, stage: int) -> IntArray:
         """[ranks of the stage]: of each in one micro-batch."""
-        own, inside = self.plans[stage], self.cluster.num_gpus // self.cluster.sizes[0]
-        return np.repeat(np.array(site_sequences(own.cluster, own.workload)), inside)
+        own = self.plans[stage]
+        return np.repeat(np.array(site_sequences(own.cluster, own.workload)), own.cluster.ranks_per_site)
 
     def ways(self, stage: int) -> Ways:
         """From a stage to the next. A rank passes on its own sequences, to ranks of the same place in their sites; where the next
@@ -289,14 +289,15 @@ def between_link_bytes(plan: PipelinePlan) -> FloatArray:
     """[number of links]: of these what passes between stages."""
     cluster = plan.cluster
     loads = np.zeros(len(cluster.link_table))
-    inside = cluster.num_gpus // cluster.sizes[0]
+    inside = cluster.ranks_per_site
     between = np.zeros((cluster.sizes[0], cluster.sizes[0]))
     for earlier in range(len(plan.stages) - 1):
         ways = plan.ways(earlier)
         for source, destination in ((ways.source, ways.destination), (ways.destination, ways.source)):
             size_bytes = ways.number.astype(np.float64) * plan.sequence_bytes * plan.micro_batches
             np.add.at(between, (source // inside, destination // inside), size_bytes)
-            for depth, width in enumerate(int(np.prod(cluster.sizes[depth + 1 :])) for depth in range(len(cluster.sizes))):
+            for depth in range(len(cluster.sizes)):
+                width = cluster.stride(depth)
                 np.add.at(loads, cluster.up_link(depth, 0) + 2 * (source // width), size_bytes)
                 np.add.at(loads, cluster.down_link(depth, 0) + 2 * (destination // width), size_bytes)
     if cluster.links or cluster.trunks:
@@ -336,7 +337,7 @@ def stage_workload(
     dense = min(max(model.num_dense_layers - first_layer, 0), num_layers)
     if dense >= num_layers:
         raise ValueError(f"stages.{number}: {num_layers} layers, {dense} of them without experts; each needs one with experts")
-    inside = cluster.num_gpus // cluster.sizes[0]
+    inside = cluster.ranks_per_site
     batch = global_sequences(workload, cluster)
     together, rest = divmod(batch, inside * micro_batches)
     if rest or together < num_sites:

@@ -320,7 +320,7 @@ def require_same(mine: Cluster, my_workload: Workload, cluster: Cluster | None, 
     """Raises PlanMismatchError, which names what differs, when a plan for the first two is used with others. A plan may leave
     sites out: then the others are to be what remains of these (``hybridep.shares.on_sites``)."""
     found: list[str] = []
-    if cluster is not None and (names := set(_names(mine))) < set(_names(cluster)):
+    if cluster is not None and (names := set(mine.site_names)) < set(cluster.site_names):
         try:
             cluster, workload = on_sites(cluster, workload or my_workload, names)
         except PlacementError as error:
@@ -330,10 +330,6 @@ def require_same(mine: Cluster, my_workload: Workload, cluster: Cluster | None, 
             found += _differences(name, one.model_dump(mode="json"), other.model_dump(mode="json"))
     if found:
         raise PlanMismatchError(where, found)
-
-
-def _names(cluster: Cluster) -> list[str]:
-    return [cluster.site_name(site) for site in range(cluster.sizes[0])]
 
 
 def _differences(prefix: str, mine: Any, other: Any) -> list[str]:

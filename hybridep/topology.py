@@ -58,6 +58,15 @@ class Cluster(ClusterFile):
         """G, the number of ranks."""
         return int(np.prod(self.sizes))
 
+    def stride(self, level: int) -> int:
+        """Ranks below one worker of a level: what lies between ranks that differ by one there."""
+        return int(np.prod(self.sizes[level + 1 :]))
+
+    @property
+    def ranks_per_site(self) -> int:
+        """Of one worker of the outermost level."""
+        return self.stride(0)
+
     @property
     def processors(self) -> int | None:
         """On which all ranks take turns (``Gpu.sharing``), a whole number; None where each has its own."""
@@ -79,7 +88,7 @@ class Cluster(ClusterFile):
 
     def peer(self, rank: int, level: int, coordinate: int) -> int:
         """The rank that differs from ``rank`` only in its coordinate at ``level``."""
-        stride = int(np.prod(self.sizes[level + 1 :]))
+        stride = self.stride(level)
         return rank + (coordinate - rank // stride % self.sizes[level]) * stride
 
     def site_labels(self, dc: int) -> tuple[str, ...]:
@@ -115,7 +124,7 @@ class Cluster(ClusterFile):
 
     def of_ranks(self, figure: Callable[[Gpu], float]) -> NDArray[np.float64]:
         """[G]: the same of each rank."""
-        return np.repeat(self.of_sites(figure), self.num_gpus // self.levels[0].size)
+        return np.repeat(self.of_sites(figure), self.ranks_per_site)
 
     @property
     def token_weights(self) -> NDArray[np.float64]:
@@ -148,7 +157,7 @@ class Cluster(ClusterFile):
         names: list[str] = []
         for depth, level in enumerate(self.levels):
             inner = [f"/{level.name}{x}" for x in range(level.size)]
-            names = [name + one for name in names for one in inner] if depth else [self.site_name(x) for x in range(level.size)]
+            names = [name + one for name in names for one in inner] if depth else list(self.site_names)
             for number, name in enumerate(names):
                 up = down = level.bandwidth
                 if depth == 0 and self.sites:
@@ -188,7 +197,7 @@ class Cluster(ClusterFile):
     def trunk_shares(self) -> csr_array:
         """[trunks, DCs x DCs]: share of what goes from the one to the other that crosses the trunk."""
         size = self.sizes[0]
-        index = {self.site_name(dc): dc for dc in range(size)}
+        index = {name: dc for dc, name in enumerate(self.site_names)}
         rows, columns, shares = [], [], []
         for row, trunk in enumerate(self.trunks):
             for pair, share in trunk.carries.items():
@@ -234,7 +243,7 @@ class Cluster(ClusterFile):
     @property
     def rent_usd_per_s(self) -> float:
         """Of all ranks."""
-        return self.num_gpus // self.levels[0].size * sum(gpu.price or 0.0 for gpu in self.site_gpus)
+        return self.ranks_per_site * sum(gpu.price or 0.0 for gpu in self.site_gpus)
 
     @cached_property
     def egress_usd_per_byte(self) -> NDArray[np.float64]:
@@ -267,7 +276,7 @@ class Cluster(ClusterFile):
             return ()
         ups, downs = [], []
         for level in range(first, len(a)):
-            stride = int(np.prod(self.sizes[level + 1 :]))
+            stride = self.stride(level)
             ups.append(self.up_link(level, src // stride))
             downs.append(self.down_link(level, dst // stride))
         pair = []
@@ -318,7 +327,7 @@ def only_sites(cluster: Cluster, sites: Collection[str]) -> Cluster:
         carries = {pair: part for pair, part in trunk.carries.items() if set(pair.split(" -> ")) <= kept}
         if carries:
             trunks.append(trunk.model_copy(update={"carries": carries}))
-    named = cluster.sites or tuple(Site(name=cluster.site_name(site)) for site in range(cluster.sizes[0]))
+    named = cluster.sites or tuple(Site(name=name) for name in cluster.site_names)
     found = tuple(site for site in named if site.name in kept)
     return Cluster(
         name=cluster.name,
@@ -371,5 +380,5 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
 def data_with_sites(cluster: Cluster) -> dict[str, Any]:
     """The same with all sites by name, also where the file has none."""
     data = cluster_data(cluster)
-    data["sites"] = data["sites"] or [{"name": cluster.site_name(site)} for site in range(cluster.sizes[0])]
+    data["sites"] = data["sites"] or [{"name": name} for name in cluster.site_names]
     return data

@@ -133,7 +133,7 @@ def _shadowed(plan: Plan, popularity: Sequence[FloatArray]) -> Iterator[tuple[st
     experts = plan.workload.model.num_experts
     sites = plan.cluster.sizes[0]
     inner = {level.name: 1 for level in plan.cluster.levels[1:]}
-    home = home_blocks(plan.cluster, experts) // (plan.cluster.num_gpus // sites)
+    home = home_blocks(plan.cluster, experts) // plan.cluster.ranks_per_site
     orders = [np.argsort(-loads, kind="stable") for loads in popularity] or [np.arange(experts)]
     yield "no shadows, ", plan
     counts = [1 << power for power in range(experts.bit_length()) if 1 << power < experts]
@@ -156,7 +156,7 @@ def spread_homes(cluster: Cluster, loads: FloatArray) -> IntArray:
     ranks, sites = cluster.num_gpus, cluster.sizes[0]
     room = np.bincount(home_blocks(cluster, loads.size), minlength=ranks)
     of_rank, of_site = np.zeros(ranks), np.zeros(sites)
-    site = np.arange(ranks) // (ranks // sites)
+    site = np.arange(ranks) // cluster.ranks_per_site
     home = np.empty(loads.size, dtype=np.int64)
     for expert in np.argsort(-loads, kind="stable"):
         free = np.flatnonzero(room)

@@ -45,7 +45,7 @@ class Asked:
     @property
     def sites(self) -> tuple[str, ...]:
         """Names, in the cluster's order."""
-        return tuple(self.cluster.site_name(site) for site in range(self.cluster.sizes[0]))
+        return self.cluster.site_names
 
     def among(self, sites: tuple[str, ...]) -> Asked:
         """The same of some of its sites."""
@@ -202,7 +202,7 @@ class _Choice:
         return short if short.choice is None else self._again(short, short.asked.sites) or short
 
     def _of_plan(self, found: AnyPlan, simulated_s: float | None = None) -> Staged:
-        sites = tuple(found.cluster.site_name(site) for site in range(found.cluster.sizes[0]))
+        sites = found.cluster.site_names
         if not isinstance(found, PipelinePlan):
             return self._of(sites, without=found)
         return self._of(sites, choice=StageChoice(plan=found, simulated_s=simulated_s, simulated=int(simulated_s is not None)))

@@ -83,7 +83,7 @@ class SiteProblem:
     @cached_property
     def num_inside(self) -> int:
         """n, ranks of one site."""
-        return self.cluster.num_gpus // self.num_sites
+        return self.cluster.ranks_per_site
 
     @cached_property
     def num_experts(self) -> int:

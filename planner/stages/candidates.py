@@ -132,7 +132,6 @@ class Candidates:
     def _of_number(self, stages: int) -> Iterator[Candidate]:
         """With one number of micro-batches each."""
         cluster, training = self.cluster, self.workload.training
-        inside = cluster.num_gpus // cluster.sizes[0]
         wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(cluster.levels[0].name, EXACT))
         step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
         for near in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
@@ -140,7 +139,7 @@ class Candidates:
             if groups is None:
                 self.barred = self.rules.why_not(next(group for group in near if not self.rules.possible(group)))
                 continue
-            ranks = inside * max(len(group) for group in groups)
+            ranks = cluster.ranks_per_site * max(len(group) for group in groups)
             if ranks > MOST_RANKS:
                 self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
                 continue
@@ -179,8 +178,7 @@ class Candidates:
         """Of the output projection for a micro-batch, likewise."""
         model, training = self.workload.model, self.workload.training
         tokens = training.tokens * training.micro_batches * self.cluster.num_gpus / micro_batches
-        inside = self.cluster.num_gpus // self.cluster.sizes[0]
-        per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * inside
+        per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * self.cluster.ranks_per_site
         return float(3 * 2 * tokens * model.vocab_size * model.hidden_size / per_s)
 
     def with_sites(self, path: Groups, micro_batches: int) -> Candidate | None:

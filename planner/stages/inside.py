@@ -138,8 +138,7 @@ def searched(
 
 def of_alike(inside: Inside, stage: Plan, other: Plan) -> Inside:
     """What was found of ``other`` in terms of the sites of ``stage``, which is alike (``hybridep.pipeline.alike``)."""
-    one, another = stage.cluster, other.cluster
-    names = {another.site_name(site): one.site_name(site) for site in range(one.sizes[0])}
+    names = dict(zip(other.cluster.site_names, stage.cluster.site_names, strict=True))
     if all(name == mine for name, mine in names.items()):
         return inside
     layers = []

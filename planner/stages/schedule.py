@@ -117,8 +117,7 @@ def _way(plan: PipelinePlan, network: Network, ways: Ways, *, down: bool) -> Way
         np.add.at(load_bytes, link, size_bytes[transfer] * share)
         np.add.at(messages, link, 1)
     held_s = load_bytes / network.bandwidths_bytes_per_s
-    inside = cluster.num_gpus // cluster.sizes[0]
-    sites = source // inside, destination // inside
+    sites = source // cluster.ranks_per_site, destination // cluster.ranks_per_site
     per_byte = network.window_s_per_byte[0]
     windows_s = size_bytes * (per_byte[sites] if per_byte.ndim else float(per_byte))
     used = np.flatnonzero(held_s)
@@ -158,7 +157,7 @@ def inside_of(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[Inside]:
     """Of each stage."""
     found = []
     for ranks, stage, times in zip(plan.ranks, plan.plans, stages, strict=True):
-        sites = np.unique(ranks // (plan.cluster.num_gpus // plan.cluster.sizes[0]))
+        sites = np.unique(ranks // plan.cluster.ranks_per_site)
 
         def links(between: Between, sites: IntArray = sites, own: Cluster = stage.cluster) -> Links:
             return tuple((_in_whole(plan.cluster, sites, own, link), held_s, many) for link, held_s, many in between.links)

@@ -309,7 +309,7 @@ class _Search:
 
 def _groups(plan: PipelinePlan) -> Groups:
     """Sites of each stage by number."""
-    number = {plan.cluster.site_name(site): site for site in range(plan.cluster.sizes[0])}
+    number = {name: site for site, name in enumerate(plan.cluster.site_names)}
     return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
 
 

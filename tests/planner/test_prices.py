@@ -39,12 +39,11 @@ def priced(cluster: Cluster, rng: np.random.Generator, *, rent: str = "3 $/h") -
 def counted_usd(plan: Plan) -> float:
     """Byte by byte over ordered pairs of sites, then the rent."""
     cluster, total = plan.cluster, 0.0
-    inside = cluster.num_gpus // cluster.sizes[0]
     own = [site.egress for site in cluster.sites]
     pairs = {(link.src, link.dst): link.egress for link in cluster.links if link.egress is not None}
     for (_, level), sent in step_traffic(plan).items():
         for rank, dc in np.argwhere(sent) if level == 0 else ():
-            source = int(rank) // inside
+            source = int(rank) // cluster.ranks_per_site
             price = own[source] if own else None
             price = cluster.levels[0].egress if price is None else price
             ends = cluster.site_name(source), cluster.site_name(int(dc))
