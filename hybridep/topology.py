@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import permutations, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 Location = tuple[int, ...]
+Sites = TypeVar("Sites", int, NDArray[np.int64])
 
 
 class Link(NamedTuple):
@@ -172,6 +173,21 @@ class Cluster(ClusterFile):
         table += [Link(name=trunk.name, bandwidth_bytes_per_s=trunk.bandwidth) for trunk in self.trunks]
         return tuple(table)
 
+    @cached_property
+    def access_bytes_per_s(self) -> NDArray[np.float64]:
+        """[2, DCs]: of the sites' links up, and down."""
+        return np.array([link.bandwidth_bytes_per_s for link in self.link_table[: 2 * self.sizes[0]]]).reshape(-1, 2).T.copy()
+
+    @cached_property
+    def pair_bytes_per_s(self) -> NDArray[np.float64] | None:
+        """[DCs, DCs]: of the links from the row to the column, infinite on the diagonal; None where none are given."""
+        if not self.links:
+            return None
+        found = np.full((self.sizes[0], self.sizes[0]), np.inf)
+        for pair, link in self._pairs.items():
+            found[pair] = link.bandwidth
+        return found
+
     @property
     def pair_links(self) -> slice:
         """Of ``link_table``: the DC pairs; empty where none are given."""
@@ -268,6 +284,10 @@ class Cluster(ClusterFile):
         """Index in ``link_table`` of a worker's down link."""
         return self._first_link[level] + 2 * worker + 1
 
+    def pair_link(self, src: Sites, dst: Sites) -> Sites:
+        """Index in ``link_table`` of the link from one DC to another one, or of those between arrays of them."""
+        return self._first_link[-1] + src * (self.sizes[0] - 1) + dst - (dst > src)
+
     def path(self, src: int, dst: int) -> tuple[int, ...]:
         """Links that a transfer uses, in order, without trunks; empty when ``src`` is ``dst``."""
         a, b = self.location(src), self.location(dst)
@@ -281,8 +301,7 @@ class Cluster(ClusterFile):
             downs.append(self.down_link(level, dst // stride))
         pair = []
         if first == 0 and self.links:
-            skip = a[0] * (self.sizes[0] - 1) + b[0] - (b[0] > a[0])
-            pair = [self._first_link[-1] + skip]
+            pair = [self.pair_link(a[0], b[0])]
         return (*reversed(ups), *pair, *downs)
 
     def latency_s(self, src: int, dst: int) -> float:
@@ -314,8 +333,8 @@ class Cluster(ClusterFile):
                     outward, inward = f"exit of {self.worker_name(location)}", f"entry of {self.worker_name(location)}"
                 join(node, outward, self.up_link(depth, worker))
                 join(inward, node, self.down_link(depth, worker))
-        for offset, (src, dst) in enumerate(permutations(range(self.sizes[0]), 2) if self.links else ()):
-            join(f"exit of {self.site_name(src)}", f"entry of {self.site_name(dst)}", self._first_link[-1] + offset)
+        for src, dst in permutations(range(self.sizes[0]), 2) if self.links else ():
+            join(f"exit of {self.site_name(src)}", f"entry of {self.site_name(dst)}", self.pair_link(src, dst))
         return graph
 
 

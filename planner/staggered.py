@@ -382,7 +382,7 @@ def crossed(
     size = cluster.sizes[0]
     first, second = source // cluster.ranks_per_site, destination // cluster.ranks_per_site
     if cluster.links:
-        yield cluster.pair_links.start + first * (size - 1) + second - (second > first), every, whole
+        yield cluster.pair_link(first, second), every, whole
     if cluster.trunks:
         crossing = cluster.trunk_shares[:, first * size + second].tocoo()
         yield cluster.pair_links.stop + crossing.row.astype(np.int64), crossing.col.astype(np.int64), crossing.data

@@ -106,7 +106,7 @@ def _own(cluster: Cluster) -> Routes:
         trunks, shares = num_pairs + crossed.indices[own].astype(np.int64), crossed.data[own]
         source, destination = divmod(pair, sites)
         if num_pairs and source != destination:
-            link = source * (sites - 1) + destination - (destination > source)
+            link = cluster.pair_link(source, destination) - pairs.start
             trunks, shares = np.concatenate([[link], trunks]), np.concatenate([[1.0], shares])
         steps.append((trunks, shares))
     table = cluster.link_table[pairs.start :]
@@ -153,7 +153,7 @@ def with_fabric(cluster: Cluster, wan: Wan) -> Cluster:
         {
             "src": a,
             "dst": b,
-            "bandwidth": exact(cluster.link_table[cluster.up_link(0, i)].bandwidth_bytes_per_s, Dimension.BANDWIDTH),
+            "bandwidth": exact(float(cluster.access_bytes_per_s[0, i]), Dimension.BANDWIDTH),
             "latency": exact(float(found.latency_s[i, j]), Dimension.TIME),
             **({"egress": exact(egress[a, b], Dimension.TRANSFER_PRICE)} if (a, b) in egress else {}),
         }

@@ -16,17 +16,8 @@ def lab_spec(cluster: Cluster) -> LabSpec:
     for site in cluster.sites:
         if site.part_of is not None:
             raise ConfigError("lab", f"sites.{site.part_of}.pods", "access links that pods share cannot be emulated")
-    links = cluster.link_table
-    return LabSpec(
-        dcs=tuple(
-            LabDatacenter(
-                name=name,
-                up_bytes_per_s=links[cluster.up_link(0, dc)].bandwidth_bytes_per_s,
-                down_bytes_per_s=links[cluster.down_link(0, dc)].bandwidth_bytes_per_s,
-            )
-            for dc, name in enumerate(cluster.site_names)
-        )
-    )
+    rates = zip(cluster.site_names, *cluster.access_bytes_per_s.tolist(), strict=True)
+    return LabSpec(dcs=tuple(LabDatacenter(name=name, up_bytes_per_s=up, down_bytes_per_s=down) for name, up, down in rates))
 
 
 def why_not_in_lab(cluster: Cluster) -> str | None:

@@ -175,8 +175,7 @@ def _in_whole(cluster: Cluster, sites: IntArray, own: Cluster, link: int) -> int
         return int(2 * sites[link // 2] + link % 2)
     if link < own.pair_links.stop:
         source, place = divmod(link - own.pair_links.start, own.sizes[0] - 1)
-        first, second = int(sites[source]), int(sites[place + (place >= source)])
-        return int(cluster.pair_links.start + first * (cluster.sizes[0] - 1) + second - (second > first))
+        return cluster.pair_link(int(sites[source]), int(sites[place + (place >= source)]))
     trunks = [trunk.name for trunk in cluster.trunks]
     return int(cluster.pair_links.stop + trunks.index(own.trunks[link - own.pair_links.stop].name))
 
