@@ -8,30 +8,28 @@ has, so the same model is trained.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from hybridep.codecs import EXACT, Codecs, Speed, TokenCodec, Wire
-from hybridep.config import Strict, apply_override, build, key_lines, read_yaml, write_yaml
+from hybridep.config import Strict, build
 from hybridep.errors import ConfigError
 from hybridep.placement import IntArray
 from hybridep.plan import (
-    SCHEMA_VERSION,
     LayerGroup,
     Plan,
+    PlanFile,
+    Popularity,
     Prediction,
     Schedule,
     SolverReport,
     check_popularity,
-    load_plan,
-    require_same,
+    load_kind,
 )
 from hybridep.shares import batch_sequences, owners, sequences_together, site_sequences, unequal_shares
 from hybridep.topology import Cluster, by_themselves
@@ -65,20 +63,16 @@ class Ways(NamedTuple):
     """Sequences from that one on."""
 
 
-class PipelinePlan(Strict):
+class PipelinePlan(PlanFile):
     """Stages for one cluster and workload, and the order in which they pass micro-batches to each other."""
 
-    schema_version: Literal[1] = 1
-    cluster: Cluster
-    workload: Workload
-    """As without stages: its batch is what all ranks together train on in a step."""
     micro_batches: int = Field(ge=1)
     """In which the global batch passes the stages."""
     ahead: int = Field(default=1, ge=1)
     """Forwards that a stage runs ahead for each stage behind it: 1 is 1F1B (PipeDream-Flush), which waits for every way there and
     back; more hide longer ways and keep more activations."""
     stages: tuple[StagePlan, ...] = Field(min_length=1)
-    popularity: tuple[tuple[float, ...], ...] = ()
+    popularity: Popularity = ()
     """As a plan's: of every MoE layer of the model."""
     codecs: dict[str, Codecs] = Field(default_factory=dict)
     """Level name -> codecs, inside stages; and the outermost level's ``activations`` between them."""
@@ -210,25 +204,6 @@ class PipelinePlan(Strict):
         """Micro-batches whose activations a stage keeps at a time."""
         return min(1 + forwards_ahead(stage, len(self.stages), self.micro_batches, self.ahead), self.micro_batches)
 
-    @property
-    def digest(self) -> str:
-        """Identifies what the plan makes ranks do; prediction and provenance are left out."""
-        decided = self.model_dump(mode="json", exclude={"prediction", "solver", "provenance"})
-        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
-
-    def with_popularity(self, popularity: Popularity) -> PipelinePlan:
-        """As a plan's."""
-        decided = self.model_dump(mode="json", exclude={"prediction", "solver"})
-        return build(PipelinePlan, decided | {"popularity": popularity}, "plan")
-
-    def save(self, path: Path) -> None:
-        """Write as YAML, atomically."""
-        write_yaml(path, self.model_dump(mode="json", exclude_none=True))
-
-    def require(self, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
-        """Raises PlanMismatchError when the plan was made for another cluster or workload."""
-        require_same(self.cluster, self.workload, cluster, workload, where)
-
 
 AnyPlan = Plan | PipelinePlan
 """What a plan file may hold."""
@@ -249,27 +224,20 @@ def is_pipeline(data: Mapping[str, Any]) -> bool:
     return "stages" in data and "schema_version" in data
 
 
+def _kind_of(data: Mapping[str, Any]) -> type[AnyPlan]:
+    return PipelinePlan if is_pipeline(data) else Plan
+
+
 def build_plan(data: Mapping[str, Any], where: str) -> AnyPlan:
     """A plan of either kind from plain data. Raises ConfigError."""
-    return build(PipelinePlan, data, where) if is_pipeline(data) else build(Plan, data, where)
+    return build(_kind_of(data), data, where)
 
 
 def load_any_plan(
     path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None, overrides: Sequence[str] = ()
 ) -> AnyPlan:
-    """Read a plan file of either kind; arguments and errors as of ``hybridep.plan.load_plan``."""
-    data = read_yaml(path)
-    if not is_pipeline(data):
-        return load_plan(path, cluster=cluster, workload=workload, overrides=overrides)
-    for override in overrides:
-        apply_override(data, override)
-    if overrides:
-        data = {key: value for key, value in data.items() if key not in ("prediction", "solver")}
-    if (version := data["schema_version"]) != SCHEMA_VERSION:
-        raise ConfigError(str(path), "schema_version", f"this version reads plans of schema {SCHEMA_VERSION} (found {version!r})")
-    plan = build(PipelinePlan, data, str(path), key_lines(path))
-    plan.require(cluster, workload, str(path))
-    return plan
+    """Read a plan file of either kind; see ``hybridep.plan.load_kind``."""
+    return load_kind(_kind_of, path, cluster, workload, overrides)
 
 
 def pipeline_link_bytes(plan: PipelinePlan) -> FloatArray:
@@ -357,10 +325,6 @@ def stage_workload(
         model=build(Model, model.model_dump(mode="json") | update, f"stages.{number}"),
         training=build(Training, training.model_dump(mode="json") | batch_of, f"stages.{number}"),
     )
-
-
-Popularity = tuple[tuple[float, ...], ...]
-"""Of every MoE layer, as a plan's."""
 
 
 def of_stage(popularity: Popularity, workload: Workload) -> Popularity:
