@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -143,6 +143,11 @@ class Prediction(Strict):
         """The same, and that of the step in a file that lacks it."""
         return self.step if self.expected is None else self.expected
 
+    @property
+    def cost_usd(self) -> float:
+        """Of one step, zero where nothing has a price."""
+        return self.cost or 0.0
+
 
 class SolverReport(Strict):
     """How the plan was found."""
@@ -186,6 +191,16 @@ class PlanFile(Strict):
     cluster: Cluster
     workload: Workload
     """Its batch is what all ranks together train on in a step, in stages, too."""
+    if TYPE_CHECKING:
+        # Each kind's own field, which its files have after what they decide.
+        prediction: Prediction | None
+
+    @property
+    def predicted(self) -> Prediction:
+        """``prediction``. Raises ValueError where there is none."""
+        if self.prediction is None:
+            raise ValueError(f"a plan for {self.workload.name} on {self.cluster.name} without a prediction")
+        return self.prediction
 
     @property
     def digest(self) -> str:

@@ -54,8 +54,7 @@ def plan_ahead(
 def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
     """The faster of ``made``, which is the best without prefetch, and plans with it; its bound holds for the search's mixtures of
     configurations without prefetch, and for every configuration in all layers with any of ``depths``."""
-    assert made.prediction is not None
-    best, best_s, bound_s = made, made.prediction.step, solution.bound_s
+    best, best_s, bound_s = made, made.predicted.step, solution.bound_s
 
     def consider(plain: Plan) -> None:
         nonlocal best, best_s

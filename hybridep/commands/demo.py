@@ -153,17 +153,16 @@ def _train(run: Run, name: str, made: Plan) -> Outcome:
         wire_bytes = _wire_bytes() or 0
     if (folder / "trace.json").exists():
         plot_timeline(folder / "timeline.png", folder / "trace.json", f"{name}: measured step {run.trace_step}")
-    assert made.prediction is not None
     return Outcome(
         name=name,
         domains=_domains(made),
         measured_s=summary["step_s"]["median"],
         spread_s=summary["step_s"]["stdev"],
-        predicted_s=made.prediction.expected_s,
+        predicted_s=made.predicted.expected_s,
         simulated_s=report.step.step_s,
         wan_bytes=summary["wan_bytes_per_step"],
         wire_bytes=None if before_bytes is None else (wire_bytes - before_bytes) / run.steps,
-        planned_wan_bytes=made.prediction.wan_bytes,
+        planned_wan_bytes=made.predicted.wan_bytes,
         losses=tuple(summary["losses"]),
     )
 

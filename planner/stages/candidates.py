@@ -24,6 +24,7 @@ from hybridep.topology import Cluster, by_themselves
 from hybridep.units import format_bytes
 from hybridep.workload import Workload
 from planner.evaluate import MOST_RANKS
+from planner.goal import Worth
 from planner.memory import MemoryUse, memory_knob
 from planner.price import step_usd
 from planner.sites.grouping import Groups
@@ -45,10 +46,6 @@ BATCHES = (1, 2, 4, 8, 16)
 FEW_BATCHES = (0.25, 0.5)
 """Where what each pass waits for is most of a step, fewer than there are stages may be better."""
 _MOST_BATCHES = 1024
-
-
-Worth = tuple[float, float]
-"""By what share a step is over the budget, and its seconds or dollars: the smaller the better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +228,7 @@ class Candidates:
             if all(one.memory.fits for one in inside):
                 step_s = least_step_s(plan, [one.times for one in inside])
                 usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
-                least = self.wishes.goal.overdraft(usd), self.wishes.goal.value(step_s, usd)
-                return Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=least)
+                return Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=self.wishes.goal.worth(step_s, usd))
         stage, fullest = max(zip(plan.plans, (one.memory for one in inside), strict=True), key=lambda both: _fullness(both[1]))
         if _fullness(fullest) < self._lack:
             self._lack = _fullness(fullest)
