@@ -283,6 +283,18 @@ class Plan(PlanFile):
             raise ValueError(str(error)) from None
         return self
 
+    def with_layers(self, *layers: LayerGroup, workload: Workload | None = None) -> Plan:
+        """The same with other layers, and of another ``workload`` where it is given; without a prediction."""
+        return Plan(
+            cluster=self.cluster,
+            workload=workload or self.workload,
+            layers=layers,
+            popularity=self.popularity,
+            codecs=self.codecs,
+            schedule=self.schedule,
+            provenance=self.provenance,
+        )
+
     @cached_property
     def placed(self) -> tuple[PlacedLayers, ...]:
         """The layer groups with their placement; with measured popularity every layer by itself, since which experts are hot

@@ -76,14 +76,7 @@ def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
         candidate = problem.candidates[c]
         if candidate.num_copies:
             group = layer_group(0, problem.num_layers, candidate.choices, candidate.residency)
-            plan = Plan(
-                cluster=problem.cluster,
-                workload=problem.workload,
-                layers=(group,),
-                schedule=problem.schedule,
-                provenance=made.provenance,
-            )
-            consider(plan)
+            consider(made.with_layers(group))
     if best is made and bound_s >= solution.bound_s:
         return made
     return reported(best, solution, best_s, min(bound_s, best_s))

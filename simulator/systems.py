@@ -15,7 +15,7 @@ import numpy as np
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.homes import homes_text
 from hybridep.placement import IntArray, home_blocks
-from hybridep.plan import LayerGroup, Plan
+from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
@@ -114,18 +114,8 @@ def _with_groups(plan: Plan, groups: Sequence[dict[str, object]]) -> Plan:
     """One layer group per entry, over all layers where there is one."""
     layers = plan.workload.model.num_moe_layers // len(groups)
     base = plan.layers[0].model_copy(update={"num_layers": layers})
-    made: list[LayerGroup] = [
-        base.model_copy(update={"first_layer": number * layers, **update}) for number, update in enumerate(groups)
-    ]
-    return Plan(
-        cluster=plan.cluster,
-        workload=plan.workload,
-        layers=tuple(made),
-        popularity=plan.popularity,
-        codecs=plan.codecs,
-        schedule=plan.schedule,
-        provenance=plan.provenance,
-    )
+    made = (base.model_copy(update={"first_layer": number * layers, **update}) for number, update in enumerate(groups))
+    return plan.with_layers(*made)
 
 
 def _shadowed(plan: Plan, popularity: Sequence[FloatArray]) -> Iterator[tuple[str, Plan]]:

@@ -79,14 +79,7 @@ def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, known: dict[
 
 
 def _known(stage: Plan, layers: tuple[LayerGroup, ...]) -> Known:
-    made = Plan(
-        cluster=stage.cluster,
-        workload=stage.workload,
-        layers=layers,
-        popularity=stage.popularity,
-        schedule=stage.schedule,
-        codecs=stage.codecs,
-    )
+    made = stage.with_layers(*layers)
     usd = 0.0
     if made.cluster.has_egress_prices and made.cluster.sizes[0] > 1:
         usd = egress_usd(made.cluster, link_bytes(made.cluster, step_traffic(made)))
