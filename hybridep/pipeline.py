@@ -8,30 +8,28 @@ has, so the same model is trained.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from hybridep.codecs import EXACT, Codecs, Speed, TokenCodec, Wire
-from hybridep.config import Strict, apply_override, build, key_lines, read_yaml, write_yaml
+from hybridep.config import Strict, build
 from hybridep.errors import ConfigError
 from hybridep.placement import IntArray
 from hybridep.plan import (
-    SCHEMA_VERSION,
     LayerGroup,
     Plan,
+    PlanFile,
+    Popularity,
     Prediction,
     Schedule,
     SolverReport,
     check_popularity,
-    load_plan,
-    require_same,
+    load_kind,
 )
 from hybridep.shares import batch_sequences, owners, sequences_together, site_sequences, unequal_shares
 from hybridep.topology import Cluster, by_themselves
@@ -65,20 +63,16 @@ class Ways(NamedTuple):
     """Sequences from that one on."""
 
 
-class PipelinePlan(Strict):
+class PipelinePlan(PlanFile):
     """Stages for one cluster and workload, and the order in which they pass micro-batches to each other."""
 
-    schema_version: Literal[1] = 1
-    cluster: Cluster
-    workload: Workload
-    """As without stages: its batch is what all ranks together train on in a step."""
     micro_batches: int = Field(ge=1)
     """In which the global batch passes the stages."""
     ahead: int = Field(default=1, ge=1)
     """Forwards that a stage runs ahead for each stage behind it: 1 is 1F1B (PipeDream-Flush), which waits for every way there and
     back; more hide longer ways and keep more activations."""
     stages: tuple[StagePlan, ...] = Field(min_length=1)
-    popularity: tuple[tuple[float, ...], ...] = ()
+    popularity: Popularity = ()
     """As a plan's: of every MoE layer of the model."""
     codecs: dict[str, Codecs] = Field(default_factory=dict)
     """Level name -> codecs, inside stages; and the outermost level's ``activations`` between them."""
@@ -92,7 +86,7 @@ class PipelinePlan(Strict):
     def _consistent(self) -> PipelinePlan:
         cluster, model = self.cluster, self.workload.model
         check_stageable(cluster, model)
-        names = [cluster.site_name(site) for site in range(cluster.sizes[0])]
+        names = cluster.site_names
         used = [name for stage in self.stages for name in stage.sites]
         for name in used:
             if name not in names:
@@ -144,8 +138,8 @@ class PipelinePlan(Strict):
     @cached_property
     def ranks(self) -> tuple[IntArray, ...]:
         """Of each stage, in its own order, the ranks of the whole cluster."""
-        sites = {self.cluster.site_name(site): site for site in range(self.cluster.sizes[0])}
-        inside = np.arange(self.cluster.num_gpus // self.cluster.sizes[0])
+        sites = {name: site for site, name in enumerate(self.cluster.site_names)}
+        inside = np.arange(self.cluster.ranks_per_site)
         # A stage's sites stand in the cluster's order, whatever the order in which they are written.
         places = [sorted(sites[name] for name in stage.sites) for stage in self.stages]
         return tuple(np.concatenate([site * len(inside) + inside for site in place]) for place in places)
@@ -160,8 +154,8 @@ class PipelinePlan(Strict):
 
     def sequences(self, stage: int) -> IntArray:
         """[ranks of the stage]: of each in one micro-batch."""
-        own, inside = self.plans[stage], self.cluster.num_gpus // self.cluster.sizes[0]
-        return np.repeat(np.array(site_sequences(own.cluster, own.workload)), inside)
+        own = self.plans[stage]
+        return np.repeat(np.array(site_sequences(own.cluster, own.workload)), own.cluster.ranks_per_site)
 
     def ways(self, stage: int) -> Ways:
         """From a stage to the next. A rank passes on its own sequences, to ranks of the same place in their sites; where the next
@@ -210,25 +204,6 @@ class PipelinePlan(Strict):
         """Micro-batches whose activations a stage keeps at a time."""
         return min(1 + forwards_ahead(stage, len(self.stages), self.micro_batches, self.ahead), self.micro_batches)
 
-    @property
-    def digest(self) -> str:
-        """Identifies what the plan makes ranks do; prediction and provenance are left out."""
-        decided = self.model_dump(mode="json", exclude={"prediction", "solver", "provenance"})
-        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
-
-    def with_popularity(self, popularity: Popularity) -> PipelinePlan:
-        """As a plan's."""
-        decided = self.model_dump(mode="json", exclude={"prediction", "solver"})
-        return build(PipelinePlan, decided | {"popularity": popularity}, "plan")
-
-    def save(self, path: Path) -> None:
-        """Write as YAML, atomically."""
-        write_yaml(path, self.model_dump(mode="json", exclude_none=True))
-
-    def require(self, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
-        """Raises PlanMismatchError when the plan was made for another cluster or workload."""
-        require_same(self.cluster, self.workload, cluster, workload, where)
-
 
 AnyPlan = Plan | PipelinePlan
 """What a plan file may hold."""
@@ -249,27 +224,20 @@ def is_pipeline(data: Mapping[str, Any]) -> bool:
     return "stages" in data and "schema_version" in data
 
 
+def _kind_of(data: Mapping[str, Any]) -> type[AnyPlan]:
+    return PipelinePlan if is_pipeline(data) else Plan
+
+
 def build_plan(data: Mapping[str, Any], where: str) -> AnyPlan:
     """A plan of either kind from plain data. Raises ConfigError."""
-    return build(PipelinePlan, data, where) if is_pipeline(data) else build(Plan, data, where)
+    return build(_kind_of(data), data, where)
 
 
 def load_any_plan(
     path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None, overrides: Sequence[str] = ()
 ) -> AnyPlan:
-    """Read a plan file of either kind; arguments and errors as of ``hybridep.plan.load_plan``."""
-    data = read_yaml(path)
-    if not is_pipeline(data):
-        return load_plan(path, cluster=cluster, workload=workload, overrides=overrides)
-    for override in overrides:
-        apply_override(data, override)
-    if overrides:
-        data = {key: value for key, value in data.items() if key not in ("prediction", "solver")}
-    if (version := data["schema_version"]) != SCHEMA_VERSION:
-        raise ConfigError(str(path), "schema_version", f"this version reads plans of schema {SCHEMA_VERSION} (found {version!r})")
-    plan = build(PipelinePlan, data, str(path), key_lines(path))
-    plan.require(cluster, workload, str(path))
-    return plan
+    """Read a plan file of either kind; see ``hybridep.plan.load_kind``."""
+    return load_kind(_kind_of, path, cluster, workload, overrides)
 
 
 def pipeline_link_bytes(plan: PipelinePlan) -> FloatArray:
@@ -289,14 +257,15 @@ def between_link_bytes(plan: PipelinePlan) -> FloatArray:
     """[number of links]: of these what passes between stages."""
     cluster = plan.cluster
     loads = np.zeros(len(cluster.link_table))
-    inside = cluster.num_gpus // cluster.sizes[0]
+    inside = cluster.ranks_per_site
     between = np.zeros((cluster.sizes[0], cluster.sizes[0]))
     for earlier in range(len(plan.stages) - 1):
         ways = plan.ways(earlier)
         for source, destination in ((ways.source, ways.destination), (ways.destination, ways.source)):
             size_bytes = ways.number.astype(np.float64) * plan.sequence_bytes * plan.micro_batches
             np.add.at(between, (source // inside, destination // inside), size_bytes)
-            for depth, width in enumerate(int(np.prod(cluster.sizes[depth + 1 :])) for depth in range(len(cluster.sizes))):
+            for depth in range(len(cluster.sizes)):
+                width = cluster.stride(depth)
                 np.add.at(loads, cluster.up_link(depth, 0) + 2 * (source // width), size_bytes)
                 np.add.at(loads, cluster.down_link(depth, 0) + 2 * (destination // width), size_bytes)
     if cluster.links or cluster.trunks:
@@ -336,7 +305,7 @@ def stage_workload(
     dense = min(max(model.num_dense_layers - first_layer, 0), num_layers)
     if dense >= num_layers:
         raise ValueError(f"stages.{number}: {num_layers} layers, {dense} of them without experts; each needs one with experts")
-    inside = cluster.num_gpus // cluster.sizes[0]
+    inside = cluster.ranks_per_site
     batch = global_sequences(workload, cluster)
     together, rest = divmod(batch, inside * micro_batches)
     if rest or together < num_sites:
@@ -356,10 +325,6 @@ def stage_workload(
         model=build(Model, model.model_dump(mode="json") | update, f"stages.{number}"),
         training=build(Training, training.model_dump(mode="json") | batch_of, f"stages.{number}"),
     )
-
-
-Popularity = tuple[tuple[float, ...], ...]
-"""Of every MoE layer, as a plan's."""
 
 
 def of_stage(popularity: Popularity, workload: Workload) -> Popularity:

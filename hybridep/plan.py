@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -143,6 +143,11 @@ class Prediction(Strict):
         """The same, and that of the step in a file that lacks it."""
         return self.step if self.expected is None else self.expected
 
+    @property
+    def cost_usd(self) -> float:
+        """Of one step, zero where nothing has a price."""
+        return self.cost or 0.0
+
 
 class SolverReport(Strict):
     """How the plan was found."""
@@ -175,16 +180,70 @@ class PlacedLayers(NamedTuple):
     """What their tokens are expected to choose."""
 
 
-class Plan(Strict):
-    """Placement, codecs, schedule and prediction for one cluster and workload."""
+Popularity = tuple[tuple[float, ...], ...]
+"""For each MoE layer the share of each expert in all choices of the gate."""
+
+
+class PlanFile(Strict):
+    """What both kinds of plans have first in their files, and what both can do."""
 
     schema_version: Literal[1] = 1
     cluster: Cluster
     workload: Workload
+    """Its batch is what all ranks together train on in a step, in stages, too."""
+    if TYPE_CHECKING:
+        # Each kind's own field, which its files have after what they decide.
+        prediction: Prediction | None
+
+    @property
+    def predicted(self) -> Prediction:
+        """``prediction``. Raises ValueError where there is none."""
+        if self.prediction is None:
+            raise ValueError(f"a plan for {self.workload.name} on {self.cluster.name} without a prediction")
+        return self.prediction
+
+    @property
+    def digest(self) -> str:
+        """Identifies what the plan makes ranks do; prediction and provenance are left out."""
+        decided = self.model_dump(mode="json", exclude={"prediction", "solver", "provenance"})
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+    def require(self, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
+        """Raises PlanMismatchError, which names what differs, when the plan was made for another cluster or workload. It may
+        leave sites out: then the others are to be what remains of these (``hybridep.shares.on_sites``)."""
+        found: list[str] = []
+        if cluster is not None and (names := set(self.cluster.site_names)) < set(cluster.site_names):
+            try:
+                cluster, workload = on_sites(cluster, workload or self.workload, names)
+            except PlacementError as error:
+                found.append(f"cluster: plan is for {len(names)} of its sites; {error}")
+        for name, mine, other in (("cluster", self.cluster, cluster), ("workload", self.workload, workload)):
+            if other is not None:
+                found += _differences(name, mine.model_dump(mode="json"), other.model_dump(mode="json"))
+        if found:
+            raise PlanMismatchError(where, found)
+
+    def with_popularity(self, popularity: Popularity) -> Self:
+        """The same decisions with experts chosen as measured: partial migration then copies the most popular. What was predicted
+        is left out. Raises ConfigError for shares that are none."""
+        decided = self.model_dump(mode="json", exclude={"prediction", "solver"})
+        return build(type(self), decided | {"popularity": popularity}, "plan")
+
+    def save(self, path: Path) -> None:
+        """Write as YAML, atomically."""
+        write_yaml(path, self.model_dump(mode="json", exclude_none=True))
+
+
+PlanKind = TypeVar("PlanKind", bound=PlanFile)
+
+
+class Plan(PlanFile):
+    """Placement, codecs, schedule and prediction for one cluster and workload."""
+
     layers: tuple[LayerGroup, ...] = Field(min_length=1)
     """Every MoE layer once, in order."""
-    popularity: tuple[tuple[float, ...], ...] = ()
-    """For each MoE layer the share of each expert in all choices of the gate, as measured; empty: all experts alike."""
+    popularity: Popularity = ()
+    """As measured; empty: all experts alike."""
     codecs: dict[str, Codecs] = Field(default_factory=dict)
     """Level name -> codecs; exact where absent."""
     schedule: Schedule = Schedule()
@@ -224,6 +283,18 @@ class Plan(Strict):
             raise ValueError(str(error)) from None
         return self
 
+    def with_layers(self, *layers: LayerGroup, workload: Workload | None = None) -> Plan:
+        """The same with other layers, and of another ``workload`` where it is given; without a prediction."""
+        return Plan(
+            cluster=self.cluster,
+            workload=workload or self.workload,
+            layers=layers,
+            popularity=self.popularity,
+            codecs=self.codecs,
+            schedule=self.schedule,
+            provenance=self.provenance,
+        )
+
     @cached_property
     def placed(self) -> tuple[PlacedLayers, ...]:
         """The layer groups with their placement; with measured popularity every layer by itself, since which experts are hot
@@ -261,34 +332,27 @@ class Plan(Strict):
             start=np.zeros(self.cluster.num_gpus, dtype=np.int64),
         )
 
-    @property
-    def digest(self) -> str:
-        """Identifies what the plan makes ranks do; prediction and provenance are left out."""
-        decided = self.model_dump(mode="json", exclude={"prediction", "solver", "provenance"})
-        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
-
-    def require(self, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
-        """Raises PlanMismatchError when the plan was made for another cluster or workload."""
-        require_same(self.cluster, self.workload, cluster, workload, where)
-
-    def with_popularity(self, popularity: tuple[tuple[float, ...], ...]) -> Plan:
-        """The same decisions with experts chosen as measured: partial migration then copies the most popular. What was predicted
-        is left out. Raises ConfigError for shares that are none."""
-        changed = {"popularity": popularity, "prediction": None, "solver": None}
-        return build(Plan, self.model_dump(mode="json") | changed, "plan")
-
-    def save(self, path: Path) -> None:
-        """Write as YAML, atomically."""
-        write_yaml(path, self.model_dump(mode="json", exclude_none=True))
-
 
 def load_plan(
     path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None, overrides: Sequence[str] = ()
 ) -> Plan:
-    """Read a plan file. Raises ConfigError for a broken or truncated file and PlanMismatchError when ``cluster`` or
-    ``workload`` is given and the plan was made for another one. With ``overrides`` (``cluster.gpu.memory=...``) it is the
-    same placement under other conditions; what was predicted for the old ones is left out."""
+    """Read the file of a plan without stages; see ``load_kind``."""
+    return load_kind(lambda data: Plan, path, cluster, workload, overrides)
+
+
+def load_kind(
+    kind_of: Callable[[Mapping[str, Any]], type[PlanKind]],
+    path: Path,
+    cluster: Cluster | None,
+    workload: Workload | None,
+    overrides: Sequence[str],
+) -> PlanKind:
+    """Read a plan file of the kind that what it holds is. Raises ConfigError for a broken or truncated file and PlanMismatchError
+    when ``cluster`` or ``workload`` is given and the plan was made for another one. With ``overrides``
+    (``cluster.gpu.memory=...``) it is the same placement under other conditions; what was predicted for the old ones is left out.
+    """
     data = read_yaml(path)
+    kind = kind_of(data)
     for override in overrides:
         apply_override(data, override)
     if overrides:
@@ -296,12 +360,12 @@ def load_plan(
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ConfigError(str(path), "schema_version", f"this version reads plans of schema {SCHEMA_VERSION} (found {version!r})")
-    plan = build(Plan, data, str(path), key_lines(path))
+    plan = build(kind, data, str(path), key_lines(path))
     plan.require(cluster, workload, str(path))
     return plan
 
 
-def check_popularity(popularity: tuple[tuple[float, ...], ...], workload: Workload) -> None:
+def check_popularity(popularity: Popularity, workload: Workload) -> None:
     """Raises ValueError for shares that are not those of the model's experts, layer by layer."""
     model = workload.model
     if popularity and len(popularity) != model.num_moe_layers:
@@ -314,26 +378,6 @@ def check_popularity(popularity: tuple[tuple[float, ...], ...], workload: Worklo
                 f"popularity.{layer}: shares must be at least 0, add up to 1, and be at most 1 / top_k, since a token "
                 "chooses an expert once"
             )
-
-
-def require_same(mine: Cluster, my_workload: Workload, cluster: Cluster | None, workload: Workload | None, where: str) -> None:
-    """Raises PlanMismatchError, which names what differs, when a plan for the first two is used with others. A plan may leave
-    sites out: then the others are to be what remains of these (``hybridep.shares.on_sites``)."""
-    found: list[str] = []
-    if cluster is not None and (names := set(_names(mine))) < set(_names(cluster)):
-        try:
-            cluster, workload = on_sites(cluster, workload or my_workload, names)
-        except PlacementError as error:
-            found.append(f"cluster: plan is for {len(names)} of its sites; {error}")
-    for name, one, other in (("cluster", mine, cluster), ("workload", my_workload, workload)):
-        if other is not None:
-            found += _differences(name, one.model_dump(mode="json"), other.model_dump(mode="json"))
-    if found:
-        raise PlanMismatchError(where, found)
-
-
-def _names(cluster: Cluster) -> list[str]:
-    return [cluster.site_name(site) for site in range(cluster.sizes[0])]
 
 
 def _differences(prefix: str, mine: Any, other: Any) -> list[str]:

@@ -30,7 +30,7 @@ def serving_table(cluster: Cluster, num_experts: int, groups: Iterable[ServingGr
     Raises PlacementError for an unknown site, one that is in no group or in two, and an expert without or with two holders.
     """
     size = cluster.sizes[0]
-    index = {cluster.site_name(dc): dc for dc in range(size)}
+    index = {name: dc for dc, name in enumerate(cluster.site_names)}
     table = np.full((size, num_experts), -1, dtype=np.int64)
     known: dict[str, list[int]] = {}  # plans of many sites name the same experts over and over
 
@@ -67,7 +67,7 @@ def serving_groups(cluster: Cluster, table: NDArray[np.int64]) -> tuple[ServingG
     for dc, row in enumerate(table):
         members.setdefault(row.tobytes(), []).append(dc)
     groups = []
-    names = [cluster.site_name(dc) for dc in range(len(table))]
+    names = cluster.site_names
     known: dict[tuple[int, ...], str] = {}
     for sites in members.values():
         # Lists, not arrays: most holders of many sites have one expert or two.

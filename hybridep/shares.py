@@ -54,7 +54,7 @@ def site_sequences(cluster: Cluster, workload: Workload) -> tuple[int, ...]:
 
 def batch_sequences(cluster: Cluster, workload: Workload) -> int:
     """Of one micro-batch, all ranks together."""
-    return cluster.num_gpus // cluster.levels[0].size * sum(site_sequences(cluster, workload))
+    return cluster.ranks_per_site * sum(site_sequences(cluster, workload))
 
 
 def unequal_shares(cluster: Cluster) -> bool:
@@ -105,7 +105,7 @@ def site_shares(cluster: Cluster, workload: Workload) -> NDArray[np.float64]:
 
 def first_sequence(cluster: Cluster, workload: Workload, rank: int) -> int:
     """Where a rank's sequences begin in the global batch of one micro-batch, as ``owners`` has them."""
-    sequences, inside = site_sequences(cluster, workload), cluster.num_gpus // cluster.levels[0].size
+    sequences, inside = site_sequences(cluster, workload), cluster.ranks_per_site
     dc, place = divmod(rank, inside)
     return place * sum(sequences) + sum(sequences[:dc])
 
@@ -113,7 +113,7 @@ def first_sequence(cluster: Cluster, workload: Workload, rank: int) -> int:
 def owners(cluster: Cluster, workload: Workload) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """[B] each: the rank that has each sequence of one micro-batch, and which one of its own that is. The sites' first ranks have
     the first sequences, then their second ones: so whatever sites share a batch, a sequence has the same place in all of them."""
-    sequences, inside = site_sequences(cluster, workload), cluster.num_gpus // cluster.levels[0].size
+    sequences, inside = site_sequences(cluster, workload), cluster.ranks_per_site
     first = np.repeat(inside * np.arange(len(sequences)), sequences)
     rank = (first + np.arange(inside)[:, None]).ravel()
     return rank, np.tile(np.concatenate([np.arange(number) for number in sequences]), inside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import permutations
 
 from pydantic import Field, model_validator
@@ -145,7 +146,7 @@ class ClusterFile(Strict):
         return self
 
     def _check_carried(self, where: str, carries: dict[str, float]) -> None:
-        known = {self.site_name(dc) for dc in range(self.levels[0].size)}
+        known = set(self.site_names)
         for way, share in carries.items():
             src, arrow, dst = way.partition(" -> ")
             if not arrow or src == dst or not known.issuperset((src, dst)) or not 0 < share <= 1:
@@ -154,3 +155,8 @@ class ClusterFile(Strict):
     def site_name(self, dc: int) -> str:
         """Name of the worker ``dc`` of the outermost level."""
         return self.sites[dc].name if self.sites else f"{self.levels[0].name}{dc}"
+
+    @cached_property
+    def site_names(self) -> tuple[str, ...]:
+        """[DCs]: those of all."""
+        return tuple(self.site_name(dc) for dc in range(self.levels[0].size))

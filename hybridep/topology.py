@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import permutations, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 Location = tuple[int, ...]
+Sites = TypeVar("Sites", int, NDArray[np.int64])
 
 
 class Link(NamedTuple):
@@ -58,6 +59,15 @@ class Cluster(ClusterFile):
         """G, the number of ranks."""
         return int(np.prod(self.sizes))
 
+    def stride(self, level: int) -> int:
+        """Ranks below one worker of a level: what lies between ranks that differ by one there."""
+        return int(np.prod(self.sizes[level + 1 :]))
+
+    @property
+    def ranks_per_site(self) -> int:
+        """Of one worker of the outermost level."""
+        return self.stride(0)
+
     @property
     def processors(self) -> int | None:
         """On which all ranks take turns (``Gpu.sharing``), a whole number; None where each has its own."""
@@ -79,7 +89,7 @@ class Cluster(ClusterFile):
 
     def peer(self, rank: int, level: int, coordinate: int) -> int:
         """The rank that differs from ``rank`` only in its coordinate at ``level``."""
-        stride = int(np.prod(self.sizes[level + 1 :]))
+        stride = self.stride(level)
         return rank + (coordinate - rank // stride % self.sizes[level]) * stride
 
     def site_labels(self, dc: int) -> tuple[str, ...]:
@@ -115,7 +125,7 @@ class Cluster(ClusterFile):
 
     def of_ranks(self, figure: Callable[[Gpu], float]) -> NDArray[np.float64]:
         """[G]: the same of each rank."""
-        return np.repeat(self.of_sites(figure), self.num_gpus // self.levels[0].size)
+        return np.repeat(self.of_sites(figure), self.ranks_per_site)
 
     @property
     def token_weights(self) -> NDArray[np.float64]:
@@ -148,7 +158,7 @@ class Cluster(ClusterFile):
         names: list[str] = []
         for depth, level in enumerate(self.levels):
             inner = [f"/{level.name}{x}" for x in range(level.size)]
-            names = [name + one for name in names for one in inner] if depth else [self.site_name(x) for x in range(level.size)]
+            names = [name + one for name in names for one in inner] if depth else list(self.site_names)
             for number, name in enumerate(names):
                 up = down = level.bandwidth
                 if depth == 0 and self.sites:
@@ -162,6 +172,21 @@ class Cluster(ClusterFile):
                 table.append(Link(name=f"{link.src} -> {link.dst}", bandwidth_bytes_per_s=link.bandwidth))
         table += [Link(name=trunk.name, bandwidth_bytes_per_s=trunk.bandwidth) for trunk in self.trunks]
         return tuple(table)
+
+    @cached_property
+    def access_bytes_per_s(self) -> NDArray[np.float64]:
+        """[2, DCs]: of the sites' links up, and down."""
+        return np.array([link.bandwidth_bytes_per_s for link in self.link_table[: 2 * self.sizes[0]]]).reshape(-1, 2).T.copy()
+
+    @cached_property
+    def pair_bytes_per_s(self) -> NDArray[np.float64] | None:
+        """[DCs, DCs]: of the links from the row to the column, infinite on the diagonal; None where none are given."""
+        if not self.links:
+            return None
+        found = np.full((self.sizes[0], self.sizes[0]), np.inf)
+        for pair, link in self._pairs.items():
+            found[pair] = link.bandwidth
+        return found
 
     @property
     def pair_links(self) -> slice:
@@ -188,7 +213,7 @@ class Cluster(ClusterFile):
     def trunk_shares(self) -> csr_array:
         """[trunks, DCs x DCs]: share of what goes from the one to the other that crosses the trunk."""
         size = self.sizes[0]
-        index = {self.site_name(dc): dc for dc in range(size)}
+        index = {name: dc for dc, name in enumerate(self.site_names)}
         rows, columns, shares = [], [], []
         for row, trunk in enumerate(self.trunks):
             for pair, share in trunk.carries.items():
@@ -234,7 +259,7 @@ class Cluster(ClusterFile):
     @property
     def rent_usd_per_s(self) -> float:
         """Of all ranks."""
-        return self.num_gpus // self.levels[0].size * sum(gpu.price or 0.0 for gpu in self.site_gpus)
+        return self.ranks_per_site * sum(gpu.price or 0.0 for gpu in self.site_gpus)
 
     @cached_property
     def egress_usd_per_byte(self) -> NDArray[np.float64]:
@@ -259,6 +284,10 @@ class Cluster(ClusterFile):
         """Index in ``link_table`` of a worker's down link."""
         return self._first_link[level] + 2 * worker + 1
 
+    def pair_link(self, src: Sites, dst: Sites) -> Sites:
+        """Index in ``link_table`` of the link from one DC to another one, or of those between arrays of them."""
+        return self._first_link[-1] + src * (self.sizes[0] - 1) + dst - (dst > src)
+
     def path(self, src: int, dst: int) -> tuple[int, ...]:
         """Links that a transfer uses, in order, without trunks; empty when ``src`` is ``dst``."""
         a, b = self.location(src), self.location(dst)
@@ -267,13 +296,12 @@ class Cluster(ClusterFile):
             return ()
         ups, downs = [], []
         for level in range(first, len(a)):
-            stride = int(np.prod(self.sizes[level + 1 :]))
+            stride = self.stride(level)
             ups.append(self.up_link(level, src // stride))
             downs.append(self.down_link(level, dst // stride))
         pair = []
         if first == 0 and self.links:
-            skip = a[0] * (self.sizes[0] - 1) + b[0] - (b[0] > a[0])
-            pair = [self._first_link[-1] + skip]
+            pair = [self.pair_link(a[0], b[0])]
         return (*reversed(ups), *pair, *downs)
 
     def latency_s(self, src: int, dst: int) -> float:
@@ -305,8 +333,8 @@ class Cluster(ClusterFile):
                     outward, inward = f"exit of {self.worker_name(location)}", f"entry of {self.worker_name(location)}"
                 join(node, outward, self.up_link(depth, worker))
                 join(inward, node, self.down_link(depth, worker))
-        for offset, (src, dst) in enumerate(permutations(range(self.sizes[0]), 2) if self.links else ()):
-            join(f"exit of {self.site_name(src)}", f"entry of {self.site_name(dst)}", self._first_link[-1] + offset)
+        for src, dst in permutations(range(self.sizes[0]), 2) if self.links else ():
+            join(f"exit of {self.site_name(src)}", f"entry of {self.site_name(dst)}", self.pair_link(src, dst))
         return graph
 
 
@@ -318,7 +346,7 @@ def only_sites(cluster: Cluster, sites: Collection[str]) -> Cluster:
         carries = {pair: part for pair, part in trunk.carries.items() if set(pair.split(" -> ")) <= kept}
         if carries:
             trunks.append(trunk.model_copy(update={"carries": carries}))
-    named = cluster.sites or tuple(Site(name=cluster.site_name(site)) for site in range(cluster.sizes[0]))
+    named = cluster.sites or tuple(Site(name=name) for name in cluster.site_names)
     found = tuple(site for site in named if site.name in kept)
     return Cluster(
         name=cluster.name,
@@ -371,5 +399,5 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
 def data_with_sites(cluster: Cluster) -> dict[str, Any]:
     """The same with all sites by name, also where the file has none."""
     data = cluster_data(cluster)
-    data["sites"] = data["sites"] or [{"name": cluster.site_name(site)} for site in range(cluster.sizes[0])]
+    data["sites"] = data["sites"] or [{"name": name} for name in cluster.site_names]
     return data

@@ -11,7 +11,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.choose import plan
 from planner.constraints import Constraints
-from planner.goal import FASTEST, Goal
+from planner.goal import FASTEST, Goal, Worth
 from planner.stages.rules import StageRules
 
 _KINDS = 4
@@ -40,7 +40,7 @@ def alone(
         kind = repr(cluster.site_gpus[site])
         if len(kinds) < _KINDS and kind not in kinds and rules.possible((site,)):
             kinds[kind] = site
-    found: list[tuple[float, float, int, Plan]] = []
+    found: list[tuple[Worth, int, Plan]] = []
     for site in kinds.values():
         try:
             one, work = on_sites(cluster, workload, [cluster.site_name(site)])
@@ -49,7 +49,5 @@ def alone(
             made = plan(one, work, time_limit_s=_LIMIT_S, popularity=popularity, goal=own, constraints=rules.inside(one))
         except HybridEPError:
             continue
-        assert made.prediction is not None
-        usd = made.prediction.cost or 0.0
-        found.append((goal.overdraft(usd), goal.value(made.prediction.expected_s, usd), site, made))
-    return min(found, key=lambda one: one[:3])[3] if found else None
+        found.append((goal.worth(made.predicted.expected_s, made.predicted.cost_usd), site, made))
+    return min(found, key=lambda one: one[:2])[2] if found else None

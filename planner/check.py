@@ -79,9 +79,9 @@ def _check_solver(plan: Plan, report: SolverReport, prediction: Prediction) -> N
         found_gap = _cost_gap(report, prediction)
     if abs(report.gap - found_gap) > RELATIVE:
         raise CheckError("solver.gap", f"claims {report.gap:.3g}, bound and objective give {found_gap:.3g}")
-    if report.budget is not None and goal_of(report).overdraft(prediction.cost or 0.0) > 0:
+    if report.budget is not None and goal_of(report).overdraft(prediction.cost_usd) > 0:
         raise CheckError(
-            "solver.budget", f"is {format_dollars(report.budget)}, the step costs {format_dollars(prediction.cost or 0.0)}"
+            "solver.budget", f"is {format_dollars(report.budget)}, the step costs {format_dollars(prediction.cost_usd)}"
         )
     if report.status is Status.OPTIMAL and report.gap > PROVEN_GAP:
         raise CheckError("solver.status", f"claims optimal with a gap of {report.gap:.3g}")

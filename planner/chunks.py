@@ -33,7 +33,7 @@ def best_of_searches(search: Callable[[Schedule], list[Plan]], schedule: Schedul
     found = [search(schedule.model_copy(update={"chunks": number})) for number in numbers(most)]
     reports = [plans[0].solver for plans in found if plans[0].solver is not None]
     goal = goal_of(reports[0]) if reports else FASTEST
-    values = [_value(plans[0], goal) for plans in found]
+    values = [goal.value_of(plans[0]) for plans in found]
     best = found[_fewest(values)]
     return [_reported(best[0], reports), *best[1:]] if reports else best
 
@@ -43,7 +43,7 @@ def tables_in_parts(found: Sequence[Plan], most: int, count: int) -> list[Plan]:
     at most ``count``, the best first."""
     report = found[0].solver
     goal = FASTEST if report is None else goal_of(report)
-    best = sorted((_in_parts(plan, most, goal) for plan in found), key=lambda plan: _value(plan, goal))[:count]
+    best = sorted((_in_parts(plan, most, goal) for plan in found), key=goal.value_of)[:count]
     return best if report is None else [_reported(best[0], [report]), *best[1:]]
 
 
@@ -66,8 +66,7 @@ def _fewest(values: Sequence[float]) -> int:
 
 def _reported(plan: Plan, reports: Sequence[SolverReport]) -> Plan:
     """With the bound of all these searches."""
-    assert plan.prediction is not None
-    step_s, cost_usd = plan.prediction.step, plan.prediction.cost or 0.0
+    step_s, cost_usd = plan.predicted.step, plan.predicted.cost_usd
     report = solver_report(
         solver=reports[0].solver,
         goal=goal_of(reports[0]),
@@ -78,8 +77,3 @@ def _reported(plan: Plan, reports: Sequence[SolverReport]) -> Plan:
         solve_s=sum(one.solve for one in reports),
     )
     return plan.model_copy(update={"solver": report})
-
-
-def _value(plan: Plan, goal: Goal) -> float:
-    assert plan.prediction is not None
-    return goal.value(plan.prediction.step, plan.prediction.cost or 0.0)

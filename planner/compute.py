@@ -59,7 +59,7 @@ class Compute:
 
 def compute_of_ranks(cluster: Cluster, workload: Workload) -> Compute:
     """Arrays [G]."""
-    return _compute(cluster, workload, cluster.num_gpus // cluster.sizes[0])
+    return _compute(cluster, workload, cluster.ranks_per_site)
 
 
 def compute_of_sites(cluster: Cluster, workload: Workload) -> Compute:

@@ -131,7 +131,7 @@ class Permissions:
 def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> Permissions:
     """Of these rules together. Raises UserError for a site that no rule can mean and PlacementError for experts."""
     size = cluster.sizes[0]
-    home_site = home_blocks(cluster, num_experts) // (cluster.num_gpus // size)
+    home_site = home_blocks(cluster, num_experts) // cluster.ranks_per_site
     serve, hold = np.ones((size, size), dtype=np.bool_), np.ones((size, num_experts), dtype=np.bool_)
     for rule in rules:
         chosen = rule_sites(cluster, rule, rule.sites)

@@ -54,8 +54,7 @@ def plan_ahead(
 def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
     """The faster of ``made``, which is the best without prefetch, and plans with it; its bound holds for the search's mixtures of
     configurations without prefetch, and for every configuration in all layers with any of ``depths``."""
-    assert made.prediction is not None
-    best, best_s, bound_s = made, made.prediction.step, solution.bound_s
+    best, best_s, bound_s = made, made.predicted.step, solution.bound_s
 
     def consider(plain: Plan) -> None:
         nonlocal best, best_s
@@ -77,14 +76,7 @@ def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
         candidate = problem.candidates[c]
         if candidate.num_copies:
             group = layer_group(0, problem.num_layers, candidate.choices, candidate.residency)
-            plan = Plan(
-                cluster=problem.cluster,
-                workload=problem.workload,
-                layers=(group,),
-                schedule=problem.schedule,
-                provenance=made.provenance,
-            )
-            consider(plan)
+            consider(made.with_layers(group))
     if best is made and bound_s >= solution.bound_s:
         return made
     return reported(best, solution, best_s, min(bound_s, best_s))

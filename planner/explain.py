@@ -219,14 +219,7 @@ def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _of_group(name: str, plan: Plan, group: LayerGroup, allowed: Permissions | None) -> Alternative:
-    other = Plan(
-        cluster=plan.cluster,
-        workload=plan.workload,
-        layers=(group,),
-        popularity=plan.popularity,
-        schedule=plan.schedule,
-        codecs=plan.codecs,
-    )
+    other = plan.with_layers(group)
     return _alternative(name, other, *evaluate(other), allowed)
 
 

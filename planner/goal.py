@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridep.errors import UserError
-from hybridep.plan import Objective
+from hybridep.plan import Objective, Plan
 from hybridep.topology import Cluster
 from hybridep.units import format_dollars
 
 WITHIN = 1e-5
 """Share by which a plan may overstep a budget: above the solvers' tolerances, so that what they find feasible is."""
+
+
+Worth = tuple[float, float]
+"""By what share a step is over the budget, and its seconds or dollars: the smaller the better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,14 @@ class Goal:
         if self.budget_usd is None or step_usd <= self.budget_usd * (1 + WITHIN):
             return 0.0
         return (step_usd - self.budget_usd) / max(self.budget_usd, 1e-300)
+
+    def worth(self, step_s: float, step_usd: float) -> Worth:
+        """Both of a step."""
+        return self.overdraft(step_usd), self.value(step_s, step_usd)
+
+    def value_of(self, plan: Plan) -> float:
+        """Of its step, as predicted."""
+        return self.value(plan.predicted.step, plan.predicted.cost_usd)
 
     def require_prices(self, cluster: Cluster) -> None:
         """Raises UserError where a cluster has none, or where a plan would be both the cheapest and within a budget."""

@@ -46,7 +46,7 @@ def plan_matrices(plan: Plan) -> PlanMatrices:
         pair_s = np.zeros((size, size))
         pair_s[~np.eye(size, dtype=np.bool_)] = cost.link_s[cluster.pair_links]
     return PlanMatrices(
-        sites=tuple(cluster.site_name(dc) for dc in range(size)),
+        sites=cluster.site_names,
         served=served,
         copied=copied,
         up_s=cost.link_s[: 2 * size : 2],

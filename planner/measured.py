@@ -75,13 +75,12 @@ def plans_measured(
             raise InfeasibleError(missing_memory(first))
         best = alike[0]
     made = made_of(best)
-    assert made.prediction is not None
-    bound_s = min(bound_s, made.prediction.step)
-    found = gap(made.prediction.step, bound_s)
+    bound_s = min(bound_s, made.predicted.step)
+    found = gap(made.predicted.step, bound_s)
     report = SolverReport(
         status=Status.OPTIMAL if found <= PROVEN_GAP else Status.FEASIBLE,
         solver="by layer",
-        objective=seconds(made.prediction.step),
+        objective=seconds(made.predicted.step),
         bound=seconds(bound_s),
         gap=found,
         solve=seconds(now_s() - started),

@@ -88,7 +88,7 @@ def fits(used_bytes: float, capacity_bytes: float) -> bool:
 
 def memory_knob(cluster: Cluster, rank: int) -> str:
     """The key that gives a rank its memory."""
-    dc = rank // (cluster.num_gpus // cluster.sizes[0])
+    dc = rank // cluster.ranks_per_site
     gpu = cluster.sites[dc].gpu if cluster.sites else None
     return "gpu.memory" if gpu is None or gpu.memory is None else f"sites.{cluster.site_name(dc)}.gpu.memory"
 
@@ -280,7 +280,7 @@ def kept_by_codecs(wire: Wire, sent: FloatArray, received: FloatArray, present: 
 def unsent_dense_bytes(cluster: Cluster, workload: Workload, codecs: Sequence[Codecs]) -> float:
     """Dense gradients that error feedback keeps, of one rank."""
     shards = [
-        one.gradients is GradientCodec.TOP_K and workload.model.dense_params / np.prod(cluster.sizes[level + 1 :])
+        one.gradients is GradientCodec.TOP_K and workload.model.dense_params / cluster.stride(level)
         for level, one in enumerate(codecs)
     ]
     return float(sum(shards)) * _wide(workload)

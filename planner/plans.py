@@ -125,14 +125,7 @@ def top_domains(best: Plan, count: int) -> list[Plan]:
     found: list[Plan] = []
     for c in sorted(fitting, key=lambda c: float(problem.layer_value[c])):
         group = layer_group(0, problem.num_layers, problem.candidates[c].choices, problem.candidates[c].residency)
-        other = Plan(
-            cluster=best.cluster,
-            workload=best.workload,
-            layers=(group,),
-            schedule=best.schedule,
-            codecs=best.codecs,
-            provenance=provenance(),
-        )
+        other = best.with_layers(group)
         if len(found) < count and other.digest != best.digest:
             found.append(other.model_copy(update={"prediction": predict(other)}))
     return found
@@ -145,10 +138,7 @@ def rank_order_plans(plan: Plan) -> Iterator[tuple[str, Plan]]:
         choices = {outer.name: LevelChoice(domain_size=size)}
         choices |= {level.name: LevelChoice(domain_size=level.size) for level in inner}
         group = layer_group(0, plan.workload.model.num_moe_layers, choices, Residency.STEP)
-        yield (
-            f"{outer.name} {size} in rank order",
-            Plan(cluster=plan.cluster, workload=plan.workload, layers=(group,), schedule=plan.schedule, codecs=plan.codecs),
-        )
+        yield f"{outer.name} {size} in rank order", plan.with_layers(group)
 
 
 def layer_group(first: int, count: int, choices: dict[str, LevelChoice], residency: Residency) -> LayerGroup:

@@ -116,7 +116,7 @@ def interval_scenarios(cluster: Cluster, share: float, *, draws: int = 8, seed: 
 
 def _drawn(cluster: Cluster, share: float, rng: np.random.Generator) -> Cluster:
     level = cluster.levels[0]
-    given = cluster.sites or tuple(Site(name=cluster.site_name(dc)) for dc in range(level.size))
+    given = cluster.sites or tuple(Site(name=name) for name in cluster.site_names)
     factors = rng.uniform(1 - share, 1 + share, (len(given), 2))
     sites = tuple(
         site.model_copy(update={"up": (site.up or level.bandwidth) * up, "down": (site.down or level.bandwidth) * down})

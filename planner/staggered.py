@@ -351,12 +351,11 @@ def _joined(*parts: Between) -> Between:
 def pairs_of(network: Network, key: OpLevel, sent: FloatArray) -> Pairs:
     """Each pair's time when all transfers of one exchange (``sent`` [G, SF_l]) begin together and every link is shared evenly
     by those that it still has to carry: the longest that one of the pair's links takes, or its windows; and its latency."""
-    cluster, shape = network.cluster, network.cluster.sizes
+    cluster = network.cluster
     source, coordinate = np.nonzero(sent)
     size_bytes = sent[source, coordinate]
-    stride = int(np.prod(shape[key.level + 1 :]))
-    destination = source + (coordinate - cluster.coordinates[source, key.level]) * stride
-    sites = source // (cluster.num_gpus // shape[0]), destination // (cluster.num_gpus // shape[0])
+    destination = source + (coordinate - cluster.coordinates[source, key.level]) * cluster.stride(key.level)
+    sites = source // cluster.ranks_per_site, destination // cluster.ranks_per_site
     window_s_per_byte = network.window_s_per_byte[key.level]
     busy_s: FloatArray = size_bytes * (window_s_per_byte[sites] if window_s_per_byte.ndim else float(window_s_per_byte))
     for link, transfer, share in crossed(cluster, key.level, source, destination):
@@ -375,15 +374,15 @@ def crossed(
     """(link, transfer, share of its bytes) of all that transfers cross, each kind of link by itself."""
     every, whole = np.arange(source.size), np.ones(source.size)
     for depth in range(level, len(cluster.sizes)):
-        inner = int(np.prod(cluster.sizes[depth + 1 :]))
+        inner = cluster.stride(depth)
         yield cluster.up_link(depth, 0) + 2 * (source // inner), every, whole
         yield cluster.down_link(depth, 0) + 2 * (destination // inner), every, whole
     if level > 0:
         return
     size = cluster.sizes[0]
-    first, second = source // (cluster.num_gpus // size), destination // (cluster.num_gpus // size)
+    first, second = source // cluster.ranks_per_site, destination // cluster.ranks_per_site
     if cluster.links:
-        yield cluster.pair_links.start + first * (size - 1) + second - (second > first), every, whole
+        yield cluster.pair_link(first, second), every, whole
     if cluster.trunks:
         crossing = cluster.trunk_shares[:, first * size + second].tocoo()
         yield cluster.pair_links.stop + crossing.row.astype(np.int64), crossing.col.astype(np.int64), crossing.data

@@ -52,7 +52,7 @@ def with_fewest(plan: Plan, free: Sequence[str], step_s: Callable[[Plan], float]
             goal=goal,
             objective_s=prediction.step,
             bound_s=report.bound,
-            cost_usd=prediction.cost or 0.0,
+            cost_usd=prediction.cost_usd,
             bound_usd=report.cost_bound or 0.0,
             solve_s=report.solve,
             proven=report.status is Status.OPTIMAL,

@@ -52,14 +52,13 @@ def plan_within_loss(make: Make, outermost: str, max_loss: float, time_limit_s: 
             made.append(coded.model_copy(update={"prediction": predict(coded)}))
         bound_s = min(bound_s, least_s(made[0].cluster, made[0].workload, 1))
         bound_usd = min(bound_usd, least_usd_of_any(made[0].cluster, made[0].workload))
-    best = min(made, key=lambda plan: _value(plan, goal))
-    assert best.prediction is not None
+    best = min(made, key=goal.value_of)
     report = solver_report(
         solver=reports[0].solver,
         goal=goal,
-        objective_s=best.prediction.step,
+        objective_s=best.predicted.step,
         bound_s=bound_s,
-        cost_usd=best.prediction.cost or 0.0,
+        cost_usd=best.predicted.cost_usd,
         bound_usd=bound_usd,
         solve_s=sum(one.solve for one in reports),
     )
@@ -87,8 +86,3 @@ def _worth(plan: Plan, goal: Goal) -> float:
 def _goal(plan: Plan) -> Goal:
     assert plan.solver is not None
     return goal_of(plan.solver)
-
-
-def _value(plan: Plan, goal: Goal) -> float:
-    assert plan.prediction is not None
-    return goal.value(plan.prediction.step, plan.prediction.cost or 0.0)

@@ -144,7 +144,7 @@ class Blocks:
             self._slowdown = self._slowdown * (whole.processors / whole.num_gpus)
         rates, shares = of_ranks(lambda gpu: gpu.throughput), site_shares(plan.cluster, workload)
         # Seconds that a FLOP of a rank with the mean number of tokens stands for.
-        each_s = np.repeat(shares, plan.cluster.num_gpus // shares.size) / rates
+        each_s = np.repeat(shares, plan.cluster.ranks_per_site) / rates
         overhead_s, pass_s = of_ranks(lambda gpu: gpu.block_overhead), of_ranks(lambda gpu: gpu.pass_overhead)
         self.pre_expert_s = self._place.each(self._slowdown * (workload.pre_expert_flops * each_s + overhead_s))
         self.head_s = self._place.each(self._slowdown * (workload.head_flops * each_s + pass_s))
@@ -206,7 +206,7 @@ class Blocks:
         cluster = self._place.cluster
         if cluster.processors is None:
             return np.zeros(cluster.num_gpus)
-        per_site = cluster.num_gpus // cluster.sizes[0]
+        per_site = cluster.ranks_per_site
         inside = flows.source // per_site == flows.destination // per_site
         is_jittered = is_late(key) | (inside & (key.op not in DENSE))
         jittered = np.zeros(cluster.num_gpus, dtype=np.bool_)

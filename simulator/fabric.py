@@ -44,7 +44,7 @@ class Fabric:
         """Transfers of an array [ranks, size of the level]: from each rank to its peer at each coordinate; ``late_s`` longer,
         over `circuits` [regions, nodes of one, again] where these join the two."""
         cluster = self.symmetry.cluster
-        stride, size = int(np.prod(cluster.sizes[level + 1 :])), cluster.sizes[level]
+        stride, size = cluster.stride(level), cluster.sizes[level]
         sent = dense(sent[self.symmetry.first])
         kind, coordinate = np.nonzero(sent)
         source = self.symmetry.first[kind]
@@ -62,7 +62,7 @@ class Fabric:
         ours = np.isin(pairs.source, self.symmetry.first)
         source, destination = pairs.source[ours], pairs.destination[ours]
         messages = np.bincount(source, minlength=cluster.num_gpus)[source]
-        per_site = self.symmetry.wiring.ranks_per_site
+        per_site = cluster.ranks_per_site
         inside = source // per_site == destination // per_site
         further_s = (messages - 1) * self._further_s + np.where(inside, late_s, 0.0)
         return self.transfers(source, destination, pairs.size_bytes[ours], further_s.astype(np.float64))

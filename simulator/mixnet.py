@@ -41,9 +41,9 @@ class CircuitController:
         for key, sent in traffic.items():
             if key.op is Op.TOKEN_DISPATCH and self.is_light(key):
                 source, coordinate = np.nonzero(sent)
-                sizes = self._wiring.cluster.sizes
-                stride = int(np.prod(sizes[key.level + 1 :]))
-                destination = source + (coordinate - source // stride % sizes[key.level]) * stride
+                cluster = self._wiring.cluster
+                own = cluster.coordinates[source, key.level]
+                destination = source + (coordinate - own) * cluster.stride(key.level)
                 self._add(demand, self._wiring.node(source), self._wiring.node(destination), sent[source, coordinate])
         return demand
 

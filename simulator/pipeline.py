@@ -267,7 +267,7 @@ def _together(
     blocks = []
     for number, plan in enumerate(_own_plans(pipeline)):
         ranks = pipeline.ranks[number]
-        place = Place(cluster, ranks, np.unique(ranks // (cluster.num_gpus // cluster.sizes[0])))
+        place = Place(cluster, ranks, np.unique(ranks // cluster.ranks_per_site))
         choices = routing_of(pipeline, routing, number)
         blocks.append(Blocks(plan, wires, choices, precision, conditions, start_s, TokenExchange(), place))
     ways = [pipeline.ways(stage) for stage in range(len(pipeline.stages) - 1)]
@@ -318,7 +318,7 @@ class _Between(NamedTuple):
     @staticmethod
     def of(pipeline: PipelinePlan, ways: Ways, precision: Precision, *, forward: bool) -> _Between:
         cluster = pipeline.cluster
-        per_site = cluster.num_gpus // cluster.sizes[0]
+        per_site = cluster.ranks_per_site
         source, destination = (ways.source, ways.destination) if forward else (ways.destination, ways.source)
         size_bytes = ways.number.astype(np.float64) * pipeline.sequence_bytes
         exact_bytes = pipeline.workload.training.sequence_length * pipeline.workload.combine_row_bytes

@@ -29,14 +29,14 @@ EXACTLY = Precision()
 def mean_between_sites(cluster: Cluster, sent: Sent) -> FloatArray:
     """[ranks, sites] bytes of each rank to each site, as many as the ranks of its site send there on average."""
     num_sites = cluster.sizes[0]
-    per_site = cluster.num_gpus // num_sites
+    per_site = cluster.ranks_per_site
     return np.repeat(dense(sent).reshape(num_sites, per_site, num_sites).mean(axis=1), per_site, axis=0)
 
 
 def busiest_inside(cluster: Cluster, level: int, sent: Sent) -> FloatArray:
     """[ranks, coordinates of the level] bytes inside sites: what the site's busiest worker of the level sends or gets, by each
     of them, evenly by its ranks and to all others."""
-    size, below = cluster.sizes[level], int(np.prod(cluster.sizes[level + 1 :]))
+    size, below = cluster.sizes[level], cluster.stride(level)
     worker = np.arange(cluster.num_gpus) // below
     # [workers, coordinates]
     moved = np.add.reduceat(dense(sent), np.arange(0, cluster.num_gpus, below), axis=0)
@@ -44,7 +44,7 @@ def busiest_inside(cluster: Cluster, level: int, sent: Sent) -> FloatArray:
     got = moved.reshape(-1, size, size).sum(axis=1).ravel()
     busy = np.maximum(moved.sum(axis=1), got).reshape(cluster.sizes[0], -1).max(axis=1)
     # A level of one worker has nothing to send.
-    each = np.repeat(busy, cluster.num_gpus // busy.size) / (below * max(size - 1, 1))
+    each = np.repeat(busy, cluster.ranks_per_site) / (below * max(size - 1, 1))
     spread = np.repeat(each[:, None], size, axis=1)
     spread[np.arange(cluster.num_gpus), worker % size] = 0.0
     return spread
@@ -52,5 +52,5 @@ def busiest_inside(cluster: Cluster, level: int, sent: Sent) -> FloatArray:
 
 def most_of_site(cluster: Cluster, each: FloatArray) -> FloatArray:
     """[ranks] of each rank, the largest of its site."""
-    per_site = cluster.num_gpus // cluster.sizes[0]
+    per_site = cluster.ranks_per_site
     return np.repeat(each.reshape(-1, per_site).max(axis=1), per_site)

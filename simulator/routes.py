@@ -106,7 +106,7 @@ def _own(cluster: Cluster) -> Routes:
         trunks, shares = num_pairs + crossed.indices[own].astype(np.int64), crossed.data[own]
         source, destination = divmod(pair, sites)
         if num_pairs and source != destination:
-            link = source * (sites - 1) + destination - (destination > source)
+            link = cluster.pair_link(source, destination) - pairs.start
             trunks, shares = np.concatenate([[link], trunks]), np.concatenate([[1.0], shares])
         steps.append((trunks, shares))
     table = cluster.link_table[pairs.start :]
@@ -129,7 +129,7 @@ def with_fabric(cluster: Cluster, wan: Wan) -> Cluster:
         raise FabricError(f"wan: routes between {size} sites are too many for a plan file; up to {MOST_SITES} are planned with")
     found = routes(cluster, wan)
     assert found is not None
-    names = [cluster.site_name(site) for site in range(size)]
+    names = cluster.site_names
     carries: list[dict[str, float]] = [{} for _ in range(found.num_trunks)]
     for pair in range(size * size):
         for step in range(int(found.first[pair]), int(found.first[pair + 1])):
@@ -153,7 +153,7 @@ def with_fabric(cluster: Cluster, wan: Wan) -> Cluster:
         {
             "src": a,
             "dst": b,
-            "bandwidth": exact(cluster.link_table[cluster.up_link(0, i)].bandwidth_bytes_per_s, Dimension.BANDWIDTH),
+            "bandwidth": exact(float(cluster.access_bytes_per_s[0, i]), Dimension.BANDWIDTH),
             "latency": exact(float(found.latency_s[i, j]), Dimension.TIME),
             **({"egress": exact(egress[a, b], Dimension.TRANSFER_PRICE)} if (a, b) in egress else {}),
         }
@@ -172,7 +172,7 @@ def _mesh(cluster: Cluster, mesh: Mesh) -> Routes:
 
 def _hub(cluster: Cluster, hub: Hub) -> Routes:
     sites = cluster.sizes[0]
-    names = [cluster.site_name(site) for site in range(sites)]
+    names = cluster.site_names
     if hub.at is not None and hub.at not in names:
         raise FabricError(f"wan.hub.at: no site {hub.at!r} in cluster {cluster.name}")
     center = names.index(hub.at) if hub.at is not None else -1
@@ -210,7 +210,7 @@ def _ring(cluster: Cluster, ring: Ring) -> Routes:
     back = ~forward[pair] | (step >= hops[pair])
     step = np.where(step >= hops[pair], step - hops[pair], step)
     site = (source[pair] + np.where(back, -step, step)) % sites
-    names = [cluster.site_name(each) for each in range(sites)]
+    names = cluster.site_names
     return Routes(
         num_sites=sites,
         first=first,
@@ -224,7 +224,7 @@ def _ring(cluster: Cluster, ring: Ring) -> Routes:
 
 def _graph(cluster: Cluster, wan: Graph) -> Routes:
     """Trunk 2 i is the i-th named, from its first end to its second; 2 i + 1 the other way."""
-    names = [cluster.site_name(site) for site in range(cluster.sizes[0])]
+    names = cluster.site_names
     places = list(dict.fromkeys([*names, *(end for trunk in wan.trunks for end in trunk.ends)]))
     index = {place: at for at, place in enumerate(places)}
     ends = [index[end] for trunk in wan.trunks for end in (*trunk.ends, *trunk.ends[::-1])]

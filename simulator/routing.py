@@ -36,7 +36,7 @@ def zipf_routing(plan: AnyPlan, *, exponent: float, seed: int, step: int = 0, dr
     tokens = np.random.default_rng([seed, 1, step])
     own_tokens = training.sequence_length * np.array(site_sequences(plan.cluster, plan.workload))
     shape = (plan.cluster.num_gpus, int(own_tokens.max()), num_experts)
-    lacks = np.arange(shape[1])[None, :] >= np.repeat(own_tokens, plan.cluster.num_gpus // own_tokens.size)[:, None]
+    lacks = np.arange(shape[1])[None, :] >= np.repeat(own_tokens, plan.cluster.ranks_per_site)[:, None]
     choices = {}
     for layer in range(num_layers):
         for micro_batch in range(training.micro_batches):

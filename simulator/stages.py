@@ -74,7 +74,7 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> PipelinePlan:
     sites = cluster.sizes[0]
     if stages < 1 or sites % stages:
         raise PipelineError(f"pipeline: {stages} stages must divide the {sites} sites of {cluster.name}")
-    names = [cluster.site_name(site) for site in range(sites)]
+    names = cluster.site_names
     made, first, per_stage = [], 0, sites // stages
     try:
         for number, layers in enumerate(split_sizes(workload.model.num_layers, stages)):
@@ -89,7 +89,7 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> PipelinePlan:
                 micro_batches=workload.training.micro_batches * stages,
             )
             group = baseline_group(by_themselves(cluster, members), part, inside)
-            made.append(StagePlan(sites=tuple(members), num_layers=layers, layers=(group,)))
+            made.append(StagePlan(sites=members, num_layers=layers, layers=(group,)))
             first += layers
         data = {
             "cluster": cluster,

@@ -131,7 +131,7 @@ def _shown_sites(symmetry: Symmetry) -> list[tuple[int, str]]:
     cluster = symmetry.cluster
     num_sites = cluster.sizes[0]
     if num_sites <= _SHOWN_SITES:
-        return [(site, cluster.site_name(site)) for site in range(num_sites)]
+        return list(enumerate(cluster.site_names))
     kinds = np.sort(symmetry.kind.reshape(num_sites, -1), axis=1)
     _, first, alike = np.unique(kinds, axis=0, return_index=True, return_counts=True)
     order = np.argsort(first)[:_SHOWN_SITES]

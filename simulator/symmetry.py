@@ -147,7 +147,7 @@ class _Inner(NamedTuple):
     def of(wiring: Wiring, exchange: Exchange) -> _Inner:
         sent = dense(exchange.sent)
         source, coordinate = np.nonzero(sent)
-        stride, size = int(np.prod(wiring.cluster.sizes[exchange.level + 1 :])), wiring.cluster.sizes[exchange.level]
+        stride, size = wiring.cluster.stride(exchange.level), wiring.cluster.sizes[exchange.level]
         own = source // stride % size
         moves = coordinate != own
         source, coordinate, own = source[moves], coordinate[moves], own[moves]

@@ -15,7 +15,7 @@ import numpy as np
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.homes import homes_text
 from hybridep.placement import IntArray, home_blocks
-from hybridep.plan import LayerGroup, Plan
+from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
@@ -114,18 +114,8 @@ def _with_groups(plan: Plan, groups: Sequence[dict[str, object]]) -> Plan:
     """One layer group per entry, over all layers where there is one."""
     layers = plan.workload.model.num_moe_layers // len(groups)
     base = plan.layers[0].model_copy(update={"num_layers": layers})
-    made: list[LayerGroup] = [
-        base.model_copy(update={"first_layer": number * layers, **update}) for number, update in enumerate(groups)
-    ]
-    return Plan(
-        cluster=plan.cluster,
-        workload=plan.workload,
-        layers=tuple(made),
-        popularity=plan.popularity,
-        codecs=plan.codecs,
-        schedule=plan.schedule,
-        provenance=plan.provenance,
-    )
+    made = (base.model_copy(update={"first_layer": number * layers, **update}) for number, update in enumerate(groups))
+    return plan.with_layers(*made)
 
 
 def _shadowed(plan: Plan, popularity: Sequence[FloatArray]) -> Iterator[tuple[str, Plan]]:
@@ -133,7 +123,7 @@ def _shadowed(plan: Plan, popularity: Sequence[FloatArray]) -> Iterator[tuple[st
     experts = plan.workload.model.num_experts
     sites = plan.cluster.sizes[0]
     inner = {level.name: 1 for level in plan.cluster.levels[1:]}
-    home = home_blocks(plan.cluster, experts) // (plan.cluster.num_gpus // sites)
+    home = home_blocks(plan.cluster, experts) // plan.cluster.ranks_per_site
     orders = [np.argsort(-loads, kind="stable") for loads in popularity] or [np.arange(experts)]
     yield "no shadows, ", plan
     counts = [1 << power for power in range(experts.bit_length()) if 1 << power < experts]
@@ -156,7 +146,7 @@ def spread_homes(cluster: Cluster, loads: FloatArray) -> IntArray:
     ranks, sites = cluster.num_gpus, cluster.sizes[0]
     room = np.bincount(home_blocks(cluster, loads.size), minlength=ranks)
     of_rank, of_site = np.zeros(ranks), np.zeros(sites)
-    site = np.arange(ranks) // (ranks // sites)
+    site = np.arange(ranks) // cluster.ranks_per_site
     home = np.empty(loads.size, dtype=np.int64)
     for expert in np.argsort(-loads, kind="stable"):
         free = np.flatnonzero(room)

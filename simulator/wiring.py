@@ -77,9 +77,9 @@ class Wiring:
             return np.full(cluster.num_gpus, cluster.levels[self.node_level].bandwidth / cluster.sizes[-1])
         if inside.nvlink is None:
             return np.zeros(0)
-        if self.ranks_per_site % inside.nvlink.domain:
+        if self.cluster.ranks_per_site % inside.nvlink.domain:
             raise FabricError(
-                f"inside.nvlink.domain: {inside.nvlink.domain} must divide the ranks of a site, {self.ranks_per_site}"
+                f"inside.nvlink.domain: {inside.nvlink.domain} must divide the ranks of a site, {self.cluster.ranks_per_site}"
             )
         return np.full(cluster.num_gpus, inside.nvlink.bandwidth)
 
@@ -144,7 +144,7 @@ class Wiring:
     def nodes_per_region(self) -> int:
         """Nodes that one circuit switch joins; those of a region are consecutive."""
         assert self.inside.mixnet is not None
-        nodes = self.ranks_per_site // self.cluster.sizes[-1]
+        nodes = self.cluster.ranks_per_site // self.cluster.sizes[-1]
         region = self.inside.mixnet.region or nodes
         if nodes % region or region < 2:
             raise FabricError(f"inside.mixnet.region: {region} must divide the nodes of a site, {nodes}, and be at least 2")
@@ -171,11 +171,6 @@ class Wiring:
         return np.where(number > 0, self._first_circuit + link, -1)
 
     # --- where ranks are -----------------------------------------------------------------------------------------------
-
-    @property
-    def ranks_per_site(self) -> int:
-        """GPUs of one site."""
-        return self.cluster.num_gpus // self.cluster.sizes[0]
 
     @property
     def node_level(self) -> int:
@@ -209,12 +204,11 @@ class Wiring:
         return np.stack(columns, axis=1)
 
     def _worker_link(self, level: int, rank: IntArray, direction: int) -> IntArray:
-        stride = int(np.prod(self.cluster.sizes[level + 1 :]))
-        return np.asarray(self.cluster.up_link(level, 0) + 2 * (rank // stride) + direction)
+        return np.asarray(self.cluster.up_link(level, 0) + 2 * (rank // self.cluster.stride(level)) + direction)
 
     def _leaf(self, rank: IntArray) -> IntArray:
         assert self.inside.fat_tree is not None
-        return np.asarray(rank // (self.inside.fat_tree.workers_per_leaf * int(np.prod(self.cluster.sizes[2:]))))
+        return np.asarray(rank // (self.inside.fat_tree.workers_per_leaf * self.cluster.stride(1)))
 
     def _leaf_link(self, rank: IntArray, direction: int) -> IntArray:
         return self._first_inside + 2 * self._leaf(rank) + direction
@@ -242,7 +236,7 @@ class Wiring:
             lit = circuit >= 0
             use(lit, circuit)
         for level in range(1, len(cluster.sizes)):
-            stride = int(np.prod(cluster.sizes[level + 1 :]))
+            stride = cluster.stride(level)
             crosses = (source // stride != destination // stride) & ~beside
             if circuits is not None and level <= self.node_level:
                 crosses &= ~lit
@@ -270,7 +264,7 @@ class Wiring:
 
     def paths(self, source: IntArray, destination: IntArray, circuits: IntArray | None = None) -> Paths:
         """Of transfers between pairs of ranks, [n] each; the ranks of a pair are different. circuits: as `inner`."""
-        per_site = self.ranks_per_site
+        per_site = self.cluster.ranks_per_site
         a, b = source // per_site, destination // per_site
         far = (a != b)[:, None]
         near = self.inner(source, destination, circuits)

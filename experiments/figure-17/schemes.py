@@ -147,8 +147,7 @@ def schemes(setting: Setting) -> dict[str, Callable[[], Outcome]]:
 
 
 def _predicted_s(made: Plan) -> float:
-    assert made.prediction is not None
-    return made.prediction.step
+    return made.predicted.step
 
 
 def _describe(made: Plan) -> str:

@@ -130,9 +130,8 @@ def _figures(made: AnyPlan) -> dict[str, Any]:
         wan, memory = told.wan_bytes, told.memory_bytes
         shape = {"stages": len(made.stages), "micro_batches": made.micro_batches, "ahead": made.ahead}
     else:
-        assert made.prediction is not None
-        times = made.prediction.expected_s, simulate_step(made).step_s
-        wan, memory = made.prediction.wan_bytes, memory_use(made).fullest_bytes
+        times = made.predicted.expected_s, simulate_step(made).step_s
+        wan, memory = made.predicted.wan_bytes, memory_use(made).fullest_bytes
         shape = {"stages": 1, "micro_batches": made.workload.training.micro_batches, "ahead": 0}
     return {
         "sites": made.cluster.sizes[0],

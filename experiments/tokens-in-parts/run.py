@@ -78,8 +78,7 @@ def measured(config: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _row(name: str, made: Plan, steps_s: list[float]) -> dict[str, Any]:
-    assert made.prediction is not None
-    times = made.prediction.expected_s, simulate_step(made).step_s, statistics.median(steps_s), min(steps_s), max(steps_s)
+    times = made.predicted.expected_s, simulate_step(made).step_s, statistics.median(steps_s), min(steps_s), max(steps_s)
     row = {"setting": name, "chunks": made.schedule.chunks, **made.layers[0].domains}
     return row | {column: f"{seconds:.4g}" for column, seconds in zip(TIMES, times, strict=True)}
 

@@ -76,7 +76,7 @@ def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
             note(f"hybridep demo: {cluster.sizes[0]} emulated datacenters, {cluster.num_gpus} ranks, over Ray")
             again = [sys.executable, "-m", "hybridep.cli", "demo", "--run", run_name, *(["--json"] if as_json else [])]
             again += [word for override in overrides for word in ("--set", override)]
-            ray = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(cluster.num_gpus // cluster.sizes[0])]
+            ray = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(cluster.ranks_per_site)]
             return run_in_lab([*ray, *again], lab_spec(cluster), child_environment())
         note(f"hybridep demo: unshaped, links are not emulated: {reason}")
     with _ray_nodes(cluster):
@@ -96,12 +96,11 @@ def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
 def _ray_nodes(cluster: Cluster) -> Iterator[None]:
     """Ray nodes for all trainings of the tour, unless there are some already."""
     from hybridep.launch.ray_nodes import RayNodes, places_on_loopback
-    from hybridep.launch.shaping import site_names
 
     if os.environ.get("RAY_ADDRESS"):
         yield
         return
-    with RayNodes(places_on_loopback(site_names(cluster)), cluster.num_gpus // cluster.sizes[0]) as nodes:
+    with RayNodes(places_on_loopback(cluster.site_names), cluster.ranks_per_site) as nodes:
         os.environ["RAY_ADDRESS"] = nodes.address
         try:
             yield
@@ -154,17 +153,16 @@ def _train(run: Run, name: str, made: Plan) -> Outcome:
         wire_bytes = _wire_bytes() or 0
     if (folder / "trace.json").exists():
         plot_timeline(folder / "timeline.png", folder / "trace.json", f"{name}: measured step {run.trace_step}")
-    assert made.prediction is not None
     return Outcome(
         name=name,
         domains=_domains(made),
         measured_s=summary["step_s"]["median"],
         spread_s=summary["step_s"]["stdev"],
-        predicted_s=made.prediction.expected_s,
+        predicted_s=made.predicted.expected_s,
         simulated_s=report.step.step_s,
         wan_bytes=summary["wan_bytes_per_step"],
         wire_bytes=None if before_bytes is None else (wire_bytes - before_bytes) / run.steps,
-        planned_wan_bytes=made.prediction.wan_bytes,
+        planned_wan_bytes=made.predicted.wan_bytes,
         losses=tuple(summary["losses"]),
     )
 

@@ -36,8 +36,7 @@ def command(cluster: str, ray: bool, overrides: tuple[str, ...], cmd: tuple[str,
     emulated = load_cluster(cluster, sort_overrides(overrides, (Kind.CLUSTER,))[Kind.CLUSTER])
     argv = list(cmd)
     if ray:
-        ranks_per_dc = emulated.num_gpus // emulated.sizes[0]
-        argv = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(ranks_per_dc), *argv]
+        argv = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(emulated.ranks_per_site), *argv]
     spec = lab_spec(emulated)
     reason = probe_lab()
     if reason is not None:

@@ -166,7 +166,6 @@ def reported(chosen: Plan, first: Plan) -> Plan:
 def shortened(plans: Sequence[Plan]) -> list[Plan]:
     """The same for a model of ``SHORT_LAYERS`` layers, or as many as copies ahead take, where all have but one placement for all
     layers and no measured popularity; else the plans themselves. What was predicted is left out."""
-    from hybridep.plan import Plan
     from hybridep.workload import Workload
 
     if any(len(one.layers) > 1 or one.popularity for one in plans):
@@ -176,16 +175,7 @@ def shortened(plans: Sequence[Plan]) -> list[Plan]:
     layers = min(few, plans[0].workload.model.num_moe_layers)
     work["model"] |= {"num_layers": layers, "num_dense_layers": 0}
     workload = build(Workload, work, "workload")
-    return [
-        Plan(
-            cluster=one.cluster,
-            workload=workload,
-            layers=(one.layers[0].model_copy(update={"num_layers": layers}),),
-            schedule=one.schedule,
-            codecs=one.codecs,
-        )
-        for one in plans
-    ]
+    return [one.with_layers(one.layers[0].model_copy(update={"num_layers": layers}), workload=workload) for one in plans]
 
 
 def _cost_s(plan: Plan) -> float:

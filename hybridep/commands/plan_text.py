@@ -202,11 +202,10 @@ def show_choice(choice: SimulatedChoice) -> None:
 def show_top(plans: Sequence[Plan], simulated_s: Sequence[float] = ()) -> None:
     """The chosen plan and the next ones, with their simulated steps where they have some."""
     for number, one in enumerate(plans, start=1):
-        assert one.prediction is not None
         simulated = f", simulated {format_seconds(simulated_s[number - 1])}" if simulated_s else ""
-        price = "" if one.prediction.cost is None else f", {format_dollars(one.prediction.cost)}"
-        step = format_seconds(one.prediction.step) + simulated + price
-        click.echo(f"  {number}. {step}, memory {format_bytes(one.prediction.memory_bytes)}")
+        price = "" if one.predicted.cost is None else f", {format_dollars(one.predicted.cost)}"
+        step = format_seconds(one.predicted.step) + simulated + price
+        click.echo(f"  {number}. {step}, memory {format_bytes(one.predicted.memory_bytes)}")
         for group in one.layers:
             click.echo(f"     {placed_text(one.cluster.levels[0].name, group)}")
 

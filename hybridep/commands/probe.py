@@ -194,7 +194,7 @@ def with_pairs(cluster: Cluster, found: Probe, links: bool | None = None) -> Clu
     ):
         return cluster
     given = {(link.src, link.dst): link for link in cluster.links}
-    names = [cluster.site_name(number) for number in range(cluster.sizes[0])]
+    names = cluster.site_names
     fields = cluster.model_dump(mode="json", exclude_none=True)
     fields["sites"] = fields["sites"] or [{"name": name} for name in names]
     fields["links"] = []

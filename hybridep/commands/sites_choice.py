@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from planner import StageWishes
+    from planner.goal import Worth
 
 _CHOOSING = 1 / 3
 """Share of the time limit in which it is found which sites pay."""
@@ -30,8 +31,6 @@ _LEFT = 0.2
 """Share of the time limit that must be left for another look at other sites, once it is planned for some."""
 
 Tell = Callable[[str], None]
-Worth = tuple[float, float]
-"""By what share it is over the budget, and its seconds or dollars: the smaller the better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class Asked:
     @property
     def sites(self) -> tuple[str, ...]:
         """Names, in the cluster's order."""
-        return tuple(self.cluster.site_name(site) for site in range(self.cluster.sizes[0]))
+        return self.cluster.site_names
 
     def among(self, sites: tuple[str, ...]) -> Asked:
         """The same of some of its sites."""
@@ -58,9 +57,7 @@ class Asked:
 
     def worth(self, plan: Plan) -> Worth:
         """As expected."""
-        assert plan.prediction is not None
-        usd, goal = plan.prediction.cost or 0.0, self.wishes.goal
-        return goal.overdraft(usd), goal.value(plan.prediction.expected_s, usd)
+        return self.wishes.goal.worth(plan.predicted.expected_s, plan.predicted.cost_usd)
 
     def worth_in_stages(self, choice: StageChoice) -> Worth:
         """As simulated, where it was."""
@@ -68,7 +65,7 @@ class Asked:
 
         goal = self.wishes.goal
         usd = simulated_usd(choice.plan, choice.step_s) if goal.needs_prices else 0.0
-        return goal.overdraft(usd), goal.value(choice.step_s, usd)
+        return goal.worth(choice.step_s, usd)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +103,7 @@ class Staged:
     def step_s(self) -> float:
         """Of the best, simulated where it was."""
         best = self.best
-        assert best.prediction is not None
-        return self.choice.step_s if self.choice is not None and best is self.choice.plan else best.prediction.expected_s
+        return self.choice.step_s if self.choice is not None and best is self.choice.plan else best.predicted.expected_s
 
 
 def plan_sites(
@@ -202,7 +198,7 @@ class _Choice:
         return short if short.choice is None else self._again(short, short.asked.sites) or short
 
     def _of_plan(self, found: AnyPlan, simulated_s: float | None = None) -> Staged:
-        sites = tuple(found.cluster.site_name(site) for site in range(found.cluster.sizes[0]))
+        sites = found.cluster.site_names
         if not isinstance(found, PipelinePlan):
             return self._of(sites, without=found)
         return self._of(sites, choice=StageChoice(plan=found, simulated_s=simulated_s, simulated=int(simulated_s is not None)))
@@ -310,7 +306,6 @@ def simulated_or_expected_s(plan: AnyPlan) -> float:
     sites, for which they take long."""
     from simulator.pipeline import simulate_any
 
-    assert plan.prediction is not None
     if plan.cluster.gpu.sharing > 1 or plan.cluster.sizes[0] > MOST_SITES:
-        return plan.prediction.expected_s
+        return plan.predicted.expected_s
     return simulated_s(plan) if isinstance(plan, PipelinePlan) else simulate_any(plan).step_s

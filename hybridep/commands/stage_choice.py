@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from hybridep.pipeline import PipelinePlan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import Goal, StageWishes
+    from planner import StageWishes
+    from planner.goal import Goal, Worth
 
 CANDIDATES = 8
 """Pipelines among which a simulation chooses."""
@@ -39,8 +40,7 @@ class StageChoice:
     @property
     def step_s(self) -> float:
         """Simulated, or as expected where nothing was simulated."""
-        assert self.plan.prediction is not None
-        return self.plan.prediction.expected_s if self.simulated_s is None else self.simulated_s
+        return self.plan.predicted.expected_s if self.simulated_s is None else self.simulated_s
 
 
 def in_stages(
@@ -111,7 +111,7 @@ def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float)
     from planner.stages.costs import simulated_usd
 
     console = Console(stderr=True)
-    found: list[tuple[float, float, float, int]] = []
+    found: list[tuple[Worth, float, int]] = []
     shown = track(plans, "simulating pipelines", console=console, transient=True, disable=not console.is_terminal)
     for place, one in enumerate(shown):
         if place >= 2 and now_s() >= until_s:
@@ -121,8 +121,8 @@ def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float)
         except KeyboardInterrupt:
             break
         usd = simulated_usd(one, step_s) if goal.needs_prices else 0.0
-        found.append((goal.overdraft(usd), goal.value(step_s, usd), step_s, place))
+        found.append((goal.worth(step_s, usd), step_s, place))
     if not found:
         return StageChoice(plan=plans[0], simulated_s=None)
-    *_, step_s, place = min(found)
+    _, step_s, place = min(found)
     return StageChoice(plan=plans[place], simulated_s=step_s, simulated=len(found))

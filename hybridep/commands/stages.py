@@ -123,8 +123,7 @@ class _Told:
         if self.least is None:
             return
         best, least, dollars = self.made.best, self.least, self.goal.objective is Objective.DOLLARS
-        assert best.prediction is not None
-        value = self.goal.value(best.prediction.expected_s, best.prediction.cost or 0.0)
+        value = self.goal.value(best.predicted.expected_s, best.predicted.cost_usd)
         text = f"cheaper than {format_dollars(least)}" if dollars else f"faster than {format_seconds(least)}"
         # One site may cost nothing where only bytes have a price.
         gap = 1 - least / value if value > 0 else 0.0

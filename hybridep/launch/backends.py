@@ -12,7 +12,7 @@ from hybridep.launch.policies import Patience
 from hybridep.launch.ray_group import RayGroup
 from hybridep.launch.ray_nodes import RayNodes, places_in_lab, places_on_loopback
 from hybridep.launch.session import Backend
-from hybridep.launch.shaping import lab_for, site_names
+from hybridep.launch.shaping import lab_for
 from hybridep.launch.worker import Job
 
 # Ray needs some missed health checks to tell that a node is gone; its neighbours complain at once.
@@ -38,10 +38,10 @@ def backend_for(job: Job, *, local: bool) -> Iterator[Backend]:
         own_dc = os.environ.get(DC_VARIABLE, "the driver's datacenter")
         yield Backend(name="ray", group=RayGroup(job, address, own_dc), shaped=lab is not None, patience=RAY_PATIENCE)
     else:
-        places = places_in_lab(lab) if lab else places_on_loopback(site_names(cluster))
-        wanted = set(site_names(cluster))
+        places = places_in_lab(lab) if lab else places_on_loopback(cluster.site_names)
+        wanted = set(cluster.site_names)
         places = [place for place in places if place.dc in wanted]
-        with RayNodes(places, cluster.num_gpus // cluster.sizes[0]) as nodes:
+        with RayNodes(places, cluster.ranks_per_site) as nodes:
             head = places[0]
             group = RayGroup(job, nodes.address, head.dc, prefix=head.prefix)
             yield Backend(name="ray", group=group, shaped=lab is not None, patience=RAY_PATIENCE)

@@ -10,28 +10,14 @@ MAX_EMULATED_RANKS = 16
 """More processes than this train too slowly on one machine to start them unasked."""
 
 
-def site_names(cluster: Cluster) -> list[str]:
-    """Names of the workers of the outermost level, in order."""
-    return [cluster.site_name(dc) for dc in range(cluster.sizes[0])]
-
-
 def lab_spec(cluster: Cluster) -> LabSpec:
     """Access rates of the cluster's sites. Links per pair and latencies cannot be emulated and are left out. Raises
     ConfigError for rates or numbers that the lab cannot carry, and where pods share the access link of a site."""
     for site in cluster.sites:
         if site.part_of is not None:
             raise ConfigError("lab", f"sites.{site.part_of}.pods", "access links that pods share cannot be emulated")
-    links = cluster.link_table
-    return LabSpec(
-        dcs=tuple(
-            LabDatacenter(
-                name=name,
-                up_bytes_per_s=links[cluster.up_link(0, dc)].bandwidth_bytes_per_s,
-                down_bytes_per_s=links[cluster.down_link(0, dc)].bandwidth_bytes_per_s,
-            )
-            for dc, name in enumerate(site_names(cluster))
-        )
-    )
+    rates = zip(cluster.site_names, *cluster.access_bytes_per_s.tolist(), strict=True)
+    return LabSpec(dcs=tuple(LabDatacenter(name=name, up_bytes_per_s=up, down_bytes_per_s=down) for name, up, down in rates))
 
 
 def why_not_in_lab(cluster: Cluster) -> str | None:
@@ -48,7 +34,7 @@ def why_not_in_lab(cluster: Cluster) -> str | None:
 def lab_for(cluster: Cluster) -> Lab:
     """The lab that this process runs in. Raises LabUnavailableError when it lacks a site of the cluster."""
     lab = Lab.current()
-    missing = sorted(set(site_names(cluster)) - {site.name for site in lab.sites})
+    missing = sorted(set(cluster.site_names) - {site.name for site in lab.sites})
     if missing:
         there = ", ".join(site.name for site in lab.sites)
         raise LabUnavailableError(f"cluster {cluster.name}: the lab has no datacenter {missing[0]} (it has {there})")

@@ -70,21 +70,21 @@ def plan_sites(
     if not fits and domains is None:
         domains = _cheapest(problem, constraints, solution.found, wishes)
     more = [table_plan(problem, one.table, _configuration(one)) for one in solution.pool if one is not solution.found]
-    if domains is not None and (not fits or _value(goal, domains) <= solution.found.rank[1]):
+    if domains is not None and (not fits or goal.value_of(domains) <= solution.found.rank[1]):
         best = domains
-        more = [one for one in more if _value(goal, one) > _value(goal, best)]
+        more = [one for one in more if goal.value_of(one) > goal.value_of(best)]
     else:
         best = table_plan(problem, solution.found.table, _configuration(solution.found))
-    bounds_s, bounds_usd = [solution.bound_s, _step_s(best)], [solution.bound_usd, _cost_usd(best)]
+    bounds_s, bounds_usd = [solution.bound_s, best.predicted.step], [solution.bound_usd, best.predicted.cost_usd]
     if domains is not None and domains.solver is not None:
         bounds_s.append(domains.solver.bound)
         bounds_usd += [] if domains.solver.cost_bound is None else [domains.solver.cost_bound]
     report = solver_report(
         solver=solver,
         goal=goal,
-        objective_s=_step_s(best),
+        objective_s=best.predicted.step,
         bound_s=min(bounds_s),
-        cost_usd=_cost_usd(best),
+        cost_usd=best.predicted.cost_usd,
         bound_usd=min(bounds_usd),
         solve_s=now_s() - started,
     )
@@ -109,8 +109,8 @@ def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Foun
         most_chunks=problem.most_chunks,
     )[0]
     assert cheap.solver is not None and cheap.solver.cost_bound is not None
-    if problem.goal.overdraft(_cost_usd(cheap)):
-        raise InfeasibleError(over_budget(budget_usd, _cost_usd(cheap), _step_s(cheap), cheap.solver.cost_bound))
+    if problem.goal.overdraft(cheap.predicted.cost_usd):
+        raise InfeasibleError(over_budget(budget_usd, cheap.predicted.cost_usd, cheap.predicted.step, cheap.solver.cost_bound))
     return cheap
 
 
@@ -161,17 +161,3 @@ def _missing(problem: SiteProblem, least: Found) -> str:
 def _configuration(found: Found) -> Configuration:
     assert found.configuration is not None
     return found.configuration
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step
-
-
-def _cost_usd(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.cost or 0.0
-
-
-def _value(goal: Goal, plan: Plan) -> float:
-    return goal.value(_step_s(plan), _cost_usd(plan))

@@ -106,18 +106,18 @@ def plans_popular(
             fitting.append(made.model_copy(update={"prediction": predict(made)}))
     if not fitting and not in_time:
         domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
-    plans = sorted((*domains, *fitting), key=_step_s)
+    plans = sorted((*domains, *fitting), key=lambda one: one.predicted.step)
     if not plans:
         # As if all experts were alike they fit; where popular ones are, they do not.
         raise InfeasibleError(f"no plan found for experts of this popularity fits the memory of {cluster.name}; raise gpu.memory")
     best = plans[0]
     deadline_s = max(begun, now_s() - WALKED * time_limit_s) + time_limit_s
-    bounds_s = [_step_s(best), least_s(problem, best, deadline_s)]
+    bounds_s = [best.predicted.step, least_s(problem, best, deadline_s)]
     bounds_s += [one.solver.bound for one in domains[:1] if one.solver is not None]
     report = solver_report(
         solver=solver,
         goal=problem.goal,
-        objective_s=_step_s(best),
+        objective_s=best.predicted.step,
         bound_s=min(bounds_s),
         cost_usd=0.0,
         bound_usd=0.0,
@@ -240,8 +240,3 @@ def _plan(layers: Sequence[_Layer], choices: Sequence[_Choice]) -> Plan:
         codecs=problem.codecs_by_level,
         provenance=provenance(),
     )
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step

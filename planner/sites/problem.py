@@ -83,7 +83,7 @@ class SiteProblem:
     @cached_property
     def num_inside(self) -> int:
         """n, ranks of one site."""
-        return self.cluster.num_gpus // self.num_sites
+        return self.cluster.ranks_per_site
 
     @cached_property
     def num_experts(self) -> int:
@@ -292,22 +292,14 @@ def site_problem(
     most_chunks: int = 1,
 ) -> SiteProblem:
     """Raises InfeasibleError for rules that clash."""
-    size, level = cluster.sizes[0], cluster.levels[0]
-    up = np.array([(cluster.sites[d].up if cluster.sites else None) or level.bandwidth for d in range(size)])
-    down = np.array([(cluster.sites[d].down if cluster.sites else None) or level.bandwidth for d in range(size)])
-    pairs = None
-    if cluster.links:
-        index = {site.name: dc for dc, site in enumerate(cluster.sites)}
-        pairs = np.full((size, size), np.inf)
-        for link in cluster.links:
-            pairs[index[link.src], index[link.dst]] = link.bandwidth
+    up, down = cluster.access_bytes_per_s
     return SiteProblem(
         cluster=cluster,
         workload=workload,
         schedule=schedule or Schedule(),
         up_bytes_per_s=up,
         down_bytes_per_s=down,
-        pair_bytes_per_s=pairs,
+        pair_bytes_per_s=cluster.pair_bytes_per_s,
         latency_s=cluster.site_latency_s,
         home=home_blocks(cluster, workload.model.num_experts),
         permissions=require_possible(cluster, workload.model.num_experts, constraints) if constraints else None,

@@ -102,13 +102,12 @@ class _Sites:
                 own = tokens * share[mine]
                 self._layer_bytes[:, mine] = _least_bytes(model.num_experts, model.top_k, int(size), own, rows_bytes, copy_bytes)
         self._attention_flops = 3 * workload.pre_expert_flops / training.tokens * tokens * share
-        rates = np.array([link.bandwidth_bytes_per_s for link in cluster.link_table[: 2 * number]])
         # Figures of ranks that share processors are those while all of them compute.
         sharing = cluster.gpu.sharing * cluster.num_gpus / number
         gpus = [cluster.site_gpus[site] for site in range(number)]
         speeds = np.array([[gpu.throughput, max(gpu.throughput, gpu.expert_flops_per_s)] for gpu in gpus]) * sharing
         self._whole_flops = 3 * (workload.pre_expert_flops + _expert_flops(workload)) / training.tokens * tokens
-        every, self._count = np.unique(np.concatenate([rates.reshape(-1, 2), speeds], axis=1), axis=0, return_counts=True)
+        every, self._count = np.unique(np.column_stack([*cluster.access_bytes_per_s, speeds]), axis=0, return_counts=True)
         self._access, self._speed = every.T[:2], every[:, 2:3]
         fastest = np.concatenate([[0.0], np.cumsum(-np.sort(-speeds[:, 1]))])
         self._all_computed_s = _all_flops(cluster, workload) / fastest[sizes]

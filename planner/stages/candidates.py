@@ -24,6 +24,7 @@ from hybridep.topology import Cluster, by_themselves
 from hybridep.units import format_bytes
 from hybridep.workload import Workload
 from planner.evaluate import MOST_RANKS
+from planner.goal import Worth
 from planner.memory import MemoryUse, memory_knob
 from planner.price import step_usd
 from planner.sites.grouping import Groups
@@ -45,10 +46,6 @@ BATCHES = (1, 2, 4, 8, 16)
 FEW_BATCHES = (0.25, 0.5)
 """Where what each pass waits for is most of a step, fewer than there are stages may be better."""
 _MOST_BATCHES = 1024
-
-
-Worth = tuple[float, float]
-"""By what share a step is over the budget, and its seconds or dollars: the smaller the better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +129,6 @@ class Candidates:
     def _of_number(self, stages: int) -> Iterator[Candidate]:
         """With one number of micro-batches each."""
         cluster, training = self.cluster, self.workload.training
-        inside = cluster.num_gpus // cluster.sizes[0]
         wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(cluster.levels[0].name, EXACT))
         step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
         for near in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
@@ -140,7 +136,7 @@ class Candidates:
             if groups is None:
                 self.barred = self.rules.why_not(next(group for group in near if not self.rules.possible(group)))
                 continue
-            ranks = inside * max(len(group) for group in groups)
+            ranks = cluster.ranks_per_site * max(len(group) for group in groups)
             if ranks > MOST_RANKS:
                 self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
                 continue
@@ -179,8 +175,7 @@ class Candidates:
         """Of the output projection for a micro-batch, likewise."""
         model, training = self.workload.model, self.workload.training
         tokens = training.tokens * training.micro_batches * self.cluster.num_gpus / micro_batches
-        inside = self.cluster.num_gpus // self.cluster.sizes[0]
-        per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * inside
+        per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * self.cluster.ranks_per_site
         return float(3 * 2 * tokens * model.vocab_size * model.hidden_size / per_s)
 
     def with_sites(self, path: Groups, micro_batches: int) -> Candidate | None:
@@ -233,8 +228,7 @@ class Candidates:
             if all(one.memory.fits for one in inside):
                 step_s = least_step_s(plan, [one.times for one in inside])
                 usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
-                least = self.wishes.goal.overdraft(usd), self.wishes.goal.value(step_s, usd)
-                return Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=least)
+                return Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=self.wishes.goal.worth(step_s, usd))
         stage, fullest = max(zip(plan.plans, (one.memory for one in inside), strict=True), key=lambda both: _fullness(both[1]))
         if _fullness(fullest) < self._lack:
             self._lack = _fullness(fullest)

@@ -113,7 +113,7 @@ def without_stages(plan: PipelinePlan) -> dict[str, tuple[StepCost, MemoryUse]]:
 
 def activation_bytes(plan: PipelinePlan) -> float:
     """Of one step, between stages both ways, as far as they leave sites."""
-    inside, total = plan.cluster.num_gpus // plan.cluster.sizes[0], 0
+    inside, total = plan.cluster.ranks_per_site, 0
     for stage in range(len(plan.stages) - 1):
         ways = plan.ways(stage)
         for source, destination, number in zip(ways.source, ways.destination, ways.number, strict=True):

@@ -22,7 +22,7 @@ from hybridep.workload import Workload
 from planner.alone import alone
 from planner.choose import Report
 from planner.clock import now_s
-from planner.goal import FASTEST
+from planner.goal import FASTEST, Worth
 from planner.stages.bound import least_of_any_s, least_usd_of_any
 from planner.stages.order import way_s_per_byte
 from planner.stages.rules import StageRules
@@ -41,8 +41,6 @@ ones find."""
 
 Sites = tuple[str, ...]
 """Names, in the cluster's order."""
-Worth = tuple[float, float]
-"""By what share a step is over the budget, and its seconds or dollars: the smaller the better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,16 +178,14 @@ class _Search:
         return True
 
     def _keep(self, sites: Sites, made: AnyPlan) -> None:
-        assert made.prediction is not None
-        usd, goal = made.prediction.cost or 0.0, self.wishes.goal
-        worth = goal.overdraft(usd), goal.value(made.prediction.expected_s, usd)
+        worth = self.wishes.goal.worth(made.predicted.expected_s, made.predicted.cost_usd)
         best = all(worth < other for other in self._worth.values())
         if len(sites) < self.cluster.sizes[0]:
             others = [other for known, other in self._worth.items() if len(known) < self.cluster.sizes[0]]
             self._fewer = made if all(worth < other for other in others) else self._fewer
         self._worth[sites] = min(worth, self._worth.get(sites, worth))
         if best:
-            self.report("plan", made.prediction.expected_s)
+            self.report("plan", made.predicted.expected_s)
 
     def _left_s(self, share: float) -> float:
         return self.begun_s + share * self.time_limit_s - now_s()

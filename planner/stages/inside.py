@@ -79,14 +79,7 @@ def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, known: dict[
 
 
 def _known(stage: Plan, layers: tuple[LayerGroup, ...]) -> Known:
-    made = Plan(
-        cluster=stage.cluster,
-        workload=stage.workload,
-        layers=layers,
-        popularity=stage.popularity,
-        schedule=stage.schedule,
-        codecs=stage.codecs,
-    )
+    made = stage.with_layers(*layers)
     usd = 0.0
     if made.cluster.has_egress_prices and made.cluster.sizes[0] > 1:
         usd = egress_usd(made.cluster, link_bytes(made.cluster, step_traffic(made)))
@@ -138,8 +131,7 @@ def searched(
 
 def of_alike(inside: Inside, stage: Plan, other: Plan) -> Inside:
     """What was found of ``other`` in terms of the sites of ``stage``, which is alike (``hybridep.pipeline.alike``)."""
-    one, another = stage.cluster, other.cluster
-    names = {another.site_name(site): one.site_name(site) for site in range(one.sizes[0])}
+    names = dict(zip(other.cluster.site_names, stage.cluster.site_names, strict=True))
     if all(name == mine for name, mine in names.items()):
         return inside
     layers = []

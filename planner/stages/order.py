@@ -20,14 +20,9 @@ _ROUNDS = 50
 
 def way_s_per_byte(cluster: Cluster) -> FloatArray:
     """[D, D]: seconds per byte from one site to another, over their access links and their own link; trunks left out."""
-    size = cluster.sizes[0]
-    rate = np.array([link.bandwidth_bytes_per_s for link in cluster.link_table[: 2 * size]])
-    found = np.minimum(rate[::2, None], rate[None, 1::2])
-    if cluster.links:
-        pair = np.full((size, size), np.inf)
-        pair[~np.eye(size, dtype=np.bool_)] = [link.bandwidth_bytes_per_s for link in cluster.link_table[cluster.pair_links]]
-        found = np.minimum(found, pair)
-    return np.asarray(1 / found)
+    (up, down), pair = cluster.access_bytes_per_s, cluster.pair_bytes_per_s
+    access = np.minimum(up[:, None], down)
+    return np.asarray(1 / (access if pair is None else np.minimum(access, pair)))
 
 
 def groupings(cluster: Cluster, stages: int, batch_bytes: float) -> Iterator[Groups]:

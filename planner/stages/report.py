@@ -20,7 +20,7 @@ def pipeline_summary(plan: PipelinePlan) -> dict[str, Any]:
                 "sites": list(stage.sites),
                 "num_layers": stage.num_layers,
                 "layers": [group.model_dump(mode="json") for group in stage.layers],
-                "sequences": [int(own) for own in plan.sequences(number)[:: plan.cluster.num_gpus // plan.cluster.sizes[0]]],
+                "sequences": [int(own) for own in plan.sequences(number)[:: plan.cluster.ranks_per_site]],
                 "in_flight": plan.in_flight(number),
                 "forward_s": inside.times.forward_s,
                 "backward_s": inside.times.backward_s,

@@ -43,7 +43,7 @@ class StageRules:
             if rule.kind is Kind.NO_LINK:
                 self.apart |= chosen[:, None] & others[None, :] | others[:, None] & chosen[None, :]
         np.fill_diagonal(self.apart, False)
-        self._number = {cluster.site_name(site): site for site in range(size)}
+        self._number = {name: site for site, name in enumerate(cluster.site_names)}
         self._known: dict[tuple[int, ...], tuple[Constraints | None, Permissions | None]] = {}
         if self._rules:
             # Names and numbers of experts are read here, whatever stages there will be.
@@ -106,7 +106,7 @@ class StageRules:
         """No activations pass between sites that are kept apart."""
         if not self.apart.any():
             return True
-        inside = self.cluster.num_gpus // self.cluster.sizes[0]
+        inside = self.cluster.ranks_per_site
         every = [plan.ways(stage) for stage in range(len(plan.stages) - 1)]
         return not any(self.apart[ways.source // inside, ways.destination // inside].any() for ways in every)
 
@@ -124,7 +124,7 @@ class StageRules:
         return 0 if allowed is None else int((allowed.fallback < 0).sum())
 
     def _places(self, stage: Cluster) -> list[int]:
-        return [self._number[stage.site_name(site)] for site in range(stage.sizes[0])] if self._rules else []
+        return [self._number[name] for name in stage.site_names] if self._rules else []
 
     def _of(self, group: Iterable[int]) -> tuple[Constraints | None, Permissions | None]:
         if not self._rules:
@@ -159,8 +159,7 @@ class StageRules:
 def permitted_group(group: LayerGroup, cluster: Cluster, num_experts: int, allowed: Permissions) -> LayerGroup:
     """The placement with every expert that breaks a rule at its home, or else where it may be."""
     placement = group.placement(cluster, num_experts)
-    inside = cluster.num_gpus // cluster.sizes[0]
-    table = allowed.repaired(placement.serve[0], placement.home // inside)
+    table = allowed.repaired(placement.serve[0], placement.home // cluster.ranks_per_site)
     if table is placement.serve[0]:
         return group
     outer = cluster.levels[0].name

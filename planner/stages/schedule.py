@@ -117,8 +117,7 @@ def _way(plan: PipelinePlan, network: Network, ways: Ways, *, down: bool) -> Way
         np.add.at(load_bytes, link, size_bytes[transfer] * share)
         np.add.at(messages, link, 1)
     held_s = load_bytes / network.bandwidths_bytes_per_s
-    inside = cluster.num_gpus // cluster.sizes[0]
-    sites = source // inside, destination // inside
+    sites = source // cluster.ranks_per_site, destination // cluster.ranks_per_site
     per_byte = network.window_s_per_byte[0]
     windows_s = size_bytes * (per_byte[sites] if per_byte.ndim else float(per_byte))
     used = np.flatnonzero(held_s)
@@ -158,7 +157,7 @@ def inside_of(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[Inside]:
     """Of each stage."""
     found = []
     for ranks, stage, times in zip(plan.ranks, plan.plans, stages, strict=True):
-        sites = np.unique(ranks // (plan.cluster.num_gpus // plan.cluster.sizes[0]))
+        sites = np.unique(ranks // plan.cluster.ranks_per_site)
 
         def links(between: Between, sites: IntArray = sites, own: Cluster = stage.cluster) -> Links:
             return tuple((_in_whole(plan.cluster, sites, own, link), held_s, many) for link, held_s, many in between.links)
@@ -176,8 +175,7 @@ def _in_whole(cluster: Cluster, sites: IntArray, own: Cluster, link: int) -> int
         return int(2 * sites[link // 2] + link % 2)
     if link < own.pair_links.stop:
         source, place = divmod(link - own.pair_links.start, own.sizes[0] - 1)
-        first, second = int(sites[source]), int(sites[place + (place >= source)])
-        return int(cluster.pair_links.start + first * (cluster.sizes[0] - 1) + second - (second > first))
+        return cluster.pair_link(int(sites[source]), int(sites[place + (place >= source)]))
     trunks = [trunk.name for trunk in cluster.trunks]
     return int(cluster.pair_links.stop + trunks.index(own.trunks[link - own.pair_links.stop].name))
 

@@ -23,7 +23,7 @@ from hybridep.units import format_dollars, format_seconds
 from hybridep.workload import Workload
 from planner.choose import Report
 from planner.clock import now_s
-from planner.goal import Goal
+from planner.goal import Goal, Worth
 from planner.plans import solver_report
 from planner.sites.grouping import Groups
 from planner.stages.bound import least_s, least_usd
@@ -33,7 +33,6 @@ from planner.stages.candidates import (
     FEW_BATCHES,
     Candidate,
     Candidates,
-    Worth,
     number_about,
     numbers_about,
     unevenness,
@@ -186,9 +185,7 @@ class _Search:
         return min(good, key=lambda one: (one.plan.ahead, self._worth(one)))
 
     def _worth(self, one: Costed) -> Worth:
-        return self.candidates.wishes.goal.overdraft(one.step_usd), self.candidates.wishes.goal.value(
-            one.times.step_s, one.step_usd
-        )
+        return self.candidates.wishes.goal.worth(one.times.step_s, one.step_usd)
 
     def _is_better(self, one: Costed, other: Costed) -> bool:
         """By more than ``_WORTH``."""
@@ -309,7 +306,7 @@ class _Search:
 
 def _groups(plan: PipelinePlan) -> Groups:
     """Sites of each stage by number."""
-    number = {plan.cluster.site_name(site): site for site in range(plan.cluster.sizes[0])}
+    number = {name: site for site, name in enumerate(plan.cluster.site_names)}
     return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
 
 

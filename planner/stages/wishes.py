@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from hybridep.codecs import Codecs
 from hybridep.errors import UserError
-from hybridep.pipeline import Popularity
-from hybridep.plan import Schedule
+from hybridep.plan import Popularity, Schedule
 from hybridep.topology import Cluster
 from planner.constraints import Constraints
 from planner.goal import FASTEST, Goal

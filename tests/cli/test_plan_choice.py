@@ -58,8 +58,7 @@ def simulated_s(one: Plan) -> float:
 
 
 def cost_s(one: Plan) -> float:
-    assert one.prediction is not None
-    return one.prediction.step
+    return one.predicted.step
 
 
 def test_the_choice_is_simulated_fastest_of_those_that_cost_no_more_than_others(plans: list[Plan]) -> None:

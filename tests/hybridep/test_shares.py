@@ -119,7 +119,7 @@ def test_some_of_the_sites_share_out_the_same_batch(rng: np.random.Generator) ->
         batch = micro_batch_size * sites * inside
         one, work = on_sites(cluster, workload, kept)
         training = work.training
-        assert [one.site_name(site) for site in range(one.sizes[0])] == sorted(kept)
+        assert list(one.site_names) == sorted(kept)
         assert batch_sequences(one, work) * training.micro_batches == batch
         sequences, even = site_sequences(one, work), batch % one.num_gpus == 0
         assert (max(sequences) == min(sequences) or not even) and max(sequences) - min(sequences) <= 1

@@ -15,7 +15,7 @@ from hybridep.launch.host import child_environment, free_port, interface_of
 from hybridep.launch.lab import Lab, LabSite
 from hybridep.launch.reports import Rendezvous, Report, ReportReader, ReportWriter, decode, encode
 from hybridep.launch.session import StepLog
-from hybridep.launch.shaping import lab_for, lab_spec, site_names, why_not_in_lab
+from hybridep.launch.shaping import lab_for, lab_spec, why_not_in_lab
 from hybridep.launch.worker import Job, failure_of
 from hybridep.launch.worker_group import DcLost, Failed, FailureKind, Finished, Started, Stepped
 from hybridep.plan import LayerGroup, Plan
@@ -69,7 +69,7 @@ def test_interfaces_and_ports() -> None:
 def test_what_the_lab_emulates() -> None:
     cluster = load(Cluster, CONFIGS / "clusters" / "aws-9.yaml")
     spec = lab_spec(cluster)
-    assert [dc.name for dc in spec.dcs] == site_names(cluster) == [site.name for site in cluster.sites]
+    assert [dc.name for dc in spec.dcs] == list(cluster.site_names) == [site.name for site in cluster.sites]
     assert [dc.up_bytes_per_s for dc in spec.dcs] == [site.up for site in cluster.sites]
     reason = why_not_in_lab(cluster)
     assert reason is not None and "72 ranks are more than the 16" in reason

@@ -33,8 +33,7 @@ PAPER_S = shipped_cluster("paper-s"), shipped_workload("gpt-large")
 
 
 def step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step
+    return plan.predicted.step
 
 
 def in_parts(plan: Plan, number: int) -> Plan:

@@ -54,17 +54,15 @@ def test_tokens_in_parts_are_shown_and_their_plan_in_one_piece(plan: Plan) -> No
 def test_alternatives_meet_experts_as_popular(plan: Plan) -> None:
     shares = tuple(float(share) for share in np.arange(1, 17) / 136)
     known = planner.plan(plan.cluster, plan.workload, popularity=(shares,) * len(list(plan.each_layer())))
-    assert known.prediction is not None
     explained = planner.explain(known)
     found = {other.name: other.step_s for other in explained.baselines}
-    assert found == pytest.approx(dict(known.prediction.baselines), rel=1e-9)
+    assert found == pytest.approx(dict(known.predicted.baselines), rel=1e-9)
     assert found != pytest.approx({other.name: other.step_s for other in planner.explain(plan).baselines}, rel=1e-3)
 
 
 def test_links_and_bound(plan: Plan) -> None:
     explained = planner.explain(plan)
-    assert plan.prediction is not None
-    assert explained.lower_bound_s == pytest.approx(plan.prediction.bound)
+    assert explained.lower_bound_s == pytest.approx(plan.predicted.bound)
     assert explained.lower_bound_by == explained.binds == explained.links[0].name == "l00 up"
     busy = [link.busy_s for link in explained.links]
     assert busy == sorted(busy, reverse=True)

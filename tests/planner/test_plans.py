@@ -60,8 +60,7 @@ def test_the_lab_mixes_experts_and_tokens() -> None:
     """Tokens of the tiny model need nearly every site and experts weigh as much: the middle domain."""
     made = planner.plan(shipped_cluster("lab-4dc"), shipped_workload("tiny"))
     assert made.layers[0].domains["dc"] == 2
-    assert made.prediction is not None
-    assert made.prediction.step < min(made.prediction.baselines.values())
+    assert made.predicted.step < min(made.predicted.baselines.values())
 
 
 def test_slow_links_move_experts_and_many_tokens_more_of_them() -> None:
@@ -144,8 +143,7 @@ def test_baselines(name: str) -> None:
     made = planner.baseline(cluster, workload, name)
     sizes = {level.name: level.size if name == "full_gather" else 1 for level in cluster.levels}
     assert made.layers[0].domains == sizes
-    assert made.prediction is not None
-    assert made.prediction.step == pytest.approx(made.prediction.baselines[name])
+    assert made.predicted.step == pytest.approx(made.predicted.baselines[name])
     assert made.solver is None
     planner.check(made)
 

@@ -25,8 +25,7 @@ WORKLOAD = make_workload(layers=2, ffn=256)
 
 
 def step_s(made: Plan) -> float:
-    assert made.prediction is not None
-    return made.prediction.step
+    return made.predicted.step
 
 
 def test_the_fewest_connections_that_are_as_fast() -> None:

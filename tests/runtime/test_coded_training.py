@@ -202,7 +202,7 @@ def check_copies(case: Case, found: list[Coded]) -> None:
     """What crossed sites coded and fanned out exactly is the same at all ranks of a site, and at all other sites."""
     plan = case.plan()
     homes = plan.placements[0].home
-    inner = plan.cluster.num_gpus // plan.cluster.sizes[0]
+    inner = plan.cluster.ranks_per_site
     away: dict[tuple[int, int], list[NDArray[np.float32]]] = {}
     for rank, one in enumerate(found):
         for (layer, expert), copy in one.copies.items():

@@ -38,8 +38,7 @@ def skewed(seed: int, layers: int, experts: int, top_k: int, concentration: floa
 
 
 def step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step
+    return plan.predicted.step
 
 
 def workload_of(seed: int, experts: int, layers: int, **model: object) -> Workload:

@@ -47,8 +47,7 @@ WORKLOAD = workload_of(4, 16, top_k=4, hidden=128, ffn=192)
 
 
 def step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step
+    return plan.predicted.step
 
 
 def with_depth(plan: Plan, depth: int) -> Plan:

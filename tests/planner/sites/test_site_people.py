@@ -29,8 +29,7 @@ def found() -> list[Plan]:
 
 
 def step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step
+    return plan.predicted.step
 
 
 def test_top_plans_differ_and_are_sorted(found: list[Plan]) -> None:

@@ -27,8 +27,7 @@ def test_plans_check_and_beat_equal_domains(seed: int) -> None:
     planner.check(made)
     assert made.solver.bound <= made.solver.objective
     domains = planner.plan_domains(cluster, workload)
-    assert domains.prediction is not None
-    assert made.prediction.step <= domains.prediction.step * (1 + 1e-9)
+    assert made.prediction.step <= domains.predicted.step * (1 + 1e-9)
     assert made.prediction.step <= min(made.prediction.baselines.values()) * (1 + 1e-9)
 
 
@@ -50,12 +49,10 @@ def test_memory_that_forbids_copies_is_respected() -> None:
     rng = np.random.default_rng(11)
     workload = small_workload(rng, 12)
     ample = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2), workload, time_limit_s=4)
-    assert ample.prediction is not None
-    tight_bytes = ample.prediction.memory_bytes * 0.995
+    tight_bytes = ample.predicted.memory_bytes * 0.995
     tight = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2, memory=f"{tight_bytes:.0f} B"), workload, time_limit_s=4)
-    assert tight.prediction is not None
-    assert tight.prediction.memory_bytes <= tight_bytes * (1 + 1e-4)
-    assert tight.prediction.step >= ample.prediction.step
+    assert tight.predicted.memory_bytes <= tight_bytes * (1 + 1e-4)
+    assert tight.predicted.step >= ample.predicted.step
     planner.check(tight)
 
 

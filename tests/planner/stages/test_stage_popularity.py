@@ -30,8 +30,7 @@ def test_a_pipeline_for_measured_popularity(kind: str) -> None:
     assert plan.popularity == layers
     seen = [row for stage in plan.plans for row in stage.popularity]
     assert seen == list(layers)
-    assert plan.prediction is not None
-    assert plan.prediction.step == pytest.approx(simulate_pipeline(plan).step_s, rel=0.15)
+    assert plan.predicted.step == pytest.approx(simulate_pipeline(plan).step_s, rel=0.15)
 
 
 @pytest.mark.parametrize("seed", [2, 5, 7])

@@ -52,7 +52,7 @@ def random_rules(rng: np.random.Generator, num_sites: int) -> Constraints:
 def broken(plan: PipelinePlan, constraints: Constraints) -> list[str]:
     """What breaks a rule, read from the plan's own tables."""
     found = []
-    inside = plan.cluster.num_gpus // plan.cluster.sizes[0]
+    inside = plan.cluster.ranks_per_site
 
     def met(names: tuple[str, ...], site: str) -> bool:
         return any(fnmatchcase(site, name) for name in names)
@@ -65,7 +65,7 @@ def broken(plan: PipelinePlan, constraints: Constraints) -> list[str]:
     for rule in constraints.rules:
         experts = parse_experts(rule.experts, EXPERTS) if rule.experts else range(EXPERTS)
         for stage in plan.plans:
-            names = [stage.cluster.site_name(site) for site in range(stage.cluster.sizes[0])]
+            names = stage.cluster.site_names
             for layers in stage.placed:
                 table, homes = layers.placement.serve[0], layers.placement.home // inside
                 for (site, expert), holder in np.ndenumerate(table):
