@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from itertools import permutations
+from operator import ge, gt
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,17 @@ def matrix_profile(path: Path, *, gpus_per_site: int = 8) -> dict[str, Any]:
     if not rows or not set(wanted) <= set(rows[0]):
         raise ConfigError(f"{path}:1", "header", f"needs the columns {','.join(wanted)} and at least one row")
     for line, row in enumerate(rows, start=2):
-        for column, floor in (("gbps", 0.0), ("rtt_ms", -1.0)):
+        for column, limit, keeps in (("gbps", "above zero", gt), ("rtt_ms", "at least zero", ge)):
             try:
-                good = floor < float(row[column]) < float("inf")
+                good = keeps(float(row[column]), 0) and float(row[column]) < float("inf")
             except (TypeError, ValueError):
                 good = False
             if not good:
-                limit = "above zero" if column == "gbps" else "at least zero"
                 raise ConfigError(f"{path}:{line}", column, f"must be a number {limit} (found {row[column]!r})")
         src, dst = row["src"].strip(), row["dst"].strip()
         if not src or not dst or src == dst or (src, dst) in pairs:
             raise ConfigError(f"{path}:{line}", "src,dst", f"{src!r} -> {dst!r} is empty, a loop, or given before")
-        rtt_ms = max(float(row["rtt_ms"]), 0.0)
-        pairs[src, dst] = gbps_to_bytes_per_s(float(row["gbps"])), ms_to_s(rtt_ms) / 2
+        pairs[src, dst] = gbps_to_bytes_per_s(float(row["gbps"])), ms_to_s(float(row["rtt_ms"])) / 2
     for (src, dst), link in list(pairs.items()):
         pairs.setdefault((dst, src), link)
     sites = list(dict.fromkeys(name for pair in pairs for name in pair))

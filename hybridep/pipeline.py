@@ -1,9 +1,9 @@
 """Pipeline plans: sites in stages that hold some of a model's layers each, with a plan of its own inside every stage.
 
 A stage is a ``Plan`` for its sites and its layers, so whatever places experts, moves them, and puts times on that knows nothing
-of other stages. Between stages a micro-batch's activations pass forward and their gradients back, exact and without codecs, from
-each rank straight to the ranks that go on with its sequences. All stages train on the global batch that a plan without stages
-has, so the same model is trained.
+of other stages. Between stages a micro-batch's activations pass forward and their gradients back, exact unless the outermost
+level's codecs say otherwise, from each rank straight to the ranks that go on with its sequences. All stages train on the global
+batch that a plan without stages has, so the same model is trained.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The Plan: what the planner writes and the simulator and the runtime read. Nothing else passes between them.
+"""The Plan: what the planner writes and the simulator and the runtime read. Nothing passes between them but plans, and
+pipelines of them (``hybridep.pipeline``).
 
 A plan file carries the cluster and the workload it was made for, so that it can be simulated and trained by itself, and
 so that using it with another cluster is an error that names the differences.

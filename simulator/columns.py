@@ -101,7 +101,7 @@ def swap_entries(
     one: int,
     other: int,
 ) -> None:
-    """Two entries of a link change places. (Arrays, not tables: to hand on a table costs more than this does.)"""
+    """Two entries of a link change places."""
     if one == other:
         return
     first, second = members[one], members[other]

@@ -82,7 +82,6 @@ def _taken(flows: FlowColumns, links: LinkColumns, level: FloatArray, link: int)
 def _fix_all(flows: FlowColumns, links: LinkColumns, rest: FloatArray, is_open: ByteArray, link: int, rate: float) -> float:
     """A link has filled: its open flows are not open any more, and what they take is taken from their other links. Returns
     their weight."""
-    # Named once: to take an array out of a tuple costs as much as to use it.
     paths, weights, members, is_limit = flows.links, flows.weights, links.members, links.is_limit
     weighted, still_open, load = weights.shape[0] > 0, rest[link, _LOAD], 0.0
     rest[link, _LOAD] = 0.0
@@ -172,7 +171,6 @@ def _fill_rows(
 @compiled
 def _hand_over(flows: FlowColumns, links: LinkColumns) -> None:
     """Fix all active flows by the first links of their paths."""
-    # Named once, and all in one function: to hand a table on for each flow costs more than all the rest.
     paths, places, due, full_link, status = flows.links, flows.places, flows.due, flows.full_link, flows.status
     order, position, served, least_due = links.order, links.position, links.served, links.least_due
     first, num_fixed, members, fixed_by, weights = links.first, links.num_fixed, links.members, links.fixed_by, links.weights

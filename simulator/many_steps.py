@@ -27,7 +27,7 @@ Planning = Callable[[Cluster], AnyPlan]
 """Makes a plan of the run's workload for a cluster as it is at the moment."""
 
 RoutingOfStep = Callable[[AnyPlan, int], Routing | None]
-"""(plan, step) -> what tokens choose; None for uniform choices."""
+"""(plan, step) -> what tokens choose; None for what the plan's popularity of experts lets expect, uniform without one."""
 
 _LEAST_FACTOR = 1e-3
 """Planning takes a link that is cut as one of this part of its bandwidth."""

@@ -97,7 +97,6 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float,
 
     Returns how many were; -1 where it came to no end in time, and rates are wrong.
     """
-    # Named once, and all in one function: to take an array out of a table, or to hand one on, costs two atomic operations.
     paths, places, full_link, due, spare_bytes = flows.links, flows.places, flows.full_link, flows.due, flows.spare_bytes
     first, num_members, num_fixed, load = links.first, links.num_members, links.num_fixed, links.load
     members, fixed_by, weights = links.members, links.fixed_by, links.weights

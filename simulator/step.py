@@ -174,8 +174,9 @@ def simulate_step(
     exchange: TokenExchange | None = None,
     progress: Progress | None = None,
 ) -> StepResult:
-    """Simulate one training step of a plan. Without `routing`, tokens choose experts uniformly; without `fabric`, the
-    cluster's own links are all there is; without `exchange`, tokens travel as in the runtime.
+    """Simulate one training step of a plan. Without `routing`, tokens choose experts as often as the plan's measured popularity
+    says (uniformly where it has none); without `fabric`, the cluster's own links are all there is; without `exchange`, tokens
+    travel as in the runtime.
 
     precision: what may be given up for speed at thousands of different datacenters; `largest_cut` says by how much transfers
     differed.

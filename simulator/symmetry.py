@@ -135,7 +135,7 @@ def symmetry(
 
 
 class _Inner(NamedTuple):
-    """Transfers inside sites, and the links that each and its reverse cross."""
+    """Transfers inside sites, or direct ones between any two ranks, and the links that each and its reverse cross."""
 
     source: IntArray
     destination: IntArray
@@ -254,7 +254,7 @@ def _near(
     about: HashArray,
     about_link: HashArray,
 ) -> None:
-    """Transfers inside sites, and their reverse."""
+    """Transfers inside sites, or direct ones between any two ranks, and their reverse."""
     bits = size_bytes.view(np.uint64)
     for flow in range(source.size):
         a, b = source[flow], destination[flow]

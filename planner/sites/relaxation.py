@@ -195,8 +195,7 @@ class Relaxation:
     @cached_property
     def copy_reaches_s(self) -> FloatArray:
         """Ascending: zero for no copy, then every latency at which a further home may send copies to a further site."""
-        kinds = self.classes
-        return np.concatenate([[0.0], np.unique(kinds.latency_s[self._copied])])
+        return np.concatenate([[0.0], np.unique(self.classes.latency_s[self._copied])])
 
     @cached_property
     def _copied(self) -> NDArray[np.bool_]:
@@ -442,7 +441,7 @@ class Relaxation:
         return np.asarray((full * parts).sum(axis=-1) + np.where(whole_ones < number, partial, 0.0))
 
     def copies_in_memory(self, residency: Residency) -> FloatArray:
-        """[D]: no site keeps more copies: its ranks' memory beside what is there in any case. Activations of routed
+        """[C]: no site keeps more copies: its ranks' memory beside what is there in any case. Activations of routed
         tokens and buffers are left out, and copies spread evenly inside, so this is never too few."""
         known = self._copies_in_memory.get(residency)
         if known is not None:

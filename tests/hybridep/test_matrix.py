@@ -29,6 +29,7 @@ def test_a_matrix_becomes_a_cluster(tmp_path):
         (["a,b,-1,20"], r"wan.csv:2: gbps: must be a number above zero \(found '-1'\)"),
         (["a,b,1,20", "a,c,x,20"], r"wan.csv:3: gbps"),
         (["a,b,1,-3"], "rtt_ms"),
+        (["a,b,1,-0.5"], r"rtt_ms: must be a number at least zero \(found '-0.5'\)"),
         (["a,b,1,20", "a,b,1,20"], "given before"),
         (["a,a,1,20"], "loop"),
         (["a,b,1,20", "a,c,1,20"], "no row for b -> c"),
