@@ -12,7 +12,7 @@ from hybridep.errors import ConfigError
 from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
 
 
-def matrix_profile(path: Path, *, gpus_per_site: int = 8) -> dict[str, Any]:
+def matrix_profile(path: Path) -> dict[str, Any]:
     """Cluster data from a CSV matrix with the columns src,dst,gbps,rtt_ms (one row per pair; a missing reverse direction
     is taken equal). A site's access rate is the largest of its pairs. What a matrix cannot say is assumed: 8 GPUs per
     site joined at 400 Gbps, 300 TFLOPS and 80 GiB each; change it with ``--set``. Raises ConfigError with the line."""
@@ -51,7 +51,7 @@ def matrix_profile(path: Path, *, gpus_per_site: int = 8) -> dict[str, Any]:
         "name": path.stem,
         "levels": [
             {"name": "dc", "size": len(sites), "bandwidth": rate(fastest), "latency": "0 s"},
-            {"name": "gpu", "size": gpus_per_site, "bandwidth": "400 Gbps", "latency": "10 us"},
+            {"name": "gpu", "size": 8, "bandwidth": "400 Gbps", "latency": "10 us"},
         ],
         "gpu": {"throughput": "300 TFLOPS", "memory": "80 GiB", "memory_bandwidth": "2 TB/s"},
         "sites": [

@@ -30,12 +30,11 @@ class RobustPlan:
     """A plan, and how it does beside the one made for the nominal bandwidths."""
 
     plan: Plan
-    nominal: Plan
-    """Made for the cluster as it is given."""
     quantile: float
     steps_s: tuple[float, ...]
     """Of ``plan`` in each scenario."""
     nominal_steps_s: tuple[float, ...]
+    """Of the plan made for the cluster as it is given, in each scenario."""
     step_s: float
     """Of ``plan`` at the quantile."""
     nominal_step_s: float
@@ -48,7 +47,7 @@ class RobustPlan:
         return gap(self.step_s, self.bound_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Without the plans."""
+        """Without the plan."""
         names = ("quantile", "step_s", "bound_s", "gap", "steps_s", "nominal_step_s", "nominal_steps_s")
         return {name: getattr(self, name) for name in names}
 
@@ -95,7 +94,6 @@ def plan_for_scenarios(
     steps_s, nominal_steps_s = _steps(robust, scenarios), _steps(nominal, scenarios)
     return RobustPlan(
         plan=robust,
-        nominal=nominal,
         quantile=quantile,
         steps_s=steps_s,
         nominal_steps_s=nominal_steps_s,
@@ -105,12 +103,12 @@ def plan_for_scenarios(
     )
 
 
-def interval_scenarios(cluster: Cluster, share: float, *, draws: int = 8, seed: int = 0) -> list[Cluster]:
+def interval_scenarios(cluster: Cluster, share: float, *, draws: int = 8) -> list[Cluster]:
     """Every bandwidth between sites somewhere in [1 - share, 1 + share] of what is given: first all at the lower end, which is
     the worst case for every plan, then independent uniform draws. Raises UserError for a share outside [0, 1)."""
     if not 0 <= share < 1:
         raise UserError(f"bandwidths within {share:g} of what is given: the share must be at least 0 and below 1")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return [scaled(cluster, 1 - share), *(_drawn(cluster, share, rng) for _ in range(draws))]
 
 

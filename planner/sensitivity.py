@@ -21,6 +21,8 @@ from planner.sites.strategy import starts, walks_help
 
 MOVES = 8000
 """Tried when planning anew for one upgrade."""
+FACTOR = 2.0
+"""How many times as fast an upgraded link is, or as large an upgraded memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,8 @@ class _Option:
     problem: SiteProblem
 
 
-def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Constraints | None = None) -> list[Upgrade]:
-    """Upgrades by ``factor`` of a site's up link, a site's down link, a link between two sites, or the memory, the most useful
+def upgrades(plan: Plan, *, top: int = 3, constraints: Constraints | None = None) -> list[Upgrade]:
+    """Upgrades by ``FACTOR`` of a site's up link, a site's down link, a link between two sites, or the memory, the most useful
     first. Of each sort the ``top`` ones by what they bring to the plan as it is (its step's derivative, taken in one stride)
     are verified by planning anew; the others are left out. Where domains are a part of a level inside sites, the plan as it is
     is the nearest one that plans between sites know (``chosen_table``). Raises UserError for one site, and plans with homes of
@@ -70,10 +72,10 @@ def upgrades(plan: Plan, *, factor: float = 2.0, top: int = 3, constraints: Cons
     problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
     present_s = _searched(problem, table)
     found = []
-    for options in (_access(problem, factor, up=True), _access(problem, factor, up=False), _pairs(problem, factor)):
+    for options in (_access(problem, up=True), _access(problem, up=False), _pairs(problem)):
         priced = [(site_cost(option.problem, table, configuration).step_s, option) for option in options]
         found += sorted(priced, key=lambda entry: entry[0])[:top]
-    more = _more_memory(problem, factor)
+    more = _more_memory(problem)
     found.append((site_cost(more.problem, table, configuration).step_s, more))
     made = []
     for as_it_is_s, option in found:
@@ -105,23 +107,23 @@ def _searched(problem: SiteProblem, table: IntArray) -> float:
     return search.best.rank[1]
 
 
-def _access(problem: SiteProblem, factor: float, *, up: bool) -> Iterator[_Option]:
+def _access(problem: SiteProblem, *, up: bool) -> Iterator[_Option]:
     rates = problem.up_bytes_per_s if up else problem.down_bytes_per_s
     for dc in range(problem.num_sites):
         faster = rates.copy()
-        faster[dc] *= factor
+        faster[dc] *= FACTOR
         changed = replace(problem, up_bytes_per_s=faster) if up else replace(problem, down_bytes_per_s=faster)
         name = f"{'up' if up else 'down'} link of {problem.cluster.site_name(dc)}"
         yield _Option(name=name, before=format_bandwidth(rates[dc]), after=format_bandwidth(faster[dc]), problem=changed)
 
 
-def _pairs(problem: SiteProblem, factor: float) -> Iterator[_Option]:
+def _pairs(problem: SiteProblem) -> Iterator[_Option]:
     rates = problem.pair_bytes_per_s
     if rates is None:
         return
     for src, dst in np.argwhere(np.isfinite(rates)):
         faster = rates.copy()
-        faster[src, dst] *= factor
+        faster[src, dst] *= FACTOR
         name = f"link {problem.cluster.site_name(int(src))} -> {problem.cluster.site_name(int(dst))}"
         yield _Option(
             name=name,
@@ -131,19 +133,19 @@ def _pairs(problem: SiteProblem, factor: float) -> Iterator[_Option]:
         )
 
 
-def _more_memory(problem: SiteProblem, factor: float) -> _Option:
+def _more_memory(problem: SiteProblem) -> _Option:
     cluster = problem.cluster
     sites = tuple(
-        site.model_copy(update={"gpu": site.gpu.model_copy(update={"memory": site.gpu.memory * factor})})
+        site.model_copy(update={"gpu": site.gpu.model_copy(update={"memory": site.gpu.memory * FACTOR})})
         if site.gpu is not None and site.gpu.memory is not None
         else site
         for site in cluster.sites
     )
-    gpu = cluster.gpu.model_copy(update={"memory": cluster.gpu.memory * factor})
+    gpu = cluster.gpu.model_copy(update={"memory": cluster.gpu.memory * FACTOR})
     has = sorted({one.memory for one in cluster.site_gpus})
     return _Option(
         name="memory of every rank",
         before=" or ".join(map(format_bytes, has)),
-        after=" or ".join(format_bytes(one * factor) for one in has),
+        after=" or ".join(format_bytes(one * FACTOR) for one in has),
         problem=replace(problem, cluster=cluster.model_copy(update={"gpu": gpu, "sites": sites})),
     )

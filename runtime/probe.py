@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _Measured = TypeVar("_Measured", "LevelProbe", ComputeProbe, CodecProbe, Contention)
 
+_TIMEOUT_S = 60.0
+"""After which an exchange, or the wait for all ranks, has failed."""
 _SMALL_BYTES, _FIRST_BYTES, _LARGEST_BYTES = 8, 2**15, 2**26
 _REPEATS = 5
 _BANDWIDTH_REPEATS = 9
@@ -90,7 +92,6 @@ def probe(
     rank: int,
     store: Store,
     seconds: float = 0.3,
-    timeout_s: float = 60.0,
     thorough: bool = False,
     device: Device = Device.AUTO,
 ) -> Probe:
@@ -100,7 +101,7 @@ def probe(
     torch.set_num_threads(1)
     open_process_group(store, rank=rank, world_size=cluster.num_gpus, timeout_s=JOIN_TIMEOUT_S)
     try:
-        return _probe(cluster, workload, rank=rank, seconds=seconds, timeout_s=timeout_s, thorough=thorough, device=device)
+        return _probe(cluster, workload, rank=rank, seconds=seconds, thorough=thorough, device=device)
     finally:
         close_process_group()
 
@@ -111,17 +112,16 @@ def _probe(
     *,
     rank: int,
     seconds: float,
-    timeout_s: float = 60.0,
-    thorough: bool = False,
-    device: Device = Device.AUTO,
+    thorough: bool,
+    device: Device,
 ) -> Probe:
     """As ``probe``, in a process group that is open."""
     workload = workload.for_one_rank()
     group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
     plan = Plan(cluster=cluster, workload=workload, layers=(group,))
     mesh = Mesh(plan=plan, rank=rank, device=choose_device(device, rank))
-    barrier = Barrier(rank=rank, world_size=mesh.world_size, timeout_s=timeout_s)
-    transport = Transport(timeout_s=timeout_s, device_links=device_links(mesh, timeout_s=timeout_s))
+    barrier = Barrier(rank=rank, world_size=mesh.world_size, timeout_s=_TIMEOUT_S)
+    transport = Transport(timeout_s=_TIMEOUT_S, device_links=device_links(mesh, timeout_s=_TIMEOUT_S))
     found = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]
     compute = probe_compute(
         cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds, device=mesh.device
@@ -131,10 +131,10 @@ def _probe(
     several: LevelProbe | None = None
     contention: Contention | None = None
     if thorough and mesh.sizes[0] > 1:
-        pairs = probe_pairs(mesh, barrier, seconds=seconds, timeout_s=timeout_s)
-        many = Transport(timeout_s=timeout_s, streams={cluster.levels[0].name: STREAMS[-1]})
+        pairs = probe_pairs(mesh, barrier, seconds=seconds, timeout_s=_TIMEOUT_S)
+        many = Transport(timeout_s=_TIMEOUT_S, streams={cluster.levels[0].name: STREAMS[-1]})
         several, _, _ = _level(mesh, many, barrier, 0, seconds)
-        contention = probe_contention(mesh, barrier, seconds=seconds, timeout_s=timeout_s)
+        contention = probe_contention(mesh, barrier, seconds=seconds, timeout_s=_TIMEOUT_S)
     further_s = [each_s for _, each_s, _ in found if each_s is not None]
     return Probe(
         levels=tuple(level for level, _, _ in found),

@@ -59,9 +59,9 @@ class Engine:
         heapq.heappush(self._queue, event)
         return event
 
-    def after(self, delay_s: float, action: Action, priority: int = NORMAL) -> Event:
+    def after(self, delay_s: float, action: Action) -> Event:
         """Queue an action `delay_s` seconds from now; errors as `at`."""
-        return self.at(self._now_s + delay_s, action, priority)
+        return self.at(self._now_s + delay_s, action)
 
     def cancel(self, event: Event) -> None:
         """Keep a queued event from running; nothing happens if it has run already."""

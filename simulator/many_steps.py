@@ -117,7 +117,6 @@ def simulate_run(
     routing: RoutingOfStep | None = None,
     planning: Planning | None = None,
     precision: Precision = EXACTLY,
-    on_stretch: Callable[[Stretch], None] = lambda stretch: None,
     fabric: FabricFile | None = None,
 ) -> RunResult:
     """Simulate a run of many steps, over the cluster's own links or a fabric.
@@ -129,7 +128,7 @@ def simulate_run(
     ring closes where a site is lost, and of a graph the trunks of the site remain.
     Raises SimulationError when a plan is needed and no `planning` given, UserError for unknown sites, links or workers.
     """
-    return _Run(plan, course, conditions or Conditions(), routing, planning, precision, on_stretch, fabric).run()
+    return _Run(plan, course, conditions or Conditions(), routing, planning, precision, fabric).run()
 
 
 class _Run:
@@ -141,12 +140,10 @@ class _Run:
         routing: RoutingOfStep | None,
         planning: Planning | None,
         precision: Precision,
-        on_stretch: Callable[[Stretch], None],
         fabric: FabricFile | None,
     ) -> None:
         self._plan, self._course, self._conditions = plan, course, conditions
-        self._routing, self._planning, self._precision, self._on_stretch = routing, planning, precision, on_stretch
-        self._fabric = fabric
+        self._routing, self._planning, self._precision, self._fabric = routing, planning, precision, fabric
         self._factors_under: dict[str, LinkFactors] = {}
         self._now_s, self._step = 0.0, 0
         self._losses = sorted(course.losses, key=lambda loss: loss.at)
@@ -176,16 +173,16 @@ class _Run:
         return RunResult(stretches=tuple(self._stretches), simulated_steps=self._simulated)
 
     def _pass(self, what: Happening, duration_s: float) -> None:
-        stretch = Stretch(
-            what=what,
-            start_s=self._now_s,
-            duration_s=duration_s,
-            step=self._step,
-            plan=self._plan.digest,
-            sites=self._plan.cluster.sizes[0],
+        self._stretches.append(
+            Stretch(
+                what=what,
+                start_s=self._now_s,
+                duration_s=duration_s,
+                step=self._step,
+                plan=self._plan.digest,
+                sites=self._plan.cluster.sizes[0],
+            )
         )
-        self._stretches.append(stretch)
-        self._on_stretch(stretch)
         self._now_s += duration_s
 
     def _step_s(self, plan: AnyPlan) -> float:

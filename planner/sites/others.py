@@ -22,6 +22,9 @@ from planner.sites.search import Found, Search
 Planner = Callable[[SiteProblem], list[IntArray]]
 """Tables that the planner would choose among by its own lights; the fastest that fits counts."""
 
+_GENERATIONS = 400
+"""Swaps of two sites that ``dt_fm`` tries for each number of groups."""
+
 
 def expert_parallelism(problem: SiteProblem) -> list[IntArray]:
     """Every token travels."""
@@ -74,7 +77,7 @@ def eplb(problem: SiteProblem) -> list[IntArray]:
     return [_greedy_copies(problem, slots) for slots in _slot_counts(problem)[:1]]
 
 
-def dt_fm(problem: SiteProblem, *, generations: int = 400) -> list[IntArray]:
+def dt_fm(problem: SiteProblem) -> list[IntArray]:
     """DT-FM: sites divided into groups by a search over swaps that only looks at the network (Yuan et al., 2022), for
     every number of groups that divides the sites; experts spread evenly inside a group."""
     apart, size = distance(problem), problem.num_sites
@@ -83,7 +86,7 @@ def dt_fm(problem: SiteProblem, *, generations: int = 400) -> list[IntArray]:
         rng = np.random.default_rng(count)
         label = np.arange(size) * count // size
         best = _communication(apart, label)
-        for _ in range(generations if 1 < count < size else 0):
+        for _ in range(_GENERATIONS if 1 < count < size else 0):
             a, b = rng.integers(size, size=2)
             trial = label.copy()
             trial[a], trial[b] = label[b], label[a]
