@@ -145,7 +145,7 @@ def fastest_pipeline(
 ) -> PipelineStep:
     """The fastest of all numbers of stages from 2 that divide the sites and leave each stage a layer with experts, of both
     placements inside, and of running further ahead while that pays: compared with stages apart, and the best few with all ranks
-    together. Arguments as `pipeline_step`. Stages apart are compared with links and computation that do not vary. Raises
+    together. Arguments as `simulate_pipeline`. Stages apart are compared with links and computation that do not vary. Raises
     PipelineError where there is none."""
     sites = plan.cluster.sizes[0]
     candidates: list[tuple[PipelinePlan, list[Stage]]] = []
@@ -181,28 +181,11 @@ def _apart(
     """(Seconds of a step with stages apart, how far ahead), while running further ahead pays."""
     best_s = math.inf
     for ahead in AHEAD:
-        step_s = run_stages(running_ahead(pipeline, ahead), stages, precision, conditions).step_s
+        step_s = run_stages(running_ahead(pipeline, ahead), stages, precision, conditions)
         yield step_s, ahead
         if step_s > best_s * (1 - _GAIN):
             break
         best_s = step_s
-
-
-def pipeline_step(
-    plan: Plan,
-    stages: int,
-    inside: Baseline = Baseline.EP,
-    ahead: int = 1,
-    routing: Routing | None = None,
-    precision: Precision = EXACTLY,
-    conditions: Conditions | None = None,
-) -> PipelineStep:
-    """One step of the plan's workload on its cluster, with its codecs and popularity, in so many stages of sites in a row.
-
-    inside: how a stage places its experts. ahead: as in ``AHEAD``. The rest, and errors, as `simulate_pipeline`; raises
-    PipelineError also for stages that do not divide the sites or leave one without experts.
-    """
-    return simulate_pipeline(running_ahead(cut(plan, stages, inside), ahead), routing, precision, conditions)
 
 
 def simulate_pipeline(

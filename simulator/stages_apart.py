@@ -11,13 +11,13 @@ and activations use the same links: by 1 to 13 % between measured regions (exper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
-from simulator.collective import Execution, Flows, Program, execute
+from simulator.collective import Flows, Program, execute
 from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.fabric import Fabric
@@ -28,38 +28,6 @@ from simulator.symmetry import no_symmetry
 from simulator.wiring import wiring
 
 GATHER, FORWARD, BACKWARD = "stage_gather", "stage_forward", "stage_backward"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Apart:
-    """One step, as if stages did not share links; the three parts sum to it."""
-
-    stages: tuple[Stage, ...]
-    program: Program
-    """Its ranks are the stages."""
-    execution: Execution
-    without_transfers_s: float
-    """What the step would take if activations moved at once."""
-
-    @property
-    def step_s(self) -> float:
-        """Until the last stage is done."""
-        return self.execution.makespan_s
-
-    @property
-    def work_s(self) -> float:
-        """The busiest stage's own passes, exchanges and optimizer."""
-        return busiest_s(self.stages)
-
-    @property
-    def bubble_s(self) -> float:
-        """What stages that wait for each other add to that: filling and draining, and stages of different speed."""
-        return self.without_transfers_s - self.work_s
-
-    @property
-    def transfers_s(self) -> float:
-        """What the activations' way adds to both."""
-        return self.step_s - self.without_transfers_s
 
 
 def busiest_s(stages: Sequence[Stage]) -> float:
@@ -83,16 +51,15 @@ def run_stages(
     stages: Sequence[Stage],
     precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
-) -> Apart:
-    """The stages' passes in the plan's order, with activations between them."""
+) -> float:
+    """Seconds of one step: the stages' passes in the plan's order, with activations between them."""
     conditions = conditions or Conditions()
     engine = Engine()
     fabric = Fabric(engine, no_symmetry(wiring(pipeline.cluster)), precision.tolerance, conditions, pipeline.schedule.streams)
     forth, back = (_between(fabric, pipeline, down) for down in (True, False))
-    program, without_s = _Schedule(stages, forth, back, pipeline.ahead).build()
+    program, _ = _Schedule(stages, forth, back, pipeline.ahead).build()
     capacity = fabric.network.link_capacity_bytes_per_s * conditions.goodput
-    execution = execute(program, engine, fabric.network, iter([(0.0, capacity)]))
-    return Apart(stages=tuple(stages), program=program, execution=execution, without_transfers_s=without_s)
+    return execute(program, engine, fabric.network, iter([(0.0, capacity)])).makespan_s
 
 
 class _Way(NamedTuple):

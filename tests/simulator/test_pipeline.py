@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,16 +25,16 @@ from simulator.many_steps import Course, Happening, simulate_run
 from simulator.pipeline import (
     AHEAD,
     INSIDE,
+    PipelineStep,
     fastest_pipeline,
-    pipeline_step,
     running_ahead,
     simulate_any,
     simulate_pipeline,
 )
 from simulator.report import simulate
 from simulator.stages import Stage, cut, routing_of, time_stages
-from simulator.stages_apart import Apart, run_stages
-from simulator.step import simulate_step
+from simulator.stages_apart import run_stages
+from simulator.step import StepResult, simulate_step
 from simulator.systems import System, system_step
 
 ACTIVATION_BYTES = 64 * 64 * 4
@@ -42,15 +43,21 @@ TRANSFER_S = ACTIVATION_BYTES / (RATES_GBPS["dc"] * 1e9 / 8)
 """Over a site's link, alone."""
 
 
-def made_up(plan: Plan, times_s: list[tuple[float, float]], ahead: int = 1, **conditions: Any) -> Apart:
-    """Stages of one site each with these seconds forward and backward."""
+def made_up(plan: Plan, times_s: list[tuple[float, float]], ahead: int = 1, **conditions: Any) -> PipelineStep:
+    """Stages of one site each with these seconds forward and backward, put together apart."""
     pipeline = running_ahead(cut(plan, len(times_s), Baseline.EP), ahead)
     number = pipeline.micro_batches
     stages = [
         Stage(plan=one, gather_s=0.0, forward_s=np.full(number, forward), backward_s=np.full(number, backward), last=())
         for one, (forward, backward) in zip(pipeline.plans, times_s, strict=True)
     ]
-    return run_stages(pipeline, stages, conditions=Conditions(**conditions))
+    apart = SimpleNamespace(step_s=run_stages(pipeline, stages, conditions=Conditions(**conditions)))
+    return PipelineStep(plan=pipeline, result=cast(StepResult, apart), by_themselves=lambda: stages)
+
+
+def pipeline_step(plan: Plan, stages: int, inside: Baseline = Baseline.EP, ahead: int = 1, **simulated: Any) -> PipelineStep:
+    """The plan's workload in so many stages of sites in a row."""
+    return simulate_pipeline(running_ahead(cut(plan, stages, inside), ahead), **simulated)
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
@@ -218,8 +225,8 @@ def test_stages_of_one_rank_are_as_apart(seed: int) -> None:
     """Nothing but what passes between them is on the links then."""
     plan = make_plan(4, 1, num_layers=9, micro_batches=3, latency_s=1e-3 * (seed % 2), pairs=seed > 3, num_experts=12)
     pipeline = running_ahead(cut(plan, 4, Baseline.EP), 1 + seed % 3)
-    apart = run_stages(pipeline, time_stages(pipeline))
-    assert simulate_pipeline(pipeline).step_s == pytest.approx(apart.step_s, rel=1e-6)
+    apart_s = run_stages(pipeline, time_stages(pipeline))
+    assert simulate_pipeline(pipeline).step_s == pytest.approx(apart_s, rel=1e-6)
 
 
 def test_tokens_copies_and_activations_share_links() -> None:
@@ -227,9 +234,9 @@ def test_tokens_copies_and_activations_share_links() -> None:
     plan = make_plan(4, 1, num_layers=3, micro_batches=8, num_experts=8)
     cluster = plan.cluster.model_copy(update={"gpu": plan.cluster.gpu.model_copy(update={"block_overhead": 0.0})})
     pipeline = running_ahead(cut(plan.model_copy(update={"cluster": cluster}), 2, Baseline.EP), 8)
-    apart, found = run_stages(pipeline, time_stages(pipeline)), simulate_pipeline(pipeline)
+    apart_s, found = run_stages(pipeline, time_stages(pipeline)), simulate_pipeline(pipeline)
     up_s = pipeline_link_bytes(pipeline)[0] / (RATES_GBPS["dc"] * 1e9 / 8)
-    assert apart.step_s < 0.97 * found.step_s and up_s < found.step_s
+    assert apart_s < 0.97 * found.step_s and up_s < found.step_s
 
 
 def test_more_moments_than_memory_holds_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
