@@ -14,10 +14,11 @@ from hybridep.plan import Plan
 from hybridep.units import format_bandwidth, format_bytes
 from planner.constraints import Constraints
 from planner.sites.cost import site_cost
+from planner.sites.others import rank_order_domains
 from planner.sites.plans import chosen_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Search
-from planner.sites.strategy import starts, walks_help
+from planner.sites.strategy import walks_help
 
 MOVES = 8000
 """Tried when planning anew for one upgrade."""
@@ -97,8 +98,8 @@ def _searched(problem: SiteProblem, table: IntArray) -> float:
     """Step of the best plan that a short search from ``table`` finds."""
     search = Search(problem=problem)
     present = search.evaluate(table)
-    for _, other in starts(problem):
-        search.evaluate(np.ascontiguousarray(other))
+    for other in rank_order_domains(problem):
+        search.evaluate(other)
     if walks_help(problem):
         from planner.sites.walks import improve_tables  # numba takes a while to import
 

@@ -26,11 +26,11 @@ from hybridep.workload import Workload
 from planner import expected_s, plans
 from planner.domains import divisors
 from planner.sites.grouping import Groups, Share, groups_of, shared_table
-from planner.sites.others import OTHERS, other_plan
+from planner.sites.others import OTHERS, other_plan, rank_order_domains
 from planner.sites.plans import table_plan
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Found, Search
-from planner.sites.strategy import group_starts, starts
+from planner.sites.strategy import group_starts
 from simulator.step import simulate_step
 
 HERE = Path(__file__).resolve().parent
@@ -86,8 +86,8 @@ def searched_domains(problem: SiteProblem) -> Found:
     gains from knowing the links, without sites of unequal parts. As many groups of such sites as divide the sites, which begin
     equally large; the search may make them unequal."""
     search = Search(problem=problem)
-    for _, table in starts(problem):
-        search.evaluate(np.ascontiguousarray(table))
+    for table in rank_order_domains(problem):
+        search.evaluate(table)
     even, ranked = Share(), []
     for groups, _ in group_starts(problem, divisors(problem.num_sites), (even,)):
         table = shared_table(problem, groups, even)

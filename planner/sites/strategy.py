@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from planner.domains import divisors
 from planner.sites.grouping import (
@@ -25,6 +24,7 @@ from planner.sites.grouping import (
     shared_table,
 )
 from planner.sites.hubs import HubPlan, best_hubs, hub_table, served_table
+from planner.sites.others import rank_order_domains
 from planner.sites.problem import SiteProblem
 from planner.sites.relief import relieved_table
 from planner.sites.search import Found, Search
@@ -50,15 +50,6 @@ LIKELY = 4
 """Among many sites, numbers of groups that are tried: those of the best estimates."""
 
 
-def starts(problem: SiteProblem) -> Iterator[tuple[str, IntArray]]:
-    """Named tables that need no search: expert parallelism, full gather, and the paper's domains in rank order."""
-    size = problem.num_sites
-    sites = np.arange(size)[:, None]
-    for domain in divisors(size):
-        home = problem.home_site[None, :]
-        yield f"domains of {domain} in rank order", home // domain * domain + sites % domain
-
-
 def group_starts(problem: SiteProblem, counts: Iterable[int], sharing: Sequence[Share]) -> Iterator[tuple[Groups, Share]]:
     """Groups of near sites, or of equal strength, of every number of groups in ``counts``, and how members share."""
     apart = [] if problem.pair_bytes_per_s is None else [distance(problem), problem.latency_s + problem.latency_s.T]
@@ -79,12 +70,12 @@ def group_counts(size: int) -> list[int]:
 
 
 def run(search: Search, *, seed: int = 0) -> None:
-    """All starts, then walks from the best ones."""
+    """Domains in rank order, hubs and groups, then walks from the best of them."""
     problem = search.problem
     large = is_large(problem)
     if not large:
-        for _, table in starts(problem):
-            search.evaluate(np.ascontiguousarray(table))
+        for table in rank_order_domains(problem):
+            search.evaluate(table)
     # Hubs first among many sites, where the time may be over before all groups are tried.
     hubs_are_best = large and not problem.equal_sites and try_best_hubs(search)
     if problem.equal_sites and not search.over and (spread := equal_spread(problem)) is not None:

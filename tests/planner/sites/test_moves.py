@@ -35,6 +35,7 @@ from planner.sites.flows import (
 )
 from planner.sites.moves import near_sites, propose, seed_moves
 from planner.sites.oracle import best_table
+from planner.sites.others import rank_order_domains
 from planner.sites.problem import Configuration, Inside, SiteProblem, site_problem
 from planner.sites.room import room_of
 from planner.sites.search import Found, Search
@@ -52,7 +53,7 @@ from planner.sites.smoothed import (
     smooth_value,
     undo,
 )
-from planner.sites.strategy import run, starts
+from planner.sites.strategy import run
 from planner.sites.walks import COMPILING_S, Pace, _deciding, _walk, improve_tables, pace_of, prepare
 
 UNSEEN = {"jitter": 0.0, "message_overhead": 0.0, "expert_overhead": 0.0}
@@ -256,7 +257,7 @@ def walked(problem: SiteProblem, *tables: IntArray, moves: int = 1500) -> Search
 @pytest.mark.parametrize("seed", range(6))
 def test_walks_end_near_the_best_of_all_tables(seed: int) -> None:
     problem = random_problem(seed, *[(3, 2), (2, 5)][seed % 2])
-    best, search = best_table(problem), walked(problem, *(table for _, table in starts(problem)), moves=300)
+    best, search = best_table(problem), walked(problem, *rank_order_domains(problem), moves=300)
     assert best is not None and search.best is not None
     assert best[2] * (1 - 1e-9) <= search.best.rank[1] <= best[2] * 1.02
 
