@@ -28,7 +28,7 @@ from hybridep.placement import IntArray
 from hybridep.plan import Plan
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
-from runtime.mesh import Mesh
+from runtime.mesh import Mesh, first_line
 from runtime.optimizer import HomeOptimizer
 
 MANIFEST = "manifest.json"
@@ -74,7 +74,7 @@ def save_checkpoint(
         if mesh.run_rank == here[0]:
             _complete(partial, final, _manifest(step, number, mesh.whole))
     except (OSError, RuntimeError) as error:
-        raise UserError(f"checkpoints.folder: {folder} cannot be written ({_one_line(error)})") from None
+        raise UserError(f"checkpoints.folder: {folder} cannot be written ({first_line(error)})") from None
     barrier.wait()
     return final
 
@@ -156,7 +156,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         _ = int(manifest["step"])
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"checkpoint {path}: cannot be read ({_one_line(error)})") from None
+        raise UserError(f"checkpoint {path}: cannot be read ({first_line(error)})") from None
     return manifest
 
 
@@ -180,7 +180,7 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
             optimizer.load(name, state[name])
         _load_experts(path, mesh, optimizer)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise UserError(f"checkpoint {path}: cannot be read ({_one_line(error)})") from None
+        raise UserError(f"checkpoint {path}: cannot be read ({first_line(error)})") from None
     return step
 
 
@@ -191,7 +191,7 @@ def load_codecs(path: Path, mesh: Mesh) -> CodecState | None:
         shard = path / _codec_shard(mesh.run_rank)
         return _read(shard) if manifest["plan"] == mesh.whole.digest and shard.exists() else None
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise UserError(f"checkpoint {path}: cannot be read ({_one_line(error)})") from None
+        raise UserError(f"checkpoint {path}: cannot be read ({first_line(error)})") from None
 
 
 class SavedExperts:
@@ -264,8 +264,3 @@ def _codec_shard(rank: int) -> str:
 def _read(path: Path) -> Any:
     # Only tensors are ever loaded: a checkpoint from elsewhere cannot run code. mmap reads just the rows that are used.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -153,18 +153,13 @@ class ExpertExchange:
         row = self._row[expert]
         return home[row] if row < self._num_home else self._copies.data[row - self._num_home]
 
-    def _take(self, experts: tuple[int, ...], home: Tensor, copies: Tensor) -> Tensor:
-        """[len(experts), P] rows of two stores, as one contiguous message."""
-        rows = [self._row[expert] for expert in experts]
-        return torch.stack([home[row] if row < self._num_home else copies[row - self._num_home] for row in rows])
-
     def _gather(self) -> None:
         home = self._home.detach()
         for level in self._levels():
             outgoing, arriving = [m for m in self._sends if m.level == level], self._rows(level)
             coder = self.codecs.experts[level]
             if coder is None:
-                sends = {m.dst: self._take(m.experts, home, self._copies.data) for m in outgoing}
+                sends = {m.dst: torch.stack([self._stored(e, home) for e in m.experts]) for m in outgoing}
                 receives = {move.src: rows for move, rows in arriving}
             else:
                 coded = {e: coder.encode(e, self._stored(e, home)) for e in sorted({e for m in outgoing for e in m.experts})}

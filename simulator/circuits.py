@@ -43,9 +43,7 @@ def paper(demand_bytes: FloatArray, ports: int) -> IntArray:
     """MixNet's Algorithm 1: circuit after circuit to the pair that takes longest, and the end at the first such pair without a
     free port, so ports may stay unused. What a pair takes without circuits is left open there; here the packet network counts
     as one circuit to everybody, so that twice the demand gets two circuits before half of it gets one."""
-    weight = np.triu(demand_bytes + demand_bytes.T, 1)
-    circuits = np.zeros(weight.shape, dtype=np.int64)
-    free = np.full(len(weight), ports)
+    weight, circuits, free = _unjoined(demand_bytes, ports)
     while weight.size:
         a, b = divmod(int((weight / (1 + circuits)).argmax()), len(weight))
         if not (weight[a, b] > 0 and free[a] and free[b]):
@@ -57,9 +55,7 @@ def paper(demand_bytes: FloatArray, ports: int) -> IntArray:
 def simulator(demand_bytes: FloatArray, ports: int) -> IntArray:
     """As MixNet's public simulator does: pairs without a free port are passed over, and each circuit divides a pair's demand by
     a hundred times their number, so that nearly all pairs get one before any gets two."""
-    weight = np.triu(demand_bytes + demand_bytes.T, 1)
-    circuits = np.zeros(weight.shape, dtype=np.int64)
-    free = np.full(len(weight), ports)
+    weight, circuits, free = _unjoined(demand_bytes, ports)
     while weight.any():
         a, b = divmod(int(weight.argmax()), len(weight))
         if free[a] and free[b]:
@@ -69,6 +65,12 @@ def simulator(demand_bytes: FloatArray, ports: int) -> IntArray:
             if not free[end]:
                 weight[end, :] = weight[:, end] = 0
     return circuits
+
+
+def _unjoined(demand_bytes: FloatArray, ports: int) -> tuple[FloatArray, IntArray, IntArray]:
+    """What each pair exchanges both ways, above the diagonal of [nodes, nodes]; no circuits [nodes, nodes]; all ports [nodes]."""
+    weight = np.triu(demand_bytes + demand_bytes.T, 1)
+    return weight, np.zeros(weight.shape, dtype=np.int64), np.full(len(weight), ports)
 
 
 def matched(demand_bytes: FloatArray, ports: int, packet_ports: int) -> IntArray:

@@ -116,25 +116,23 @@ def each_in_lab(script: str, names: Iterable[str], folder: Path, cluster_of: Cal
     for name in names:
         if (folder / f"{name}.json").exists():
             continue
-        cluster = cluster_of(name)
-        reason = why_not_in_lab(cluster)
-        if reason is not None:
-            print(f"{Path(script).parent.name} needs the lab: {reason}", file=sys.stderr)
-            return 2
-        code = run_in_lab([sys.executable, script, *sys.argv[1:], "--inside", name], lab_spec(cluster), child_environment())
-        if code:
+        if code := _in_lab(cluster_of(name), script, *sys.argv[1:], "--inside", name):
             return code
     return 0
 
 
 def enter_lab(bench: Bench, rate: str, script: str) -> int:
     """Run ``script --inside`` with this process's arguments in a lab; 2 with the reason where there can be none."""
-    cluster = bench.at(rate)
+    return _in_lab(bench.at(rate), script, "--inside", *sys.argv[1:])
+
+
+def _in_lab(cluster: Cluster, script: str, *arguments: str) -> int:
+    """What ended ``script``, run in a lab of the cluster's sites; 2 with the reason where there can be none."""
     reason = why_not_in_lab(cluster)
     if reason is not None:
         print(f"{Path(script).parent.name} needs the lab: {reason}", file=sys.stderr)
         return 2
-    return run_in_lab([sys.executable, script, "--inside", *sys.argv[1:]], lab_spec(cluster), child_environment())
+    return run_in_lab([sys.executable, script, *arguments], lab_spec(cluster), child_environment())
 
 
 def measure_all(bench: Bench, settings: Sequence[Setting], *, shaped: bool = True) -> None:

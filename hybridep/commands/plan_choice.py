@@ -120,17 +120,13 @@ def by_simulation(
     with what their popularity of experts lets expect where there are none. Plans that cost more than ``most_s`` and than the
     first come last. Left out, but for the first two, are those that were not begun before ``until_s`` (``planner.clock``)
     or a KeyboardInterrupt."""
-    from rich.console import Console
-    from rich.progress import track
-
+    from hybridep.commands.progress import one_by_one
     from simulator.step import simulate_step
 
     steps: Sequence[Routing | None] = recorded or [None]
-    console = Console(stderr=True)
-    shown = track(plans, "simulating plans", console=console, transient=True, disable=not console.is_terminal)
     most_s = max(most_s, _cost_s(plans[0])) * (1 + 1e-9)
     found: list[tuple[bool, float, int]] = []
-    for place, one in enumerate(shown):
+    for place, one in enumerate(one_by_one(plans, "simulating plans")):
         if place >= 2 and now_s() >= until_s:
             break
         try:

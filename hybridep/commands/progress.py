@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -16,12 +17,15 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    track,
 )
 
 from hybridep.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from hybridep.launch.controller import StepRecord
+
+_Item = TypeVar("_Item")
 
 _LINE_EVERY_S = 2.0
 _SIMULATION_LINE_EVERY_S = 10.0
@@ -82,6 +86,12 @@ class SimulationProgress(Bar):
         elif time.monotonic() - self._printed_s >= _SIMULATION_LINE_EVERY_S:
             print(f"simulating {what}: {done:.1%}", file=sys.stderr, flush=True)
             self._printed_s = time.monotonic()
+
+
+def one_by_one(items: Sequence[_Item], what: str) -> Iterable[_Item]:
+    """The items in turn; where stderr is a terminal, with a bar that says ``what`` is done to them and goes away in the end."""
+    console = Console(stderr=True)
+    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _text(record: StepRecord) -> str:

@@ -105,15 +105,11 @@ def simulated_s(plan: PipelinePlan) -> float:
 def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice:
     """By simulated step, or its price; none but the first two are begun after ``until_s`` (``planner.clock``), or a
     KeyboardInterrupt."""
-    from rich.console import Console
-    from rich.progress import track
-
+    from hybridep.commands.progress import one_by_one
     from planner.stages.costs import simulated_usd
 
-    console = Console(stderr=True)
     found: list[tuple[Worth, float, int]] = []
-    shown = track(plans, "simulating pipelines", console=console, transient=True, disable=not console.is_terminal)
-    for place, one in enumerate(shown):
+    for place, one in enumerate(one_by_one(plans, "simulating pipelines")):
         if place >= 2 and now_s() >= until_s:
             break
         try:

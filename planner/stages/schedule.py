@@ -377,9 +377,7 @@ class _Walk:
         """The next that waits for a way."""
         transfer = self._transfers[of, stage]
         if transfer.batch is None and transfer.waiting:
-            transfer.batch, transfer.left, transfer.moved_s = transfer.waiting.popleft(), 1.0, now_s
-            transfer.rate = 0.0
-            self._share(transfer.way, now_s, (of, stage))
+            self._put(of, stage, transfer.way, transfer.waiting.popleft(), now_s)
 
     def _share(self, way: Way, now_s: float, also: tuple[int, int] | None = None) -> None:
         """New rates for what is on a way's links."""
