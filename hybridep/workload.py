@@ -171,11 +171,6 @@ class Model(Strict):
         """All parameters of the model."""
         return self.dense_params + self.num_moe_layers * self.num_experts * self.expert_params
 
-    @property
-    def active_params(self) -> int:
-        """Parameters that one token passes."""
-        return self.dense_params + self.num_moe_layers * self.top_k * self.expert_params
-
 
 class Training(Strict):
     """The batch of one rank and the element type."""

@@ -1,9 +1,7 @@
-"""Expert domains: which sizes a level allows, and who talks to whom (HybridEP, Algorithm 1)."""
+"""Expert domains: which sizes a level allows, and how many experts of each home may be copied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
 from itertools import product
 
 import numpy as np
@@ -12,38 +10,9 @@ from hybridep.placement import LevelChoice, home_blocks
 from hybridep.topology import Cluster
 
 
-class Pattern(Enum):
-    """How two ranks of one level exchange work."""
-
-    GATHER = "gather"
-    """Same domain: they copy each other's experts."""
-    ALL_TO_ALL = "all_to_all"
-    """Same offset in different domains: they exchange tokens."""
-
-
 def divisors(size: int) -> tuple[int, ...]:
     """Domain sizes of a level of ``size`` workers, ascending."""
     return tuple(d for d in range(1, size + 1) if size % d == 0)
-
-
-def pattern(sizes: Sequence[int], domain_sizes: Sequence[int], src: int, dst: int) -> tuple[int, Pattern] | None:
-    """(level, pattern) of two global ranks, or None when they do not exchange anything directly.
-
-    HybridEP, Algorithm 1, with the condition that its pseudocode leaves out: the two locations differ at exactly one
-    level (the algorithm compares the levels below only, so it would also join ranks whose outer locations differ).
-    """
-    a = np.array(np.unravel_index(src, tuple(sizes)))
-    b = np.array(np.unravel_index(dst, tuple(sizes)))
-    different = np.flatnonzero(a != b)
-    if len(different) != 1:
-        return None
-    level = int(different[0])
-    size = domain_sizes[level]
-    if a[level] // size == b[level] // size:
-        return level, Pattern.GATHER
-    if a[level] % size == b[level] % size:
-        return level, Pattern.ALL_TO_ALL
-    return None
 
 
 def copied_counts(num_at_home: int, max_steps: int) -> tuple[int, ...]:

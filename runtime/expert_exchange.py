@@ -128,11 +128,6 @@ class ExpertExchange:
         """How many blocks ahead copies set out (``plan.Schedule``)."""
         return self._stream.prefetch
 
-    @property
-    def copies_bytes(self) -> int:
-        """Memory that the copies take at present."""
-        return self._copies.untyped_storage().size()
-
     def _free(self) -> None:
         self._copies.untyped_storage().resize_(0)
 

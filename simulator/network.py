@@ -119,13 +119,6 @@ class Network:
         """Largest share of its bytes that any flow left out, or sent beyond them, so far."""
         return float(self._clock.cut[0])
 
-    def rates_bytes_per_s(self, batch: Batch) -> FloatArray:
-        """[n] of a batch's flows as of the last start or end; meaningless for those that are done or have not started."""
-        rows, first = np.zeros(batch.size, dtype=np.int64), self._first_row(batch.serial)
-        mine = np.arange(first, self._first_row(batch.serial + 1))
-        rows[self._cargo.position[mine]] = mine
-        return np.asarray(self._links.level[self._flows.full_link[rows]], dtype=np.float64)
-
     def prepare(self, transfers: Transfers, on_complete: OnComplete) -> Batch:
         """Take in flows that will be started later, all or some at a time, with `start`.
 

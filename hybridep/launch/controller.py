@@ -99,11 +99,6 @@ class Controller:
         self.results: dict[int, dict[str, Any]] = {}
         """Rank -> what it measured, where that was its task."""
 
-    @property
-    def phase(self) -> Phase:
-        """Where the run is now."""
-        return self._phase
-
     def run(self) -> None:
         """Start the group and step until the end. Whatever happens, no worker is left. Raises WorkerLostError (a rank or
         a datacenter), UserError (the ranks found the input wrong or are in the wrong place) or WorkerFailedError."""

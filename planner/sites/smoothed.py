@@ -24,7 +24,6 @@ from planner.sites.flows import (
     Flows,
     Links,
     add,
-    busiest_s,
     copy,
     forget,
     links_of,
@@ -291,18 +290,6 @@ def smooth_value(guide: Guide) -> float:
             links_s[2 * kind + way] = smooth_s(guide.flows, kind, way)
     share = rooted(guide.state.computed[POWERS], guide.flows.sharpness[0])
     return _value(guide, links_s, guide.state.computed[LONGEST_S] * share)
-
-
-@compiled
-def busiest_value(guide: Guide) -> float:
-    """The same with the busiest link's and site's time in place of the norm of all."""
-    links_s, longest_s = guide.flows.seconds, 0.0
-    for kind in range(2):
-        for way in range(2):
-            links_s[2 * kind + way] = busiest_s(guide.links, guide.flows, kind, way)
-    for site in range(len(guide.state.served)):
-        longest_s = max(longest_s, guide.state.served[site] * guide.work.by_site[ROW_S, site])
-    return _value(guide, links_s, longest_s)
 
 
 @inlined

@@ -110,14 +110,6 @@ class StageRules:
         every = [plan.ways(stage) for stage in range(len(plan.stages) - 1)]
         return not any(self.apart[ways.source // inside, ways.destination // inside].any() for ways in every)
 
-    def keeps(self, plan: PipelinePlan) -> bool:
-        """Whether a pipeline obeys, inside its stages and between them."""
-        for made in plan.plans:
-            allowed = self.permitted(made.cluster)
-            if allowed is not None and not all(allowed.keeps(one.placement.serve[0]) for one in made.placed):
-                return False
-        return self.passes(plan)
-
     def _lack(self, group: Iterable[int]) -> int:
         """Experts that can be computed nowhere, counted for each site of the stage."""
         allowed = self._of(group)[1]

@@ -25,14 +25,3 @@ class KernelBuildError(HybridEPError):
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}" + (f"\n{self.log}" if self.log else "")
-
-
-class CapacityError(HybridEPError):
-    """A buffer of fixed size could not take everything; says how much was dropped and which size would have done."""
-
-    def __init__(self, where: str, dropped: int, found: int) -> None:
-        super().__init__(where, dropped, found)
-        self.where, self.dropped, self.found = where, dropped, found
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.dropped} of {self.found} did not fit: raise its capacity"

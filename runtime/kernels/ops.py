@@ -15,7 +15,6 @@ from torch import Tensor
 
 from runtime.kernels import reference
 from runtime.kernels.driver import cuda_driver
-from runtime.kernels.errors import CapacityError
 from runtime.kernels.launch import worst_case_rows
 from runtime.kernels.reference import Route
 from runtime.kernels.tokens import TokenKernels
@@ -35,7 +34,7 @@ def route(
     source_rows: int = 1,
 ) -> Route:
     """Rows for (row, expert) pairs; see ``reference.route``. Without ``capacity`` a packed route has room for any routing
-    (``launch.worst_case_rows``) and drops nothing; with it, ask ``require_room`` at a point where waiting is cheap."""
+    (``launch.worst_case_rows``) and drops nothing; with it, ``Route.status`` says what did not fit."""
     if capacity is None:
         capacity = worst_case_rows(ids.numel(), num_groups, multiple)
     flat = (multiple, capacity, stride, first, deduplicate, source_counts, source_rows)
@@ -59,13 +58,6 @@ def carry(ids: Tensor, weights: Tensor, group_of: Tensor, route: Route, num_rows
     Differentiable in ``weights``."""
     out_ids, out_weights = _carry(ids, weights, group_of, route.slot, num_rows)
     return out_ids, out_weights
-
-
-def require_room(where: str, route: Route) -> None:
-    """Raises CapacityError if pairs were dropped. Waits for the device."""
-    dropped, found = route.status.tolist()
-    if dropped:
-        raise CapacityError(where, dropped, found)
 
 
 def _kernels() -> TokenKernels:

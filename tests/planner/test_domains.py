@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import Enum
 from itertools import permutations, product
 
 import numpy as np
@@ -11,7 +13,36 @@ from planner_cases import make_cluster
 from hybridep.gating import Gating
 from hybridep.placement import LevelChoice, place
 from hybridep.traffic import expected_rows
-from planner.domains import Pattern, all_choices, copied_counts, divisors, level_choices, pattern
+from planner.domains import all_choices, copied_counts, divisors, level_choices
+
+
+class Pattern(Enum):
+    """How two ranks of one level exchange work."""
+
+    GATHER = "gather"
+    """Same domain: they copy each other's experts."""
+    ALL_TO_ALL = "all_to_all"
+    """Same offset in different domains: they exchange tokens."""
+
+
+def pattern(sizes: Sequence[int], domain_sizes: Sequence[int], src: int, dst: int) -> tuple[int, Pattern] | None:
+    """(level, pattern) of two global ranks, or None when they do not exchange anything directly.
+
+    HybridEP, Algorithm 1, with the condition that its pseudocode leaves out: the two locations differ at exactly one
+    level (the algorithm compares the levels below only, so it would also join ranks whose outer locations differ).
+    """
+    a = np.array(np.unravel_index(src, tuple(sizes)))
+    b = np.array(np.unravel_index(dst, tuple(sizes)))
+    different = np.flatnonzero(a != b)
+    if len(different) != 1:
+        return None
+    level = int(different[0])
+    size = domain_sizes[level]
+    if a[level] // size == b[level] // size:
+        return level, Pattern.GATHER
+    if a[level] % size == b[level] % size:
+        return level, Pattern.ALL_TO_ALL
+    return None
 
 
 def test_divisors() -> None:

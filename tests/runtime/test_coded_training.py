@@ -103,7 +103,7 @@ def train_coded(rank: int, case: Case) -> Coded:
     copies = {}
     for layer, experts in enumerate(kept["trainer"].model.routed):
         exchange = experts.exchange
-        if exchange.copies_bytes:
+        if exchange._copies.untyped_storage().size():
             for expert, row in zip(exchange.held[-len(exchange._copies) :], exchange._copies.data, strict=True):
                 copies[layer, expert] = row.numpy().copy()
     return Coded(outcome=outcome, copies=copies, coded_bytes=dict(coded_bytes), gave_way=gave_way)

@@ -43,6 +43,14 @@ def check_max_min(capacity: FloatArray, paths: IntArray, weights: FloatArray, ra
         assert (full & (rates[flow] >= fastest[links] * (1 - 1e-8))).any(), f"flow {flow} has no bottleneck"
 
 
+def rates_bytes_per_s(network: Network, batch: Batch) -> FloatArray:
+    """[n] of a batch's flows as of the last start or end; meaningless for those that are done or have not started."""
+    rows, first = np.zeros(batch.size, dtype=np.int64), network._first_row(batch.serial)
+    mine = np.arange(first, network._first_row(batch.serial + 1))
+    rows[network._cargo.position[mine]] = mine
+    return np.asarray(network._links.level[network._flows.full_link[rows]], dtype=np.float64)
+
+
 def random_network(seed: int, *, weighted: bool = False) -> tuple[FloatArray, IntArray, FloatArray]:
     """Capacities, paths [flows, longest] and weights. Half of the networks have few distinct capacities, so that many
     links fill together."""

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from fabric_cases import FABRICS, fabric
-from max_min_oracle import check_max_min
+from max_min_oracle import check_max_min, rates_bytes_per_s
 from simulated_plans import RATES_GBPS, make_plan
 
 import simulator.blocks
@@ -88,7 +88,7 @@ def test_rates_are_max_min_fair_and_bytes_are_conserved(name: str) -> None:
     # The network looks ahead as far as nothing else happens.
     engine.at(1e-9, lambda: None)
     engine.run(until_s=0.0)
-    check_max_min(wires.capacity_bytes_per_s, transfers.links, weights, made.network.rates_bytes_per_s(batch))
+    check_max_min(wires.capacity_bytes_per_s, transfers.links, weights, rates_bytes_per_s(made.network, batch))
     engine.run()
     paths = wires.paths(source, destination)
     carried = np.zeros(wires.capacity_bytes_per_s.size)

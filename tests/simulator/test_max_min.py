@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from max_min_oracle import Run, carried_bytes, check_max_min, fluid_end_s, max_min_rates, random_network
+from max_min_oracle import Run, carried_bytes, check_max_min, fluid_end_s, max_min_rates, random_network, rates_bytes_per_s
 
 from simulator.arrays import IntArray
 from simulator.columns import ACTIVE
@@ -17,7 +17,7 @@ def test_a_thousand_random_networks_are_max_min_fair_and_conserve_bytes(block: i
         capacity, paths, weights = random_network(seed, weighted=weighted)
         run = Run(capacity, paths, weights, np.ones(len(paths)) * 1e9)
         run.engine.run(until_s=0.0)
-        rates = run.network.rates_bytes_per_s(run.batch)
+        rates = rates_bytes_per_s(run.network, run.batch)
         check_max_min(capacity, paths, weights, rates)
         np.testing.assert_allclose(rates, max_min_rates(capacity, paths, weights), rtol=1e-8)
         run.engine.run()
@@ -120,7 +120,7 @@ def test_bottlenecks_that_follow_one_another() -> None:
     paths = np.array([[0, -1, -1], [0, -1, -1], [0, 1, -1], [1, -1, -1], [1, 2, -1], [2, -1, -1]])
     run = Run(np.array([1.0, 2.0, 10.0]), paths, np.ones(paths.shape), np.ones(6))
     run.engine.run(until_s=0.0)
-    rates = run.network.rates_bytes_per_s(run.batch)
+    rates = rates_bytes_per_s(run.network, run.batch)
     np.testing.assert_allclose(rates, [1 / 3, 1 / 3, 1 / 3, 5 / 6, 5 / 6, 10 - 5 / 6], rtol=1e-9)
 
 
@@ -191,9 +191,9 @@ def test_filling_from_nothing_goes_on_from_other_rates(seed: int, spread: float)
         capacity = capacity * rng.lognormal(0, spread, capacity.size)
         links.capacity[:] = capacity
         fill(flows, links, 0.0)
-        rates = run.network.rates_bytes_per_s(run.batch)[active]
+        rates = rates_bytes_per_s(run.network, run.batch)[active]
         check_max_min(capacity, paths[active], weights[active], rates)
         np.testing.assert_allclose(rates, max_min_rates(capacity, paths[active], weights[active]), rtol=1e-8)
         # The tables are such that single ends can be followed from here.
         assert refill(flows, links, 0, 0.0, True) >= 0
-        np.testing.assert_allclose(run.network.rates_bytes_per_s(run.batch)[active], rates, rtol=1e-9)
+        np.testing.assert_allclose(rates_bytes_per_s(run.network, run.batch)[active], rates, rtol=1e-9)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from max_min_oracle import max_min_rates, random_network
+from max_min_oracle import max_min_rates, random_network, rates_bytes_per_s
 
 from simulator.arrays import FloatArray, IntArray
 from simulator.collective import Flows, Program, execute
@@ -66,7 +66,7 @@ class Shared:
     def rates(self) -> FloatArray:
         rates = np.zeros(len(self.paths))
         for rows, batch in self.batches:
-            rates[rows] = self.network.rates_bytes_per_s(batch)
+            rates[rows] = rates_bytes_per_s(self.network, batch)
         return rates
 
 

