@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from hybridep.plan import Residency
 from hybridep.traffic import MOVES, SHARED, FloatArray, Op, OpLevel, Traffic
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 
 _FULL = 1e-9
 """Share of a link below which nothing is left of it."""
@@ -69,7 +69,7 @@ class Block:
 
 
 def block_transfers(
-    network: Network, traffic: Traffic, coding_s: Mapping[OpLevel, tuple[float, float]] | None = None
+    network: ExchangeTimes, traffic: Traffic, coding_s: Mapping[OpLevel, tuple[float, float]] | None = None
 ) -> dict[OpLevel, Transfer]:
     """Of ``planner.cost.layer_traffic`` and ``planner.cost.layer_coding``."""
     found = {}

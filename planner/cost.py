@@ -39,7 +39,7 @@ from hybridep.traffic import (
 from hybridep.workload import Workload
 from planner.ahead import Block, Transfer, block_transfers, exposed_s
 from planner.compute import Compute, compute_of_ranks, shared_s
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 from planner.layer_times import CODING, HEAD, OPTIMIZER, BlockTimes, LayerTimes, layer_times, timed_block
 from planner.price import egress_usd, step_usd
 
@@ -133,7 +133,7 @@ def by_op(coding_s: Mapping[OpLevel, tuple[float, float]]) -> dict[Op, float]:
 
 
 def block_times(
-    network: Network,
+    network: ExchangeTimes,
     workload: Workload,
     placement: Placement,
     gating: Gating,
@@ -151,7 +151,7 @@ def block_times(
 
 
 def layer_cost(
-    network: Network, workload: Workload, block: BlockTimes, traffic: Traffic, residency: Residency, schedule: Schedule
+    network: ExchangeTimes, workload: Workload, block: BlockTimes, traffic: Traffic, residency: Residency, schedule: Schedule
 ) -> Cost:
     """``layer_times`` with the bytes on every link."""
     batches = workload.training.micro_batches
@@ -169,7 +169,7 @@ def layer_cost(
 
 
 def fixed_cost(
-    network: Network, workload: Workload, placement: Placement, home_experts: IntArray, codecs: Sequence[Codecs] = ()
+    network: ExchangeTimes, workload: Workload, placement: Placement, home_experts: IntArray, codecs: Sequence[Codecs] = ()
 ) -> Cost:
     """What does not depend on the placement of copies: head and dense layers, dense all-reduce, optimizer. ``home_experts``
     [G]: experts at home on each rank, all layers together."""
@@ -202,7 +202,7 @@ def dense_coding_part(cluster: Cluster, workload: Workload, codecs: Sequence[Cod
     return {CODING: sum(seconds.values())} if seconds else {}
 
 
-def combine(network: Network, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -> StepCost:
+def combine(network: ExchangeTimes, fixed: Cost, layers: Sequence[tuple[int, Cost]]) -> StepCost:
     """The step of ``fixed`` and (number of layers, cost of one) groups."""
     parts, hidden = dict(fixed.parts_s), dict(fixed.hidden_s)
     loads, wan, each_s = fixed.link_bytes.copy(), fixed.wan_bytes, fixed.compute_s
@@ -241,7 +241,7 @@ def step_cost(plan: Plan) -> StepCost:
 
 def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
     """With these prefetch depths in place of the plan's own."""
-    network = Network(cluster=plan.cluster, streams=plan.schedule.streams)
+    network = ExchangeTimes(cluster=plan.cluster, streams=plan.schedule.streams)
     groups: list[tuple[int, Cost]] = []
     blocks: list[Block] = []
     for _, num_layers, group, placement, gating in plan.placed:

@@ -14,7 +14,7 @@ from hybridep.traffic import FloatArray, OpLevel, is_late, link_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class ExchangeTimes:
     """Times of exchanges on one cluster."""
 
     cluster: Cluster

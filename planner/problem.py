@@ -21,7 +21,7 @@ from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.cost import block_times, fixed_cost, layer_coding, layer_cost, layer_traffic
 from planner.domains import all_choices
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 from planner.goal import FASTEST, Goal
 from planner.memory import TOLERANCE, fixed_memory, layer_memory
 from planner.price import egress_usd, step_usd
@@ -206,7 +206,7 @@ def build_problem(
     alike where it is not given). ``codecs`` by level name, exact where absent."""
     coded = level_codecs([level.name for level in cluster.levels], codecs or {})
     residencies = (Residency.STEP,) if any(one.experts.is_change for one in coded) else tuple(Residency)
-    network = Network(cluster=cluster, streams=schedule.streams)
+    network = ExchangeTimes(cluster=cluster, streams=schedule.streams)
     experts = workload.model.num_experts
     expected = gating(workload, popularity, cluster)
     candidates = []

@@ -36,7 +36,7 @@ from hybridep.traffic import (
 )
 from planner.compute import compute_of_ranks
 from planner.cost import StepCost, coded_ranks_s
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 
 _ALIKE = 1e-12
 """Ranks that grew by the same time up to this share of it grow so again."""
@@ -168,7 +168,7 @@ class _Walk:
         self._shares_links = shares_links and plan.cluster.sizes[0] > 1
         self._plan, self._compute = plan, compute_of_ranks(plan.cluster, plan.workload)
         self._pre_expert_s = self._compute.pre_expert_s + self._compute.overhead_s
-        self._network = Network(cluster=plan.cluster, streams=plan.schedule.streams)
+        self._network = ExchangeTimes(cluster=plan.cluster, streams=plan.schedule.streams)
         self._groups = [(layers.num_layers, self._layer(layers)) for layers in plan.placed]
 
     def _between(self, ops: tuple[Op, ...], residency: Residency | None = None) -> Between:
@@ -348,7 +348,7 @@ def _joined(*parts: Between) -> Between:
     return Between(sum(part.seconds for part in parts), tuple((link, *links[link]) for link in sorted(links)))
 
 
-def pairs_of(network: Network, key: OpLevel, sent: FloatArray) -> Pairs:
+def pairs_of(network: ExchangeTimes, key: OpLevel, sent: FloatArray) -> Pairs:
     """Each pair's time when all transfers of one exchange (``sent`` [G, SF_l]) begin together and every link is shared evenly
     by those that it still has to carry: the longest that one of the pair's links takes, or its windows; and its latency."""
     cluster = network.cluster

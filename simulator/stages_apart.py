@@ -42,8 +42,8 @@ def without_transfers_s(stages: Sequence[Stage], ahead: int) -> float:
         destination=np.zeros(0, dtype=np.int64),
         transfers=Transfers(links=np.zeros((0, 1), dtype=np.int32), latency_s=np.zeros(0), size_bytes=np.zeros(0)),
     )
-    ways = [_Way(none, 0.0)] * (len(stages) - 1)
-    return _Schedule(stages, ways, ways, ahead).build()[1]
+    nothing = [_Sending(none, 0.0)] * (len(stages) - 1)
+    return _Schedule(stages, nothing, nothing, ahead).build()[1]
 
 
 def run_stages(
@@ -62,7 +62,7 @@ def run_stages(
     return execute(program, engine, fabric.network, iter([(0.0, capacity)])).makespan_s
 
 
-class _Way(NamedTuple):
+class _Sending(NamedTuple):
     """One micro-batch's transfers from a stage to another."""
 
     flows: Flows
@@ -71,7 +71,7 @@ class _Way(NamedTuple):
     """Of the longest."""
 
 
-def _between(fabric: Fabric, pipeline: PipelinePlan, down: bool) -> list[_Way]:
+def _between(fabric: Fabric, pipeline: PipelinePlan, down: bool) -> list[_Sending]:
     """What each stage but the last sends to the next, or gets back from it."""
     stage_of = np.zeros(pipeline.cluster.num_gpus, dtype=np.int64)
     for stage, ranks in enumerate(pipeline.ranks):
@@ -84,14 +84,14 @@ def _between(fabric: Fabric, pipeline: PipelinePlan, down: bool) -> list[_Way]:
         latency_s = flows.transfers.latency_s
         transfers = replace(flows.transfers, latency_s=np.zeros(latency_s.size))
         both = {"source": stage_of[flows.source], "destination": stage_of[flows.destination]}
-        found.append(_Way(replace(flows, transfers=transfers, **both), float(latency_s.max())))
+        found.append(_Sending(replace(flows, transfers=transfers, **both), float(latency_s.max())))
     return found
 
 
 class _Schedule:
     """All passes and transfers, each after what it needs; and when the last stage would be done if transfers took no time."""
 
-    def __init__(self, stages: Sequence[Stage], forth: list[_Way], back: list[_Way], ahead: int) -> None:
+    def __init__(self, stages: Sequence[Stage], forth: list[_Sending], back: list[_Sending], ahead: int) -> None:
         self._stages, self._forth, self._back, self._ahead = stages, forth, back, ahead
         self._number = len(stages)
         self._program = Program(num_ranks=self._number)
@@ -139,11 +139,11 @@ class _Schedule:
         self._compute(stage, FORWARD if forward else BACKWARD, float(seconds[micro_batch]), after, name)
         other = stage + 1 if forward else stage - 1
         if 0 <= other < self._number:
-            label, way = (ACTIVATIONS, self._forth[stage]) if forward else (GRADIENTS, self._back[other])
+            label, sending = (ACTIVATIONS, self._forth[stage]) if forward else (GRADIENTS, self._back[other])
             before = self._sent.get((forward, stage))
             waits = self._last[stage] if before is None else [*self._last[stage], before]
-            sent = self._sent[forward, stage] = self._program.exchange(label, way.flows, waits, name, level=0)
-            on_the_way = np.where(np.arange(self._number) == other, way.latency_s, 0.0)
+            sent = self._sent[forward, stage] = self._program.exchange(label, sending.flows, waits, name, level=0)
+            on_the_way = np.where(np.arange(self._number) == other, sending.latency_s, 0.0)
             self._arrived[forward, other, micro_batch] = self._program.compute(label, on_the_way, [sent], name)
             self._ready_s[forward, other, micro_batch] = self._free_s[stage]
 

@@ -151,13 +151,13 @@ def _rows(plan: AnyPlan, operation: Operation, num_ranks: int) -> list[tuple[str
     return [(inside, sends | receives)]
 
 
-def _changes(made: Fabric, conditions: Conditions | None, start_s: float) -> Changes:
+def _changes(fabric: Fabric, conditions: Conditions | None, start_s: float) -> Changes:
     """The capacities of kinds of links at the start of a step, and whenever they change."""
     if conditions is None:
         return
-    factors = LinkFactors(conditions, made.symmetry.wiring.link_names)
-    full_bytes_per_s = made.network.link_capacity_bytes_per_s.copy()
-    one_of_each = np.unique(made.symmetry.link_kind, return_index=True)[1]
+    factors = LinkFactors(conditions, fabric.symmetry.wiring.link_names)
+    full_bytes_per_s = fabric.network.link_capacity_bytes_per_s.copy()
+    one_of_each = np.unique(fabric.symmetry.link_kind, return_index=True)[1]
     now_s = start_s
     while math.isfinite(now_s):
         yield now_s - start_s, full_bytes_per_s * factors.at(now_s)[one_of_each]
@@ -192,20 +192,20 @@ def run(
     plan: AnyPlan,
     program: Program,
     engine: Engine,
-    made: Fabric,
+    fabric: Fabric,
     conditions: Conditions | None = None,
     start_s: float = 0.0,
     progress: Progress | None = None,
 ) -> StepResult:
     """What a program comes to; arguments as `simulate_step`."""
-    execution = execute(program, engine, made.network, _changes(made, conditions, start_s), progress)
-    kind = made.symmetry.link_kind
+    execution = execute(program, engine, fabric.network, _changes(fabric, conditions, start_s), progress)
+    kind = fabric.symmetry.link_kind
     return StepResult(
         plan=plan,
         program=program,
         execution=execution,
-        symmetry=made.symmetry,
-        link_bytes=made.network.link_bytes[kind],
-        link_busy_s=made.network.link_busy_s[kind],
-        largest_cut=made.network.largest_cut,
+        symmetry=fabric.symmetry,
+        link_bytes=fabric.network.link_bytes[kind],
+        link_busy_s=fabric.network.link_busy_s[kind],
+        largest_cut=fabric.network.largest_cut,
     )

@@ -38,7 +38,7 @@ _BACKWARD_COST = 2.0
 """Backward computes the gradients of inputs and of weights, each as costly as the forward."""
 
 
-class _Way(NamedTuple):
+class _Pass(NamedTuple):
     """Tokens to the experts and back, in forward or in backward."""
 
     out: Op
@@ -48,8 +48,8 @@ class _Way(NamedTuple):
     """Of the experts' computation, in forwards."""
 
 
-_FORWARDS = _Way(Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, EXPERT, 1.0)
-_BACKWARDS = _Way(Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD, EXPERT + BACKWARD, _BACKWARD_COST)
+_FORWARDS = _Pass(Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, EXPERT, 1.0)
+_BACKWARDS = _Pass(Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD, EXPERT + BACKWARD, _BACKWARD_COST)
 
 
 class _Step(NamedTuple):
@@ -311,7 +311,7 @@ class Passes:
         return self._through_experts(block, _FORWARDS, [ready, *gathered], held, circuits, name)
 
     def _through_experts(
-        self, block: Block, way: _Way, after: list[int], held: Sequence[int], circuits: list[int] | None, name: str
+        self, block: Block, one_pass: _Pass, after: list[int], held: Sequence[int], circuits: list[int] | None, name: str
     ) -> list[int]:
         """Tokens to the experts and back, chunk by chunk; computation waits for `held` copies, too, and what is inside sites
         for `circuits`, ends of their setting (None: they are set once the first counts have told what will move)."""
@@ -319,19 +319,19 @@ class Passes:
         results = []
         for _ in range(self._blocks.chunks):
             for level in self._levels:
-                if way is _FORWARDS:
+                if one_pass is _FORWARDS:
                     last = self._hops(block, Op.TOKEN_COUNTS, [level], last, name)
                 if circuits is None:
                     circuits = self._reconfigure(block, last, name)
                 if level == 1:
                     last = [*last, *circuits]
-                last = self._hops(block, way.out, [level], last, name)
-            computed = [self._compute(way.label, block.expert_s * way.cost, [*last, *computed], name)]
+                last = self._hops(block, one_pass.out, [level], last, name)
+            computed = [self._compute(one_pass.label, block.expert_s * one_pass.cost, [*last, *computed], name)]
             results += computed
         if self._blocks.chunks == 1:
             last = computed
         for result in results:
-            last = self._back(block, way.back, list(dict.fromkeys([*last, result])), name)
+            last = self._back(block, one_pass.back, list(dict.fromkeys([*last, result])), name)
         return last
 
     def _backward(self, step: _Step, after: list[int]) -> list[int]:

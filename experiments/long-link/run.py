@@ -31,7 +31,7 @@ from hybridep.config import build, write_text
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, OpLevel
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 from runtime.probe_links import STREAMS, window
 
 HERE = Path(__file__).resolve().parent
@@ -116,7 +116,7 @@ def predicted_s(rows: list[dict[str, Any]], round_trip_s: float) -> list[float]:
     gpu = {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 TB/s"}
     cluster = build(Cluster, {"name": "far", "levels": [level], "gpu": gpu}, "far")
     return [
-        Network(cluster=cluster, streams={"far": one["streams"]}).exchange_s(
+        ExchangeTimes(cluster=cluster, streams={"far": one["streams"]}).exchange_s(
             OpLevel(Op.EXPERT_GATHER, 0), np.array([[0.0, one["message_bytes"]], [0.0, 0.0]])
         )
         for one in rows

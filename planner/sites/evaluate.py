@@ -9,7 +9,7 @@ import numpy as np
 from hybridep.plan import LayerGroup, Plan
 from hybridep.traffic import FloatArray, add_between_sites
 from planner.cost import Cost, StepCost, combine
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 from planner.layer_times import layer_times
 from planner.memory import (
     BUFFERS,
@@ -41,7 +41,7 @@ def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
         layer = layer_exchanges(problem, placement.serve[0], inside)
         costs.append((num_layers, _layer_cost(problem, layer, group)))
         memories.append((num_layers, _flat(layer_memory(problem, layer, group.residency))))
-    cost = combine(Network(cluster=plan.cluster), _fixed_cost(problem), costs)
+    cost = combine(ExchangeTimes(cluster=plan.cluster), _fixed_cost(problem), costs)
     return cost, total_memory(plan.cluster, _fixed_memory(problem), memories)
 
 

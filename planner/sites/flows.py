@@ -79,8 +79,8 @@ class Flows(NamedTuple):
     """[2, 2 ways]: the smooth sums."""
     before: FloatArray
     """Those before the last change."""
-    seconds: FloatArray
-    """[4]: room for something of each kind and way."""
+    scratch: FloatArray
+    """[4]: of each kind and way, whatever is at hand; nothing is kept here."""
     per_s: FloatArray
     """[2, 2 ways]: powers are of seconds in units of the busiest link's, about."""
     sharpness: IntArray
@@ -128,7 +128,7 @@ def no_flows(links: Links, typical: FloatArray) -> Flows:
         trunk_power=np.zeros((2, 2)),
         total=np.zeros((2, 2)),
         before=np.zeros((2, 2)),
-        seconds=np.zeros(4),
+        scratch=np.zeros(4),
         per_s=np.ones((2, 2)),
         sharpness=np.full(1, SHARPEST),
     )

@@ -43,8 +43,8 @@ def propose(guide: Guide, near: IntArray) -> None:
     for kind in range(2):
         for way in range(2):
             busy = flows.total[kind, way] > 0
-            flows.seconds[2 * kind + way] = busy * work.unit_bytes[kind, way] / flows.per_s[kind, way]
-    chosen = any_of(flows.seconds)
+            flows.scratch[2 * kind + way] = busy * work.unit_bytes[kind, way] / flows.per_s[kind, way]
+    chosen = any_of(flows.scratch)
     kind, way = chosen // 2, chosen % 2
     if flows.total[kind, way] <= 0:
         any_move(state)

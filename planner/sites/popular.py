@@ -27,7 +27,7 @@ from hybridep.workload import Workload
 from planner.clock import now_s
 from planner.cost import block_times, layer_coding, layer_cost, layer_traffic
 from planner.domains import all_choices
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 from planner.measured import plans_measured
 from planner.memory import memory_use
 from planner.plans import predict, solver_report
@@ -139,7 +139,7 @@ class _Layer:
 
     def __init__(self, problem: SiteProblem, number: int, shares: Sequence[float]) -> None:
         self.problem, self.number, self.shares = problem, number, shares
-        self._network = Network(cluster=problem.cluster, streams=problem.schedule.streams)
+        self._network = ExchangeTimes(cluster=problem.cluster, streams=problem.schedule.streams)
         self._gating = gating(problem.workload, shares, problem.cluster)
 
     def suited(self, choice: _Choice) -> _Choice:

@@ -34,7 +34,7 @@ class Priced:
     """Of one layer, for each copy: what gathers and returns take at least, however long either is."""
 
 
-def needed_copies(relaxation: Relaxation, priced: Priced, box: Box | Boxes, limits: Limits) -> FloatArray:
+def needed_by_prices(relaxation: Relaxation, priced: Priced, box: Box | Boxes, limits: Limits) -> FloatArray:
     """[...]: of the homes' experts, by all sites; infinite where no plan is possible."""
     kinds, experts = relaxation.classes.kinds, relaxation.problem.num_experts
     sent, received = row_budgets(relaxation, box)
@@ -49,7 +49,7 @@ def _all_needed(relaxation: Relaxation, box: Box | Boxes, limits: Limits) -> Flo
     known, keys = relaxation.known_needed, upper_ends(box)
     if isinstance(box, Box) and keys[0] in known:
         return known[keys[0]]
-    found = np.stack([needed_copies(relaxation, one, box, limits) for one in relaxation.prices], axis=-1)
+    found = np.stack([needed_by_prices(relaxation, one, box, limits) for one in relaxation.prices], axis=-1)
     known.clear()
     known.update(zip(keys, found if isinstance(box, Boxes) else [found], strict=True))
     return found

@@ -15,7 +15,7 @@ from planner.sites.boxes import Box
 from planner.sites.narrowing import narrowed
 from planner.sites.priced import Priced, copies_cost_s, latencies_s, per_copy_s
 from planner.sites.relaxation import Relaxation
-from planner.sites.visit_prices import Sites, Way, find_prices, visit_prices
+from planner.sites.visit_prices import Holding, Sites, find_prices, visit_prices
 from planner.sites.visits import row_budgets, slowest_homes
 
 PARTS = 8
@@ -48,7 +48,7 @@ def with_prices(
     # Where all is gathered no rows travel; others' plans may have some.
     one_row_s = relaxation.rows / float(np.median(relaxation.classes.kinds.up_bytes_per_s))
     rows_s = rows_s[0] or one_row_s, rows_s[1] or one_row_s
-    ways = [list[Way]() for _ in groups]
+    holdings = [list[Holding]() for _ in groups]
     grids = [_Grid(relaxation, root, _classes(relaxation, _within(root, rows_s)), rows_s) for root in roots]
     made: list[Priced] = []
     about: list[int] = []
@@ -67,14 +67,16 @@ def with_prices(
                 if fine:
                     break
                 # What is found in coarse steps tells where to look.
-                fine, raised, ways = True, [], [[] for _ in groups]
+                fine, raised, holdings = True, [], [[] for _ in groups]
                 made = _in_fine_steps(relaxation, made, grids, best_s)
                 continue
             box = min(grids, key=lambda one: float(one.proven_s[:, cell].max())).box(cell)
         for group in _telling(grids, about, len(groups), cell):
             if made and now_s() >= deadline_s:
                 break
-            prices, ways[group] = find_prices(grids[0].sites(box), _hit(relaxation, groups[group]), ways[group], fine=fine)
+            prices, holdings[group] = find_prices(
+                grids[0].sites(box), _hit(relaxation, groups[group]), holdings[group], fine=fine
+            )
             made.append(priced(relaxation, prices, groups[group], fine=fine))
             about.append(group)
             for grid in grids:

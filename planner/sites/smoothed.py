@@ -284,7 +284,7 @@ def has_room(guide: Guide) -> bool:
 @inlined
 def smooth_value(guide: Guide) -> float:
     """Smoothed seconds of all MoE layers, or dollars."""
-    links_s = guide.flows.seconds
+    links_s = guide.flows.scratch
     for kind in range(2):
         for way in range(2):
             links_s[2 * kind + way] = smooth_s(guide.flows, kind, way)

@@ -9,7 +9,7 @@ least what all sites hold, pay and do not earn, each at its cheapest:
 Rows of a site's visits fit into what its links carry in time, and so do those of visits that it receives, none of which finds
 more than m: two knapsacks of whole visits, with P as it is (no chords) and every site's own links (no classes). They depend on
 nothing but prices, so they are solved once for all boxes. Any prices prove something; good ones are the multipliers of a linear
-program over ways of single sites to hold, find and serve, which are generated as they are needed.
+program over holdings (what a single site holds, finds and serves), which are generated as they are needed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ FINE = 4
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Prices are straight lines between visits of so many experts."""
 ROUNDS, CLOSE = 60, 2e-3
-"""Generating ways ends after so many rounds, or when no further ones would save this share of the copies."""
-WAYS = 4
+"""Generating holdings ends after so many rounds, or when no further ones would save this share of the copies."""
+HOLDINGS = 4
 """Of a class, that are added in a round."""
 FORBIDDEN = 8
-"""How much dearer copies are that a site cannot hold; some way must be there to begin with."""
+"""How much dearer copies are that a site cannot hold; some holding must be there to begin with."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,7 +105,7 @@ class Sites:
 
 
 @dataclass(frozen=True)
-class Way:
+class Holding:
     """Of a site of one class: what it holds, and its visits, made less received, by knots of the price, in so many steps of rows
     each."""
 
@@ -121,9 +121,11 @@ class Way:
         return bool(self.sent <= steps[0][here] and self.received <= steps[1][here] and self.held <= sites.most[here])
 
 
-def find_prices(sites: Sites, hit: FloatArray, known: Sequence[Way] = (), *, fine: bool = False) -> tuple[FloatArray, list[Way]]:
-    """Good ones for these sites, [n + 1], and the ways behind them; some of these may be ``known`` where the same sites have more
-    or less room, counted in steps as ``fine``. ``hit`` is P, [n + 1]."""
+def find_prices(
+    sites: Sites, hit: FloatArray, known: Sequence[Holding] = (), *, fine: bool = False
+) -> tuple[FloatArray, list[Holding]]:
+    """Good ones for these sites, [n + 1], and the holdings behind them; some of these may be ``known`` where the same sites have
+    more or less room, counted in steps as ``fine``. ``hit`` is P, [n + 1]."""
     experts, times = len(hit) - 1, FINE if fine else 1
     step = _step(hit, times)
     needs = _needs(hit, step)
@@ -134,17 +136,17 @@ def find_prices(sites: Sites, hit: FloatArray, known: Sequence[Way] = (), *, fin
     steps = [np.minimum(steps[0], _enough(needs)), np.minimum(steps[1], times * MOST_STEPS - 1)]
     # To begin with, all hold everything.
     dearer = np.where(sites.most < experts, FORBIDDEN, 1.0)
-    ways = [Way(site, experts * factor, np.zeros(len(shape)), 0, 0) for site, factor in enumerate(dearer.tolist())]
-    ways += [one for one in known if one.possible(sites, steps)]
+    holdings = [Holding(site, experts * factor, np.zeros(len(shape)), 0, 0) for site, factor in enumerate(dearer.tolist())]
+    holdings += [one for one in known if one.possible(sites, steps)]
     best = -np.inf, np.zeros(experts + 1)
     for _ in range(ROUNDS):
-        held, price, used = _master(sites, ways, shape)
+        held, price, used = _master(sites, holdings, shape)
         proven, added = _generate(sites, steps, price, needs, shape)
         best = max(best, (proven, price), key=lambda one: one[0])
         if not added or best[0] >= held * (1 - CLOSE):
             break
-        ways += added
-    return np.maximum.accumulate(best[1]), [way for way in used if way.sent or way.received]
+        holdings += added
+    return np.maximum.accumulate(best[1]), [holding for holding in used if holding.sent or holding.received]
 
 
 def visit_prices(price: FloatArray, hit: FloatArray, fine: bool = False) -> VisitPrices:
@@ -184,31 +186,31 @@ def _enough(needs: IntArray) -> int:
     return int(len(experts) * (needs[1:] / experts).max()) + 1
 
 
-def _master(sites: Sites, ways: list[Way], shape: FloatArray) -> tuple[float, FloatArray, list[Way]]:
-    """Fewest experts held with shares of these ways, the price of visits, [n + 1], and which ways these are."""
+def _master(sites: Sites, holdings: list[Holding], shape: FloatArray) -> tuple[float, FloatArray, list[Holding]]:
+    """Fewest experts held with shares of these holdings, the price of visits, [n + 1], and which holdings these are."""
     knots = len(shape)
-    member = np.zeros((len(sites.count), len(ways) + knots - 1))
-    member[[way.site for way in ways], np.arange(len(ways))] = 1.0
+    member = np.zeros((len(sites.count), len(holdings) + knots - 1))
+    member[[holding.site for holding in holdings], np.arange(len(holdings))] = 1.0
     # A visit that finds more will do, so prices do not fall.
     larger = np.eye(knots)[:, :-1] - np.eye(knots)[:, 1:]
-    visits = np.concatenate([np.stack([way.visits for way in ways], axis=1), -larger], axis=1)
-    costs = np.array([*(way.held for way in ways), *np.zeros(knots - 1)])
+    visits = np.concatenate([np.stack([holding.visits for holding in holdings], axis=1), -larger], axis=1)
+    costs = np.array([*(holding.held for holding in holdings), *np.zeros(knots - 1)])
     found = linprog(costs, visits, np.zeros(knots), member, sites.count, method="highs")
     if found.status != 0:
-        return float("inf"), np.zeros(shape.shape[1]), ways
+        return float("inf"), np.zeros(shape.shape[1]), holdings
     shares, price = np.asarray(found.x), np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) @ shape
-    return float(costs @ shares), price, [way for way, share in zip(ways, shares.tolist(), strict=False) if share > 0]
+    return float(costs @ shares), price, [holding for holding, share in zip(holdings, shares.tolist(), strict=False) if share > 0]
 
 
 def _generate(
     sites: Sites, steps: Sequence[IntArray], price: FloatArray, needs: IntArray, shape: FloatArray
-) -> tuple[float, list[Way]]:
+) -> tuple[float, list[Holding]]:
     """What prices prove of these sites, which may send and receive rows of so many ``steps`` ([C] each), and their cheapest
-    ways."""
+    holdings."""
     experts, held = len(price) - 1, np.arange(len(price))
     find, found = _find_table(price, needs, int(steps[0].max()) + 1)
     serve, served = _serve_table(price, needs, int(steps[1].max()) + 1)
-    proven, ways = 0.0, []
+    proven, holdings = 0.0, []
     for site, (count, most) in enumerate(zip(sites.count, sites.most, strict=True)):
         sent, received = steps[0][site], steps[1][site]
         value = held + find[sent, experts - held] - serve[received]
@@ -216,10 +218,10 @@ def _generate(
         proven += count * float(value.min())
         lower = np.append(np.inf, value[:-1]) > value
         lowest = np.flatnonzero(lower & (np.append(value[1:], np.inf) >= value) & np.isfinite(value))
-        for number in lowest[np.argsort(value[lowest], kind="stable")][:WAYS].tolist():
+        for number in lowest[np.argsort(value[lowest], kind="stable")][:HOLDINGS].tolist():
             made, got = _visits(found, sent, experts - number, needs), _received(served, received, number, needs)
-            ways.append(Way(site, float(number), shape @ (made - got), int(made @ needs), int(got @ needs)))
-    return proven, ways
+            holdings.append(Holding(site, float(number), shape @ (made - got), int(made @ needs), int(got @ needs)))
+    return proven, holdings
 
 
 @allocating

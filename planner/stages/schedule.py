@@ -21,7 +21,7 @@ import numpy as np
 from hybridep.pipeline import PipelinePlan, Ways, order_of_passes
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 from planner.staggered import Between, PassTimes, crossed
 
 _WALKED = 8
@@ -57,7 +57,7 @@ class PipelineTimes:
     @cached_property
     def step_s(self) -> float:
         """Until the last stage is done."""
-        walked_s = _step_s(self.plan, self.stages, *ways_of(self.plan), inside_of(self.plan, self.stages))
+        walked_s = _step_s(self.plan, self.stages, *ways_of(self.plan), stage_links(self.plan, self.stages))
         return max(walked_s, self.work_s, busiest_link_s(self.plan, self.stages))
 
     @property
@@ -69,7 +69,7 @@ class PipelineTimes:
     def bubble_s(self) -> float:
         """What stages that wait for each other add to that."""
         none = [NOTHING] * (len(self.stages) - 1)
-        without_s = _step_s(self.plan, self.stages, none, none, inside_of(self.plan, self.stages))
+        without_s = _step_s(self.plan, self.stages, none, none, stage_links(self.plan, self.stages))
         return min(max(without_s, self.work_s), self.step_s) - self.work_s
 
     @property
@@ -94,7 +94,7 @@ def busiest_link_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:
     forth, back = ways_of(plan)
     for way in (*forth, *back):
         add(way.links, plan.micro_batches)
-    for inside in inside_of(plan, stages):
+    for inside in stage_links(plan, stages):
         add(inside.once, 1)
         for way in (inside.forward, inside.backward):
             add(way.links, plan.micro_batches)
@@ -103,12 +103,12 @@ def busiest_link_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:
 
 def ways_of(plan: PipelinePlan) -> tuple[list[Way], list[Way]]:
     """From each stage to the next, and back."""
-    network = Network(cluster=plan.cluster, streams=plan.schedule.streams)
+    network = ExchangeTimes(cluster=plan.cluster, streams=plan.schedule.streams)
     between = [plan.ways(stage) for stage in range(len(plan.stages) - 1)]
     return [_way(plan, network, one, down=True) for one in between], [_way(plan, network, one, down=False) for one in between]
 
 
-def _way(plan: PipelinePlan, network: Network, ways: Ways, *, down: bool) -> Way:
+def _way(plan: PipelinePlan, network: ExchangeTimes, ways: Ways, *, down: bool) -> Way:
     cluster = plan.cluster
     source, destination = (ways.source, ways.destination) if down else (ways.destination, ways.source)
     size_bytes = ways.number.astype(np.float64) * plan.sequence_bytes
@@ -143,7 +143,7 @@ def _coding_s(plan: PipelinePlan, ways: Ways) -> float:
     return max(most) * exact_bytes * (1 / speed.encode + 1 / speed.decode)
 
 
-class Inside(NamedTuple):
+class StageLinks(NamedTuple):
     """What a stage exchanges between its sites, over the links of the whole cluster."""
 
     forward: Way = NOTHING
@@ -153,7 +153,7 @@ class Inside(NamedTuple):
     """In a step beside its passes."""
 
 
-def inside_of(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[Inside]:
+def stage_links(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[StageLinks]:
     """Of each stage."""
     found = []
     for ranks, stage, times in zip(plan.ranks, plan.plans, stages, strict=True):
@@ -165,7 +165,7 @@ def inside_of(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[Inside]:
         # By itself what is exchanged keeps a pass no longer than the pass takes.
         forward = Way(0.0, links(times.forward), min(times.forward.seconds, times.forward_s))
         backward = Way(0.0, links(times.backward), min(times.backward.seconds, times.backward_s))
-        found.append(Inside(forward, backward, links(times.once)))
+        found.append(StageLinks(forward, backward, links(times.once)))
     return found
 
 
@@ -181,7 +181,7 @@ def _in_whole(cluster: Cluster, sites: IntArray, own: Cluster, link: int) -> int
 
 
 def _step_s(
-    plan: PipelinePlan, stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way], inside: Sequence[Inside]
+    plan: PipelinePlan, stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way], inside: Sequence[StageLinks]
 ) -> float:
     number, ahead = plan.micro_batches, plan.ahead
     more, crowded = max(_WALKED * len(stages), 3 * plan.in_flight(0)), _crowding(plan)
@@ -251,13 +251,13 @@ class _Walk:
         stages: Sequence[PassTimes],
         forth: Sequence[Way],
         back: Sequence[Way],
-        inside: Sequence[Inside] | None = None,
+        inside: Sequence[StageLinks] | None = None,
         crowding: Sequence[float] | None = None,
     ) -> None:
         number = len(stages)
         self._crowding = crowding
         self._stages, self._number = stages, number
-        self._inside = inside or [Inside()] * number
+        self._inside = inside or [StageLinks()] * number
         self._passes = [deque(order_of_passes(stage, number, micro_batches, ahead)) for stage in range(number)]
         self._free_s = [_awaited_s(one) if stage else one.gather_s for stage, one in enumerate(stages)]
         self._after_s = [

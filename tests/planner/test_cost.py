@@ -19,7 +19,7 @@ from hybridep.workload import Workload
 from planner import paper
 from planner.cost import block_times, layer_traffic, step_cost
 from planner.domains import all_choices, divisors
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 from planner.layer_times import EXPERTS, BlockTimes
 from planner.plans import layer_group
 from planner.problem import build_problem
@@ -28,7 +28,7 @@ from planner.problem import build_problem
 def times_of(cluster: Cluster, workload: Workload, choices: dict[str, LevelChoice]) -> BlockTimes:
     placed = place(cluster, workload.model.num_experts, choices)
     expected = gating(workload)
-    return block_times(Network(cluster=cluster), workload, placed, expected, layer_traffic(placed, workload, expected))
+    return block_times(ExchangeTimes(cluster=cluster), workload, placed, expected, layer_traffic(placed, workload, expected))
 
 
 def plan_of(

@@ -15,7 +15,7 @@ from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, OpLevel
 from planner import expected_s, step_cost
-from planner.exchange import Network
+from planner.exchange import ExchangeTimes
 from planner.layer_times import CODING
 from planner.staggered import Pairs, pairs_of, staggered_s
 from simulator.step import simulate_step
@@ -34,7 +34,9 @@ def sites(size, *, latency="0 s", inside=1, **more):
 
 def seconds_of(cluster, sent, **streams):
     """[source, destination] of one exchange between sites of one rank; zero where nothing moves."""
-    pairs = pairs_of(Network(cluster=cluster, streams=streams), OpLevel(Op.TOKEN_DISPATCH, 0), np.array(sent, dtype=np.float64))
+    pairs = pairs_of(
+        ExchangeTimes(cluster=cluster, streams=streams), OpLevel(Op.TOKEN_DISPATCH, 0), np.array(sent, dtype=np.float64)
+    )
     found = np.zeros((cluster.num_gpus, cluster.num_gpus))
     found[pairs.source, pairs.destination] = pairs.seconds
     return found
@@ -96,8 +98,8 @@ def test_further_messages_and_jitter_take_their_time():
     assert seconds_of(late, sent)[0] == pytest.approx(seconds_of(plain, sent)[0] + [0, 1 * MS, 1 * MS])
     assert seconds_of(late, sent)[1, 2] == pytest.approx(seconds_of(plain, sent)[1, 2])
     key = OpLevel(Op.EXPERT_GATHER, 0)
-    gathered = pairs_of(Network(cluster=late), key, sent).seconds
-    assert gathered == pytest.approx(pairs_of(Network(cluster=plain), key, sent).seconds + np.array([6, 6, 5]) * MS)
+    gathered = pairs_of(ExchangeTimes(cluster=late), key, sent).seconds
+    assert gathered == pytest.approx(pairs_of(ExchangeTimes(cluster=plain), key, sent).seconds + np.array([6, 6, 5]) * MS)
 
 
 def walked_s(made, cost):

@@ -26,7 +26,7 @@ from planner.sites.exchange import between_sites, held_by_site
 from planner.sites.hubs import best_hubs, served_table
 from planner.sites.narrowing import narrowed
 from planner.sites.oracle import best_table
-from planner.sites.priced import Priced, needed_copies, per_copy_s, priced_s
+from planner.sites.priced import Priced, needed_by_prices, per_copy_s, priced_s
 from planner.sites.pricing import with_prices
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
@@ -157,7 +157,7 @@ def test_no_plan_needs_fewer_copies(case: tuple[int, int, int], good: bool) -> N
         for one in relaxation.prices:
             about = (one.homes[kinds.place] > 0)[problem.home_site]
             copies = held[:, about].sum() - about.sum()
-            needed = float(needed_copies(relaxation, one, box, relaxation.limits(box)))
+            needed = float(needed_by_prices(relaxation, one, box, relaxation.limits(box)))
             assert needed <= copies + 1e-6
             told += needed > 0
         narrow = narrowed(relaxation, box, cost.step_s * 1.001)
@@ -242,12 +242,12 @@ def needed_of(prices: VisitPrices, sites: Sites) -> float:
 def test_good_prices_prove_more_than_any_others() -> None:
     rng = np.random.default_rng(2)
     sites, hit = classes(rng, 5), np.concatenate([[0.0], 1 - 0.8 ** np.arange(1, 25)])
-    price, ways = find_prices(sites, hit)
+    price, holdings = find_prices(sites, hit)
     good = visit_prices(price, hit)
     others = [visit_prices(scale * rising(rng, 24), hit) for scale in 10 ** rng.uniform(-2, 1, 30)]
     others += [visit_prices(scale * hit, hit) for scale in np.linspace(0.5, 24, 20)]
     assert needed_of(good, sites) > max(needed_of(one, sites) for one in others)
-    again, _ = find_prices(sites, hit, ways)
+    again, _ = find_prices(sites, hit, holdings)
     assert needed_of(visit_prices(again, hit), sites) == pytest.approx(needed_of(good, sites), rel=5e-3)
     assert np.array_equal(find_prices(sites, hit)[0], price)
 
@@ -255,9 +255,9 @@ def test_good_prices_prove_more_than_any_others() -> None:
 def test_ways_are_kept_where_they_fit() -> None:
     rng = np.random.default_rng(3)
     sites, hit = classes(rng, 4), np.concatenate([[0.0], 1 - 0.8 ** np.arange(1, 25)])
-    loose, ways = find_prices(sites, hit)
+    loose, holdings = find_prices(sites, hit)
     tighter = replace(sites, sent=sites.sent * 0.95, received=sites.received * 0.8)
-    found = (find_prices(tighter, hit, ways)[0], find_prices(tighter, hit)[0], loose)
+    found = (find_prices(tighter, hit, holdings)[0], find_prices(tighter, hit)[0], loose)
     from_known, alone, before = (visit_prices(one, hit) for one in found)
     assert needed_of(from_known, tighter) == pytest.approx(needed_of(alone, tighter), rel=5e-3)
     assert needed_of(from_known, tighter) > needed_of(before, tighter)

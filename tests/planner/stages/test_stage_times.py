@@ -20,8 +20,8 @@ from planner.stages.schedule import (
     _Walk,
     balanced_layers,
     busiest_link_s,
-    inside_of,
     least_step_s,
+    stage_links,
     ways_of,
 )
 from planner.staggered import PassTimes, pass_times, staggered_s
@@ -107,7 +107,7 @@ def test_of_many_micro_batches_the_last_ones_stand_for_the_rest(seed: int) -> No
     long = plan.model_copy(update={"micro_batches": 40 * number})
     forth, back = ways_of(plan)
     # The same ways: what passes with one micro-batch stays as it is.
-    inside = inside_of(plan, stages)
+    inside = stage_links(plan, stages)
     whole_s = _Walk(long.micro_batches, plan.ahead, stages, forth, back, inside).step_s()
     assert _step_s(long, stages, forth, back, inside) == pytest.approx(whole_s, rel=2e-3)
     assert long.in_flight(0) == plan.ahead * (number - 1) + 1
