@@ -18,14 +18,14 @@ class MeasuredLoss(Strict):
     """One codec, alone."""
 
     kind: str
-    """Of payload, as in ``hybridep.codecs.PAYLOADS``."""
+    """Kind of payload, one of ``hybridep.codecs.PAYLOADS``."""
     codec: str
     keep: float | None = None
-    """Of sparse codecs: the share of elements that they send."""
+    """Share of elements that a sparse codec sends; None for others."""
     relative: float
     """(final loss - exact) / exact, mean over seeds."""
     range: tuple[float, float]
-    """Smallest and largest of a seed."""
+    """Smallest and largest (final loss - exact) / exact of a seed."""
     seeds: int = Field(ge=1)
 
     @property
@@ -36,7 +36,7 @@ class MeasuredLoss(Strict):
 
 
 class MeasuredLosses(Strict):
-    """The table."""
+    """What ``configs/codecs/losses.yaml`` holds."""
 
     source: str
     losses: tuple[MeasuredLoss, ...]
@@ -44,12 +44,12 @@ class MeasuredLosses(Strict):
 
 @cache
 def measured_losses() -> MeasuredLosses:
-    """Of all codecs that were measured."""
+    """The table of all codecs whose loss was measured."""
     return load(MeasuredLosses, TABLE)
 
 
 def with_gates(codecs: Codecs) -> Codecs:
-    """The same with what each of its lossy codecs cost, where that was measured; gates that it has stay."""
+    """``codecs`` with a gate for each lossy one whose loss was measured; gates that it has stay."""
     table, gates = measured_losses(), dict(codecs.gates)
     for one in table.losses:
         if codecs.lossy.get(one.kind) == one.codecs.lossy[one.kind]:

@@ -31,18 +31,18 @@ _BF16_BYTES = 2
 
 
 class TokenCodec(Enum):
-    """Of token rows and partial sums, and of their gradients on the way back."""
+    """Formats of token rows and partial sums, and of their gradients on the way back."""
 
     EXACT = "exact"
     BF16 = "bf16"
     FP8 = "fp8"
     """e4m3, one fp32 scale per 128 elements."""
     INT8 = "int8"
-    """One fp32 scale per 128 elements."""
+    """8-bit codes, one fp32 scale per 128 elements."""
 
 
 class ExpertCodec(Enum):
-    """Of experts on their way to the ranks that copy them."""
+    """Formats of experts on their way to the ranks that copy them."""
 
     EXACT = "exact"
     BF16 = "bf16"
@@ -51,7 +51,7 @@ class ExpertCodec(Enum):
     CHANGE_INT8 = "change-int8"
     """The change since the receivers' copy, one scale per 128 elements; both ends keep that copy (EF21, arXiv:2106.05203)."""
     CHANGE_INT4 = "change-int4"
-    """The same in four bits, one scale per 32 elements."""
+    """The change since the receivers' copy in four bits, one scale per 32 elements; both ends keep that copy."""
 
     @property
     def is_change(self) -> bool:
@@ -60,14 +60,14 @@ class ExpertCodec(Enum):
 
 
 class GradientCodec(Enum):
-    """Of the gradients of copies on their way home, and of the dense gradients."""
+    """Formats of copies' gradients on their way home, and of dense gradients."""
 
     EXACT = "exact"
     BF16 = "bf16"
     INT8 = "int8"
-    """One fp32 scale per 128 elements."""
+    """8-bit codes, one fp32 scale per 128 elements."""
     TOP_K = "top-k"
-    """The largest ``gradients_keep``; what stays behind is added to the next one (error feedback, arXiv:1809.07599)."""
+    """The largest ``gradients_keep`` of a gradient; the rest is added to the next one (error feedback, arXiv:1809.07599)."""
 
 
 class LossGate(Strict):
@@ -86,7 +86,7 @@ class Codecs(Strict):
     experts: ExpertCodec = ExpertCodec.EXACT
     gradients: GradientCodec = GradientCodec.EXACT
     activations: TokenCodec = TokenCodec.EXACT
-    """Of what passes between pipeline stages, forward and back; the outermost level only, and takes the time that tokens take."""
+    """How activations and their gradients are coded between pipeline stages; the outermost level only, as fast as tokens are."""
     experts_keep: float = Field(default=0.02, gt=0, le=1)
     """Share of an expert's elements that ``sr`` sends."""
     gradients_keep: float = Field(default=0.02, gt=0, le=1)
@@ -113,14 +113,14 @@ class Codecs(Strict):
 
 
 class Speed(Strict):
-    """Of one codec on one rank while all ranks compute: bytes of exact payload per second."""
+    """How fast one rank codes and decodes with one codec while all ranks compute: bytes of exact payload per second."""
 
     encode: Bandwidth
     decode: Bandwidth
 
 
 class Speeds(Strict):
-    """Of codecs, by kind of payload; those that are left out take no time."""
+    """How fast a rank codes and decodes, by kind of payload and codec; codecs that are left out take no time."""
 
     tokens: dict[TokenCodec, Speed] = Field(default_factory=dict)
     experts: dict[ExpertCodec, Speed] = Field(default_factory=dict)
@@ -134,19 +134,19 @@ class Speeds(Strict):
         return self
 
     def of(self, kind: str, codecs: Codecs) -> Speed | None:
-        """Of the codec that ``codecs`` has for ``kind``; None where it takes no time."""
+        """Speed of the codec that ``codecs`` has for ``kind`` of payload; None where it takes no time."""
         found: Speed | None = getattr(self, kind).get(getattr(codecs, kind))
         return found
 
 
 KINDS = ("tokens", "experts", "gradients")
-"""Of payload, inside a stage or without any."""
+"""Kinds of payload that travel inside a stage, or without stages."""
 PAYLOADS = (*KINDS, "activations")
 EXACT = Codecs()
 
 
 def level_codecs(levels: Sequence[str], codecs: Mapping[str, Codecs]) -> tuple[Codecs, ...]:
-    """Per level, exact where none are given."""
+    """[levels]: the codecs of each, exact where none are given by its name."""
     return tuple(codecs.get(name, EXACT) for name in levels)
 
 
@@ -156,25 +156,25 @@ def kept(length: int, keep: float) -> int:
 
 
 def sparse_bytes(length: int, keep: float, element_bytes: int) -> int:
-    """First entry of each tile (and the end), values, 16-bit places; nothing for nothing."""
+    """Bytes of a sparse message: first entry of each tile (and the end), values, 16-bit places; 0 for no elements."""
     tiles = -(-length // TILE)
     return (tiles + 1) * _START_BYTES + kept(length, keep) * (element_bytes + _PLACE_BYTES) if length else 0
 
 
 def scaled_bytes(length: int, span: int = SPAN, bits: int = 8) -> int:
-    """Codes, padded to four elements, and a fp32 scale per span."""
+    """Bytes of a scaled message: codes of ``bits``, padded to four elements, and a fp32 scale per ``span`` of elements."""
     return -(-length // 4) * 4 * bits // 8 + -(-length // span) * _SCALE_BYTES
 
 
 def row_bytes(codec: TokenCodec, width: int, element_bytes: int) -> int:
-    """One row of ``width`` elements."""
+    """Bytes of one row of ``width`` elements."""
     if codec in (TokenCodec.FP8, TokenCodec.INT8):
         return scaled_bytes(width)
     return width * (_BF16_BYTES if codec is TokenCodec.BF16 else element_bytes)
 
 
 def expert_bytes(codecs: Codecs, length: int, element_bytes: int) -> int:
-    """One expert of ``length`` parameters."""
+    """Bytes of one expert of ``length`` parameters."""
     match codecs.experts:
         case ExpertCodec.SHARED_RESIDUAL:
             return sparse_bytes(length, codecs.experts_keep, element_bytes)
@@ -188,7 +188,7 @@ def expert_bytes(codecs: Codecs, length: int, element_bytes: int) -> int:
 
 
 def gradient_bytes(codecs: Codecs, length: int, element_bytes: int) -> int:
-    """``length`` gradient elements in one message."""
+    """Bytes of ``length`` gradient elements in one message."""
     match codecs.gradients:
         case GradientCodec.TOP_K:
             return sparse_bytes(length, codecs.gradients_keep, element_bytes)
@@ -212,32 +212,32 @@ class Wire:
 
     @cached_property
     def combine_row_bytes(self) -> int:
-        """One row of partial outputs, or of their gradient."""
+        """Bytes of one row of partial outputs, or of their gradient."""
         return row_bytes(self.codecs.tokens, self.workload.model.hidden_size, self._width)
 
     @cached_property
     def activation_row_bytes(self) -> int:
-        """One token's activations between pipeline stages, or their gradient."""
+        """Bytes of one token's activations between pipeline stages, or of their gradient."""
         return row_bytes(self.codecs.activations, self.workload.model.hidden_size, self._width)
 
     @cached_property
     def dispatch_row_bytes(self) -> int:
-        """One token row on its way to the experts; gate weights and expert ids are never coded."""
+        """Bytes of one token row on its way to the experts; gate weights and expert ids are never coded."""
         return self.workload.dispatch_row_bytes - self.workload.combine_row_bytes + self.combine_row_bytes
 
     @cached_property
     def dispatch_gradient_row_bytes(self) -> int:
-        """The gradient of one dispatched row; that of the gate weights is never coded."""
+        """Bytes of one dispatched row's gradient; that of the gate weights is never coded."""
         return self.workload.dispatch_gradient_row_bytes - self.workload.combine_row_bytes + self.combine_row_bytes
 
     @cached_property
     def expert_bytes(self) -> int:
-        """One expert's weights."""
+        """Bytes of one expert's weights."""
         return expert_bytes(self.codecs, self.workload.model.expert_params, self._width)
 
     @cached_property
     def expert_gradient_bytes(self) -> int:
-        """The gradient of one copy."""
+        """Bytes of one copy's gradient."""
         return gradient_bytes(self.codecs, self.workload.model.expert_params, self._width)
 
     def dense_bytes(self, lengths: np.ndarray) -> np.ndarray:
@@ -248,5 +248,5 @@ class Wire:
 
 
 def wires(workload: Workload, codecs: Sequence[Codecs], num_levels: int) -> tuple[Wire, ...]:
-    """Per level; ``codecs`` as of ``level_codecs``, or empty for exact ones everywhere."""
+    """[levels] of ``Wire``; ``codecs`` are those of ``level_codecs``, or empty for exact ones everywhere."""
     return tuple(Wire(workload=workload, codecs=one) for one in codecs or (EXACT,) * num_levels)

@@ -20,7 +20,7 @@ from hybridep.workload import Workload
 _KIND = {Op.EXPERT_GATHER: "experts"} | dict.fromkeys(
     (Op.GRADIENT_RETURN, Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER), "gradients"
 )
-"""Of payload; that of the others is tokens."""
+"""Operation -> kind of payload that it carries; tokens where it is not here."""
 
 
 class Coded(NamedTuple):
@@ -34,14 +34,14 @@ Coding = dict[OpLevel, Coded]
 
 
 def speed_of(speeds: Speeds, codecs: Sequence[Codecs], key: OpLevel) -> Speed | None:
-    """Of what codes an operation's payload; None where that takes no time."""
+    """How fast the codec of an operation's payload is; None where coding takes no time."""
     return speeds.of(_KIND.get(key.op, "tokens"), codecs[key.level])
 
 
 def row_coding(level: int, row_bytes: float, before: FloatArray, sent: FloatArray, received: FloatArray) -> Coding:
-    """Of the token exchanges at one level, in rows that each rank has ``before`` the dispatch hop, sends and receives. On the
-    way out a row is coded once however many ranks it goes to, unless fewer are sent than are there; coming back each row goes to
-    one rank. Rows that stay are not coded."""
+    """What the token exchanges at one level code, given the rows ([G] each) that a rank has ``before`` the dispatch hop, sends
+    and receives. On the way out a row is coded once however many ranks it goes to, unless fewer are sent than are there; coming
+    back each row goes to one rank. Rows that stay are not coded."""
     once = np.minimum(before, sent) * row_bytes
     out, into = sent * row_bytes, received * row_bytes
     forth, back = Coded(once, into), Coded(into, out)
@@ -63,7 +63,7 @@ def token_coding(
     *,
     per_choice: bool = False,
 ) -> Coding:
-    """Of the four token exchanges of one layer and micro-batch, [G] each, given the rows of its dispatch (see
+    """[G] each: what the four token exchanges of one layer and micro-batch code, given the rows of its dispatch (see
     ``traffic.token_traffic``), those that were routed or those to be expected."""
     coding: Coding = {}
     for level, sent in enumerate(rows):
@@ -90,7 +90,7 @@ def _rows_before(placement: Placement, gating: Gating, level: int, routing: IntA
 
 
 def direct_coding(direct: Mapping[Op, Direct], placement: Placement, workload: Workload, codecs: Sequence[Codecs]) -> Coding:
-    """Of ``traffic.direct_traffic``: every row is coded where it leaves and decoded where it arrives."""
+    """[G] each: what ``traffic.direct_traffic`` codes; every row is coded where it leaves and decoded where it arrives."""
     coding: Coding = {}
     for op, pairs in direct.items():
         apart = placement.coordinates[pairs.source] != placement.coordinates[pairs.destination]
@@ -105,8 +105,8 @@ def direct_coding(direct: Mapping[Op, Direct], placement: Placement, workload: W
 
 
 def copy_coding(placement: Placement, workload: Workload, codecs: Sequence[Codecs]) -> Coding:
-    """Of one gather of copies and one return of their gradients, [G] each: a rank codes an expert once for all receivers of a
-    level, and decodes each gradient that comes back."""
+    """[G] each: what one gather of copies and one return of their gradients code. A rank codes an expert once for all receivers
+    of a level, and decodes each gradient that comes back."""
     coding: Coding = {}
     for level, one in enumerate(codecs):
         if placement.sizes[level] == 1 or not {"experts", "gradients"} & one.lossy.keys():
@@ -119,7 +119,8 @@ def copy_coding(placement: Placement, workload: Workload, codecs: Sequence[Codec
 def moved_coding(
     level: int, workload: Workload, codecs: Codecs, different: FloatArray | IntArray, sent: FloatArray, received: FloatArray
 ) -> Coding:
-    """Of copies at one level, in experts: ``different`` ones that each rank sends, all that it sends, and those that it gets."""
+    """What copies and their gradients code at one level, given the experts ([G] each): ``different`` ones that a rank sends, all
+    that it sends, and those that it gets."""
     each = np.float64(workload.expert_bytes)
     coding: Coding = {}
     if "experts" in codecs.lossy:
@@ -130,7 +131,7 @@ def moved_coding(
 
 
 def dense_coding(sizes: Sequence[int], workload: Workload, codecs: Sequence[Codecs]) -> Coding:
-    """Of the all-reduce of the dense gradients, [G] each. The owner of a sum decodes it too, so that all go on with the same."""
+    """[G] each: what the all-reduce of dense gradients codes. A sum's owner decodes it too, so that all go on with the same."""
     coding: Coding = {}
     num_gpus = int(np.prod(sizes))
     coordinates = np.unravel_index(np.arange(num_gpus), tuple(sizes))

@@ -25,12 +25,12 @@ def compiled(function: _Function) -> _Function:
 
 
 def inlined(function: _Function) -> _Function:
-    """As ``compiled``, with a copy wherever it is called: to pass tuples of arrays takes longer than short functions do."""
+    """Compile a short function as ``compiled`` does, with a copy of it wherever it is called, so that no tuples are passed."""
     return _compiled(function, _nrt=False, inline="always")
 
 
 def allocating(function: _Function) -> _Function:
-    """As ``compiled``, of a function that makes arrays, or asks numpy what does."""
+    """Compile a function that makes arrays, or calls what does; here numba counts who uses them."""
     return _compiled(function, _nrt=True)
 
 

@@ -28,7 +28,8 @@ class Strict(BaseModel):
         return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's, which validates nothing, but without what was computed from the fields before (``cached_property``)."""
+        """A copy with other fields, not validated, as pydantic makes it, but without what was computed from the former fields
+        (``cached_property``)."""
         copied = super().model_copy(update=update, deep=deep)
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]

@@ -26,7 +26,7 @@ FloatArray = NDArray[np.float64]
 
 _CLOSE = 1e-10
 _PARTS = 32
-"""Of a sequence, where the probability of a drop depends on the position."""
+"""Parts of a sequence that are told apart where the probability of a drop depends on the position."""
 _ROUNDS = 1000
 _RARE = 1e-9
 """Experts never (or always) seen: so unlikely (likely), since what was not measured is not impossible."""
@@ -40,7 +40,7 @@ class Gating:
     top_k: int
     sequence_length: int
     sequences: tuple[int, ...]
-    """Of one rank of each site in one micro-batch; one number where it is the same at all."""
+    """[DCs]: sequences of one rank of each site in one micro-batch; one number where all sites have as many."""
     popularity: tuple[float, ...] | None = None
     """[E]: each expert's share of all choices; they add up to 1. None: all alike."""
     capacity: int | None = None
@@ -72,7 +72,8 @@ class Gating:
 
     @cached_property
     def kept_along(self) -> FloatArray:
-        """[P, E]: the same in each of P parts of a sequence, of about equal length; one part where position does not count."""
+        """[P, E]: the probability that a choice is not dropped in each of P parts of a sequence, of about equal length; P is 1
+        where position does not count."""
         if self.capacity is None or not self.last_dropped or self.capacity >= self.sequence_length:
             return self.kept[None, :]
         from scipy.special import bdtr
@@ -185,7 +186,7 @@ def _prefixes(drawn: FloatArray, most: int) -> FloatArray:
 
 
 def gating(workload: Workload, popularity: Sequence[float] | None = None, cluster: Cluster | None = None) -> Gating:
-    """Of one layer; without ``popularity`` all experts are alike, and without ``cluster`` all sites have as many tokens."""
+    """What one layer's tokens choose: all experts alike without ``popularity`` [E], as many at all sites without ``cluster``."""
     sequences = (workload.training.micro_batch_size,) if cluster is None else site_sequences(cluster, workload)
     return _gating(workload, None if popularity is None else tuple(popularity), sequences)
 

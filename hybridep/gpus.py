@@ -19,7 +19,7 @@ class Gpu(Strict):
     block_overhead: Duration = 0.0
     """Fixed cost of one MoE block's forward pass (kernel launches, interpreter); twice that for backward."""
     expert_throughput: Throughput | None = None
-    """Of the routed experts' products, which are many and small; as ``throughput`` when absent."""
+    """FLOP/s that the routed experts' products reach, which are many and small; ``throughput`` when absent."""
     expert_overhead: Duration = 0.0
     """Fixed cost of each expert that a rank holds, its own or a copy, in one block's forward pass (launches, reading the
     weights, writing their gradients); twice that for backward."""
@@ -32,15 +32,15 @@ class Gpu(Strict):
     """How many times as fast a rank computes while all others wait; above 1 where ranks share processors, as in an emulation.
     All other figures are those of a rank while all compute."""
     message_overhead: Duration = 0.0
-    """Time that each message of an exchange takes a rank, beyond the first; that one is in the level's latency."""
+    """Time that each message of an exchange takes a rank but for the first, whose time is in the level's latency."""
     coding: Speeds | None = None
     """How fast a rank codes and decodes payloads; coding takes no time where absent."""
     price: Rent | None = None
-    """Of one rank; nothing where absent."""
+    """What one rank costs in dollars per time; nothing where absent."""
 
     @property
     def expert_flops_per_s(self) -> float:
-        """Of the routed experts' products."""
+        """FLOP/s that the routed experts' products reach."""
         return self.expert_throughput or self.throughput
 
 

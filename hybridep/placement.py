@@ -45,7 +45,7 @@ def expert_homes(num_experts: int, num_gpus: int) -> IntArray:
 
 
 def home_blocks(cluster: Cluster, num_experts: int) -> IntArray:
-    """[E]: the same, with as many at each site as ``Site.experts`` says: contiguous, site after site."""
+    """[E]: the rank that owns each expert, as many at each site as ``Site.experts`` says, contiguous blocks site after site."""
     weights, inside = cluster.home_weights, cluster.ranks_per_site
     if np.ptp(weights) == 0:
         return expert_homes(num_experts, cluster.num_gpus)

@@ -14,13 +14,13 @@ from itertools import permutations, product
 from hybridep.sites import Level, PairLink, SharedTrunk, Site
 
 MOST_PODS = 256
-"""In all: every ordered pair gets a link."""
+"""Pods of all sites together at most: every ordered pair gets a link."""
 
 
 def expanded(
     levels: Sequence[Level], sites: Sequence[Site], links: Sequence[PairLink], trunks: Sequence[SharedTrunk]
 ) -> dict[str, object]:
-    """The same fields of a cluster whose sites are the pods of these; ``levels`` count sites before and pods after.
+    """The four fields of a cluster whose sites are the pods of these; ``levels`` count sites before and pods after.
 
     Raises ValueError where nothing says what joins the pods of a site, and for more than ``MOST_PODS``.
     """

@@ -27,8 +27,8 @@ def provenance() -> dict[str, str | int]:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Of packages that are installed, by their names in small letters; looked for once, as the commit is: a search makes dozens
-    of plans, and both take 25 ms."""
+    """Versions of installed packages by their names in small letters; looked for once, since a search makes dozens of plans and
+    this takes 25 ms."""
     found = {}
     for package in _PACKAGES:
         try:

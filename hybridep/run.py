@@ -103,7 +103,7 @@ class Run(Strict):
     """Step whose timeline, and whose every choice of an expert, all ranks record; the popularity of experts over all steps is
     recorded in any case."""
     choice_steps: int = Field(default=1, ge=1)
-    """Of how many steps, from ``trace_step`` on, every choice is recorded. The more, the better is known what a step takes where
+    """Steps, from ``trace_step`` on, of which every choice is recorded. The more, the better is known what a step takes where
     experts are popular by turns."""
 
     @property

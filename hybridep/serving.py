@@ -17,7 +17,7 @@ _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 
 
 class ServingGroup(Strict):
-    """Sites whose tokens find every expert at the same places."""
+    """Sites whose tokens are served alike: each expert at one site for all of them."""
 
     sites: tuple[str, ...] = Field(min_length=1)
     holders: dict[str, str]

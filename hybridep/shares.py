@@ -53,7 +53,7 @@ def site_sequences(cluster: Cluster, workload: Workload) -> tuple[int, ...]:
 
 
 def batch_sequences(cluster: Cluster, workload: Workload) -> int:
-    """Of one micro-batch, all ranks together."""
+    """Sequences of one micro-batch, all ranks together."""
     return cluster.ranks_per_site * sum(site_sequences(cluster, workload))
 
 
@@ -63,14 +63,14 @@ def unequal_shares(cluster: Cluster) -> bool:
 
 
 def alike_ranks(cluster: Cluster, workload: Workload) -> bool:
-    """The same GPUs, sequences and experts at all sites."""
+    """Whether all sites have equal GPUs and as many sequences and experts for each rank."""
     return cluster.has_alike_ranks and isinstance(workload.training.micro_batch_size, int)
 
 
 def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tuple[Cluster, Workload]:
-    """The same training on some of a cluster's sites, which share out the same global batch, evenly but for one sequence of a
-    micro-batch, in micro-batches that are at most as large, where that is possible. Raises PlacementError where sites have
-    unequal shares."""
+    """The cluster of some ``sites``, and the workload with the whole cluster's global batch shared out among these: evenly but
+    for one sequence of a micro-batch, in micro-batches that are at most as large, where that is possible. Raises PlacementError
+    where sites have unequal shares."""
     if unequal_shares(cluster):
         raise PlacementError(
             f"{cluster.name}: its sites have unequal shares (sites.*.tokens, sites.*.experts), of which none can be left out"
@@ -92,8 +92,8 @@ def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tu
 
 
 def sequences_together(batch: int, sites: int) -> list[int]:
-    """Into how many sequences of a micro-batch, of one rank of each site together, those of a step may be cut, so that none of so
-    many sites is without: fewest first. ``batch``: of a step, likewise."""
+    """Sequences that a micro-batch may have, fewest first, counted of one rank of each site together, so that none of so many
+    sites is without. ``batch``: sequences of a step, counted likewise."""
     small = [number for number in range(1, isqrt(batch) + 1) if batch % number == 0]
     return sorted({one for number in small for one in (number, batch // number) if one >= sites})
 

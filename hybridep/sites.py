@@ -17,9 +17,9 @@ class PodLink(Strict):
     """What joins the pods of one site."""
 
     bandwidth: Bandwidth
-    """Of each pod's link to its site's switch: up, and down."""
+    """Bytes per second of each pod's up link, and of its down link, to its site's switch."""
     latency: Duration
-    """One way, between two pods of a site."""
+    """Seconds one way between two pods of a site."""
 
 
 class Level(Strict):
@@ -28,19 +28,20 @@ class Level(Strict):
     name: str
     size: int = Field(ge=1)
     bandwidth: Bandwidth
-    """Of the up link, and of the down link, of each worker of this level (shared by the GPUs below it)."""
+    """Bytes per second of the up link, and of the down link, of each worker of this level (shared by the GPUs below it)."""
     latency: Duration
-    """One way, between two workers of this level; includes the software's cost of one message (see ``Gpu.message_overhead``)."""
+    """Seconds one way between two workers of this level, with the software's cost of one message (``Gpu.message_overhead``)."""
     window: Size | None = None
     """What one connection between two ranks may have under way, as TCP's window: with N connections (``Schedule.streams``) they
     move at most N windows per round trip, there and back of the latencies. No limit where absent."""
     egress: TransferPrice | None = None
-    """Of the outermost level: what each byte costs that leaves a site for another one; nothing where absent."""
+    """What each byte costs that leaves a site for another one; outermost level only, nothing where absent."""
     pods: PodLink | None = None
-    """Of the outermost level, where sites have several (``Site.pods``)."""
+    """What joins pods of one site, where sites have several (``Site.pods``); outermost level only."""
 
     def under_way_bytes(self, streams: Mapping[str, int]) -> float:
-        """Of two ranks with so many connections (level name -> number, one where absent); infinite without a window."""
+        """Bytes that two ranks may have under way with so many connections (level name -> number, one where absent); infinite
+        without a window."""
         return math.inf if self.window is None else self.window * streams.get(self.name, 1)
 
 
@@ -82,7 +83,7 @@ class PairLink(Strict):
     bandwidth: Bandwidth
     latency: Duration
     egress: TransferPrice | None = None
-    """Where it differs from the source's."""
+    """What each byte over this link costs, where that differs from what its source pays else."""
 
 
 class SharedTrunk(Strict):

@@ -77,7 +77,7 @@ def rank_sequences(placement: Placement, gating: Gating) -> FloatArray:
 
 
 def reverse(placement: Placement, level: int, sent: FloatArray) -> FloatArray:
-    """The same bytes in the other direction: out[peer(g, c), x_l(g)] = sent[g, c]."""
+    """[G, SF_l]: what each rank receives from whom, where ``sent`` ([G, SF_l]) is sent: out[peer(g, c), x_l(g)] = sent[g, c]."""
     shape = (*placement.sizes, placement.sizes[level])
     return np.ascontiguousarray(np.swapaxes(sent.reshape(shape), level, len(placement.sizes))).reshape(sent.shape)
 
@@ -195,11 +195,11 @@ class Direct(NamedTuple):
     size_bytes: FloatArray
 
     def reverse(self) -> Direct:
-        """The same bytes back."""
+        """The transfers that return as many bytes from each destination to its source."""
         return Direct(self.destination, self.source, self.size_bytes)
 
     def part(self, parts: int) -> Direct:
-        """One of so many equal parts."""
+        """One of ``parts`` equal parts of the transfers."""
         return Direct(self.source, self.destination, self.size_bytes / parts)
 
 

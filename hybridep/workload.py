@@ -31,9 +31,9 @@ class DropPolicy(Enum):
     """Which tokens an expert turns away when more chose it than it takes."""
 
     PROBS = "probs"
-    """Those that chose it with the smallest probability."""
+    """Tokens that chose the expert with the smallest probability."""
     POSITION = "position"
-    """The last of the sequence."""
+    """The last tokens of the sequence."""
 
 
 class Dtype(Enum):

@@ -50,7 +50,7 @@ class Setting:
     rate: str
     workload: Workload
     codecs: Mapping[str, Codecs] = field(default_factory=dict)
-    """By level name."""
+    """Level name -> codecs; exact without."""
 
 
 def setting_of(model: Mapping[str, Any], name: str, fields: Mapping[str, Any]) -> Setting:

@@ -35,18 +35,18 @@ AHEAD_TAKES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedChoice:
-    """One plan of several."""
+    """The plan that a simulation of several prefers."""
 
     plan: Plan
     simulated: int
     """Plans that were simulated."""
     shorter: float
-    """Share by which its simulated step is shorter than that of the plan that costs least."""
+    """Share by which the plan's simulated step is shorter than that of the plan that costs least."""
     dearer: float
-    """Share by which it costs more than that one."""
+    """Share by which the plan costs more than the plan that costs least."""
 
     def to_json(self) -> dict[str, float]:
-        """Without the plan."""
+        """Plain data for JSON, without the plan."""
         return {"simulated": self.simulated, "shorter": self.shorter, "dearer": self.dearer}
 
 
@@ -91,8 +91,8 @@ def choose(
     until_s: float = inf,
     most: int = CANDIDATES,
 ) -> SimulatedChoice:
-    """Of those that cost no more than what any other planner would do, the plan whose step is simulated to be the shortest, with
-    the solver's report of the first, which costs least. Simulates ``most`` of them in order of cost, for a model of few layers,
+    """The plan whose step is simulated to be the shortest, of those that cost no more than any other planner's, with the solver's
+    report of the first, which costs least. Simulates ``most`` of them in order of cost, for a model of few layers,
     and begins none but the first two after ``until_s`` (``planner.clock``). With a record, of which other planners know nothing,
     of all plans, and all layers."""
     first = plans[0]
@@ -160,8 +160,8 @@ def reported(chosen: Plan, first: Plan) -> Plan:
 
 
 def shortened(plans: Sequence[Plan]) -> list[Plan]:
-    """The same for a model of ``SHORT_LAYERS`` layers, or as many as copies ahead take, where all have but one placement for all
-    layers and no measured popularity; else the plans themselves. What was predicted is left out."""
+    """The plans for a model of ``SHORT_LAYERS`` layers, or of ``SHORT_LAYERS_AHEAD`` where copies set out ahead, without
+    predictions; the plans themselves where one has several placements or measured popularity."""
     from hybridep.workload import Workload
 
     if any(len(one.layers) > 1 or one.popularity for one in plans):

@@ -115,18 +115,18 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class MadePlans:
-    """The answer."""
+    """What was planned for a request."""
 
     plans: Sequence[Plan]
     """The best one first, but where they are for links of different speed."""
     choice: SimulatedChoice | None = None
-    """Of more plans than were asked for."""
+    """What a simulation chose, where more plans were made than asked for."""
     simulated_s: Sequence[float] = ()
     """Steps of the plans, where they are ordered by these."""
     pooled: Sequence[PooledPlan] = ()
     robust: RobustPlan | None = None
     best: Plan = field(init=False)
-    """For the links as they are."""
+    """The best plan for the links as they are."""
 
     def __post_init__(self) -> None:
         now = next((one.plan for one in self.pooled if one.pays_from <= 1 <= one.pays_to), self.plans[0])
@@ -183,7 +183,7 @@ def _pooled(request: PlanRequest) -> MadePlans:
 
 
 def _chosen_by_simulation(request: PlanRequest) -> MadePlans:
-    """One of more plans than were asked for."""
+    """One plan, which a simulation chooses from more than were asked for."""
     from hybridep.commands import plan_choice
     from planner.clock import now_s
 
@@ -200,7 +200,7 @@ def _chosen_by_simulation(request: PlanRequest) -> MadePlans:
 
 
 def _ordered_by_simulation(request: PlanRequest) -> MadePlans:
-    """All that were asked for, by their simulated steps."""
+    """As many plans as were asked for, ordered by their simulated steps."""
     from hybridep.commands import plan_choice
 
     plans = _several(request, request.top, request.time_limit_s)
@@ -212,7 +212,7 @@ def _ordered_by_simulation(request: PlanRequest) -> MadePlans:
 
 
 def _several(request: PlanRequest, count: int, time_limit_s: float) -> list[Plan]:
-    """To be simulated; their record must fit them."""
+    """Plans to be simulated, ``count`` at most, which the request's record must fit."""
     import planner
     from hybridep.commands.plan_progress import PlanProgress
 

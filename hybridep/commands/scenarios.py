@@ -116,9 +116,9 @@ class Outcome:
 
     plan: AnyPlan
     report: Report
-    """Of its first step."""
+    """What the scenario's first step takes."""
     run: RunResult | None
-    """Of all steps, where it has more than one."""
+    """What all steps take, where the scenario has more than one."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

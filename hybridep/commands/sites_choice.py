@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 _CHOOSING = 1 / 3
 """Share of the time limit in which it is found which sites pay."""
 _LOOK = 0.1
-"""Share of what is left, or of all, for a first look at pipelines, and at plans without stages. ..."""
-_NEAR, _EACH = 1.5, 0.5
-"""... One that takes over so many times as long as the other has no more; else each of them has such a share of the rest."""
+"""Share of the time limit for a first look at pipelines, and one at plans without stages."""
+_NEAR = 1.5
+"""After the first look what takes over so many times as long as the other has no more time."""
+_EACH = 0.5
+"""Share of the time left that pipelines have where plans without stages have the rest."""
 _LEFT = 0.2
 """Share of the time limit that must be left for another look at other sites, once it is planned for some."""
 
@@ -47,7 +49,7 @@ class Asked:
         return self.cluster.site_names
 
     def among(self, sites: tuple[str, ...]) -> Asked:
-        """The same of some of its sites."""
+        """What is asked of the plan for some of the sites alone; itself for all of them."""
         from planner.stages.fewer import among
 
         if sites == self.sites:
@@ -56,11 +58,11 @@ class Asked:
         return Asked(cluster=cluster, workload=workload, wishes=wishes)
 
     def worth(self, plan: Plan) -> Worth:
-        """As expected."""
+        """What a plan without stages is worth, as expected."""
         return self.wishes.goal.worth(plan.predicted.expected_s, plan.predicted.cost_usd)
 
     def worth_in_stages(self, choice: StageChoice) -> Worth:
-        """As simulated, where it was."""
+        """What a pipeline is worth, simulated where it was, else as expected."""
         from planner.stages.costs import simulated_usd
 
         goal = self.wishes.goal
@@ -73,10 +75,10 @@ class Staged:
     """What was planned."""
 
     asked: Asked
-    """Of the sites that it is for."""
+    """What it was planned for: the cluster of its own sites."""
     choice: StageChoice | None
     without: Plan | None
-    """Without stages; one of both is there."""
+    """The plan without stages; there is one, or ``choice``, or both."""
     left_out: tuple[str, ...] = ()
 
     @property
@@ -92,7 +94,7 @@ class Staged:
 
     @property
     def worth(self) -> Worth:
-        """Of the best."""
+        """What the best plan is worth: simulated where it was, else as expected."""
         best = self.best
         if isinstance(best, PipelinePlan):
             assert self.choice is not None
@@ -101,7 +103,7 @@ class Staged:
 
     @property
     def step_s(self) -> float:
-        """Of the best, simulated where it was."""
+        """Seconds of the best plan's step, simulated where it was, else as expected."""
         best = self.best
         return self.choice.step_s if self.choice is not None and best is self.choice.plan else best.predicted.expected_s
 
@@ -219,7 +221,7 @@ class _Choice:
 def _with_and_without(
     asked: Asked, time_limit_s: float, tell: Tell, or_without: bool, shown: bool
 ) -> tuple[StageChoice | None, Plan | None]:
-    """A pipeline and, if it may be, a plan without stages: a short look at each, and the rest of the time for what is better, or
+    """(A pipeline, a plan without stages if it may be): a short look at each, and the rest of the time for what is better, or
     for both. Raises the reason of the latter where neither is possible."""
     began_s = now_s()
 
@@ -282,7 +284,7 @@ def _is_far(one: Worth, other: Worth) -> bool:
 
 
 def in_one(asked: Asked, time_limit_s: float) -> Plan:
-    """Without stages."""
+    """The best plan found without stages. Raises what the planner raises."""
     import planner
 
     wishes = asked.wishes
@@ -302,8 +304,8 @@ def in_one(asked: Asked, time_limit_s: float) -> Plan:
 
 
 def simulated_or_expected_s(plan: AnyPlan) -> float:
-    """A step of it; as expected where ranks share processors, of which simulations know less, and of more than ``MOST_SITES``
-    sites, for which they take long."""
+    """Seconds of a plan's step; as expected where ranks share processors, of which simulations know less, and of more than
+    ``MOST_SITES`` sites, for which they take long."""
     from simulator.pipeline import simulate_any
 
     if plan.cluster.gpu.sharing > 1 or plan.cluster.sizes[0] > MOST_SITES:

@@ -29,17 +29,17 @@ sites, too: 0.4e-5 to 1.2e-5 and 2.5e-5 to 6e-5 were measured between 20 and 60 
 
 @dataclass(frozen=True, kw_only=True)
 class StageChoice:
-    """One pipeline of several."""
+    """The pipeline that a simulation of several prefers."""
 
     plan: PipelinePlan
     simulated_s: float | None
-    """Its simulated step; None where nothing was simulated."""
+    """Seconds of the pipeline's simulated step; None where nothing was simulated."""
     simulated: int = 0
-    """Pipelines that were."""
+    """Pipelines that were simulated."""
 
     @property
     def step_s(self) -> float:
-        """Simulated, or as expected where nothing was simulated."""
+        """Seconds of the pipeline's step, simulated, or as expected where nothing was simulated."""
         return self.plan.predicted.expected_s if self.simulated_s is None else self.simulated_s
 
 
@@ -77,8 +77,8 @@ def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
 
 
 def first_in_time(plans: Sequence[PipelinePlan], time_limit_s: float) -> list[PipelinePlan]:
-    """As many of them as simulations' share of the limit has time for, about, two at least: an estimate, because what a deadline
-    cuts off differs from run to run."""
+    """The first of the pipelines, about as many as simulations' share of the limit has time for, two at least: an estimate,
+    because what a deadline cuts off differs from run to run."""
     took_s = np.cumsum([_simulating_s(plan) for plan in plans])
     return list(plans[: max(2, int((took_s <= (1 - SEARCHED) * time_limit_s).sum()))])
 
@@ -103,7 +103,7 @@ def simulated_s(plan: PipelinePlan) -> float:
 
 
 def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice:
-    """By simulated step, or its price; none but the first two are begun after ``until_s`` (``planner.clock``), or a
+    """The best by simulated step, or its price; none but the first two are begun after ``until_s`` (``planner.clock``), or a
     KeyboardInterrupt."""
     from hybridep.commands.progress import one_by_one
     from planner.stages.costs import simulated_usd

@@ -47,7 +47,7 @@ def sweep(grid: Sequence[tuple[Point, Scenario]], table: Path, jobs: int) -> lis
 
 
 def _results(missing: Sequence[tuple[str, Point, Scenario]], jobs: int) -> Iterator[tuple[str, Point, Row]]:
-    """In the order in which they are ready."""
+    """(key, point, row) of each missing scenario, in the order in which they are ready."""
     if jobs == 1:
         for key, point, scenario in missing:
             yield key, point, _simulate(scenario)

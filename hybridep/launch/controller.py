@@ -37,14 +37,14 @@ class StepRecord:
     balance_loss: float
     tokens: int
     step_s: float
-    """Of the slowest rank."""
+    """Seconds of the slowest rank's step."""
     tokens_per_s: float
     wan_bytes: int
-    """Payload over the outermost level, all ranks."""
+    """Payload bytes over the outermost level, all ranks together."""
     sent_bytes: dict[str, int]
-    """``operation@level`` -> payload bytes, all ranks."""
+    """``operation@level`` -> payload bytes, all ranks together."""
     peak_bytes: int
-    """Of the fullest rank."""
+    """Most memory that any rank has had in use."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -38,7 +38,7 @@ BUILT = "built"
 """What the lab's first process reports once all links are up."""
 _MAX_DCS = 200
 _BRIDGE_NAMESPACE = "/proc/1/ns/net"
-"""Of the lab's first process: the bridge's ports are seen there, wherever in the lab one asks from."""
+"""Network namespace of the lab's first process, in which the bridge's ports are seen wherever in the lab one asks from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class LabSpec:
 
     @classmethod
     def uniform(cls, names: Sequence[str], bandwidth_bytes_per_s: float) -> LabSpec:
-        """The same rate up and down for every datacenter."""
+        """A lab of these datacenters, each with one rate both up and down."""
         rate = bandwidth_bytes_per_s
         return cls(dcs=tuple(LabDatacenter(name=name, up_bytes_per_s=rate, down_bytes_per_s=rate) for name in names))
 

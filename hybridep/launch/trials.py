@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _EXCHANGE_TIMEOUT = "60 s"
 _WARMUP_STEPS = 2000
-"""As in real trainings: in a few steps the gates hardly move, so every trial and every step of it routes alike."""
+"""Steps over which the learning rate rises: gates hardly move in a few, so every trial and every step of it routes alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +32,20 @@ class Measured:
     """One plan's steps, all ranks together."""
 
     step_s: tuple[float, ...]
-    """Of the slowest rank each, the untimed steps left out: the first pays for memory and connections that later ones reuse."""
+    """[timed steps]: seconds of the slowest rank; untimed ones pay for memory and connections that later ones reuse."""
     wan_bytes: float
-    """Per step, all ranks together."""
+    """Payload bytes between sites in a step, all ranks together."""
     parts_s: dict[str, tuple[float, ...]]
-    """[ranks] of the last step, by operation and level."""
+    """Operation and level -> [ranks] seconds in the last step."""
     popularity: tuple[tuple[tuple[float, ...], ...], ...]
     """[steps][MoE layers][experts]: share of each expert in all choices of a step (``Plan.popularity``). It begins with the steps
     that ``step_s`` leaves out."""
     routing: RoutingRecord
-    """Of the recorded steps."""
+    """Popularity of experts, and what tokens chose in the recorded steps."""
 
     @property
     def median_s(self) -> float:
-        """Of the steps."""
+        """Median of ``step_s``."""
         return statistics.median(self.step_s)
 
 

@@ -24,9 +24,9 @@ from planner.sites.search import Found, Search, at_quantile
 from planner.sites.strategy import is_large, run, walks_help
 
 FEW_TABLES = 5000
-"""Up to so many serving tables all are tried, where sites are ranks; elsewhere so many plans, which are costed one by one,"""
+"""Serving tables, where sites are ranks, or plans elsewhere, up to which all are tried."""
 FEW_PER_S = 500
-"""but no more than so many per second of the time limit."""
+"""Plans for each second of the time limit up to which all are tried where they are costed one by one."""
 MOST_BOXES = 100_000
 """Of one proof."""
 SEARCHED = 0.6

@@ -36,13 +36,13 @@ from planner.price import step_usd
 _CLOSE = 1e-6
 """The bound is found to this share."""
 _WHOLE = 1e-9
-"""So much less than a whole layer is one."""
+"""A layer that lacks only this share counts as whole."""
 _PRICES = 24
 """Prices of being first or last that are tried for each time, about."""
 _MANY = 2**15
-"""With more sites times sizes only a few, and ..."""
+"""Sites times sizes of stages above which fewer prices are tried, and near shares of the sequences count as one."""
 _NEAR = 1.5
-"""... shares of the sequences up to so many times as large count as one."""
+"""How many times as large as the least of some shares the largest may be where these count as one."""
 
 
 def least_s(cluster: Cluster, workload: Workload, stages: int = 2, codecs: Codecs = EXACT, *, alike: bool = True) -> float:
@@ -57,8 +57,8 @@ def least_s(cluster: Cluster, workload: Workload, stages: int = 2, codecs: Codec
 def least_of_any_s(
     cluster: Cluster, workload: Workload, stages: int | None = None, codecs: Codecs = EXACT, *, alike: bool = True
 ) -> float:
-    """The same of any of the sites, which share out the same global batch (``hybridep.shares.on_sites``): of pipelines of
-    ``stages`` or more, or without a number also of plans without stages and of one site by itself."""
+    """Seconds of a step below which there is no pipeline of ``stages`` or more for any of the sites, which share out the global
+    batch (``hybridep.shares.on_sites``); without a number also none without stages, nor of one site by itself."""
     computed_s, size = _all_computation_s(cluster, workload), cluster.sizes[0]
     found = []
     if stages is None:
@@ -89,9 +89,9 @@ class _Sites:
         wire, (sizes, share, self._most_share) = Wire(workload=workload, codecs=codecs), _shares(cluster, workload, most)
         tokens = float(training.tokens * training.micro_batches * cluster.num_gpus)
         self._layers, self._sizes, self._share = model.num_moe_layers, sizes, share
-        """The latter two, and ``_most_share`` [ways]: in how large a stage a site may be, with which share of the sequences."""
+        """``_sizes``, ``_share`` and ``_most_share`` [ways]: the sizes of a site's stage, and its shares of the sequences."""
         self._step_bytes = tokens * wire.activation_row_bytes
-        """Of all sequences' activations."""
+        """Bytes of all sequences' activations in a step, from one stage to the next."""
         rows_bytes = (wire.dispatch_row_bytes + wire.combine_row_bytes, wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
         copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
         # [up or down, ways]: of one layer.
@@ -111,9 +111,9 @@ class _Sites:
         self._access, self._speed = every.T[:2], every[:, 2:3]
         fastest = np.concatenate([[0.0], np.cumsum(-np.sort(-speeds[:, 1]))])
         self._all_computed_s = _all_flops(cluster, workload) / fastest[sizes]
-        """[ways]: by the fastest sites."""
+        """[ways]: seconds in which as many sites as a stage has, the fastest ones, compute all."""
         self._speeds = every[:, 3:] + np.minimum(fastest[sizes - 1], fastest[sizes] - every[:, 3:])
-        """[sites, ways]: of a stage's sites together; its others are the fastest ones."""
+        """[sites, ways]: FLOP/s of a stage's sites together, of which the others are the fastest ones."""
 
     def _carried(self, step_s: float) -> FloatArray:
         """[sites in the middle, at an end, or in the only stage; sites; ways]: layers, whole ones and at most all; below 1 where
@@ -129,12 +129,12 @@ class _Sites:
         return np.asarray(np.floor(np.minimum(found, self._layers) + _WHOLE))
 
     def could_together(self, step_s: float) -> bool:
-        """Whether that is not too short for some number of the sites that have all layers, without stages."""
+        """Whether ``step_s`` is not too short for some number of the sites that have all layers, without stages."""
         able = (self._carried(step_s)[2] >= self._layers) * self._count[:, None]
         return bool(((able.sum(axis=0) >= self._sizes) & (self._all_computed_s <= step_s)).any())
 
     def could(self, step_s: float, *, idle: bool = False) -> bool:
-        """Whether that is not too short for any pipeline, as far as is known here. ``idle``: sites may be left out."""
+        """Whether ``step_s`` is not too short for any pipeline, as far as is known here. ``idle``: sites may be left out."""
         carried = self._carried(step_s)[:2]
         able = np.where(carried >= 1, carried, 0.0 if idle else -np.inf)
         if not np.isfinite(able.max(axis=(0, 2))).all():
@@ -196,7 +196,8 @@ def _least_bytes(
 
 
 def _all_computation_s(cluster: Cluster, workload: Workload) -> float:
-    """Shared perfectly by all ranks, or by some where ranks share processors. Rows that a capacity may drop are left out."""
+    """Seconds of all computation of a step, shared perfectly by all ranks, or by some where ranks share processors. Rows that a
+    capacity may drop are left out."""
     fastest, ranks = -np.sort(-_flops_per_s(cluster)), np.arange(1, cluster.num_gpus + 1)
     # Figures of ranks that share processors are those while all of them compute.
     together = np.cumsum(fastest) * np.minimum(cluster.gpu.sharing, cluster.num_gpus / ranks)
@@ -204,26 +205,26 @@ def _all_computation_s(cluster: Cluster, workload: Workload) -> float:
 
 
 def _flops_per_s(cluster: Cluster) -> FloatArray:
-    """[G]: of each rank, the faster of the two that it has."""
+    """[G]: FLOP/s of each rank, at experts or at all else, whichever is more."""
     return cluster.of_ranks(lambda gpu: max(gpu.throughput, gpu.expert_flops_per_s))
 
 
 def _all_flops(cluster: Cluster, workload: Workload) -> float:
-    """Of a step."""
+    """FLOPs of a step, all ranks together; of rows that a capacity may drop none."""
     model, training = workload.model, workload.training
     flops = model.num_moe_layers * (workload.pre_expert_flops + _expert_flops(workload)) + workload.head_flops
     return float(3 * training.micro_batches * flops * cluster.num_gpus)
 
 
 def _expert_flops(workload: Workload) -> float:
-    """Forward of one layer's routed experts, a rank's micro-batch on average; of rows that a capacity may drop none."""
+    """FLOPs of one layer's routed experts forward, a rank's micro-batch on average; of rows that a capacity may drop none."""
     model = workload.model
     return 0.0 if model.capacity_factor is not None else workload.training.tokens * model.top_k * workload.expert_flops_per_row
 
 
 def least_usd(cluster: Cluster, workload: Workload, step_s: float, codecs: Codecs = EXACT) -> float:
-    """Below every pipeline's price: all ranks for ``step_s``, which no step is below, and activations that cross one border at
-    least, there and back, where bytes cost least."""
+    """Dollars of a step below which there is no pipeline: all ranks for ``step_s``, which no step is below, and activations that
+    cross one border at least, there and back, where bytes cost least."""
     crossed_usd = 0.0
     if cluster.has_egress_prices:
         training, away = workload.training, ~np.eye(cluster.sizes[0], dtype=np.bool_)
@@ -234,7 +235,7 @@ def least_usd(cluster: Cluster, workload: Workload, step_s: float, codecs: Codec
 
 
 def least_usd_of_any(cluster: Cluster, workload: Workload) -> float:
-    """Below the price of every plan for any of the sites: all computation by the ranks that cost least for it, which are never
-    idle and send nothing to other sites."""
+    """Dollars of a step below which there is no plan for any of the sites: all computation by the ranks that cost least for it,
+    which are never idle and send nothing to other sites."""
     usd_per_s = cluster.of_ranks(lambda gpu: gpu.price or 0.0)
     return _all_flops(cluster, workload) * float((usd_per_s / _flops_per_s(cluster)).min()) / cluster.gpu.sharing

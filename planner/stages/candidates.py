@@ -44,7 +44,7 @@ _APART = 2
 BATCHES = (1, 2, 4, 8, 16)
 """Micro-batches as a multiple of the stages, about."""
 FEW_BATCHES = (0.25, 0.5)
-"""Where what each pass waits for is most of a step, fewer than there are stages may be better."""
+"""Micro-batches as a share of the stages: fewer may be better where what each pass waits for is most of a step."""
 _MOST_BATCHES = 1024
 
 
@@ -55,12 +55,12 @@ class Candidate:
     plan: PipelinePlan
     inside: tuple[Inside, ...]
     least: Worth
-    """It is no better than that."""
+    """What it is worth at best."""
 
 
 @dataclass
 class Candidates:
-    """Of one problem; what is found of a stage is kept."""
+    """Makes pipelines to choose among, of one problem; what is found of a stage is kept."""
 
     cluster: Cluster
     workload: Workload
@@ -68,20 +68,20 @@ class Candidates:
     wishes: StageWishes
     rules: StageRules
     why: str = ""
-    """Why the last of what was not possible was not."""
+    """Why the last pipeline that was not possible was not."""
     barred: str = ""
-    """The same of what rules forbid."""
+    """Why the last pipeline that rules forbid was not possible."""
     lacking: str = ""
-    """What the one that came nearest to fitting lacks."""
+    """What the pipeline that came nearest to fitting lacks."""
     known: dict[str, Known] = field(default_factory=dict)
-    """What placements take, as `placed` keeps it."""
+    """What placements take, by stage and placement, as ``planner.stages.inside.placed`` keeps it."""
     _lack: float = math.inf
     _best_inside: dict[str, tuple[Plan, Inside]] = field(default_factory=dict)
-    """With the stage of which it was found."""
+    """Kind of stage -> a stage of it, and the best placement found there."""
 
     @property
     def rent_usd_per_s(self) -> float | None:
-        """Of all ranks, where dollars are to be few."""
+        """Dollars per second of all ranks, where dollars are to be few; else None."""
         return self.cluster.rent_usd_per_s if self.wishes.goal.objective is Objective.DOLLARS else None
 
     def made(self, numbers: Sequence[int], left_s: Callable[[], float]) -> list[Candidate]:
@@ -122,12 +122,12 @@ class Candidates:
         return found
 
     def _even(self, numbers: Sequence[int]) -> list[int]:
-        """Those in which stages may have as many sites each, or all where there are none: among many sites time is short, and
-        what is even is seldom far from the best."""
+        """Numbers of stages that divide the sites, or all where none does: among many sites time is short, and what is even is
+        seldom far from the best."""
         return [number for number in numbers if self.cluster.sizes[0] % number == 0] or list(numbers)
 
     def _of_number(self, stages: int) -> Iterator[Candidate]:
-        """With one number of micro-batches each."""
+        """Pipelines of so many stages, each grouping and order of sites with one number of micro-batches."""
         cluster, training = self.cluster, self.workload.training
         wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(cluster.levels[0].name, EXACT))
         step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
@@ -158,13 +158,13 @@ class Candidates:
                         break
 
     def _layers(self, layer_s: Sequence[float], head_s: float) -> list[int]:
-        """Of each stage; ValueError where there are too few."""
+        """[stages]: layers of each, in proportion to how fast it is. Raises ValueError where there are too few."""
         model, last = self.workload.model, len(layer_s) - 1
         least = [1 + model.num_dense_layers * (stage == 0) for stage in range(len(layer_s))]
         return balanced_layers(layer_s, [head_s * (stage == last) for stage in range(len(layer_s))], model.num_layers, least)
 
     def _layer_s(self, group: Sequence[int], micro_batches: int) -> float:
-        """Of one layer with experts on these sites for a micro-batch, with its share of what the layer takes once a step."""
+        """Seconds of one layer with experts on these sites for a micro-batch, with a share of what it takes once a step."""
         return self._one_layer(group, micro_batches).times.busy_s(micro_batches) / micro_batches
 
     def _one_layer(self, group: Sequence[int], micro_batches: int) -> Inside:
@@ -172,7 +172,7 @@ class Candidates:
         return self._without_search(plan, Room(in_flight=1, beside_bytes=0.0))
 
     def _head_s(self, group: Sequence[int], micro_batches: int) -> float:
-        """Of the output projection for a micro-batch, likewise."""
+        """Seconds of the output projection on these sites for a micro-batch."""
         model, training = self.workload.model, self.workload.training
         tokens = training.tokens * training.micro_batches * self.cluster.num_gpus / micro_batches
         per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * self.cluster.ranks_per_site
@@ -289,7 +289,7 @@ def _fullness(use: MemoryUse) -> float:
 
 
 def unevenness(workload: Workload, cluster: Cluster, sites_per_stage: Sequence[int]) -> dict[int, float]:
-    """Of every possible number of micro-batches: how many times as many sequences as its stage's mean a site may have."""
+    """Possible numbers of micro-batches -> how many times as many sequences as its stage's mean a site may have."""
     batch, sizes = sequences_of_place(workload, cluster), set(sites_per_stage)
     return {
         number: max(-(-batch // number // size) * size * number / batch for size in sizes)
@@ -304,5 +304,6 @@ def numbers_about(possible: Mapping[int, float], stages: int, batches: Sequence[
 
 
 def number_about(possible: Mapping[int, float], wanted: float) -> int:
-    """The nearest by factors, if half as many micro-batches count as much as sites with 1.4 times as many sequences."""
+    """The possible number nearest to ``wanted`` by factors, if half as many micro-batches count as much as sites with 1.4 times
+    as many sequences."""
     return min(possible, key=lambda number: (math.sqrt(max(number / wanted, wanted / number)) * possible[number], number))

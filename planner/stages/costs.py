@@ -28,11 +28,11 @@ class Costed:
     inside: tuple[Inside, ...]
     times: PipelineTimes
     egress_usd: float
-    """Of a step, inside stages and between them."""
+    """Dollars of a step for what leaves sites, inside stages and between them."""
 
     @property
     def step_usd(self) -> float:
-        """With all ranks for as long as the step takes."""
+        """Dollars of a step: what leaves sites, and all ranks for as long as it takes."""
         return step_usd(self.plan.cluster.rent_usd_per_s, self.egress_usd, self.times.step_s)
 
     @property
@@ -42,7 +42,7 @@ class Costed:
 
     @property
     def fullest(self) -> MemoryUse:
-        """Of the stage with the rank that needs most of what it has."""
+        """Memory of the stage with the rank that needs most of what it has."""
         return max((one.memory for one in self.inside), key=lambda use: use.fullest_bytes / use.capacity_bytes)
 
 
@@ -53,7 +53,7 @@ def with_layers(plan: PipelinePlan, inside: Sequence[Inside]) -> PipelinePlan:
 
 
 def rooms(plan: PipelinePlan) -> list[Room]:
-    """Of each stage. Beside activations it keeps what is announced to the stages before and after, and what is on its way."""
+    """[stages]: what each keeps: activations, what is announced to the stages before and after, and what is on its way."""
     found = []
     for number in range(len(plan.stages)):
         sides = (number > 0) + (number < len(plan.stages) - 1)
@@ -63,7 +63,7 @@ def rooms(plan: PipelinePlan) -> list[Room]:
 
 
 def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None) -> Costed:
-    """Of any pipeline plan; ``inside``: its stages' own costs, where they are known."""
+    """What a pipeline plan costs; ``inside``: its stages' own costs, where they are known."""
     if inside is None:
         inside = [placed(stage, stage.layers, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
     times = PipelineTimes(plan=plan, stages=[one.times for one in inside])
@@ -71,7 +71,7 @@ def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None) -> Costed
 
 
 def pipeline_egress_usd(plan: PipelinePlan, inside: Sequence[Inside]) -> float:
-    """Of a step."""
+    """Dollars of a step for what leaves sites, inside stages and between them."""
     if not plan.cluster.has_egress_prices:
         return 0.0
     return sum(one.egress_usd for one in inside) + egress_usd(plan.cluster, between_link_bytes(plan))
@@ -101,7 +101,7 @@ def predicted(found: Costed, baselines: Mapping[str, float]) -> Prediction:
 
 
 def without_stages(plan: PipelinePlan) -> dict[str, tuple[StepCost, MemoryUse]]:
-    """Of the baselines, which have every layer at all sites."""
+    """Name of a baseline, which has every layer at all sites -> (cost of a step, memory)."""
     inside = codecs_inside(plan.codecs)
     return {
         name.value: evaluate(
@@ -112,7 +112,7 @@ def without_stages(plan: PipelinePlan) -> dict[str, tuple[StepCost, MemoryUse]]:
 
 
 def activation_bytes(plan: PipelinePlan) -> float:
-    """Of one step, between stages both ways, as far as they leave sites."""
+    """Bytes of activations and their gradients in one step, as far as they leave sites."""
     inside, total = plan.cluster.ranks_per_site, 0
     for stage in range(len(plan.stages) - 1):
         ways = plan.ways(stage)

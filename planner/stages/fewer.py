@@ -140,7 +140,7 @@ class _Search:
                     break
 
     def _chosen(self) -> Sites:
-        """The best, or all where leaving sites out saves little."""
+        """The best sites that were tried, or all where leaving some out saves little."""
         best, every = self._best(), _named(self.cluster, range(self.cluster.sizes[0]))
         if every in self._worth:
             (over, value), (others_over, others_value) = self._worth[every], self._worth[best]
@@ -149,7 +149,7 @@ class _Search:
         return best
 
     def _numbers(self, least: int) -> list[int]:
-        """Of sites: all, and by factors fewer."""
+        """Numbers of sites to try, fewest first: from ``least`` to all, by factors."""
         found, number = list[int](), float(self.cluster.sizes[0])
         while round(number) >= least:
             found.append(round(number))
@@ -215,7 +215,7 @@ def _near_orders(cluster: Cluster, possible: Sequence[bool]) -> Iterator[list[in
 
 
 def _changed(sites: Sites, every: Sites) -> Iterator[Sites]:
-    """One site fewer, another in place of one, one more."""
+    """Sites after each change: one fewer, another in place of one, one more."""
     mine, others = set(sites), [site for site in every if site not in sites]
 
     def in_order(chosen: set[str]) -> Sites:

@@ -39,7 +39,7 @@ class Room:
     in_flight: int
     """Micro-batches whose activations it keeps at a time."""
     beside_bytes: float
-    """Of each rank, for what passes between stages."""
+    """Bytes of each rank for what passes between stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Inside:
     times: PassTimes
     memory: MemoryUse
     egress_usd: float
-    """Of a step."""
+    """Dollars of a step for what leaves the stage's sites for others of them."""
 
     def rank(self, micro_batches: int, rent_usd_per_s: float | None = None) -> tuple[float, float]:
         """The smaller the better: what does not fit, then seconds of a step; or dollars, with all ranks at that rent."""
@@ -61,7 +61,7 @@ class Inside:
 
 
 class Known(NamedTuple):
-    """Of a stage's placement, whatever room there is."""
+    """What a stage's placement takes, whatever room there is."""
 
     times: PassTimes
     memory: StepMemory
@@ -93,7 +93,7 @@ def without_search(
     known: dict[str, Known] | None = None,
     allowed: Permissions | None = None,
 ) -> Inside:
-    """The best of a few placements, as `Inside.rank`; the one that comes nearest to fitting, if none does.
+    """The best of a few placements by `Inside.rank`; the one that comes nearest to fitting, if none does.
     ``allowed``: what rules leave possible."""
     number = stage.workload.training.micro_batches
     groups: Iterable[LayerGroup] = _placements(stage)

@@ -76,8 +76,8 @@ def ordered(
 
 
 def steps_s(cluster: Cluster, groups: Groups, batch_bytes: float) -> tuple[FloatArray, FloatArray]:
-    """[groups, groups] each: for how long one micro-batch keeps the links between two busy, there or back, whichever is longer;
-    and the same with latency."""
+    """[groups, groups] each: seconds for which one micro-batch keeps the links between two groups busy, there or back, whichever
+    is longer; and seconds until it has arrived."""
     per_byte, latency_s = way_s_per_byte(cluster), cluster.site_latency_s
     number = len(groups)
     busy_s, way_s = np.zeros((number, number)), np.zeros((number, number))
@@ -91,7 +91,7 @@ def steps_s(cluster: Cluster, groups: Groups, batch_bytes: float) -> tuple[Float
 
 
 def barred_steps(groups: Groups, apart: BoolArray) -> BoolArray:
-    """[groups, groups]: between which something would pass where nothing may."""
+    """[groups, groups]: whether something would pass between two groups where nothing may."""
     number = len(groups)
     found = np.zeros((number, number), dtype=np.bool_)
     for a in range(number):

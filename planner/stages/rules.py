@@ -59,20 +59,20 @@ class StageRules:
         return self._of(self._places(stage))[0]
 
     def permitted(self, stage: Cluster) -> Permissions | None:
-        """What they leave possible there; None where they bar nothing."""
+        """What the rules leave possible among a stage's sites; None where they bar nothing."""
         return self._of(self._places(stage))[1]
 
     def among(self, stage: Cluster) -> str:
-        """The same for stages of as many sites in which the same is permitted."""
+        """A text that is equal for stages of as many sites exactly where the rules permit the same in both."""
         allowed = self.permitted(stage)
         return "" if allowed is None else f"{allowed.serve.tobytes()!r} {allowed.hold.tobytes()!r}"
 
     def possible(self, group: Iterable[int]) -> bool:
-        """The sites may be a stage."""
+        """Whether the rules let these sites be a stage."""
         return self._lack(group) == 0
 
     def why_not(self, group: Iterable[int]) -> str:
-        """Of sites that may not be a stage."""
+        """What says why these sites may not be a stage. Raises ValueError where they may."""
         names = [self.cluster.site_name(site) for site in sorted(group)]
         rules = self._of(group)[0]
         assert rules is not None
@@ -103,7 +103,7 @@ class StageRules:
         return groups
 
     def passes(self, plan: PipelinePlan) -> bool:
-        """No activations pass between sites that are kept apart."""
+        """Whether no activations pass between sites that are kept apart."""
         if not self.apart.any():
             return True
         inside = self.cluster.ranks_per_site

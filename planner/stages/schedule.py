@@ -29,18 +29,21 @@ _WALKED = 8
 what the last ones took, two for each stage."""
 
 
+Links = tuple[tuple[int, float, int], ...]
+"""Numbers of outer links, seconds for which what crosses holds each, alone, and by how many messages."""
+
+
 class Way(NamedTuple):
     """One micro-batch's transfer from a stage to another, or all that a stage exchanges in a pass."""
 
     latency_s: float
-    links: tuple[tuple[int, float, int], ...]
-    """Outer links, the seconds for which it holds each, alone, and by how many messages."""
+    links: Links
     least_s: float
-    """Whatever else: links inside sites, or windows."""
+    """Seconds that its bytes take at least, by links inside sites, or windows."""
 
     @property
     def alone_s(self) -> float:
-        """Until its bytes have left, alone on all links."""
+        """Seconds until its bytes have left, alone on all links."""
         return max([self.least_s, *(seconds for _, seconds, _ in self.links)])
 
 
@@ -56,7 +59,7 @@ class PipelineTimes:
 
     @cached_property
     def step_s(self) -> float:
-        """Until the last stage is done."""
+        """Seconds until the last stage is done."""
         walked_s = _step_s(self.plan, self.stages, *ways_of(self.plan), stage_links(self.plan, self.stages))
         return max(walked_s, self.work_s, busiest_link_s(self.plan, self.stages))
 
@@ -67,24 +70,24 @@ class PipelineTimes:
 
     @cached_property
     def bubble_s(self) -> float:
-        """What stages that wait for each other add to that."""
+        """What stages that wait for each other add to ``work_s``."""
         none = [NOTHING] * (len(self.stages) - 1)
         without_s = _step_s(self.plan, self.stages, none, none, stage_links(self.plan, self.stages))
         return min(max(without_s, self.work_s), self.step_s) - self.work_s
 
     @property
     def activations_s(self) -> float:
-        """What the way between stages adds to both."""
+        """What the ways between stages add to ``work_s`` and ``bubble_s``."""
         return self.step_s - self.work_s - self.bubble_s
 
 
 def least_step_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:
-    """Below the walk: the busiest stage, or the busiest link."""
+    """Seconds below which no walk ends: the busiest stage's, or the busiest link's."""
     return max(busiest_link_s(plan, stages), *(one.busy_s(plan.micro_batches) for one in stages))
 
 
 def busiest_link_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:
-    """What the busiest link between sites carries in a step, at its rate: inside stages, and from stage to stage."""
+    """Seconds that the busiest link between sites takes for what it carries in a step, inside stages and from stage to stage."""
     held_s: dict[int, float] = {}
 
     def add(links: Iterable[tuple[int, float, int]], times: int) -> None:
@@ -102,7 +105,7 @@ def busiest_link_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:
 
 
 def ways_of(plan: PipelinePlan) -> tuple[list[Way], list[Way]]:
-    """From each stage to the next, and back."""
+    """[stages - 1] each: one micro-batch's way from each stage to the next, and back."""
     network = ExchangeTimes(cluster=plan.cluster, streams=plan.schedule.streams)
     between = [plan.ways(stage) for stage in range(len(plan.stages) - 1)]
     return [_way(plan, network, one, down=True) for one in between], [_way(plan, network, one, down=False) for one in between]
@@ -129,12 +132,8 @@ def _way(plan: PipelinePlan, network: ExchangeTimes, ways: Ways, *, down: bool) 
     )
 
 
-Links = tuple[tuple[int, float, int], ...]
-"""As a way's."""
-
-
 def _coding_s(plan: PipelinePlan, ways: Ways) -> float:
-    """Of the rank that has most of one micro-batch's rows to code, then decode."""
+    """Seconds of the rank that has most of one micro-batch's rows to code, then decode."""
     speed = plan.activation_speed
     if speed is None:
         return 0.0
@@ -147,14 +146,15 @@ class StageLinks(NamedTuple):
     """What a stage exchanges between its sites, over the links of the whole cluster."""
 
     forward: Way = NOTHING
-    """In a pass."""
+    """All of a forward pass."""
     backward: Way = NOTHING
+    """All of a backward pass."""
     once: Links = ()
-    """In a step beside its passes."""
+    """All that a step exchanges beside its passes."""
 
 
 def stage_links(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[StageLinks]:
-    """Of each stage."""
+    """[stages]: what each exchanges between its sites."""
     found = []
     for ranks, stage, times in zip(plan.ranks, plan.plans, stages, strict=True):
         sites = np.unique(ranks // plan.cluster.ranks_per_site)
@@ -207,7 +207,7 @@ class _Pass:
     forward: bool
     batch: int
     left_s: float
-    """If no other stage computed."""
+    """Seconds until its end if no other stage computed."""
     moved_s: float
     slower: float = 1.0
     """How many times as long it takes at present."""
@@ -216,7 +216,7 @@ class _Pass:
     computing: float = 0.0
     """Share of ``left_s`` in which ranks compute."""
     number: int = 0
-    """Of its last event in the queue."""
+    """Number of its last event in the queue."""
 
 
 @dataclass
@@ -230,10 +230,10 @@ class _Transfer:
     left: float = 0.0
     """Share of its bytes that have not left."""
     rate: float = 0.0
-    """Of that, per second, since ``moved_s``."""
+    """Share of its bytes that leaves per second, since ``moved_s``."""
     moved_s: float = 0.0
     number: int = 0
-    """Of its last event in the queue; earlier ones count no more."""
+    """Number of its last event in the queue; earlier ones count no more."""
 
 
 _ARRIVES, _LEAVES, _ENDS, _BEGINS = range(4)
@@ -319,7 +319,7 @@ class _Walk:
             self._send(of, stage, now_s)
 
     def _put(self, of: int, stage: int, way: Way, batch: int, now_s: float) -> None:
-        """On its links."""
+        """A transfer's bytes begin to leave over the links of ``way``."""
         transfer = self._transfers[of, stage]
         transfer.way, transfer.batch, transfer.left, transfer.moved_s, transfer.rate = way, batch, 1.0, now_s, 0.0
         self._share(way, now_s, (of, stage))
@@ -350,7 +350,7 @@ class _Walk:
             self._go_on(stage, doing, now_s)
 
     def _go_on(self, stage: int, doing: _Pass, now_s: float) -> None:
-        """With what follows a pass's exchanges."""
+        """A pass goes on with what follows its exchanges."""
         doing.exchanging, doing.moved_s = False, now_s
         doing.number = self._at(now_s + doing.left_s, _ENDS, stage, int(doing.forward), doing.batch)
         self._crowd(now_s)
@@ -374,7 +374,7 @@ class _Walk:
             doing.number = self._at(ends_s, _ENDS, stage, int(doing.forward), doing.batch)
 
     def _send(self, of: int, stage: int, now_s: float) -> None:
-        """The next that waits for a way."""
+        """The next micro-batch that waits for a way sets out, if the way is free."""
         transfer = self._transfers[of, stage]
         if transfer.batch is None and transfer.waiting:
             self._put(of, stage, transfer.way, transfer.waiting.popleft(), now_s)

@@ -44,8 +44,8 @@ from planner.stages.wishes import StageWishes
 from planner.streams import with_most
 
 _OFTEN = 2
-"""Of these the one with which every pipeline is walked through, beside the most that memory allows; further ahead is not always
-faster, since activations then share links with more gradients."""
+"""How far ahead every pipeline is walked through, beside the most that memory allows; further is not always faster, since
+activations then share links with more gradients."""
 _SHORT = 4
 """Stages up to which fewer micro-batches than stages are tried: of more most wait, whatever else."""
 _WORTH = 1e-3
@@ -138,7 +138,7 @@ class _Search:
     report: Report
     _found: list[Costed] = field(default_factory=list)
     _searched: dict[str, tuple[Plan, Inside | None]] = field(default_factory=dict)
-    """With the stage for which it was made."""
+    """Kind of stage -> the stage for which it was planned, and what was found; None where that is nothing that fits."""
 
     def run(self, numbers: Sequence[int], number: int) -> list[Costed]:
         """The best pipelines of so many stages, the fastest first."""
@@ -179,7 +179,7 @@ class _Search:
                     self._keep(self._ahead(one.plan, ahead))
 
     def _least_ahead(self, best: Costed) -> Costed:
-        """The same pipeline as little ahead as is about as fast."""
+        """The pipeline that runs least far ahead of those that differ from ``best`` in nothing else and are about as fast."""
         same = [one for one in self._found if _but_for_ahead(one.plan) == _but_for_ahead(best.plan)]
         good = [one for one in same if not self._is_better(best, one)]
         return min(good, key=lambda one: (one.plan.ahead, self._worth(one)))
@@ -188,12 +188,12 @@ class _Search:
         return self.candidates.wishes.goal.worth(one.times.step_s, one.step_usd)
 
     def _is_better(self, one: Costed, other: Costed) -> bool:
-        """By more than ``_WORTH``."""
+        """Whether ``one`` is better than ``other`` by more than ``_WORTH``."""
         (over, value), (others_over, others_value) = self._worth(one), self._worth(other)
         return over < others_over or (over == others_over and value < others_value * (1 - _WORTH))
 
     def _with_other_batches(self, found: Costed) -> None:
-        """The same stages in other numbers of micro-batches, the nearest first."""
+        """Walk through the stages with other numbers of micro-batches, the nearest first."""
         plan = found.plan
         possible = unevenness(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
         layers = [stage.num_layers for stage in plan.stages]
@@ -207,7 +207,7 @@ class _Search:
                 self._walk(candidate)
 
     def _walk(self, candidate: Candidate) -> None:
-        """As far ahead as memory allows, and less far."""
+        """Walk through a pipeline as far ahead as memory allows, and less far."""
         self._keep(found := costed(candidate.plan, candidate.inside))
         if candidate.plan.ahead > _OFTEN:
             self._keep(self._ahead(found.plan, _OFTEN))
@@ -232,7 +232,7 @@ class _Search:
             self._with_other_batches(best)
 
     def _best_by_number(self) -> list[Costed]:
-        """Of the best numbers of stages the best pipeline each."""
+        """The best pipeline of each of the ``_KEPT`` best numbers of stages."""
         kept: dict[int, Costed] = {}
         for one in sorted(self._found, key=self._worth):
             kept.setdefault(len(one.plan.stages), one)
@@ -252,7 +252,7 @@ class _Search:
         return self._ahead(candidate.plan, min(best.plan.ahead, candidate.plan.ahead))
 
     def _best(self, number: int = _KEPT) -> list[Costed]:
-        """Pipelines that differ in more than how far ahead they run."""
+        """The best pipelines that differ in more than how far ahead they run."""
         kept: dict[str, Costed] = {}
         for one in sorted(self._found, key=self._worth):
             if len(kept) == number:
@@ -268,18 +268,18 @@ class _Search:
                 self.report("plan", found.times.step_s)
 
     def _ahead(self, plan: PipelinePlan, ahead: int) -> Costed:
-        """The pipeline in that order."""
+        """The pipeline with its stages running so far ahead."""
         plan, inside = plan.running_ahead(ahead), []
         for stage, room in zip(plan.plans, rooms(plan), strict=True):
             inside.append(placed(stage, stage.layers, room, self.candidates.known))
         return costed(plan, inside)
 
     def _left_s(self, share: float) -> float:
-        """Of such a share of the time limit."""
+        """Seconds left of such a share of the time limit; negative where it is over."""
         return self.begun_s + share * self.time_limit_s - now_s()
 
     def _refined(self, found: Costed, time_limit_s: float) -> Costed:
-        """The same with every stage as the planner does it, where that is faster and fits."""
+        """The pipeline with every stage as the planner plans it, where that is faster and fits."""
         plan, inside = found.plan, list(found.inside)
         both = list(zip(plan.plans, rooms(plan), strict=True))
         rules, batches, rent = self.candidates.rules, plan.micro_batches, self.candidates.rent_usd_per_s
@@ -311,12 +311,12 @@ def _groups(plan: PipelinePlan) -> Groups:
 
 
 def _but_for_ahead(plan: PipelinePlan) -> str:
-    """The same for pipelines of one search that differ in nothing else."""
+    """A text that is equal for pipelines of one search which differ at most in how far ahead they run."""
     return f"{plan.micro_batches} {plan.stages}"
 
 
 def _first_by_number(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each number of stages the one that could take least, the best first."""
+    """The pipeline that could take least of each number of stages, the best first."""
     kept: dict[int, Candidate] = {}
     for one in sorted(candidates, key=lambda one: one.least):
         kept.setdefault(len(one.plan.stages), one)
@@ -324,8 +324,8 @@ def _first_by_number(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _changed(groups: Groups, layers: Sequence[int]) -> Iterator[tuple[Groups, list[int] | None]]:
-    """Of each change the sites of stages, and their layers where these are not to suit the sites: a layer goes to another stage;
-    or as `_other_sites`."""
+    """(Sites of stages, their layers; None for those that suit the sites) after each change: a layer goes to another stage, or
+    one of `_other_sites`."""
     for giver, taker in permutations(range(len(layers)), 2):
         if layers[giver] > 1:
             yield groups, [number - (stage == giver) + (stage == taker) for stage, number in enumerate(layers)]

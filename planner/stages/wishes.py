@@ -15,17 +15,17 @@ from planner.goal import FASTEST, Goal
 
 @dataclass(frozen=True, kw_only=True)
 class StageWishes:
-    """All may be left out."""
+    """What a pipeline is to be; each wish may be left out."""
 
     stages: int | None = None
-    """How many; None for any number from 2."""
+    """How many stages; None for any number from 2."""
     solver: str = "highs"
-    """Of searches inside stages."""
+    """Solver that searches inside stages use."""
     schedule: Schedule | None = None
     popularity: Popularity = ()
-    """Measured; experts are chosen alike without."""
+    """How often each expert was measured to be chosen; all alike without."""
     codecs: Mapping[str, Codecs] = field(default_factory=dict)
-    """By level; exact without."""
+    """Level name -> how payloads are coded there; exact without."""
     goal: Goal = FASTEST
     constraints: Constraints | None = None
     """Rules that hold inside stages and along the ways between them (``planner.stages.rules``)."""
