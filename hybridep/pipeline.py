@@ -45,7 +45,7 @@ class StagePlan(Strict):
 
     sites: tuple[str, ...] = Field(min_length=1)
     num_layers: int = Field(ge=1)
-    """With those that have no experts."""
+    """The stage's layers, those without experts included."""
     layers: tuple[LayerGroup, ...] = Field(min_length=1)
     """Every MoE layer of the stage once, in order, counted from its own first one."""
 
@@ -54,30 +54,30 @@ class Ways(NamedTuple):
     """What passes from one stage to the next with every micro-batch; [n] each."""
 
     source: IntArray
-    """Rank of the whole cluster, in the earlier stage."""
+    """The whole cluster's rank in the earlier stage."""
     destination: IntArray
-    """In the later one."""
+    """The whole cluster's rank in the later stage."""
     first: IntArray
-    """Sequence of the micro-batch."""
+    """Place in the micro-batch of the first sequence that passes."""
     number: IntArray
-    """Sequences from that one on."""
+    """Sequences that pass, from ``first`` on."""
 
 
 class PipelinePlan(PlanFile):
     """Stages for one cluster and workload, and the order in which they pass micro-batches to each other."""
 
     micro_batches: int = Field(ge=1)
-    """In which the global batch passes the stages."""
+    """Micro-batches in which the global batch passes the stages."""
     ahead: int = Field(default=1, ge=1)
     """Forwards that a stage runs ahead for each stage behind it: 1 is 1F1B (PipeDream-Flush), which waits for every way there and
     back; more hide longer ways and keep more activations."""
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     popularity: Popularity = ()
-    """As a plan's: of every MoE layer of the model."""
+    """[MoE layers of the model][experts]: share of each expert in all choices (``Plan.popularity``)."""
     codecs: dict[str, Codecs] = Field(default_factory=dict)
-    """Level name -> codecs, inside stages; and the outermost level's ``activations`` between them."""
+    """Level name -> codecs inside stages; the outermost level's ``activations`` count between them."""
     schedule: Schedule = Schedule()
-    """Inside stages; its streams also between them."""
+    """When transfers run inside stages; its streams count between them, too."""
     prediction: Prediction | None = None
     solver: SolverReport | None = None
     provenance: dict[str, Any] = Field(default_factory=dict)
@@ -107,7 +107,7 @@ class PipelinePlan(PlanFile):
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        """Of each stage, on its sites and with its share of the model."""
+        """[stages]: a plan for each one's sites and share of the model."""
         made, first = [], 0
         for number, stage in enumerate(self.stages):
             workload = stage_workload(
@@ -137,7 +137,7 @@ class PipelinePlan(PlanFile):
 
     @cached_property
     def ranks(self) -> tuple[IntArray, ...]:
-        """Of each stage, in its own order, the ranks of the whole cluster."""
+        """[stages] [ranks of the stage]: the whole cluster's number of each, in the order of the stage's own."""
         sites = {name: site for site, name in enumerate(self.cluster.site_names)}
         inside = np.arange(self.cluster.ranks_per_site)
         # A stage's sites stand in the cluster's order, whatever the order in which they are written.
@@ -153,13 +153,13 @@ class PipelinePlan(PlanFile):
         raise ValueError(f"rank {rank}: {self.cluster.name} has ranks 0 to {self.cluster.num_gpus - 1}")
 
     def sequences(self, stage: int) -> IntArray:
-        """[ranks of the stage]: of each in one micro-batch."""
+        """[ranks of the stage]: sequences of each in one micro-batch."""
         own = self.plans[stage]
         return np.repeat(np.array(site_sequences(own.cluster, own.workload)), own.cluster.ranks_per_site)
 
     def ways(self, stage: int) -> Ways:
-        """From a stage to the next. A rank passes on its own sequences, to ranks of the same place in their sites; where the next
-        stage has more or fewer sites, parts of them."""
+        """What passes from a stage to the next. A rank passes on its own sequences, to ranks of the same place in their sites;
+        where the next stage has more or fewer sites, parts of them."""
         both = []
         for number in (stage, stage + 1):
             own = self.plans[number]
@@ -176,23 +176,23 @@ class PipelinePlan(PlanFile):
 
     @property
     def sequence_bytes(self) -> int:
-        """Of one sequence's activations, or their gradients, between two stages."""
+        """Bytes of one sequence's activations, or of their gradients, between two stages."""
         wire = Wire(workload=self.workload, codecs=self.codecs.get(self.cluster.levels[0].name, EXACT))
         return self.workload.training.sequence_length * wire.activation_row_bytes
 
     @property
     def activation_codec(self) -> TokenCodec:
-        """Of what passes between stages."""
+        """Codec of what passes between stages."""
         return self.codecs.get(self.cluster.levels[0].name, EXACT).activations
 
     @property
     def activation_speed(self) -> Speed | None:
-        """At which ranks code that; None where it takes no time."""
+        """How fast ranks code and decode what passes between stages; None where that takes no time."""
         coding = self.cluster.gpu.coding
         return None if coding is None else coding.tokens.get(self.activation_codec)
 
     def running_ahead(self, ahead: int) -> PipelinePlan:
-        """The same stages in another order of passes. Raises ValueError for less than 1, where stages would wait in a circle."""
+        """The plan with its passes in another order. Raises ValueError for less than 1, where stages would wait in a circle."""
         if ahead < 1:
             raise ValueError(f"ahead {ahead} must be at least 1, or stages wait for each other in a circle")
         made = self.model_copy(update={"ahead": ahead})
@@ -210,7 +210,7 @@ AnyPlan = Plan | PipelinePlan
 
 
 def codecs_inside(codecs: Mapping[str, Codecs]) -> dict[str, Codecs]:
-    """Without what is for activations between stages."""
+    """Level name -> codecs, without what is for activations between stages."""
     exact = {"activations": EXACT.activations}
     kept = {name: one.model_copy(update=exact) for name, one in codecs.items()}
     return {
@@ -254,7 +254,7 @@ def pipeline_link_bytes(plan: PipelinePlan) -> FloatArray:
 
 
 def between_link_bytes(plan: PipelinePlan) -> FloatArray:
-    """[number of links]: of these what passes between stages."""
+    """[number of links]: bytes of a step that pass between stages."""
     cluster = plan.cluster
     loads = np.zeros(len(cluster.link_table))
     inside = cluster.ranks_per_site
@@ -274,7 +274,7 @@ def between_link_bytes(plan: PipelinePlan) -> FloatArray:
 
 
 def alike(plan: Plan) -> str:
-    """The same for stages' plans that must take the same time, whatever their sites are called."""
+    """A text that is equal for stages' plans that must take the same time, whatever their sites are called."""
     model, cluster = plan.workload.model, plan.cluster
     sites = cluster.sites
     if len(sites) == 1:
@@ -328,14 +328,14 @@ def stage_workload(
 
 
 def of_stage(popularity: Popularity, workload: Workload) -> Popularity:
-    """Of the whole model's layers those of a stage that trains ``workload``."""
+    """[MoE layers of the stage][experts]: the part of the whole model's popularity for a stage that trains ``workload``."""
     part = workload.model.part
     assert part is not None
     return popularity[part.first_moe_layer : part.first_moe_layer + workload.model.num_moe_layers]
 
 
 def global_sequences(workload: Workload, cluster: Cluster) -> int:
-    """Of a step, all ranks together."""
+    """Sequences of a step, all ranks together."""
     return batch_sequences(cluster, workload) * workload.training.micro_batches
 
 
@@ -346,7 +346,7 @@ def possible_micro_batches(workload: Workload, cluster: Cluster, sites_per_stage
 
 
 def sequences_of_place(workload: Workload, cluster: Cluster) -> int:
-    """Of a step, one rank of each site together: what the sites of any stage share out."""
+    """Sequences of a step, one rank of each site together: what the sites of any stage share out."""
     return global_sequences(workload, cluster) * cluster.sizes[0] // cluster.num_gpus
 
 

@@ -123,30 +123,30 @@ class Prediction(Strict):
     """What the cost model expects of one optimizer step."""
 
     step: Duration
-    """Where every exchange waits for the slowest: what was minimised."""
+    """Seconds of a step in which every exchange waits for the slowest: what was minimised."""
     bound: Duration
     """Lower bound: the busiest link's bytes over its bandwidth, or the computation alone."""
     expected: Duration | None = None
-    """Of the step where ranks that are done go on: what simulations and runs are compared with."""
+    """Seconds of a step in which ranks that are done go on: what simulations and runs are compared with."""
     parts: dict[str, Duration]
     """Seconds by kind of operation; hidden transfers are counted only as far as they show."""
     wan_bytes: float
-    """Between sites, all ranks together."""
+    """Bytes of a step between sites, all ranks together."""
     memory_bytes: float
-    """Of the fullest rank."""
+    """Bytes that the fullest rank needs."""
     baselines: dict[str, Duration]
     """Step time of the alternatives, and of nothing else."""
     cost: Price | None = None
-    """Of one step: what leaves sites, and all ranks for as long as it takes; absent where nothing has a price."""
+    """Dollars of one step: what leaves sites, and all ranks for as long as it takes; absent where nothing has a price."""
 
     @property
     def expected_s(self) -> float:
-        """The same, and that of the step in a file that lacks it."""
+        """Seconds of the expected step; of ``step`` in a file that lacks it."""
         return self.step if self.expected is None else self.expected
 
     @property
     def cost_usd(self) -> float:
-        """Of one step, zero where nothing has a price."""
+        """Dollars of one step, zero where nothing has a price."""
         return self.cost or 0.0
 
 
@@ -225,8 +225,8 @@ class PlanFile(Strict):
             raise PlanMismatchError(where, found)
 
     def with_popularity(self, popularity: Popularity) -> Self:
-        """The same decisions with experts chosen as measured: partial migration then copies the most popular. What was predicted
-        is left out. Raises ConfigError for shares that are none."""
+        """The plan for experts chosen as measured: partial migration then copies the most popular. What was predicted is left
+        out. Raises ConfigError for shares that are none."""
         decided = self.model_dump(mode="json", exclude={"prediction", "solver"})
         return build(type(self), decided | {"popularity": popularity}, "plan")
 
@@ -244,7 +244,7 @@ class Plan(PlanFile):
     layers: tuple[LayerGroup, ...] = Field(min_length=1)
     """Every MoE layer once, in order."""
     popularity: Popularity = ()
-    """As measured; empty: all experts alike."""
+    """How often each expert was measured to be chosen; empty: all alike."""
     codecs: dict[str, Codecs] = Field(default_factory=dict)
     """Level name -> codecs; exact where absent."""
     schedule: Schedule = Schedule()
@@ -285,7 +285,7 @@ class Plan(PlanFile):
         return self
 
     def with_layers(self, *layers: LayerGroup, workload: Workload | None = None) -> Plan:
-        """The same with other layers, and of another ``workload`` where it is given; without a prediction."""
+        """The plan with other layers, and of another ``workload`` where it is given; without a prediction."""
         return Plan(
             cluster=self.cluster,
             workload=workload or self.workload,
@@ -311,12 +311,12 @@ class Plan(PlanFile):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Those of ``placed``."""
+        """The placement of each of ``placed``."""
         return tuple(layers.placement for layers in self.placed)
 
     @cached_property
     def level_codecs(self) -> tuple[Codecs, ...]:
-        """Per level, outermost first."""
+        """[levels]: codecs, outermost first."""
         return level_codecs([level.name for level in self.cluster.levels], self.codecs)
 
     def each_layer(self) -> Iterator[tuple[int, LayerGroup, Placement]]:

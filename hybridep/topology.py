@@ -65,12 +65,12 @@ class Cluster(ClusterFile):
 
     @property
     def ranks_per_site(self) -> int:
-        """Of one worker of the outermost level."""
+        """Ranks of one worker of the outermost level."""
         return self.stride(0)
 
     @property
     def processors(self) -> int | None:
-        """On which all ranks take turns (``Gpu.sharing``), a whole number; None where each has its own."""
+        """Processors on which all ranks take turns (``Gpu.sharing``); None where each has its own."""
         number = max(1, round(self.num_gpus / self.gpu.sharing))
         return number if number < self.num_gpus else None
 
@@ -116,7 +116,7 @@ class Cluster(ClusterFile):
 
     @property
     def has_uneven_gpus(self) -> bool:
-        """Some site's differ from the cluster's."""
+        """Some site's GPUs differ from the cluster's."""
         return any(site.gpu is not None for site in self.sites)
 
     def of_sites(self, figure: Callable[[Gpu], float]) -> NDArray[np.float64]:
@@ -124,7 +124,7 @@ class Cluster(ClusterFile):
         return np.array([figure(gpu) for gpu in self.site_gpus], dtype=np.float64)
 
     def of_ranks(self, figure: Callable[[Gpu], float]) -> NDArray[np.float64]:
-        """[G]: the same of each rank."""
+        """[G]: one figure of each rank's GPU."""
         return np.repeat(self.of_sites(figure), self.ranks_per_site)
 
     @property
@@ -140,7 +140,7 @@ class Cluster(ClusterFile):
 
     @property
     def has_alike_ranks(self) -> bool:
-        """The same GPUs and shares of the batch and of the experts at all sites."""
+        """Whether all sites have equal GPUs and shares of the batch and of the experts."""
         return not self.has_uneven_gpus and float(np.ptp(self.token_weights) + np.ptp(self.home_weights)) == 0
 
     # --- links -----------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Cluster(ClusterFile):
 
     @property
     def pair_links(self) -> slice:
-        """Of ``link_table``: the DC pairs; empty where none are given."""
+        """Where the DC pairs are in ``link_table``; empty where none are given."""
         size = self.sizes[0]
         return slice(self._first_link[-1], self._first_link[-1] + (size * (size - 1) if self.links else 0))
 
@@ -230,7 +230,7 @@ class Cluster(ClusterFile):
 
     @cached_property
     def site_latency_s(self) -> NDArray[np.float64]:
-        """[DCs, DCs]: one way, from the row to the column, zero on the diagonal."""
+        """[DCs, DCs]: seconds one way from the row to the column, zero on the diagonal."""
         latency = np.full((self.sizes[0], self.sizes[0]), self.levels[0].latency)
         np.fill_diagonal(latency, 0.0)
         for pair, link in self._pairs.items():
@@ -252,18 +252,18 @@ class Cluster(ClusterFile):
 
     @property
     def has_egress_prices(self) -> bool:
-        """Bytes between sites do."""
+        """Some bytes between sites cost money."""
         senders: tuple[Level | Site | PairLink, ...] = (self.levels[0], *self.sites, *self.links)
         return any(one.egress is not None for one in senders)
 
     @property
     def rent_usd_per_s(self) -> float:
-        """Of all ranks."""
+        """Dollars per second of all ranks together."""
         return self.ranks_per_site * sum(gpu.price or 0.0 for gpu in self.site_gpus)
 
     @cached_property
     def egress_usd_per_byte(self) -> NDArray[np.float64]:
-        """[DCs, DCs]: from the row to the column, zero on the diagonal."""
+        """[DCs, DCs]: dollars per byte from the row to the column, zero on the diagonal."""
         size = self.sizes[0]
         own = [site.egress for site in self.sites] or [None] * size
         by_source = [(self.levels[0].egress or 0.0) if price is None else price for price in own]
@@ -392,12 +392,12 @@ def _faster(gpu: Gpu | SiteGpu, times: float) -> dict[str, float]:
 
 
 def cluster_data(cluster: Cluster) -> dict[str, Any]:
-    """As a file holds it."""
+    """Plain data of a cluster, as a file holds it."""
     return cluster.model_dump(mode="json", exclude_none=True)
 
 
 def data_with_sites(cluster: Cluster) -> dict[str, Any]:
-    """The same with all sites by name, also where the file has none."""
+    """Plain data of a cluster with all sites by name, also where its file has none."""
     data = cluster_data(cluster)
     data["sites"] = data["sites"] or [{"name": name} for name in cluster.site_names]
     return data

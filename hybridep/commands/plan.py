@@ -264,9 +264,9 @@ class PlanReport:
     several: bool
     """More than one plan was asked for."""
     others: dict[str, OtherPlan] | None
-    """Of other planners, by name; None unless asked for."""
+    """Name of another planner -> what its plan takes; None unless asked for."""
     upgrades: list[Upgrade] | None
-    """None unless asked for."""
+    """What to buy next, the most useful first; None unless asked for."""
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
