@@ -162,7 +162,7 @@ def fastest_pipeline(
     found: list[tuple[float, PipelinePlan]] = []
     for pipeline, made in sorted(candidates, key=lambda one: busiest_s(one[1])):
         for apart_s, ahead in _apart(pipeline, made, precision, conditions):
-            found.append((apart_s, running_ahead(pipeline, ahead)))
+            found.append((apart_s, pipeline.running_ahead(ahead)))
     best: PipelineStep | None = None
     for apart_s, pipeline in sorted(found, key=lambda one: one[0])[:_TOGETHER]:
         # What takes longer with stages apart hardly takes less together.
@@ -181,7 +181,7 @@ def _apart(
     """(Seconds of a step with stages apart, how far ahead), while running further ahead pays."""
     best_s = math.inf
     for ahead in AHEAD:
-        step_s = run_stages(running_ahead(pipeline, ahead), stages, precision, conditions)
+        step_s = run_stages(pipeline.running_ahead(ahead), stages, precision, conditions)
         yield step_s, ahead
         if step_s > best_s * (1 - _GAIN):
             break
@@ -227,14 +227,6 @@ def simulate_any(
 def over_fabric(fabric: FabricFile) -> PipelineError:
     """What says that stages are not simulated over one."""
     return PipelineError(f"pipeline: not simulated over a fabric ({fabric.name}); leave out one of the two")
-
-
-def running_ahead(pipeline: PipelinePlan, ahead: int) -> PipelinePlan:
-    """The same stages in another order. Raises PipelineError for less than 1."""
-    try:
-        return pipeline.running_ahead(ahead)
-    except ValueError as error:
-        raise PipelineError(f"pipeline: {error}") from None
 
 
 def _together(

@@ -27,7 +27,6 @@ from simulator.pipeline import (
     INSIDE,
     PipelineStep,
     fastest_pipeline,
-    running_ahead,
     simulate_any,
     simulate_pipeline,
 )
@@ -45,7 +44,7 @@ TRANSFER_S = ACTIVATION_BYTES / (RATES_GBPS["dc"] * 1e9 / 8)
 
 def made_up(plan: Plan, times_s: list[tuple[float, float]], ahead: int = 1, **conditions: Any) -> PipelineStep:
     """Stages of one site each with these seconds forward and backward, put together apart."""
-    pipeline = running_ahead(cut(plan, len(times_s), Baseline.EP), ahead)
+    pipeline = cut(plan, len(times_s), Baseline.EP).running_ahead(ahead)
     number = pipeline.micro_batches
     stages = [
         Stage(plan=one, gather_s=0.0, forward_s=np.full(number, forward), backward_s=np.full(number, backward), last=())
@@ -57,7 +56,7 @@ def made_up(plan: Plan, times_s: list[tuple[float, float]], ahead: int = 1, **co
 
 def pipeline_step(plan: Plan, stages: int, inside: Baseline = Baseline.EP, ahead: int = 1, **simulated: Any) -> PipelineStep:
     """The plan's workload in so many stages of sites in a row."""
-    return simulate_pipeline(running_ahead(cut(plan, stages, inside), ahead), **simulated)
+    return simulate_pipeline(cut(plan, stages, inside).running_ahead(ahead), **simulated)
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
@@ -103,7 +102,7 @@ def test_running_further_ahead_hides_the_way_there_and_back(latency_s: float) ->
     waits_s = [latency_s + TRANSFER_S, latency_s + TRANSFER_S]
     assert found[0].step_s == pytest.approx(9 * 3.0 + 8 * waits_s[0], rel=1e-6)
     assert found[1].step_s == pytest.approx(9 * 3.0 + 2 * waits_s[1], rel=1e-6)
-    plans = [running_ahead(cut(plan, 2, Baseline.EP), ahead) for ahead in (1, 3)]
+    plans = [cut(plan, 2, Baseline.EP).running_ahead(ahead) for ahead in (1, 3)]
     assert [one.in_flight(0) for one in plans] == [2, 4] and plans[1].in_flight(1) == 1
 
 
@@ -224,7 +223,7 @@ def _takes_part(operation: Operation, ranks: np.ndarray) -> bool:
 def test_stages_of_one_rank_are_as_apart(seed: int) -> None:
     """Nothing but what passes between them is on the links then."""
     plan = make_plan(4, 1, num_layers=9, micro_batches=3, latency_s=1e-3 * (seed % 2), pairs=seed > 3, num_experts=12)
-    pipeline = running_ahead(cut(plan, 4, Baseline.EP), 1 + seed % 3)
+    pipeline = cut(plan, 4, Baseline.EP).running_ahead(1 + seed % 3)
     apart_s = run_stages(pipeline, time_stages(pipeline))
     assert simulate_pipeline(pipeline).step_s == pytest.approx(apart_s, rel=1e-6)
 
@@ -233,7 +232,7 @@ def test_tokens_copies_and_activations_share_links() -> None:
     """Two stages of two sites: what is exchanged inside takes all of the links, and activations have to go over the same."""
     plan = make_plan(4, 1, num_layers=3, micro_batches=8, num_experts=8)
     cluster = plan.cluster.model_copy(update={"gpu": plan.cluster.gpu.model_copy(update={"block_overhead": 0.0})})
-    pipeline = running_ahead(cut(plan.model_copy(update={"cluster": cluster}), 2, Baseline.EP), 8)
+    pipeline = cut(plan.model_copy(update={"cluster": cluster}), 2, Baseline.EP).running_ahead(8)
     apart_s, found = run_stages(pipeline, time_stages(pipeline)), simulate_pipeline(pipeline)
     up_s = pipeline_link_bytes(pipeline)[0] / (RATES_GBPS["dc"] * 1e9 / 8)
     assert apart_s < 0.97 * found.step_s and up_s < found.step_s
@@ -395,7 +394,7 @@ def test_what_does_not_go_together_is_an_error() -> None:
     sites: list[dict[str, Any]] = [{"name": "a", "tokens": 3.0}, {"name": "b"}, {"name": "c"}, {"name": "d"}]
     with pytest.raises(PipelineError, match="unequal shares of tokens"):
         fastest_pipeline(make_plan(4, 2, num_layers=9, sites=sites))
-    with pytest.raises(PipelineError, match="ahead 0"):
+    with pytest.raises(ValueError, match="ahead 0 must be at least 1"):
         pipeline_step(plan, 2, ahead=0)
     fabric = build(FabricFile, {"name": "m", "wan": {"mesh": {"bandwidth": "1 Gbps"}}}, "test")
     with pytest.raises(PipelineError, match="over a fabric"):
