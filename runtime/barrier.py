@@ -57,3 +57,13 @@ class Barrier:
         arrived = {other: torch.empty_like(value, memory_format=torch.contiguous_format) for other in self._others}
         self._transport.exchange({}, arrived, _GATHER_LABEL)
         return [value, *(arrived[other] for other in sorted(arrived))]
+
+    def gather_bytes(self, value: bytes) -> list[bytes] | None:
+        """At rank 0 what all ranks give, of any length, in the order of ranks; elsewhere None."""
+        lengths = self.gather(torch.tensor([len(value)]))
+        padded = torch.zeros(int(self.most([len(value)])[0]), dtype=torch.uint8)
+        padded[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else padded[:0]
+        gathered = self.gather(padded)
+        if lengths is None or gathered is None:
+            return None
+        return [one[: int(length)].numpy().tobytes() for one, length in zip(gathered, lengths, strict=True)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hybridep.config import write_text
 from hybridep.timeline import Span, write_chrome_trace
 from runtime.device import settle
 from runtime.mesh import Mesh
@@ -69,21 +69,14 @@ class SpanRecorder:
             )
             self.spans.append(span)
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's spans for ``merge``."""
-        write_text(_file(folder, self._rank), json.dumps([asdict(span) for span in self.spans]))
+    def dump(self) -> bytes:
+        """This rank's spans, for ``save_trace`` at another."""
+        return json.dumps([asdict(span) for span in self.spans]).encode()
 
 
-def merge(folder: Path, num_ranks: int, path: Path) -> None:
-    """One trace of all ranks' spans; time starts with the first. Removes the ranks' files."""
-    files = [file for rank in range(num_ranks) if (file := _file(folder, rank)).exists()]
-    spans = [Span(**entry) for file in files for entry in json.loads(file.read_text())]
+def save_trace(dumped: Sequence[bytes], path: Path) -> None:
+    """One trace of what ranks ``dump``; time starts with the first span."""
+    spans = [Span(**entry) for one in dumped for entry in json.loads(one)]
     first_s = min((span.start_s for span in spans), default=0.0)
     shifted = [Span(**{**asdict(span), "start_s": span.start_s - first_s}) for span in spans]
     write_chrome_trace(path, sorted(shifted, key=lambda span: (span.process, span.thread, span.start_s)))
-    for file in files:
-        file.unlink()
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f".spans-{rank:05d}.json"

@@ -29,7 +29,7 @@ from runtime.expert_exchange import CopyStream
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, mesh_of
 from runtime.optimizer import HomeOptimizer
 from runtime.recorder import RoutingRecorder
-from runtime.spans import BACKWARD, HEAD, OPTIMIZER, SpanRecorder, merge
+from runtime.spans import BACKWARD, HEAD, OPTIMIZER, SpanRecorder, save_trace
 from runtime.testing import Fault, fault_from_environment
 from runtime.transport import Transport
 
@@ -224,10 +224,9 @@ class RankTrainer:
 
     def save_trace(self) -> None:
         """Write what was recorded of ``run.trace_step`` as one trace of all ranks; all ranks call it."""
-        self.spans.save(self.run.output)
-        self._barrier.wait()
-        if self.mesh.run_rank == 0:
-            merge(self.run.output, self.mesh.whole.cluster.num_gpus, self.run.output / TRACE_FILE)
+        dumped = self._barrier.gather_bytes(self.spans.dump())
+        if dumped is not None:
+            save_trace(dumped, self.run.output / TRACE_FILE)
 
     def save_routing(self) -> None:
         """Write what the gates chose in all steps made; all ranks call it."""
