@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.turns(2)
+pytestmark = pytest.mark.turns(3)
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 

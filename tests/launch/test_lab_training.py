@@ -14,7 +14,7 @@ from launch_cases import left_running
 
 from hybridep.launch.host import child_environment
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(240), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(240), pytest.mark.turns(4)]
 
 _TIMEOUT_S = 230
 
