@@ -166,8 +166,8 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
 
     Raises UserError when the checkpoint was made for another model or element type, or cannot be read.
     """
+    manifest = _read_manifest(path)
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
         if manifest["schema_version"] != _SCHEMA_VERSION:
             raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {_SCHEMA_VERSION}")
         _require_same_model(path, manifest["workload"], mesh.whole.workload)
@@ -186,9 +186,8 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
 
 def load_codecs(path: Path, mesh: Mesh) -> CodecState | None:
     """What this rank's codecs kept; None where the checkpoint was written under another plan or without such codecs."""
+    manifest, shard = _read_manifest(path), path / _codec_shard(mesh.run_rank)
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        shard = path / _codec_shard(mesh.run_rank)
         return _read(shard) if manifest["plan"] == mesh.whole.digest and shard.exists() else None
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         raise UserError(f"checkpoint {path}: cannot be read ({first_line(error)})") from None
@@ -199,7 +198,7 @@ class SavedExperts:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._homes: list[list[int]] = json.loads((path / MANIFEST).read_text())["homes"]
+        self._homes: list[list[int]] = _read_manifest(path)["homes"]
         self._shards: dict[int, Any] = {}
 
     def state(self, layer: int, expert: int) -> dict[str, Tensor]:

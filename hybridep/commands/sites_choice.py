@@ -235,10 +235,19 @@ def _with_and_without(
         return staged(time_limit_s), None
     if len(asked.sites) == 1:
         return None, in_one(asked, time_limit_s)
+    pipeline: StageChoice | None = None
     try:
         pipeline = staged(_LOOK * time_limit_s)
     except HybridEPError as error:
-        return _without(asked, staged, left_s, tell, error)
+        if asked.wishes.goal.budget_usd is not None:
+            # A short look may find none that is cheap enough.
+            with suppress(HybridEPError):
+                pipeline = staged(left_s(_EACH))
+        if pipeline is None:
+            only = in_one(asked, left_s())
+            # Where that is not possible either its own reason is all that is told.
+            tell(str(error))
+            return None, only
     without: Plan | None = None
     try:
         without = in_one(asked, _LOOK * time_limit_s)
@@ -254,28 +263,6 @@ def _with_and_without(
     except (HybridEPError, KeyboardInterrupt):
         pass
     return pipeline, without
-
-
-def _without(
-    asked: Asked, staged: Callable[[float], StageChoice], left_s: Callable[..., float], tell: Tell, reason: HybridEPError
-) -> tuple[StageChoice | None, Plan | None]:
-    """A plan without stages, where a short look found no pipeline. It may have found none that is cheap enough: then another one,
-    with half of the time."""
-    pipeline = None
-    if asked.wishes.goal.budget_usd is not None:
-        with suppress(HybridEPError):
-            pipeline = staged(left_s(_EACH))
-    try:
-        only = in_one(asked, left_s())
-    except (HybridEPError, KeyboardInterrupt) as error:
-        # Where that is not possible either its own reason is all that is told.
-        if pipeline is None:
-            raise
-        tell(f"without stages: {str(error) or 'interrupted'}")
-        return pipeline, None
-    if pipeline is None:
-        tell(str(reason))
-    return pipeline, only
 
 
 def _is_far(one: Worth, other: Worth) -> bool:

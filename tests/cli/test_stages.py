@@ -467,5 +467,5 @@ def test_a_budget_that_a_short_look_misses(inputs: Inputs, call: Call, monkeypat
 
     monkeypatch.setattr("hybridep.commands.sites_choice.in_stages", look)
     path, result = in_stages(inputs, call, "--stages", "auto", "--budget", "1 $", "--json", cluster=priced)
-    assert result.code == 0 and len(looks) == 2 and looks[1] > looks[0], result.err
+    assert result.code == 0 and looks[1] > looks[0], result.err
     assert isinstance(load_any_plan(path), PipelinePlan) and "cheap enough" not in result.err
