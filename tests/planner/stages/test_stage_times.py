@@ -15,15 +15,14 @@ from planner.stages.bound import least_s
 from planner.stages.costs import BUBBLE, activation_bytes, costed, predicted, rooms
 from planner.stages.schedule import (
     PipelineTimes,
-    Way,
     _step_s,
-    _Walk,
     balanced_layers,
     busiest_link_s,
     least_step_s,
     stage_links,
     ways_of,
 )
+from planner.stages.walk import Way, walked_s
 from planner.staggered import PassTimes, pass_times, staggered_s
 from simulator.pipeline import simulate_pipeline, time_stages
 
@@ -37,7 +36,7 @@ def walked(stages: int, batches: int, ahead: int, seconds: float, latency_s: flo
     each = [PassTimes(0.0, 1.0, 2.0, 0.0, 0.0)] * stages
     forth = [one_way(seconds, latency_s, 2 * stage) for stage in range(stages - 1)]
     back = [one_way(seconds, latency_s, 2 * stage + 1) for stage in range(stages - 1)]
-    return _Walk(batches, ahead, each, forth, back).step_s()
+    return walked_s(batches, ahead, each, forth, back)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -56,7 +55,7 @@ def test_slow_links_set_the_pace() -> None:
     assert walked(2, 10, 10, 5.0) == pytest.approx(1 + 10 * 5.0 + 3.0 + 5.0 + 2.0)
     # Activations and gradients over one link.
     each, shared = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 2, [one_way(5.0)]
-    assert _Walk(10, 10, each, shared, shared).step_s() == pytest.approx(2 * 10 * 5.0)
+    assert walked_s(10, 10, each, shared, shared) == pytest.approx(2 * 10 * 5.0)
 
 
 def test_ways_share_a_link_by_messages_and_leave_what_they_cannot_take() -> None:
@@ -64,7 +63,7 @@ def test_ways_share_a_link_by_messages_and_leave_what_they_cannot_take() -> None
     # Both begin when the first micro-batch has come; of the second link only a tenth is taken by what the first holds up.
     forth, back = [Way(0.0, ((0, 1.0, 1), (1, 10.0, 1)), 0.0)], [Way(0.0, ((0, 1.0, 1),), 0.0)]
     # 10 s, then 10 s of the second one beside one second of gradients, which has 0.9 of the link.
-    assert _Walk(2, 2, each, forth, back).step_s() == pytest.approx(20.0 + 1.0)
+    assert walked_s(2, 2, each, forth, back) == pytest.approx(20.0 + 1.0)
     walk = _Walk(2, 2, each, forth, back)
     for transfer in walk._transfers.values():
         transfer.batch = 0
@@ -108,7 +107,7 @@ def test_of_many_micro_batches_the_last_ones_stand_for_the_rest(seed: int) -> No
     forth, back = ways_of(plan)
     # The same ways: what passes with one micro-batch stays as it is.
     inside = stage_links(plan, stages)
-    whole_s = _Walk(long.micro_batches, plan.ahead, stages, forth, back, inside).step_s()
+    whole_s = walked_s(long.micro_batches, plan.ahead, stages, forth, back, inside)
     assert _step_s(long, stages, forth, back, inside) == pytest.approx(whole_s, rel=2e-3)
     assert long.in_flight(0) == plan.ahead * (number - 1) + 1
 
