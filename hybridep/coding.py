@@ -6,6 +6,7 @@ The counterpart of ``hybridep.traffic`` for the time that codecs take; planner a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -133,7 +134,7 @@ def moved_coding(
 def dense_coding(sizes: Sequence[int], workload: Workload, codecs: Sequence[Codecs]) -> Coding:
     """[G] each: what the all-reduce of dense gradients codes. A sum's owner decodes it too, so that all go on with the same."""
     coding: Coding = {}
-    num_gpus = int(np.prod(sizes))
+    num_gpus = math.prod(sizes)
     coordinates = np.unravel_index(np.arange(num_gpus), tuple(sizes))
     each = np.float64(workload.training.dtype.num_bytes)
     shard = np.full(num_gpus, workload.model.dense_params, dtype=np.int64)

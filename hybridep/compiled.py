@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Timer
 from typing import Any, TypeVar, cast
 
 import numba
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+LOADING_S = 1.5
+"""What loading compiled functions takes at most, once they are kept."""
+
+
+@contextmanager
+def told_of_compiling(report: Callable[[str, float], None] | None, seconds: float) -> Iterator[None]:
+    """``report`` is told ("compiling", ``seconds``) where what is inside takes longer than loading does."""
+    told = Timer(LOADING_S, report or (lambda what, seconds: None), ("compiling", seconds))
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
 
 
 def compiled(function: _Function) -> _Function:

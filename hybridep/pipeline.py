@@ -105,6 +105,18 @@ class PipelinePlan(PlanFile):
         _ = self.plans
         return self
 
+    @classmethod
+    def of_stages(cls, plans: Sequence[Plan], sites: Sequence[Sequence[str]], **fields: Any) -> PipelinePlan:
+        """A pipeline of stages' own plans, each made for its ``sites`` with ``stage_workload``, without checks. ``fields``: the
+        others but for ``stages``."""
+        stages = tuple(
+            StagePlan(sites=tuple(names), num_layers=one.workload.model.num_layers, layers=one.layers)
+            for one, names in zip(plans, sites, strict=True)
+        )
+        made = cls.model_construct(stages=stages, **fields)
+        made.__dict__["plans"] = tuple(plans)
+        return made
+
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
         """[stages]: a plan for each one's sites and share of the model."""
@@ -200,6 +212,13 @@ class PipelinePlan(PlanFile):
         made.__dict__["plans"] = self.plans
         return made
 
+    def with_layers(self, layers: Sequence[tuple[LayerGroup, ...]]) -> PipelinePlan:
+        """The plan with these placements inside its stages, [stages] each as ``StagePlan.layers``."""
+        stages = tuple(one.model_copy(update={"layers": own}) for one, own in zip(self.stages, layers, strict=True))
+        made = self.model_copy(update={"stages": stages})
+        made.__dict__["plans"] = tuple(one.with_layers(*own) for one, own in zip(self.plans, layers, strict=True))
+        return made
+
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage keeps at a time."""
         return min(1 + forwards_ahead(stage, len(self.stages), self.micro_batches, self.ahead), self.micro_batches)
@@ -271,22 +290,6 @@ def between_link_bytes(plan: PipelinePlan) -> FloatArray:
     if cluster.links or cluster.trunks:
         add_between_sites(cluster, loads, between)
     return loads
-
-
-def alike(plan: Plan) -> str:
-    """A text that is equal for stages' plans that must take the same time, whatever their sites are called."""
-    model, cluster = plan.workload.model, plan.cluster
-    sites = cluster.sites
-    if len(sites) == 1:
-        sites = (sites[0].model_copy(update={"name": "", "part_of": None, "up": None, "down": None, "egress": None}),)
-    elif not (cluster.links or cluster.trunks):
-        sites = tuple(site.model_copy(update={"name": ""}) for site in sites)
-    parts = (
-        (cluster.levels, cluster.gpu, sites, cluster.links, cluster.trunks),
-        (model.model_copy(update={"part": None}), model.has_embedding, model.has_head, plan.workload.training),
-        (plan.layers, plan.popularity, plan.codecs, plan.schedule),
-    )
-    return repr(parts)
 
 
 def stage_workload(

@@ -6,6 +6,7 @@ A token of the rank at location ``x`` that chose expert ``e`` is served by the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,7 +72,7 @@ class Placement:
     @property
     def num_gpus(self) -> int:
         """G."""
-        return int(np.prod(self.sizes))
+        return math.prod(self.sizes)
 
     @cached_property
     def num_at_home(self) -> IntArray:
@@ -126,7 +127,7 @@ class Placement:
         """All transfers of one gather, outermost level first, then by source and destination. At a level, the ranks that
         hold an expert after the outer levels (at the home's inner coordinates) send it to the level's other holders."""
         moves = []
-        strides = [int(np.prod(self.sizes[level + 1 :])) for level in range(len(self.sizes))]
+        strides = [math.prod(self.sizes[level + 1 :]) for level in range(len(self.sizes))]
         reached = np.zeros((self.num_gpus, self.num_experts), dtype=np.bool_)
         reached[self.home, np.arange(self.num_experts)] = True
         for level, table in enumerate(self.holds_at):

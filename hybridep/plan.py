@@ -319,6 +319,22 @@ class Plan(PlanFile):
         """[levels]: codecs, outermost first."""
         return level_codecs([level.name for level in self.cluster.levels], self.codecs)
 
+    @cached_property
+    def alike(self) -> str:
+        """A text that is equal for pipeline stages' plans that must take the same time, whatever their sites are called."""
+        model, cluster = self.workload.model, self.cluster
+        sites = cluster.sites
+        if len(sites) == 1:
+            sites = (sites[0].model_copy(update={"name": "", "part_of": None, "up": None, "down": None, "egress": None}),)
+        elif not (cluster.links or cluster.trunks):
+            sites = tuple(site.model_copy(update={"name": ""}) for site in sites)
+        parts = (
+            (cluster.levels, cluster.gpu, sites, cluster.links, cluster.trunks),
+            (model.model_copy(update={"part": None}), model.has_embedding, model.has_head, self.workload.training),
+            (self.layers, self.popularity, self.codecs, self.schedule),
+        )
+        return repr(parts)
+
     def each_layer(self) -> Iterator[tuple[int, LayerGroup, Placement]]:
         """(MoE layer index, its group, its placement), in order."""
         for layers in self.placed:

@@ -5,6 +5,7 @@ Ranks are numbered by location ``(x_0 .. x_{L-1})`` in mixed radix over the leve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import permutations, product
@@ -49,19 +50,19 @@ class Cluster(ClusterFile):
 
     # --- ranks and locations -------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """SF, the size of each level."""
         return tuple(level.size for level in self.levels)
 
-    @property
+    @cached_property
     def num_gpus(self) -> int:
         """G, the number of ranks."""
-        return int(np.prod(self.sizes))
+        return math.prod(self.sizes)
 
     def stride(self, level: int) -> int:
         """Ranks below one worker of a level: what lies between ranks that differ by one there."""
-        return int(np.prod(self.sizes[level + 1 :]))
+        return math.prod(self.sizes[level + 1 :])
 
     @property
     def ranks_per_site(self) -> int:
@@ -188,7 +189,7 @@ class Cluster(ClusterFile):
             found[pair] = link.bandwidth
         return found
 
-    @property
+    @cached_property
     def pair_links(self) -> slice:
         """Where the DC pairs are in ``link_table``; empty where none are given."""
         size = self.sizes[0]
@@ -240,7 +241,7 @@ class Cluster(ClusterFile):
     @cached_property
     def _first_link(self) -> tuple[int, ...]:
         """Index in ``link_table`` of each level's first link, and of the first pair link."""
-        counts = [2 * int(np.prod(self.sizes[: depth + 1])) for depth in range(len(self.levels))]
+        counts = [2 * math.prod(self.sizes[: depth + 1]) for depth in range(len(self.levels))]
         return tuple(int(x) for x in np.cumsum([0, *counts]))
 
     # --- prices ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ differs from it only in having coordinate c at level l. An entry with g's own co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -95,7 +96,7 @@ def routed_rows(placement: Placement, routing: IntArray, *, per_choice: bool = F
     for level, size in enumerate(placement.sizes):
         own = placement.coordinates[:, level]
         prefix = prefix * size + placement.serve[level][own[:, None, None], experts]
-        num_prefixes = int(np.prod(placement.sizes[: level + 1]))
+        num_prefixes = math.prod(placement.sizes[: level + 1])
         keys = (origin * num_prefixes + prefix)[chosen]
         if not per_choice:
             keys = np.unique(keys)
@@ -112,7 +113,7 @@ def expected_rows(placement: Placement, gating: Gating, *, per_choice: bool = Fa
     rows = []
     for level, size in enumerate(placement.sizes):
         prefix = prefix * size + placement.serve[level][placement.coordinates[:, level]]
-        num_places = int(np.prod(placement.sizes[: level + 1]))
+        num_places = math.prod(placement.sizes[: level + 1])
         if per_choice:
             visits = _choices(prefix, num_places, np.outer(sequences, gating.travelling))
         else:
@@ -163,7 +164,7 @@ def _choices(place: IntArray, num_places: int, chosen: FloatArray) -> tuple[IntA
 def _rows_at(placement: Placement, level: int, origin: IntArray, code: IntArray, weight: FloatArray) -> FloatArray:
     """Sum ``weight`` at [sending rank, coordinate]; ``code`` is the mixed-radix prefix reached after this hop."""
     size = placement.sizes[level]
-    inner = int(np.prod(placement.sizes[level + 1 :]))
+    inner = math.prod(placement.sizes[level + 1 :])
     coordinate, own = code % size, placement.coordinates[origin, level]
     sender = (code // size * size + own) * inner + origin % inner
     rows = np.zeros((placement.num_gpus, size))
@@ -352,8 +353,8 @@ def link_bytes(cluster: Cluster, traffic: Mapping[OpLevel, FloatArray]) -> Float
         out = sent.sum(axis=1)
         into = np.moveaxis(sent.reshape((*shape, shape[level])).sum(axis=level), -1, level).ravel()
         for depth in range(level, last):
-            inner = int(np.prod(shape[depth + 1 :]))
-            workers = int(np.prod(shape[: depth + 1]))
+            inner = math.prod(shape[depth + 1 :])
+            workers = math.prod(shape[: depth + 1])
             first = cluster.up_link(depth, 0)
             loads[first : first + 2 * workers : 2] += out.reshape(workers, inner).sum(axis=1)
             loads[first + 1 : first + 2 * workers : 2] += into.reshape(workers, inner).sum(axis=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -155,21 +155,39 @@ class PassTimes(NamedTuple):
         return self.gather_s + micro_batches * (self.forward_s + self.backward_s) + self.return_s + self.after_s
 
 
-def pass_times(plan: Plan) -> PassTimes:
-    """Of a plan without copies that set out ahead of their blocks (ValueError)."""
+class Dense(NamedTuple):
+    """How dense gradients are reduced, whatever the experts' placement."""
+
+    exchanges: Exchanges
+    between: tuple[Between, ...]
+    """Between sites, of each kind."""
+
+
+def dense_of(plan: Plan) -> Dense:
+    """Of a pipeline stage."""
+    return _Walk(plan, shares_links=True).dense
+
+
+def pass_times(plan: Plan, dense: Dense | None = None) -> PassTimes:
+    """Of a plan without copies that set out ahead of their blocks (ValueError). ``dense``: of any on these sites, likewise."""
     if plan.schedule.prefetch:
         raise ValueError("stages do not let copies set out ahead of their blocks")
-    return _Walk(plan, shares_links=True).pass_times()
+    return _Walk(plan, shares_links=True, dense=dense).pass_times()
 
 
 class _Walk:
-    def __init__(self, plan: Plan, *, shares_links: bool = False) -> None:
+    def __init__(self, plan: Plan, *, shares_links: bool = False, dense: Dense | None = None) -> None:
         """``shares_links``: what crosses each link between sites is wanted, too."""
+        if dense is not None:
+            self.dense = dense
         self._shares_links = shares_links and plan.cluster.sizes[0] > 1
         self._plan, self._compute = plan, compute_of_ranks(plan.cluster, plan.workload)
         self._pre_expert_s = self._compute.pre_expert_s + self._compute.overhead_s
         self._network = ExchangeTimes(cluster=plan.cluster, streams=plan.schedule.streams)
-        self._groups = [(layers.num_layers, self._layer(layers)) for layers in plan.placed]
+
+    @cached_property
+    def _groups(self) -> list[tuple[int, _Layer]]:
+        return [(layers.num_layers, self._layer(layers)) for layers in self._plan.placed]
 
     def _between(self, ops: tuple[Op, ...], residency: Residency | None = None) -> Between:
         """Of all layers, or of those with such copies."""
@@ -235,7 +253,7 @@ class _Walk:
             ),
             once=_joined(
                 self._between((Op.EXPERT_GATHER, Op.GRADIENT_RETURN), Residency.STEP),
-                *(self._once(key.op, sent) for key, sent in self._dense().items() if self._shares_links and key.level == 0),
+                *self.dense.between,
             ),
         )
 
@@ -258,16 +276,17 @@ class _Walk:
                 ready_s = _repeated(count, ready_s, partial(self._backward, layer, is_last=batch == last))
         return float(self._after(ready_s).max())
 
-    def _dense(self) -> Traffic:
-        return dense_traffic(self._plan.placements[0], self._plan.workload, self._plan.level_codecs)
+    @cached_property
+    def dense(self) -> Dense:
+        plan = self._plan
+        traffic = dense_traffic(plan.placements[0], plan.workload, plan.level_codecs)
+        coding = dense_coding(plan.cluster.sizes, plan.workload, plan.level_codecs)
+        between = (self._once(key.op, sent) for key, sent in traffic.items() if self._shares_links and key.level == 0)
+        return Dense(self._exchanges(traffic, coding), tuple(between))
 
     def _after(self, ready_s: FloatArray) -> FloatArray:
         """[G]: when each rank has reduced the dense gradients and made the optimizer's step."""
-        plan = self._plan
-        dense = self._exchanges(
-            self._dense(),
-            dense_coding(plan.cluster.sizes, plan.workload, plan.level_codecs),
-        )
+        plan, dense = self._plan, self.dense.exchanges
         ready_s = dense.hops(Op.DENSE_REDUCE_SCATTER, ready_s, inwards=False)
         ready_s = dense.hops(Op.DENSE_ALL_GATHER, ready_s, inwards=True)
         return ready_s + self._compute.optimizer_s(plan.home_experts)

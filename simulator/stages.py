@@ -15,7 +15,7 @@ import numpy as np
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
 from hybridep.errors import ConfigError
-from hybridep.pipeline import PipelinePlan, StagePlan, alike, stage_workload
+from hybridep.pipeline import PipelinePlan, StagePlan, stage_workload
 from hybridep.placement import IntArray
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
@@ -139,7 +139,7 @@ def time_stages(
     known: dict[str, Stage] = {}
     made: list[Stage] = []
     for number, one in enumerate(pipeline.plans):
-        key = f"{number if routing is not None or settled.stragglers else ''} {alike(one)}"
+        key = f"{number if routing is not None or settled.stragglers else ''} {one.alike}"
         if key not in known:
             known[key] = timed(one, simulate, routing_of(pipeline, routing, number))
         made.append(replace(known[key], plan=one))

@@ -222,7 +222,7 @@ def with_inside(problem: SiteProblem, between: BetweenSites, inside: tuple[Insid
         if width == 1:
             continue
         coordinate = here[level - 1]
-        inner = n // int(np.prod(sizes[:level]))
+        inner = n // math.prod(sizes[:level])
         if one is Inside.ALL:
             all_held = _together(held_at, width, inner)
             copies.append(

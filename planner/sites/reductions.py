@@ -5,6 +5,7 @@ Reduce-scatter innermost level first, then all-gather outermost first, as ``hybr
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache, partial
 
 import numpy as np
@@ -40,7 +41,7 @@ def _reduce_scatter(problem: SiteProblem, total: int, by_level: tuple[Wire, ...]
         width = sizes[level - 1]
         if width == 1:
             continue
-        own = np.arange(n) // int(np.prod(sizes[level:])) % width
+        own = np.arange(n) // math.prod(sizes[level:]) % width
         parts = split_each(shards, width)
         message = by_level[level].dense_bytes(parts)
         mine = message[np.arange(n), own]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Timer
 from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.compiled import compiled
+from hybridep.compiled import compiled, told_of_compiling
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from planner.sites.cost import site_cost
@@ -26,8 +25,8 @@ HELPS = 3e-3
 FITTING = 1000
 """Moves at most that make a table fit, each of which is costed exactly."""
 ANY_SEED = 2**32
-COMPILING_S, LOADING_S = 15.0, 1.5
-"""About what compiling takes once on a machine, and at most what loading takes from then on."""
+COMPILING_S = 15.0
+"""About what compiling takes once on a machine."""
 
 
 class Pace(NamedTuple):
@@ -68,14 +67,9 @@ def pace_of(problem: SiteProblem) -> Pace:
 def prepare(problem: SiteProblem, report: Callable[[str, float], None] | None = None) -> None:
     """Compiles what walks need: once on a machine that takes some 15 s, which shall not count as time of a search. ``report`` is
     told ("compiling", ``COMPILING_S``) unless it has been done before."""
-    told = Timer(LOADING_S, report or (lambda what, seconds: None), ("compiling", COMPILING_S))
-    told.daemon = True
-    told.start()
-    try:
+    with told_of_compiling(report, COMPILING_S):
         guide = guide_of(problem, np.tile(problem.home_site, (problem.num_sites, 1)), Residency.STEP)
         _stretch(guide, near_sites(problem), 0, FEW.warmth, SHARPEST, 0)
-    finally:
-        told.cancel()
 
 
 def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.random.Generator) -> None:

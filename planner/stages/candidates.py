@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.codecs import EXACT, Wire
 from hybridep.pipeline import (
     PipelinePlan,
-    StagePlan,
-    alike,
     codecs_inside,
     of_stage,
     possible_micro_batches,
@@ -24,19 +24,24 @@ from hybridep.topology import Cluster, by_themselves
 from hybridep.units import format_bytes
 from hybridep.workload import Workload
 from planner.evaluate import MOST_RANKS
+from planner.exchange import ExchangeTimes
 from planner.goal import Worth
 from planner.memory import MemoryUse, memory_knob
 from planner.price import step_usd
 from planner.sites.grouping import Groups
-from planner.stages.costs import pipeline_egress_usd, rooms, with_layers
-from planner.stages.inside import Inside, Known, Room, of_alike, placed, without_search
+from planner.stages.costs import pipeline_egress_usd, rooms
+from planner.stages.inside import Inside, Room, Store, of_alike, placed, without_search
 from planner.stages.order import groupings, ordered
 from planner.stages.rules import StageRules
-from planner.stages.schedule import balanced_layers, least_step_s
+from planner.stages.schedule import balanced_layers, least_step_s, links_inside
+from planner.stages.sketch import OneLayer, Sketches
 from planner.stages.wishes import StageWishes
 
 AHEAD = (1, 2, 3, 4, 6, 8)
 """Forwards that a stage runs ahead for each one behind it: the more, the longer the ways that it does not wait for."""
+OFTEN = 2
+"""How far ahead every pipeline is walked through, beside the most that memory allows; further is not always faster, since
+activations then share links with more gradients."""
 _FAR_APART = 4
 """Numbers of stages that are tried first."""
 _APART = 2
@@ -46,6 +51,8 @@ BATCHES = (1, 2, 4, 8, 16)
 FEW_BATCHES = (0.25, 0.5)
 """Micro-batches as a share of the stages: fewer may be better where what each pass waits for is most of a step."""
 _MOST_BATCHES = 1024
+_ROOMY = Room(in_flight=1, beside_bytes=0.0)
+"""For a layer by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +80,14 @@ class Candidates:
     """Why the last pipeline that rules forbid was not possible."""
     lacking: str = ""
     """What the pipeline that came nearest to fitting lacks."""
-    known: dict[str, Known] = field(default_factory=dict)
-    """What placements take, by stage and placement, as ``planner.stages.inside.placed`` keeps it."""
+    store: Store = field(default_factory=Store)
+    """What placements take."""
     _lack: float = math.inf
+    _sketches: Sketches | None = None
+    _sites: dict[tuple[int, ...], Cluster] = field(default_factory=dict)
+    """Sites of a stage -> these by themselves."""
+    _stages: dict[tuple[tuple[int, ...], tuple[int, int, int], int], Plan] = field(default_factory=dict)
+    """What ``_stage`` made."""
     _best_inside: dict[str, tuple[Plan, Inside]] = field(default_factory=dict)
     """Kind of stage -> a stage of it, and the best placement found there."""
 
@@ -151,8 +163,9 @@ class Candidates:
                 except ValueError as error:
                     self.why = str(error)
                     continue
-                # Where that does not fit, the smallest micro-batches may.
-                for micro_batches in (middle, *(number for number in choices[::-1] if number != middle)):
+                about_s = {number: self.soonest_s(path, layers, number) for number in choices}
+                # Where the best one does not fit, others may.
+                for micro_batches in sorted(choices, key=lambda number: (about_s[number], -number)):
                     if (candidate := self.of(path, layers, micro_batches)) is not None:
                         yield candidate
                         break
@@ -167,9 +180,40 @@ class Candidates:
         """Seconds of one layer with experts on these sites for a micro-batch, with a share of what it takes once a step."""
         return self._one_layer(group, micro_batches).times.busy_s(micro_batches) / micro_batches
 
+    def soonest_s(self, path: Groups, layers: Sequence[int], micro_batches: int) -> float:
+        """About how long a step of this pipeline takes, little or far ahead, whichever is faster."""
+        return min(self.sketch_s(path, layers, micro_batches, ahead) for ahead in (OFTEN, AHEAD[-1]))
+
+    def sketch_s(self, path: Groups, layers: Sequence[int], micro_batches: int, ahead: int) -> float:
+        """About how long a step of this pipeline takes (``planner.stages.sketch``)."""
+        if self._sketches is None:
+            wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(self.cluster.levels[0].name, EXACT))
+            tokens = self.workload.training.tokens * self.workload.training.micro_batches * self.cluster.num_gpus
+            self._sketches = Sketches(
+                cluster=self.cluster,
+                workload=self.workload,
+                network=ExchangeTimes(cluster=self.cluster, streams=self.schedule.streams),
+                step_bytes=float(tokens * wire.activation_row_bytes),
+                one_layer=self._layer_and_links,
+                head_s=self._head_s,
+            )
+        possible = numbers_about(unevenness(self.workload, self.cluster, [len(group) for group in path]), len(path))
+        return self._sketches.step_s(path, layers, micro_batches, ahead, possible)
+
+    def _layer_and_links(self, group: tuple[int, ...], micro_batches: int, like: OneLayer | None) -> OneLayer:
+        if like is None:
+            inside = self._one_layer(group, micro_batches)
+        else:
+            inside = placed(self._layer_plan(group, micro_batches), like.layers, _ROOMY, self.store)
+        times = inside.times
+        own = self._sites[tuple(sorted(group))]
+        return OneLayer(inside.layers, times, links_inside(self.cluster, np.array(sorted(group)), own, times))
+
     def _one_layer(self, group: Sequence[int], micro_batches: int) -> Inside:
-        plan = self._stage(group, (1, self.workload.model.num_dense_layers, 1), micro_batches)
-        return self._without_search(plan, Room(in_flight=1, beside_bytes=0.0))
+        return self._without_search(self._layer_plan(group, micro_batches), _ROOMY)
+
+    def _layer_plan(self, group: Sequence[int], micro_batches: int) -> Plan:
+        return self._stage(group, (1, self.workload.model.num_dense_layers, 1), micro_batches)
 
     def _head_s(self, group: Sequence[int], micro_batches: int) -> float:
         """Seconds of the output projection on these sites for a micro-batch."""
@@ -178,30 +222,29 @@ class Candidates:
         per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * self.cluster.ranks_per_site
         return float(3 * 2 * tokens * model.vocab_size * model.hidden_size / per_s)
 
-    def with_sites(self, path: Groups, micro_batches: int) -> Candidate | None:
-        """With these sites in its stages, and layers that suit them; None where that is not possible or does not fit."""
+    def layers(self, path: Groups, micro_batches: int) -> list[int] | None:
+        """Layers that suit these sites in the stages; None where that is not possible."""
         if not all(self.rules.possible(group) for group in path):
             return None
         try:
             layer_s = [self._layer_s(group, micro_batches) for group in path]
-            layers = self._layers(layer_s, self._head_s(path[-1], micro_batches))
+            return self._layers(layer_s, self._head_s(path[-1], micro_batches))
         except ValueError:
             return None
-        return self.of(path, layers, micro_batches)
 
     def of(self, path: Groups, layers: Sequence[int], micro_batches: int) -> Candidate | None:
         """With these layers; None where it is not possible or does not fit."""
-        stages = []
         try:
-            for number, (group, mine) in enumerate(zip(path, layers, strict=True)):
-                ep = self._stage(group, (number, sum(layers[:number]), mine), micro_batches)
-                names = tuple(self.cluster.site_name(site) for site in sorted(group))
-                stages.append(StagePlan(sites=names, num_layers=mine, layers=ep.layers))
-            plan = PipelinePlan(
+            own = [
+                self._stage(group, (number, sum(layers[:number]), mine), micro_batches)
+                for number, (group, mine) in enumerate(zip(path, layers, strict=True))
+            ]
+            plan = PipelinePlan.of_stages(
+                own,
+                [stage.cluster.site_names for stage in own],
                 cluster=self.cluster,
                 workload=self.workload,
                 micro_batches=micro_batches,
-                stages=tuple(stages),
                 popularity=self.wishes.popularity,
                 codecs=dict(self.wishes.codecs),
                 schedule=self.schedule,
@@ -220,7 +263,7 @@ class Candidates:
             both = list(zip(plan.plans, rooms(plan), strict=True))
             # What suits one layer suits all of a stage, unless memory is short.
             inside = [
-                placed(stage, (_of_all_layers(one, stage),), room, self.known)
+                placed(stage, (_of_all_layers(one, stage),), room, self.store)
                 for (stage, room), one in zip(both, alone, strict=True)
             ]
             if not all(one.memory.fits for one in inside):
@@ -228,7 +271,8 @@ class Candidates:
             if all(one.memory.fits for one in inside):
                 step_s = least_step_s(plan, [one.times for one in inside])
                 usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
-                return Candidate(plan=with_layers(plan, inside), inside=tuple(inside), least=self.wishes.goal.worth(step_s, usd))
+                made = plan.with_layers([one.layers for one in inside])
+                return Candidate(plan=made, inside=tuple(inside), least=self.wishes.goal.worth(step_s, usd))
         stage, fullest = max(zip(plan.plans, (one.memory for one in inside), strict=True), key=lambda both: _fullness(both[1]))
         if _fullness(fullest) < self._lack:
             self._lack = _fullness(fullest)
@@ -241,32 +285,36 @@ class Candidates:
 
     def _stage(self, group: Sequence[int], place: tuple[int, int, int], micro_batches: int) -> Plan:
         """Number, first layer and layers of a stage, with every token at its experts' homes."""
-        number, first_layer, num_layers = place
-        sites = by_themselves(self.cluster, [self.cluster.site_name(site) for site in group])
-        workload = stage_workload(
-            self.workload,
-            self.cluster,
-            number=number,
-            first_layer=first_layer,
-            num_layers=num_layers,
-            num_sites=len(group),
-            micro_batches=micro_batches,
-        )
-        layers = (baseline_group(sites, workload, Baseline.EP),)
-        return Plan(
-            cluster=sites,
-            workload=workload,
-            layers=layers,
-            popularity=of_stage(self.wishes.popularity, workload),
-            schedule=self.schedule,
-            codecs=codecs_inside(self.wishes.codecs),
-        )
+        sites, (number, first_layer, num_layers) = tuple(sorted(group)), place
+        key = sites, place, micro_batches
+        if key not in self._stages:
+            if sites not in self._sites:
+                self._sites[sites] = by_themselves(self.cluster, [self.cluster.site_name(site) for site in sites])
+            own = self._sites[sites]
+            workload = stage_workload(
+                self.workload,
+                self.cluster,
+                number=number,
+                first_layer=first_layer,
+                num_layers=num_layers,
+                num_sites=len(sites),
+                micro_batches=micro_batches,
+            )
+            self._stages[key] = Plan(
+                cluster=own,
+                workload=workload,
+                layers=(baseline_group(own, workload, Baseline.EP),),
+                popularity=of_stage(self.wishes.popularity, workload),
+                schedule=self.schedule,
+                codecs=codecs_inside(self.wishes.codecs),
+            )
+        return self._stages[key]
 
     def _without_search(self, stage: Plan, room: Room) -> Inside:
-        key = f"{alike(stage)} {room} {self.rules.among(stage.cluster)}"
+        key = f"{stage.alike} {room} {self.rules.among(stage.cluster)}"
         if key not in self._best_inside:
             allowed = self.rules.permitted(stage.cluster)
-            self._best_inside[key] = stage, without_search(stage, room, self.rent_usd_per_s, self.known, allowed)
+            self._best_inside[key] = stage, without_search(stage, room, self.rent_usd_per_s, self.store, allowed)
         other, found = self._best_inside[key]
         return of_alike(found, stage, other)
 

@@ -14,7 +14,7 @@ from planner.memory import MemoryUse
 from planner.plans import BASELINES, dollars, seconds
 from planner.price import egress_usd, step_usd
 from planner.stages.inside import Inside, Room, placed
-from planner.stages.schedule import PipelineTimes, busiest_link_s
+from planner.stages.schedule import PipelineTimes
 
 WORK, BUBBLE, ACTIVATIONS = "stage_work", "bubble", "activations"
 """Parts of a step: the busiest stage, what waiting for other stages adds, and what the way between stages adds."""
@@ -44,12 +44,6 @@ class Costed:
     def fullest(self) -> MemoryUse:
         """Memory of the stage with the rank that needs most of what it has."""
         return max((one.memory for one in self.inside), key=lambda use: use.fullest_bytes / use.capacity_bytes)
-
-
-def with_layers(plan: PipelinePlan, inside: Sequence[Inside]) -> PipelinePlan:
-    """The pipeline with these placements inside its stages."""
-    stages = tuple(stage.model_copy(update={"layers": one.layers}) for stage, one in zip(plan.stages, inside, strict=True))
-    return plan.model_copy(update={"stages": stages})
 
 
 def rooms(plan: PipelinePlan) -> list[Room]:
@@ -87,11 +81,10 @@ def predicted(found: Costed, baselines: Mapping[str, float]) -> Prediction:
     """What is expected of one step; ``baselines``: seconds of those of others."""
     plan, times = found.plan, found.times
     costs = [evaluate(stage)[0] for stage in plan.plans]
-    held_s = busiest_link_s(plan, [one.times for one in found.inside])
     parts = {WORK: times.work_s, BUBBLE: times.bubble_s, ACTIVATIONS: times.activations_s}
     return Prediction(
         step=seconds(times.step_s),
-        bound=seconds(max(held_s, *(one.bound_s for one in costs))),
+        bound=seconds(max(found.times.busiest_link_s, *(one.bound_s for one in costs))),
         parts={name: seconds(value) for name, value in parts.items()},
         wan_bytes=sum(one.wan_bytes for one in costs) + activation_bytes(plan),
         memory_bytes=found.fullest.fullest_bytes,

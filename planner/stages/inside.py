@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import comb
-from typing import NamedTuple
 
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.codecs import Wire
 from hybridep.errors import HybridEPError
 from hybridep.gpus import SiteGpu
-from hybridep.pipeline import alike
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Residency
 from hybridep.serving import ServingGroup
@@ -25,7 +24,7 @@ from planner.memory import ACTIVATIONS, MemoryUse, StepMemory, memory_use, step_
 from planner.plans import layer_group
 from planner.price import egress_usd, step_usd
 from planner.stages.rules import permitted_group
-from planner.staggered import PassTimes, pass_times
+from planner.staggered import Dense, PassTimes, dense_of, pass_times
 
 _MOST_DOMAINS = 2
 """Sizes of domains among a stage's sites."""
@@ -42,55 +41,86 @@ class Room:
     """Bytes of each rank for what passes between stages."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Known:
+    """What a stage with its placement takes, whatever room there is."""
+
+    stage: Plan
+    layers: tuple[LayerGroup, ...]
+    times: PassTimes
+    egress_usd: float
+    """Dollars of a step for what leaves the stage's sites for others of them."""
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """Found when it is asked for, since what takes long is not asked."""
+        return step_memory(self.stage.with_layers(*self.layers))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Inside:
     """A stage's placement, and what it takes."""
 
     layers: tuple[LayerGroup, ...]
-    times: PassTimes
-    memory: MemoryUse
-    egress_usd: float
-    """Dollars of a step for what leaves the stage's sites for others of them."""
+    known: Known
+    room: Room
+
+    @property
+    def times(self) -> PassTimes:
+        """Of its passes, and of what comes once a step."""
+        return self.known.times
+
+    @property
+    def egress_usd(self) -> float:
+        """Dollars of a step for what leaves the stage's sites for others of them."""
+        return self.known.egress_usd
+
+    @cached_property
+    def memory(self) -> MemoryUse:
+        """Of its ranks."""
+        return self.known.memory.use(self.room.in_flight, self.room.beside_bytes)
+
+    def value(self, micro_batches: int, rent_usd_per_s: float | None = None) -> float:
+        """Seconds of a step; or dollars, with all ranks at that rent."""
+        busy_s = self.times.busy_s(micro_batches)
+        return busy_s if rent_usd_per_s is None else step_usd(rent_usd_per_s, self.egress_usd, busy_s)
 
     def rank(self, micro_batches: int, rent_usd_per_s: float | None = None) -> tuple[float, float]:
-        """The smaller the better: what does not fit, then seconds of a step; or dollars, with all ranks at that rent."""
+        """The smaller the better: what does not fit, then ``value``."""
         lacking_bytes = self.memory.fullest_bytes - self.memory.capacity_bytes
-        busy_s = self.times.busy_s(micro_batches)
-        value = busy_s if rent_usd_per_s is None else step_usd(rent_usd_per_s, self.egress_usd, busy_s)
-        return (0.0 if self.memory.fits else lacking_bytes), value
+        return (0.0 if self.memory.fits else lacking_bytes), self.value(micro_batches, rent_usd_per_s)
 
 
-class Known(NamedTuple):
-    """What a stage's placement takes, whatever room there is."""
+@dataclass(frozen=True)
+class Store:
+    """What was found of stages."""
 
-    times: PassTimes
-    memory: StepMemory
-    egress_usd: float
-
-
-def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, known: dict[str, Known] | None = None) -> Inside:
-    """The stage with these placements in place of its own. ``known``: what was found before, and is now."""
-    known, key = {} if known is None else known, f"{alike(stage)} {layers}"
-    if key not in known:
-        known[key] = _known(stage, layers)
-    one = known[key]
-    memory = one.memory.use(room.in_flight, room.beside_bytes)
-    return Inside(layers=layers, times=one.times, memory=memory, egress_usd=one.egress_usd)
+    placed: dict[str, Known] = field(default_factory=dict)
+    """By stage and placement."""
+    dense: dict[str, Dense] = field(default_factory=dict)
+    """By stage."""
 
 
-def _known(stage: Plan, layers: tuple[LayerGroup, ...]) -> Known:
-    made = stage.with_layers(*layers)
-    usd = 0.0
-    if made.cluster.has_egress_prices and made.cluster.sizes[0] > 1:
-        usd = egress_usd(made.cluster, link_bytes(made.cluster, step_traffic(made)))
-    return Known(pass_times(made), step_memory(made), usd)
+def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Store | None = None) -> Inside:
+    """The stage with these placements in place of its own. ``store``: what was found before, and is now."""
+    store, key = store or Store(), f"{stage.alike} {layers}"
+    if key not in store.placed:
+        if stage.alike not in store.dense:
+            store.dense[stage.alike] = dense_of(stage)
+        made = stage.with_layers(*layers)
+        usd = 0.0
+        if made.cluster.has_egress_prices and made.cluster.sizes[0] > 1:
+            usd = egress_usd(made.cluster, link_bytes(made.cluster, step_traffic(made)))
+        times = pass_times(made, store.dense[stage.alike])
+        store.placed[key] = Known(stage=stage, layers=layers, times=times, egress_usd=usd)
+    return Inside(layers=layers, known=store.placed[key], room=room)
 
 
 def without_search(
     stage: Plan,
     room: Room,
     rent_usd_per_s: float | None = None,
-    known: dict[str, Known] | None = None,
+    store: Store | None = None,
     allowed: Permissions | None = None,
 ) -> Inside:
     """The best of a few placements by `Inside.rank`; the one that comes nearest to fitting, if none does.
@@ -99,7 +129,11 @@ def without_search(
     groups: Iterable[LayerGroup] = _placements(stage)
     if allowed is not None:
         groups = (permitted_group(group, stage.cluster, stage.workload.model.num_experts, allowed) for group in groups)
-    every = (placed(stage, (group,), room, known) for group in groups)
+    store = store or Store()
+    every = [placed(stage, (group,), room, store) for group in groups]
+    for one in sorted(every, key=lambda one: one.value(number, rent_usd_per_s)):
+        if one.memory.fits:
+            return one
     return min(every, key=lambda one: one.rank(number, rent_usd_per_s))
 
 
@@ -130,7 +164,7 @@ def searched(
 
 
 def of_alike(inside: Inside, stage: Plan, other: Plan) -> Inside:
-    """What was found of ``other`` in terms of the sites of ``stage``, which is alike (``hybridep.pipeline.alike``)."""
+    """What was found of ``other`` in terms of the sites of ``stage``, which is alike (``Plan.alike``)."""
     names = dict(zip(other.cluster.site_names, stage.cluster.site_names, strict=True))
     if all(name == mine for name, mine in names.items()):
         return inside

@@ -83,7 +83,7 @@ def steps_s(cluster: Cluster, groups: Groups, batch_bytes: float) -> tuple[Float
     busy_s, way_s = np.zeros((number, number)), np.zeros((number, number))
     for a in range(number):
         for b in range(a):
-            one, other, part = _facing(groups[a], groups[b])
+            one, other, part = facing(groups[a], groups[b])
             there, back = (per_byte[ends] * part * batch_bytes for ends in ((one, other), (other, one)))
             busy_s[a, b] = busy_s[b, a] = max(there.max(), back.max())
             way_s[a, b] = way_s[b, a] = max((there + latency_s[one, other]).max(), (back + latency_s[other, one]).max())
@@ -96,12 +96,12 @@ def barred_steps(groups: Groups, apart: BoolArray) -> BoolArray:
     found = np.zeros((number, number), dtype=np.bool_)
     for a in range(number):
         for b in range(a):
-            one, other, _ = _facing(groups[a], groups[b])
+            one, other, _ = facing(groups[a], groups[b])
             found[a, b] = found[b, a] = apart[one, other].any()
     return found
 
 
-def _facing(one: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def facing(one: Sequence[int], other: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sites of two stages that share sequences, and the share of a micro-batch that each pair has."""
     ends = np.unique(np.concatenate([np.arange(len(each) + 1) / len(each) for each in (one, other)]).round(12))
     middle = (ends[:-1] + ends[1:]) / 2

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hybridep.pipeline import PipelinePlan, Ways
+from hybridep.pipeline import PipelinePlan, Ways, forwards_ahead
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
 from planner.exchange import ExchangeTimes
@@ -37,8 +37,12 @@ class PipelineTimes:
     @cached_property
     def step_s(self) -> float:
         """Seconds until the last stage is done."""
-        walked_s = _step_s(self.plan, self.stages, *ways_of(self.plan), stage_links(self.plan, self.stages))
-        return max(walked_s, self.work_s, busiest_link_s(self.plan, self.stages))
+        return max(self._walked_s(*self._ways), self.work_s, self.busiest_link_s)
+
+    @property
+    def busiest_link_s(self) -> float:
+        """What the busiest link between sites carries in a step."""
+        return busiest_link_s(self.plan.micro_batches, *self._ways, self._inside)
 
     @property
     def work_s(self) -> float:
@@ -49,36 +53,67 @@ class PipelineTimes:
     def bubble_s(self) -> float:
         """What stages that wait for each other add to ``work_s``."""
         none = [NOTHING] * (len(self.stages) - 1)
-        without_s = _step_s(self.plan, self.stages, none, none, stage_links(self.plan, self.stages))
-        return min(max(without_s, self.work_s), self.step_s) - self.work_s
+        return min(max(self._walked_s(none, none), self.work_s), self.step_s) - self.work_s
 
     @property
     def activations_s(self) -> float:
         """What the ways between stages add to ``work_s`` and ``bubble_s``."""
         return self.step_s - self.work_s - self.bubble_s
 
+    @property
+    def busiest_sites(self) -> set[int]:
+        """Numbers of the sites at the link that is busy longest, or in the stage that is, if that is longer; none for a trunk."""
+        cluster, held_s = self.plan.cluster, _held_s(self.plan.micro_batches, *self._ways, self._inside)
+        link = max(held_s, key=lambda link: (held_s[link], -link), default=-1)
+        if held_s.get(link, 0.0) < self.work_s:
+            stage = max(range(len(self.stages)), key=lambda stage: self.stages[stage].busy_s(self.plan.micro_batches))
+            return set((self.plan.ranks[stage] // cluster.ranks_per_site).tolist())
+        if link < cluster.pair_links.start:
+            return {link // 2}
+        if link >= cluster.pair_links.stop:
+            return set()
+        source, place = divmod(link - cluster.pair_links.start, cluster.sizes[0] - 1)
+        return {source, place + (place >= source)}
+
+    @cached_property
+    def _ways(self) -> tuple[list[Way], list[Way]]:
+        return ways_of(self.plan)
+
+    @cached_property
+    def _inside(self) -> list[StageLinks]:
+        return stage_links(self.plan, self.stages)
+
+    def _walked_s(self, forth: Sequence[Way], back: Sequence[Way]) -> float:
+        return paced_s(self.plan.micro_batches, self.plan.ahead, self.stages, forth, back, self._inside, _crowding(self.plan))
+
 
 def least_step_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:
     """Seconds below which no walk ends: the busiest stage's, or the busiest link's."""
-    return max(busiest_link_s(plan, stages), *(one.busy_s(plan.micro_batches) for one in stages))
+    busiest_s = busiest_link_s(plan.micro_batches, *ways_of(plan), stage_links(plan, stages))
+    return max(busiest_s, *(one.busy_s(plan.micro_batches) for one in stages))
 
 
-def busiest_link_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:
+def busiest_link_s(micro_batches: int, forth: Sequence[Way], back: Sequence[Way], inside: Sequence[StageLinks]) -> float:
     """Seconds that the busiest link between sites takes for what it carries in a step, inside stages and from stage to stage."""
+    held_s = _held_s(micro_batches, forth, back, inside)
+    return max([0.0, *held_s.values(), *(micro_batches * way.least_s for way in (*forth, *back))])
+
+
+def _held_s(micro_batches: int, forth: Sequence[Way], back: Sequence[Way], inside: Sequence[StageLinks]) -> dict[int, float]:
+    """Number of a link between sites -> seconds for which a step holds it."""
     held_s: dict[int, float] = {}
 
     def add(links: Iterable[tuple[int, float, int]], times: int) -> None:
         for link, seconds, _ in links:
             held_s[link] = held_s.get(link, 0.0) + times * seconds
 
-    forth, back = ways_of(plan)
     for way in (*forth, *back):
-        add(way.links, plan.micro_batches)
-    for inside in stage_links(plan, stages):
-        add(inside.once, 1)
-        for way in (inside.forward, inside.backward):
-            add(way.links, plan.micro_batches)
-    return max([0.0, *held_s.values(), *(plan.micro_batches * way.least_s for way in (*forth, *back))])
+        add(way.links, micro_batches)
+    for one in inside:
+        add(one.once, 1)
+        for way in (one.forward, one.backward):
+            add(way.links, micro_batches)
+    return held_s
 
 
 def ways_of(plan: PipelinePlan) -> tuple[list[Way], list[Way]]:
@@ -121,18 +156,22 @@ def _coding_s(plan: PipelinePlan, ways: Ways) -> float:
 
 def stage_links(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[StageLinks]:
     """[stages]: what each exchanges between its sites."""
-    found = []
-    for ranks, stage, times in zip(plan.ranks, plan.plans, stages, strict=True):
-        sites = np.unique(ranks // plan.cluster.ranks_per_site)
+    inside = plan.cluster.ranks_per_site
+    sites = [np.unique(ranks // inside) for ranks in plan.ranks]
+    every = zip(sites, plan.plans, stages, strict=True)
+    return [links_inside(plan.cluster, own, stage.cluster, times) for own, stage, times in every]
 
-        def links(between: Between, sites: IntArray = sites, own: Cluster = stage.cluster) -> Links:
-            return tuple((_in_whole(plan.cluster, sites, own, link), held_s, many) for link, held_s, many in between.links)
 
-        # By itself what is exchanged keeps a pass no longer than the pass takes.
-        forward = Way(0.0, links(times.forward), min(times.forward.seconds, times.forward_s))
-        backward = Way(0.0, links(times.backward), min(times.backward.seconds, times.backward_s))
-        found.append(StageLinks(forward, backward, links(times.once)))
-    return found
+def links_inside(cluster: Cluster, sites: IntArray, own: Cluster, times: PassTimes) -> StageLinks:
+    """What a stage on some sites of the cluster, which are ``own`` by themselves, exchanges between them."""
+
+    def links(between: Between) -> Links:
+        return tuple((_in_whole(cluster, sites, own, link), held_s, many) for link, held_s, many in between.links)
+
+    # By itself what is exchanged keeps a pass no longer than the pass takes.
+    forward = Way(0.0, links(times.forward), min(times.forward.seconds, times.forward_s))
+    backward = Way(0.0, links(times.backward), min(times.backward.seconds, times.backward_s))
+    return StageLinks(forward, backward, links(times.once))
 
 
 def _in_whole(cluster: Cluster, sites: IntArray, own: Cluster, link: int) -> int:
@@ -146,16 +185,23 @@ def _in_whole(cluster: Cluster, sites: IntArray, own: Cluster, link: int) -> int
     return int(cluster.pair_links.stop + trunks.index(own.trunks[link - own.pair_links.stop].name))
 
 
-def _step_s(
-    plan: PipelinePlan, stages: Sequence[PassTimes], forth: Sequence[Way], back: Sequence[Way], inside: Sequence[StageLinks]
+def paced_s(
+    micro_batches: int,
+    ahead: int,
+    stages: Sequence[PassTimes],
+    forth: Sequence[Way],
+    back: Sequence[Way],
+    inside: Sequence[StageLinks],
+    crowding: Sequence[float] | None = None,
 ) -> float:
-    number, ahead = plan.micro_batches, plan.ahead
-    more, crowded = max(_WALKED * len(stages), 3 * plan.in_flight(0)), _crowding(plan)
-    if number <= more:
-        return walked_s(number, ahead, stages, forth, back, inside, crowded)
-    last = 2 * len(stages)
-    few_s, more_s = (walked_s(each, ahead, stages, forth, back, inside, crowded) for each in (more - last, more))
-    return more_s + (number - more) * (more_s - few_s) / last
+    """Seconds as ``planner.stages.walk`` has them, with the pace of the last micro-batches where there are many."""
+    number = len(stages)
+    more = max(_WALKED * number, 3 * (1 + forwards_ahead(0, number, micro_batches, ahead)))
+    if micro_batches <= more:
+        return walked_s(micro_batches, ahead, stages, forth, back, inside, crowding)
+    last = 2 * number
+    few_s, more_s = (walked_s(each, ahead, stages, forth, back, inside, crowding) for each in (more - last, more))
+    return more_s + (micro_batches - more) * (more_s - few_s) / last
 
 
 def _crowding(plan: PipelinePlan) -> tuple[float, ...] | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hybridep.codecs import EXACT
 from hybridep.errors import InfeasibleError, UserError
-from hybridep.pipeline import PipelinePlan, alike, check_stageable
+from hybridep.pipeline import PipelinePlan, check_stageable
 from hybridep.plan import Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
@@ -31,21 +31,20 @@ from planner.stages.candidates import (
     AHEAD,
     BATCHES,
     FEW_BATCHES,
+    OFTEN,
     Candidate,
     Candidates,
     number_about,
     numbers_about,
     unevenness,
 )
-from planner.stages.costs import Costed, costed, predicted, rooms, with_layers, without_stages
+from planner.stages.costs import Costed, costed, predicted, rooms, without_stages
 from planner.stages.inside import Inside, of_alike, placed, searched
 from planner.stages.rules import StageRules
+from planner.stages.walk import prepare
 from planner.stages.wishes import StageWishes
 from planner.streams import with_most
 
-_OFTEN = 2
-"""How far ahead every pipeline is walked through, beside the most that memory allows; further is not always faster, since
-activations then share links with more gradients."""
 _SHORT = 4
 """Stages up to which fewer micro-batches than stages are tried: of more most wait, whatever else."""
 _WORTH = 1e-3
@@ -54,6 +53,8 @@ _KEPT = 3
 """Pipelines whose stages are planned by a search."""
 _CHANGES = 100
 """Tries to make a pipeline better by sites that change stages, for each of the ``_KEPT`` best numbers of stages."""
+_UNSURE = 0.03
+"""Share by which a pipeline with other micro-batches may be sketched to take longer than the best one, and is tried."""
 _FOUND_BY, _WALKED_BY, _VARIED_BY, _CHANGED_BY = 0.35, 0.5, 0.6, 0.8
 """Shares of the time limit after which no more pipelines are made, walked through, given other micro-batches, and changed."""
 
@@ -90,6 +91,8 @@ def plan_pipelines(
     """
     wishes = wishes or StageWishes()
     wishes.check(cluster)
+    told: Report = report or (lambda what, seconds: None)
+    prepare(told)
     begun_s = now_s()
     try:
         check_stageable(cluster, workload.model)
@@ -97,7 +100,6 @@ def plan_pipelines(
         raise UserError(str(error)) from None
     outer, goal, stages = wishes.codecs.get(cluster.levels[0].name, EXACT), wishes.goal, wishes.stages
     bound_s = least_s(cluster, workload, stages or 2, outer, alike=not wishes.popularity)
-    told: Report = report or (lambda what, seconds: None)
     told("bound", bound_s)
     schedule = with_most(cluster, wishes.schedule)[0] or Schedule()
     rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
@@ -196,34 +198,45 @@ class _Search:
         """Walk through the stages with other numbers of micro-batches, the nearest first."""
         plan = found.plan
         possible = unevenness(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
-        layers = [stage.num_layers for stage in plan.stages]
         few = FEW_BATCHES if len(plan.stages) <= _SHORT else ()
-        numbers, own = numbers_about(possible, len(plan.stages), (*few, *BATCHES)), plan.micro_batches
-        for micro_batches in sorted(numbers, key=lambda number: (max(number / own, own / number), -number)):
+        numbers, path, layers = numbers_about(possible, len(plan.stages), (*few, *BATCHES)), _groups(plan), _layers(plan)
+        about_s = {number: self.candidates.soonest_s(path, layers, number) for number in (*numbers, plan.micro_batches)}
+        least_s = min(about_s.values())
+        for micro_batches in sorted(numbers, key=lambda number: (about_s[number], -number)):
             if micro_batches == plan.micro_batches or self._left_s(_VARIED_BY) < 0:
                 continue
-            candidate = self.candidates.of(_groups(plan), layers, micro_batches)
+            if self._is_sketched and about_s[micro_batches] > (1 + _UNSURE) * least_s:
+                continue
+            candidate = self.candidates.of(path, layers, micro_batches)
             if candidate is not None and candidate.least < min(map(self._worth, self._found)):
                 self._walk(candidate)
+
+    @property
+    def _is_sketched(self) -> bool:
+        """Whether sketches, which know no prices, say what is worth trying."""
+        return not self.candidates.wishes.goal.needs_prices
 
     def _walk(self, candidate: Candidate) -> None:
         """Walk through a pipeline as far ahead as memory allows, and less far."""
         self._keep(found := costed(candidate.plan, candidate.inside))
-        if candidate.plan.ahead > _OFTEN:
-            self._keep(self._ahead(found.plan, _OFTEN))
+        if candidate.plan.ahead > OFTEN:
+            self._keep(self._ahead(found.plan, OFTEN))
 
     def _improve(self, best: Costed, limit_s: float) -> None:
         """Sites, stages and layers change places while that makes the pipeline faster, a number of times, until a time from the
         start; then in other numbers of micro-batches."""
         rng, left, first, improved = np.random.default_rng(0), _CHANGES, best, True
         while improved:
-            changes = list(_changed(_groups(best.plan), [stage.num_layers for stage in best.plan.stages]))
+            changes = list(_changed(_groups(best.plan), _layers(best.plan)))
             improved = False
-            for place in rng.permutation(len(changes)):
+            about_s = self.candidates.sketch_s(_groups(best.plan), _layers(best.plan), best.plan.micro_batches, best.plan.ahead)
+            own, busy = _groups(best.plan), best.times.busiest_sites
+            for place in sorted(rng.permutation(len(changes)), key=lambda place: _turn(changes[place][0], own, busy)):
                 if not left or now_s() - self.begun_s > limit_s:
                     return
-                left -= 1
-                found = self._with_change(best, *changes[place])
+                path, layers = changes[place]
+                found = self._with_change(best, path, layers, about_s)
+                left -= found is not None
                 if found is not None and found.fits and self._is_better(found, best):
                     self._keep(found)
                     best, improved = found, True
@@ -238,15 +251,17 @@ class _Search:
             kept.setdefault(len(one.plan.stages), one)
         return list(kept.values())[:_KEPT]
 
-    def _with_change(self, best: Costed, path: Groups, layers: Sequence[int] | None) -> Costed | None:
+    def _with_change(self, best: Costed, path: Groups, layers: Sequence[int] | None, about_s: float) -> Costed | None:
         """The pipeline with other sites in its stages, or other layers, as far ahead; None where that is not possible or cannot
-        be faster."""
+        be faster, or is sketched to be slower than ``best``, which takes ``about_s``."""
         possible = unevenness(best.plan.workload, best.plan.cluster, [len(group) for group in path])
         micro_batches = number_about(possible, best.plan.micro_batches)
+        layers = layers or self.candidates.layers(path, micro_batches)
         if layers is None:
-            candidate = self.candidates.with_sites(path, micro_batches)
-        else:
-            candidate = self.candidates.of(path, layers, micro_batches)
+            return None
+        if self._is_sketched and self.candidates.sketch_s(path, layers, micro_batches, best.plan.ahead) >= about_s * (1 - _WORTH):
+            return None
+        candidate = self.candidates.of(path, layers, micro_batches)
         if candidate is None or candidate.least >= self._worth(best):
             return None
         return self._ahead(candidate.plan, min(best.plan.ahead, candidate.plan.ahead))
@@ -271,7 +286,7 @@ class _Search:
         """The pipeline with its stages running so far ahead."""
         plan, inside = plan.running_ahead(ahead), []
         for stage, room in zip(plan.plans, rooms(plan), strict=True):
-            inside.append(placed(stage, stage.layers, room, self.candidates.known))
+            inside.append(placed(stage, stage.layers, room, self.candidates.store))
         return costed(plan, inside)
 
     def _left_s(self, share: float) -> float:
@@ -283,7 +298,7 @@ class _Search:
         plan, inside = found.plan, list(found.inside)
         both = list(zip(plan.plans, rooms(plan), strict=True))
         rules, batches, rent = self.candidates.rules, plan.micro_batches, self.candidates.rent_usd_per_s
-        keys = [f"{alike(stage)} {room} {rules.among(stage.cluster)}" for stage, room in both]
+        keys = [f"{stage.alike} {room} {rules.among(stage.cluster)}" for stage, room in both]
         until_s = now_s() + time_limit_s
         for number, (key, (stage, room)) in enumerate(zip(keys, both, strict=True)):
             if key not in self._searched:
@@ -301,13 +316,18 @@ class _Search:
             other, made = self._searched[key]
             if made is not None and made.rank(batches, rent) < inside[number].rank(batches, rent):
                 inside[number] = of_alike(made, stage, other)
-        return costed(with_layers(plan, inside), inside)
+        return costed(plan.with_layers([one.layers for one in inside]), inside)
 
 
 def _groups(plan: PipelinePlan) -> Groups:
     """Sites of each stage by number."""
     number = {name: site for site, name in enumerate(plan.cluster.site_names)}
     return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
+
+
+def _layers(plan: PipelinePlan) -> list[int]:
+    """[stages]: layers of each."""
+    return [stage.num_layers for stage in plan.stages]
 
 
 def _but_for_ahead(plan: PipelinePlan) -> str:
@@ -321,6 +341,12 @@ def _first_by_number(candidates: Sequence[Candidate]) -> list[Candidate]:
     for one in sorted(candidates, key=lambda one: one.least):
         kept.setdefault(len(one.plan.stages), one)
     return list(kept.values())
+
+
+def _turn(path: Groups, own: Groups, busy: set[int]) -> int:
+    """When a change is tried: first stages of the same sites, quick to sketch, then what changes ``busy`` ones."""
+    new = {site for group in path if group not in own for site in group}
+    return 0 if not new else 1 if new & busy else 2
 
 
 def _changed(groups: Groups, layers: Sequence[int]) -> Iterator[tuple[Groups, list[int] | None]]:

@@ -7,12 +7,12 @@ of one leave over. Micro-batches go in order everywhere, so that counts say whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.compiled import compiled
+from hybridep.compiled import compiled, told_of_compiling
 from hybridep.pipeline import order_of_passes
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
@@ -120,6 +120,17 @@ class _State(NamedTuple):
     """[ways]: their messages."""
 
 
+COMPILING_S = 8.0
+"""About what compiling takes once on a machine."""
+
+
+def prepare(report: Callable[[str, float], None] | None = None) -> None:
+    """Compiles the walk, which shall not count as time of a search. ``report`` is told ("compiling", ``COMPILING_S``) unless it
+    has been done before."""
+    with told_of_compiling(report, COMPILING_S):
+        walked_s(1, 1, [PassTimes(0.0, 1.0, 1.0, 0.0, 0.0)], [], [])
+
+
 def walked_s(
     micro_batches: int,
     ahead: int,
@@ -129,7 +140,7 @@ def walked_s(
     inside: Sequence[StageLinks] | None = None,
     crowding: Sequence[float] | None = None,
 ) -> float:
-    """Seconds until the last stage is done. ``forth`` and ``back``, [stages - 1]: each micro-batch's way from a stage to the next,
+    """Seconds until the last stage is done. ``forth`` and ``back``, [stages - 1]: each micro-batch's way from a stage to the next
     and back; ``inside``: what each exchanges; ``crowding``: ranks of each as a share of the processors that all share, None where
     each rank has its own."""
     number, inside = len(stages), inside or [StageLinks()] * len(stages)
@@ -176,11 +187,9 @@ def _as_arrays(ways: Sequence[Way]) -> Ways:
 
 def _wanted(way: Way) -> list[float]:
     """[its links]: share of each that a message would take if that had room: no more than its other links let through."""
-    found = []
-    for place, (_, held_s, messages) in enumerate(way.links):
-        elsewhere_s = max([way.least_s, *(one[1] for one in (*way.links[:place], *way.links[place + 1 :]))])
-        found.append((held_s / elsewhere_s if elsewhere_s > held_s else 1.0) / messages)
-    return found
+    alone_s = way.alone_s
+    # Where one link holds all up, its own time is no other's.
+    return [(held_s / alone_s if held_s < alone_s else 1.0) / messages for _, held_s, messages in way.links]
 
 
 def _begun(stages: int, micro_batches: int) -> _State:
@@ -227,7 +236,7 @@ def _held_s(ways: Ways, state: _State, entry: int) -> float:
         if state.demands[at] >= free / left:
             break
         free, left = free - state.demands[at] * state.numbers[at], left - state.numbers[at]
-    return ways.held_s[entry] * left / (ways.messages[entry] * free)
+    return float(ways.held_s[entry] * left / (ways.messages[entry] * free))
 
 
 @compiled
@@ -358,7 +367,7 @@ def _walk(ways: Ways, passes: Passes, state: _State) -> None:
     for stage in range(stages):
         state.ends_s[stage] = passes.free_s[stage]
     while True:
-        stage, way, coming = state.ends_s.argmin(), state.leaves_s.argmin(), 0
+        stage, way, coming = int(state.ends_s.argmin()), int(state.leaves_s.argmin()), 0
         for one in range(1, 2 * stages):
             if state.arrives_s[one, state.arrived[one]] < state.arrives_s[coming, state.arrived[coming]]:
                 coming = one

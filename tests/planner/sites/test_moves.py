@@ -465,7 +465,7 @@ def test_who_waits_for_walks_to_compile_is_told(monkeypatch: pytest.MonkeyPatch)
     prepare(problem)
     prepare(problem, report)
     assert not told
-    monkeypatch.setattr("planner.sites.walks.LOADING_S", 0.01)
+    monkeypatch.setattr("hybridep.compiled.LOADING_S", 0.01)
     monkeypatch.setattr("planner.sites.walks._stretch", lambda *given: waiting.wait(20))
     prepare(problem, report)
     assert told == [("compiling", COMPILING_S)]

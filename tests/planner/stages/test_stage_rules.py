@@ -14,7 +14,7 @@ from stage_cases import KINDS, all_groups, layered_workload, sites_cluster
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import build
 from hybridep.errors import InfeasibleError, UserError
-from hybridep.pipeline import PipelinePlan, alike, possible_micro_batches
+from hybridep.pipeline import PipelinePlan, possible_micro_batches
 from hybridep.serving import parse_experts
 from planner import Constraints, StageWishes, plan_pipeline
 from planner.stages.candidates import AHEAD, Candidates
@@ -193,7 +193,7 @@ def test_what_is_found_of_a_stage_is_told_to_one_that_is_alike_by_its_own_sites(
     assert found is not None and found.layers[0].serving
     renamed = [site.model_copy(update={"name": f"t{number}"}) for number, site in enumerate(cluster.sites)]
     other = baseline_plan(cluster.model_copy(update={"sites": tuple(renamed)}), workload, Baseline.EP)
-    assert alike(stage) == alike(other)
+    assert stage.alike == other.alike
     told = of_alike(found, other, stage)
     tables = [one.layers[0].placement(plan.cluster, EXPERTS).serve[0] for one, plan in ((found, stage), (told, other))]
     assert (tables[0] == tables[1]).all() and of_alike(found, stage, stage) is found

@@ -15,10 +15,10 @@ from planner.stages.bound import least_s
 from planner.stages.costs import BUBBLE, activation_bytes, costed, predicted, rooms
 from planner.stages.schedule import (
     PipelineTimes,
-    _step_s,
     balanced_layers,
     busiest_link_s,
     least_step_s,
+    paced_s,
     stage_links,
     ways_of,
 )
@@ -64,16 +64,15 @@ def test_ways_share_a_link_by_messages_and_leave_what_they_cannot_take() -> None
     forth, back = [Way(0.0, ((0, 1.0, 1), (1, 10.0, 1)), 0.0)], [Way(0.0, ((0, 1.0, 1),), 0.0)]
     # 10 s, then 10 s of the second one beside one second of gradients, which has 0.9 of the link.
     assert walked_s(2, 2, each, forth, back) == pytest.approx(20.0 + 1.0)
-    walk = _Walk(2, 2, each, forth, back)
-    for transfer in walk._transfers.values():
-        transfer.batch = 0
-    assert walk._held_s((False, 1), 0, 1.0, 1) == pytest.approx(1 / 0.9)
-    assert walk._held_s((True, 0), 0, 1.0, 1) == pytest.approx(2.0)
-    many = _Walk(2, 2, each, [one_way(1.0)], [Way(0.0, ((0, 1.0, 3),), 0.0)])
-    for transfer in many._transfers.values():
-        transfer.batch = 0
-    assert many._held_s((True, 0), 0, 1.0, 1) == pytest.approx(4.0)
-    assert many._held_s((False, 1), 0, 1.0, 3) == pytest.approx(4.0 / 3)
+
+
+@pytest.mark.parametrize(("forth", "back", "seconds"), [(1, 1, 2.0), (1, 3, 4.0), (3, 1, 4 / 3)])
+def test_messages_have_even_shares(forth: int, back: int, seconds: float) -> None:
+    # On one link the second micro-batch's activations (1 s) meet the first one's gradients (3 s). What the last stage does in the
+    # end takes so long that their arrival decides.
+    each = [PassTimes(0.0, 0.0, 0.0, 0.0, after_s) for after_s in (0.0, 100.0)]
+    ways = [Way(0.0, ((0, 1.0, forth),), 0.0)], [Way(0.0, ((0, 3.0, back),), 0.0)]
+    assert walked_s(2, 2, each, *ways) == pytest.approx(1.0 + seconds + 100.0)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -108,7 +107,7 @@ def test_of_many_micro_batches_the_last_ones_stand_for_the_rest(seed: int) -> No
     # The same ways: what passes with one micro-batch stays as it is.
     inside = stage_links(plan, stages)
     whole_s = walked_s(long.micro_batches, plan.ahead, stages, forth, back, inside)
-    assert _step_s(long, stages, forth, back, inside) == pytest.approx(whole_s, rel=2e-3)
+    assert paced_s(long.micro_batches, plan.ahead, stages, forth, back, inside) == pytest.approx(whole_s, rel=2e-3)
     assert long.in_flight(0) == plan.ahead * (number - 1) + 1
 
 
@@ -146,7 +145,8 @@ def test_the_steady_pace_is_that_of_the_busiest_link() -> None:
     batch_bytes = int(plan.sequences(0).sum()) * plan.sequence_bytes
     # The middle stage's site sends activations on and gradients back over one access link.
     nothing = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 3
-    assert busiest_link_s(plan, nothing) == pytest.approx(9 * 2 * batch_bytes / 125e6)
+    busiest_s = busiest_link_s(plan.micro_batches, *ways_of(plan), stage_links(plan, nothing))
+    assert busiest_s == pytest.approx(9 * 2 * batch_bytes / 125e6)
     assert activation_bytes(plan) == pytest.approx(2 * 2 * 9 * batch_bytes)
     times = PipelineTimes(plan=plan, stages=nothing)
     pace_s, latency_s = 2 * batch_bytes / 125e6, cluster.levels[0].latency

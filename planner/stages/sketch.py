@@ -1,0 +1,152 @@
+"""About how long a pipeline's step takes, for searches that try many.
+
+Each stage takes what one layer takes on its sites, times its layers; what a layer takes with other micro-batches lies on a line
+in the sequences of a rank. Left out: embeddings, rounding to whole sequences between stages, coding of activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridep.pipeline import sequences_of_place
+from hybridep.placement import IntArray
+from hybridep.plan import LayerGroup
+from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray
+from hybridep.workload import Workload
+from planner.exchange import ExchangeTimes
+from planner.sites.grouping import Groups
+from planner.stages.order import facing
+from planner.stages.schedule import busiest_link_s, paced_s
+from planner.stages.walk import StageLinks, Way
+from planner.staggered import PassTimes, crossed
+
+
+class OneLayer(NamedTuple):
+    """What one layer takes on a stage's sites."""
+
+    layers: tuple[LayerGroup, ...]
+    times: PassTimes
+    links: StageLinks
+
+
+@dataclass
+class Sketches:
+    """About how long the steps of pipelines of one problem take."""
+
+    cluster: Cluster
+    workload: Workload
+    network: ExchangeTimes
+    step_bytes: float
+    """Activations of all ranks of a stage in a step."""
+    one_layer: Callable[[tuple[int, ...], int, OneLayer | None], OneLayer]
+    """Of sites, with a number of micro-batches: placed anew, or as in another."""
+    head_s: Callable[[Sequence[int], int], float]
+    """Of the output projection of a micro-batch on sites, there and back."""
+    _timed: dict[tuple[int, ...], list[tuple[float, OneLayer]]] = field(default_factory=dict)
+    """Sites -> (sequences of a rank, what a layer takes) with two numbers of micro-batches."""
+    _between: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Way, Way]] = field(default_factory=dict)
+    """Two stages' sites -> their ways there and back, with all bytes of a step."""
+
+    def step_s(self, path: Groups, layers: Sequence[int], micro_batches: int, ahead: int, possible: Sequence[int]) -> float:
+        """Seconds of a step with these sites in the stages, and their layers. ``possible``: numbers of micro-batches."""
+        stages, inside = [], []
+        for place, (group, number) in enumerate(zip(path, layers, strict=True)):
+            one = self._one_layer(group, micro_batches, possible)
+            head_s = self.head_s(group, micro_batches) if place == len(path) - 1 else 0.0
+            once_s = 2 * float(self.cluster.site_latency_s[np.ix_(group, group)].max())
+            stages.append(_times(one.times, number, head_s, min(once_s, one.times.after_s)))
+            inside.append(StageLinks(_longer(one.links.forward, number), _longer(one.links.backward, number), one.links.once))
+        both = [self._ways(one, other) for one, other in pairwise(path)]
+        forth, back = ([_longer(ways[way], 1 / micro_batches) for ways in both] for way in (0, 1))
+        walked_s = paced_s(micro_batches, ahead, stages, forth, back, inside)
+        busy_s = max(one.busy_s(micro_batches) for one in stages)
+        return max(walked_s, busy_s, busiest_link_s(micro_batches, forth, back, inside))
+
+    def _one_layer(self, group: tuple[int, ...], micro_batches: int, possible: Sequence[int]) -> OneLayer:
+        timed = self._timed.setdefault(group, [])
+        wanted = self._sequences(group, micro_batches)
+        if not timed:
+            timed.append((wanted, self.one_layer(group, micro_batches, None)))
+        first, one = timed[0]
+        if wanted == first:
+            return one
+        if len(timed) == 1:
+            # The smallest micro-batches, or the largest where it is those.
+            every = sorted((self._sequences(group, number), number) for number in possible)
+            second, number = every[0] if every[0][0] < first else every[-1]
+            timed.append((second, self.one_layer(group, number, one) if second != first else one))
+        second, other = timed[1]
+        return one if second == first else _on_line(one, other, (wanted - first) / (second - first))
+
+    def _sequences(self, group: tuple[int, ...], micro_batches: int) -> float:
+        """Of the rank that has most of a micro-batch."""
+        batch = sequences_of_place(self.workload, self.cluster)
+        return float(-(-batch // micro_batches // len(group)))
+
+    def _ways(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[Way, Way]:
+        if (one, other) not in self._between:
+            sites, others, part = facing(one, other)
+            self._between[one, other] = self._way(sites, others, part), self._way(others, sites, part)
+        return self._between[one, other]
+
+    def _way(self, source: IntArray, destination: IntArray, part: FloatArray) -> Way:
+        """All that passes from sites to others in a step, each its ``part``: [n] each."""
+        cluster, size_bytes, inside = self.cluster, part * self.step_bytes, self.cluster.ranks_per_site
+        load_bytes, messages = np.zeros(len(cluster.link_table)), np.zeros(len(cluster.link_table), dtype=np.int64)
+        for link, transfer, share in crossed(cluster, 0, source * inside, destination * inside):
+            np.add.at(load_bytes, link, size_bytes[transfer] * share)
+            np.add.at(messages, link, inside)
+        held_s = load_bytes / self.network.bandwidths_bytes_per_s
+        per_byte = self.network.window_s_per_byte[0]
+        windows_s = size_bytes / inside * (per_byte[source, destination] if per_byte.ndim else float(per_byte))
+        used = np.flatnonzero(cluster.outer_links & (held_s > 0))
+        return Way(
+            latency_s=float(cluster.site_latency_s[source, destination].max()),
+            links=tuple((int(link), float(held_s[link]), int(messages[link])) for link in used),
+            least_s=float(windows_s.max()),
+        )
+
+
+def _times(one: PassTimes, layers: int, head_s: float, once_s: float) -> PassTimes:
+    """Of so many layers, and the output projection there and back. ``once_s``: latencies of the dense gradients' reduction."""
+    return one._replace(
+        gather_s=layers * one.gather_s,
+        forward_s=layers * one.forward_s + head_s / 3,
+        backward_s=layers * one.backward_s + head_s * 2 / 3,
+        return_s=layers * one.return_s,
+        after_s=once_s + layers * (one.after_s - once_s),
+        layers=layers,
+        early_s=layers * one.early_s,
+        late_s=layers * one.late_s,
+    )
+
+
+def _longer(way: Way, times: float) -> Way:
+    """With so many times the bytes."""
+    links = tuple((link, held_s * times, messages) for link, held_s, messages in way.links)
+    return Way(way.latency_s, links, way.least_s * times)
+
+
+def _on_line(one: OneLayer, other: OneLayer, share: float) -> OneLayer:
+    """What passes take where ``one`` has a share of 0 and ``other`` of 1; what comes once a step is that of ``one``."""
+
+    def between(first: float, second: float) -> float:
+        return max(first + share * (second - first), 0.0)
+
+    def way(first: Way, second: Way) -> Way:
+        held_s = {link: seconds for link, seconds, _ in second.links}
+        links = tuple((link, between(seconds, held_s.get(link, seconds)), messages) for link, seconds, messages in first.links)
+        return Way(first.latency_s, links, between(first.least_s, second.least_s))
+
+    times = one.times._replace(
+        forward_s=between(one.times.forward_s, other.times.forward_s),
+        backward_s=between(one.times.backward_s, other.times.backward_s),
+    )
+    links = StageLinks(way(one.links.forward, other.links.forward), way(one.links.backward, other.links.backward), one.links.once)
+    return OneLayer(one.layers, times, links)
