@@ -108,6 +108,42 @@ def test_wrong_runs(inputs: Inputs, call: Call) -> None:
     assert "output" in one_line(call("train", inputs.run, "--local", "--set", f"output={inputs.folder / 'file' / 'below'}"))
 
 
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("seed=-1", ["--set seed=-1", "greater than or equal to 0"]),
+        ("trace_step=0", ["--set trace_step=0", "greater than or equal to 1"]),
+        ("trace_step=5", ["trace_step 5 is beyond the last of 4 steps"]),
+        ("exchange_timeout=1e300 s", ["--set exchange_timeout=1e300 s", "less than or equal to 86400"]),
+        ('output="a\\0b"', ["output", "null character"]),
+        ('output="a\\ud800b"', ["output", "surrogates not allowed"]),
+        ("output=~nouser/x", ["output", "'~nouser/x'", "home directory"]),
+        ("checkpoints.folder=~nouser", ["checkpoints.folder", "'~nouser'"]),
+        ("data.path=~nouser", ["data.path", "'~nouser'"]),
+    ],
+)
+def test_wrong_values_of_runs(inputs: Inputs, call: Call, override: str, named: list[str]) -> None:
+    line = one_line(call("train", inputs.run, "--local", "--set", override))
+    assert all(name in line for name in named), line
+
+
+def test_a_file_in_place_of_the_logs(inputs: Inputs, call: Call) -> None:
+    inputs.output.mkdir()
+    (inputs.output / "logs").write_text("")
+    result = call("train", inputs.run, "--local")
+    assert result.code == 2 and "output/logs cannot be written" in result.err.splitlines()[-1]
+
+
+def test_the_demo_takes_no_plan(inputs: Inputs, call: Call) -> None:
+    line = one_line(call("demo", "--run", inputs.run, "--set", "plan=full_gather"))
+    assert "--set plan=full_gather: the demo trains under plans of its own" in line
+
+
+def test_what_a_probe_cannot_write_is_noticed_before_it_measures(inputs: Inputs, call: Call) -> None:
+    line = one_line(call("probe", inputs.cluster, inputs.workload, "-o", inputs.text / "measured.yaml"))
+    assert "--output: " in line and "text.txt cannot be written" in line
+
+
 def test_errors_as_json(call: Call) -> None:
     result = call("plan", "lab-4cd", "tiny", "--json")
     assert result.code == 2 and result.json["exit"] == 2 and "lab-4cd" in result.json["error"]
