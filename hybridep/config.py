@@ -173,11 +173,17 @@ def build(model: type[ModelT], data: Mapping[str, Any], where: str, lines: Mappi
 
 def load(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) -> ModelT:
     """Read a YAML file into ``model``. ``overrides`` are ``a.b=value`` texts, as after ``--set``."""
-    data, lines = read_yaml(path), dict[str, int | str](key_lines(path))
+    data = read_yaml(path)
+    return build(model, data, str(path), apply_overrides(data, path, overrides))
+
+
+def apply_overrides(data: dict[str, Any], path: Path, overrides: Iterable[str]) -> dict[str, int | str]:
+    """Change what was read from a YAML file; returns what its keys are from, for ``build``."""
+    lines: dict[str, int | str] = dict(key_lines(path))
     for override in overrides:
         key = apply_override(data, override)
         lines = {name: line for name, line in lines.items() if not name.startswith(f"{key}.")} | {key: f"--set {override}"}
-    return build(model, data, str(path), lines)
+    return lines
 
 
 def apply_override(data: dict[str, Any], override: str) -> str:

@@ -144,10 +144,8 @@ def _train(run: Run, name: str, made: Plan) -> Outcome:
     from hybridep.timeline import write_chrome_trace
     from simulator.report import simulate
 
-    folder = run.output / name
-    kept = run.checkpoints.folder
-    checkpoints = run.checkpoints.model_copy(update={"folder": kept and kept / name})
-    mine = run.model_copy(update={"name": f"{run.name}-{name}", "output": folder, "checkpoints": checkpoints})
+    mine = _own(run, name)
+    folder = mine.output
     note(f"    {name}: {_domains(made)}")
     report = simulate(made)
     write_chrome_trace(folder / "trace-simulated.json", report.step.spans())
@@ -171,6 +169,13 @@ def _train(run: Run, name: str, made: Plan) -> Outcome:
         planned_wan_bytes=made.predicted.wan_bytes,
         losses=tuple(summary["losses"]),
     )
+
+
+def _own(run: Run, name: str) -> Run:
+    """The run of one plan, with folders of its own."""
+    kept = run.checkpoints.folder
+    checkpoints = run.checkpoints.model_copy(update={"folder": kept and kept / name})
+    return run.model_copy(update={"name": f"{run.name}-{name}", "output": run.output / name, "checkpoints": checkpoints})
 
 
 def _wire_bytes() -> int | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hybridep.errors import HybridEPError, UserError
+from hybridep.launch.lab import LAB_VARIABLE
 from hybridep.run import is_checkpoint
 
 LOCK_FILE = ".hybridep.lock"
@@ -26,7 +28,9 @@ def held(key: str, folder: Path) -> Iterator[None]:
     lock = _locked(key, path)
     try:
         os.ftruncate(lock, 0)
-        os.write(lock, str(os.getpid()).encode())
+        # In a lab processes have other numbers than outside.
+        if LAB_VARIABLE not in os.environ:
+            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
         path.unlink(missing_ok=True)
@@ -43,10 +47,10 @@ def _locked(key: str, path: Path) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = os.pread(lock, 32, 0).decode(errors="replace")
+            who = os.pread(lock, 256, 0).decode(errors="replace")
             os.close(lock)
-            who = f"process {pid}" if pid else "another process"
-            raise UserError(f"{key}: {path.parent} is in use by another run ({who}); wait for its end or give another") from None
+            by = f"another run ({who})" if who else "another run"
+            raise UserError(f"{key}: {path.parent} is in use by {by}; wait for its end, or give another folder") from None
         except OSError:
             return lock  # a file system without locks
         # Whoever held it before may have removed the file since it was opened here.

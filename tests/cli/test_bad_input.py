@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from cli_cases import Inputs, Result
+
+from hybridep.commands.demo import _own
+from hybridep.commands.inputs import load_run
+from hybridep.launch import lab, shaping
 
 Call = Callable[..., Result]
 
@@ -137,6 +143,25 @@ def test_a_file_in_place_of_the_logs(inputs: Inputs, call: Call) -> None:
 def test_the_demo_takes_no_plan(inputs: Inputs, call: Call) -> None:
     line = one_line(call("demo", "--run", inputs.run, "--set", "plan=full_gather"))
     assert "--set plan=full_gather: the demo trains under plans of its own" in line
+
+
+def test_each_plan_of_the_demo_has_folders_of_its_own(inputs: Inputs) -> None:
+    run = load_run(str(inputs.run), [f"checkpoints.folder={inputs.folder / 'kept'}"])
+    mine = [_own(run, name) for name in ("ep", "plan")]
+    assert [one.checkpoint_folder for one in mine] == [inputs.folder / "kept" / "ep", inputs.folder / "kept" / "plan"]
+    assert _own(load_run(str(inputs.run)), "ep").checkpoint_folder == inputs.output / "ep" / "checkpoints"
+
+
+def test_any_path_reaches_the_command_inside_the_lab(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(shaping, "why_not_in_lab", lambda cluster: None)
+    monkeypatch.setattr(lab, "run_in_lab", lambda command, *_: commands.append(command) or 0)
+    folder = inputs.folder / 'é: #1 "x"'
+    assert call("train", inputs.run, "--set", f"output={json.dumps(str(folder))}").code == 0
+    overrides = [override for word, override in pairwise(commands[0]) if word == "--set"]
+    run = load_run(str(inputs.run), overrides)
+    assert run.output == folder and Path(run.plan) == folder / "plan.yaml" and Path(run.plan).exists()
 
 
 def test_what_a_probe_cannot_write_is_noticed_before_it_measures(inputs: Inputs, call: Call) -> None:

@@ -179,7 +179,7 @@ def test_a_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
     # A file that was left is no obstacle.
     (tmp_path / LOCK_FILE).write_text("1")
     with held("output", tmp_path):
-        with pytest.raises(UserError, match=rf"output: {tmp_path} is in use by another run \(process {os.getpid()}\)"):
+        with pytest.raises(UserError, match=rf"output: {tmp_path} is in use by another run \(process {os.getpid()} on "):
             run_job(tmp_path, Played())
         assert list(tmp_path.iterdir()) == [tmp_path / LOCK_FILE]
     assert list(tmp_path.iterdir()) == []
