@@ -1,5 +1,5 @@
 """Checkpoints that outlive their plan: one file per rank with its home experts, one with the dense parameters (of each
-pipeline stage), one manifest.
+pipeline stage), one manifest; where rank 0 is, one with what the gates chose so far.
 
 A checkpoint is written into a hidden folder that gets its name only when every rank has finished, so what is found under
 a checkpoint's name is complete. Sites need not share a file system: then each holds what its ranks wrote, with the dense
