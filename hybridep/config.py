@@ -78,12 +78,45 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "", f"cannot be read ({error})") from None
     try:
-        data = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+        root = yaml.compose(text, Loader=_Loader)
+        _check_nodes(path, root)
+        data = _Loader("").construct_document(root) if root is not None else None
+    except RecursionError:
+        raise ConfigError(str(path), "", "is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(str(path), "", f"is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(str(path), "", f"must hold keys and values, found {type(data).__name__}")
     return data
+
+
+def _check_nodes(path: Path, root: yaml.Node | None) -> None:
+    """Raises ConfigError for what YAML lets pass: a key that is given twice, and a value inside itself."""
+    under_way, done = set[int](), set[int]()
+
+    def walk(node: yaml.Node, name: str) -> None:
+        where = f"{path}:{node.start_mark.line + 1}"
+        if id(node) in under_way:
+            raise ConfigError(where, name, "an alias inside of what it stands for")
+        if id(node) in done or isinstance(node, yaml.ScalarNode):
+            return
+        under_way.add(id(node))
+        prefix, seen = f"{name}." if name else "", set[tuple[str, str]]()
+        for index, entry in enumerate(node.value):
+            if isinstance(node, yaml.SequenceNode):
+                walk(entry, f"{prefix}{index}")
+                continue
+            key, value = entry
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise ConfigError(f"{path}:{key.start_mark.line + 1}", f"{prefix}{key.value}", "is given twice")
+                seen.add((key.tag, key.value))
+            walk(value, f"{prefix}{key.value}")
+        under_way.remove(id(node))
+        done.add(id(node))
+
+    if root is not None:
+        walk(root, "")
 
 
 def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
@@ -119,8 +152,19 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
-def build(model: type[ModelT], data: Mapping[str, Any], where: str, lines: Mapping[str, int] | None = None) -> ModelT:
-    """Validate ``data``; raises ConfigError that names the first wrong key, its value and the nearest valid key."""
+def require_writable(key: str, folder: Path) -> None:
+    """Make a folder and try a file in it. Raises UserError that begins with ``key``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".hybridep."):
+            pass
+    except OSError as error:
+        raise UserError(f"{key}: {folder} cannot be written ({error.strerror})") from None
+
+
+def build(model: type[ModelT], data: Mapping[str, Any], where: str, lines: Mapping[str, int | str] | None = None) -> ModelT:
+    """Validate ``data``; raises ConfigError that names the first wrong key, its value and the nearest valid key. ``lines``: what
+    dotted keys are from, a line of the file ``where`` or the override that replaced it."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -130,39 +174,50 @@ def build(model: type[ModelT], data: Mapping[str, Any], where: str, lines: Mappi
 def load(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) -> ModelT:
     """Read a YAML file into ``model``. ``overrides`` are ``a.b=value`` texts, as after ``--set``."""
     data = read_yaml(path)
+    return build(model, data, str(path), apply_overrides(data, path, overrides))
+
+
+def apply_overrides(data: dict[str, Any], path: Path, overrides: Iterable[str]) -> dict[str, int | str]:
+    """Change what was read from a YAML file; returns what its keys are from, for ``build``."""
+    lines: dict[str, int | str] = dict(key_lines(path))
     for override in overrides:
-        apply_override(data, override)
-    return build(model, data, str(path), key_lines(path))
+        key = apply_override(data, override)
+        lines = {name: line for name, line in lines.items() if not name.startswith(f"{key}.")} | {key: f"--set {override}"}
+    return lines
 
 
-def apply_override(data: dict[str, Any], override: str) -> None:
-    """Set ``a.b=c`` in nested mappings (and ``a.0.b`` in lists); the value is read as YAML."""
+def apply_override(data: dict[str, Any], override: str) -> str:
+    """Set ``a.b=c`` in nested mappings (and ``a.0.b`` in lists); the value is read as YAML. Returns the key as errors name it:
+    with entries of lists by number."""
     key, found, text = override.partition("=")
     if not found or not key:
         raise UserError(f"--set {override}: write it as key.path=value")
     *parents, last = key.split(".")
     node: Any = data
+    path: list[str] = []
     for parent in parents:
-        node = node[_index(node, parent, override)] if isinstance(node, list) else node.setdefault(parent, {})
+        path.append(_place(node, parent, override))
+        node = node[int(path[-1])] if isinstance(node, list) else node.setdefault(parent, {})
         if not isinstance(node, dict | list):
             raise UserError(f"--set {override}: {parent!r} holds a single value, not further keys")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise UserError(f"--set {override}: {text!r} is not YAML; close quotes and brackets") from None
-    if isinstance(node, list):
-        node[_index(node, last, override)] = value
-    else:
-        node[last] = value
+    path.append(_place(node, last, override))
+    node[int(path[-1]) if isinstance(node, list) else last] = value
+    return ".".join(path)
 
 
-def _index(node: list[Any], text: str, override: str) -> int:
-    """Position in a list, by number or by the ``name`` of its entries (``levels.dc.bandwidth``)."""
+def _place(node: dict[str, Any] | list[Any], text: str, override: str) -> str:
+    """Key in a mapping; position in a list, by number or by the ``name`` of its entries (``levels.dc.bandwidth``)."""
+    if isinstance(node, dict):
+        return text
     for index, entry in enumerate(node):
         if isinstance(entry, dict) and entry.get("name") == text:
-            return index
-    if text.isdigit() and int(text) < len(node):
-        return int(text)
+            return str(index)
+    if text.isdecimal() and int(text) < len(node):
+        return str(int(text))
     names = [str(entry["name"]) for entry in node if isinstance(entry, dict) and "name" in entry]
     raise UserError(f"--set {override}: no entry {text!r} here; there are {', '.join(names) or len(node)}")
 
@@ -188,7 +243,7 @@ def key_lines(path: Path) -> dict[str, int]:
     return lines
 
 
-def _config_error(model: type[Strict], error: ValidationError, where: str, lines: Mapping[str, int]) -> ConfigError:
+def _config_error(model: type[Strict], error: ValidationError, where: str, lines: Mapping[str, int | str]) -> ConfigError:
     # A misspelt key also shows as a missing one: the misspelling is what the user can mend.
     first = min(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
@@ -205,7 +260,8 @@ def _config_error(model: type[Strict], error: ValidationError, where: str, lines
     known = key
     while known and known not in lines:
         known = known.rpartition(".")[0]
-    return ConfigError(f"{where}:{lines[known]}" if known else where, key, problem)
+    place = lines.get(known)
+    return ConfigError(place if isinstance(place, str) else f"{where}:{place}" if place is not None else where, key, problem)
 
 
 def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

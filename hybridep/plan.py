@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from hybridep.codecs import Codecs, level_codecs
-from hybridep.config import Duration, Price, Strict, apply_override, build, key_lines, read_yaml, write_yaml
+from hybridep.config import Duration, Price, Strict, apply_overrides, build, read_yaml, write_yaml
 from hybridep.errors import ConfigError, PlacementError, PlanMismatchError
 from hybridep.gating import Gating, gating
 from hybridep.homes import home_table
@@ -370,14 +370,13 @@ def load_kind(
     """
     data = read_yaml(path)
     kind = kind_of(data)
-    for override in overrides:
-        apply_override(data, override)
+    lines = apply_overrides(data, path, overrides)
     if overrides:
         data = {key: value for key, value in data.items() if key not in ("prediction", "solver")}
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ConfigError(str(path), "schema_version", f"this version reads plans of schema {SCHEMA_VERSION} (found {version!r})")
-    plan = build(kind, data, str(path), key_lines(path))
+    plan = build(kind, data, str(path), lines)
     plan.require(cluster, workload, str(path))
     return plan
 

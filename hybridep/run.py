@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from math import cos, pi
@@ -10,6 +11,11 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from hybridep.config import Duration, Strict
+
+_LONGEST_EXCHANGE_S = 86400.0
+"""A day: what waits for several of them must still be a time that gloo can count."""
+MANIFEST = "manifest.json"
+"""In the folder of a checkpoint that is complete."""
 
 
 class Device(Enum):
@@ -78,6 +84,16 @@ class Checkpoints(Strict):
     """0: only at the end."""
 
 
+def checkpoint_name(step: int) -> str:
+    """Of the folder with the state after so many steps."""
+    return f"step-{step:08d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is the folder of a complete checkpoint."""
+    return re.fullmatch(r"step-\d{8,}", path.name) is not None and (path / MANIFEST).is_file()
+
+
 class Run(Strict):
     """One training run."""
 
@@ -92,19 +108,25 @@ class Run(Strict):
     """``cluster.key=value`` and ``workload.key=value``, applied before planning."""
     output: Path
     steps: int = Field(ge=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     device: Device = Device.AUTO
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     checkpoints: Checkpoints = Checkpoints()
-    exchange_timeout: Duration = 20.0
+    exchange_timeout: Duration = Field(default=20.0, le=_LONGEST_EXCHANGE_S)
     """A transfer that takes longer means that a link or a peer is gone; between stages, four times as long for each stage."""
-    trace_step: int | None = None
+    trace_step: int | None = Field(default=None, ge=1)
     """Step whose timeline, and whose every choice of an expert, all ranks record; the popularity of experts over all steps is
     recorded in any case."""
     choice_steps: int = Field(default=1, ge=1)
     """Steps, from ``trace_step`` on, of which every choice is recorded. The more, the better is known what a step takes where
     experts are popular by turns."""
+
+    @model_validator(mode="after")
+    def _makes_the_traced_step(self) -> Run:
+        if self.trace_step is not None and self.trace_step > self.steps:
+            raise ValueError(f"trace_step {self.trace_step} is beyond the last of {self.steps} steps")
+        return self
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -77,7 +77,8 @@ def between_transport(
     mesh: Mesh, groups: Sequence[dist.ProcessGroup], timeout_s: float, on_span: Callable[[str, float, float], None]
 ) -> Transport:
     """Between all ranks of the run. A message waits for other stages' passes, so its timeout is longer than an exchange's."""
-    return Transport(timeout_s=timeout_s * _PATIENCE * mesh.num_stages, on_span=on_span, groups=groups)
+    numbers = {f"{name}@{mesh.plan.cluster.levels[0].name}": number for number, name in enumerate((ACTIVATIONS, GRADIENTS))}
+    return Transport(timeout_s=timeout_s * _PATIENCE * mesh.num_stages, on_span=on_span, groups=groups, numbers=numbers)
 
 
 class Neighbours:

@@ -13,7 +13,8 @@ from runtime.event_threads import waiting_their_turn
 from runtime.sockets import keeping_little_unsent
 
 _NUMBER_BITS = 15
-_LABEL_BITS = 16
+_HASHED = 1 << 15
+"""Label bits from here on are of labels without a number."""
 _SMALLEST_PIECE_BYTES = 64 << 10
 """What is shorter stays on one stream."""
 
@@ -88,9 +89,17 @@ class Channel:
 class Channels:
     """The channel of each label."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], streams: Mapping[str, int], *, least: int = 1) -> None:
-        """``groups``: connections; ``streams``: how many of them a level uses, ``least`` where absent."""
-        self._groups, self._streams, self._least = groups, streams, least
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        streams: Mapping[str, int],
+        *,
+        least: int = 1,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        """``groups``: connections; ``streams``: how many of them a level uses, ``least`` where absent; ``numbers``: of labels in
+        which users' names occur, the same on all ranks, so that no two meet by chance."""
+        self._groups, self._streams, self._least, self._numbers = groups, streams, least, numbers or {}
         self._of: dict[str, Channel] = {}
         self._labels: dict[int, str] = {}
 
@@ -99,7 +108,7 @@ class Channels:
         found = self._of.get(label)
         if found is None:
             # 31 bits is what gloo takes of a tag.
-            label_bits = zlib.crc32(label.encode()) % (1 << _LABEL_BITS)
+            label_bits = self._numbers.get(label, _HASHED | zlib.crc32(label.encode()) % _HASHED)
             other = self._labels.setdefault(label_bits, label)
             if other != label:
                 raise ValueError(f"exchange labels {label!r} and {other!r} share a tag: rename one")

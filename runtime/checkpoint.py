@@ -1,5 +1,5 @@
 """Checkpoints that outlive their plan: one file per rank with its home experts, one with the dense parameters (of each
-pipeline stage), one manifest.
+pipeline stage), one manifest; where rank 0 is, one with what the gates chose so far.
 
 A checkpoint is written into a hidden folder that gets its name only when every rank has finished, so what is found under
 a checkpoint's name is complete. Sites need not share a file system: then each holds what its ranks wrote, with the dense
@@ -13,8 +13,10 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -26,15 +28,16 @@ from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.placement import IntArray
 from hybridep.plan import Plan
+from hybridep.run import MANIFEST, checkpoint_name, is_checkpoint
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
 from runtime.mesh import Mesh, first_line
 from runtime.optimizer import HomeOptimizer
 
-MANIFEST = "manifest.json"
 _SCHEMA_VERSION = 2
 DENSE = "dense.pt"
-_NAME, _PARTIAL = "step-{:08d}", ".step-*.partial*"
+_CHOSEN = "chosen.pt"
+_PARTIAL = ".step-*.partial*"
 _ELSEWHERE = "another site wrote it: copy what the sites' folders of this name hold into one, or go on under the plan as it was"
 _KNOWN = 64
 """Checkpoints of a folder of which others are told, the last ones."""
@@ -51,20 +54,23 @@ def save_checkpoint(
     dense: list[str],
     optimizer: HomeOptimizer,
     codecs: CodecState,
+    chosen: Tensor | None,
     barrier: Barrier,
 ) -> Path:
     """Write the state after ``step`` steps; all ranks call it. ``dense`` names the parameters that all ranks hold alike,
-    ``codecs`` is what this rank's codecs keep, ``barrier`` joins all ranks of the run. Raises UserError when the folder cannot be
-    written."""
+    ``codecs`` is what this rank's codecs keep, ``chosen`` (at rank 0) how often all ranks chose each expert, ``barrier`` joins
+    all ranks of the run. Raises UserError when the folder cannot be written."""
     # The same number at all sites, and no other checkpoint's, also of this step.
     number = int(barrier.agree(float(random.SystemRandom().getrandbits(52))))
-    final = folder / _NAME.format(step)
+    final = folder / checkpoint_name(step)
     partial = folder / f".{final.name}.partial-{number:x}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
         if codecs:
             kept = {part: {name: value.cpu() for name, value in values.items()} for part, values in codecs.items()}
             torch.save(kept, partial / _codec_shard(mesh.run_rank))
+        if chosen is not None:
+            torch.save(chosen, partial / _CHOSEN)
         _save(optimizer, [name for name in optimizer.parameters if name not in dense], partial / _shard(mesh.run_rank))
         barrier.wait()
         here = [rank for rank in range(mesh.whole.cluster.num_gpus) if (partial / _shard(rank)).exists()]
@@ -107,7 +113,7 @@ def _manifest(step: int, number: int, plan: Plan | PipelinePlan) -> dict[str, An
 
 def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
-    if final.exists() and _read_manifest(final).get("number") != manifest["number"]:
+    if final.exists() and _read_manifest(final)["number"] != manifest["number"]:
         shutil.rmtree(final)
     # Else another rank has been here, which did not see this one's files yet.
     if not final.exists():
@@ -119,12 +125,8 @@ def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 def complete_checkpoints(folder: Path) -> dict[int, int]:
     """Steps of the complete checkpoints in a folder, and the number that tells each from others of the same step."""
-    found = {}
-    for path in folder.glob("step-*"):
-        if (path / MANIFEST).is_file():
-            manifest = _read_manifest(path)
-            found[int(manifest["step"])] = int(manifest.get("number", 0))
-    return found
+    manifests = [_read_manifest(path) for path in folder.glob("step-*") if is_checkpoint(path)]
+    return {manifest["step"]: manifest["number"] for manifest in manifests}
 
 
 def last_checkpoint(folder: Path, barrier: Barrier) -> Path:
@@ -142,7 +144,7 @@ def last_checkpoint(folder: Path, barrier: Barrier) -> Path:
             f"checkpoints.folder: {folder} holds checkpoints of steps {', '.join(map(str, sorted(mine)))}, none of which all "
             "ranks have; give all sites one that was written together, or start without --resume"
         )
-    return folder / _NAME.format(step)
+    return folder / checkpoint_name(step)
 
 
 def _last_of_all(everyone: Sequence[Tensor]) -> int:
@@ -151,13 +153,24 @@ def _last_of_all(everyone: Sequence[Tensor]) -> int:
     return max((step for step, _ in common), default=-1)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What goes wrong inside becomes a UserError that names the file, or the checkpoint."""
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        _ = int(manifest["step"])
-    except (OSError, ValueError, KeyError) as error:
+        yield
+    except UnpicklingError:  # whose advice is to trust the file
+        raise UserError(f"checkpoint {path}: is damaged") from None
+    except (OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError) as error:
         raise UserError(f"checkpoint {path}: cannot be read ({first_line(error)})") from None
-    return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    with _reading(path / MANIFEST):
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        step, number = int(manifest["step"]), int(manifest.get("number", 0))
+    if path.name != checkpoint_name(step):
+        raise UserError(f"checkpoint {path}: is of step {step}; name it {checkpoint_name(step)}")
+    return manifest | {"step": step, "number": number}
 
 
 def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: HomeOptimizer) -> int:
@@ -167,11 +180,10 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
     Raises UserError when the checkpoint was made for another model or element type, or cannot be read.
     """
     manifest = _read_manifest(path)
-    try:
+    with _reading(path):
         if manifest["schema_version"] != _SCHEMA_VERSION:
             raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {_SCHEMA_VERSION}")
         _require_same_model(path, manifest["workload"], mesh.whole.workload)
-        step = int(manifest["step"])
         shards = [path / shard for shard in manifest.get("dense", [DENSE])]
         state = {name: value for shard in shards if shard.exists() for name, value in _read(shard).items()}
         for name in dense:
@@ -179,18 +191,19 @@ def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: Home
                 raise UserError(f"checkpoint {path}: {name} is not here; {_ELSEWHERE}")
             optimizer.load(name, state[name])
         _load_experts(path, mesh, optimizer)
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise UserError(f"checkpoint {path}: cannot be read ({first_line(error)})") from None
-    return step
+    return int(manifest["step"])
 
 
 def load_codecs(path: Path, mesh: Mesh) -> CodecState | None:
     """What this rank's codecs kept; None where the checkpoint was written under another plan or without such codecs."""
     manifest, shard = _read_manifest(path), path / _codec_shard(mesh.run_rank)
-    try:
+    with _reading(path):
         return _read(shard) if manifest["plan"] == mesh.whole.digest and shard.exists() else None
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise UserError(f"checkpoint {path}: cannot be read ({first_line(error)})") from None
+
+
+def load_chosen(path: Path) -> Tensor | None:
+    """How often all ranks had chosen each expert; None where the checkpoint does not say so here."""
+    return _read(path / _CHOSEN) if (path / _CHOSEN).exists() else None
 
 
 class SavedExperts:
@@ -262,4 +275,5 @@ def _codec_shard(rank: int) -> str:
 
 def _read(path: Path) -> Any:
     # Only tensors are ever loaded: a checkpoint from elsewhere cannot run code. mmap reads just the rows that are used.
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with _reading(path):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

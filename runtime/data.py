@@ -38,7 +38,8 @@ def training_batches(run: Run, workload: Workload) -> Batches:
         )
     else:
         tokens = _text(data.path, data.suffixes)
-    return Batches(tokens, length=workload.training.sequence_length, seed=run.seed, vocab_size=vocab_size)
+    where = "data.path" if data.path is None else f"data.path: {data.path}"
+    return Batches(tokens, length=workload.training.sequence_length, seed=run.seed, vocab_size=vocab_size, where=where)
 
 
 def _text(path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
@@ -64,8 +65,8 @@ def _text(path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
 def _token_file(path: Path) -> TokenArray:
     """Token ids that ``numpy.save`` wrote, left on disk until they are used."""
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError, EOFError) as error:
         raise DataError(f"data.path: {path} cannot be read ({error})") from None
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(
@@ -78,25 +79,30 @@ def _token_file(path: Path) -> TokenArray:
 class Batches:
     """Sequences of ``length`` tokens and the tokens that follow each."""
 
-    def __init__(self, tokens: TokenArray, *, length: int, seed: int, vocab_size: int = BYTE_VALUES) -> None:
-        """Raises DataError when there are fewer tokens than one sequence and its last target."""
+    def __init__(
+        self, tokens: TokenArray, *, length: int, seed: int, vocab_size: int = BYTE_VALUES, where: str = "data.path"
+    ) -> None:
+        """``where`` begins errors. Raises DataError when there are fewer tokens than one sequence and its last target."""
         if len(tokens) < length + 1:
             raise DataError(
-                f"data.path: {len(tokens)} tokens are too few for training.sequence_length {length}, it needs {length + 1}"
+                f"{where}: {len(tokens)} tokens are too few for training.sequence_length {length}, it needs {length + 1}"
             )
         self._tokens, self._length, self._seed, self._vocab_size = tokens, length, seed, vocab_size
+        self._where = where
 
     def __call__(self, step: int, first: int, number: int) -> tuple[Tensor, Tensor]:
         """(tokens, targets), int64 [number, length]: sequences ``first`` to ``first + number - 1`` of a step's batch. Raises
         DataError where the model does not know a token."""
-        windows = np.stack([self._window(step, index) for index in range(first, first + number)]).astype(np.int64)
+        windows = np.stack([self._window(step, index) for index in range(first, first + number)])
         unknown = windows[(windows < 0) | (windows >= self._vocab_size)]
         if unknown.size:
+            problem = f"{self._where}: token {unknown[0]}"
+            if unknown[0] < 0:
+                raise DataError(f"{problem} is negative; token ids count from 0")
             raise DataError(
-                f"data.path: token {unknown[0]} is not below model.vocab_size {self._vocab_size}; raise it, or take the model's "
-                "own tokenizer"
+                f"{problem} is not below model.vocab_size {self._vocab_size}; raise it, or take the model's own tokenizer"
             )
-        both = torch.from_numpy(windows)
+        both = torch.from_numpy(windows.astype(np.int64))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def _window(self, step: int, index: int) -> TokenArray:

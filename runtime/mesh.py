@@ -100,6 +100,11 @@ class Mesh:
         """``token_dispatch@dc``: the name under which a transfer's bytes and times are booked."""
         return self._labels[level][op]
 
+    @property
+    def label_numbers(self) -> dict[str, int]:
+        """Of each label its number, the same on all ranks."""
+        return {label: number for number, label in enumerate(label for labels in self._labels for label in labels.values())}
+
     @cached_property
     def _peers(self) -> list[list[int]]:
         """By level and coordinate. Asked for with every message: a table costs less than numpy's arithmetic on a few numbers."""

@@ -121,7 +121,8 @@ def _probe(
     plan = Plan(cluster=cluster, workload=workload, layers=(group,))
     mesh = Mesh(plan=plan, rank=rank, device=choose_device(device, rank))
     barrier = Barrier(rank=rank, world_size=mesh.world_size, timeout_s=_TIMEOUT_S)
-    transport = Transport(timeout_s=_TIMEOUT_S, device_links=device_links(mesh, timeout_s=_TIMEOUT_S))
+    links, numbers = device_links(mesh, timeout_s=_TIMEOUT_S), mesh.label_numbers
+    transport = Transport(timeout_s=_TIMEOUT_S, device_links=links, numbers=numbers)
     found = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]
     compute = probe_compute(
         cluster, workload, rank=rank, barrier=barrier, transport=transport, seconds=seconds, device=mesh.device
@@ -132,7 +133,7 @@ def _probe(
     contention: Contention | None = None
     if thorough and mesh.sizes[0] > 1:
         pairs = probe_pairs(mesh, barrier, seconds=seconds, timeout_s=_TIMEOUT_S)
-        many = Transport(timeout_s=_TIMEOUT_S, streams={cluster.levels[0].name: STREAMS[-1]})
+        many = Transport(timeout_s=_TIMEOUT_S, streams={cluster.levels[0].name: STREAMS[-1]}, numbers=numbers)
         several, _, _ = _level(mesh, many, barrier, 0, seconds)
         contention = probe_contention(mesh, barrier, seconds=seconds, timeout_s=_TIMEOUT_S)
     further_s = [each_s for _, each_s, _ in found if each_s is not None]

@@ -44,13 +44,23 @@ class RoutingRecorder:
         """[MoE layers, E]: how often this rank's tokens chose each expert so far."""
         return self._chosen_LE
 
+    def chosen_by_all(self, barrier: Barrier) -> Tensor | None:
+        """At rank 0 the sum of all ranks' ``chosen``; all ranks call it."""
+        counts = barrier.gather(self._chosen_LE.cpu())
+        return None if counts is None else torch.stack(counts).sum(dim=0)
+
+    def go_on_from(self, chosen_LE: Tensor | None) -> None:
+        """This rank counts what all had chosen before the run was resumed, where that is known."""
+        if chosen_LE is not None:
+            self._chosen_LE += chosen_LE.to(self._chosen_LE.device)
+
     def collect(self, barrier: Barrier) -> RoutingRecord | None:
         """At rank 0 the record of all ranks; all ranks call it, with the same choices kept."""
-        counts = barrier.gather(self._chosen_LE.cpu())
+        chosen_LE = self.chosen_by_all(barrier)
         choices = {key: barrier.gather(ids.cpu()) for key, ids in sorted(self._choices.items())}
-        if counts is None:
+        if chosen_LE is None:
             return None
         return RoutingRecord(
-            chosen=torch.stack(counts).sum(dim=0).numpy(),
+            chosen=chosen_LE.numpy(),
             choices={key: np.stack([ids.numpy() for ids in found]).astype(np.int64) for key, found in choices.items() if found},
         )

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridep.config import require_writable
+from hybridep.errors import UserError
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
 from hybridep.plan import Plan
+from hybridep.routing import load_routing
 from hybridep.run import Run, StepReport
 from hybridep.shares import batch_sequences, first_sequence, site_sequences
 from hybridep.traffic import Op
 from runtime.barrier import Barrier
 from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
-from runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import last_checkpoint, load_checkpoint, load_chosen, save_checkpoint
 from runtime.codec_state import codec_state, restore_codecs
 from runtime.data import training_batches
 from runtime.dense_reduce import DenseReduce, flat_gradients
@@ -72,6 +78,7 @@ class RankTrainer:
             streams=mesh.plan.schedule.streams,
             device_links=device_links(mesh, timeout_s=run.exchange_timeout),
             names=mesh.run_ranks,
+            numbers=mesh.label_numbers,
         )
         self._between: Transport | None = None
         self._neighbours: Neighbours | None = None
@@ -212,6 +219,7 @@ class RankTrainer:
             dense=list(self.dense),
             optimizer=self.optimizer,
             codecs=codec_state(self.model.routed, self.dense_reduce),
+            chosen=self.recorder.chosen_by_all(self._barrier),
             barrier=self._barrier,
         )
 
@@ -220,6 +228,8 @@ class RankTrainer:
         path = last_checkpoint(self.run.checkpoint_folder, self._barrier)
         step = load_checkpoint(path, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer)
         restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)
+        if self.mesh.run_rank == 0:
+            self.recorder.go_on_from(load_chosen(path))
         return step
 
     def save_trace(self) -> None:
@@ -228,11 +238,18 @@ class RankTrainer:
         if dumped is not None:
             save_trace(dumped, self.run.output / TRACE_FILE)
 
-    def save_routing(self) -> None:
-        """Write what the gates chose in all steps made; all ranks call it."""
-        record = self.recorder.collect(self._barrier)
-        if record is not None:
-            record.save(self.run.output / ROUTING_FILE)
+    def save_routing(self, *, resumed: bool) -> None:
+        """Write what the gates chose in all steps made; all ranks call it. A resumed run that was to record no step in full keeps
+        what the file has of them."""
+        record, path = self.recorder.collect(self._barrier), self.run.output / ROUTING_FILE
+        if record is None:
+            return
+        if resumed and path.exists() and not record.choices:
+            with suppress(UserError):  # those made under another plan may not go with this one
+                before = load_routing(path)
+                before.require(self.mesh.whole, path)
+                record = replace(record, choices=before.choices)
+        record.save(path)
 
     def close(self) -> None:
         """End the background threads."""
@@ -252,6 +269,8 @@ def train(
     after each step. The process group is opened and closed here. Raises UserError for input that cannot be trained
     and TransportError when a peer is gone.
     """
+    # Now rather than after the steps up to the first checkpoint.
+    require_writable("checkpoints.folder", run.checkpoint_folder)
     # One thread per rank: ranks on one machine share its cores, and results do not depend on how many there are.
     torch.set_num_threads(1)
     mesh = mesh_of(plan, rank, choose_device(run.device, rank))
@@ -274,10 +293,17 @@ def _steps(trainer: RankTrainer, done: int, fault: Fault | None, on_step: Callab
         # Micro-batches of stages have other ranks in each: their choices would not fit together.
         is_whole = trainer.mesh.pipeline is None
         trainer.recorder.whole = is_whole and run.trace_step is not None and 0 <= step - run.trace_step < run.choice_steps
-        on_step(trainer.step(step))
+        report = trainer.step(step)
+        on_step(report)
+        if not math.isfinite(report.loss_sum + report.balance_loss):
+            raise UserError(
+                f"the loss of step {step} is not finite (rank {report.rank}: {report.loss_sum:g}, for balance "
+                f"{report.balance_loss:g}); resume from the last checkpoint with a lower optimizer.learning_rate"
+            )
         trainer.spans.active = trainer.recorder.whole = False
         if step == run.steps or (every and step % every == 0):
             trainer.save(step)
     if run.trace_step is not None and done < run.trace_step <= run.steps:
         trainer.save_trace()
-    trainer.save_routing()
+    if done < run.steps:
+        trainer.save_routing(resumed=done > 0)

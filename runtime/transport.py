@@ -94,16 +94,18 @@ class Transport:
         device_links: DeviceLinks | None = None,
         groups: Sequence[dist.ProcessGroup] = (),
         names: Sequence[int] = (),
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
         """``streams``: level (what follows the ``@`` of a label) -> connections per pair of ranks, one where absent. With more
         than one all ranks must make their transports in the same order. ``groups``: connections in place of the default process
-        group's, all of them for every level. ``names``: what errors call each rank; its own number where absent."""
+        group's, all of them for every level. ``names``: what errors call each rank; its own number where absent. ``numbers``: see
+        ``Channels``."""
         self.timeout_s = timeout_s
         self._device_links = device_links
         if groups:
-            self._channels = Channels(groups, {}, least=len(groups))
+            self._channels = Channels(groups, {}, least=len(groups), numbers=numbers)
         else:
-            self._channels = Channels(stream_groups(max((streams or {}).values(), default=1)), streams or {})
+            self._channels = Channels(stream_groups(max((streams or {}).values(), default=1)), streams or {}, numbers=numbers)
         self.sent_bytes: Counter[tuple[str, int]] = Counter()
         """Payload bytes handed over so far, by (label, peer)."""
         self._on_span = on_span  # called with (label, start, end), both by time.perf_counter, in seconds

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hybridep.commands.common import emit, note, set_option, verb
+from hybridep.errors import UserError
 from hybridep.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -62,12 +63,15 @@ class Outcome:
 def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Emulate datacenters behind slow links, measure them, plan, and train the same model three ways: expert parallelism,
     full gather, and the plan. Ends with one table: measured, predicted and simulated step times, WAN bytes, losses."""
-    from hybridep.commands.inputs import load_cluster, load_run
+    from hybridep.commands.inputs import Kind, load_cluster, load_run, sort_overrides
     from hybridep.launch.backends import in_lab
     from hybridep.launch.host import child_environment
     from hybridep.launch.lab import run_in_lab
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
 
+    for override in sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD, Kind.RUN))[Kind.RUN]:
+        if override.startswith("plan="):
+            raise UserError(f"--set {override}: the demo trains under plans of its own; `hybridep train` takes one")
     run = load_run(run_name, overrides)
     cluster = load_cluster(run.cluster)
     if not in_lab():
@@ -140,8 +144,8 @@ def _train(run: Run, name: str, made: Plan) -> Outcome:
     from hybridep.timeline import write_chrome_trace
     from simulator.report import simulate
 
-    folder = run.output / name
-    mine = run.model_copy(update={"name": f"{run.name}-{name}", "output": folder})
+    mine = _own(run, name)
+    folder = mine.output
     note(f"    {name}: {_domains(made)}")
     report = simulate(made)
     write_chrome_trace(folder / "trace-simulated.json", report.step.spans())
@@ -165,6 +169,13 @@ def _train(run: Run, name: str, made: Plan) -> Outcome:
         planned_wan_bytes=made.predicted.wan_bytes,
         losses=tuple(summary["losses"]),
     )
+
+
+def _own(run: Run, name: str) -> Run:
+    """The run of one plan, with folders of its own."""
+    kept = run.checkpoints.folder
+    checkpoints = run.checkpoints.model_copy(update={"folder": kept and kept / name})
+    return run.model_copy(update={"name": f"{run.name}-{name}", "output": run.output / name, "checkpoints": checkpoints})
 
 
 def _wire_bytes() -> int | None:

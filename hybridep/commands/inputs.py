@@ -79,19 +79,29 @@ def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
     sorted_out = sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD, Kind.RUN))
     run = load(Run, find(Kind.RUN, text), sorted_out[Kind.RUN])
     more = [f"{kind.prefix}.{entry}" for kind in (Kind.CLUSTER, Kind.WORKLOAD) for entry in sorted_out[kind]]
-    data = run.data.model_copy(update={"path": run.data.path and run.data.path.expanduser().absolute()})
+    data = run.data.model_copy(update={"path": run.data.path and _absolute("data.path", run.data.path)})
     if data.path is not None:
         _check_readable(data.path)
     folder = run.checkpoints.folder
-    checkpoints = run.checkpoints.model_copy(update={"folder": folder and folder.expanduser().absolute()})
+    checkpoints = run.checkpoints.model_copy(update={"folder": folder and _absolute("checkpoints.folder", folder)})
     return run.model_copy(
         update={
             "overrides": (*run.overrides, *more),
-            "output": run.output.expanduser().absolute(),
+            "output": _absolute("output", run.output),
             "data": data,
             "checkpoints": checkpoints,
         }
     )
+
+
+def _absolute(key: str, path: Path) -> Path:
+    """With the home folder for ``~``. Raises UserError for what no path may hold."""
+    try:
+        if b"\0" in os.fsencode(path):
+            raise UserError(f"{key}: {str(path)!r} is no path (it holds a null character)")
+        return path.expanduser().absolute()
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise UserError(f"{key}: {str(path)!r} is no path ({error})") from None
 
 
 def _check_readable(path: Path) -> None:

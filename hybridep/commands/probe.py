@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -69,13 +68,15 @@ def command(
     allows it (then the outermost level comes out as it is shaped). Sites are copied, and so are links per pair unless --thorough.
     """
     from hybridep.commands.inputs import cluster_and_workload
-    from hybridep.config import write_yaml
+    from hybridep.config import require_writable, write_yaml
     from hybridep.launch.backends import in_lab
     from hybridep.launch.host import child_environment
     from hybridep.launch.lab import run_in_lab
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
 
     given, workload = cluster_and_workload(cluster, model, overrides)
+    path = output or Path(f"{given.name}-measured.yaml")
+    require_writable("--output", path.parent)
     if not in_lab() and not os.environ.get("RAY_ADDRESS"):
         reason = why_not_in_lab(given)
         if reason is None:
@@ -89,7 +90,6 @@ def command(
         note(f"hybridep probe: unshaped, links are not emulated: {reason}")
     found = measure(given, workload, seconds, thorough=thorough, device=Device(device))
     measured = with_pairs(with_measurements(given, found), found, links)
-    path = output or Path(f"{given.name}-measured.yaml")
     write_yaml(path, measured.model_dump(mode="json", exclude_none=True))
     if as_json:
         answer = {"output": str(path), "shaped": in_lab(), "cluster": measured.model_dump(mode="json")}
@@ -121,6 +121,7 @@ def measure(
     from hybridep.errors import UserError
     from hybridep.launch.backends import backend_for
     from hybridep.launch.controller import Controller
+    from hybridep.launch.folders import scratch_folder
     from hybridep.launch.worker import Job
     from hybridep.run import Run
     from planner import baseline
@@ -132,8 +133,8 @@ def measure(
                 f"sites.{site.name}.gpu: a probe measures one kind of GPU, that of the slowest rank; leave it out "
                 f"(--set sites.{site.name}.gpu=null) and give what differs by hand"
             )
-    with tempfile.TemporaryDirectory(prefix="hybridep-") as folder:
-        run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=Path(folder), steps=1, device=device)
+    with scratch_folder() as folder:
+        run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=folder, steps=1, device=device)
         job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds, thorough=thorough)
         with backend_for(job, local=not os.environ.get("RAY_ADDRESS")) as backend:
             controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)

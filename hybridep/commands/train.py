@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -23,15 +24,17 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
     """
     from hybridep.commands.codecs import codec_lines
     from hybridep.commands.inputs import load_run, resolve_plan
+    from hybridep.config import require_writable
     from hybridep.launch.backends import backend_for, in_lab
+    from hybridep.launch.folders import held
     from hybridep.launch.host import child_environment
     from hybridep.launch.lab import run_in_lab
-    from hybridep.launch.session import PLAN_FILE, make_output, train
+    from hybridep.launch.session import PLAN_FILE, train
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
     from hybridep.launch.worker import Job
 
     config = load_run(run, overrides)
-    make_output(config.output)
+    require_writable("output", config.output)
     plan = resolve_plan(config)
     for line in codec_lines(plan):
         note(f"hybridep train: {line}")
@@ -39,9 +42,10 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
         reason = why_not_in_lab(plan.cluster)
         if reason is None:
             # The plan goes along, so that it is searched for once.
-            plan.save(config.output / PLAN_FILE)
+            with held("output", config.output):
+                plan.save(config.output / PLAN_FILE)
             options = ["--resume"] * resume + ["--json"] * as_json
-            for override in (*overrides, f"run.plan={config.output / PLAN_FILE}"):
+            for override in (*overrides, f"run.plan={json.dumps(str(config.output / PLAN_FILE), ensure_ascii=False)}"):
                 options += ["--set", override]
             again = [sys.executable, "-m", "hybridep.cli", "train", run, *options]
             return run_in_lab(again, lab_spec(plan.cluster), child_environment())

@@ -10,7 +10,7 @@ from hybridep.launch.lab import DC_VARIABLE, LAB_VARIABLE
 from hybridep.launch.local_backend import LocalGroup
 from hybridep.launch.policies import Patience
 from hybridep.launch.ray_group import RayGroup
-from hybridep.launch.ray_nodes import RayNodes, places_in_lab, places_on_loopback
+from hybridep.launch.ray_nodes import RayNodes, places_in_lab, places_on_loopback, require_labels
 from hybridep.launch.session import Backend
 from hybridep.launch.shaping import lab_for
 from hybridep.launch.worker import Job
@@ -35,6 +35,7 @@ def backend_for(job: Job, *, local: bool) -> Iterator[Backend]:
     if local:
         yield Backend(name="local", group=LocalGroup(job, lab), shaped=lab is not None)
     elif address:
+        require_labels(cluster.site_names)
         own_dc = os.environ.get(DC_VARIABLE, "the driver's datacenter")
         yield Backend(name="ray", group=RayGroup(job, address, own_dc), shaped=lab is not None, patience=RAY_PATIENCE)
     else:

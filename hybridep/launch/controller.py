@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -47,8 +48,13 @@ class StepRecord:
     """Most memory that any rank has had in use."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
+        """Plain data for JSON, which has no number that is not finite."""
+        return asdict(self) | {"loss": finite(self.loss), "balance_loss": finite(self.balance_loss)}
+
+
+def finite(value: float) -> float | None:
+    """The number; None where it is none, or infinite."""
+    return value if math.isfinite(value) else None
 
 
 def add_up(reports: Sequence[StepReport]) -> StepRecord:

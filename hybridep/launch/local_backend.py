@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from typing import IO
 
-from hybridep.config import write_text
+from hybridep.config import require_writable, write_text
 from hybridep.launch.host import child_environment
 from hybridep.launch.lab import Lab
 from hybridep.launch.reports import Rendezvous, ReportReader
@@ -35,7 +35,7 @@ class LocalGroup:
         output = self._job.run.output
         job_file = output / "job.json"
         write_text(job_file, self._job.to_json())
-        (output / "logs").mkdir(exist_ok=True)
+        require_writable("output", output / "logs")
         for rank, dc in enumerate(self._dcs):
             address = self._lab.site(dc).address if self._lab else LOOPBACK
             read_end, write_end = os.pipe()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from hybridep.config import write_text
+from hybridep.config import require_writable, write_text
 from hybridep.launch.host import child_environment
 from hybridep.launch.ray_nodes import DETECTION
 from hybridep.launch.reports import Rendezvous, ReportReader
@@ -32,7 +32,7 @@ class RayGroup:
         output = self._job.run.output
         job_file = output / "job.json"
         write_text(job_file, self._job.to_json())
-        (output / "logs").mkdir(exist_ok=True)
+        require_writable("output", output / "logs")
         read_end, write_end = os.pipe()
         words = ["drive", str(os.getpid()), str(job_file), self._address, str(write_end)]
         try:

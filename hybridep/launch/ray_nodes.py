@@ -9,6 +9,7 @@ driver must sit on one of the cluster's nodes.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from hybridep.errors import HybridEPError
+from hybridep.errors import HybridEPError, UserError
 from hybridep.launch.host import child_environment, free_port, supervise
 from hybridep.launch.lab import Lab, interrupted_by_terminal
 from hybridep.launch.lab_links import in_namespace
@@ -29,6 +30,7 @@ from hybridep.launch.lab_links import in_namespace
 START_TIMEOUT_S = 120.0
 _STOP_S = 15.0
 _HOLD = "hold"
+_LOG_BYTES = 1 << 20
 _OBJECT_STORE_BYTES = 80_000_000
 """About the least that Ray accepts; nothing large passes through it."""
 
@@ -81,9 +83,12 @@ class RayNodes:
         self._places, self._cpus = list(places), cpus_per_node
         self._folder = Path()
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self._logs: list[int] = []
+        """File descriptors."""
         self.address = ""
 
     def __enter__(self) -> RayNodes:
+        require_labels([place.dc for place in self._places])
         # A short path: Ray keeps Unix sockets deep below it, and the kernel allows them 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="hybridep-"))
         try:
@@ -120,15 +125,16 @@ class RayNodes:
         ]
         holder = [sys.executable, "-m", "hybridep.launch.ray_nodes", _HOLD, str(os.getpid()), str(folder)]
         command = [*place.prefix, *holder, *words]
-        with (folder / "start.log").open("wb") as log:
-            return subprocess.Popen(
-                command,
-                env=child_environment(DETECTION | WORKERS),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        # In memory: it is read when the node has ended, whose holder takes the folder along.
+        self._logs.append(log := os.memfd_create("start.log"))
+        return subprocess.Popen(
+            command,
+            env=child_environment(DETECTION | WORKERS),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
     def _wait(self, indices: Sequence[int], deadline: float) -> None:
         """``ray start`` leaves the cluster's address in its folder once the node is up."""
@@ -137,7 +143,7 @@ class RayNodes:
                 place, code = self._places[index], self._nodes[index].poll()
                 if code is not None or time.monotonic() > deadline:
                     what = f"ended with {code}" if code is not None else f"was not up after {START_TIMEOUT_S:g} s"
-                    log = (self._folder / str(index) / "start.log").read_text(encoding="utf-8", errors="replace")
+                    log = os.pread(self._logs[index], _LOG_BYTES, 0).decode(errors="replace")
                     lines = [line for line in log.splitlines() if line.strip()] or ["no output"]
                     raise RayStartError(f"the Ray node of {place.dc} at {place.address} {what}: {lines[-1]}; try --local")
                 time.sleep(0.05)
@@ -152,7 +158,19 @@ class RayNodes:
                 node.kill()
                 node.wait()
         self._nodes = []
+        while self._logs:
+            os.close(self._logs.pop())
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def require_labels(dcs: Sequence[str]) -> None:
+    """Raises UserError for a site whose name Ray does not take as the value of a label."""
+    for dc in dcs:
+        if not re.fullmatch(r"(?=.{1,63}\Z)[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", dc):
+            raise UserError(
+                f"site {dc!r}: Ray labels nodes with the names of sites: at most 63 letters, digits, '-', '_' and '.', of which "
+                "the first and the last are letters or digits; rename it, or do without Ray (--local)"
+            )
 
 
 def hold_node(parent: str, folder: str, options: Sequence[str]) -> int:

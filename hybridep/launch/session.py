@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
+import signal
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from hybridep.config import write_text
-from hybridep.errors import HybridEPError, UserError
-from hybridep.launch.controller import Controller, StepRecord
+from hybridep.config import require_writable, write_text
+from hybridep.errors import UserError
+from hybridep.launch.controller import Controller, StepRecord, finite
+from hybridep.launch.folders import held, put_aside
 from hybridep.launch.policies import Patience
 from hybridep.launch.worker import Job
 from hybridep.launch.worker_group import WorkerGroup
@@ -37,66 +39,100 @@ class Backend:
 
 def train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) -> dict[str, Any]:
     """Run ``job`` to its end and return its summary, which is also written to ``summary.json`` beside ``plan.yaml`` and
-    ``steps.jsonl``. Raises UserError when the output cannot be written, and what :meth:`Controller.run` raises; the
-    summary is written then, too."""
+    ``steps.jsonl``. Raises UserError when the output cannot be written or another run has it, and what :meth:`Controller.run`
+    raises; the summary is written then, too."""
+    output, checkpoints = job.run.output, job.run.checkpoint_folder
+    require_writable("output", output)
+    with ExitStack() as stack:
+        stack.enter_context(held("output", output))
+        require_writable("checkpoints.folder", checkpoints)
+        if not checkpoints.samefile(output):
+            stack.enter_context(held("checkpoints.folder", checkpoints))
+        return _train(job, backend, on_step)
+
+
+def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) -> dict[str, Any]:
     output = job.run.output
-    make_output(output)
     if not job.resume:
-        _put_aside(job.run.checkpoint_folder)
+        put_aside(job.run.checkpoint_folder)
     job.plan.save(output / PLAN_FILE)
-    log = StepLog(output / STEPS_FILE, keep=job.resume)
-    records: list[StepRecord] = []
+    log, made = StepLog(output / STEPS_FILE, keep=job.resume), Made()
 
     def take(record: StepRecord) -> None:
-        records.append(record)
+        made.add(record)
         log.add(record)
         on_step(record)
 
-    error: HybridEPError | None = None
+    error: BaseException | None = None
     try:
         Controller(backend.group, job.dcs, on_step=take, patience=backend.patience).run()
-    except HybridEPError as problem:
+    except BaseException as problem:
         error = problem
         raise
     finally:
         log.close()
-        summary = summarise(job, backend, records, error)
-        write_text(output / SUMMARY_FILE, json.dumps({**summary, "provenance": provenance()}, indent=1))
+        summary = summarise(job, backend, made, error)
+        # A resume that finds nothing to do leaves what the run before says of its steps.
+        if error is not None or made.losses or not (output / SUMMARY_FILE).exists():
+            write_text(output / SUMMARY_FILE, json.dumps({**summary, "provenance": provenance()}, indent=1))
     return summary
 
 
-def summarise(job: Job, backend: Backend, records: list[StepRecord], error: HybridEPError | None) -> dict[str, Any]:
+class Made:
+    """What a summary needs of the steps made."""
+
+    def __init__(self) -> None:
+        self.first_step: int | None = None
+        self.losses: list[float | None] = []
+        self.times_s: list[float] = []
+        self.tokens_per_s: list[float] = []
+        self.wan_bytes = self.peak_bytes = 0
+
+    def add(self, record: StepRecord) -> None:
+        """Count a step."""
+        self.first_step = record.step if self.first_step is None else self.first_step
+        self.losses.append(finite(record.loss))
+        self.times_s.append(record.step_s)
+        self.tokens_per_s.append(record.tokens_per_s)
+        self.wan_bytes += record.wan_bytes
+        self.peak_bytes = max(self.peak_bytes, record.peak_bytes)
+
+
+def summarise(job: Job, backend: Backend, made: Made, error: BaseException | None) -> dict[str, Any]:
     """What ``hybridep train --json`` prints. The first step is left out of times where there are others: it pays for
     connections and memory that later steps reuse."""
     prediction = job.plan.prediction
-    timed = records[1:] or records
-    times = [record.step_s for record in timed]
-    planned_bytes = prediction.wan_bytes if prediction else None
+    number = len(made.losses)
+    rates = made.tokens_per_s[1:] or made.tokens_per_s
     return {
-        "status": "failed" if error else ("finished" if _is_complete(job, records) else "stopped"),
-        "exit": error.exit_code if error else 0,
-        "error": str(error) if error else None,
+        "status": "finished" if error is None else ("failed" if isinstance(error, Exception) else "stopped"),
+        "exit": _exit_code(error),
+        "error": str(error) if isinstance(error, Exception) else None,
         "run": job.run.name,
         "output": str(job.run.output),
         "backend": backend.name,
         "shaped": backend.shaped,
         "resumed": job.resume,
-        "first_step": records[0].step if records else None,
-        "steps": len(records),
-        "losses": [record.loss for record in records],
-        "step_s": _spread(times),
+        "first_step": made.first_step,
+        "steps": number,
+        "losses": made.losses,
+        "step_s": _spread(made.times_s[1:] or made.times_s),
         "predicted_step_s": prediction.expected_s if prediction else None,
-        "tokens_per_s": statistics.median(record.tokens_per_s for record in timed) if timed else None,
-        "wan_bytes_per_step": statistics.fmean(record.wan_bytes for record in records) if records else None,
-        "planned_wan_bytes_per_step": planned_bytes,
-        "peak_bytes": max((record.peak_bytes for record in records), default=None),
+        "tokens_per_s": statistics.median(rates) if rates else None,
+        "wan_bytes_per_step": made.wan_bytes / number if number else None,
+        "planned_wan_bytes_per_step": prediction.wan_bytes if prediction else None,
+        "peak_bytes": made.peak_bytes if number else None,
         "plan": job.plan.digest,
     }
 
 
-def _is_complete(job: Job, records: list[StepRecord]) -> bool:
-    # Nothing to do after a resume from the last step is complete, too.
-    return records[-1].step == job.run.steps if records else job.resume
+def _exit_code(error: BaseException | None) -> int:
+    """What the command ends with."""
+    if isinstance(error, SystemExit):  # of a signal that ends it
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return 0 if error is None else getattr(error, "exit_code", 1)
 
 
 def _spread(times_s: list[float]) -> dict[str, float] | None:
@@ -111,48 +147,38 @@ def _spread(times_s: list[float]) -> dict[str, float] | None:
     }
 
 
-def make_output(folder: Path) -> None:
-    """Make a run's output folder. Raises UserError where that is not possible."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be made ({error.strerror})") from None
-
-
-def _put_aside(folder: Path) -> None:
-    """A run from the start must never be resumed from checkpoints that another one left; one generation is kept."""
-    previous = folder.with_name(f"{folder.name}.previous")
-    try:
-        if folder.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            folder.rename(previous)
-    except OSError as error:
-        raise UserError(f"checkpoints.folder: {folder} cannot be renamed ({error.strerror})") from None
-
-
 class StepLog:
     """``steps.jsonl``: one line per step. A resumed run keeps the lines of the steps that it does not repeat."""
 
     def __init__(self, path: Path, *, keep: bool) -> None:
         """Raises UserError when the file cannot be written."""
-        self._path = path
-        self._old = path.read_text(encoding="utf-8").splitlines() if keep and path.exists() else []
-        self._begun = False
+        self._path, self._keep = path, keep
+        self._stream = self._open("a" if keep else "w")
+
+    def _open(self, mode: str) -> IO[str]:
         try:
-            self._stream = path.open("a" if keep else "w", encoding="utf-8", buffering=1)
+            return self._path.open(mode, encoding="utf-8", buffering=1)
         except OSError as error:
-            raise UserError(f"output: {path} cannot be written ({error.strerror})") from None
+            raise UserError(f"output: {self._path} cannot be written ({error.strerror})") from None
 
     def add(self, record: StepRecord) -> None:
         """Append a step."""
-        if self._old and not self._begun:
-            kept = [line for line in self._old if json.loads(line)["step"] < record.step]
-            self._stream.seek(0)
-            self._stream.truncate()
-            self._stream.writelines(line + "\n" for line in kept)
-        self._begun = True
+        if self._keep:
+            self._keep = False
+            self._stream.close()
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            write_text(self._path, "".join(f"{line}\n" for line in lines if _is_before(record.step, line)))
+            self._stream = self._open("a")
         self._stream.write(json.dumps(record.as_dict()) + "\n")
 
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
+
+
+def _is_before(step: int, line: str) -> bool:
+    """Whether a line is of an earlier step; none that was cut off when a run ended is."""
+    try:
+        return bool(json.loads(line)["step"] < step)
+    except (ValueError, KeyError, TypeError):
+        return False

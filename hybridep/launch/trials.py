@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import numpy as np
 from hybridep.config import build
 from hybridep.launch.backends import backend_for
 from hybridep.launch.controller import Controller
+from hybridep.launch.folders import scratch_folder
 from hybridep.launch.worker import Job
 from hybridep.pipeline import AnyPlan
 from hybridep.placement import IntArray
@@ -66,12 +66,12 @@ def measure(
     Raises what ``Controller.run`` raises."""
     from runtime.probe import probe_of, summarise
 
-    with tempfile.TemporaryDirectory(prefix="hybridep-") as folder:
+    with scratch_folder() as folder:
         fields = {
             "name": "trials",
             "cluster": plans[0].cluster.name,
             "workload": plans[0].workload.name,
-            "output": folder,
+            "output": str(folder),
             "steps": steps,
             "seed": seed,
             "exchange_timeout": _EXCHANGE_TIMEOUT,

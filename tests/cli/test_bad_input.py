@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from cli_cases import Inputs, Result
+
+from hybridep.commands.demo import _own
+from hybridep.commands.inputs import load_run
+from hybridep.launch import lab, shaping
 
 Call = Callable[..., Result]
 
@@ -106,6 +112,61 @@ def test_wrong_runs(inputs: Inputs, call: Call) -> None:
     assert "data.path" in line and "nothing" in line and "No such file" in line
     inputs.write("file", "")
     assert "output" in one_line(call("train", inputs.run, "--local", "--set", f"output={inputs.folder / 'file' / 'below'}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("seed=-1", ["--set seed=-1", "greater than or equal to 0"]),
+        ("trace_step=0", ["--set trace_step=0", "greater than or equal to 1"]),
+        ("trace_step=5", ["trace_step 5 is beyond the last of 4 steps"]),
+        ("exchange_timeout=1e300 s", ["--set exchange_timeout=1e300 s", "less than or equal to 86400"]),
+        ('output="a\\0b"', ["output", "null character"]),
+        ('output="a\\ud800b"', ["output", "surrogates not allowed"]),
+        ("output=~nouser/x", ["output", "'~nouser/x'", "home directory"]),
+        ("checkpoints.folder=~nouser", ["checkpoints.folder", "'~nouser'"]),
+        ("data.path=~nouser", ["data.path", "'~nouser'"]),
+    ],
+)
+def test_wrong_values_of_runs(inputs: Inputs, call: Call, override: str, named: list[str]) -> None:
+    line = one_line(call("train", inputs.run, "--local", "--set", override))
+    assert all(name in line for name in named), line
+
+
+def test_a_file_in_place_of_the_logs(inputs: Inputs, call: Call) -> None:
+    inputs.output.mkdir()
+    (inputs.output / "logs").write_text("")
+    result = call("train", inputs.run, "--local")
+    assert result.code == 2 and "output/logs cannot be written" in result.err.splitlines()[-1]
+
+
+def test_the_demo_takes_no_plan(inputs: Inputs, call: Call) -> None:
+    line = one_line(call("demo", "--run", inputs.run, "--set", "plan=full_gather"))
+    assert "--set plan=full_gather: the demo trains under plans of its own" in line
+
+
+def test_each_plan_of_the_demo_has_folders_of_its_own(inputs: Inputs) -> None:
+    run = load_run(str(inputs.run), [f"checkpoints.folder={inputs.folder / 'kept'}"])
+    mine = [_own(run, name) for name in ("ep", "plan")]
+    assert [one.checkpoint_folder for one in mine] == [inputs.folder / "kept" / "ep", inputs.folder / "kept" / "plan"]
+    assert _own(load_run(str(inputs.run)), "ep").checkpoint_folder == inputs.output / "ep" / "checkpoints"
+
+
+def test_any_path_reaches_the_command_inside_the_lab(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(shaping, "why_not_in_lab", lambda cluster: None)
+    monkeypatch.setattr(lab, "run_in_lab", lambda command, *_: commands.append(command) or 0)
+    folder = inputs.folder / 'é: #1 "x"'
+    assert call("train", inputs.run, "--set", f"output={json.dumps(str(folder))}").code == 0
+    overrides = [override for word, override in pairwise(commands[0]) if word == "--set"]
+    run = load_run(str(inputs.run), overrides)
+    assert run.output == folder and Path(run.plan) == folder / "plan.yaml" and Path(run.plan).exists()
+
+
+def test_what_a_probe_cannot_write_is_noticed_before_it_measures(inputs: Inputs, call: Call) -> None:
+    line = one_line(call("probe", inputs.cluster, inputs.workload, "-o", inputs.text / "measured.yaml"))
+    assert "--output: " in line and "text.txt cannot be written" in line
 
 
 def test_errors_as_json(call: Call) -> None:

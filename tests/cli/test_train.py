@@ -105,6 +105,9 @@ def test_whatever_ends_the_launcher_ends_the_ranks(inputs: Inputs, number: signa
         rest = process.stderr.read()
         assert process.wait(timeout=20) == code
         assert "Traceback" not in rest
+        if number != signal.SIGKILL:
+            summary = json.loads((inputs.output / "summary.json").read_text(encoding="utf-8"))
+            assert (summary["status"], summary["exit"]) == ("stopped", code)
         deadline = time.monotonic() + 10
         while left_running(inputs) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -39,6 +39,10 @@ def test_a_good_file_loads(tmp_path):
         ("    size: 4", "    size: 0", "two.yaml:5: levels.1.size", "greater than or equal to 1"),
         ("    size: 4\n", "", "two.yaml:4: levels.1.size", "is missing"),
         ("name: two", "name: [", "two.yaml", "is not YAML"),
+        ("name: two", "name: 2026-13-45", "two.yaml", "is not YAML: month must be"),
+        ("    size: 4", "    size: 4\n    size: 8", "two.yaml:6: levels.1.size", "is given twice"),
+        ("name: two", "name: &a [*a]", "two.yaml:1: name.0", "alias inside of what it stands for"),
+        ("name: two", "name: " + "[" * 995 + "]" * 995, "two.yaml", "nested too deeply"),
     ],
 )
 def test_a_bad_file_is_one_line_with_file_key_and_value(tmp_path, old, new, where, message):
@@ -60,6 +64,28 @@ def test_overrides_reach_nested_keys_and_named_list_entries(tmp_path):
     assert cluster.levels[0].bandwidth == 1.25e8
     assert cluster.gpu.memory == 2.0**34
     assert cluster.sizes == (2, 8)
+
+
+def test_an_alias_may_be_used_twice(tmp_path):
+    text = GOOD.replace("bandwidth: 10 Gbps", "bandwidth: &fast 10 Gbps").replace("bandwidth: 100 Gbps", "bandwidth: *fast")
+    assert load(Cluster, cluster_file(tmp_path, text)).levels[1].bandwidth == 1.25e9
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("levels.gpu.size=0", "--set levels.gpu.size=0: levels.1.size: Input should be greater than or equal to 1"),
+        (
+            "levels.1={name: gpu, sise: 4}",
+            "--set levels.1={name: gpu, sise: 4}: levels.1.sise: unknown key; did you mean 'size'?",
+        ),
+        ("gpu.memory=16", "--set gpu.memory=16: gpu.memory: "),
+    ],
+)
+def test_a_bad_override_is_named_and_not_a_line_of_the_file(tmp_path, override, message):
+    with pytest.raises(ConfigError) as caught:
+        load(Cluster, cluster_file(tmp_path, GOOD), ["name=other", override])
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("override", ["levels.rack.size=2", "name", "name.deep.er=2", "name=[1"])

@@ -1,4 +1,4 @@
-"""A run of two sites with one rank each, and what is left of it."""
+"""Small runs: one of two sites with one rank each and what is left of it, and the job of a larger one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from pathlib import Path
 
 import psutil
 
+from hybridep.config import build, load
+from hybridep.launch.worker import Job
+from hybridep.plan import LayerGroup, Plan
+from hybridep.run import Run
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CLUSTER = """\
 name: two
 levels:
@@ -44,3 +52,13 @@ def left_running(run_file: Path) -> list[psutil.Process]:
     """Processes whose command line names the run's folder."""
     folder = str(run_file.parent)
     return [p for p in psutil.process_iter(["cmdline"]) if any(folder in word for word in p.info["cmdline"] or [])]
+
+
+def make_job(folder: Path, *, resume: bool = True) -> Job:
+    """Three steps of four sites with two ranks each."""
+    cluster, workload = load(Cluster, CONFIGS / "clusters" / "lab-4dc.yaml"), load(Workload, CONFIGS / "models" / "tiny.yaml")
+    group = LayerGroup(
+        first_layer=0, num_layers=workload.model.num_moe_layers, domains={"dc": 2, "gpu": 1}, migration={"dc": 0.5}
+    )
+    run = build(Run, {"name": "r", "cluster": "c", "workload": "w", "output": str(folder), "steps": 3}, "run")
+    return Job(run=run, plan=Plan(cluster=cluster, workload=workload, layers=(group,)), resume=resume)

@@ -1,29 +1,24 @@
-"""The launcher's small parts: reports over pipes, the host, shaping, the step log, jobs."""
+"""The launcher's small parts: reports over pipes, the host, shaping, jobs."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
+from launch_cases import CONFIGS, make_job
 
-from hybridep.config import build, load
+from hybridep.config import load
 from hybridep.errors import ConfigError, DataError, LabUnavailableError, TransportError, UserError, WorkerLostError
-from hybridep.launch.controller import StepRecord
 from hybridep.launch.host import child_environment, free_port, interface_of
 from hybridep.launch.lab import Lab, LabSite
 from hybridep.launch.reports import Rendezvous, Report, ReportReader, ReportWriter, decode, encode
-from hybridep.launch.session import StepLog
 from hybridep.launch.shaping import lab_for, lab_spec, why_not_in_lab
 from hybridep.launch.worker import Job, failure_of
 from hybridep.launch.worker_group import DcLost, Failed, FailureKind, Finished, Started, Stepped
-from hybridep.plan import LayerGroup, Plan
 from hybridep.run import Run, StepReport
 from hybridep.topology import Cluster
-from hybridep.workload import Workload
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 REPORTS: list[Report] = [
     Started(rank=1, dc="a", address="10.0.0.1", pid=7),
     Stepped(report=StepReport(rank=0, step=3, loss_sum=1.5, balance_loss=0.1, tokens=9, step_s=0.2, sent_bytes={"x@dc": 4})),
@@ -83,33 +78,6 @@ def test_a_lab_must_hold_the_clusters_sites(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HYBRIDEP_LAB", Lab(sites=sites, driver_address="10.0.0.9").to_json())
     with pytest.raises(LabUnavailableError, match=r"no datacenter dc2 \(it has dc0, dc1, other\)"):
         lab_for(cluster)
-
-
-def record(step: int) -> StepRecord:
-    return StepRecord(
-        step=step, loss=1.0, balance_loss=0.0, tokens=1, step_s=1.0, tokens_per_s=1.0, wan_bytes=0, sent_bytes={}, peak_bytes=0
-    )
-
-
-def test_a_resumed_log_keeps_only_earlier_steps(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    for keep, steps in ((False, (1, 2, 3, 4)), (True, (3, 4, 5)), (True, ())):
-        log = StepLog(path, keep=keep)
-        for step in steps:
-            log.add(record(step))
-        log.close()
-    assert [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()] == [1, 2, 3, 4, 5]
-    StepLog(path, keep=False).close()
-    assert path.read_text(encoding="utf-8") == ""
-
-
-def make_job(folder: Path) -> Job:
-    cluster, workload = load(Cluster, CONFIGS / "clusters" / "lab-4dc.yaml"), load(Workload, CONFIGS / "models" / "tiny.yaml")
-    group = LayerGroup(
-        first_layer=0, num_layers=workload.model.num_moe_layers, domains={"dc": 2, "gpu": 1}, migration={"dc": 0.5}
-    )
-    run = build(Run, {"name": "r", "cluster": "c", "workload": "w", "output": str(folder), "steps": 3}, "run")
-    return Job(run=run, plan=Plan(cluster=cluster, workload=workload, layers=(group,)), resume=True)
 
 
 def test_jobs_survive_the_way_to_their_ranks(tmp_path: Path) -> None:

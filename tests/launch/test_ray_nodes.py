@@ -6,15 +6,21 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from launch_cases import left_running
 
+from hybridep.errors import UserError
 from hybridep.launch.host import child_environment
 from hybridep.launch.lab import probe_lab
+from hybridep.launch.ray_nodes import RayNodes, RayStartError, places_on_loopback, require_labels
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -52,6 +58,28 @@ def test_nothing_outlives_the_owner(by_kill: bool) -> None:
     finally:
         owner.kill()
         owner.wait()
+
+
+def test_a_node_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", partial(misled, subprocess.Popen))
+    with pytest.raises(RayStartError, match=r"node of oslo at 127\.0\.0\.2 ended with 7: it is broken; try --local"):
+        RayNodes(places_on_loopback(["oslo"]), 1).__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+def misled(popen: Callable[..., Any], command: list[str], **settings: Any) -> Any:
+    """Starts a holder that says something, takes its folder along and ends."""
+    folder = command[command.index("hold") + 2]
+    return popen(["sh", "-c", 'echo "it is broken"; rm -r "$1"; exit 7', "sh", folder], **settings)
+
+
+@pytest.mark.parametrize("name", ["São Paulo", "-x", "x.", "a b", "x" * 64, "a\n"])
+def test_sites_that_ray_cannot_label_are_named(name: str) -> None:
+    with pytest.raises(UserError, match=r"Ray labels nodes with the names of sites.*--local") as caught:
+        RayNodes(places_on_loopback(["oslo", name]), 1).__enter__()
+    assert f"site {name!r}" in str(caught.value)
+    require_labels(["oslo", "us-east_1.a", "x" * 63, "7"])
 
 
 def test_without_namespaces_training_goes_on_unshaped_and_says_so(run_file: Path) -> None:

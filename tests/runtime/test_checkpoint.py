@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from training_cases import Case
 
 from hybridep.errors import UserError
-from hybridep.run import Optimizer
+from hybridep.run import MANIFEST, Optimizer
 from runtime.barrier import Barrier
-from runtime.checkpoint import MANIFEST, expert_name, last_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import expert_name, last_checkpoint, load_checkpoint, save_checkpoint
 from runtime.mesh import Mesh
 from runtime.optimizer import HomeOptimizer
 
@@ -52,7 +53,7 @@ ALONE = Alone()
 
 
 def save(folder: Path, mesh: Mesh, state: HomeOptimizer, step: int) -> Path:
-    return save_checkpoint(folder, step, mesh=mesh, dense=["norm.weight"], optimizer=state, codecs={}, barrier=ALONE)
+    return save_checkpoint(folder, step, mesh=mesh, dense=["norm.weight"], optimizer=state, codecs={}, chosen=None, barrier=ALONE)
 
 
 def test_state_comes_back_to_the_bit(tmp_path: Path) -> None:
@@ -78,6 +79,8 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     save(tmp_path, mesh, state, 10)
     (tmp_path / ".step-00000011.partial").mkdir()
     (tmp_path / "step-00000012").mkdir()
+    copytree(tmp_path / "step-00000010", tmp_path / "step-00000010.bak")
+    (tmp_path / "step-00000010.bak" / MANIFEST).write_text("")
     assert last_checkpoint(tmp_path, ALONE).name == "step-00000010"
     assert save(tmp_path, mesh, state, 10).is_dir()
     assert not list(tmp_path.glob(".step-*")), "what an earlier run left is cleared away"
@@ -102,12 +105,25 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     (path / MANIFEST).write_text(json.dumps(other))
     with pytest.raises(UserError, match=r"model\.hidden_size was 32 when it was written, now it is 16"):
         load()
-    (path / MANIFEST).write_text(original[:50])
+    unnumbered = json.dumps(json.loads(original) | {"number": None})
+    for damaged in (original[:50], "[]", unnumbered):
+        (path / MANIFEST).write_text(damaged)
+        with pytest.raises(UserError, match=r"manifest\.json: cannot be read"):
+            load()
+        with pytest.raises(UserError, match=r"manifest\.json: cannot be read"):
+            last_checkpoint(tmp_path, ALONE)
+    (path / MANIFEST).write_text(json.dumps(json.loads(original) | {"homes": None}))
     with pytest.raises(UserError, match="cannot be read"):
         load()
     (path / MANIFEST).write_text(original)
     shard = path / "experts-00000.pt"
-    shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(UserError, match="cannot be read") as caught:
-        load()
-    assert "\n" not in str(caught.value)
+    whole = shard.read_bytes()
+    for damaged_bytes in (whole[:100], b"", whole.replace(b"torch", b"tarch"), b"\x80\x02X" * 100):
+        shard.write_bytes(damaged_bytes)
+        with pytest.raises(UserError, match=r"experts-00000\.pt: (cannot be read|is damaged)") as caught:
+            load()
+        assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)
+    shard.write_bytes(whole)
+    path.rename(renamed := path.with_name("step-00000007"))
+    with pytest.raises(UserError, match="is of step 1; name it step-00000001"):
+        load_checkpoint(renamed, mesh=mesh, dense=["norm.weight"], optimizer=state)

@@ -96,8 +96,9 @@ def test_token_ids_are_read_from_disk(tmp_path: Path) -> None:
 def test_tokens_that_do_not_suit_the_model_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "tokens.npy"
     for bad, message in (
-        (np.array([0, 1, 6, 1, 0, 1]), r"token 6 is not below model\.vocab_size 6"),
-        (np.array([0, 1, -1, 1, 0, 1]), r"token -1 is not below model\.vocab_size 6"),
+        (np.array([0, 1, 6, 1, 0, 1]), r"tokens\.npy: token 6 is not below model\.vocab_size 6"),
+        (np.array([0, 1, -1, 1, 0, 1]), r"tokens\.npy: token -1 is negative"),
+        (np.array([0, 1, 2**64 - 1, 1, 0, 1], dtype=np.uint64), r"tokens\.npy: token 18446744073709551615 is not below"),
     ):
         np.save(path, bad)
         with pytest.raises(DataError, match=message):
@@ -116,8 +117,12 @@ def test_files_that_hold_no_tokens_are_errors(tmp_path: Path) -> None:
         np.save(path, bad)
         with pytest.raises(DataError, match=message):
             batches(Data(path=path))
-    path.write_text("no array")
-    with pytest.raises(DataError, match="cannot be read"):
-        batches(Data(path=path))
+    with path.open("wb") as stream:
+        np.savez(stream, tokens=np.zeros(8, dtype=np.int32))
+    archive = path.read_bytes()
+    for content in (archive, archive[:20], b"no array", b""):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"tokens\.npy cannot be read"):
+            batches(Data(path=path))
     with pytest.raises(DataError, match=r"missing\.npy cannot be read"):
         batches(Data(path=tmp_path / "missing.npy"))

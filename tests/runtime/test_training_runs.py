@@ -7,18 +7,18 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree, rmtree
+from shutil import copy, copytree, rmtree
 
 import numpy as np
 import pytest
 from rank_pool import ADDRESS, RankFailed, RankPool
 from training_cases import Case, training_run
 
+from hybridep.errors import UserError
 from hybridep.plan import Residency
-from hybridep.run import Checkpoints, Run, StepReport
+from hybridep.routing import load_routing
+from hybridep.run import MANIFEST, Checkpoints, Optimizer, Run, StepReport
 from hybridep.traffic import step_traffic
-
-MANIFEST = "manifest.json"
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,6 +74,18 @@ def test_resume_equals_an_unbroken_run(ranks: RankPool, unbroken: tuple[Path, li
     reports = train_on(ranks, continued(unbroken[0], tmp_path, 2), CASE, resume=True)
     assert [report.step for report in reports[0]] == [3, 4, 5, 6]
     assert losses(reports) == unbroken[1][2:]
+    whole, parts = (load_routing(output / "routing.npz") for output in (unbroken[0], tmp_path))
+    np.testing.assert_array_equal(parts.chosen, whole.chosen)
+    # Once more there is nothing to do, and nothing is written.
+    (tmp_path / "routing.npz").unlink()
+    assert train_on(ranks, training_run(tmp_path, steps=6), CASE, resume=True) == [[]] * 4
+    assert not (tmp_path / "routing.npz").exists()
+    # Choices that were recorded stay when a run goes on.
+    copy(unbroken[0] / "routing.npz", tmp_path)
+    train_on(ranks, training_run(tmp_path, steps=7), CASE, resume=True)
+    longer = load_routing(tmp_path / "routing.npz")
+    assert longer.choices.keys() == whole.choices.keys() != set()
+    np.testing.assert_array_equal(longer.chosen.sum(axis=1) * 6, whole.chosen.sum(axis=1) * 7)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +210,23 @@ def test_trace_holds_all_ranks(unbroken: tuple[Path, list[float]]) -> None:
 def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with RankPool(1, join=False) as pool, pytest.raises(RankFailed, match="holds no complete checkpoint; start without --resume"):
         train_on(pool, training_run(tmp_path, steps=1), replace(CASE, sizes=(1, 1), domains=(1, 1)), resume=True)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    wild = Optimizer(learning_rate=1e300)
+    run = training_run(tmp_path, steps=4, optimizer=wild, checkpoints=Checkpoints(every_steps=1))
+    with RankPool(1, join=False) as pool, pytest.raises(RankFailed, match="the loss of step 3 is not finite"):
+        train_on(pool, run, replace(CASE, sizes=(1, 1), domains=(1, 1)))
+    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000001", "step-00000002"]
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_at_once(tmp_path: Path) -> None:
+    from runtime.trainer import train
+
+    (tmp_path / "file").write_text("")
+    run = training_run(tmp_path, checkpoints=Checkpoints(folder=tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match=r"checkpoints\.folder: .*below cannot be written"):
+        train(run, CASE.plan(), rank=0, store=None, on_step=lambda report: None)  # type: ignore[arg-type]
 
 
 def test_a_lost_rank_is_named(tmp_path: Path) -> None:

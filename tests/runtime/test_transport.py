@@ -13,9 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from training_cases import Case
 
+from hybridep.config import build
 from hybridep.launch.lab import LabSpec, run_in_lab
+from hybridep.plan import LayerGroup, Plan
+from hybridep.topology import Cluster
+from hybridep.traffic import Op
 from runtime.channels import Channels
+from runtime.mesh import Mesh
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -310,6 +316,21 @@ def test_labels_that_would_share_a_tag_are_refused() -> None:
     with pytest.raises(ValueError, match="share a tag"):
         for number in range(10_000):
             channels.of(f"label {number}")
+
+
+def test_names_of_levels_cannot_meet_in_a_tag() -> None:
+    """By checksum alone ``city`` and ``pcie`` would."""
+    level = {"size": 2, "bandwidth": "1 Gbps", "latency": "1 ms"}
+    gpu = {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 GB/s"}
+    cluster = build(Cluster, {"name": "c", "levels": [{"name": name, **level} for name in ("city", "pcie")], "gpu": gpu}, "c")
+    workload = Case(sizes=(4, 1), domains=(1, 1)).plan().workload
+    group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
+    mesh = Mesh(plan=Plan(cluster=cluster, workload=workload, layers=(group,)), rank=0)
+    channels = Channels([], {}, numbers=mesh.label_numbers)
+    labels = [mesh.label(op, level) for op in Op for level in range(2)]
+    labels += ["barrier", "gather at rank 0"]
+    tags = {channels.of(label)._first_tag for label in labels}
+    assert len(tags) == len(labels) and max(tags) < 1 << 31
 
 
 LAB_RANK = """

@@ -1,0 +1,96 @@
+"""Folders of a run: each held by one run at a time, and cleared of what earlier runs left there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridep.errors import HybridEPError, UserError
+from hybridep.launch.lab import LAB_VARIABLE
+from hybridep.run import is_checkpoint
+
+LOCK_FILE = ".hybridep.lock"
+PREVIOUS = "previous"
+"""Inside a folder of checkpoints: those of the run before."""
+
+
+@contextmanager
+def held(key: str, folder: Path) -> Iterator[None]:
+    """No other process has ``folder`` meanwhile. Raises UserError that begins with ``key`` where one has it already. The kernel
+    lets go when this process ends, however that ends; a lock file that was left is no obstacle."""
+    path = folder / LOCK_FILE
+    lock = _locked(key, path)
+    try:
+        os.ftruncate(lock, 0)
+        # In a lab processes have other numbers than outside.
+        if LAB_VARIABLE not in os.environ:
+            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _locked(key: str, path: Path) -> int:
+    """File descriptor of the lock file, locked."""
+    while True:
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(f"{key}: {path} cannot be written ({error.strerror})") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(lock, 256, 0).decode(errors="replace")
+            os.close(lock)
+            by = f"another run ({who})" if who else "another run"
+            raise UserError(f"{key}: {path.parent} is in use by {by}; wait for its end, or give another folder") from None
+        except OSError:
+            return lock  # a file system without locks
+        # Whoever held it before may have removed the file since it was opened here.
+        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            return lock
+        os.close(lock)
+
+
+def put_aside(folder: Path) -> None:
+    """A run from the start must never be resumed from checkpoints that another one left: they move into ``previous``, in place of
+    those there. Whatever else the folder holds stays as it is. Raises UserError where that is not possible."""
+    ours, previous = _checkpoints(folder), folder / PREVIOUS
+    if not ours:
+        return
+    try:
+        previous.mkdir(exist_ok=True)
+        for old in _checkpoints(previous):
+            if old.is_symlink():
+                old.unlink()
+            else:
+                shutil.rmtree(old)
+        for path in ours:
+            path.rename(previous / path.name)
+    except OSError as error:
+        raise UserError(f"checkpoints.folder: {error.filename} cannot be put aside ({error.strerror})") from None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if is_checkpoint(path)]
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder, which stays where an error names something in it: the log of a rank."""
+    folder, is_named = Path(tempfile.mkdtemp(prefix="hybridep-")), False
+    try:
+        yield folder
+    except HybridEPError as error:
+        is_named = str(folder) in str(error)
+        raise
+    finally:
+        if not is_named:
+            shutil.rmtree(folder, ignore_errors=True)
