@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from cli_cases import Inputs, Result
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.routing import RoutingRecord
+from simulator.scenario import points
 
 Call = Callable[..., Result]
 
@@ -57,6 +59,44 @@ def test_sweeps_go_on_where_they_stopped(scenario: Callable[..., object], inputs
     # Rows of the first call were kept, not made again.
     assert sum(row["busiest_link"] == "marked" for row in rows) == marked.count("marked") > 0
     assert "bandwidth" in next(row["error"] for row in rows if row["error"])
+
+
+def rows_of(table: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(table.open()))
+
+
+def test_sweeps_know_what_files_hold_and_keep_other_rows(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
+    table = inputs.folder / "table.csv"
+    options = ("--out", table, "--jobs", 1, "--json")
+    first = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options).json
+    # Numbers are numbers, and a grid of one point is a sweep.
+    assert first["points"] == 1 and first["rows"][0]["step_s"] > 0 and first["rows"][0]["seed"] == 1
+    assert call("simulate", scenario("plan: ep", "grid: {seed: [2]}"), *options).json["points"] == 1
+    assert [row["seed"] for row in rows_of(table)] == ["1", "2"]
+    inputs.cluster.write_text(inputs.cluster.read_text().replace("100 Mbps", "50 Mbps"))
+    again = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options).json["rows"][0]
+    assert again["step_s"] > 1.5 * first["rows"][0]["step_s"]
+    assert [row["seed"] for row in rows_of(table)] == ["2", "1"]
+    for text in ("a note\n", "point,step_s\n{},1,2\n"):
+        table.write_text(text)
+        refused = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options)
+        assert refused.code == 2 and "no table of a sweep" in refused.err and table.read_text() == text
+
+
+def test_what_varies_over_a_grid_is_not_given_beside_it(scenario: Callable[..., object], call: Call) -> None:
+    grid = "grid: {routing: [uniform, 'zipf:1.5'], plan: [ep], conditions: [{goodput: 0.9}]}"
+    for given in (("--routing", "uniform"), ("--set", "plan=full_gather"), ("--set", "conditions.seed=1")):
+        result = call("simulate", scenario(grid), *given)
+        assert result.code == 2 and f"{given[1].partition('=')[0] if given[0] == '--set' else 'routing'} is given" in result.err
+    result = call("simulate", scenario("plan: ep"), "--set", "cluster.levels.dc.bandwidth=1 Gbps")
+    assert result.code == 2 and "in `overrides` or in its grid" in result.err
+    assert call("simulate", scenario("plan: ep", "tolerance: 0"), "--json").code == 0
+
+
+def test_overrides_of_a_grid_keep_its_other_keys(scenario: Callable[..., object]) -> None:
+    grid = "grid: {cluster.name: [a], overrides: [['workload.name=b'], ['workload.name=c']]}"
+    made = points(Path(str(scenario("overrides: [workload.name=d]", grid))))
+    assert [one.overrides for _, one in made] == [(f"workload.name={name}", 'cluster.name="a"') for name in "bc"]
 
 
 def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Call) -> None:
