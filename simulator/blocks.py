@@ -164,7 +164,9 @@ class Blocks:
         if self._one_of_site and whole.ranks_per_site > 1:
             # Each part of what one rank sends would get a window of its own.
             under_way_bytes = conditions.under_way_bytes(whole, plan.schedule.streams)
-            held = [one.name for one, most in zip(whole.levels, under_way_bytes, strict=True) if one.size > 1 and np.isfinite(most)]
+            held = [
+                one.name for one, most in zip(whole.levels, under_way_bytes, strict=True) if one.size > 1 and np.isfinite(most)
+            ]
             if held:
                 raise UserError(
                     f"one_rank_per_site: not where a window holds transfers (level {held[0]}), since which rank sends them then "

@@ -70,7 +70,8 @@ def as_data(row: Row) -> dict[str, Any]:
     point = json.loads(row[_POINT])["point"]
     texts = ("busiest_link", "plan_digest", "error", _POINT)
     return {
-        name: point[name] if name in point else value if name in texts or not value else json.loads(value) for name, value in row.items()
+        name: point[name] if name in point else value if name in texts or not value else json.loads(value)
+        for name, value in row.items()
     }
 
 
