@@ -123,8 +123,10 @@ def resolve_plan(run: Run) -> AnyPlan:
         return in_stages(cluster, workload).plan
     if run.plan in ("ep", "full_gather"):
         from planner import baseline
+        from planner.streams import with_fewest, with_most
 
-        return baseline(cluster, workload, "ep" if run.plan == "ep" else "full_gather")
+        schedule, free = with_most(cluster, None)
+        return with_fewest(baseline(cluster, workload, run.plan, schedule=schedule), free)
     path = Path(run.plan)
     if not path.suffix and len(path.parts) == 1 and not path.is_file():
         raise UserError(f"plan {run.plan!r}: use auto, stages, ep, full_gather or the path of a plan file")

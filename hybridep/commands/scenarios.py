@@ -12,7 +12,8 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import Kind, cluster_and_workload, find
 from hybridep.config import load
 from hybridep.errors import UserError
-from hybridep.pipeline import AnyPlan, PipelinePlan, load_any_plan
+from hybridep.pipeline import AnyPlan, PipelinePlan, codecs_inside, load_any_plan
+from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing, load_routing
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -48,26 +49,47 @@ def resolve(scenario: Scenario) -> AnyPlan:
     if not (scenario.cluster and scenario.workload):
         raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
     cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)
-    return planning(scenario, workload, in_stages=scenario.plan == "stages")(cluster)
+    return planning(scenario, workload)(cluster)
 
 
-def planning(scenario: Scenario, workload: Workload, *, in_stages: bool) -> Callable[[Cluster], AnyPlan]:
-    """What plans anew in a scenario's run: a baseline again where it has one, otherwise the planner, in stages where the run's
-    plan is."""
+def planning(scenario: Scenario, workload: Workload, before: AnyPlan | None = None) -> Callable[[Cluster], AnyPlan]:
+    """What plans in a scenario: a baseline where it names one, otherwise the planner. In a run it plans anew with what the plan
+    ``before`` has: stages, while there are sites for them, its codecs, and copies ahead or tokens in parts."""
+    in_stages = scenario.plan == "stages" or isinstance(before, PipelinePlan)
+    codecs = before.codecs if before is not None else {}
+    schedule = before.schedule if before is not None else Schedule()
 
     def make(cluster: Cluster) -> AnyPlan:
         if scenario.plan in _NAMES:
-            return baseline_plan(cluster, workload, _NAMES[scenario.plan])
+            return _baseline(cluster, workload, _NAMES[scenario.plan])
         # Slow to import, and not needed for a plan that exists.
-        if in_stages:
+        import planner
+
+        if in_stages and (before is None or cluster.sizes[0] > 1):
             from hybridep.commands.stage_choice import in_stages as best_of
 
-            return best_of(cluster, workload, time_limit_s=scenario.planning_time).plan
-        from planner import plan as search
-
-        return search(cluster, workload, time_limit_s=scenario.planning_time)
+            return best_of(cluster, workload, planner.StageWishes(codecs=codecs), time_limit_s=scenario.planning_time).plan
+        return planner.plan(
+            cluster,
+            workload,
+            time_limit_s=scenario.planning_time,
+            schedule=None if schedule.overlap else Schedule(overlap=False),
+            ahead=schedule.prefetch > 0,
+            most_chunks=schedule.chunks,
+            codecs=codecs_inside(codecs) or None,
+        )
 
     return make
+
+
+def _baseline(cluster: Cluster, workload: Workload, which: Baseline) -> Plan:
+    """With as many connections per pair of ranks as the planner would give it."""
+    if all(level.window is None for level in cluster.levels):
+        return baseline_plan(cluster, workload, which)
+    from planner.streams import with_fewest, with_most
+
+    schedule, free = with_most(cluster, None)
+    return with_fewest(baseline_plan(cluster, workload, which, schedule=schedule), free)
 
 
 def routing_of(scenario: Scenario) -> tuple[Callable[[AnyPlan], AnyPlan], RoutingOfStep | None]:
@@ -137,7 +159,7 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     if scenario.course.steps > 1 or scenario.course.losses:
 
         def anew(cluster: Cluster) -> AnyPlan:
-            made = planning(scenario, plan.workload, in_stages=isinstance(plan, PipelinePlan))(cluster)
+            made = planning(scenario, plan.workload, plan)(cluster)
             return made.with_popularity(plan.popularity) if plan.popularity else made
 
         run = simulate_run(

@@ -11,9 +11,15 @@ import pytest
 from cli_cases import Inputs, Result
 
 from hybridep.baselines import Baseline, baseline_plan
-from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.codecs import Codecs, TokenCodec
+from hybridep.commands.inputs import load_cluster, load_workload, resolve_plan
+from hybridep.commands.scenarios import planning
+from hybridep.pipeline import PipelinePlan
+from hybridep.plan import Plan, Schedule
 from hybridep.routing import RoutingRecord
-from simulator.scenario import points
+from hybridep.run import Run
+from simulator.many_steps import without_site
+from simulator.scenario import Scenario, points
 
 Call = Callable[..., Result]
 
@@ -97,6 +103,42 @@ def test_overrides_of_a_grid_keep_its_other_keys(scenario: Callable[..., object]
     grid = "grid: {cluster.name: [a], overrides: [['workload.name=b'], ['workload.name=c']]}"
     made = points(Path(str(scenario("overrides: [workload.name=d]", grid))))
     assert [one.overrides for _, one in made] == [(f"workload.name={name}", 'cluster.name="a"') for name in "bc"]
+
+
+def test_baselines_have_as_many_connections_as_plans(inputs: Inputs) -> None:
+    inputs.cluster.write_text(inputs.cluster.read_text().replace("latency: 0.2 ms", "latency: 20 ms, window: 1 KiB"))
+    cluster, workload = load_cluster(str(inputs.cluster)), load_workload(str(inputs.workload))
+    made = planning(Scenario(plan="ep"), workload)(cluster)
+    assert made.schedule.streams["dc"] > 1
+    run = Run(name="trial", cluster=str(inputs.cluster), workload=str(inputs.workload), plan="ep", output=inputs.folder, steps=1)
+    assert resolve_plan(run).schedule == made.schedule
+
+
+def test_new_plans_keep_codecs_and_parts(inputs: Inputs) -> None:
+    cluster, workload = load_cluster(str(inputs.cluster)), load_workload(str(inputs.workload))
+    before = baseline_plan(
+        cluster, workload, Baseline.EP, schedule=Schedule(chunks=2, overlap=False), codecs={"dc": Codecs(tokens=TokenCodec.FP8)}
+    )
+    made = planning(Scenario(plan="best.yaml"), workload, before)(cluster)
+    assert made.codecs == before.codecs and not made.schedule.overlap
+    # Parts are wished for, and given where they bring something.
+    asked = dict[str, object]()
+
+    def plan(*_: object, **wishes: object) -> Plan:
+        asked.update(wishes)
+        return before
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("planner.plan", plan)
+        planning(Scenario(plan="best.yaml"), workload, before)(cluster)
+    assert asked["most_chunks"] == 2
+
+
+def test_a_pipeline_whose_sites_are_lost_ends_without_stages(inputs: Inputs) -> None:
+    cluster, workload = load_cluster(str(inputs.cluster)), load_workload(str(inputs.workload))
+    before = planning(Scenario(plan="stages"), workload)(cluster)
+    assert isinstance(before, PipelinePlan)
+    assert isinstance(planning(Scenario(plan="stages"), workload, before)(without_site(cluster, "dc1")), Plan)
 
 
 def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Call) -> None:
