@@ -38,7 +38,7 @@ class Scenario(Strict):
     """`uniform`, `zipf:1.2`, or the path of a record of a real run's choices."""
     drift: float = Field(default=0.0, ge=0, le=1)
     """How far the order of popularity moves per step under Zipf's law."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     fabric: str | None = None
     """A shipped fabric's name or a file: what joins the sites, and the machines inside each."""
     conditions: Conditions = Conditions()

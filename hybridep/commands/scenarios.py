@@ -154,8 +154,9 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     from simulator.many_steps import simulate_run
 
     informed, routing = routing_of(scenario)
-    plan = informed(resolve(scenario))
-    report, run = _first_step(scenario, plan, routing, progress), None
+    plan, fabric = informed(resolve(scenario)), fabric_of(scenario.fabric)
+    scenario.course.require(plan.cluster, fabric)
+    report, run = _first_step(scenario, plan, routing, fabric, progress), None
     if scenario.course.steps > 1 or scenario.course.losses:
 
         def anew(cluster: Cluster) -> AnyPlan:
@@ -169,7 +170,7 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
             routing,
             anew,
             scenario.precision,
-            fabric=fabric_of(scenario.fabric),
+            fabric=fabric,
         )
     return Outcome(plan=plan, report=report, run=run)
 
@@ -184,7 +185,11 @@ def fabric_of(text: str | None) -> FabricFile | None:
 
 
 def _first_step(
-    scenario: Scenario, plan: AnyPlan, routing: RoutingOfStep | None, progress: Callable[[str, float], None] | None
+    scenario: Scenario,
+    plan: AnyPlan,
+    routing: RoutingOfStep | None,
+    fabric: FabricFile | None,
+    progress: Callable[[str, float], None] | None,
 ) -> Report:
     from simulator.report import simulate
 
@@ -194,6 +199,6 @@ def _first_step(
         routing(plan, 0) if routing is not None else None,
         scenario.precision,
         scenario.conditions,
-        fabric_of(scenario.fabric),
+        fabric,
         progress,
     )

@@ -150,6 +150,9 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
         ("conditions: {changes: [{links: 'x up', factor: 1}]}", "no link is named 'x up'"),
         ("conditions: {stragglers: [{worker: x, slowdown: 2}]}", "no worker 'x'"),
         ("grid: {drift: [0.1, 3]}", "drift=3"),
+        ("seed: -1", "seed"),
+        ("conditions: {seed: -1}", "conditions.seed"),
+        ("course: {steps: 1, losses: [{site: x, at: 9 h}]}", "losses: no site 'x'"),
     ):
         result = call("simulate", scenario(line))
         assert result.code == 2 and expected in result.err, (line, result.err)

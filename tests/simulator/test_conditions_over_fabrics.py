@@ -120,7 +120,7 @@ def test_a_lost_site_leaves_the_rest_of_the_fabric(name: str) -> None:
 
 def test_a_hub_cannot_be_lost() -> None:
     lost = course(steps=6, losses=[{"site": "dc2", "at": "0 s"}])
-    with pytest.raises(SimulationError, match=r"wan\.hub\.at: no site 'dc2'"):
+    with pytest.raises(UserError, match=r"losses: dc2 is the fabric's hub \(wan\.hub\.at\), which must remain"):
         simulate_run(PLAN, lost, planning=ep, fabric=FABRICS["hub at a site"])
 
 
