@@ -66,8 +66,8 @@ class SystemStep:
 
 
 def system_step(plan: Plan, system: System, simulate: Simulate, popularity: Sequence[FloatArray] = ()) -> SystemStep:
-    """One step as the system has it, with the plan's cluster, workload, codecs and connections per pair of ranks. ``popularity``: how often each expert is
-    chosen ([MoE layers][E]); all alike without it."""
+    """One step as the system has it, with the plan's cluster, workload, codecs and connections per pair of ranks. ``popularity``:
+    how often each expert is chosen ([MoE layers][E]); all alike without it."""
     ep = baseline_plan(
         plan.cluster,
         plan.workload,

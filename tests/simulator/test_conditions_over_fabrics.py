@@ -12,7 +12,6 @@ from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
 from simulator.conditions import Conditions
-from simulator.errors import SimulationError
 from simulator.fabric_file import FabricFile
 from simulator.many_steps import Course, Happening, simulate_run, without_site
 from simulator.routing import zipf_routing
