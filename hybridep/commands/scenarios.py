@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridep.baselines import Baseline, baseline_plan
+from hybridep.baselines import Baseline
 from hybridep.commands.inputs import Kind, cluster_and_workload, find
+from hybridep.commands.named_plans import BASELINES, named_plan
 from hybridep.config import load
 from hybridep.errors import UserError
-from hybridep.pipeline import AnyPlan, PipelinePlan, codecs_inside, load_any_plan
-from hybridep.plan import Plan, Schedule
+from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.routing import Routing, load_routing
 from hybridep.topology import Cluster
-from hybridep.workload import Workload
 
 if TYPE_CHECKING:
     from simulator.fabric_file import FabricFile
@@ -25,14 +24,12 @@ if TYPE_CHECKING:
     from simulator.scenario import Scenario
     from simulator.systems import System
 
-_NAMES = {baseline.value: baseline for baseline in Baseline}
-
 
 def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
     """The baselines and systems of these names. Raises UserError."""
     from simulator.systems import System
 
-    known: dict[str, Baseline | System] = {**_NAMES, **{system.value: system for system in System}}
+    known: dict[str, Baseline | System] = {**BASELINES, **{system.value: system for system in System}}
     for name in names:
         if name not in known:
             raise UserError(f"{where} {name}: no such baseline; there are {', '.join(known)}")
@@ -41,7 +38,7 @@ def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
 
 def resolve(scenario: Scenario) -> AnyPlan:
     """The plan that a scenario names. Raises what the planner raises, ConfigError and UserError."""
-    if scenario.plan not in ("auto", "stages", *_NAMES):
+    if scenario.plan not in ("auto", "stages", *BASELINES):
         if scenario.cluster or scenario.workload:
             raise UserError(f"plan {scenario.plan}: a plan file brings its cluster and workload along; leave them out")
         # A plan's own parts are `cluster` and `workload`, so the same keys reach them.
@@ -49,47 +46,7 @@ def resolve(scenario: Scenario) -> AnyPlan:
     if not (scenario.cluster and scenario.workload):
         raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
     cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)
-    return planning(scenario, workload)(cluster)
-
-
-def planning(scenario: Scenario, workload: Workload, before: AnyPlan | None = None) -> Callable[[Cluster], AnyPlan]:
-    """What plans in a scenario: a baseline where it names one, otherwise the planner. In a run it plans anew with what the plan
-    ``before`` has: stages, while there are sites for them, its codecs, and copies ahead or tokens in parts."""
-    in_stages = scenario.plan == "stages" or isinstance(before, PipelinePlan)
-    codecs = before.codecs if before is not None else {}
-    schedule = before.schedule if before is not None else Schedule()
-
-    def make(cluster: Cluster) -> AnyPlan:
-        if scenario.plan in _NAMES:
-            return _baseline(cluster, workload, _NAMES[scenario.plan])
-        # Slow to import, and not needed for a plan that exists.
-        import planner
-
-        if in_stages and (before is None or cluster.sizes[0] > 1):
-            from hybridep.commands.stage_choice import in_stages as best_of
-
-            return best_of(cluster, workload, planner.StageWishes(codecs=codecs), time_limit_s=scenario.planning_time).plan
-        return planner.plan(
-            cluster,
-            workload,
-            time_limit_s=scenario.planning_time,
-            schedule=None if schedule.overlap else Schedule(overlap=False),
-            ahead=schedule.prefetch > 0,
-            most_chunks=schedule.chunks,
-            codecs=codecs_inside(codecs) or None,
-        )
-
-    return make
-
-
-def _baseline(cluster: Cluster, workload: Workload, which: Baseline) -> Plan:
-    """With as many connections per pair of ranks as the planner would give it."""
-    if all(level.window is None for level in cluster.levels):
-        return baseline_plan(cluster, workload, which)
-    from planner.streams import with_fewest, with_most
-
-    schedule, free = with_most(cluster, None)
-    return with_fewest(baseline_plan(cluster, workload, which, schedule=schedule), free)
+    return named_plan(scenario.plan, cluster, workload, time_limit_s=scenario.planning_time)
 
 
 def routing_of(scenario: Scenario) -> tuple[Callable[[AnyPlan], AnyPlan], RoutingOfStep | None]:
@@ -160,7 +117,7 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     if scenario.course.steps > 1 or scenario.course.losses:
 
         def anew(cluster: Cluster) -> AnyPlan:
-            made = planning(scenario, plan.workload, plan)(cluster)
+            made = named_plan(scenario.plan, cluster, plan.workload, time_limit_s=scenario.planning_time, before=plan)
             return made.with_popularity(plan.popularity) if plan.popularity else made
 
         run = simulate_run(

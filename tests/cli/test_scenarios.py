@@ -13,13 +13,15 @@ from cli_cases import Inputs, Result
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.codecs import Codecs, TokenCodec
 from hybridep.commands.inputs import load_cluster, load_workload, resolve_plan
-from hybridep.commands.scenarios import planning
+from hybridep.commands.named_plans import named_plan
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
 from simulator.many_steps import without_site
-from simulator.scenario import Scenario, points
+from simulator.scenario import points
 
 Call = Callable[..., Result]
 
@@ -108,7 +110,8 @@ def test_overrides_of_a_grid_keep_its_other_keys(scenario: Callable[..., object]
 def test_baselines_have_as_many_connections_as_plans(inputs: Inputs) -> None:
     inputs.cluster.write_text(inputs.cluster.read_text().replace("latency: 0.2 ms", "latency: 20 ms, window: 1 KiB"))
     cluster, workload = load_cluster(str(inputs.cluster)), load_workload(str(inputs.workload))
-    made = planning(Scenario(plan="ep"), workload)(cluster)
+    made = named_plan("ep", cluster, workload)
+    assert isinstance(made, Plan)
     assert made.schedule.streams["dc"] > 1
     run = Run(name="trial", cluster=str(inputs.cluster), workload=str(inputs.workload), plan="ep", output=inputs.folder, steps=1)
     assert resolve_plan(run).schedule == made.schedule
@@ -119,7 +122,7 @@ def test_new_plans_keep_codecs_and_parts(inputs: Inputs) -> None:
     before = baseline_plan(
         cluster, workload, Baseline.EP, schedule=Schedule(chunks=2, overlap=False), codecs={"dc": Codecs(tokens=TokenCodec.FP8)}
     )
-    made = planning(Scenario(plan="best.yaml"), workload, before)(cluster)
+    made = named_plan("best.yaml", cluster, workload, before=before)
     assert made.codecs == before.codecs and not made.schedule.overlap
     # Parts are wished for, and given where they bring something.
     asked = dict[str, object]()
@@ -130,15 +133,30 @@ def test_new_plans_keep_codecs_and_parts(inputs: Inputs) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("planner.plan", plan)
-        planning(Scenario(plan="best.yaml"), workload, before)(cluster)
+        named_plan("best.yaml", cluster, workload, before=before)
     assert asked["most_chunks"] == 2
 
 
 def test_a_pipeline_whose_sites_are_lost_ends_without_stages(inputs: Inputs) -> None:
     cluster, workload = load_cluster(str(inputs.cluster)), load_workload(str(inputs.workload))
-    before = planning(Scenario(plan="stages"), workload)(cluster)
+    before = named_plan("stages", cluster, workload)
     assert isinstance(before, PipelinePlan)
-    assert isinstance(planning(Scenario(plan="stages"), workload, before)(without_site(cluster, "dc1")), Plan)
+    assert isinstance(named_plan("stages", without_site(cluster, "dc1"), workload, before=before), Plan)
+
+
+def test_plans_made_now_are_what_plan_makes(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
+    rates = "sites: [{name: a, up: 50 Mbps}, {name: b, down: 51 Mbps}]\n"
+    inputs.cluster.write_text(inputs.cluster.read_text() + rates)
+    calls = list[float]()
+
+    def planned(cluster: Cluster, workload: Workload, time_limit_s: float) -> Plan:
+        calls.append(time_limit_s)
+        return baseline_plan(cluster, workload, Baseline.EP)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("hybridep.commands.plan_choice.planned", planned)
+        assert call("simulate", scenario("planning_time: 3"), "--json").code == 0
+    assert calls == [3.0]
 
 
 def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Call) -> None:
