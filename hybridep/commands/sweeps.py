@@ -40,7 +40,7 @@ def sweep(grid: Sequence[tuple[Point, Scenario]], table: Path, jobs: int) -> lis
     keys = [_key(point, scenario, digests) for point, scenario in grid]
     ours = {_without_files(key) for key in keys}
     others = [row for row in rows if _without_files(row[_POINT]) not in ours]
-    done = {row[_POINT]: row for row in rows if row[_POINT] in keys and not row.get("error")}
+    done = {row[_POINT]: row for row in rows if not row.get("error")}
     missing = [(key, *entry) for key, entry in zip(keys, grid, strict=True) if key not in done]
     if missing:
         with _progress(len(grid)) as progress:
