@@ -130,6 +130,9 @@ class ClusterFile(Strict):
                 raise ValueError(f"sites.{at}.gpu: {error}") from None
         if self.sites and all(site.experts == 0 for site in self.sites):
             raise ValueError("sites: experts is 0 at every site; they must live somewhere")
+        trunks = [trunk.name for trunk in self.trunks]
+        if len(set(trunks)) != len(trunks):
+            raise ValueError(f"trunks: names repeat: {trunks}")
         for at, trunk in enumerate(self.trunks):
             self._check_carried(f"trunks.{at}.carries", trunk.carries)
         if self.links:

@@ -161,6 +161,17 @@ class Blocks:
                 "one_rank_per_site: only where tokens go as expected, hop by hop; leave it out with recorded or drawn routing, "
                 "compute_jitter, ranks that share processors, a MixNet, and systems other than baselines and pipeline"
             )
+        if self._one_of_site and whole.ranks_per_site > 1:
+            # Each part of what one rank sends would get a window of its own.
+            under_way_bytes = conditions.under_way_bytes(whole, plan.schedule.streams)
+            held = [
+                one.name for one, most in zip(whole.levels, under_way_bytes, strict=True) if one.size > 1 and np.isfinite(most)
+            ]
+            if held:
+                raise UserError(
+                    f"one_rank_per_site: not where a window holds transfers (level {held[0]}), since which rank sends them then "
+                    "counts; leave one of the two out"
+                )
         self.comparable = is_expected and comparable
         """Whether ranks that must do the same can be told from what is known beforehand."""
         self._expected_sent: dict[int, _LayerSent] = {}

@@ -7,6 +7,7 @@ only when its receive is posted), and a rank leaves the exchange when all its se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ import numpy as np
 
 from simulator.arrays import BoolArray, FloatArray, IntArray
 from simulator.engine import Engine
-from simulator.errors import SimulationError
+from simulator.errors import SimulationError, StuckError
 from simulator.network import Batch, Network, Transfers
 from simulator.turns import Turns
 
@@ -133,19 +134,18 @@ class Execution:
         return float(self.end_s.max(initial=0.0))
 
 
-Changes = Iterator[tuple[float, FloatArray]]
-"""When, in rising order, links get other capacities, and which ([links], as `Network.set_capacity`). May go on for ever."""
+Changes = Iterator[tuple[float, FloatArray, bool]]
+"""When, in rising order, links get other capacities, which ([links], as `Network.set_capacity`), and whether a link that is cut
+then may carry something again later. May go on for ever."""
 
 Progress = Callable[[float], None]
 """Takes the share of all ranks' operations that is done, whenever it is a thousandth more."""
-
-_MOST_CHANGES_IN_VAIN = 100_000
 
 
 def execute(
     program: Program, engine: Engine, network: Network, changes: Changes | None = None, progress: Progress | None = None
 ) -> Execution:
-    """Run a program from the engine's present to its end; links change until then. Raises SimulationError when it cannot end."""
+    """Run a program from the engine's present to its end; links change until then. Raises StuckError when it cannot end."""
     return _Executor(program, engine, network, iter(()) if changes is None else changes, progress).run()
 
 
@@ -173,7 +173,7 @@ class _Executor:
         self._progress = progress
         self._told = 0
         """Thousandths, of `progress`."""
-        self._changes_in_vain = 0
+        self._may_mend = True
         self._operations = program.operations
         self._num_ranks = program.num_ranks
         self._engine = engine
@@ -205,7 +205,7 @@ class _Executor:
         self._await_change()
         self._engine.run()
         if self._unfinished:
-            raise SimulationError(f"{self._unfinished} rank operations never ran: an exchange waits for itself or for a cut link")
+            raise StuckError(f"{self._unfinished} rank operations never ran: an exchange waits for itself or for a cut link")
         return Execution(start_s=self._start_s, end_s=self._end_s, gate=self._gate)
 
     def _tell(self, progress: Progress) -> None:
@@ -216,12 +216,14 @@ class _Executor:
 
     def _await_change(self) -> None:
         change = next(self._changes, None)
-        if change is not None and self._changes_in_vain < _MOST_CHANGES_IN_VAIN:
-            self._engine.at(change[0], partial(self._change, change[1]))
+        if change is not None:
+            self._engine.at(change[0], partial(self._change, *change[1:]))
 
-    def _change(self, capacity: FloatArray) -> None:
-        if self._unfinished:
-            self._changes_in_vain += 1
+    def _change(self, capacity: FloatArray, may_mend: bool) -> None:
+        # Where no transfer moves and no rank computes, only links that are cut no longer bring it on.
+        is_stuck = math.isinf(self._engine.next_s) and not self._may_mend
+        if self._unfinished and not is_stuck:
+            self._may_mend = may_mend
             self._network.set_capacity(capacity)
             self._await_change()
 
@@ -297,7 +299,6 @@ class _Executor:
     def _leave(self, position: int, ranks: IntArray) -> None:
         self._end_s[position, ranks] = self._engine.now_s
         self._unfinished -= ranks.size
-        self._changes_in_vain = 0
         if self._progress is not None:
             self._tell(self._progress)
         for follower in self._followers[position]:

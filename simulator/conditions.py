@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from hybridep.config import Duration, Size, Strict
 from hybridep.errors import ConfigError, UserError
 from hybridep.topology import Cluster
-from hybridep.units import Dimension, exact
+from hybridep.units import Dimension, exact, format_seconds
 from simulator.arrays import FloatArray, IntArray
 
 _MOST_FACTOR = 1e6
@@ -55,10 +55,16 @@ class Straggler(Strict):
     """A worker whose GPUs compute slower, in the steps that begin meanwhile."""
 
     worker: str
-    """Name of a rank, or of what holds it: ``tokyo``, ``tokyo/gpu3``."""
+    """Name of a rank, or of what holds it: ``tokyo``, ``tokyo/gpu3``; also of a site with several pods."""
     slowdown: float = Field(ge=1)
     start: Duration = 0.0
     end: Duration | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Straggler:
+        if self.end is not None and self.end <= self.start:
+            raise ValueError(f"end: {self.end} s is not after start, {self.start} s")
+        return self
 
 
 class Conditions(Strict):
@@ -77,7 +83,7 @@ class Conditions(Strict):
     stragglers: tuple[Straggler, ...] = ()
     compute_jitter: float = Field(default=0.0, ge=0, le=1)
     """Spread of each computation's time: exp(normal x this), drawn for every rank and computation alone."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
 
     @property
     def of_links(self) -> bool:
@@ -134,6 +140,7 @@ class LinkFactors:
     """The part of its bandwidth that each link has, over time."""
 
     def __init__(self, conditions: Conditions, link_names: Sequence[str]) -> None:
+        self._names = link_names
         self._seed = conditions.seed
         self._goodput = conditions.goodput
         changes = conditions.all_changes
@@ -155,6 +162,23 @@ class LinkFactors:
             traits[links] = self._num_links + links
         return traits
 
+    @property
+    def settled_s(self) -> float:
+        """From then on links that are cut stay so, and no others are."""
+        return max(self._times_s, default=0.0)
+
+    def cuts(self, now_s: float) -> list[str]:
+        """In words, which links are cut now, by which change."""
+        found = []
+        for change, links in self._changes:
+            if change.factor == 0 and change.start <= now_s < change.end_s:
+                names = ", ".join(self._names[link] for link in links[:3]) + (
+                    f" and {links.size - 3} more" if links.size > 3 else ""
+                )
+                until = "on" if math.isinf(change.end_s) else f"to {format_seconds(change.end_s)}"
+                found.append(f"{names} (links {change.links!r} have factor 0 from {format_seconds(change.start)} {until})")
+        return found
+
     def at(self, now_s: float) -> FloatArray:
         """[links]"""
         factor = np.full(self._num_links, self._goodput)
@@ -162,15 +186,14 @@ class LinkFactors:
             if change.start <= now_s < change.end_s:
                 factor[links] *= change.factor
         for number, (jitter, links) in enumerate(self._jitter):
-            # The part of a nanosecond keeps the end of a period, as it comes out of `next_s`, from falling before it.
-            draw = np.random.default_rng([self._seed, number, int(now_s / jitter.period + 1e-9)])
+            draw = np.random.default_rng([self._seed, number, _period(now_s, jitter.period)])
             factor[links] *= np.exp(-np.abs(draw.normal(0.0, jitter.spread, links.size)))
         return factor
 
     def next_s(self, now_s: float) -> float:
         """When something changes after now; infinite for never."""
         later = [time_s for time_s in self._times_s if time_s > now_s]
-        periods = [(int(now_s / jitter.period + 1e-9) + 1) * jitter.period for jitter, _ in self._jitter]
+        periods = [(_period(now_s, jitter.period) + 1) * jitter.period for jitter, _ in self._jitter]
         return min([*later[:1], *periods], default=math.inf)
 
 
@@ -185,10 +208,10 @@ def read_trace(path: Path) -> list[LinkChange]:
     of_links: dict[str, list[tuple[float, float]]] = {}
     for line, row in enumerate(rows, start=2):
         try:
-            start_s, factor = float(row["seconds"]), float(row["factor"])
-        except (TypeError, ValueError):
-            raise ConfigError(f"{path}:{line}", "seconds,factor", "must be numbers") from None
-        earlier = of_links.setdefault(row["links"].strip(), [])
+            start_s, factor, links = float(row["seconds"]), float(row["factor"]), row["links"].strip()
+        except (AttributeError, TypeError, ValueError):
+            raise ConfigError(f"{path}:{line}", "seconds,links,factor", "must be a number, a pattern and a number") from None
+        earlier = of_links.setdefault(links, [])
         if not (math.isfinite(start_s) and 0 <= factor <= _MOST_FACTOR) or start_s < (earlier[-1][0] if earlier else 0.0):
             raise ConfigError(
                 f"{path}:{line}", "seconds,factor", f"{start_s}, {factor}: times must rise, factors be at least zero"
@@ -206,11 +229,19 @@ def read_trace(path: Path) -> list[LinkChange]:
     return changes
 
 
+def _period(now_s: float, period_s: float) -> int:
+    """Which period it is now, counted from 0; one begins at exactly its number times its length."""
+    nearest = round(now_s / period_s)
+    return nearest if nearest * period_s <= now_s else nearest - 1
+
+
 def _matching(names: Sequence[str], pattern: str) -> IntArray:
     return np.flatnonzero([fnmatchcase(name, pattern) for name in names])
 
 
 def _worker_names(cluster: Cluster) -> list[list[str]]:
-    """Of each rank: its workers, outermost first, and last itself."""
+    """Of each rank: its workers, outermost first, and last itself; before them the site whose pod the outermost is."""
     locations = [cluster.location(rank) for rank in range(cluster.num_gpus)]
-    return [[cluster.worker_name(at[: depth + 1]) for depth in range(len(at))] for at in locations]
+    return [
+        [*cluster.site_labels(at[0])[1:], *(cluster.worker_name(at[: depth + 1]) for depth in range(len(at)))] for at in locations
+    ]

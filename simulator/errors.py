@@ -7,6 +7,10 @@ class SimulationError(HybridEPError):
     """A simulation was asked for something that has no meaning (an event in the past, an unknown link, a cycle)."""
 
 
+class StuckError(SimulationError):
+    """A simulation cannot end: an exchange waits for itself, or for links that are cut."""
+
+
 class FabricError(UserError, SimulationError):
     """A fabric does not fit the cluster that it is to join."""
 

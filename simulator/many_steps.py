@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +18,7 @@ from hybridep.routing import Routing
 from hybridep.topology import Cluster, cluster_data, data_with_sites, only_sites
 from hybridep.units import Dimension, exact
 from simulator.conditions import Conditions, LinkFactors
-from simulator.errors import SimulationError
+from simulator.errors import FabricError, SimulationError, StuckError
 from simulator.fabric_file import FabricFile
 from simulator.pipeline import simulate_any
 from simulator.precision import EXACTLY, Precision
@@ -56,6 +57,26 @@ class Course(Strict):
     switch: Duration = 0.0
     """What changing to a new plan takes."""
 
+    @property
+    def in_order(self) -> list[SiteLoss]:
+        """Losses as they happen."""
+        return sorted(self.losses, key=lambda loss: loss.at)
+
+    def require(self, cluster: Cluster, fabric: FabricFile | None = None) -> None:
+        """Raises UserError for losses that cannot be: of sites that are not there, or not any more, of the last site, or of one
+        that a fabric needs."""
+        hub = fabric.wan.hub.at if fabric is not None and fabric.wan is not None and fabric.wan.hub is not None else None
+        labels = [cluster.site_labels(site) for site in range(cluster.sizes[0])]
+        for loss in self.in_order:
+            lost = [each for each in labels if loss.site in each]
+            if not lost:
+                raise UserError(f"losses: no site {loss.site!r}; there are {', '.join(each[0] for each in labels)}")
+            if len(lost) == len(labels):
+                raise UserError(f"losses: {loss.site} is the last site")
+            if any(hub in each for each in lost):
+                raise FabricError(f"losses: {loss.site} is the fabric's hub (wan.hub.at), which must remain")
+            labels = [each for each in labels if each not in lost]
+
 
 class Happening(Enum):
     """What a stretch of a run's time went into."""
@@ -85,6 +106,8 @@ class RunResult:
     """All that happened in a run."""
 
     stretches: tuple[Stretch, ...]
+    plans: tuple[str, ...]
+    """Digests of the plans that were in force, in order."""
     simulated_steps: int
     """Steps that were simulated; others are under the same plan and conditions as one of these."""
 
@@ -105,7 +128,7 @@ class RunResult:
             "steps_run": len(steps),
             "step_s": {"median": float(np.median(steps)), "min": min(steps), "max": max(steps)},
             **{f"{what.value}_total_s": self.seconds(what) for what in Happening},
-            "plans": list(dict.fromkeys(stretch.plan for stretch in self.stretches)),
+            "plans": list(self.plans),
             "simulated_steps": self.simulated_steps,
         }
 
@@ -122,11 +145,13 @@ def simulate_run(
     """Simulate a run of many steps, over the cluster's own links or a fabric.
 
     Steps under the same plan, conditions and choices are simulated once. A site that is lost ends the step at hand, and all
-    since the last checkpoint is done again, under a plan for those that remain. A new plan pays, and is taken up, when a step
+    since the last checkpoint is done again, under a plan for those that remain; so it does while a checkpoint is written or plans
+    are changed, which then counts for nothing. A new plan pays, and is taken up, when a step
     of it under the conditions of the moment saves more over the steps that remain than the change costs.
     Of a fabric, `planning` gets to know what the cluster has, too: links of the cluster's names, as they are at the moment. A
     ring closes where a site is lost, and of a graph the trunks of the site remain.
-    Raises SimulationError when a plan is needed and no `planning` given, UserError for unknown sites, links or workers.
+    Raises SimulationError when a plan is needed and no `planning` given, StuckError for a step that cannot end and no loss ends,
+    UserError for links or workers that are not there, and for losses that cannot be.
     """
     return _Run(plan, course, conditions or Conditions(), routing, planning, precision, fabric).run()
 
@@ -145,32 +170,40 @@ class _Run:
         self._plan, self._course, self._conditions = plan, course, conditions
         self._routing, self._planning, self._precision, self._fabric = routing, planning, precision, fabric
         self._factors_under: dict[str, LinkFactors] = {}
-        self._now_s, self._step = 0.0, 0
-        self._losses = sorted(course.losses, key=lambda loss: loss.at)
+        self._now_s, self._step, self._saved = 0.0, 0, 0
+        self._losses = course.in_order
+        self._plans = {plan.digest: None}
         self._stretches: list[Stretch] = []
         self._known: dict[tuple[object, ...], float] = {}
         self._simulated = 0
         self._conditions.require(plan.cluster, wiring(plan.cluster, fabric).link_names)
+        course.require(plan.cluster, fabric)
         if (course.losses or course.replan_every) and planning is None:
             raise SimulationError("a run that loses sites or plans anew needs a planner")
 
     def run(self) -> RunResult:
-        course, saved, planned_at = self._course, 0, 0
+        course, planned_at = self._course, 0
         while self._step < course.steps:
-            step_s = self._step_s(self._plan)
-            if self._losses and self._losses[0].at <= self._now_s + step_s:
-                self._lose(self._losses.pop(0))
-                self._step = saved
+            if not self._ends(Happening.STEP, self._step_s(self._plan)):
                 continue
-            self._pass(Happening.STEP, step_s)
             self._step += 1
             if course.checkpoint_every and self._step % course.checkpoint_every == 0 and self._step < course.steps:
-                self._pass(Happening.CHECKPOINT, course.checkpoint)
-                saved = self._step
+                if not self._ends(Happening.CHECKPOINT, course.checkpoint):
+                    continue
+                self._saved = self._step
             if course.replan_every and self._step - planned_at >= course.replan_every and self._step < course.steps:
                 planned_at = self._step
                 self._replan()
-        return RunResult(stretches=tuple(self._stretches), simulated_steps=self._simulated)
+        return RunResult(stretches=tuple(self._stretches), plans=tuple(self._plans), simulated_steps=self._simulated)
+
+    def _ends(self, what: Happening, duration_s: float) -> bool:
+        """Go on by that long, and say so; or to the next loss where that comes first, and back to the last checkpoint."""
+        if self._losses and self._losses[0].at <= self._now_s + duration_s:
+            self._lose(self._losses.pop(0))
+            self._step = self._saved
+            return False
+        self._pass(what, duration_s)
+        return True
 
     def _pass(self, what: Happening, duration_s: float) -> None:
         self._stretches.append(
@@ -193,8 +226,14 @@ class _Run:
             step_s = self._known[known]
             if factors.next_s(self._now_s) >= self._now_s + step_s:
                 return step_s
-        step_s = simulate_any(plan, routing, self._precision, self._conditions, self._now_s, self._fabric).step_s
         self._simulated += 1
+        try:
+            step_s = simulate_any(plan, routing, self._precision, self._conditions, self._now_s, self._fabric).step_s
+        except StuckError:
+            if not self._losses:
+                raise
+            # A loss will end it.
+            return math.inf
         if known is not None and factors is not None and factors.next_s(self._now_s) >= self._now_s + step_s:
             self._known[known] = step_s
         return step_s
@@ -213,15 +252,13 @@ class _Run:
 
     def _lose(self, loss: SiteLoss) -> None:
         assert self._planning is not None
-        before = self._plan.cluster
-        labels = [before.site_labels(site) for site in range(before.sizes[0])]
-        if not any(loss.site in each for each in labels):
-            raise UserError(f"losses: no site {loss.site!r}; there are {', '.join(each[0] for each in labels)}")
-        if all(loss.site in each for each in labels):
-            raise UserError(f"losses: {loss.site} is the last site")
-        lost_s = max(loss.at, self._now_s) - self._now_s
-        self._plan = self._planning(without_site(before, loss.site))
-        self._pass(Happening.LOSS, lost_s + self._course.restart)
+        self._plan = self._planning(without_site(self._plan.cluster, loss.site))
+        self._plans[self._plan.digest] = None
+        ends_s = max(loss.at, self._now_s) + self._course.restart
+        if self._losses:
+            # The next one may come before the restart is done, which then begins anew.
+            ends_s = min(ends_s, max(self._losses[0].at, self._now_s))
+        self._pass(Happening.LOSS, ends_s - self._now_s)
 
     def _replan(self) -> None:
         assert self._planning is not None
@@ -236,7 +273,8 @@ class _Run:
         saves_s = self._step_s(self._plan) - self._step_s(found)
         if saves_s * (self._course.steps - self._step) > self._course.switch:
             self._plan = found
-            self._pass(Happening.REPLAN, self._course.switch)
+            if self._ends(Happening.REPLAN, self._course.switch):
+                self._plans[found.digest] = None
 
 
 def without_site(cluster: Cluster, site: str) -> Cluster:

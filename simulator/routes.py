@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -38,6 +39,7 @@ class Routes:
     latency_s: FloatArray
     """[sites, sites], one way; of the longest route where there are several."""
     trunk_name: Callable[[int], str]
+    """Each has its own."""
 
     @property
     def num_trunks(self) -> int:
@@ -71,6 +73,15 @@ def routes(cluster: Cluster, wan: Wan | None) -> Routes | None:
         return _ring(cluster, wan.ring)
     assert wan.graph is not None
     return _graph(cluster, wan.graph)
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Names of trunks; parallel ones have numbers behind theirs, from 1 on."""
+    alike, seen, found = Counter(names), Counter[str](), list[str]()
+    for name in names:
+        seen[name] += 1
+        found.append(f"{name} {seen[name]}" if alike[name] > 1 else name)
+    return found
 
 
 def _one_step(cluster: Cluster, capacity: FloatArray, latency_s: FloatArray) -> Routes:
@@ -211,6 +222,7 @@ def _ring(cluster: Cluster, ring: Ring) -> Routes:
     step = np.where(step >= hops[pair], step - hops[pair], step)
     site = (source[pair] + np.where(back, -step, step)) % sites
     names = cluster.site_names
+    trunk_names = _numbered([f"{name} -> {names[(at + way) % sites]}" for at, name in enumerate(names) for way in (1, -1)])
     return Routes(
         num_sites=sites,
         first=first,
@@ -218,7 +230,7 @@ def _ring(cluster: Cluster, ring: Ring) -> Routes:
         share=np.where(both[pair], 0.5, 1.0),
         capacity_bytes_per_s=np.full(2 * sites, ring.bandwidth),
         latency_s=cluster.site_latency_s if ring.latency is None else (hops * ring.latency).reshape(sites, sites),
-        trunk_name=lambda trunk: f"{names[trunk // 2]} -> {names[(trunk // 2 + (-1 if trunk % 2 else 1)) % sites]}",
+        trunk_name=lambda trunk: trunk_names[trunk],
     )
 
 
@@ -235,6 +247,7 @@ def _graph(cluster: Cluster, wan: Graph) -> Routes:
     for at in np.argsort(-metric, kind="stable"):
         # The least of parallel trunks is written last.
         graph.add_edge(int(head[at]), int(tail[at]), metric=float(metric[at]))
+    trunk_names = _numbered([f"{places[a]} -> {places[b]}" for a, b in zip(tail, head, strict=True)])
     leaving = [np.flatnonzero(tail == place) for place in range(len(places))]
     sites = len(names)
     steps: dict[int, dict[int, float]] = {}
@@ -245,11 +258,15 @@ def _graph(cluster: Cluster, wan: Graph) -> Routes:
             place: [
                 int(trunk)
                 for trunk in leaving[place]
-                if int(head[trunk]) in distance and np.isclose(metric[trunk] + distance[int(head[trunk])], distance[place])
+                if distance.get(int(head[trunk]), np.inf) < distance[place]
+                and np.isclose(metric[trunk] + distance[int(head[trunk])], distance[place], rtol=1e-12, atol=0)
             ]
             for place in distance
             if place != target
         }
+        lost = next((place for place, trunks in onward.items() if not trunks), None)
+        if lost is not None:
+            raise FabricError(f"wan.graph: metrics at {places[lost]} are too unequal to add up")
         for source in range(sites):
             if source == target:
                 continue
@@ -278,5 +295,5 @@ def _graph(cluster: Cluster, wan: Graph) -> Routes:
         share=np.array([part for pair in order for part in steps[pair].values()], dtype=np.float64),
         capacity_bytes_per_s=np.repeat([trunk.bandwidth for trunk in wan.trunks], 2),
         latency_s=latency_s,
-        trunk_name=lambda trunk: f"{places[tail[trunk]]} -> {places[head[trunk]]}",
+        trunk_name=lambda trunk: trunk_names[trunk],
     )

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from hybridep.config import Strict, apply_override, build, key_lines, read_yaml
-from hybridep.errors import ConfigError
+from hybridep.errors import ConfigError, UserError
 from simulator.conditions import Conditions
 from simulator.many_steps import Course
 from simulator.network import EXACT
@@ -38,13 +38,13 @@ class Scenario(Strict):
     """`uniform`, `zipf:1.2`, or the path of a record of a real run's choices."""
     drift: float = Field(default=0.0, ge=0, le=1)
     """How far the order of popularity moves per step under Zipf's law."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     fabric: str | None = None
     """A shipped fabric's name or a file: what joins the sites, and the machines inside each."""
     conditions: Conditions = Conditions()
     course: Course = Course()
-    tolerance: float = Field(default=EXACT, ge=EXACT, lt=0.1)
-    """Share of its bytes by which a transfer may differ, for speed."""
+    tolerance: float = Field(default=EXACT, ge=0, lt=0.1)
+    """Share of its bytes by which a transfer may differ, for speed; 0 for exact."""
     one_rank_per_site: bool = False
     """Take the ranks of a site for alike, for speed."""
     grid: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
@@ -53,7 +53,7 @@ class Scenario(Strict):
     @property
     def precision(self) -> Precision:
         """How exactly to simulate."""
-        return Precision(tolerance=self.tolerance, one_rank_per_site=self.one_rank_per_site)
+        return Precision(tolerance=max(self.tolerance, EXACT), one_rank_per_site=self.one_rank_per_site)
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
@@ -69,27 +69,38 @@ Point = dict[str, Any]
 """Key -> value of one combination of a grid."""
 
 
-def points(path: Path, overrides: tuple[str, ...] = ()) -> Iterator[tuple[Point, Scenario]]:
-    """Every combination of a scenario file's grid, and its scenario; one without a grid.
+def points(
+    path: Path, overrides: tuple[str, ...] = (), given: Mapping[str, Any] | None = None
+) -> Iterator[tuple[Point, Scenario]]:
+    """Every combination of a scenario file's grid, and its scenario; one, at an empty point, without a grid. ``given``: keys of
+    the file that options of the command line set, like ``overrides``.
 
-    Raises ConfigError for a bad file, and for a bad value with the point at which it is.
+    Raises ConfigError for a bad file, and for a bad value with the point at which it is; UserError for what is given while it
+    varies over the grid.
     """
     data = read_yaml(path)
     for override in overrides:
+        if override.startswith(_PARTS):
+            raise UserError(f"--set {override}: a scenario has such keys in `overrides` or in its grid; write them there")
         apply_override(data, override)
-    whole = build(Scenario, data, str(path), key_lines(path))
+    whole = build(Scenario, data | dict(given or {}), str(path), key_lines(path))
+    for key in (*(override.partition("=")[0] for override in overrides), *(given or {})):
+        for varied in whole.grid:
+            if key == varied or key.startswith(f"{varied}."):
+                raise UserError(f"{path}: {key} is given on the command line, and varies over the grid; leave one of them out")
     for values in product(*whole.grid.values()):
         point = dict(zip(whole.grid, values, strict=True))
-        yield point, _at(point, data, str(path))
+        yield point, _at(point, data | dict(given or {}), str(path))
 
 
 def _at(point: Point, data: Mapping[str, Any], where: str) -> Scenario:
     mine = json.loads(json.dumps({key: value for key, value in data.items() if key != "grid"}))
-    for key, value in point.items():
-        if key.startswith(_PARTS):
-            mine.setdefault("overrides", []).append(f"{key}={json.dumps(value)}")
-        else:
+    # A point's own `overrides` replace the file's, and keys of cluster and workload come behind either.
+    for key, value in sorted(point.items(), key=lambda item: item[0].startswith(_PARTS)):
+        if not key.startswith(_PARTS):
             apply_override(mine, f"{key}={json.dumps(value)}")
+        elif isinstance(mine.setdefault("overrides", []), list):
+            mine["overrides"].append(f"{key}={json.dumps(value)}")
     try:
         return build(Scenario, mine, where)
     except ConfigError as error:

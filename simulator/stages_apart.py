@@ -59,7 +59,7 @@ def run_stages(
     forth, back = (_between(fabric, pipeline, down) for down in (True, False))
     program, _ = _Schedule(stages, forth, back, pipeline.ahead).build()
     capacity = fabric.network.link_capacity_bytes_per_s * conditions.goodput
-    return execute(program, engine, fabric.network, iter([(0.0, capacity)])).makespan_s
+    return execute(program, engine, fabric.network, iter([(0.0, capacity, False)])).makespan_s
 
 
 class _Sending(NamedTuple):

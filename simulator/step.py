@@ -13,11 +13,13 @@ from hybridep.pipeline import AnyPlan
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
+from hybridep.units import format_seconds
 from simulator.arrays import BoolArray, FloatArray
 from simulator.collective import Changes, Execution, Operation, Program, Progress, execute
 from simulator.conditions import Conditions, LinkFactors
 from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
+from simulator.errors import StuckError
 from simulator.fabric import Fabric
 from simulator.fabric_file import FabricFile
 from simulator.precision import EXACTLY, Precision
@@ -160,7 +162,7 @@ def _changes(fabric: Fabric, conditions: Conditions | None, start_s: float) -> C
     one_of_each = np.unique(fabric.symmetry.link_kind, return_index=True)[1]
     now_s = start_s
     while math.isfinite(now_s):
-        yield now_s - start_s, full_bytes_per_s * factors.at(now_s)[one_of_each]
+        yield now_s - start_s, full_bytes_per_s * factors.at(now_s)[one_of_each], now_s < factors.settled_s
         now_s = factors.next_s(now_s)
 
 
@@ -198,7 +200,13 @@ def run(
     progress: Progress | None = None,
 ) -> StepResult:
     """What a program comes to; arguments as `simulate_step`."""
-    execution = execute(program, engine, fabric.network, _changes(fabric, conditions, start_s), progress)
+    try:
+        execution = execute(program, engine, fabric.network, _changes(fabric, conditions, start_s), progress)
+    except StuckError as error:
+        factors = LinkFactors(conditions or Conditions(), fabric.symmetry.wiring.link_names)
+        cut = "; ".join(factors.cuts(start_s + engine.now_s))
+        began = f"the step that began {format_seconds(start_s)} into the run"
+        raise StuckError(f"{began} cannot end, it waits for a cut link: {cut}" if cut else str(error)) from None
     kind = fabric.symmetry.link_kind
     return StepResult(
         plan=plan,

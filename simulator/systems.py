@@ -15,7 +15,7 @@ import numpy as np
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.homes import homes_text
 from hybridep.placement import IntArray, home_blocks
-from hybridep.plan import Plan
+from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
@@ -66,9 +66,16 @@ class SystemStep:
 
 
 def system_step(plan: Plan, system: System, simulate: Simulate, popularity: Sequence[FloatArray] = ()) -> SystemStep:
-    """One step as the system has it, with the plan's cluster, workload and codecs. ``popularity``: how often each expert is
-    chosen ([MoE layers][E]); all alike without it."""
-    ep = baseline_plan(plan.cluster, plan.workload, Baseline.EP, codecs=plan.codecs, popularity=plan.popularity)
+    """One step as the system has it, with the plan's cluster, workload, codecs and connections per pair of ranks. ``popularity``:
+    how often each expert is chosen ([MoE layers][E]); all alike without it."""
+    ep = baseline_plan(
+        plan.cluster,
+        plan.workload,
+        Baseline.EP,
+        schedule=Schedule(streams=plan.schedule.streams),
+        codecs=plan.codecs,
+        popularity=plan.popularity,
+    )
     match system:
         case System.FLAT_EP:
             return _fastest(simulate, [("", ep)], [TokenExchange(route=Route.DIRECT, per_choice=True)])

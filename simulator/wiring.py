@@ -62,9 +62,11 @@ class Wiring:
         tree, cluster = self.inside.fat_tree, self.cluster
         if tree is None:
             return np.zeros(0)
-        if len(cluster.sizes) < 2 or cluster.sizes[1] % tree.workers_per_leaf:
+        if len(cluster.sizes) < 2:
+            raise FabricError(f"inside.fat_tree: cluster {cluster.name} has no level of workers inside sites")
+        if cluster.sizes[1] % tree.workers_per_leaf:
             raise FabricError(
-                f"inside.fat_tree.workers_per_leaf: {tree.workers_per_leaf} must divide a site's workers, {cluster.sizes[1:2]}"
+                f"inside.fat_tree.workers_per_leaf: {tree.workers_per_leaf} must divide a site's workers, {cluster.sizes[1]}"
             )
         leaves = cluster.sizes[0] * cluster.sizes[1] // tree.workers_per_leaf
         return np.full(leaves, cluster.levels[1].bandwidth * tree.workers_per_leaf / tree.oversubscription)

@@ -13,6 +13,8 @@ from hybridep.config import Strict, apply_override, build, load
 from hybridep.errors import DataError, UserError
 from hybridep.matrix import matrix_profile
 from hybridep.pipeline import AnyPlan, load_any_plan
+from hybridep.plan import Plan
+from hybridep.provenance import provenance
 from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -123,18 +125,14 @@ def resolve_plan(run: Run) -> AnyPlan:
     """The plan of a run: made now (``auto``, ``stages``, ``ep``, ``full_gather``), or read from its file and compared with the
     run's cluster and workload. Raises what the planner raises, ConfigError and PlanMismatchError."""
     cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
-    if run.plan == "auto":
-        from hybridep.commands.plan_choice import planned
+    if run.plan in ("auto", "stages", "ep", "full_gather"):
+        from hybridep.commands.named_plans import named_plan
+        from planner import predict
 
-        return planned(cluster, workload)
-    if run.plan == "stages":
-        from hybridep.commands.stage_choice import in_stages
-
-        return in_stages(cluster, workload).plan
-    if run.plan in ("ep", "full_gather"):
-        from planner import baseline
-
-        return baseline(cluster, workload, "ep" if run.plan == "ep" else "full_gather")
+        made = named_plan(run.plan, cluster, workload)
+        if not isinstance(made, Plan) or run.plan not in ("ep", "full_gather"):
+            return made
+        return made.model_copy(update={"prediction": predict(made), "provenance": provenance() | made.provenance})
     path = Path(run.plan)
     if not path.suffix and len(path.parts) == 1 and not path.is_file():
         raise UserError(f"plan {run.plan!r}: use auto, stages, ep, full_gather or the path of a plan file")

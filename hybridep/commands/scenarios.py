@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridep.baselines import Baseline, baseline_plan
+from hybridep.baselines import Baseline
 from hybridep.commands.inputs import Kind, cluster_and_workload, find
+from hybridep.commands.named_plans import BASELINES, named_plan
 from hybridep.config import load
 from hybridep.errors import UserError
-from hybridep.pipeline import AnyPlan, PipelinePlan, load_any_plan
+from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.routing import Routing, load_routing
 from hybridep.topology import Cluster
-from hybridep.workload import Workload
 
 if TYPE_CHECKING:
     from simulator.fabric_file import FabricFile
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from simulator.scenario import Scenario
     from simulator.systems import System
 
-_NAMES = {baseline.value: baseline for baseline in Baseline}
-
 
 def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
     """The baselines and systems of these names. Raises UserError."""
     from simulator.systems import System
 
-    known: dict[str, Baseline | System] = {**_NAMES, **{system.value: system for system in System}}
+    known: dict[str, Baseline | System] = {**BASELINES, **{system.value: system for system in System}}
     for name in names:
         if name not in known:
             raise UserError(f"{where} {name}: no such baseline; there are {', '.join(known)}")
@@ -40,7 +38,7 @@ def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
 
 def resolve(scenario: Scenario) -> AnyPlan:
     """The plan that a scenario names. Raises what the planner raises, ConfigError and UserError."""
-    if scenario.plan not in ("auto", "stages", *_NAMES):
+    if scenario.plan not in ("auto", "stages", *BASELINES):
         if scenario.cluster or scenario.workload:
             raise UserError(f"plan {scenario.plan}: a plan file brings its cluster and workload along; leave them out")
         # A plan's own parts are `cluster` and `workload`, so the same keys reach them.
@@ -48,26 +46,7 @@ def resolve(scenario: Scenario) -> AnyPlan:
     if not (scenario.cluster and scenario.workload):
         raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
     cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)
-    return planning(scenario, workload, in_stages=scenario.plan == "stages")(cluster)
-
-
-def planning(scenario: Scenario, workload: Workload, *, in_stages: bool) -> Callable[[Cluster], AnyPlan]:
-    """What plans anew in a scenario's run: a baseline again where it has one, otherwise the planner, in stages where the run's
-    plan is."""
-
-    def make(cluster: Cluster) -> AnyPlan:
-        if scenario.plan in _NAMES:
-            return baseline_plan(cluster, workload, _NAMES[scenario.plan])
-        # Slow to import, and not needed for a plan that exists.
-        if in_stages:
-            from hybridep.commands.stage_choice import in_stages as best_of
-
-            return best_of(cluster, workload, time_limit_s=scenario.planning_time).plan
-        from planner import plan as search
-
-        return search(cluster, workload, time_limit_s=scenario.planning_time)
-
-    return make
+    return named_plan(scenario.plan, cluster, workload, time_limit_s=scenario.planning_time)
 
 
 def routing_of(scenario: Scenario) -> tuple[Callable[[AnyPlan], AnyPlan], RoutingOfStep | None]:
@@ -132,12 +111,13 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     from simulator.many_steps import simulate_run
 
     informed, routing = routing_of(scenario)
-    plan = informed(resolve(scenario))
-    report, run = _first_step(scenario, plan, routing, progress), None
+    plan, fabric = informed(resolve(scenario)), fabric_of(scenario.fabric)
+    scenario.course.require(plan.cluster, fabric)
+    report, run = _first_step(scenario, plan, routing, fabric, progress), None
     if scenario.course.steps > 1 or scenario.course.losses:
 
         def anew(cluster: Cluster) -> AnyPlan:
-            made = planning(scenario, plan.workload, in_stages=isinstance(plan, PipelinePlan))(cluster)
+            made = named_plan(scenario.plan, cluster, plan.workload, time_limit_s=scenario.planning_time, before=plan)
             return made.with_popularity(plan.popularity) if plan.popularity else made
 
         run = simulate_run(
@@ -147,7 +127,7 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
             routing,
             anew,
             scenario.precision,
-            fabric=fabric_of(scenario.fabric),
+            fabric=fabric,
         )
     return Outcome(plan=plan, report=report, run=run)
 
@@ -162,7 +142,11 @@ def fabric_of(text: str | None) -> FabricFile | None:
 
 
 def _first_step(
-    scenario: Scenario, plan: AnyPlan, routing: RoutingOfStep | None, progress: Callable[[str, float], None] | None
+    scenario: Scenario,
+    plan: AnyPlan,
+    routing: RoutingOfStep | None,
+    fabric: FabricFile | None,
+    progress: Callable[[str, float], None] | None,
 ) -> Report:
     from simulator.report import simulate
 
@@ -172,6 +156,6 @@ def _first_step(
         routing(plan, 0) if routing is not None else None,
         scenario.precision,
         scenario.conditions,
-        fabric_of(scenario.fabric),
+        fabric,
         progress,
     )

@@ -70,7 +70,6 @@ def command(
     every combination in parallel into a table, which a later call goes on with.
     """
     from hybridep.config import read_yaml
-    from simulator.network import EXACT
     from simulator.scenario import Scenario, points
 
     # All are YAML; what holds placed layers, or stages of them, is a plan.
@@ -83,12 +82,14 @@ def command(
     if fabric is not None:
         given["fabric"] = fabric
     if tolerance is not None:
-        given["tolerance"] = max(tolerance, EXACT)
+        given["tolerance"] = tolerance
     if one_rank_per_site:
         given["one_rank_per_site"] = True
-    plain = [({}, Scenario(plan=str(what), overrides=overrides))] if is_plan else points(what, overrides)
-    grid = [(point, scenario.model_copy(update=given)) for point, scenario in plain]
-    if len(grid) > 1 or out is not None:
+    if is_plan:
+        grid: list[tuple[Point, Scenario]] = [({}, Scenario(plan=str(what), overrides=overrides).model_copy(update=given))]
+    else:
+        grid = list(points(what, overrides, given))
+    if grid[0][0] or out is not None:
         if trace is not None:
             raise UserError(f"--trace {trace}: a sweep has no single timeline")
         return _sweep(grid, out or Path(f"{what.stem}.csv"), jobs, as_json)
@@ -116,12 +117,12 @@ def _one(scenario: Scenario, trace: Path | None, as_json: bool) -> None:
 
 
 def _sweep(grid: Sequence[tuple[Point, Scenario]], table: Path, jobs: int | None, as_json: bool) -> int:
-    from hybridep.commands.sweeps import default_jobs, sweep
+    from hybridep.commands.sweeps import as_data, default_jobs, sweep
 
     rows = sweep(grid, table, jobs or default_jobs())
     failed = [row for row in rows if row.get("error")]
     if as_json:
-        emit({"table": str(table), "points": len(rows), "failed": len(failed), "rows": rows})
+        emit({"table": str(table), "points": len(rows), "failed": len(failed), "rows": [as_data(row) for row in rows]})
     else:
         for row in rows:
             click.echo("  ".join(f"{name} {value}" for name, value in row.items() if value and name != "point"))

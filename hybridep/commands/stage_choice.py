@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, ends_s
+from hybridep.errors import UserError
 from planner.clock import now_s
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ def simulated_s(plan: PipelinePlan) -> float:
 
 
 def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice:
-    """The best by simulated step, or its price; none but the first two are begun after ``until_s`` (``planner.clock``), or a
-    KeyboardInterrupt."""
+    """The best by simulated step, or its price, of those that can be simulated; none but the first two are begun after
+    ``until_s`` (``planner.clock``), or a KeyboardInterrupt."""
     from hybridep.commands.progress import one_by_one
     from planner.stages.costs import simulated_usd
 
@@ -116,6 +117,9 @@ def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float)
             step_s = simulated_s(one)
         except KeyboardInterrupt:
             break
+        except UserError:
+            # Too many ranks, and windows forbid to take those of a site for alike.
+            continue
         usd = simulated_usd(one, step_s) if goal.needs_prices else 0.0
         found.append((goal.worth(step_s, usd), step_s, place))
     if not found:

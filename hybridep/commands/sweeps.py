@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hybridep.commands.inputs import Kind, find
 from hybridep.commands.scenarios import simulate_scenario
 from hybridep.config import write_text
 from hybridep.errors import HybridEPError, UserError
@@ -30,18 +32,22 @@ _POINT = "point"
 
 
 def sweep(grid: Sequence[tuple[Point, Scenario]], table: Path, jobs: int) -> list[Row]:
-    """Simulate the points that `table` (CSV) does not have yet, and write it anew after each. Returns all rows in the grid's
-    order. A point that cannot be simulated has its error in the row, and is tried again by a later call.
+    """Simulate the points that `table` (CSV) does not have yet, and write it anew after each, behind its rows of other points.
+    Returns the grid's rows in its order. A point that cannot be simulated has its error in the row, and is tried again by a later
+    call; a row of the same point with files that have changed since is replaced.
     """
-    done = {row[_POINT]: row for row in _read(table) if not row.get("error")}
-    keys = [_key(point, scenario) for point, scenario in grid]
+    rows, digests = _read(table), dict[Path, str]()
+    keys = [_key(point, scenario, digests) for point, scenario in grid]
+    ours = {_without_files(key) for key in keys}
+    others = [row for row in rows if _without_files(row[_POINT]) not in ours]
+    done = {row[_POINT]: row for row in rows if not row.get("error")}
     missing = [(key, *entry) for key, entry in zip(keys, grid, strict=True) if key not in done]
     if missing:
         with _progress(len(grid)) as progress:
             task = progress.add_task("points", total=len(grid), completed=len(grid) - len(missing))
             for key, point, row in _results(missing, min(jobs, len(missing))):
                 done[key] = {_POINT: key, **{name: _text(value) for name, value in point.items()}, **row}
-                _write(table, [done[each] for each in keys if each in done])
+                _write(table, [*others, *(done[each] for each in keys if each in done)])
                 progress.advance(task)
     return [done[key] for key in keys]
 
@@ -59,9 +65,50 @@ def _results(missing: Sequence[tuple[str, Point, Scenario]], jobs: int) -> Itera
             yield *running[finished], finished.result()
 
 
-def _key(point: Point, scenario: Scenario) -> str:
-    """A point is known by all that is simulated, so that a row of a changed scenario is not taken for one of the new."""
-    return json.dumps({"point": point, "scenario": scenario.model_dump(mode="json", exclude_defaults=True)}, sort_keys=True)
+def as_data(row: Row) -> dict[str, Any]:
+    """A row with its numbers as such, and values of its point as the grid has them."""
+    point = json.loads(row[_POINT])["point"]
+    texts = ("busiest_link", "plan_digest", "error", _POINT)
+    return {
+        name: point[name] if name in point else value if name in texts or not value else json.loads(value)
+        for name, value in row.items()
+    }
+
+
+def _key(point: Point, scenario: Scenario, digests: dict[Path, str]) -> str:
+    """A point is known by all that is simulated, what its files hold included, so that a row of a changed scenario is not taken
+    for one of the new. ``digests``: of files that were read before."""
+    files = {}
+    for text, path in _files(scenario):
+        if path.is_file():
+            if path not in digests:
+                digests[path] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            files[text] = digests[path]
+    plain = scenario.model_dump(mode="json", exclude_defaults=True)
+    return json.dumps({"point": point, "scenario": plain, "files": files}, sort_keys=True)
+
+
+def _without_files(key: str) -> str:
+    try:
+        data = json.loads(key)
+    except ValueError:
+        return key
+    return json.dumps(data | {"files": None} if isinstance(data, dict) else data, sort_keys=True)
+
+
+def _files(scenario: Scenario) -> Iterator[tuple[str, Path]]:
+    """What a scenario names and may be a file, as it writes it and where it is."""
+    for text in (scenario.plan, scenario.routing, scenario.conditions.trace):
+        if text is not None:
+            yield str(text), Path(text)
+    named = {Kind.CLUSTER: scenario.cluster, Kind.WORKLOAD: scenario.workload, Kind.FABRIC: scenario.fabric}
+    for kind, text in named.items():
+        if text is not None:
+            try:
+                yield text, find(kind, text)
+            except UserError:
+                # Its point says so.
+                continue
 
 
 def _simulate(scenario: Scenario) -> Row:
@@ -91,11 +138,12 @@ def _read(table: Path) -> list[Row]:
     if not table.exists():
         return []
     try:
-        rows = list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline="")))
+        reader = csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline=""))
+        rows, columns = list(reader), reader.fieldnames
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{table}: cannot be read ({error}); name another file with --out") from None
-    if rows and _POINT not in rows[0]:
-        raise UserError(f"{table}: is no table of a sweep (no column {_POINT!r}); name another file with --out")
+    if columns and (_POINT not in columns or any(None in (*row, row[_POINT]) for row in rows)):
+        raise UserError(f"{table}: is no table of a sweep (a column {_POINT!r} in every row); name another file with --out")
     return rows
 
 

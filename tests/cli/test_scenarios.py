@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cli_cases import Inputs, Result
 
 from hybridep.baselines import Baseline, baseline_plan
-from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.codecs import Codecs, TokenCodec
+from hybridep.commands.inputs import load_cluster, load_workload, resolve_plan
+from hybridep.commands.named_plans import named_plan
+from hybridep.pipeline import PipelinePlan
+from hybridep.plan import Plan, Schedule
 from hybridep.routing import RoutingRecord
+from hybridep.run import Run
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from simulator.many_steps import without_site
+from simulator.scenario import points
 
 Call = Callable[..., Result]
 
@@ -59,6 +69,96 @@ def test_sweeps_go_on_where_they_stopped(scenario: Callable[..., object], inputs
     assert "bandwidth" in next(row["error"] for row in rows if row["error"])
 
 
+def rows_of(table: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(table.open()))
+
+
+def test_sweeps_know_what_files_hold_and_keep_other_rows(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
+    table = inputs.folder / "table.csv"
+    options = ("--out", table, "--jobs", 1, "--json")
+    first = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options).json
+    # Numbers are numbers, and a grid of one point is a sweep.
+    assert first["points"] == 1 and first["rows"][0]["step_s"] > 0 and first["rows"][0]["seed"] == 1
+    assert call("simulate", scenario("plan: ep", "grid: {seed: [2]}"), *options).json["points"] == 1
+    assert [row["seed"] for row in rows_of(table)] == ["1", "2"]
+    inputs.cluster.write_text(inputs.cluster.read_text().replace("100 Mbps", "50 Mbps"))
+    again = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options).json["rows"][0]
+    assert again["step_s"] > 1.5 * first["rows"][0]["step_s"]
+    assert [row["seed"] for row in rows_of(table)] == ["2", "1"]
+    for text in ("a note\n", "point,step_s\n{},1,2\n"):
+        table.write_text(text)
+        refused = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options)
+        assert refused.code == 2 and "no table of a sweep" in refused.err and table.read_text() == text
+
+
+def test_what_varies_over_a_grid_is_not_given_beside_it(scenario: Callable[..., object], call: Call) -> None:
+    grid = "grid: {routing: [uniform, 'zipf:1.5'], plan: [ep], conditions: [{goodput: 0.9}]}"
+    for given in (("--routing", "uniform"), ("--set", "plan=full_gather"), ("--set", "conditions.seed=1")):
+        result = call("simulate", scenario(grid), *given)
+        assert result.code == 2 and f"{given[1].partition('=')[0] if given[0] == '--set' else 'routing'} is given" in result.err
+    result = call("simulate", scenario("plan: ep"), "--set", "cluster.levels.dc.bandwidth=1 Gbps")
+    assert result.code == 2 and "in `overrides` or in its grid" in result.err
+    assert call("simulate", scenario("plan: ep", "tolerance: 0"), "--json").code == 0
+
+
+def test_overrides_of_a_grid_keep_its_other_keys(scenario: Callable[..., object]) -> None:
+    grid = "grid: {cluster.name: [a], overrides: [['workload.name=b'], ['workload.name=c']]}"
+    made = points(Path(str(scenario("overrides: [workload.name=d]", grid))))
+    assert [one.overrides for _, one in made] == [(f"workload.name={name}", 'cluster.name="a"') for name in "bc"]
+
+
+def test_baselines_have_as_many_connections_as_plans(inputs: Inputs) -> None:
+    inputs.cluster.write_text(inputs.cluster.read_text().replace("latency: 0.2 ms", "latency: 20 ms, window: 1 KiB"))
+    cluster, workload = load_cluster(str(inputs.cluster)), load_workload(str(inputs.workload))
+    made = named_plan("ep", cluster, workload)
+    assert isinstance(made, Plan)
+    assert made.schedule.streams["dc"] > 1
+    run = Run(name="trial", cluster=str(inputs.cluster), workload=str(inputs.workload), plan="ep", output=inputs.folder, steps=1)
+    assert resolve_plan(run).schedule == made.schedule
+
+
+def test_new_plans_keep_codecs_and_parts(inputs: Inputs) -> None:
+    cluster, workload = load_cluster(str(inputs.cluster)), load_workload(str(inputs.workload))
+    before = baseline_plan(
+        cluster, workload, Baseline.EP, schedule=Schedule(chunks=2, overlap=False), codecs={"dc": Codecs(tokens=TokenCodec.FP8)}
+    )
+    made = named_plan("best.yaml", cluster, workload, before=before)
+    assert made.codecs == before.codecs and not made.schedule.overlap
+    # Parts are wished for, and given where they bring something.
+    asked = dict[str, object]()
+
+    def plan(*_: object, **wishes: object) -> Plan:
+        asked.update(wishes)
+        return before
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("planner.plan", plan)
+        named_plan("best.yaml", cluster, workload, before=before)
+    assert asked["most_chunks"] == 2
+
+
+def test_a_pipeline_whose_sites_are_lost_ends_without_stages(inputs: Inputs) -> None:
+    cluster, workload = load_cluster(str(inputs.cluster)), load_workload(str(inputs.workload))
+    before = named_plan("stages", cluster, workload)
+    assert isinstance(before, PipelinePlan)
+    assert isinstance(named_plan("stages", without_site(cluster, "dc1"), workload, before=before), Plan)
+
+
+def test_plans_made_now_are_what_plan_makes(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
+    rates = "sites: [{name: a, up: 50 Mbps}, {name: b, down: 51 Mbps}]\n"
+    inputs.cluster.write_text(inputs.cluster.read_text() + rates)
+    calls = list[float]()
+
+    def planned(cluster: Cluster, workload: Workload, time_limit_s: float) -> Plan:
+        calls.append(time_limit_s)
+        return baseline_plan(cluster, workload, Baseline.EP)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("hybridep.commands.plan_choice.planned", planned)
+        assert call("simulate", scenario("planning_time: 3"), "--json").code == 0
+    assert calls == [3.0]
+
+
 def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Call) -> None:
     for line, expected in (
         ("step: 3", "unknown key"),
@@ -68,6 +168,9 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
         ("conditions: {changes: [{links: 'x up', factor: 1}]}", "no link is named 'x up'"),
         ("conditions: {stragglers: [{worker: x, slowdown: 2}]}", "no worker 'x'"),
         ("grid: {drift: [0.1, 3]}", "drift=3"),
+        ("seed: -1", "seed"),
+        ("conditions: {seed: -1}", "conditions.seed"),
+        ("course: {steps: 1, losses: [{site: x, at: 9 h}]}", "losses: no site 'x'"),
     ):
         result = call("simulate", scenario(line))
         assert result.code == 2 and expected in result.err, (line, result.err)

@@ -16,15 +16,16 @@ from cli_cases import CLUSTER, Inputs, Result, shell
 from hybridep.commands.interrupts import hurried_by_interrupts
 from hybridep.commands.plan_progress import PlanProgress
 from hybridep.commands.sites_choice import Asked, Staged, in_one
-from hybridep.commands.stage_choice import StageChoice, simulated_s
+from hybridep.commands.stage_choice import StageChoice, best_simulated, simulated_s
 from hybridep.commands.stage_choice import in_stages as stages_in_time
-from hybridep.errors import InfeasibleError
+from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan, load_any_plan
 from hybridep.plan import Plan, load_plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import StageWishes, alone
 from planner.clock import now_s
+from planner.goal import FASTEST
 from planner.stages.fewer import Paying
 from simulator.errors import PipelineError
 from simulator.pipeline import simulate_pipeline
@@ -442,6 +443,12 @@ def test_pipelines_of_too_many_ranks_are_simulated_with_one_of_each_site(
 
     monkeypatch.setattr("simulator.pipeline.simulate_pipeline", simulated)
     assert simulated_s(pipeline) == pytest.approx(result.json["simulated_s"]) and asked == [False, True]
+
+    def refused(plan: PipelinePlan, precision: Precision = EXACTLY) -> Any:
+        raise PipelineError("too many ranks") if precision is EXACTLY else UserError("windows")
+
+    monkeypatch.setattr("simulator.pipeline.simulate_pipeline", refused)
+    assert best_simulated([pipeline], FASTEST, until_s=now_s() + 60) == StageChoice(plan=pipeline, simulated_s=None)
 
 
 def test_a_pipeline_that_costs_nothing_is_no_bug(inputs: Inputs, call: Call) -> None:

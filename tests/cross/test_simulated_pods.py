@@ -11,6 +11,7 @@ from hybridep.errors import ConfigError
 from hybridep.launch.shaping import lab_spec
 from hybridep.topology import Cluster
 from planner.check import check
+from simulator.conditions import Conditions
 from simulator.errors import FabricError
 from simulator.fabric_file import Wan
 from simulator.many_steps import without_site
@@ -41,6 +42,13 @@ def test_a_site_is_lost_with_all_its_pods(cluster: Cluster) -> None:
     assert [site.name for site in left.sites] == ["middle-pod0", "middle-pod1", "small-a", "small-b"]
     assert [trunk.name for trunk in left.trunks] == ["middle up", "middle down"]
     assert without_site(cluster, "large-pod3").sizes == (7, 2)
+
+
+def test_a_straggler_may_be_a_site_of_several_pods(cluster: Cluster) -> None:
+    slow = Conditions.model_validate({"stragglers": [{"worker": "middle", "slowdown": 3}]})
+    slow.require(cluster)
+    middle = [site.part_of == "middle" for site in cluster.sites]
+    assert slow.slowdown(cluster, 0.0).tolist() == [3.0 if one else 1.0 for one in middle for _ in range(2)]
 
 
 def test_what_cannot_know_pods_says_so(cluster: Cluster) -> None:

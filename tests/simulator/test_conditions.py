@@ -60,6 +60,15 @@ def test_a_cut_holds_the_step_up_for_as_long_as_it_lasts() -> None:
         simulate_step(EP, conditions=conditions(changes=[{"links": "s1 up", "factor": 0.0}]))
 
 
+def test_links_that_jitter_do_not_mend_those_that_are_cut() -> None:
+    jitter = [{"links": "s0 *", "spread": 0.1, "period": "1 ms"}]
+    cut = {"links": "s1 up", "factor": 0.0, "start": "0 s"}
+    mends = conditions(jitter=jitter, changes=[{**cut, "end": "0.2 s"}])
+    assert 0.2 < simulate_step(EP, conditions=mends).step_s < 0.4
+    with pytest.raises(SimulationError, match=r"cut link: s1 up \(links 's1 up' have factor 0 from 0"):
+        simulate_step(EP, conditions=conditions(jitter=jitter, changes=[cut]))
+
+
 def test_alike_sites_stay_merged_where_nothing_tells_them_apart() -> None:
     plan = make_plan(8, 2, sites=[{"name": f"s{dc}"} for dc in range(8)])
     whole = simulate_step(plan)
@@ -115,6 +124,9 @@ def test_factors_over_time() -> None:
         seen.append(tuple(periods.at(now_s)))
         now_s = periods.next_s(now_s)
     assert now_s == pytest.approx(5.0) and len(set(seen)) == 50
+    fine = LinkFactors(Conditions(jitter=(LinkJitter(spread=0.5, period="0.5 ms"),)), names)
+    next_s = fine.next_s(32768.0045)
+    assert 32768.0045 <= next_s < fine.next_s(next_s) and fine.at(next_s).tolist() != fine.at(fine.next_s(next_s)).tolist()
 
 
 def test_a_trace_holds_each_row_until_the_next_of_its_links(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -122,6 +134,9 @@ def test_a_trace_holds_each_row_until_the_next_of_its_links(tmp_path) -> None:  
     path.write_text("seconds,links,factor\n0,a up,1\n5,a up,0.5\n6,b up,0.25\n9,a up,1\n")
     factors = LinkFactors(Conditions(trace=path), ["a up", "b up"])
     assert [factors.at(now_s).tolist() for now_s in (4.0, 5.0, 6.0, 9.0)] == [[1, 1], [0.5, 1], [0.5, 0.25], [1, 0.25]]
+    path.write_text("seconds,factor,links\n0,1,a up\n5,0.5\n")
+    with pytest.raises(ConfigError, match=r"trace\.csv:3: seconds,links,factor"):
+        read_trace(path)
     path.write_text("seconds,links,factor\n5,a up,1\n2,a up,0.5\n")
     with pytest.raises(ConfigError, match=r"trace\.csv:3"):
         read_trace(path)
@@ -131,3 +146,5 @@ def test_a_trace_holds_each_row_until_the_next_of_its_links(tmp_path) -> None:  
         LinkChange(links="*", factor=1, start="2 s", end="1 s")
     with pytest.raises(ValidationError):
         Straggler(worker="a", slowdown=0.5)
+    with pytest.raises(ValidationError, match="not after start"):
+        Straggler(worker="a", slowdown=2, start="2 s", end="1 s")

@@ -12,7 +12,6 @@ from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
 from simulator.conditions import Conditions
-from simulator.errors import SimulationError
 from simulator.fabric_file import FabricFile
 from simulator.many_steps import Course, Happening, simulate_run, without_site
 from simulator.routing import zipf_routing
@@ -120,7 +119,7 @@ def test_a_lost_site_leaves_the_rest_of_the_fabric(name: str) -> None:
 
 def test_a_hub_cannot_be_lost() -> None:
     lost = course(steps=6, losses=[{"site": "dc2", "at": "0 s"}])
-    with pytest.raises(SimulationError, match=r"wan\.hub\.at: no site 'dc2'"):
+    with pytest.raises(UserError, match=r"losses: dc2 is the fabric's hub \(wan\.hub\.at\), which must remain"):
         simulate_run(PLAN, lost, planning=ep, fabric=FABRICS["hub at a site"])
 
 

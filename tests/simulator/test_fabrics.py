@@ -130,7 +130,7 @@ def test_symmetric_rings_and_meshes_have_few_kinds() -> None:
 @pytest.mark.parametrize(
     ("inside", "message"),
     [
-        ({"fat_tree": {"workers_per_leaf": 3}}, "workers_per_leaf: 3 must divide"),
+        ({"fat_tree": {"workers_per_leaf": 3}}, "workers_per_leaf: 3 must divide a site's workers, [0-9]+$"),
         ({"nvlink": {"domain": 3, "bandwidth": "1 Gbps"}}, "domain: 3 must divide"),
         ({"rail": {}}, "needs a level of nodes"),
     ],

@@ -5,7 +5,7 @@ from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
 from simulator.conditions import Conditions
-from simulator.errors import SimulationError
+from simulator.errors import SimulationError, StuckError
 from simulator.many_steps import Course, Happening, cluster_at_present, simulate_run, without_site
 from simulator.step import simulate_step
 
@@ -63,6 +63,35 @@ def test_a_lost_site_costs_the_step_and_all_since_the_checkpoint() -> None:
     assert run.total_s == pytest.approx(17.5 * STEP_S + 30 + 10 * left_s)
 
 
+def test_a_loss_counts_while_a_checkpoint_is_written() -> None:
+    loss = {"site": "s2", "at": f"{20 * STEP_S + 3} s"}
+    run = simulate_run(PLAN, course(steps=30, losses=[loss], checkpoint_every=10, checkpoint="2 s"), planning=ep)
+    (at,) = [stretch for stretch in run.stretches if stretch.what is Happening.LOSS]
+    assert (at.start_s, at.duration_s) == pytest.approx((20 * STEP_S + 2, 1))
+    steps = [stretch.step for stretch in run.stretches if stretch.what is Happening.STEP]
+    assert steps == [*range(20), *range(10, 30)]
+    assert [stretch.step for stretch in run.stretches if stretch.what is Happening.CHECKPOINT] == [10, 20]
+
+
+def test_a_loss_during_a_restart_begins_it_anew() -> None:
+    losses = [{"site": "s2", "at": "0 s"}, {"site": "s3", "at": "20 s"}]
+    run = simulate_run(PLAN, course(steps=1, losses=losses, restart="30 s"), planning=ep)
+    lost = [(stretch.start_s, stretch.duration_s, stretch.sites) for stretch in run.stretches[:-1]]
+    assert lost == [(0, 20, 3), (20, 30, 2)]
+    # The first plan was in force, too, though no step of it ended.
+    assert run.as_dict()["plans"] == [PLAN.digest, *(stretch.plan for stretch in run.stretches[:-1])]
+
+
+def test_a_loss_ends_a_step_that_waits_for_its_links() -> None:
+    cut = conditions(changes=[{"links": "s2 *", "factor": 0, "start": f"{1.5 * STEP_S} s"}])
+    loss = {"site": "s2", "at": "1 min"}
+    run = simulate_run(PLAN, course(steps=5, losses=[loss]), cut, planning=ep)
+    assert [stretch.what for stretch in run.stretches[:2]] == [Happening.STEP, Happening.LOSS]
+    assert run.stretches[2].start_s == pytest.approx(60) and run.stretches[-1].step == 4
+    with pytest.raises(StuckError, match=r"began .* into the run cannot end.* s2 up, s2 down.*links 's2 \*' have factor 0 from"):
+        simulate_run(PLAN, course(steps=5), cut)
+
+
 def test_a_new_plan_is_taken_up_where_it_pays() -> None:
     seen: list[Cluster] = []
 
@@ -97,7 +126,9 @@ def test_a_cluster_with_a_link_per_pair_loses_them_too() -> None:
 def test_misuse() -> None:
     with pytest.raises(SimulationError, match="needs a planner"):
         simulate_run(PLAN, course(steps=9, replan_every=2))
-    with pytest.raises(UserError, match="no site 'tokyo'"):
-        simulate_run(PLAN, course(steps=9, losses=[{"site": "tokyo", "at": "0 s"}]), planning=ep)
+    for names, problem in (("tokyo", "no site 'tokyo'"), (("s1", "s1"), "no site 's1'"), (("s0", "s1", "s2", "s3"), "last site")):
+        losses = [{"site": name, "at": "9 h"} for name in ([names] if isinstance(names, str) else names)]
+        with pytest.raises(UserError, match=problem):
+            simulate_run(PLAN, course(steps=1, losses=losses), planning=ep)
     with pytest.raises(UserError, match="no link is named 'x up'"):
         simulate_run(PLAN, course(), conditions(changes=[{"links": "x up", "factor": 1}]))

@@ -88,6 +88,15 @@ def test_what_tells_ranks_apart_is_refused(asked: dict[str, Any]) -> None:
         simulate_step(UNEVEN["nodes"], precision=ONE_EACH, **asked)
 
 
+def test_windows_are_refused_where_a_site_has_several_ranks() -> None:
+    window = Conditions.model_validate({"window": "1 KB"})
+    with pytest.raises(UserError, match=r"one_rank_per_site: not where a window holds transfers \(level dc\)"):
+        simulate_step(make_plan(2, 2, latency_s=1e-3), precision=ONE_EACH, conditions=window)
+    alone = make_plan(4, sites=SITES, latency_s=1e-3)
+    exact, merged = (simulate_step(alone, precision=one, conditions=window).step_s for one in (Precision(), ONE_EACH))
+    assert merged == pytest.approx(exact)
+
+
 def test_ranks_that_share_processors_are_refused() -> None:
     data = UNEVEN["nodes"].model_dump(mode="json", exclude_none=True)
     data["cluster"]["gpu"]["sharing"] = 2

@@ -8,9 +8,12 @@ import pytest
 from fabric_cases import fabric, ring_of_trunks
 from simulated_plans import make_plan
 
+from hybridep.config import build
+from hybridep.errors import ConfigError
+from hybridep.topology import Cluster
 from simulator.errors import SimulationError
 from simulator.fabric_file import FabricFile
-from simulator.routes import Routes, routes
+from simulator.routes import Routes, routes, with_fabric
 
 
 def made(sites: int, fabric_file: FabricFile) -> Routes:
@@ -85,6 +88,39 @@ def test_every_step_of_ecmp_lies_on_a_shortest_route_and_nothing_is_lost(seed: i
         assert balance.pop(f"dc{a}") == pytest.approx(-1)
         assert balance.pop(f"dc{b}") == pytest.approx(1)
         assert all(abs(left) < 1e-12 for left in balance.values())
+
+
+def test_parallel_trunks_have_names_of_their_own() -> None:
+    ring = made(2, fabric(wan={"ring": {"bandwidth": "1 Gbps", "routing": "ecmp"}}))
+    cable = {"ends": ["dc0", "dc1"], "bandwidth": "1 Gbps", "latency": "1 ms"}
+    graph = made(2, fabric(wan={"graph": {"routing": "ecmp", "trunks": [cable, cable]}}))
+    names = {f"dc{a} -> dc{1 - a} {number}": 0.5 for a in (0, 1) for number in (1, 2)}
+    for found in (ring, graph):
+        assert crossed(found) == {
+            (a, 1 - a): {name: share for name, share in names.items() if name.startswith(f"dc{a}")} for a in (0, 1)
+        }
+    wan = fabric(wan={"graph": {"routing": "ecmp", "trunks": [cable, cable]}}).wan
+    assert wan is not None
+    trunks = [trunk.model_dump(mode="json") for trunk in with_fabric(make_plan(2, 2).cluster, wan).trunks]
+    assert len({trunk["name"] for trunk in trunks}) == 4
+    data = make_plan(2, 2).cluster.model_dump(mode="json", exclude_none=True) | {"trunks": [trunks[0], trunks[0]]}
+    with pytest.raises(ConfigError, match="trunks: names repeat"):
+        build(Cluster, data, "cluster")
+
+
+def graph_of(*metrics: tuple[str, str, float]) -> FabricFile:
+    trunks = [{"ends": [a, b], "bandwidth": "1 Gbps", "latency": "1 ms", "metric": metric} for a, b, metric in metrics]
+    return fabric(wan={"graph": {"routing": "ecmp", "trunks": trunks}})
+
+
+def test_only_shortest_ways_are_taken() -> None:
+    nearly = graph_of(("dc0", "pop", 100.0), ("pop", "dc1", 100.0), ("dc0", "dc1", 200.001))
+    assert crossed(made(2, nearly))[0, 1] == {"dc0 -> pop": 1.0, "pop -> dc1": 1.0}
+    # A place that is hardly nearer than another is not on its way.
+    small = graph_of(("dc0", "dc1", 1.0), ("dc0", "dc2", 1e-9), ("dc1", "dc2", 2.0))
+    assert crossed(made(3, small))[2, 1] == {"dc2 -> dc0": 1.0, "dc0 -> dc1": 1.0}
+    with pytest.raises(SimulationError, match="metrics at dc0 are too unequal"):
+        made(3, graph_of(("dc0", "dc1", 1e-30), ("dc1", "dc2", 1.0)))
 
 
 def test_places_that_are_not_joined() -> None:

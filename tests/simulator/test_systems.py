@@ -7,7 +7,7 @@ import pytest
 from simulated_plans import PLANS, RATES_GBPS, make_plan
 
 import simulator.blocks
-from hybridep.plan import Plan
+from hybridep.plan import Plan, Schedule
 from hybridep.traffic import Direct, Op, OpLevel, direct_traffic, expected_rows, link_bytes, step_traffic, token_traffic
 from simulator.errors import SimulationError
 from simulator.report import simulate
@@ -196,6 +196,11 @@ def test_smart_moe_parts_experts_that_are_hot() -> None:
     # With nothing known, experts stay where they are.
     even = system_step(make_plan(4, num_experts=8), System.SMART_MOE, plain_step)
     assert even.step.plan.layers[0].homes == {}
+
+
+def test_systems_have_the_plans_connections() -> None:
+    plan = make_plan(2, 2).model_copy(update={"schedule": Schedule(streams={"dc": 4}, chunks=2)})
+    assert system_step(plan, System.FLAT_EP, plain_step).step.plan.schedule == Schedule(streams={"dc": 4})
 
 
 def test_systems_stand_beside_baselines_in_a_report() -> None:
