@@ -122,12 +122,6 @@ class Run(Strict):
     """Steps, from ``trace_step`` on, of which every choice is recorded. The more, the better is known what a step takes where
     experts are popular by turns."""
 
-    @model_validator(mode="after")
-    def _makes_the_traced_step(self) -> Run:
-        if self.trace_step is not None and self.trace_step > self.steps:
-            raise ValueError(f"trace_step {self.trace_step} is beyond the last of {self.steps} steps")
-        return self
-
     @property
     def checkpoint_folder(self) -> Path:
         """Folder of this run's checkpoints."""

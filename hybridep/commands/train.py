@@ -50,6 +50,8 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
             again = [sys.executable, "-m", "hybridep.cli", "train", run, *options]
             return run_in_lab(again, lab_spec(plan.cluster), child_environment())
         note(f"hybridep train: unshaped, links are not emulated: {reason}")
+    if config.trace_step is not None and config.trace_step > config.steps:
+        note(f"hybridep train: no timeline, since trace_step {config.trace_step} is beyond the last of {config.steps} steps")
     job = Job(run=config, plan=plan, resume=resume)
     with backend_for(job, local=local) as backend:
         from hybridep.commands.progress import TrainingProgress

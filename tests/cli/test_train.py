@@ -53,8 +53,9 @@ def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
 
     # The same steps in two parts, the second one under another plan.
     parts = ("--set", f"output={inputs.folder / 'parts'}")
-    first = shell("train", inputs.run, "--local", "--json", *parts, "--set", "steps=2")
+    first = shell("train", inputs.run, "--local", "--json", *parts, "--set", "steps=2", "--set", "trace_step=3")
     assert first.code == 0 and first.json["losses"] == summary["losses"][:2]
+    assert "no timeline, since trace_step 3 is beyond the last of 2 steps" in first.err
     second = shell("train", inputs.run, "--local", "--json", *parts, "--set", "plan=full_gather", "--resume")
     assert second.code == 0, second.err
     assert second.json["first_step"] == 3 and second.json["losses"] == pytest.approx(summary["losses"][2:], rel=1e-4)
