@@ -39,7 +39,7 @@ from planner.stages.wishes import StageWishes
 
 AHEAD = (1, 2, 3, 4, 6, 8)
 """Forwards that a stage runs ahead for each one behind it: the more, the longer the ways that it does not wait for."""
-OFTEN = 2
+OFTEN = (2, 4)
 """How far ahead every pipeline is walked through, beside the most that memory allows; further is not always faster, since
 activations then share links with more gradients."""
 _FAR_APART = 4
@@ -182,7 +182,7 @@ class Candidates:
 
     def soonest_s(self, path: Groups, layers: Sequence[int], micro_batches: int) -> float:
         """About how long a step of this pipeline takes, little or far ahead, whichever is faster."""
-        return min(self.sketch_s(path, layers, micro_batches, ahead) for ahead in (OFTEN, AHEAD[-1]))
+        return min(self.sketch_s(path, layers, micro_batches, ahead) for ahead in (*OFTEN, AHEAD[-1]))
 
     def sketch_s(self, path: Groups, layers: Sequence[int], micro_batches: int, ahead: int) -> float:
         """About how long a step of this pipeline takes (``planner.stages.sketch``)."""

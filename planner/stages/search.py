@@ -219,8 +219,9 @@ class _Search:
     def _walk(self, candidate: Candidate) -> None:
         """Walk through a pipeline as far ahead as memory allows, and less far."""
         self._keep(found := costed(candidate.plan, candidate.inside))
-        if candidate.plan.ahead > OFTEN:
-            self._keep(self._ahead(found.plan, OFTEN))
+        for ahead in OFTEN:
+            if ahead < candidate.plan.ahead:
+                self._keep(self._ahead(found.plan, ahead))
 
     def _improve(self, best: Costed, limit_s: float) -> None:
         """Sites, stages and layers change places while that makes the pipeline faster, a number of times, until a time from the
