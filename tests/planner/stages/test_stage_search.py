@@ -10,6 +10,7 @@ import pytest
 from stage_cases import KINDS, all_groups, layered_workload, sites_cluster
 
 from hybridep.baselines import Baseline, baseline_plan
+from hybridep.commands import stage_choice
 from hybridep.commands.stage_choice import in_stages
 from hybridep.config import build
 from hybridep.errors import InfeasibleError
@@ -17,7 +18,7 @@ from hybridep.pipeline import PipelinePlan, possible_micro_batches
 from hybridep.plan import LayerGroup, Residency, Status
 from hybridep.topology import Cluster
 from hybridep.workload import Model
-from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline
+from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline, plan_pipelines
 from planner.stages.bound import least_s
 from planner.stages.candidates import AHEAD
 from planner.stages.costs import costed, rooms
@@ -94,6 +95,15 @@ def test_never_slower_than_stages_in_the_clusters_order(kind: str, num_sites: in
     assert step_s == pytest.approx(plan.prediction.step, rel=0.1)
     assert step_s <= fastest_pipeline(baseline_plan(cluster, workload, Baseline.EP)).step_s * 1.001
     assert plan.solver.bound == pytest.approx(least_s(cluster, workload)) and plan.solver.bound < plan.prediction.step
+
+
+def test_what_is_expected_to_be_far_behind_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(8)
+    expected_s: list[float] = []
+    monkeypatch.setattr(stage_choice, "simulated_s", lambda plan: expected_s.append(plan.predicted.expected_s) or 1.0)
+    in_stages(cluster, workload, time_limit_s=20)
+    every_s = [plan.predicted.expected_s for plan in plan_pipelines(cluster, workload, None, 8, time_limit_s=20)]
+    assert max(every_s) > 1.25 * min(every_s) >= max(expected_s)
 
 
 def test_two_searches_find_the_same() -> None:
