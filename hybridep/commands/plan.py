@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
 @click.option("--figure", type=OUTPUT, help="PNG: who computes for whom, who copies from whom, link loads.")
 @click.option("--upgrades", is_flag=True, help="Which link, or how much memory, to buy next, and what it brings.")
-@click.option("--scenario", "scenarios", multiple=True, metavar="CLUSTER", help="Other rates of the same sites. Repeatable.")
+@click.option("--scenario", "scenarios", multiple=True, metavar="CLUSTER", help="Other rates between the same sites; all else is as in the given CLUSTER. Repeatable.")
 @click.option("--within", type=click.FloatRange(0, 1, max_open=True), help="Rates between sites may be off by this share.")
 @click.option(
     "--pool",
@@ -152,7 +152,7 @@ def command(
     """
     import planner
     from hybridep.commands.codecs import read_codecs, read_max_loss
-    from hybridep.commands.inputs import cluster_and_workload, load_cluster
+    from hybridep.commands.inputs import cluster_and_workload
     from hybridep.commands.interrupts import hurried_by_interrupts
     from hybridep.commands.plan_request import PlanRequest, make
     from hybridep.commands.stages import write_in_stages
@@ -218,7 +218,7 @@ def command(
         top=top,
         simulate=simulate,
         compare=compare,
-        scenarios=tuple(load_cluster(one) for one in scenarios),
+        scenarios=tuple(_scenario(site, one, fabric) for one in scenarios),
         within=within,
         quantile=quantile,
         pool=pool,
@@ -332,6 +332,18 @@ def _on_fabric(cluster: Cluster, name: str) -> Cluster:
             f"--fabric {name}: plans know what joins sites (wan), and nothing of what is inside them; simulate the rest"
         )
     return with_fabric(cluster, found.wan)
+
+
+def _scenario(cluster: Cluster, path: str, fabric: str | None) -> Cluster:
+    """The cluster at another file's rates, over the same fabric."""
+    from hybridep.commands.inputs import load_cluster
+    from planner.difference import with_rates_of
+
+    other = load_cluster(path)
+    try:
+        return with_rates_of(cluster, other if fabric is None else _on_fabric(other, fabric))
+    except UserError as error:
+        raise UserError(f"--scenario {path}: {error}") from None
 
 
 def _schedule(streams: tuple[str, ...], levels: list[str]) -> Schedule | None:

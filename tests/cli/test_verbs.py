@@ -223,6 +223,23 @@ def test_plan_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
     assert refused.code == 2 and "nothing of what is inside" in refused.err
 
 
+def test_plan_for_scenarios(inputs: Inputs, call: Call) -> None:
+    """A scenario has the given cluster's GPUs, and its fabric; errors name its file."""
+    text = inputs.cluster.read_text(encoding="utf-8")
+    slow = inputs.write("slow.yaml", text.replace("100 Mbps", "20 Mbps").replace("size: 1", "size: 2"))
+    fabric = inputs.write("fabric.yaml", "name: narrow\nwan: {hub: {bandwidth: 10 Mbps}}\n")
+    path = inputs.folder / "plan.yaml"
+    steps_s = []
+    for more in ((), ("--set", "gpu.throughput=1 MFLOPS"), ("--fabric", fabric)):
+        result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--scenario", slow, "--json", *more)
+        assert result.code == 0, result.err
+        steps_s.append(result.json["robust"]["step_s"])
+    assert steps_s[1] > 10 * steps_s[0] and steps_s[2] > 1.2 * steps_s[0]
+    three = inputs.write("three.yaml", text.replace("size: 2", "size: 3"))
+    refused = call("plan", inputs.cluster, inputs.workload, "-o", path, "--scenario", three)
+    assert refused.code == 2 and f"--scenario {three}: site dc2 is only in it" in refused.err
+
+
 def test_plan_chooses_by_simulation(inputs: Inputs, call: Call) -> None:
     """Eight ranks on two processors: the plan that is predicted to be the fastest is not."""
     wishes = ("--set", "gpu.sharing=4", "--set", "levels.dc.bandwidth=400 Mbps", "--top", "4", "--json")

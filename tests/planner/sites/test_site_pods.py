@@ -111,3 +111,10 @@ def test_bytes_between_pods_of_a_site_are_not_between_sites() -> None:
     for link in table:
         between = link.name.startswith(("s0 ", "s1 ")) or " -> s1" in link.name
         assert faster[link.name] == link.bandwidth_bytes_per_s * (2.0 if between else 1.0)
+
+
+def test_what_joins_pods_does_not_vary() -> None:
+    cluster = pod_cluster(np.random.default_rng(0), (2, 1), 1)
+    for varied in planner.interval_scenarios(cluster, 0.3):
+        assert varied.sites[0] == cluster.sites[0] and varied.links[0] == cluster.links[0]
+        assert varied.trunks != cluster.trunks and varied.sites[2] != cluster.sites[2]
