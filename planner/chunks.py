@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from hybridep.errors import InfeasibleError
 from hybridep.plan import Plan, Schedule, SolverReport
 from planner.evaluate import evaluate
 from planner.goal import FASTEST, Goal
@@ -26,11 +29,18 @@ def numbers(most: int) -> tuple[int, ...]:
 
 def best_of_searches(search: Callable[[Schedule], list[Plan]], schedule: Schedule, most: int) -> list[Plan]:
     """What ``search`` finds, best first, with the fewest parts for which its first plan is as good as with any up to ``most``,
-    but for ``WORTH``; as the schedule says where ``most`` is 1. The first plan's bound holds for all of them. Raises what
-    ``search`` raises."""
+    but for ``WORTH``; as the schedule says where ``most`` is 1. Numbers for which there are no plans are left out; bounds of the
+    others hold for all plans. Raises what ``search`` raises first where it finds nothing at all."""
     if most == 1:
         return search(schedule)
-    found = [search(schedule.model_copy(update={"chunks": number})) for number in numbers(most)]
+    found, errors = list[list[Plan]](), list[InfeasibleError]()
+    for number in numbers(most):
+        try:
+            found.append(search(schedule.model_copy(update={"chunks": number})))
+        except InfeasibleError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
     reports = [plans[0].solver for plans in found if plans[0].solver is not None]
     goal = goal_of(reports[0]) if reports else FASTEST
     values = [goal.value_of(plans[0]) for plans in found]
@@ -52,9 +62,10 @@ def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
     schedules = [plan.schedule.model_copy(update={"chunks": number}) for number in numbers(most)]
     tried = [plan.model_copy(update={"schedule": schedule}) for schedule in schedules]
     known = [evaluate(one) for one in tried]
-    # In one piece it fits, and the budget allows it.
-    possible = [not place or (use.fits and not goal.overdraft(cost.step_usd)) for place, (cost, use) in enumerate(known)]
-    best = _fewest([cost.step_s if good else float("inf") for (cost, _), good in zip(known, possible, strict=True)])
+    possible = [use.fits and not goal.overdraft(cost.step_usd) for cost, use in known]
+    best = _fewest(
+        [cost.step_s if good or not any(possible) else np.inf for (cost, _), good in zip(known, possible, strict=True)]
+    )
     same = tried[best].schedule == plan.schedule
     return tried[best].model_copy(update={"prediction": plan.prediction if same else predict(tried[best]), "solver": None})
 

@@ -47,7 +47,13 @@ if TYPE_CHECKING:
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
 @click.option("--figure", type=OUTPUT, help="PNG: who computes for whom, who copies from whom, link loads.")
 @click.option("--upgrades", is_flag=True, help="Which link, or how much memory, to buy next, and what it brings.")
-@click.option("--scenario", "scenarios", multiple=True, metavar="CLUSTER", help="Other rates between the same sites; all else is as in the given CLUSTER. Repeatable.")
+@click.option(
+    "--scenario",
+    "scenarios",
+    multiple=True,
+    metavar="CLUSTER",
+    help="Other rates between the same sites; all else is as in the given CLUSTER. Repeatable.",
+)
 @click.option("--within", type=click.FloatRange(0, 1, max_open=True), help="Rates between sites may be off by this share.")
 @click.option(
     "--pool",
