@@ -234,12 +234,15 @@ def command(
     with hurried_by_interrupts():
         made = make(request)
     best = made.best
-    files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made.plans) + 1))]
+    numbered = [output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made.plans) + 1)]
+    place = next(at for at, one in enumerate(made.plans) if one is best)
+    files = [*numbered[:place], output, *numbered[place:]]
     # Before anything is written: what is asked of a plan may have no answer.
     try:
         report = PlanReport(
             made=made,
             files=files,
+            output=output,
             explanation=planner.explain(best, rules),
             several=top > 1,
             others=planner.compare_planners(best, rules) if compare else None,
@@ -266,6 +269,9 @@ class PlanReport:
 
     made: MadePlans
     files: list[Path]
+    """Of all plans, in their order."""
+    output: Path
+    """That of the best one."""
     explanation: Explanation
     several: bool
     """More than one plan was asked for."""
@@ -298,7 +304,7 @@ class PlanReport:
             entries["upgrades"] = [one.to_json() for one in self.upgrades]
         if made.robust is not None:
             entries["robust"] = made.robust.to_json()
-        return {**entries, "explanation": self.explanation.to_json(), "digest": best.digest, "output": str(self.files[0])}
+        return {**entries, "explanation": self.explanation.to_json(), "digest": best.digest, "output": str(self.output)}
 
     def show(self, *, whole: bool) -> None:
         """Prints it for people; the ``whole`` explanation, or what matters most of it."""
