@@ -323,7 +323,7 @@ class PlanReport:
         if made.pooled:
             plan_text.show_pool(made.pooled, self.files)
         if self.upgrades is not None:
-            plan_text.show_upgrades(self.upgrades, self.explanation.plan.step_s)
+            plan_text.show_upgrades(self.upgrades)
         if made.robust is not None:
             plan_text.show_robust(made.robust)
         click.echo(f"\nplan written to {', '.join(str(path) for path in self.files)}")

@@ -246,13 +246,15 @@ def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:
         console.print(f"equally fast with links between sites at {difference.switch_at:.3g} times their rates")
 
 
-def show_upgrades(found: Sequence[Upgrade], step_s: float) -> None:
+def show_upgrades(found: Sequence[Upgrade]) -> None:
     """What to buy next."""
-    click.echo("what to buy next (planned anew for each):")
+    click.echo(
+        f"what to buy next (planned anew for each; searched on for as long without: {format_seconds(found[0].present_s)}):"
+    )
     for one in found:
+        saves = f"saves {format_seconds(one.gain_s)} ({one.gain_s / one.present_s:.1%})"
         click.echo(
-            f"  {one.name}, {one.before} to {one.after}: {format_seconds(one.planned_anew_s)}, saves "
-            f"{format_seconds(max(one.gain_s, 0.0))} ({max(one.gain_s, 0.0) / step_s:.1%}); with this plan as it is "
+            f"  {one.name}, {one.before} to {one.after}: {format_seconds(one.planned_anew_s)}, {saves}; with this plan as it is "
             f"{format_seconds(one.as_it_is_s)}"
         )
 
