@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, emit, set_option, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, require_figure, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     "--compare of those that cost no more than any other planner's (without --routing, which those know nothing of).",
 )
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
-@click.option("--figure", type=OUTPUT, help="PNG: who computes for whom, who copies from whom, link loads.")
+@click.option("--figure", type=OUTPUT, help="PNG, PDF or SVG: who computes for whom, who copies from whom, link loads.")
 @click.option("--upgrades", is_flag=True, help="Which link, or how much memory, to buy next, and what it brings.")
 @click.option(
     "--scenario",
@@ -54,21 +54,21 @@ if TYPE_CHECKING:
     metavar="CLUSTER",
     help="Other rates between the same sites; all else is as in the given CLUSTER. Repeatable.",
 )
-@click.option("--within", type=click.FloatRange(0, 1, max_open=True), help="Rates between sites may be off by this share.")
+@click.option("--within", type=Finite(0, 1, max_open=True), help="Rates between sites may be off by this share.")
 @click.option(
     "--pool",
-    type=click.FloatRange(min=1, min_open=True),
+    type=Finite(min=1, min_open=True),
     metavar="FACTOR",
     help="Plans for links between sites up to this many times slower and faster, one file each, and from where on each pays.",
 )
-@click.option("--quantile", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Of the scenarios.")
+@click.option("--quantile", type=Finite(0, 1, min_open=True), default=1.0, show_default=True, help="Of the scenarios.")
 @click.option(
     "--routing",
     type=click.Path(path_type=Path),
     help="What `hybridep train` recorded (routing.npz): how popular each expert is; and with --simulate, what tokens chose in "
     "the steps whose every choice is in it.",
 )
-@click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True)
+@click.option("--time-limit", "time_limit_s", type=Finite(min=0, min_open=True), default=60.0, show_default=True)
 @click.option(
     "--codec",
     "codecs",
@@ -157,6 +157,7 @@ def command(
     config's name or a YAML file. Ctrl-C ends the search with the best plan so far.
     """
     import planner
+    from hybridep.commands import plan_options
     from hybridep.commands.codecs import read_codecs, read_max_loss
     from hybridep.commands.inputs import cluster_and_workload
     from hybridep.commands.interrupts import hurried_by_interrupts
@@ -164,10 +165,16 @@ def command(
     from hybridep.commands.stages import write_in_stages
     from hybridep.routing import load_routing
 
+    given = plan_options.given_options()
     if compare and _are_plans(cluster, model):
+        plan_options.require_plain_comparison(given)
         _compare(cluster, model, as_json)
         return
+    plan_options.require_together(given)
+    if figure is not None:
+        require_figure(figure)
     site, work = cluster_and_workload(cluster, model, overrides)
+    plan_options.require_sites(given, site.name, site.sizes[0])
     if fabric is not None:
         site = _on_fabric(site, fabric)
     record = load_routing(routing) if routing is not None else None
@@ -175,25 +182,6 @@ def command(
         record.require_model(work, Path(str(routing)))
     rules = planner.load_constraints(constraints) if constraints else None
     if stages is not None:
-        left_out = {
-            "--compare": compare,
-            "--top": top > 1,
-            "--simulate": simulate is True,
-            "--no-simulate": simulate is False,
-            "--explain": whole,
-            "--figure": figure,
-            "--upgrades": upgrades,
-            "--scenario": scenarios,
-            "--within": within,
-            "--pool": pool,
-            "--fabric": fabric,
-            "--max-loss": max_loss,
-            "--prefetch": prefetch,
-            "--chunks": chunks > 1,
-        }
-        for option, value in left_out.items():
-            if value:
-                raise UserError(f"{option}: not with --stages; leave one of them out")
         schedule = _schedule(streams, [level.name for level in site.levels])
         wishes = planner.StageWishes(
             solver=solver,
@@ -206,8 +194,6 @@ def command(
         with hurried_by_interrupts():
             write_in_stages(site, work, stages, output, wishes, fewer=fewer, time_limit_s=time_limit_s, as_json=as_json)
         return
-    if fewer:
-        raise UserError("--fewer-sites: give --stages, too; which sites pay is asked of pipelines")
     levels = [level.name for level in site.levels]
     request = PlanRequest(
         cluster=site,
@@ -256,7 +242,10 @@ def command(
     if figure is not None:
         from hybridep.commands.plots import plot_plan
 
-        plot_plan(figure, planner.plan_matrices(best))
+        try:
+            plot_plan(figure, planner.plan_matrices(best))
+        except OSError as error:
+            raise UserError(f"--figure {figure}: cannot be written ({error})") from None
     if as_json:
         emit(report.to_json())
     else:

@@ -11,6 +11,10 @@ from cli_cases import Inputs, Result
 Call = Callable[..., Result]
 
 
+ONE_SITE = (("--compare",), ("--pool", "2"), ("--upgrades",))
+"""What is asked about what joins sites."""
+
+
 def one_line(result: Result) -> str:
     assert result.code == 2, result.err
     assert result.err.count("\n") == 1, result.err
@@ -93,6 +97,13 @@ def test_wrong_plan_files(inputs: Inputs, call: Call) -> None:
     assert "no such baseline" in one_line(call("simulate", path, "--against", "ep,magic"))
 
 
+def test_two_plan_files_are_compared_as_they_are(inputs: Inputs, call: Call) -> None:
+    path = written_plan(inputs, call)
+    for more in (("--set", "gpu.memory=1 GB"), ("--stages", "auto"), ("--top", "2"), ("-o", inputs.folder / "other.yaml")):
+        assert "not where --compare is given two plan files" in one_line(call("plan", "--compare", path, path, *more))
+    assert call("plan", "--compare", path, path, "--json").code == 0
+
+
 def test_wrong_runs(inputs: Inputs, call: Call) -> None:
     path = written_plan(inputs, call)
     other = ("--set", f"run.plan={path}", "--set", "levels.dc.bandwidth=1 Gbps")
@@ -129,6 +140,9 @@ def test_wrong_usage(call: Call) -> None:
     assert call("plan", "lab-4dc").code == 2
     assert call("fly").code == 2
     assert call("reproduce", "no-such-claim").code == 2
+    for number in (("--pool", "inf"), ("--pool", "nan"), ("--time-limit", "nan"), ("--within", "nan"), ("--quantile", "nan")):
+        result = call("plan", "lab-4dc", "tiny", *number)
+        assert result.code == 2 and "not a finite number" in result.err
 
 
 @pytest.mark.parametrize(
@@ -136,7 +150,7 @@ def test_wrong_usage(call: Call) -> None:
     [
         (("--objective", "dollars"), ["nothing has a price", "0.02 $/GB"]),
         (("--budget", "0.5"), ["--budget 0.5", "no unit", "0.50 $"]),
-        (("--budget", "1 $", "--set", "gpu.price=1 $/h", "--within", "0.1"), ["--scenario", "time only"]),
+        (("--budget", "1 $", "--set", "gpu.price=1 $/h", "--within", "0.1"), ["--budget: not with --within", "time only"]),
         (("--max-loss", "0.005"), ["--max-loss 0.005", "'0.5%'"]),
         (("--max-loss", "1%", "--codec", "dc.tokens=int8"), ["leave one of them out"]),
         (("--max-loss", "1%", "--top", "2"), ["--top"]),
@@ -146,9 +160,19 @@ def test_wrong_usage(call: Call) -> None:
         (("--set", "levels.dc.window=64"), ["levels.0.window", "no unit", "64 GiB"]),
         (("--simulate", "--within", "0.1"), ["--simulate", "known rates"]),
         (("--prefetch", "--top", "2"), ["copies ahead", "one plan at a time"]),
-        (("--prefetch", "--within", "0.1"), ["--prefetch", "leave one out"]),
-        (("--chunks", "2", "--within", "0.1"), ["--chunks", "leave one out"]),
-        (("--chunks", "2", "--prefetch"), ["--chunks with --prefetch", "leave one out"]),
+        (("--prefetch", "--within", "0.1"), ["--prefetch: not with --within", "leave one"]),
+        (("--chunks", "2", "--within", "0.1"), ["--chunks: not with --within", "leave one"]),
+        (("--chunks", "2", "--prefetch"), ["--chunks: not with --prefetch", "leave one"]),
+        (("--top", "3", "--within", "0.1"), ["--top: not with --within"]),
+        (("--routing", "missing.npz", "--within", "0.1"), ["--routing: not with --within"]),
+        (("--routing", "missing.npz", "--upgrades"), ["--routing: not with --upgrades"]),
+        (("--prefetch", "--upgrades"), ["--prefetch: not with --upgrades"]),
+        (("--prefetch", "--max-loss", "1%"), ["--prefetch: not with --max-loss"]),
+        (("--objective", "dollars", "--upgrades", "--set", "gpu.price=1 $/h"), ["--objective: not with --upgrades", "time only"]),
+        (("--quantile", "0.5"), ["--quantile", "give --scenario or --within"]),
+        *((("--set", "levels.dc.size=1", *more), [f"{more[0]}: needs two sites"]) for more in ONE_SITE),
+        (("--figure", "plan.docx"), ["--figure plan.docx", ".png or .pdf or .svg"]),
+        (("--figure", "/dev/null/plan.png"), ["--figure /dev/null/plan.png", "cannot be written"]),
         (
             ("--chunks", "2", "--set", "model.capacity_factor=1", "--set", "model.pad_expert_input_to_capacity=true"),
             ["pads whole"],
@@ -186,5 +210,5 @@ def test_a_batch_that_sites_cannot_share(inputs: Inputs, call: Call, verb: str) 
 def test_a_question_about_a_plan_without_an_answer_leaves_no_file(inputs: Inputs, call: Call) -> None:
     path = inputs.folder / "plan.yaml"
     result = call("plan", inputs.cluster, inputs.workload, "--set", "levels.dc.size=1", "--upgrades", "-o", path)
-    assert result.code == 2 and "upgrades are priced for plans between sites" in result.err
+    assert result.code == 2 and "--upgrades: needs two sites" in result.err
     assert not path.exists()
