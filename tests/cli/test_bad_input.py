@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from cli_cases import Inputs, Result
 
+from hybridep.commands.inputs import load_cluster
+
 Call = Callable[..., Result]
 
 
@@ -70,6 +72,16 @@ def test_matrix_errors_name_the_line(inputs: Inputs, call: Call) -> None:
     matrix = inputs.write("pairs.csv", "src,dst,gbps,rtt_ms\na,b,5,20\nb,c,fast,20\n")
     line = one_line(call("plan", matrix, inputs.workload, "-o", inputs.folder / "plan.yaml"))
     assert "pairs.csv:3: gbps" in line and "'fast'" in line
+    for text, place in (
+        ("gbps,rtt_ms,src,dst\n5,20,a,b\n5,20,a\n", "pairs.csv:3: src,dst"),
+        ("src,dst,gbps,rtt_ms\na,b,5,20\n\nb,c,fast,20\n", "pairs.csv:4: gbps"),
+    ):
+        assert place in one_line(call("plan", inputs.write("pairs.csv", text), inputs.workload))
+
+
+def test_a_matrix_of_a_spreadsheet_is_read(inputs: Inputs) -> None:
+    """Some begin files with a byte order mark."""
+    assert load_cluster(str(inputs.write("pairs.csv", "\ufeffsrc,dst,gbps,rtt_ms\na,b,5,20\n"))).site_names == ("a", "b")
 
 
 def written_plan(inputs: Inputs, call: Call) -> Path:
@@ -154,6 +166,9 @@ def test_wrong_usage(call: Call) -> None:
         (("--max-loss", "0.005"), ["--max-loss 0.005", "'0.5%'"]),
         (("--max-loss", "1%", "--codec", "dc.tokens=int8"), ["leave one of them out"]),
         (("--max-loss", "1%", "--top", "2"), ["--top"]),
+        (("--codec", "dc.tokens"), ["--codec dc.tokens: write it as LEVEL.KIND=CODEC"]),
+        (("--codec", "dc.tokens=[int8"), ["--codec dc.tokens=[int8", "is not YAML"]),
+        (("--codec", "dc.=int8"), ["--codec dc.=int8: write it as"]),
         (("--streams", "dc=0"), ["--streams dc=0", "LEVEL=NUMBER", "at least one"]),
         (("--streams", "wan=2"), ["--streams wan=2", "dc, gpu"]),
         (("--set", "levels.dc.window=0 B"), ["levels.0.window", "above zero"]),
