@@ -41,7 +41,7 @@ OWN_SHARES, FOR_MEMORY = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 the rest; and down to where that is tried for hubs' memory alone."""
 APART = 0.15
 """Walks begin at the best tables that differ from each other in this share of their entries."""
-MENDING = 0.5
+MENDING = 0.25
 """Evaluations to make tables fit, over those of the search before walks."""
 MOST_SITES, MOST_EQUAL = 384, 64
 """With more sites, or more equal ones, walks gain nothing in the time there is, and the bound needs it."""
