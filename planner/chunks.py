@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hybridep.errors import InfeasibleError
-from hybridep.plan import Plan, Schedule, SolverReport
+from hybridep.plan import Plan, Schedule
 from planner.evaluate import evaluate
 from planner.goal import FASTEST, Goal
-from planner.plans import goal_of, predict, solver_report
+from planner.plans import goal_of, predict, reported_again
 
 WORTH = 5e-3
 """Share of the step (or price) that fewer parts may add."""
@@ -45,7 +45,7 @@ def best_of_searches(search: Callable[[Schedule], list[Plan]], schedule: Schedul
     goal = goal_of(reports[0]) if reports else FASTEST
     values = [goal.value_of(plans[0]) for plans in found]
     best = found[_fewest(values)]
-    return [_reported(best[0], reports), *best[1:]] if reports else best
+    return [reported_again(best[0], reports), *best[1:]] if reports else best
 
 
 def tables_in_parts(found: Sequence[Plan], most: int, count: int) -> list[Plan]:
@@ -54,7 +54,7 @@ def tables_in_parts(found: Sequence[Plan], most: int, count: int) -> list[Plan]:
     report = found[0].solver
     goal = FASTEST if report is None else goal_of(report)
     best = sorted((_in_parts(plan, most, goal) for plan in found), key=goal.value_of)[:count]
-    return best if report is None else [_reported(best[0], [report]), *best[1:]]
+    return best if report is None else [reported_again(best[0], [report]), *best[1:]]
 
 
 def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
@@ -73,18 +73,3 @@ def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
 def _fewest(values: Sequence[float]) -> int:
     """Place of the first that is as small as the smallest, but for ``WORTH``."""
     return next(place for place, value in enumerate(values) if value <= min(values) * (1 + WORTH))
-
-
-def _reported(plan: Plan, reports: Sequence[SolverReport]) -> Plan:
-    """With the bound of all these searches."""
-    step_s, cost_usd = plan.predicted.step, plan.predicted.cost_usd
-    report = solver_report(
-        solver=reports[0].solver,
-        goal=goal_of(reports[0]),
-        objective_s=step_s,
-        bound_s=min(step_s, *(one.bound for one in reports)),
-        cost_usd=cost_usd,
-        bound_usd=min(cost_usd, *(one.cost_bound or 0.0 for one in reports)),
-        solve_s=sum(one.solve for one in reports),
-    )
-    return plan.model_copy(update={"solver": report})
