@@ -19,12 +19,13 @@ def matrix_profile(path: Path) -> dict[str, Any]:
     wanted = ["src", "dst", "gbps", "rtt_ms"]
     pairs: dict[tuple[str, str], tuple[float, float]] = {}
     try:
-        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
+        rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "", f"cannot be read ({error})") from None
-    if not rows or not set(wanted) <= set(rows[0]):
+    if not rows or not set(wanted) <= set(rows[0][1]):
         raise ConfigError(f"{path}:1", "header", f"needs the columns {','.join(wanted)} and at least one row")
-    for line, row in enumerate(rows, start=2):
+    for line, row in rows:
         for column, limit, keeps in (("gbps", "above zero", gt), ("rtt_ms", "at least zero", ge)):
             try:
                 good = keeps(float(row[column]), 0) and float(row[column]) < float("inf")
@@ -32,7 +33,7 @@ def matrix_profile(path: Path) -> dict[str, Any]:
                 good = False
             if not good:
                 raise ConfigError(f"{path}:{line}", column, f"must be a number {limit} (found {row[column]!r})")
-        src, dst = row["src"].strip(), row["dst"].strip()
+        src, dst = (row["src"] or "").strip(), (row["dst"] or "").strip()
         if not src or not dst or src == dst or (src, dst) in pairs:
             raise ConfigError(f"{path}:{line}", "src,dst", f"{src!r} -> {dst!r} is empty, a loop, or given before")
         pairs[src, dst] = gbps_to_bytes_per_s(float(row["gbps"])), ms_to_s(float(row["rtt_ms"])) / 2

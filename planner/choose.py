@@ -14,7 +14,7 @@ from hybridep.shares import alike_ranks
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.chunks import best_of_searches, numbers, tables_in_parts
-from planner.constraints import Constraints
+from planner.constraints import Constraints, binding
 from planner.depths import BETWEEN_SITES, plan_ahead, tables_ahead
 from planner.evaluate import MOST_RANKS
 from planner.goal import FASTEST, Goal
@@ -110,6 +110,8 @@ def plans(
             raise UserError(
                 "prices with measured popularity or copies ahead: their searches know time only; leave one of them out"
             )
+    if binding(cluster, workload.model.num_experts, constraints) is None:
+        constraints = None
     lossy = any(one.lossy for one in (codecs or {}).values())
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hybridep.plan import Plan, Schedule, SolverReport
+import numpy as np
+
+from hybridep.errors import InfeasibleError
+from hybridep.plan import Plan, Schedule
 from planner.evaluate import evaluate
 from planner.goal import FASTEST, Goal
-from planner.plans import goal_of, predict, solver_report
+from planner.plans import goal_of, predict, reported_again
 
 WORTH = 5e-3
 """Share of the step (or price) that fewer parts may add."""
@@ -26,16 +29,23 @@ def numbers(most: int) -> tuple[int, ...]:
 
 def best_of_searches(search: Callable[[Schedule], list[Plan]], schedule: Schedule, most: int) -> list[Plan]:
     """What ``search`` finds, best first, with the fewest parts for which its first plan is as good as with any up to ``most``,
-    but for ``WORTH``; as the schedule says where ``most`` is 1. The first plan's bound holds for all of them. Raises what
-    ``search`` raises."""
+    but for ``WORTH``; as the schedule says where ``most`` is 1. Numbers for which there are no plans are left out; bounds of the
+    others hold for all plans. Raises what ``search`` raises first where it finds nothing at all."""
     if most == 1:
         return search(schedule)
-    found = [search(schedule.model_copy(update={"chunks": number})) for number in numbers(most)]
+    found, errors = list[list[Plan]](), list[InfeasibleError]()
+    for number in numbers(most):
+        try:
+            found.append(search(schedule.model_copy(update={"chunks": number})))
+        except InfeasibleError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
     reports = [plans[0].solver for plans in found if plans[0].solver is not None]
     goal = goal_of(reports[0]) if reports else FASTEST
     values = [goal.value_of(plans[0]) for plans in found]
     best = found[_fewest(values)]
-    return [_reported(best[0], reports), *best[1:]] if reports else best
+    return [reported_again(best[0], reports), *best[1:]] if reports else best
 
 
 def tables_in_parts(found: Sequence[Plan], most: int, count: int) -> list[Plan]:
@@ -44,7 +54,7 @@ def tables_in_parts(found: Sequence[Plan], most: int, count: int) -> list[Plan]:
     report = found[0].solver
     goal = FASTEST if report is None else goal_of(report)
     best = sorted((_in_parts(plan, most, goal) for plan in found), key=goal.value_of)[:count]
-    return best if report is None else [_reported(best[0], [report]), *best[1:]]
+    return best if report is None else [reported_again(best[0], [report]), *best[1:]]
 
 
 def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
@@ -52,9 +62,10 @@ def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
     schedules = [plan.schedule.model_copy(update={"chunks": number}) for number in numbers(most)]
     tried = [plan.model_copy(update={"schedule": schedule}) for schedule in schedules]
     known = [evaluate(one) for one in tried]
-    # In one piece it fits, and the budget allows it.
-    possible = [not place or (use.fits and not goal.overdraft(cost.step_usd)) for place, (cost, use) in enumerate(known)]
-    best = _fewest([cost.step_s if good else float("inf") for (cost, _), good in zip(known, possible, strict=True)])
+    possible = [use.fits and not goal.overdraft(cost.step_usd) for cost, use in known]
+    best = _fewest(
+        [cost.step_s if good or not any(possible) else np.inf for (cost, _), good in zip(known, possible, strict=True)]
+    )
     same = tried[best].schedule == plan.schedule
     return tried[best].model_copy(update={"prediction": plan.prediction if same else predict(tried[best]), "solver": None})
 
@@ -62,18 +73,3 @@ def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
 def _fewest(values: Sequence[float]) -> int:
     """Place of the first that is as small as the smallest, but for ``WORTH``."""
     return next(place for place, value in enumerate(values) if value <= min(values) * (1 + WORTH))
-
-
-def _reported(plan: Plan, reports: Sequence[SolverReport]) -> Plan:
-    """With the bound of all these searches."""
-    step_s, cost_usd = plan.predicted.step, plan.predicted.cost_usd
-    report = solver_report(
-        solver=reports[0].solver,
-        goal=goal_of(reports[0]),
-        objective_s=step_s,
-        bound_s=min(step_s, *(one.bound for one in reports)),
-        cost_usd=cost_usd,
-        bound_usd=min(cost_usd, *(one.cost_bound or 0.0 for one in reports)),
-        solve_s=sum(one.solve for one in reports),
-    )
-    return plan.model_copy(update={"solver": report})

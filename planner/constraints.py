@@ -106,6 +106,11 @@ class Permissions:
         return np.where(np.diagonal(self.serve)[:, None] & self.hold, own, found)
 
     @property
+    def forbid_nothing(self) -> bool:
+        """Every plan keeps the rules."""
+        return bool(self.serve.all() and self.hold.all())
+
+    @property
     def possible(self) -> bool:
         """Every site may have every expert computed somewhere."""
         return bool((self.fallback >= 0).all())
@@ -139,6 +144,8 @@ def permissions(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> 
             serve[np.ix_(chosen, ~chosen)] = False
         elif rule.kind is Kind.NO_LINK:
             others = rule_sites(cluster, rule, rule.to) if rule.to else ~chosen
+            if not others.any():
+                raise UserError(f"rule {rule.name}: no_link from all sites to all others keeps none apart; say where 'to'")
             joined = (chosen[:, None] & others[None, :]) | (others[:, None] & chosen[None, :])
             np.fill_diagonal(joined, False)
             serve &= ~joined
@@ -168,6 +175,12 @@ def require_possible(cluster: Cluster, num_experts: int, constraints: Constraint
         f"{several}: expert {expert} can be computed nowhere for tokens of {cluster.site_name(site)}"
         f"{'; every smaller set of them can be kept' if len(clash) > 1 else ''}"
     )
+
+
+def binding(cluster: Cluster, num_experts: int, constraints: Constraints | None) -> Permissions | None:
+    """As ``require_possible``; None where every plan keeps the rules, or there are none."""
+    found = require_possible(cluster, num_experts, constraints) if constraints is not None else None
+    return None if found is None or found.forbid_nothing else found
 
 
 def smallest_clash(cluster: Cluster, num_experts: int, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:

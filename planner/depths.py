@@ -19,7 +19,7 @@ from planner.compute import compute_of_ranks
 from planner.cost import StepCost, step_costs
 from planner.layer_times import HEAD, OPTIMIZER
 from planner.memory import memory_use
-from planner.plans import goal_of, layer_group, plan_of, predict, reported, solver_report
+from planner.plans import layer_group, plan_of, predict, reported, reported_again
 from planner.problem import TIE, Problem, build_problem
 from planner.solve import Solution, solve
 
@@ -101,16 +101,7 @@ def tables_ahead(found: Sequence[Plan], count: int) -> list[Plan]:
         return made
     step_s = best[0][0]
     bound_s = min(_any_depth_s(found[0], step_costs(found[0], (0,))[0], report.bound), step_s)
-    told = solver_report(
-        solver=report.solver,
-        goal=goal_of(report),
-        objective_s=step_s,
-        bound_s=bound_s,
-        cost_usd=0.0,
-        bound_usd=0.0,
-        solve_s=report.solve,
-    )
-    return [made[0].model_copy(update={"solver": told}), *made[1:]]
+    return [reported_again(made[0], [report], bound_s=bound_s), *made[1:]]
 
 
 def _with_depth(plan: Plan, depth: int) -> Plan:

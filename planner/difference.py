@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.sites import Level, PairLink, SharedTrunk, Site
 from hybridep.topology import Cluster
@@ -115,20 +117,42 @@ def _ahead(first: Plan, second: Plan, factor: float) -> float:
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:
     """Every bandwidth between sites times ``factor``; what joins the pods of a site stays."""
-    outer = cluster.levels[0].model_copy(update={"bandwidth": cluster.levels[0].bandwidth * factor})
+    return varied(cluster, lambda: factor)
+
+
+def varied(cluster: Cluster, factor: Callable[[], float]) -> Cluster:
+    """Every bandwidth between sites times a factor of its own; what joins the pods of a site stays."""
     sites = [
-        site.model_copy(update={"up": site.up and site.up * factor, "down": site.down and site.down * factor})
-        if site.part_of is None
-        else site
+        site
+        if site.part_of is not None
+        else site.model_copy(update={"up": site.up and site.up * factor(), "down": site.down and site.down * factor()})
         for site in cluster.sites
     ]
     place = {site.name: site.labels[-1] for site in cluster.sites}
     links = [
-        link if place[link.src] == place[link.dst] else link.model_copy(update={"bandwidth": link.bandwidth * factor})
+        link if place[link.src] == place[link.dst] else link.model_copy(update={"bandwidth": link.bandwidth * factor()})
         for link in cluster.links
     ]
-    trunks = [trunk.model_copy(update={"bandwidth": trunk.bandwidth * factor}) for trunk in cluster.trunks]
+    trunks = [trunk.model_copy(update={"bandwidth": trunk.bandwidth * factor()}) for trunk in cluster.trunks]
+    outer = cluster.levels[0].model_copy(update={"bandwidth": cluster.levels[0].bandwidth * factor()})
     return with_links(cluster, outer=outer, sites=tuple(sites), links=tuple(links), trunks=tuple(trunks))
+
+
+def with_rates_of(cluster: Cluster, other: Cluster) -> Cluster:
+    """The same cluster with the rates and latencies between sites that another file gives them, whatever their order there.
+    Raises UserError where that has other sites."""
+    here, there = cluster.site_names, other.site_names
+    missing = [name for name in here if name not in there] or [name for name in there if name not in here]
+    if missing:
+        where = "not in" if missing[0] in here else "only in"
+        raise UserError(f"site {missing[0]} is {where} it: it has {', '.join(there)}, cluster {cluster.name} {', '.join(here)}")
+    by_name = {site.name: site for site in other.sites}
+    given = cluster.sites or tuple(Site(name=name) for name in here if other.sites)
+    rates = [(by_name[site.name].up, by_name[site.name].down) if other.sites else (None, None) for site in given]
+    sites = [site.model_copy(update={"up": up, "down": down}) for site, (up, down) in zip(given, rates, strict=True)]
+    level = other.levels[0]
+    outer = cluster.levels[0].model_copy(update={"bandwidth": level.bandwidth, "latency": level.latency})
+    return with_links(cluster, outer=outer, sites=tuple(sites), links=other.links, trunks=other.trunks)
 
 
 def with_links(

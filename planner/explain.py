@@ -14,8 +14,9 @@ from planner.constraints import Constraints, Permissions, permissions
 from planner.cost import StepCost
 from planner.domains import divisors
 from planner.evaluate import MOST_RANKS, evaluate, expected_s
+from planner.goal import FASTEST
 from planner.memory import MemoryUse
-from planner.plans import BASELINES, layer_group
+from planner.plans import BASELINES, goal_of, layer_group
 
 NUM_LINKS = 5
 
@@ -106,7 +107,8 @@ def explain(plan: Plan, constraints: Constraints | None = None) -> Explanation:
     baselines = tuple(_of_group(name, plan, group, allowed) for name, group in others)
     neighbours = tuple(_of_group(name, plan, group, allowed) for name, group in _neighbours(plan))
     scheduled = tuple(_alternative(name, one, *evaluate(one), allowed) for name, one in _schedules(plan))
-    one = alone(plan.cluster, plan.workload, popularity=plan.popularity, constraints=constraints)
+    goal = FASTEST if plan.solver is None else goal_of(plan.solver)
+    one = alone(plan.cluster, plan.workload, popularity=plan.popularity, goal=goal, constraints=constraints)
     blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.allowed and other.step_s < chosen.step_s]
     order = sorted(range(len(cost.link_s)), key=lambda link: -cost.link_s[link])[:NUM_LINKS]
     return Explanation(

@@ -114,6 +114,29 @@ def goal_of(report: SolverReport) -> Goal:
     return Goal(objective=report.minimised, budget_usd=report.budget)
 
 
+def reported_again(
+    plan: Plan,
+    reports: Sequence[SolverReport],
+    *,
+    bound_s: float | None = None,
+    bound_usd: float | None = None,
+    proven: bool = True,
+) -> Plan:
+    """A plan that several searches, or something after them, chose: with their least bound, or these, and the time of all."""
+    step_s, cost_usd = plan.predicted.step, plan.predicted.cost_usd
+    report = solver_report(
+        solver=reports[0].solver,
+        goal=goal_of(reports[0]),
+        objective_s=step_s,
+        bound_s=min(step_s, *(one.bound for one in reports)) if bound_s is None else bound_s,
+        cost_usd=cost_usd,
+        bound_usd=min(cost_usd, *(one.cost_bound or 0.0 for one in reports)) if bound_usd is None else bound_usd,
+        solve_s=sum(one.solve for one in reports),
+        proven=proven,
+    )
+    return plan.model_copy(update={"solver": report})
+
+
 def top_domains(best: Plan, count: int) -> list[Plan]:
     """The next best plans that use one configuration in all layers and fit, with predictions; ``best`` left out."""
     if count < 1:

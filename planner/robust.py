@@ -15,7 +15,7 @@ from hybridep.sites import Site
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.constraints import Constraints
-from planner.difference import scaled, with_links
+from planner.difference import scaled, varied, with_links, with_rates_of
 from planner.evaluate import evaluate
 from planner.sites.plans import chosen_table, plan_sites, table_plan
 from planner.sites.problem import site_problem
@@ -64,10 +64,9 @@ def plan_for_scenarios(
     codecs: Mapping[str, Codecs] | None = None,
 ) -> RobustPlan:
     """The plan whose step at ``quantile`` of the scenarios (1: in the worst) is shortest; never worse there than the plan for
-    ``cluster`` itself. Raises UserError for scenarios with other sites, and what ``plan`` raises."""
-    for one in scenarios:
-        if one.sizes != cluster.sizes:
-            raise UserError(f"scenario {one.name}: has sizes {one.sizes}, cluster {cluster.name} has {cluster.sizes}")
+    ``cluster`` itself. Of the scenarios count the rates between sites; all else, and with it what fits, is as in ``cluster``.
+    Raises UserError for scenarios with other sites, and what ``plan`` raises."""
+    scenarios = [with_rates_of(cluster, one) for one in scenarios]
     if not scenarios or not 0 < quantile <= 1:
         raise UserError(f"planning for scenarios needs at least one, and a quantile above 0 and up to 1 (found {quantile:g})")
     schedule, free = with_most(cluster, schedule)
@@ -113,22 +112,13 @@ def interval_scenarios(cluster: Cluster, share: float, *, draws: int = 8) -> lis
 
 
 def _drawn(cluster: Cluster, share: float, rng: np.random.Generator) -> Cluster:
-    level = cluster.levels[0]
-    given = cluster.sites or tuple(Site(name=name) for name in cluster.site_names)
-    factors = rng.uniform(1 - share, 1 + share, (len(given), 2))
+    rate = cluster.levels[0].bandwidth
     sites = tuple(
-        site.model_copy(update={"up": (site.up or level.bandwidth) * up, "down": (site.down or level.bandwidth) * down})
-        for site, (up, down) in zip(given, factors, strict=True)
+        site.model_copy(update={"up": site.up or rate, "down": site.down or rate})
+        for site in cluster.sites or tuple(Site(name=name) for name in cluster.site_names)
     )
-    links = tuple(
-        link.model_copy(update={"bandwidth": link.bandwidth * factor})
-        for link, factor in zip(cluster.links, rng.uniform(1 - share, 1 + share, len(cluster.links)), strict=True)
-    )
-    trunks = tuple(
-        trunk.model_copy(update={"bandwidth": trunk.bandwidth * factor})
-        for trunk, factor in zip(cluster.trunks, rng.uniform(1 - share, 1 + share, len(cluster.trunks)), strict=True)
-    )
-    return with_links(cluster, sites=sites, links=links, trunks=trunks)
+    apart = with_links(cluster, sites=sites, links=cluster.links, trunks=cluster.trunks)
+    return varied(apart, lambda: float(rng.uniform(1 - share, 1 + share)))
 
 
 def _steps(plan: Plan, scenarios: Sequence[Cluster]) -> tuple[float, ...]:

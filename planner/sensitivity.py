@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,11 +13,12 @@ from hybridep.placement import IntArray
 from hybridep.plan import Plan
 from hybridep.units import format_bandwidth, format_bytes
 from planner.constraints import Constraints
+from planner.difference import with_links
 from planner.sites.cost import site_cost
 from planner.sites.others import rank_order_domains
 from planner.sites.plans import chosen_table
 from planner.sites.problem import SiteProblem, site_problem
-from planner.sites.search import Search
+from planner.sites.search import Found, Search
 from planner.sites.strategy import walks_help
 
 MOVES = 8000
@@ -31,15 +32,17 @@ class Upgrade:
     """One thing bought."""
 
     name: str
-    """``up link of us-east``, ``link us-east -> eu-west`` or ``memory of every rank``."""
+    """``up link of us-east``, ``link us-east -> eu-west``, ``trunk us-east up`` or ``memory of every rank``."""
     before: str
     after: str
     as_it_is_s: float
     """Step of the present plan with it."""
+    present_s: float
+    """Step of the present plan, itself searched on without the upgrade."""
     planned_anew_s: float
-    """Step of a plan made for it, starting from the present one."""
+    """Step of a plan made for it, starting from what that search found."""
     gain_s: float
-    """Against the present plan, itself searched on for as long without the upgrade."""
+    """Between these two."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -55,11 +58,11 @@ class _Option:
 
 
 def upgrades(plan: Plan, *, top: int = 3, constraints: Constraints | None = None) -> list[Upgrade]:
-    """Upgrades by ``FACTOR`` of a site's up link, a site's down link, a link between two sites, or the memory, the most useful
-    first. Of each sort the ``top`` ones by what they bring to the plan as it is (its step's derivative, taken in one stride)
-    are verified by planning anew; the others are left out. Where domains are a part of a level inside sites, the plan as it is
-    is the nearest one that plans between sites know (``chosen_table``). Raises UserError for one site, and plans with homes of
-    their own or measured popularity."""
+    """Upgrades by ``FACTOR`` of a site's up link, a site's down link, a link between two sites, a trunk, or the memory, the most
+    useful first; of sites with pods the trunks are what joins them to others. Of each sort the ``top`` ones by what they bring to
+    the plan as it is (its step's derivative, taken in one stride) are verified by planning anew; the others are left out. Where
+    domains are a part of a level inside sites, the plan as it is is the nearest one that plans between sites know
+    (``chosen_table``). Raises UserError for one site, and plans with homes of their own or measured popularity."""
     chosen = chosen_table(plan)
     if chosen is None or plan.cluster.sizes[0] < 2:
         raise UserError(
@@ -71,46 +74,49 @@ def upgrades(plan: Plan, *, top: int = 3, constraints: Constraints | None = None
         )
     table, configuration = chosen
     problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
-    present_s = _searched(problem, table)
+    present = _searched(problem, [table])
     found = []
-    for options in (_access(problem, up=True), _access(problem, up=False), _pairs(problem)):
+    for options in (_access(problem, up=True), _access(problem, up=False), _pairs(problem), _trunks(problem)):
         priced = [(site_cost(option.problem, table, configuration).step_s, option) for option in options]
         found += sorted(priced, key=lambda entry: entry[0])[:top]
     more = _more_memory(problem)
     found.append((site_cost(more.problem, table, configuration).step_s, more))
     made = []
     for as_it_is_s, option in found:
-        anew_s = min(_searched(option.problem, table), as_it_is_s)
+        anew_s = min(_searched(option.problem, [table, present.table]).rank[1], as_it_is_s, present.rank[1])
         made.append(
             Upgrade(
                 name=option.name,
                 before=option.before,
                 after=option.after,
                 as_it_is_s=as_it_is_s,
+                present_s=present.rank[1],
                 planned_anew_s=anew_s,
-                gain_s=present_s - anew_s,
+                gain_s=present.rank[1] - anew_s,
             )
         )
     return sorted(made, key=lambda upgrade: -upgrade.gain_s)
 
 
-def _searched(problem: SiteProblem, table: IntArray) -> float:
-    """Step of the best plan that a short search from ``table`` finds."""
+def _searched(problem: SiteProblem, tables: Sequence[IntArray]) -> Found:
+    """The best that a short search from these finds."""
     search = Search(problem=problem)
-    present = search.evaluate(table)
+    starts = [search.evaluate(table) for table in tables]
     for other in rank_order_domains(problem):
         search.evaluate(other)
     if walks_help(problem):
         from planner.sites.walks import improve_tables  # numba takes a while to import
 
-        improve_tables(search, [present], MOVES, np.random.default_rng(0))
+        improve_tables(search, sorted(starts, key=lambda one: one.rank)[:1], MOVES, np.random.default_rng(0))
     assert search.best is not None
-    return search.best.rank[1]
+    return search.best
 
 
 def _access(problem: SiteProblem, *, up: bool) -> Iterator[_Option]:
     rates = problem.up_bytes_per_s if up else problem.down_bytes_per_s
     for dc in range(problem.num_sites):
+        if _is_pod(problem, dc):
+            continue
         faster = rates.copy()
         faster[dc] *= FACTOR
         changed = replace(problem, up_bytes_per_s=faster) if up else replace(problem, down_bytes_per_s=faster)
@@ -123,6 +129,8 @@ def _pairs(problem: SiteProblem) -> Iterator[_Option]:
     if rates is None:
         return
     for src, dst in np.argwhere(np.isfinite(rates)):
+        if _is_pod(problem, src) or _is_pod(problem, dst):
+            continue
         faster = rates.copy()
         faster[src, dst] *= FACTOR
         name = f"link {problem.cluster.site_name(int(src))} -> {problem.cluster.site_name(int(dst))}"
@@ -132,6 +140,30 @@ def _pairs(problem: SiteProblem) -> Iterator[_Option]:
             after=format_bandwidth(faster[src, dst]),
             problem=replace(problem, pair_bytes_per_s=faster),
         )
+
+
+def _trunks(problem: SiteProblem) -> Iterator[_Option]:
+    cluster, place = problem.cluster, {name: dc for dc, name in enumerate(problem.cluster.site_names)}
+    for number, trunk in enumerate(cluster.trunks):
+        faster = trunk.model_copy(update={"bandwidth": trunk.bandwidth * FACTOR})
+        trunks = (*cluster.trunks[:number], faster, *cluster.trunks[number + 1 :])
+        changed = with_links(cluster, sites=cluster.sites, links=cluster.links, trunks=trunks)
+        rates = None if problem.pair_bytes_per_s is None else problem.pair_bytes_per_s.copy()
+        for src, dst in (map(place.__getitem__, way.split(" -> ")) for way in trunk.carries):
+            # Links of pods are as wide as the path over trunks.
+            if rates is not None and (_is_pod(problem, src) or _is_pod(problem, dst)):
+                rates[src, dst] *= FACTOR
+        yield _Option(
+            name=f"trunk {trunk.name.removeprefix('trunk ')}",
+            before=format_bandwidth(trunk.bandwidth),
+            after=format_bandwidth(faster.bandwidth),
+            problem=replace(problem, cluster=changed, pair_bytes_per_s=rates),
+        )
+
+
+def _is_pod(problem: SiteProblem, dc: int) -> bool:
+    """Its links are inside a site, or as wide as others are."""
+    return bool(problem.cluster.sites) and problem.cluster.sites[dc].part_of is not None
 
 
 def _more_memory(problem: SiteProblem) -> _Option:

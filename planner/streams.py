@@ -13,7 +13,7 @@ from hybridep.plan import MOST_STREAMS, Plan, Schedule, Status
 from hybridep.topology import Cluster
 from planner.evaluate import evaluate
 from planner.goal import FASTEST
-from planner.plans import goal_of, predict, solver_report
+from planner.plans import goal_of, predict, reported_again
 
 WORTH = 1e-3
 """Share of the step that fewer connections may add."""
@@ -45,19 +45,8 @@ def with_fewest(plan: Plan, free: Sequence[str], step_s: Callable[[Plan], float]
         while number < MOST_STREAMS and not good(_with(plan, name, number)):
             number *= 2
         plan = _with(plan, name, number)
-    prediction, report = predict(plan), plan.solver
-    if report is not None:
-        report = solver_report(
-            solver=report.solver,
-            goal=goal,
-            objective_s=prediction.step,
-            bound_s=report.bound,
-            cost_usd=prediction.cost_usd,
-            bound_usd=report.cost_bound or 0.0,
-            solve_s=report.solve,
-            proven=report.status is Status.OPTIMAL,
-        )
-    return plan.model_copy(update={"prediction": prediction, "solver": report})
+    report, plan = plan.solver, plan.model_copy(update={"prediction": predict(plan)})
+    return plan if report is None else reported_again(plan, [report], proven=report.status is Status.OPTIMAL)
 
 
 def _with(plan: Plan, level: str, number: int) -> Plan:

@@ -13,7 +13,7 @@ from hybridep.plan import Plan
 from planner.clock import now_s
 from planner.evaluate import evaluate
 from planner.goal import Goal
-from planner.plans import goal_of, predict, solver_report
+from planner.plans import goal_of, predict, reported_again
 from planner.stages.bound import least_s, least_usd_of_any
 
 Make = Callable[[dict[str, Codecs], float], Plan]
@@ -53,16 +53,7 @@ def plan_within_loss(make: Make, outermost: str, max_loss: float, time_limit_s: 
         bound_s = min(bound_s, least_s(made[0].cluster, made[0].workload, 1))
         bound_usd = min(bound_usd, least_usd_of_any(made[0].cluster, made[0].workload))
     best = min(made, key=goal.value_of)
-    report = solver_report(
-        solver=reports[0].solver,
-        goal=goal,
-        objective_s=best.predicted.step,
-        bound_s=bound_s,
-        cost_usd=best.predicted.cost_usd,
-        bound_usd=bound_usd,
-        solve_s=sum(one.solve for one in reports),
-    )
-    return best.model_copy(update={"solver": report})
+    return reported_again(best, reports, bound_s=bound_s, bound_usd=bound_usd)
 
 
 def _in_order(plan: Plan, outermost: str, choices: list[Codecs]) -> list[Codecs]:

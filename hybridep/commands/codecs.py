@@ -18,10 +18,14 @@ def read_codecs(options: Sequence[str], levels: Sequence[str], *, in_stages: boo
     and ConfigError."""
     given: dict[str, Any] = {}
     for option in options:
-        level, dot, _ = option.partition("=")[0].partition(".")
-        if not dot or level not in levels:
+        key, equals, _ = option.partition("=")
+        level, _, kind = key.partition(".")
+        if not (kind and equals) or level not in levels:
             raise UserError(f"--codec {option}: write it as LEVEL.KIND=CODEC with a level of {', '.join(levels)}")
-        apply_override(given, option)
+        try:
+            apply_override(given, option)
+        except UserError as error:
+            raise UserError(str(error).replace("--set", "--codec", 1)) from None
         if option.startswith(f"{level}.activations=") and not (in_stages and level == levels[0]):
             raise UserError(
                 f"--codec {option}: activations pass between pipeline stages; give {levels[0]}.activations, and --stages"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,12 +13,36 @@ from typing import Any
 
 import click
 
-from hybridep.errors import HybridEPError
+from hybridep.errors import HybridEPError, UserError
 
 Command = Callable[..., int | None]
 
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 """A file to be written."""
+
+FIGURES = (".png", ".pdf", ".svg")
+"""How a figure's file may end."""
+
+
+class Finite(click.FloatRange):
+    """A number in a range, which infinite ones and nan are not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click does."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
+def require_figure(path: Path) -> None:
+    """Raises UserError for a figure that cannot be written there, as far as can be known before."""
+    if path.suffix not in FIGURES:
+        raise UserError(f"--figure {path}: must end in {' or '.join(FIGURES)}")
+    folder = next(one for one in path.absolute().parents if one.exists())
+    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f"--figure {path}: cannot be written in {folder}")
+
 
 set_option = click.option(
     "--set",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, emit, set_option, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, require_figure, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
@@ -45,24 +45,30 @@ if TYPE_CHECKING:
     "--compare of those that cost no more than any other planner's (without --routing, which those know nothing of).",
 )
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
-@click.option("--figure", type=OUTPUT, help="PNG: who computes for whom, who copies from whom, link loads.")
+@click.option("--figure", type=OUTPUT, help="PNG, PDF or SVG: who computes for whom, who copies from whom, link loads.")
 @click.option("--upgrades", is_flag=True, help="Which link, or how much memory, to buy next, and what it brings.")
-@click.option("--scenario", "scenarios", multiple=True, metavar="CLUSTER", help="Other rates of the same sites. Repeatable.")
-@click.option("--within", type=click.FloatRange(0, 1, max_open=True), help="Rates between sites may be off by this share.")
+@click.option(
+    "--scenario",
+    "scenarios",
+    multiple=True,
+    metavar="CLUSTER",
+    help="Other rates between the same sites; all else is as in the given CLUSTER. Repeatable.",
+)
+@click.option("--within", type=Finite(0, 1, max_open=True), help="Rates between sites may be off by this share.")
 @click.option(
     "--pool",
-    type=click.FloatRange(min=1, min_open=True),
+    type=Finite(min=1, min_open=True),
     metavar="FACTOR",
     help="Plans for links between sites up to this many times slower and faster, one file each, and from where on each pays.",
 )
-@click.option("--quantile", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Of the scenarios.")
+@click.option("--quantile", type=Finite(0, 1, min_open=True), default=1.0, show_default=True, help="Of the scenarios.")
 @click.option(
     "--routing",
     type=click.Path(path_type=Path),
     help="What `hybridep train` recorded (routing.npz): how popular each expert is; and with --simulate, what tokens chose in "
     "the steps whose every choice is in it.",
 )
-@click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True)
+@click.option("--time-limit", "time_limit_s", type=Finite(min=0, min_open=True), default=60.0, show_default=True)
 @click.option(
     "--codec",
     "codecs",
@@ -151,17 +157,24 @@ def command(
     config's name or a YAML file. Ctrl-C ends the search with the best plan so far.
     """
     import planner
+    from hybridep.commands import plan_options
     from hybridep.commands.codecs import read_codecs, read_max_loss
-    from hybridep.commands.inputs import cluster_and_workload, load_cluster
+    from hybridep.commands.inputs import cluster_and_workload
     from hybridep.commands.interrupts import hurried_by_interrupts
     from hybridep.commands.plan_request import PlanRequest, make
     from hybridep.commands.stages import write_in_stages
     from hybridep.routing import load_routing
 
+    given = plan_options.given_options()
     if compare and _are_plans(cluster, model):
+        plan_options.require_plain_comparison(given)
         _compare(cluster, model, as_json)
         return
+    plan_options.require_together(given)
+    if figure is not None:
+        require_figure(figure)
     site, work = cluster_and_workload(cluster, model, overrides)
+    plan_options.require_sites(given, site.name, site.sizes[0])
     if fabric is not None:
         site = _on_fabric(site, fabric)
     record = load_routing(routing) if routing is not None else None
@@ -169,25 +182,6 @@ def command(
         record.require_model(work, Path(str(routing)))
     rules = planner.load_constraints(constraints) if constraints else None
     if stages is not None:
-        left_out = {
-            "--compare": compare,
-            "--top": top > 1,
-            "--simulate": simulate is True,
-            "--no-simulate": simulate is False,
-            "--explain": whole,
-            "--figure": figure,
-            "--upgrades": upgrades,
-            "--scenario": scenarios,
-            "--within": within,
-            "--pool": pool,
-            "--fabric": fabric,
-            "--max-loss": max_loss,
-            "--prefetch": prefetch,
-            "--chunks": chunks > 1,
-        }
-        for option, value in left_out.items():
-            if value:
-                raise UserError(f"{option}: not with --stages; leave one of them out")
         schedule = _schedule(streams, [level.name for level in site.levels])
         wishes = planner.StageWishes(
             solver=solver,
@@ -200,8 +194,6 @@ def command(
         with hurried_by_interrupts():
             write_in_stages(site, work, stages, output, wishes, fewer=fewer, time_limit_s=time_limit_s, as_json=as_json)
         return
-    if fewer:
-        raise UserError("--fewer-sites: give --stages, too; which sites pay is asked of pipelines")
     levels = [level.name for level in site.levels]
     request = PlanRequest(
         cluster=site,
@@ -218,7 +210,7 @@ def command(
         top=top,
         simulate=simulate,
         compare=compare,
-        scenarios=tuple(load_cluster(one) for one in scenarios),
+        scenarios=tuple(_scenario(site, one, fabric) for one in scenarios),
         within=within,
         quantile=quantile,
         pool=pool,
@@ -228,12 +220,15 @@ def command(
     with hurried_by_interrupts():
         made = make(request)
     best = made.best
-    files = [output, *(output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made.plans) + 1))]
+    numbered = [output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made.plans) + 1)]
+    place = next(at for at, one in enumerate(made.plans) if one is best)
+    files = [*numbered[:place], output, *numbered[place:]]
     # Before anything is written: what is asked of a plan may have no answer.
     try:
         report = PlanReport(
             made=made,
             files=files,
+            output=output,
             explanation=planner.explain(best, rules),
             several=top > 1,
             others=planner.compare_planners(best, rules) if compare else None,
@@ -247,7 +242,10 @@ def command(
     if figure is not None:
         from hybridep.commands.plots import plot_plan
 
-        plot_plan(figure, planner.plan_matrices(best))
+        try:
+            plot_plan(figure, planner.plan_matrices(best))
+        except OSError as error:
+            raise UserError(f"--figure {figure}: cannot be written ({error})") from None
     if as_json:
         emit(report.to_json())
     else:
@@ -260,6 +258,9 @@ class PlanReport:
 
     made: MadePlans
     files: list[Path]
+    """Of all plans, in their order."""
+    output: Path
+    """That of the best one."""
     explanation: Explanation
     several: bool
     """More than one plan was asked for."""
@@ -292,7 +293,7 @@ class PlanReport:
             entries["upgrades"] = [one.to_json() for one in self.upgrades]
         if made.robust is not None:
             entries["robust"] = made.robust.to_json()
-        return {**entries, "explanation": self.explanation.to_json(), "digest": best.digest, "output": str(self.files[0])}
+        return {**entries, "explanation": self.explanation.to_json(), "digest": best.digest, "output": str(self.output)}
 
     def show(self, *, whole: bool) -> None:
         """Prints it for people; the ``whole`` explanation, or what matters most of it."""
@@ -311,7 +312,7 @@ class PlanReport:
         if made.pooled:
             plan_text.show_pool(made.pooled, self.files)
         if self.upgrades is not None:
-            plan_text.show_upgrades(self.upgrades, self.explanation.plan.step_s)
+            plan_text.show_upgrades(self.upgrades)
         if made.robust is not None:
             plan_text.show_robust(made.robust)
         click.echo(f"\nplan written to {', '.join(str(path) for path in self.files)}")
@@ -332,6 +333,18 @@ def _on_fabric(cluster: Cluster, name: str) -> Cluster:
             f"--fabric {name}: plans know what joins sites (wan), and nothing of what is inside them; simulate the rest"
         )
     return with_fabric(cluster, found.wan)
+
+
+def _scenario(cluster: Cluster, path: str, fabric: str | None) -> Cluster:
+    """The cluster at another file's rates, over the same fabric."""
+    from hybridep.commands.inputs import load_cluster
+    from planner.difference import with_rates_of
+
+    other = load_cluster(path)
+    try:
+        return with_rates_of(cluster, other if fabric is None else _on_fabric(other, fabric))
+    except UserError as error:
+        raise UserError(f"--scenario {path}: {error}") from None
 
 
 def _schedule(streams: tuple[str, ...], levels: list[str]) -> Schedule | None:

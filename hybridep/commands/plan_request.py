@@ -7,8 +7,6 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridep.errors import UserError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -52,31 +50,6 @@ class PlanRequest:
     def for_scenarios(self) -> bool:
         """Rates are not known."""
         return bool(self.scenarios) or self.within is not None
-
-    def require_compatible(self) -> None:
-        """Raises UserError for wishes that no search has together."""
-        if self.max_loss is not None and (self.top > 1 or self.for_scenarios):
-            raise UserError("--max-loss: makes one plan, for known rates; leave --top, --scenario and --within out")
-        if self.for_scenarios and self.prefetch:
-            raise UserError("--prefetch with --scenario or --within: plans for scenarios know no copies ahead; leave one out")
-        if self.for_scenarios and self.most_chunks > 1:
-            raise UserError("--chunks with --scenario or --within: plans for scenarios know no tokens in parts; leave one out")
-        if self.prefetch and self.most_chunks > 1:
-            raise UserError("--chunks with --prefetch: a schedule has tokens in parts or copies ahead; leave one out")
-        if self.for_scenarios and self.goal.needs_prices:
-            raise UserError(
-                "--objective and --budget with --scenario or --within: plans for scenarios know time only; leave one out"
-            )
-        others = self.top > 1 or self.for_scenarios or self.max_loss is not None or self.goal.needs_prices
-        if self.pool is not None and others:
-            raise UserError(
-                "--pool: plans for one rate after the other, by time; leave --top, --scenario, --within, --max-loss, --objective "
-                "and --budget out"
-            )
-        if self.simulate and not self._by_time:
-            raise UserError(
-                "--simulate: orders plans by time, for known rates; leave it, or other rates, prices and --max-loss, out"
-            )
 
     @property
     def _by_time(self) -> bool:
@@ -134,11 +107,10 @@ class MadePlans:
 
 
 def make(request: PlanRequest) -> MadePlans:
-    """Raises UserError for wishes that no search has together, and what the planner raises."""
+    """Raises what the planner raises, also for wishes that no search has together."""
     import planner
     from hybridep.commands.plan_progress import PlanProgress
 
-    request.require_compatible()
     if request.for_scenarios:
         return _for_scenarios(request)
     if request.is_simulated:

@@ -71,8 +71,9 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         row(option)
     console.print(table)
     console.print("(copies: experts that a rank holds of others, per layer)")
-    if explanation.alone is not None and explanation.alone.step_s < chosen.step_s:
-        console.print(f"[bold]{explanation.alone.name}[/bold] is faster: the other sites do not pay {FEWER}")
+    if explanation.alone is not None and _worth(made, explanation.alone) < _worth(made, chosen):
+        better = "cheaper" if made.solver is not None and made.solver.cost_bound is not None else "faster"
+        console.print(f"[bold]{explanation.alone.name}[/bold] is {better}: the other sites do not pay {FEWER}")
     earlier = 1 - explanation.expected_s / chosen.step_s
     if earlier >= _TOLD:
         console.print(
@@ -103,6 +104,14 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         f"memory of the fullest rank ({explanation.fullest_rank}): {format_bytes(chosen.memory_bytes)} of "
         f"{format_bytes(explanation.memory_capacity_bytes)}: {memory}"
     )
+
+
+def _worth(made: Plan, option: Alternative) -> tuple[float, float]:
+    """Of an alternative, by what the plan's search made small."""
+    from planner.goal import FASTEST
+    from planner.plans import goal_of
+
+    return (FASTEST if made.solver is None else goal_of(made.solver)).worth(option.step_s, option.step_usd or 0.0)
 
 
 def _ranks(made: Plan) -> str:
@@ -246,13 +255,15 @@ def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:
         console.print(f"equally fast with links between sites at {difference.switch_at:.3g} times their rates")
 
 
-def show_upgrades(found: Sequence[Upgrade], step_s: float) -> None:
+def show_upgrades(found: Sequence[Upgrade]) -> None:
     """What to buy next."""
-    click.echo("what to buy next (planned anew for each):")
+    click.echo(
+        f"what to buy next (planned anew for each; searched on for as long without: {format_seconds(found[0].present_s)}):"
+    )
     for one in found:
+        saves = f"saves {format_seconds(one.gain_s)} ({one.gain_s / one.present_s:.1%})"
         click.echo(
-            f"  {one.name}, {one.before} to {one.after}: {format_seconds(one.planned_anew_s)}, saves "
-            f"{format_seconds(max(one.gain_s, 0.0))} ({max(one.gain_s, 0.0) / step_s:.1%}); with this plan as it is "
+            f"  {one.name}, {one.before} to {one.after}: {format_seconds(one.planned_anew_s)}, {saves}; with this plan as it is "
             f"{format_seconds(one.as_it_is_s)}"
         )
 

@@ -90,7 +90,7 @@ class _Told:
         if self.least is not None:
             more[f"least_of_any_sites_{'usd' if self.goal.objective is Objective.DOLLARS else 's'}"] = self.least
         if not isinstance(best, PipelinePlan):
-            return {**planner.summary(best), "stages": [], "digest": best.digest, **more}
+            return {**planner.summary(best), "stages": [], "digest": best.digest, **more, "lossy_codecs": lossy_codecs(best)}
         assert made.choice is not None
         more |= {"without_stages_s": _expected_s(made.without), "simulated_s": made.choice.simulated_s}
         return {**planner.pipeline_summary(best), **more, "lossy_codecs": lossy_codecs(best)}
@@ -99,11 +99,14 @@ class _Told:
         """Prints it for people."""
         import planner
         from hybridep.commands import plan_text
+        from hybridep.commands.codecs import codec_lines
         from hybridep.pipeline import PipelinePlan
 
         made, best = self.made, self.made.best
         if not isinstance(best, PipelinePlan):
             plan_text.show(best, planner.explain(best, made.asked.wishes.constraints))
+            for line in codec_lines(best):
+                click.echo(line)
             self._show_least()
             click.echo(f"\nplan written to {output}, without stages")
             return

@@ -16,7 +16,7 @@ from hybridep.provenance import provenance
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner.chunks import best_of_searches
+from planner.chunks import best_of_searches, tables_in_parts
 from planner.clock import now_s
 from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS
@@ -92,8 +92,8 @@ def plan_sites(
 
 
 def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Found, wishes: Wishes) -> Plan:
-    """Where the search for the fastest plan found none within the budget: the cheapest plan, if that one is. Raises
-    InfeasibleError where it is not either, or memory is missing."""
+    """Where the search for the fastest plan found none within the budget: the cheapest plan, in as many parts as suit it, if that
+    one is. Raises InfeasibleError where it is not either, or memory is missing."""
     budget_usd, cost = problem.goal.budget_usd, least.cost
     assert cost is not None
     if budget_usd is None or not cost.fits:
@@ -109,9 +109,11 @@ def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Foun
         most_chunks=problem.most_chunks,
     )[0]
     assert cheap.solver is not None and cheap.solver.cost_bound is not None
-    if problem.goal.overdraft(cheap.predicted.cost_usd):
-        raise InfeasibleError(over_budget(budget_usd, cheap.predicted.cost_usd, cheap.predicted.step, cheap.solver.cost_bound))
-    return cheap
+    [in_parts] = tables_in_parts([cheap], problem.most_chunks, 1) if problem.most_chunks > 1 else [cheap]
+    if problem.goal.overdraft(in_parts.predicted.cost_usd):
+        found = in_parts.predicted
+        raise InfeasibleError(over_budget(budget_usd, found.cost_usd, found.step, cheap.solver.cost_bound))
+    return in_parts
 
 
 def table_plan(problem: SiteProblem, table: IntArray, configuration: Configuration) -> Plan:

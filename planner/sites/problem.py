@@ -25,7 +25,7 @@ from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.compute import Compute, compute_of_sites
-from planner.constraints import Constraints, Permissions, require_possible
+from planner.constraints import Constraints, Permissions, binding
 from planner.exchange import window_s_per_byte
 from planner.goal import FASTEST, Goal
 
@@ -66,7 +66,7 @@ class SiteProblem:
     home: IntArray
     """[E] global ranks."""
     permissions: Permissions | None = None
-    """What rules leave possible; None without rules."""
+    """What rules leave possible; None without rules that forbid anything."""
     goal: Goal = FASTEST
     codecs: tuple[Codecs, ...] = ()
     """Per level; exact ones where left out."""
@@ -302,7 +302,7 @@ def site_problem(
         pair_bytes_per_s=cluster.pair_bytes_per_s,
         latency_s=cluster.site_latency_s,
         home=home_blocks(cluster, workload.model.num_experts),
-        permissions=require_possible(cluster, workload.model.num_experts, constraints) if constraints else None,
+        permissions=binding(cluster, workload.model.num_experts, constraints),
         goal=goal,
         codecs=level_codecs([level.name for level in cluster.levels], codecs or {}),
         most_chunks=most_chunks,

@@ -99,9 +99,10 @@ class Search:
         return found
 
     def best_apart(self, count: int, apart: float) -> list[Found]:
-        """At most so many of the tables looked at, best first, each of which differs from all before in this share of entries."""
+        """At most so many of the tables looked at, each of which differs from all before in this share of entries: the best first
+        of those that fit, and then of the others, whatever they miss."""
         chosen: list[Found] = []
-        for one in sorted(self._seen.values(), key=lambda found: found.rank):
+        for one in sorted(self._seen.values(), key=lambda found: (found.rank[0] > 0, found.rank[1])):
             if len(chosen) < count and all(float((one.table != other.table).mean()) >= apart for other in chosen):
                 chosen.append(one)
         return chosen

@@ -83,6 +83,8 @@ class State(NamedTuple):
     """[POWERS to LONGEST_S]."""
     most_bytes: FloatArray
     """[D]: what copies and choices may take at each site, as ``bytes_of`` counts them."""
+    most_usd: FloatArray
+    """[1]: what bytes between sites may cost, of a layer."""
     bytes_of: FloatArray
     """[2]: of a copy, and of a choice that each rank of a site computes."""
     proposed: IntArray
@@ -118,6 +120,7 @@ def guide_of(problem: SiteProblem, table: IntArray, residency: Residency) -> Gui
         served_power=np.zeros(size),
         computed=np.zeros(3),
         most_bytes=np.full(size, np.inf),
+        most_usd=np.full(1, np.inf),
         bytes_of=np.zeros(2),
         proposed=np.zeros((3, size * experts), dtype=np.int64),
         number=np.zeros(3, dtype=np.int64),
@@ -131,12 +134,13 @@ def guide_of(problem: SiteProblem, table: IntArray, residency: Residency) -> Gui
     return guide
 
 
-def limit(guide: Guide, room: Room) -> None:
-    """Memory that is left beside the table."""
+def limit(guide: Guide, room: Room, left_usd: float = np.inf) -> None:
+    """Memory, and dollars of each layer, that are left beside the table."""
     state = guide.state
     state.bytes_of[:] = room.copy_bytes, room.choice_bytes
     copies = guide.flows.access[:, COPIES, RECEIVED]
     state.most_bytes[:] = room.left_bytes + copies * room.copy_bytes + state.served * room.choice_bytes
+    state.most_usd[0] = left_usd + _layer_usd(guide)
 
 
 @compiled
@@ -271,14 +275,24 @@ def allowed(guide: Guide) -> bool:
 
 @inlined
 def has_room(guide: Guide) -> bool:
-    """Whether sites have memory, about, for the last ``change``."""
+    """Whether sites have memory, about, for the last ``change``, and a budget has dollars for its bytes."""
     state, access = guide.state, guide.flows.access
     bytes_of, most_bytes, served = state.bytes_of, state.most_bytes, state.served
     for number in range(state.number[1]):
         site = state.changed[number]
         if access[site, COPIES, RECEIVED] * bytes_of[0] + served[site] * bytes_of[1] > most_bytes[site]:
             return False
-    return True
+    return bool(state.most_usd[0] == np.inf or _layer_usd(guide) <= state.most_usd[0])
+
+
+@inlined
+def _layer_usd(guide: Guide) -> float:
+    """What a layer's bytes between sites cost."""
+    dollars = 0.0
+    for kind in range(2):
+        for way in range(2):
+            dollars += guide.flows.usd[kind, way] * guide.work.unit_bytes[kind, way]
+    return dollars
 
 
 @inlined
@@ -317,9 +331,7 @@ def _value(guide: Guide, links_s: FloatArray, longest_s: float) -> float:
             mean_s += served[site] * work.by_site[ROW_S, site] / len(served)
     layer_s += numbers[EXPERTS] * (numbers[OWN] * longest_s + numbers[MEAN] * mean_s)
     if numbers[VALUE_PER_USD] > 0:
-        for kind in range(2):
-            for way in range(2):
-                dollars += flows.usd[kind, way] * work.unit_bytes[kind, way]
+        dollars = _layer_usd(guide)
     return float(numbers[VALUE_PER_S] * layer_s + numbers[VALUE_PER_USD] * dollars)
 
 

@@ -41,6 +41,8 @@ OWN_SHARES, FOR_MEMORY = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 the rest; and down to where that is tried for hubs' memory alone."""
 APART = 0.15
 """Walks begin at the best tables that differ from each other in this share of their entries."""
+MENDING = 0.25
+"""Evaluations to make tables fit, over those of the search before walks."""
 MOST_SITES, MOST_EQUAL = 384, 64
 """With more sites, or more equal ones, walks gain nothing in the time there is, and the bound needs it."""
 LEAST_ROUND, MOST_ROUNDS = 0.375, 3
@@ -93,13 +95,15 @@ def run(search: Search, *, seed: int = 0) -> None:
         _try_hubs(search)
     if not walks_help(problem):
         return
-    from planner.sites.walks import helped, improve_tables, pace_of  # numba takes a while to import
+    from planner.sites.walks import fitting, helped, improve_tables, pace_of  # numba takes a while to import
 
+    mending = round(MENDING * search.max_evaluations * min(search.walks_share, 1.0))
     search.max_evaluations, pace = sys.maxsize, pace_of(problem)  # walks end by themselves
     rounds = int(np.clip(search.walks_share / LEAST_ROUND, 1, MOST_ROUNDS))
     # However short the time, tables are costed twice.
     moves = max(round(pace.moves * min(search.walks_share / rounds, 1.0)), min(2 * pace.stretch, pace.moves))
-    tables, rng = search.best_apart(pace.walks, APART), np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
+    tables = fitting(search, search.best_apart(pace.walks, APART), mending, rng)
     for _ in range(rounds):
         improve_tables(search, tables, moves, rng)
         if search.best is None or not helped(tables[0], search.best):

@@ -24,6 +24,8 @@ HELPS = 3e-3
 """What walks must shorten the step by to be followed by others."""
 FITTING = 1000
 """Moves at most that make a table fit, each of which is costed exactly."""
+TRIED = 10
+"""Of which the best one is taken."""
 ANY_SEED = 2**32
 COMPILING_S = 15.0
 """About what compiling takes once on a machine."""
@@ -75,7 +77,7 @@ def prepare(problem: SiteProblem, report: Callable[[str, float], None] | None = 
 def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.random.Generator) -> None:
     """A walk of so many moves from each; from the better half of where they end with twice as many each, and so on; from the last
     one with four times as many in each of the ways that walks begin, with twice as many in each again, and so on, as long as that
-    helps, ``Pace.repeats`` times at most. Tables without enough memory are left out, but for the first if none has it."""
+    helps, ``Pace.repeats`` times at most. Tables that do not fit are left out, but for the first if none does."""
     tables = [one for one in tables if one.rank[0] == 0] or tables[:1]
     pace, turn = pace_of(search.problem), 0
     begins = pace.begins
@@ -135,7 +137,7 @@ def _walk(search: Search, best: Found, moves: int, begin: int, rng: np.random.Ge
         return best
     problem, configuration = _deciding(search, best), best.configuration
     guide = guide_of(problem, best.table, configuration.residency)
-    limit(guide, room_of(problem, best.table, configuration))
+    limit(guide, room_of(problem, best.table, configuration), _left_usd(problem, best))
     pace, near, begun, least, sharpness = pace_of(problem), near_sites(problem), 0, np.inf, 0
     stretch = pace.stretch
     while begun < moves and not search.over:
@@ -153,9 +155,17 @@ def _walk(search: Search, best: Found, moves: int, begin: int, rng: np.random.Ge
             guide.state.table[:] = best.table
         else:
             stretch, least = min(2 * stretch, pace.stretch), promised
-            limit(guide, room_of(problem, found.table, configuration))
+            limit(guide, room_of(problem, found.table, configuration), _left_usd(problem, found))
             best = min(best, found, key=lambda one: one.rank)
     return min(best, search.evaluate(best.table), key=lambda one: one.rank)
+
+
+def _left_usd(problem: SiteProblem, found: Found) -> float:
+    """Of the budget, for each layer; time that a walk saves is rent that it may spend, too, once the table has been costed."""
+    if problem.goal.budget_usd is None:
+        return np.inf
+    assert found.cost is not None
+    return max(problem.goal.budget_usd - found.cost.step_usd, 0.0) / problem.num_layers
 
 
 @compiled
@@ -177,20 +187,35 @@ def _stretch(guide: Guide, near: IntArray, moves: int, warmth: float, sharpness:
     return value
 
 
+def fitting(search: Search, tables: Sequence[Found], evaluations: int, rng: np.random.Generator) -> list[Found]:
+    """Tables that fit, and in place of the others what they become when they are made to, one by one until so many tables have
+    been costed: what just fits may lead nowhere. If none does, the one where least is missing."""
+    starts, most = [one for one in tables if one.rank[0] == 0], search.evaluations + evaluations
+    for one in tables:
+        if one.rank[0] > 0 and search.evaluations < most:
+            starts.append(_made_to_fit(search, one, rng))
+    return [one for one in starts if one.rank[0] == 0] or sorted([*starts, *tables], key=lambda one: one.rank)[:1]
+
+
 def _made_to_fit(search: Search, best: Found, rng: np.random.Generator) -> Found:
-    """By moves that leave no more memory, or dollars, missing than before, until nothing is."""
+    """By moves that leave less memory, or dollars, missing than before, until nothing is: of ``TRIED`` each the one that costs
+    least, in time or whatever is the goal, for what it gains."""
     state = guide_of(search.problem, best.table, Residency.STEP).state
     seed_moves(int(rng.integers(ANY_SEED)))
-    for _ in range(FITTING):
+    for _ in range(FITTING // TRIED):
         if search.over or best.rank[0] == 0:
             break
-        state.table[:] = best.table
-        state.number[0] = 0
-        any_move(state)
-        sites, experts, holders = state.proposed[:, : state.number[0]]
-        table = best.table.copy()
-        table[sites, experts] = holders
-        best = min(search.evaluate(table), best, key=lambda one: one.rank)
+        tried = []
+        for _ in range(TRIED):
+            state.table[:] = best.table
+            state.number[0] = 0
+            any_move(state)
+            sites, experts, holders = state.proposed[:, : state.number[0]]
+            table = best.table.copy()
+            table[sites, experts] = holders
+            tried.append(search.evaluate(table))
+        gaining = [one for one in tried if one.rank[0] < best.rank[0]]
+        best = min(gaining, key=lambda one: (one.rank[1] - best.rank[1]) / (best.rank[0] - one.rank[0]), default=best)
     return best
 
 

@@ -11,10 +11,14 @@ import pytest
 from cli_cases import Inputs, Result
 
 from hybridep.commands.demo import _own
-from hybridep.commands.inputs import load_run
+from hybridep.commands.inputs import load_cluster, load_run
 from hybridep.launch import lab, shaping
 
 Call = Callable[..., Result]
+
+
+ONE_SITE = (("--compare",), ("--pool", "2"), ("--upgrades",))
+"""What is asked about what joins sites."""
 
 
 def one_line(result: Result) -> str:
@@ -72,6 +76,16 @@ def test_matrix_errors_name_the_line(inputs: Inputs, call: Call) -> None:
     matrix = inputs.write("pairs.csv", "src,dst,gbps,rtt_ms\na,b,5,20\nb,c,fast,20\n")
     line = one_line(call("plan", matrix, inputs.workload, "-o", inputs.folder / "plan.yaml"))
     assert "pairs.csv:3: gbps" in line and "'fast'" in line
+    for text, place in (
+        ("gbps,rtt_ms,src,dst\n5,20,a,b\n5,20,a\n", "pairs.csv:3: src,dst"),
+        ("src,dst,gbps,rtt_ms\na,b,5,20\n\nb,c,fast,20\n", "pairs.csv:4: gbps"),
+    ):
+        assert place in one_line(call("plan", inputs.write("pairs.csv", text), inputs.workload))
+
+
+def test_a_matrix_of_a_spreadsheet_is_read(inputs: Inputs) -> None:
+    """Some begin files with a byte order mark."""
+    assert load_cluster(str(inputs.write("pairs.csv", "\ufeffsrc,dst,gbps,rtt_ms\na,b,5,20\n"))).site_names == ("a", "b")
 
 
 def written_plan(inputs: Inputs, call: Call) -> Path:
@@ -97,6 +111,13 @@ def test_wrong_plan_files(inputs: Inputs, call: Call) -> None:
     assert "cannot be read" in one_line(call("simulate", inputs.folder / "missing.yaml"))
     path.write_text(text, encoding="utf-8")
     assert "no such baseline" in one_line(call("simulate", path, "--against", "ep,magic"))
+
+
+def test_two_plan_files_are_compared_as_they_are(inputs: Inputs, call: Call) -> None:
+    path = written_plan(inputs, call)
+    for more in (("--set", "gpu.memory=1 GB"), ("--stages", "auto"), ("--top", "2"), ("-o", inputs.folder / "other.yaml")):
+        assert "not where --compare is given two plan files" in one_line(call("plan", "--compare", path, path, *more))
+    assert call("plan", "--compare", path, path, "--json").code == 0
 
 
 def test_wrong_runs(inputs: Inputs, call: Call) -> None:
@@ -189,6 +210,9 @@ def test_wrong_usage(call: Call) -> None:
     assert call("plan", "lab-4dc").code == 2
     assert call("fly").code == 2
     assert call("reproduce", "no-such-claim").code == 2
+    for number in (("--pool", "inf"), ("--pool", "nan"), ("--time-limit", "nan"), ("--within", "nan"), ("--quantile", "nan")):
+        result = call("plan", "lab-4dc", "tiny", *number)
+        assert result.code == 2 and "not a finite number" in result.err
 
 
 @pytest.mark.parametrize(
@@ -196,19 +220,32 @@ def test_wrong_usage(call: Call) -> None:
     [
         (("--objective", "dollars"), ["nothing has a price", "0.02 $/GB"]),
         (("--budget", "0.5"), ["--budget 0.5", "no unit", "0.50 $"]),
-        (("--budget", "1 $", "--set", "gpu.price=1 $/h", "--within", "0.1"), ["--scenario", "time only"]),
+        (("--budget", "1 $", "--set", "gpu.price=1 $/h", "--within", "0.1"), ["--budget: not with --within", "time only"]),
         (("--max-loss", "0.005"), ["--max-loss 0.005", "'0.5%'"]),
         (("--max-loss", "1%", "--codec", "dc.tokens=int8"), ["leave one of them out"]),
         (("--max-loss", "1%", "--top", "2"), ["--top"]),
+        (("--codec", "dc.tokens"), ["--codec dc.tokens: write it as LEVEL.KIND=CODEC"]),
+        (("--codec", "dc.tokens=[int8"), ["--codec dc.tokens=[int8", "is not YAML"]),
+        (("--codec", "dc.=int8"), ["--codec dc.=int8: write it as"]),
         (("--streams", "dc=0"), ["--streams dc=0", "LEVEL=NUMBER", "at least one"]),
         (("--streams", "wan=2"), ["--streams wan=2", "dc, gpu"]),
         (("--set", "levels.dc.window=0 B"), ["levels.0.window", "above zero"]),
         (("--set", "levels.dc.window=64"), ["levels.0.window", "no unit", "64 GiB"]),
         (("--simulate", "--within", "0.1"), ["--simulate", "known rates"]),
         (("--prefetch", "--top", "2"), ["copies ahead", "one plan at a time"]),
-        (("--prefetch", "--within", "0.1"), ["--prefetch", "leave one out"]),
-        (("--chunks", "2", "--within", "0.1"), ["--chunks", "leave one out"]),
-        (("--chunks", "2", "--prefetch"), ["--chunks with --prefetch", "leave one out"]),
+        (("--prefetch", "--within", "0.1"), ["--prefetch: not with --within", "leave one"]),
+        (("--chunks", "2", "--within", "0.1"), ["--chunks: not with --within", "leave one"]),
+        (("--chunks", "2", "--prefetch"), ["--chunks: not with --prefetch", "leave one"]),
+        (("--top", "3", "--within", "0.1"), ["--top: not with --within"]),
+        (("--routing", "missing.npz", "--within", "0.1"), ["--routing: not with --within"]),
+        (("--routing", "missing.npz", "--upgrades"), ["--routing: not with --upgrades"]),
+        (("--prefetch", "--upgrades"), ["--prefetch: not with --upgrades"]),
+        (("--prefetch", "--max-loss", "1%"), ["--prefetch: not with --max-loss"]),
+        (("--objective", "dollars", "--upgrades", "--set", "gpu.price=1 $/h"), ["--objective: not with --upgrades", "time only"]),
+        (("--quantile", "0.5"), ["--quantile", "give --scenario or --within"]),
+        *((("--set", "levels.dc.size=1", *more), [f"{more[0]}: needs two sites"]) for more in ONE_SITE),
+        (("--figure", "plan.docx"), ["--figure plan.docx", ".png or .pdf or .svg"]),
+        (("--figure", "/dev/null/plan.png"), ["--figure /dev/null/plan.png", "cannot be written"]),
         (
             ("--chunks", "2", "--set", "model.capacity_factor=1", "--set", "model.pad_expert_input_to_capacity=true"),
             ["pads whole"],
@@ -246,5 +283,5 @@ def test_a_batch_that_sites_cannot_share(inputs: Inputs, call: Call, verb: str) 
 def test_a_question_about_a_plan_without_an_answer_leaves_no_file(inputs: Inputs, call: Call) -> None:
     path = inputs.folder / "plan.yaml"
     result = call("plan", inputs.cluster, inputs.workload, "--set", "levels.dc.size=1", "--upgrades", "-o", path)
-    assert result.code == 2 and "upgrades are priced for plans between sites" in result.err
+    assert result.code == 2 and "--upgrades: needs two sites" in result.err
     assert not path.exists()

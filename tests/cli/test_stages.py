@@ -133,8 +133,11 @@ def test_rules_hold_in_stages_or_stages_are_left_out(inputs: Inputs, call: Call)
     stays = rules("{name: stays, kind: keep_tokens, sites: [dc1]}")
     path, result = in_stages(inputs, call, "--stages", "2", *stays)
     assert result.code == 3 and "rule 'stays' cannot be kept in stages" in result.err and not path.exists()
-    path, result = in_stages(inputs, call, "--stages", "auto", "--json", *stays)
+    coded = ("--codec", "dc.tokens=int8")
+    path, result = in_stages(inputs, call, "--stages", "auto", "--json", *stays, *coded)
     assert result.code == 0 and result.json["stages"] == [] and load_plan(path)
+    assert [one["kind"] for one in result.json["lossy_codecs"]] == ["tokens"]
+    assert "lossy on dc: tokens int8" in in_stages(inputs, call, "--stages", "auto", "--time-limit", "1", *stays, *coded)[1].out
     four = SLOW.replace("name: dc, size: 2", "name: dc, size: 4")
     path, result = in_stages(inputs, call, "--stages", "2", "--json", *barred, cluster=four)
     assert result.code == 0, result.err

@@ -223,6 +223,23 @@ def test_plan_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
     assert refused.code == 2 and "nothing of what is inside" in refused.err
 
 
+def test_plan_for_scenarios(inputs: Inputs, call: Call) -> None:
+    """A scenario has the given cluster's GPUs, and its fabric; errors name its file."""
+    text = inputs.cluster.read_text(encoding="utf-8")
+    slow = inputs.write("slow.yaml", text.replace("100 Mbps", "20 Mbps").replace("size: 1", "size: 2"))
+    fabric = inputs.write("fabric.yaml", "name: narrow\nwan: {hub: {bandwidth: 10 Mbps}}\n")
+    path = inputs.folder / "plan.yaml"
+    steps_s = []
+    for more in ((), ("--set", "gpu.throughput=1 MFLOPS"), ("--fabric", fabric)):
+        result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--scenario", slow, "--json", *more)
+        assert result.code == 0, result.err
+        steps_s.append(result.json["robust"]["step_s"])
+    assert steps_s[1] > 10 * steps_s[0] and steps_s[2] > 1.2 * steps_s[0]
+    three = inputs.write("three.yaml", text.replace("size: 2", "size: 3"))
+    refused = call("plan", inputs.cluster, inputs.workload, "-o", path, "--scenario", three)
+    assert refused.code == 2 and f"--scenario {three}: site dc2 is only in it" in refused.err
+
+
 def test_plan_chooses_by_simulation(inputs: Inputs, call: Call) -> None:
     """Eight ranks on two processors: the plan that is predicted to be the fastest is not."""
     wishes = ("--set", "gpu.sharing=4", "--set", "levels.dc.bandwidth=400 Mbps", "--top", "4", "--json")
@@ -247,12 +264,15 @@ def test_plan_chooses_by_simulation(inputs: Inputs, call: Call) -> None:
 
 def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
     path = inputs.folder / "plan.yaml"
-    result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "32", "--json")
+    faster = ("--set", "levels.dc.bandwidth=200 Mbps")
+    result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "32", "--json", *faster)
     assert result.code == 0, result.err
     pool = result.json["pool"]
     assert pool[0]["pays_from"] == pytest.approx(1 / 32) and pool[-1]["pays_to"] == pytest.approx(32)
     assert all(load_plan(Path(one["output"])).digest == one["digest"] for one in pool)
-    assert result.json["digest"] == next(one["digest"] for one in pool if one["pays_from"] <= 1 <= one["pays_to"])
+    now = next(one for one in pool if one["pays_from"] <= 1 <= one["pays_to"])
+    assert len(pool) > 1 and now is not pool[0]
+    assert (result.json["digest"], result.json["output"]) == (now["digest"], now["output"]) == (load_plan(path).digest, str(path))
     assert "a switch moves nothing" in call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "2").out
 
 

@@ -13,12 +13,13 @@ from planner_cases import make_cluster, make_workload, shipped_cluster, shipped_
 
 import planner
 from hybridep.config import build
-from hybridep.errors import ConfigError, UserError
-from hybridep.plan import Plan, Schedule
+from hybridep.errors import ConfigError, InfeasibleError, UserError
+from hybridep.plan import Objective, Plan, Schedule
 from hybridep.workload import Workload
 from planner.chunks import WORTH, numbers, tables_in_parts
 from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS, evaluate, expected_s
+from planner.goal import Goal
 from planner.layer_times import piped_s
 from planner.memory import memory_use
 from planner.plans import plan_domains
@@ -105,6 +106,22 @@ def test_parts_that_do_not_fit_the_memory_are_left_out() -> None:
             assert tables_in_parts([small], 4, 1)[0].schedule.chunks == 1
             found += 1
     assert found
+
+
+def test_numbers_of_parts_that_are_not_possible_are_left_out() -> None:
+    """Memory has no room for parts; or the budget none for tokens in one piece, which take longer."""
+    tight = shipped_cluster("lab-4dc", "gpu.memory=60.5 MB"), shipped_workload("tiny")
+    assert planner.plan(*tight, most_chunks=4).schedule.chunks == 1
+    with pytest.raises(InfeasibleError):
+        planner.plan(shipped_cluster("lab-4dc", "gpu.memory=50 MB"), tight[1], most_chunks=4)
+    sites = "sites=[{name: a}, {name: b}, {name: c, up: 150 Mbps}, {name: d}]"
+    for more in ([], [sites]):
+        rented = shipped_cluster("lab-4dc", "gpu.price=36 $/h", *more), tight[1]
+        cheapest = planner.plan(*rented, most_chunks=4, goal=Goal(objective=Objective.DOLLARS), time_limit_s=0.3)
+        budget_usd = cheapest.predicted.cost_usd * 1.001
+        assert cheapest.schedule.chunks > 1 and evaluate(in_parts(cheapest, 1))[0].step_usd > 1.05 * budget_usd
+        made = planner.plan(*rented, most_chunks=4, goal=Goal(budget_usd=budget_usd), time_limit_s=0.3)
+        assert made.schedule.chunks > 1 and made.predicted.cost_usd <= budget_usd
 
 
 def test_numbers_are_powers_of_two_and_the_most() -> None:

@@ -10,9 +10,10 @@ from planner_cases import make_cluster, make_workload, mixing_case
 
 import planner
 from hybridep.config import build
-from hybridep.plan import Plan
+from hybridep.plan import Objective, Plan
 from hybridep.topology import Cluster
 from planner.cost import step_cost
+from planner.goal import Goal
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +128,18 @@ def test_one_site_alone_is_shown_with_the_whole_batch(plan: Plan) -> None:
     uneven = plan.cluster.model_dump(mode="json") | {"sites": sites[: plan.cluster.sizes[0]]}
     best = planner.alone(build(Cluster, uneven, "c"), plan.workload)
     assert best is not None and best.cluster.site_name(0) == "fast"
+
+
+def test_one_site_alone_is_the_best_for_the_goal(plan: Plan) -> None:
+    """The fastest GPUs are not the cheapest ones."""
+    data = plan.cluster.model_dump(mode="json", exclude_none=True)
+    data["gpu"]["price"] = "1 $/h"
+    fast = {"name": "fast", "gpu": {"throughput": "2 TFLOPS", "price": "90 $/h"}}
+    data["sites"] = [fast, *({"name": f"cheap{number}"} for number in range(1, data["levels"][0]["size"]))]
+    cluster, alone = build(Cluster, data, "c"), {}
+    for objective in Objective:
+        made = planner.plan(cluster, plan.workload, goal=Goal(objective=objective), time_limit_s=0.5)
+        alone[objective] = planner.explain(made).alone
+    cheap, fast_one = alone[Objective.DOLLARS], alone[Objective.TIME]
+    assert cheap is not None and fast_one is not None
+    assert cheap.name.startswith("cheap") and fast_one.name == "fast alone" and cheap.step_s > fast_one.step_s

@@ -7,6 +7,7 @@ import pytest
 from site_cases import random_table, small_workload, uneven_cluster
 
 import planner
+from hybridep.commands.inputs import cluster_and_workload
 from hybridep.errors import ConfigError, InfeasibleError, PlacementError, UserError
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -122,3 +123,16 @@ def test_files_are_strict(tmp_path_factory: pytest.TempPathFactory) -> None:
     path.write_text("rules:\n- {name: a, kind: pinned, sites: [s0]}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="kind"):
         planner.load_constraints(path)
+
+
+@pytest.mark.parametrize("entries", [[], [{"kind": "pin", "sites": ["*"]}]])
+def test_rules_that_forbid_nothing_cost_nothing(entries: list[dict[str, object]]) -> None:
+    """Here memory is so tight that layers have different domains, which plans that keep rules do not."""
+    cluster, workload = cluster_and_workload("lab-4dc", "tiny", ["gpu.memory=63 MB"])
+    free, kept = (planner.plan(cluster, workload, constraints=one, time_limit_s=2) for one in (None, rules(*entries)))
+    assert len(free.layers) > 1 and kept.digest == free.digest
+
+
+def test_a_rule_that_keeps_no_sites_apart_is_refused(given: tuple[Cluster, Workload]) -> None:
+    with pytest.raises(UserError, match="rule r0: no_link from all sites"):
+        planner.plan(*given, constraints=rules({"kind": "no_link", "sites": ["*"]}))

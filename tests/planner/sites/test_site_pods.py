@@ -111,3 +111,20 @@ def test_bytes_between_pods_of_a_site_are_not_between_sites() -> None:
     for link in table:
         between = link.name.startswith(("s0 ", "s1 ")) or " -> s1" in link.name
         assert faster[link.name] == link.bandwidth_bytes_per_s * (2.0 if between else 1.0)
+
+
+def test_what_joins_pods_does_not_vary() -> None:
+    cluster = pod_cluster(np.random.default_rng(0), (2, 1), 1)
+    for varied in planner.interval_scenarios(cluster, 0.3):
+        assert varied.sites[0] == cluster.sites[0] and varied.links[0] == cluster.links[0]
+        assert varied.trunks != cluster.trunks and varied.sites[2] != cluster.sites[2]
+
+
+def test_trunks_are_bought_where_sites_have_pods() -> None:
+    """And nothing that is inside a site."""
+    rng = np.random.default_rng(0)
+    cluster = pod_cluster(rng, (2, 1), 1)
+    upgrades = planner.upgrades(planner.baseline(cluster, small_workload(rng, 4), "ep"), top=9)
+    bought = {one.name for one in upgrades}
+    assert {f"trunk {trunk.name}" for trunk in cluster.trunks} <= bought and not any("pod" in name for name in bought)
+    assert any(one.gain_s > 0 for one in upgrades if one.name.startswith("trunk"))
