@@ -12,7 +12,6 @@ from hybridep.config import build
 from hybridep.errors import ConfigError, PlanMismatchError
 from hybridep.pipeline import (
     PipelinePlan,
-    alike,
     is_pipeline,
     load_any_plan,
     order_of_passes,
@@ -223,9 +222,9 @@ def test_stages_that_must_take_the_same_time_are_alike() -> None:
     data["stages"][0]["sites"] = ["elsewhere"]
     renamed = build(PipelinePlan, data, "test").plans
     # A site by itself sends nothing over its access link.
-    assert alike(first) == alike(renamed[0])
-    assert alike(first) != alike(last) and alike(middle) != alike(last)
+    assert first.alike == renamed[0].alike
+    assert first.alike != last.alike and middle.alike != last.alike
     faster = data_of()
     faster["cluster"]["sites"][0] |= {"up": "2 Gbps"}
-    assert alike(middle) != alike(build(PipelinePlan, faster, "test").plans[1])
+    assert middle.alike != build(PipelinePlan, faster, "test").plans[1].alike
     assert isinstance(middle.cluster, Cluster)
