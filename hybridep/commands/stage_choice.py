@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from planner import StageWishes
     from planner.goal import Goal, Worth
 
-CANDIDATES = 8
-"""Pipelines among which a simulation chooses."""
+CANDIDATES = 24
+"""Pipelines among which a simulation chooses at most, as far as there is time."""
 _FAR = 1.25
 """Pipelines that are expected to take so many times as long as the best are not simulated: what is expected errs by less."""
 _LAYER_S, _INSIDE_S = 1e-5, 5e-5

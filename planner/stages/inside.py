@@ -57,7 +57,7 @@ class Known:
         return step_memory(self.stage.with_layers(*self.layers))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Inside:
     """A stage's placement, and what it takes."""
 

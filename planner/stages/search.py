@@ -7,6 +7,7 @@ is compared is the whole step, walked through (``planner.stages.schedule``), wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, permutations
@@ -42,6 +43,7 @@ from planner.stages.costs import Costed, costed, predicted, rooms, without_stage
 from planner.stages.inside import Inside, of_alike, placed, searched
 from planner.stages.rules import StageRules
 from planner.stages.walk import prepare
+from planner.stages.wander import Sketch, wander
 from planner.stages.wishes import StageWishes
 from planner.streams import with_most
 
@@ -53,6 +55,8 @@ _KEPT = 3
 """Pipelines whose stages are planned by a search."""
 _CHANGES = 100
 """Tries to make a pipeline better by sites that change stages, for each of the ``_KEPT`` best numbers of stages."""
+_MET = 5
+"""Pipelines met by random changes of one, that are costed."""
 _UNSURE = 0.03
 """Share by which a pipeline with other micro-batches may be sketched to take longer than the best one, and is tried."""
 _FOUND_BY, _WALKED_BY, _VARIED_BY, _CHANGED_BY = 0.35, 0.5, 0.6, 0.8
@@ -171,8 +175,10 @@ class _Search:
                 self._walk(candidate)
         for one in self._best():
             self._with_other_batches(one)
-        for place, one in enumerate(self._best_by_number()):
-            self._improve(one, self.time_limit_s * (_VARIED_BY + (place + 1) / _KEPT * (_CHANGED_BY - _VARIED_BY)))
+        if self._is_sketched:
+            self._improve_each(self._best_by_number(), sketched=True)
+            self._wander_each(self._best_by_number())
+        self._improve_each(self._best_by_number(), sketched=False)
         for place, one in enumerate(self._best()):
             self._keep(self._refined(one, self._left_s(1.0) / (_KEPT - place)))
         for one in self._best():
@@ -195,7 +201,7 @@ class _Search:
         return over < others_over or (over == others_over and value < others_value * (1 - _WORTH))
 
     def _with_other_batches(self, found: Costed) -> None:
-        """Walk through the stages with other numbers of micro-batches, the nearest first."""
+        """Walk through the stages with other numbers of micro-batches, the best by sketches first."""
         plan = found.plan
         possible = unevenness(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
         few = FEW_BATCHES if len(plan.stages) <= _SHORT else ()
@@ -223,17 +229,36 @@ class _Search:
             if ahead < candidate.plan.ahead:
                 self._keep(self._ahead(found.plan, ahead))
 
-    def _improve(self, best: Costed, limit_s: float) -> None:
-        """Sites, stages and layers change places while that makes the pipeline faster, a number of times, until a time from the
-        start; then in other numbers of micro-batches."""
+    def _wander_each(self, every: Sequence[Costed]) -> None:
+        """Random changes of each, and what was met on the way in full, each in as much of the time that there is for it."""
+        rng = np.random.default_rng(0)
+        for left, one in zip(range(len(every), 0, -1), every, strict=True):
+            until_s = now_s() + self._left_s(_CHANGED_BY) / left
+            start = Sketch(_groups(one.plan), tuple(_layers(one.plan)), one.plan.micro_batches, one.plan.ahead)
+            for met in wander(self.candidates, start, _MET, rng, until_s):
+                if (candidate := self.candidates.of(met.path, met.layers, met.micro_batches)) is not None:
+                    self._walk(candidate)
+                    self._keep(self._ahead(candidate.plan, min(met.ahead, candidate.plan.ahead)))
+
+    def _improve_each(self, every: Sequence[Costed], *, sketched: bool) -> None:
+        """One after the other, each in as much of the time that there is for it."""
+        for left, one in zip(range(len(every), 0, -1), every, strict=True):
+            self._improve(one, now_s() + self._left_s(_CHANGED_BY) / left, sketched=sketched)
+
+    def _improve(self, best: Costed, until_s: float, *, sketched: bool) -> None:
+        """Sites, stages and layers change places while that makes the pipeline faster, a number of times, until ``until_s``;
+        then in other numbers of micro-batches. ``sketched``: only what is sketched to be faster is tried."""
         rng, left, first, improved = np.random.default_rng(0), _CHANGES, best, True
         while improved:
             changes = list(_changed(_groups(best.plan), _layers(best.plan)))
             improved = False
-            about_s = self.candidates.sketch_s(_groups(best.plan), _layers(best.plan), best.plan.micro_batches, best.plan.ahead)
+            about_s = math.inf
+            if sketched:
+                plan = best.plan
+                about_s = self.candidates.sketch_s(_groups(plan), _layers(plan), plan.micro_batches, plan.ahead)
             own, busy = _groups(best.plan), best.times.busiest_sites
             for place in sorted(rng.permutation(len(changes)), key=lambda place: _turn(changes[place][0], own, busy)):
-                if not left or now_s() - self.begun_s > limit_s:
+                if not left or now_s() > until_s:
                     return
                 path, layers = changes[place]
                 found = self._with_change(best, path, layers, about_s)
@@ -254,14 +279,16 @@ class _Search:
 
     def _with_change(self, best: Costed, path: Groups, layers: Sequence[int] | None, about_s: float) -> Costed | None:
         """The pipeline with other sites in its stages, or other layers, as far ahead; None where that is not possible or cannot
-        be faster, or is sketched to be slower than ``best``, which takes ``about_s``."""
+        be faster, or is sketched to be no faster than ``best``, which takes ``about_s``, if that is known."""
         possible = unevenness(best.plan.workload, best.plan.cluster, [len(group) for group in path])
         micro_batches = number_about(possible, best.plan.micro_batches)
         layers = layers or self.candidates.layers(path, micro_batches)
         if layers is None:
             return None
-        if self._is_sketched and self.candidates.sketch_s(path, layers, micro_batches, best.plan.ahead) >= about_s * (1 - _WORTH):
-            return None
+        if about_s < math.inf:
+            change_s = self.candidates.sketch_s(path, layers, micro_batches, best.plan.ahead)
+            if change_s >= about_s * (1 - _WORTH):
+                return None
         candidate = self.candidates.of(path, layers, micro_batches)
         if candidate is None or candidate.least >= self._worth(best):
             return None

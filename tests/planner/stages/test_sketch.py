@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from stage_cases import random_pipeline
+from stage_cases import layered_workload, random_pipeline, sites_cluster
 
 from hybridep.pipeline import PipelinePlan
+from hybridep.plan import Schedule
 from planner.stages.candidates import Candidates, number_about, unevenness
 from planner.stages.costs import Costed, costed
 from planner.stages.rules import StageRules
 from planner.stages.search import _groups, _layers
+from planner.stages.wander import Sketch, wander
 from planner.stages.wishes import StageWishes
 
 
@@ -51,6 +53,34 @@ def test_other_micro_batches_lie_on_a_line(seed: int) -> None:
         number = number_about(possible, times * len(plan.stages))
         if (found := best_of(candidates, plan, number)) is not None:
             assert sketched(candidates, found.plan) == pytest.approx(found.times.step_s, rel=0.3)
+
+
+def wandered(seed: int, until_s: float = np.inf, dense: int = 0) -> tuple[Candidates, Sketch, list[Sketch]]:
+    cluster = sites_cluster(np.random.default_rng(seed), 5, 2, "pairs")
+    workload = layered_workload(6, micro_batches=3)
+    if dense:
+        model = workload.model.model_copy(update={"num_dense_layers": dense, "dense_ffn_size": 512})
+        workload = workload.model_copy(update={"model": model})
+    candidates = Candidates(cluster, workload, Schedule(), StageWishes(), StageRules(cluster, workload.model.num_experts, None))
+    start = Sketch(((0, 1), (2,), (3, 4)), (3, 2, 1), 6, 2)
+    return candidates, start, wander(candidates, start, 5, np.random.default_rng(0), until_s)
+
+
+def test_wandering_meets_pipelines_that_are_possible_and_faster() -> None:
+    candidates, start, met = wandered(3, dense=2)
+    assert len(met) == 5 and start not in met
+    for one in met:
+        assert sorted(site for group in one.path for site in group) == list(range(5))
+        assert sum(one.layers) == 6 and min(one.layers) >= 1 and one.layers[0] >= 3
+        assert candidates.of(one.path, one.layers, one.micro_batches) is not None
+    seconds = [candidates.sketch_s(*one) for one in met]
+    assert seconds == sorted(seconds) and seconds[0] < 0.9 * candidates.sketch_s(*start)
+    assert len({(one.path, one.micro_batches) for one in met}) == 5
+    assert wandered(3, dense=2)[2] == met
+
+
+def test_wandering_ends_in_time() -> None:
+    assert wandered(3, until_s=-np.inf)[2] == []
 
 
 def test_the_busiest_sites_are_at_the_busiest_link_or_in_the_busiest_stage() -> None:

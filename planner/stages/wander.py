@@ -1,0 +1,86 @@
+"""Pipelines that a search of small steps does not reach: random changes of one, by what sketches say of them, of which some that
+make it slower are taken as long as it is warm (simulated annealing)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.clock import now_s
+from planner.sites.grouping import Groups
+from planner.stages.candidates import AHEAD, BATCHES, Candidates, number_about, numbers_about, unevenness
+
+_STEPS = 1000
+"""Changes at most."""
+_WARMTH = 0.02
+"""Share by which a change may make a step longer at first, about; it falls to nothing."""
+
+
+class Sketch(NamedTuple):
+    """A pipeline but for what is inside its stages."""
+
+    path: Groups
+    layers: tuple[int, ...]
+    micro_batches: int
+    ahead: int
+
+
+def wander(candidates: Candidates, start: Sketch, number: int, rng: np.random.Generator, until_s: float) -> list[Sketch]:
+    """The best of what was met from ``start`` on, each with other sites in its stages or other micro-batches, the best first: at
+    most ``number``, the start left out. Ends at ``until_s`` (``planner.clock``) at the latest."""
+    at, at_s = start, candidates.sketch_s(*start)
+    met: dict[tuple[Groups, int], tuple[float, Sketch]] = {(at.path, at.micro_batches): (at_s, at)}
+    for step in range(_STEPS):
+        if now_s() > until_s:
+            break
+        new = _changed(candidates, at, rng)
+        if new is None:
+            continue
+        new_s = candidates.sketch_s(*new)
+        if new_s < at_s * (1 + _WARMTH * (1 - step / _STEPS) * rng.exponential()):
+            at, at_s = new, new_s
+            key = at.path, at.micro_batches
+            met[key] = min(met.get(key, (at_s, at)), (at_s, at))
+    return [one for _, one in sorted(met.values()) if one != start][:number]
+
+
+def _changed(candidates: Candidates, one: Sketch, rng: np.random.Generator) -> Sketch | None:
+    """With other layers, sites, order, micro-batches or another depth; None where that is not possible."""
+    stages, kind = len(one.path), rng.random()
+    stage, other = rng.choice(stages, size=2, replace=False).tolist()
+    if kind < 0.3:
+        least = 1 + candidates.workload.model.num_dense_layers * (stage == 0)
+        if one.layers[stage] <= least:
+            return None
+        moved = [number - (place == stage) + (place == other) for place, number in enumerate(one.layers)]
+        return one._replace(layers=tuple(moved))
+    if kind < 0.7:
+        return _with_sites(candidates, one, stage, other, rng)
+    first, last = min(stage, other), max(stage, other) + 1
+    if kind < 0.85:
+        turned = (*range(first), *reversed(range(first, last)), *range(last, stages))
+        path, layers = tuple(one.path[place] for place in turned), tuple(one.layers[place] for place in turned)
+        return None if layers[0] <= candidates.workload.model.num_dense_layers else one._replace(path=path, layers=layers)
+    if kind < 0.95:
+        possible = unevenness(candidates.workload, candidates.cluster, [len(group) for group in one.path])
+        return one._replace(micro_batches=int(rng.choice(numbers_about(possible, stages, BATCHES))))
+    return one._replace(ahead=int(rng.choice(AHEAD)))
+
+
+def _with_sites(candidates: Candidates, one: Sketch, stage: int, other: int, rng: np.random.Generator) -> Sketch | None:
+    """A site of one stage goes to another, or two change places."""
+    mine, theirs = list(one.path[stage]), list(one.path[other])
+    site = int(rng.choice(mine))
+    mine.remove(site)
+    if not mine or rng.random() < 0.5:
+        back = int(rng.choice(theirs))
+        theirs.remove(back)
+        mine.append(back)
+    theirs.append(site)
+    changed = {stage: tuple(sorted(mine)), other: tuple(sorted(theirs))}
+    if not all(candidates.rules.possible(group) for group in changed.values()):
+        return None
+    path = tuple(changed.get(place, group) for place, group in enumerate(one.path))
+    possible = unevenness(candidates.workload, candidates.cluster, [len(group) for group in path])
+    return one._replace(path=path, micro_batches=number_about(possible, one.micro_batches))
