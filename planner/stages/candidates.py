@@ -195,10 +195,13 @@ class Candidates:
                 network=ExchangeTimes(cluster=self.cluster, streams=self.schedule.streams),
                 step_bytes=float(tokens * wire.activation_row_bytes),
                 one_layer=self._layer_and_links,
+                batches=self._batches,
                 head_s=self._head_s,
             )
-        possible = numbers_about(unevenness(self.workload, self.cluster, [len(group) for group in path]), len(path))
-        return self._sketches.step_s(path, layers, micro_batches, ahead, possible)
+        return self._sketches.step_s(path, tuple(layers), micro_batches, ahead)
+
+    def _batches(self, path: Groups) -> list[int]:
+        return numbers_about(unevenness(self.workload, self.cluster, [len(group) for group in path]), len(path))
 
     def _layer_and_links(self, group: tuple[int, ...], micro_batches: int, like: OneLayer | None) -> OneLayer:
         if like is None:

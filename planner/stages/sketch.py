@@ -23,7 +23,7 @@ from planner.exchange import ExchangeTimes
 from planner.sites.grouping import Groups
 from planner.stages.order import facing
 from planner.stages.schedule import busiest_link_s, paced_s
-from planner.stages.walk import StageLinks, Way
+from planner.stages.walk import Links, StageLinks, Way
 from planner.staggered import PassTimes, crossed
 
 
@@ -46,29 +46,41 @@ class Sketches:
     """Activations of all ranks of a stage in a step."""
     one_layer: Callable[[tuple[int, ...], int, OneLayer | None], OneLayer]
     """Of sites, with a number of micro-batches: placed anew, or as in another."""
+    batches: Callable[[Groups], list[int]]
+    """Numbers of micro-batches that searches ask for, with these sites in the stages."""
     head_s: Callable[[Sequence[int], int], float]
     """Of the output projection of a micro-batch on sites, there and back."""
     _timed: dict[tuple[int, ...], list[tuple[float, OneLayer]]] = field(default_factory=dict)
     """Sites -> (sequences of a rank, what a layer takes) with two numbers of micro-batches."""
     _between: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Way, Way]] = field(default_factory=dict)
     """Two stages' sites -> their ways there and back, with all bytes of a step."""
+    _known: dict[tuple[Groups, tuple[int, ...], int, int], float] = field(default_factory=dict)
+    """What ``step_s`` found."""
 
-    def step_s(self, path: Groups, layers: Sequence[int], micro_batches: int, ahead: int, possible: Sequence[int]) -> float:
-        """Seconds of a step with these sites in the stages, and their layers. ``possible``: numbers of micro-batches."""
+    def step_s(self, path: Groups, layers: tuple[int, ...], micro_batches: int, ahead: int) -> float:
+        """Seconds of a step with these sites in the stages, and their layers."""
+        key = path, layers, micro_batches, ahead
+        if key not in self._known:
+            self._known[key] = self._step_s(*key)
+        return self._known[key]
+
+    def _step_s(self, path: Groups, layers: tuple[int, ...], micro_batches: int, ahead: int) -> float:
         stages, inside = [], []
         for place, (group, number) in enumerate(zip(path, layers, strict=True)):
-            one = self._one_layer(group, micro_batches, possible)
+            one = self._one_layer(path, place, micro_batches)
             head_s = self.head_s(group, micro_batches) if place == len(path) - 1 else 0.0
             once_s = 2 * float(self.cluster.site_latency_s[np.ix_(group, group)].max())
             stages.append(_times(one.times, number, head_s, min(once_s, one.times.after_s)))
-            inside.append(StageLinks(_longer(one.links.forward, number), _longer(one.links.backward, number), one.links.once))
+            forward, backward = (_longer(way, number) for way in (one.links.forward, one.links.backward))
+            inside.append(StageLinks(forward, backward, _held_longer(one.links.once, number)))
         both = [self._ways(one, other) for one, other in pairwise(path)]
         forth, back = ([_longer(ways[way], 1 / micro_batches) for ways in both] for way in (0, 1))
         walked_s = paced_s(micro_batches, ahead, stages, forth, back, inside)
         busy_s = max(one.busy_s(micro_batches) for one in stages)
         return max(walked_s, busy_s, busiest_link_s(micro_batches, forth, back, inside))
 
-    def _one_layer(self, group: tuple[int, ...], micro_batches: int, possible: Sequence[int]) -> OneLayer:
+    def _one_layer(self, path: Groups, place: int, micro_batches: int) -> OneLayer:
+        group = path[place]
         timed = self._timed.setdefault(group, [])
         wanted = self._sequences(group, micro_batches)
         if not timed:
@@ -78,7 +90,7 @@ class Sketches:
             return one
         if len(timed) == 1:
             # The smallest micro-batches, or the largest where it is those.
-            every = sorted((self._sequences(group, number), number) for number in possible)
+            every = sorted((self._sequences(group, number), number) for number in self.batches(path))
             second, number = every[0] if every[0][0] < first else every[-1]
             timed.append((second, self.one_layer(group, number, one) if second != first else one))
         second, other = timed[1]
@@ -129,8 +141,11 @@ def _times(one: PassTimes, layers: int, head_s: float, once_s: float) -> PassTim
 
 def _longer(way: Way, times: float) -> Way:
     """With so many times the bytes."""
-    links = tuple((link, held_s * times, messages) for link, held_s, messages in way.links)
-    return Way(way.latency_s, links, way.least_s * times)
+    return Way(way.latency_s, _held_longer(way.links, times), way.least_s * times)
+
+
+def _held_longer(links: Links, times: float) -> Links:
+    return tuple((link, held_s * times, messages) for link, held_s, messages in links)
 
 
 def _on_line(one: OneLayer, other: OneLayer, share: float) -> OneLayer:

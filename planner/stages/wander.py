@@ -12,7 +12,7 @@ from planner.sites.grouping import Groups
 from planner.stages.candidates import AHEAD, BATCHES, Candidates, number_about, numbers_about, unevenness
 
 _STEPS = 1000
-"""Changes at most."""
+"""Changes that are looked at, at most."""
 _WARMTH = 0.02
 """Share by which a change may make a step longer at first, about; it falls to nothing."""
 
@@ -29,6 +29,8 @@ class Sketch(NamedTuple):
 def wander(candidates: Candidates, start: Sketch, number: int, rng: np.random.Generator, until_s: float) -> list[Sketch]:
     """The best of what was met from ``start`` on, each with other sites in its stages or other micro-batches, the best first: at
     most ``number``, the start left out. Ends at ``until_s`` (``planner.clock``) at the latest."""
+    if len(start.path) < 2:
+        return []
     at, at_s = start, candidates.sketch_s(*start)
     met: dict[tuple[Groups, int], tuple[float, Sketch]] = {(at.path, at.micro_batches): (at_s, at)}
     for step in range(_STEPS):
