@@ -249,14 +249,14 @@ class _Search:
         """Sites, stages and layers change places while that makes the pipeline faster, a number of times, until ``until_s``;
         then in other numbers of micro-batches. ``sketched``: only what is sketched to be faster is tried."""
         rng, left, first, improved = np.random.default_rng(0), _CHANGES, best, True
-        while improved:
-            changes = list(_changed(_groups(best.plan), _layers(best.plan)))
-            improved = False
+        # To list all changes among a thousand sites takes seconds.
+        while improved and now_s() <= until_s:
+            own, busy, improved = _groups(best.plan), best.times.busiest_sites, False
+            changes = list(_changed(own, _layers(best.plan)))
             about_s = math.inf
             if sketched:
                 plan = best.plan
                 about_s = self.candidates.sketch_s(_groups(plan), _layers(plan), plan.micro_batches, plan.ahead)
-            own, busy = _groups(best.plan), best.times.busiest_sites
             for place in sorted(rng.permutation(len(changes)), key=lambda place: _turn(changes[place][0], own, busy)):
                 if not left or now_s() > until_s:
                     return
@@ -373,7 +373,8 @@ def _first_by_number(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _turn(path: Groups, own: Groups, busy: set[int]) -> int:
     """When a change is tried: first stages of the same sites, quick to sketch, then what changes ``busy`` ones."""
-    new = {site for group in path if group not in own for site in group}
+    kept = set(map(id, own))  # what does not change is the same tuple: among many sites to compare them takes long
+    new = {site for group in path if id(group) not in kept for site in group}
     return 0 if not new else 1 if new & busy else 2
 
 
@@ -392,7 +393,7 @@ def _other_sites(groups: Groups) -> Iterator[Groups]:
     sites = [(stage, site) for stage, group in enumerate(groups) for site in group]
 
     def with_sites(of: dict[int, tuple[int, ...]]) -> Groups:
-        return tuple(tuple(sorted(of.get(stage, group))) for stage, group in enumerate(groups))
+        return tuple(tuple(sorted(of[stage])) if stage in of else group for stage, group in enumerate(groups))
 
     for (stage, site), (other, another) in combinations(sites, 2):
         if stage != other:
