@@ -147,8 +147,10 @@ class PassTimes(NamedTuple):
     """For their gradients, likewise."""
     forward: Between = NO_EXCHANGE
     backward: Between = NO_EXCHANGE
-    once: Between = NO_EXCHANGE
-    """In a step beside its passes: copies that stay, their gradients, dense gradients."""
+    gathered: Between = NO_EXCHANGE
+    """In a step beside its passes: copies that stay for it, then their gradients, and dense gradients."""
+    returned: Between = NO_EXCHANGE
+    dense: Between = NO_EXCHANGE
 
     def busy_s(self, micro_batches: int) -> float:
         """All of a step, without a pause."""
@@ -251,10 +253,9 @@ class _Walk:
             backward=_joined(
                 self._between(_BACKWARD), self._between((Op.EXPERT_GATHER, Op.GRADIENT_RETURN), Residency.MICROBATCH)
             ),
-            once=_joined(
-                self._between((Op.EXPERT_GATHER, Op.GRADIENT_RETURN), Residency.STEP),
-                *self.dense.between,
-            ),
+            gathered=self._between((Op.EXPERT_GATHER,), Residency.STEP),
+            returned=self._between((Op.GRADIENT_RETURN,), Residency.STEP),
+            dense=_joined(*self.dense.between),
         )
 
     def _copies(self, op: Op, ready_s: FloatArray) -> FloatArray:

@@ -2,9 +2,9 @@
 
 Each stage by itself takes what ``planner.staggered`` expects of its passes: first all that it exchanges between its sites, then
 the rest. Between stages each way carries one micro-batch after the other. What crosses one link at the same time, on its way to
-another stage or inside one, shares it, evenly but for what the other links of one leave over. Stages whose ranks share processors
-slow each other down while they compute. What comes once a step, before a stage's first pass and after its last, is taken to have
-links to itself, and all sites of a stage to begin a pass together: too fast and too slow by about as much (docs/design.md).
+another stage or inside one, once a step or in every pass, shares it, evenly but for what the other links of one leave over. Sites
+that exchange no tokens with others of their stage begin their passes by themselves. Stages whose ranks share processors slow each
+other down while they compute.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import numpy as np
 from hybridep.pipeline import PipelinePlan, Ways, forwards_ahead
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray
+from planner.constraints import BoolArray
 from planner.exchange import ExchangeTimes
-from planner.stages.walk import NOTHING, Links, StageLinks, Way, walked_s
+from planner.stages.walk import NOTHING, Links, Sent, StageLinks, Way, walked_s
 from planner.staggered import Between, PassTimes, crossed
 
+_MOST_LANES = 128
+"""Of all stages together; where there were more, all sites of a stage begin passes together, since walks would take long."""
 _WALKED = 8
 """Micro-batches for each stage that are walked through, or three times as many as are in flight; of more, each further one takes
 what the last ones took, two for each stage."""
@@ -52,8 +56,8 @@ class PipelineTimes:
     @cached_property
     def bubble_s(self) -> float:
         """What stages that wait for each other add to ``work_s``."""
-        none = [NOTHING] * (len(self.stages) - 1)
-        return min(max(self._walked_s(none, none), self.work_s), self.step_s) - self.work_s
+        forth, back = ([[Sent(NOTHING, one.to) for one in sent] for sent in ways] for ways in self._ways)
+        return min(max(self._walked_s(forth, back), self.work_s), self.step_s) - self.work_s
 
     @property
     def activations_s(self) -> float:
@@ -76,30 +80,36 @@ class PipelineTimes:
         return {source, place + (place >= source)}
 
     @cached_property
-    def _ways(self) -> tuple[list[Way], list[Way]]:
-        return ways_of(self.plan)
+    def _ways(self) -> tuple[list[list[Sent]], list[list[Sent]]]:
+        return ways_of(self.plan, self._inside)
 
     @cached_property
     def _inside(self) -> list[StageLinks]:
         return stage_links(self.plan, self.stages)
 
-    def _walked_s(self, forth: Sequence[Way], back: Sequence[Way]) -> float:
+    def _walked_s(self, forth: Sequence[Sequence[Sent]], back: Sequence[Sequence[Sent]]) -> float:
         return paced_s(self.plan.micro_batches, self.plan.ahead, self.stages, forth, back, self._inside, _crowding(self.plan))
 
 
 def least_step_s(plan: PipelinePlan, stages: Sequence[PassTimes]) -> float:
     """Seconds below which no walk ends: the busiest stage's, or the busiest link's."""
-    busiest_s = busiest_link_s(plan.micro_batches, *ways_of(plan), stage_links(plan, stages))
+    inside = stage_links(plan, stages)
+    busiest_s = busiest_link_s(plan.micro_batches, *ways_of(plan, inside), inside)
     return max(busiest_s, *(one.busy_s(plan.micro_batches) for one in stages))
 
 
-def busiest_link_s(micro_batches: int, forth: Sequence[Way], back: Sequence[Way], inside: Sequence[StageLinks]) -> float:
+def busiest_link_s(
+    micro_batches: int, forth: Sequence[Sequence[Sent]], back: Sequence[Sequence[Sent]], inside: Sequence[StageLinks]
+) -> float:
     """Seconds that the busiest link between sites takes for what it carries in a step, inside stages and from stage to stage."""
     held_s = _held_s(micro_batches, forth, back, inside)
-    return max([0.0, *held_s.values(), *(micro_batches * way.least_s for way in (*forth, *back))])
+    ways = (one.way for sent in (*forth, *back) for one in sent)
+    return max([0.0, *held_s.values(), *(micro_batches * way.least_s for way in ways)])
 
 
-def _held_s(micro_batches: int, forth: Sequence[Way], back: Sequence[Way], inside: Sequence[StageLinks]) -> dict[int, float]:
+def _held_s(
+    micro_batches: int, forth: Sequence[Sequence[Sent]], back: Sequence[Sequence[Sent]], inside: Sequence[StageLinks]
+) -> dict[int, float]:
     """Number of a link between sites -> seconds for which a step holds it."""
     held_s: dict[int, float] = {}
 
@@ -107,71 +117,111 @@ def _held_s(micro_batches: int, forth: Sequence[Way], back: Sequence[Way], insid
         for link, seconds, _ in links:
             held_s[link] = held_s.get(link, 0.0) + times * seconds
 
-    for way in (*forth, *back):
-        add(way.links, micro_batches)
+    for sent in (*forth, *back):
+        for passed in sent:
+            add(passed.way.links, micro_batches)
     for one in inside:
-        add(one.once, 1)
+        for way in one.every:
+            add(way.links, 1)
         for way in (one.forward, one.backward):
             add(way.links, micro_batches)
     return held_s
 
 
-def ways_of(plan: PipelinePlan) -> tuple[list[Way], list[Way]]:
-    """[stages - 1] each: one micro-batch's way from each stage to the next, and back."""
-    network = ExchangeTimes(cluster=plan.cluster, streams=plan.schedule.streams)
-    between = [plan.ways(stage) for stage in range(len(plan.stages) - 1)]
-    return [_way(plan, network, one, down=True) for one in between], [_way(plan, network, one, down=False) for one in between]
+def lanes_of(sites: Sequence[IntArray], inside: Sequence[StageLinks], most: int = _MOST_LANES) -> list[IntArray]:
+    """[stages], each [its sites]: the lane that each of a stage's ``sites`` is in, from 0 on; one for all sites of a stage where
+    there were more than ``most`` in all."""
+    apart = [not (one.forward.links or one.backward.links) for one in inside]
+    if sum(len(own) if alone else 1 for own, alone in zip(sites, apart, strict=True)) > most:
+        apart = [False] * len(apart)
+    return [np.arange(len(own)) * alone for own, alone in zip(sites, apart, strict=True)]
 
 
-def _way(plan: PipelinePlan, network: ExchangeTimes, ways: Ways, *, down: bool) -> Way:
+def ways_of(plan: PipelinePlan, inside: Sequence[StageLinks]) -> tuple[list[list[Sent]], list[list[Sent]]]:
+    """[stages - 1] each: what the lanes of each stage pass to the next with a micro-batch, and what those pass back."""
+    cluster, network = plan.cluster, ExchangeTimes(cluster=plan.cluster, streams=plan.schedule.streams)
+    sites, lane = stage_sites(plan), np.zeros(plan.cluster.sizes[0], dtype=np.int64)
+    for own, places in zip(sites, lanes_of(sites, inside), strict=True):
+        lane[own] = places
+    forth, back = list[list[Sent]](), list[list[Sent]]()
+    for stage in range(len(plan.stages) - 1):
+        ways = plan.ways(stage)
+        lanes = [lane[ends // cluster.ranks_per_site] for ends in (ways.source, ways.destination)]
+        for sent, (own, other), down in ((forth, lanes, True), (back, lanes[::-1], False)):
+            every = [(own == number, other) for number in range(int(own.max()) + 1)]
+            sent.append([_sent(plan, network, ways, mine, other, down=down) for mine, other in every])
+    return forth, back
+
+
+def _sent(plan: PipelinePlan, network: ExchangeTimes, ways: Ways, mine: BoolArray, other: IntArray, *, down: bool) -> Sent:
+    """``mine``: [ways] whether one is the lane's; ``other``: the lane where it goes."""
     cluster = plan.cluster
-    source, destination = (ways.source, ways.destination) if down else (ways.destination, ways.source)
-    size_bytes = ways.number.astype(np.float64) * plan.sequence_bytes
+    source, destination = ways.source[mine], ways.destination[mine]
+    if not down:
+        source, destination = destination, source
+    size_bytes = ways.number[mine].astype(np.float64) * plan.sequence_bytes
+    per_byte = network.window_s_per_byte[0]
+    sites = source // cluster.ranks_per_site, destination // cluster.ranks_per_site
+    windows_s = size_bytes * (per_byte[sites] if per_byte.ndim else float(per_byte))
+    links, inside_s = links_of(network, source, destination, size_bytes)
+    latency_s = float(cluster.site_latency_s[sites].max()) + _coding_s(plan, ways, mine)
+    return Sent(Way(latency_s, links, float(max(windows_s.max(), inside_s))), tuple(np.unique(other[mine]).tolist()))
+
+
+def links_of(
+    network: ExchangeTimes, source: IntArray, destination: IntArray, size_bytes: FloatArray, each: int = 1
+) -> tuple[Links, float]:
+    """Links between sites that transfers between ranks cross, [n] of them, and seconds for which all keep the busiest of the
+    other links busy. ``each``: messages that one of them stands for."""
+    cluster = network.cluster
     load_bytes, messages = np.zeros(len(cluster.link_table)), np.zeros(len(cluster.link_table), dtype=np.int64)
     for link, transfer, share in crossed(cluster, 0, source, destination):
         np.add.at(load_bytes, link, size_bytes[transfer] * share)
-        np.add.at(messages, link, 1)
+        np.add.at(messages, link, each)
     held_s = load_bytes / network.bandwidths_bytes_per_s
-    sites = source // cluster.ranks_per_site, destination // cluster.ranks_per_site
-    per_byte = network.window_s_per_byte[0]
-    windows_s = size_bytes * (per_byte[sites] if per_byte.ndim else float(per_byte))
     used = np.flatnonzero(held_s)
     is_outer = cluster.outer_links[used]
-    return Way(
-        latency_s=float(cluster.site_latency_s[sites].max()) + _coding_s(plan, ways),
-        links=tuple((int(link), float(held_s[link]), int(messages[link])) for link in used[is_outer]),
-        least_s=float(max(windows_s.max(), held_s[used[~is_outer]].max(initial=0.0))),
-    )
+    links = tuple((int(link), float(held_s[link]), int(messages[link])) for link in used[is_outer])
+    return links, float(held_s[used[~is_outer]].max(initial=0.0))
 
 
-def _coding_s(plan: PipelinePlan, ways: Ways) -> float:
+def _coding_s(plan: PipelinePlan, ways: Ways, mine: BoolArray) -> float:
     """Seconds of the rank that has most of one micro-batch's rows to code, then decode."""
     speed = plan.activation_speed
     if speed is None:
         return 0.0
     exact_bytes = plan.workload.training.sequence_length * plan.workload.combine_row_bytes
-    most = [int(np.bincount(ends, weights=ways.number).max()) for ends in (ways.source, ways.destination)]
+    number = ways.number[mine]
+    most = [int(np.bincount(ends[mine], weights=number).max()) for ends in (ways.source, ways.destination)]
     return max(most) * exact_bytes * (1 / speed.encode + 1 / speed.decode)
 
 
 def stage_links(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[StageLinks]:
     """[stages]: what each exchanges between its sites."""
-    inside = plan.cluster.ranks_per_site
-    sites = [np.unique(ranks // inside) for ranks in plan.ranks]
-    every = zip(sites, plan.plans, stages, strict=True)
+    every = zip(stage_sites(plan), plan.plans, stages, strict=True)
     return [links_inside(plan.cluster, own, stage.cluster, times) for own, stage, times in every]
+
+
+def stage_sites(plan: PipelinePlan) -> list[IntArray]:
+    """[stages]: each one's sites."""
+    return [np.unique(ranks // plan.cluster.ranks_per_site) for ranks in plan.ranks]
 
 
 def links_inside(cluster: Cluster, sites: IntArray, own: Cluster, times: PassTimes) -> StageLinks:
     """What a stage on some sites of the cluster, which are ``own`` by themselves, exchanges between them."""
 
-    def links(between: Between) -> Links:
-        return tuple((_in_whole(cluster, sites, own, link), held_s, many) for link, held_s, many in between.links)
+    def way(between: Between, most_s: float) -> Way:
+        # By itself what is exchanged takes no longer than all that it is part of.
+        links = tuple((_in_whole(cluster, sites, own, link), held_s, many) for link, held_s, many in between.links)
+        return Way(0.0, links, min(between.seconds, most_s))
 
-    # By itself what is exchanged keeps a pass no longer than the pass takes.
-    forward = Way(0.0, links(times.forward), min(times.forward.seconds, times.forward_s))
-    backward = Way(0.0, links(times.backward), min(times.backward.seconds, times.backward_s))
-    return StageLinks(forward, backward, links(times.once))
+    return StageLinks(
+        forward=way(times.forward, times.forward_s),
+        backward=way(times.backward, times.backward_s),
+        gathered=way(times.gathered, times.early_s),
+        returned=way(times.returned, times.late_s),
+        dense=way(times.dense, times.after_s),
+    )
 
 
 def _in_whole(cluster: Cluster, sites: IntArray, own: Cluster, link: int) -> int:
@@ -189,8 +239,8 @@ def paced_s(
     micro_batches: int,
     ahead: int,
     stages: Sequence[PassTimes],
-    forth: Sequence[Way],
-    back: Sequence[Way],
+    forth: Sequence[Sequence[Sent]],
+    back: Sequence[Sequence[Sent]],
     inside: Sequence[StageLinks],
     crowding: Sequence[float] | None = None,
 ) -> float:

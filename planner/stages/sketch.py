@@ -22,9 +22,9 @@ from hybridep.workload import Workload
 from planner.exchange import ExchangeTimes
 from planner.sites.grouping import Groups
 from planner.stages.order import facing
-from planner.stages.schedule import busiest_link_s, paced_s
-from planner.stages.walk import Links, StageLinks, Way
-from planner.staggered import PassTimes, crossed
+from planner.stages.schedule import busiest_link_s, lanes_of, links_of, paced_s
+from planner.stages.walk import Sent, StageLinks, Way
+from planner.staggered import PassTimes
 
 
 class OneLayer(NamedTuple):
@@ -33,6 +33,13 @@ class OneLayer(NamedTuple):
     layers: tuple[LayerGroup, ...]
     times: PassTimes
     links: StageLinks
+
+
+_MOST_LANES = 32
+"""Fewer than in a costed pipeline's walk, which takes 30 ms with 60 lanes."""
+
+_Stage = tuple[tuple[int, ...], bool]
+"""A stage's sites, and whether each is a lane."""
 
 
 @dataclass
@@ -52,8 +59,8 @@ class Sketches:
     """Of the output projection of a micro-batch on sites, there and back."""
     _timed: dict[tuple[int, ...], list[tuple[float, OneLayer]]] = field(default_factory=dict)
     """Sites -> (sequences of a rank, what a layer takes) with two numbers of micro-batches."""
-    _between: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Way, Way]] = field(default_factory=dict)
-    """Two stages' sites -> their ways there and back, with all bytes of a step."""
+    _between: dict[tuple[_Stage, _Stage], tuple[list[Sent], list[Sent]]] = field(default_factory=dict)
+    """Two stages -> what their lanes pass there and back, with all bytes of a step."""
     _known: dict[tuple[Groups, tuple[int, ...], int, int], float] = field(default_factory=dict)
     """What ``step_s`` found."""
 
@@ -71,10 +78,11 @@ class Sketches:
             head_s = self.head_s(group, micro_batches) if place == len(path) - 1 else 0.0
             once_s = 2 * float(self.cluster.site_latency_s[np.ix_(group, group)].max())
             stages.append(_times(one.times, number, head_s, min(once_s, one.times.after_s)))
-            forward, backward = (_longer(way, number) for way in (one.links.forward, one.links.backward))
-            inside.append(StageLinks(forward, backward, _held_longer(one.links.once, number)))
-        both = [self._ways(one, other) for one, other in pairwise(path)]
-        forth, back = ([_longer(ways[way], 1 / micro_batches) for ways in both] for way in (0, 1))
+            inside.append(StageLinks(*(way.longer(number) for way in one.links)))
+        lanes = lanes_of([np.arange(len(group)) for group in path], inside, _MOST_LANES)
+        both = [self._sent(*ends) for ends in pairwise(zip(path, (bool(one.any()) for one in lanes), strict=True))]
+        share = 1 / micro_batches
+        forth, back = ([[Sent(one.way.longer(share), one.to) for one in ways[down]] for ways in both] for down in (0, 1))
         walked_s = paced_s(micro_batches, ahead, stages, forth, back, inside)
         busy_s = max(one.busy_s(micro_batches) for one in stages)
         return max(walked_s, busy_s, busiest_link_s(micro_batches, forth, back, inside))
@@ -101,28 +109,28 @@ class Sketches:
         batch = sequences_of_place(self.workload, self.cluster)
         return float(-(-batch // micro_batches // len(group)))
 
-    def _ways(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[Way, Way]:
+    def _sent(self, one: _Stage, other: _Stage) -> tuple[list[Sent], list[Sent]]:
         if (one, other) not in self._between:
-            sites, others, part = facing(one, other)
-            self._between[one, other] = self._way(sites, others, part), self._way(others, sites, part)
+            source, destination, part = facing(one[0], other[0])
+            own = np.searchsorted(sorted(one[0]), source) * one[1]
+            others = np.searchsorted(sorted(other[0]), destination) * other[1]
+            there = self._of_lanes(source, destination, part, own, others)
+            self._between[one, other] = there, self._of_lanes(destination, source, part, others, own)
         return self._between[one, other]
 
+    def _of_lanes(self, source: IntArray, destination: IntArray, part: FloatArray, own: IntArray, other: IntArray) -> list[Sent]:
+        """What the lanes of a stage pass to another in a step, from sites to others, each its ``part``: [n] each; ``own`` and
+        ``other``: these sites' lanes."""
+        every = [own == lane for lane in range(int(own.max()) + 1)]
+        ways = [self._way(source[mine], destination[mine], part[mine]) for mine in every]
+        return [Sent(way, tuple(np.unique(other[mine]).tolist())) for way, mine in zip(ways, every, strict=True)]
+
     def _way(self, source: IntArray, destination: IntArray, part: FloatArray) -> Way:
-        """All that passes from sites to others in a step, each its ``part``: [n] each."""
         cluster, size_bytes, inside = self.cluster, part * self.step_bytes, self.cluster.ranks_per_site
-        load_bytes, messages = np.zeros(len(cluster.link_table)), np.zeros(len(cluster.link_table), dtype=np.int64)
-        for link, transfer, share in crossed(cluster, 0, source * inside, destination * inside):
-            np.add.at(load_bytes, link, size_bytes[transfer] * share)
-            np.add.at(messages, link, inside)
-        held_s = load_bytes / self.network.bandwidths_bytes_per_s
+        links, _ = links_of(self.network, source * inside, destination * inside, size_bytes, inside)
         per_byte = self.network.window_s_per_byte[0]
         windows_s = size_bytes / inside * (per_byte[source, destination] if per_byte.ndim else float(per_byte))
-        used = np.flatnonzero(cluster.outer_links & (held_s > 0))
-        return Way(
-            latency_s=float(cluster.site_latency_s[source, destination].max()),
-            links=tuple((int(link), float(held_s[link]), int(messages[link])) for link in used),
-            least_s=float(windows_s.max()),
-        )
+        return Way(float(cluster.site_latency_s[source, destination].max()), links, float(windows_s.max()))
 
 
 def _times(one: PassTimes, layers: int, head_s: float, once_s: float) -> PassTimes:
@@ -137,15 +145,6 @@ def _times(one: PassTimes, layers: int, head_s: float, once_s: float) -> PassTim
         early_s=layers * one.early_s,
         late_s=layers * one.late_s,
     )
-
-
-def _longer(way: Way, times: float) -> Way:
-    """With so many times the bytes."""
-    return Way(way.latency_s, _held_longer(way.links, times), way.least_s * times)
-
-
-def _held_longer(links: Links, times: float) -> Links:
-    return tuple((link, held_s * times, messages) for link, held_s, messages in links)
 
 
 def _on_line(one: OneLayer, other: OneLayer, share: float) -> OneLayer:
@@ -163,5 +162,5 @@ def _on_line(one: OneLayer, other: OneLayer, share: float) -> OneLayer:
         forward_s=between(one.times.forward_s, other.times.forward_s),
         backward_s=between(one.times.backward_s, other.times.backward_s),
     )
-    links = StageLinks(way(one.links.forward, other.links.forward), way(one.links.backward, other.links.backward), one.links.once)
-    return OneLayer(one.layers, times, links)
+    forward, backward = way(one.links.forward, other.links.forward), way(one.links.backward, other.links.backward)
+    return OneLayer(one.layers, times, one.links._replace(forward=forward, backward=backward))

@@ -1,22 +1,24 @@
 """A pipeline's step walked through event by event: passes, what they exchange, and what travels from stage to stage.
 
-All that crosses links is on one of its *ways*: gradients back from each stage, activations forth from it, and what it exchanges
-inside, in its forwards and its backwards. What is on links at a time shares them evenly by messages, but for what the other links
-of one leave over. Micro-batches go in order everywhere, so that counts say which have come.
+A stage's sites go through its passes in one or several *lanes*: together where they exchange tokens in every pass, else each by
+itself, as soon as its own sequences are there. All that crosses links is on a *way*: gradients back from each lane, activations
+forth from it, what it exchanges inside in its forwards and its backwards; and what all of a stage exchanges once a step. What is
+on links at a time shares them evenly by messages, but for what the other links of one leave over. Micro-batches go in order
+everywhere, so that counts say which have come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.compiled import compiled, told_of_compiling
+from hybridep.compiled import told_of_compiling
 from hybridep.pipeline import order_of_passes
 from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
-from planner.constraints import BoolArray
+from planner.stages.events import Passes, Ways, begun, run
 from planner.staggered import PassTimes
 
 Links = tuple[tuple[int, float, int], ...]
@@ -36,8 +38,21 @@ class Way(NamedTuple):
         """Seconds until its bytes have left, alone on all links."""
         return max([self.least_s, *(seconds for _, seconds, _ in self.links)])
 
+    def longer(self, times: float) -> Way:
+        """With so many times the bytes."""
+        links = tuple((link, held_s * times, messages) for link, held_s, messages in self.links)
+        return Way(self.latency_s, links, self.least_s * times)
+
 
 NOTHING = Way(0.0, (), 0.0)
+
+
+class Sent(NamedTuple):
+    """What one lane passes on with every micro-batch."""
+
+    way: Way
+    to: tuple[int, ...]
+    """For whom: places among the lanes of the next stage, or of the one before."""
 
 
 class StageLinks(NamedTuple):
@@ -47,77 +62,15 @@ class StageLinks(NamedTuple):
     """All of a forward pass."""
     backward: Way = NOTHING
     """All of a backward pass."""
-    once: Links = ()
-    """All that a step exchanges beside its passes."""
+    gathered: Way = NOTHING
+    """In a step beside its passes: copies that stay for it, then their gradients, and dense gradients."""
+    returned: Way = NOTHING
+    dense: Way = NOTHING
 
-
-class Ways(NamedTuple):
-    """All ways as arrays: for each stage, gradients back, then activations forth, then what its backwards exchange, and its
-    forwards."""
-
-    latency_s: FloatArray
-    least_s: FloatArray
-    first: IntArray
-    """[ways + 1]: of the entries, one for each link that a way crosses."""
-    way: IntArray
-    """[entries], as the next four."""
-    link: IntArray
-    held_s: FloatArray
-    messages: IntArray
-    wanted: FloatArray
-    """Share of the link that each message would take if the link had room."""
-    first_on_link: IntArray
-    """[links + 1]: of the entries by link."""
-    on_link: IntArray
-    """[entries]: their numbers, link by link."""
-
-
-class Passes(NamedTuple):
-    """What stages compute; of two kinds, backwards (0) and forwards (1)."""
-
-    kind: IntArray
-    """[stages, 2 x micro-batches]: of each pass, in order."""
-    follows_s: FloatArray
-    """[2, stages]: what follows the exchange."""
-    computing: FloatArray
-    """[2, stages]: share of that in which ranks compute."""
-    crowding: FloatArray
-    """[stages]: ranks as a share of the processors that all ranks share; of length 0 where each has its own."""
-    free_s: FloatArray
-    """[stages]: when each can begin; in the end, when its last pass has ended."""
-
-
-class _State(NamedTuple):
-    begun: IntArray
-    """[stages]: passes that have begun."""
-    begun_of: IntArray
-    """[2, stages]: those of each kind."""
-    left_s: FloatArray
-    """[stages]: seconds until the end of what is computed if no other stage computed, at ``since_s``."""
-    since_s: FloatArray
-    slower: FloatArray
-    """[stages]: how many times as long it takes at present."""
-    ends_s: FloatArray
-    """[stages]: when it ends; infinite where nothing is computed."""
-    done: IntArray
-    """[ways]: micro-batches that may leave, and those of them that have set out, have left the links, and have arrived."""
-    sent: IntArray
-    left: IntArray
-    arrived: IntArray
-    arrives_s: FloatArray
-    """[ways, micro-batches + 1]: when each that has left arrives; infinite for the others."""
-    leaves_s: FloatArray
-    """[ways]: when what is on the links has left them; infinite where nothing is."""
-    share: FloatArray
-    """[ways]: how much of its bytes has not left, at ``moved_s``."""
-    rate: FloatArray
-    moved_s: FloatArray
-    marked: BoolArray
-    """[ways]: for a look at what shares links."""
-    demands: FloatArray
-    """[ways]: what others want of a link."""
-    numbers: IntArray
-    """[ways]: their messages."""
+    @property
+    def every(self) -> tuple[Way, ...]:
+        """What a step exchanges beside its passes."""
+        return self.gathered, self.returned, self.dense
 
 
 COMPILING_S = 8.0
@@ -135,251 +88,131 @@ def walked_s(
     micro_batches: int,
     ahead: int,
     stages: Sequence[PassTimes],
-    forth: Sequence[Way],
-    back: Sequence[Way],
+    forth: Sequence[Sequence[Sent]],
+    back: Sequence[Sequence[Sent]],
     inside: Sequence[StageLinks] | None = None,
     crowding: Sequence[float] | None = None,
 ) -> float:
-    """Seconds until the last stage is done. ``forth`` and ``back``, [stages - 1]: each micro-batch's way from a stage to the next
-    and back; ``inside``: what each exchanges; ``crowding``: ranks of each as a share of the processors that all share, None where
-    each rank has its own."""
+    """Seconds until the last stage is done. ``forth`` and ``back``, [stages - 1] each: what the lanes of a stage pass to the next
+    with each micro-batch, and what those of the next pass back; ``inside``: what each exchanges, only stages of one lane in their
+    passes; ``crowding``: ranks of each as a share of the processors that all share, None where each rank has its own."""
     number, inside = len(stages), inside or [StageLinks()] * len(stages)
+    if micro_batches == 1:
+        # The gradients of copies leave before the activations' do.
+        stages = [one._replace(backward_s=one.backward_s + one.return_s, return_s=0.0) for one in stages]
+    lanes = [len(one) for one in forth] + [len(back[-1]) if back else 1]
     backward, forward = [one.backward for one in inside], [one.forward for one in inside]
     whole_s = np.array([[one.backward_s for one in stages], [one.forward_s for one in stages]])
-    follows_s = whole_s - [[one.alone_s for one in backward], [one.alone_s for one in forward]]
+    follows_s = np.maximum(whole_s - [[one.alone_s for one in backward], [one.alone_s for one in forward]], 0.0)
     computed_s = whole_s * [one.computing for one in stages]
     orders = [order_of_passes(stage, number, micro_batches, ahead) for stage in range(number)]
+    # A later stage's gradients of copies leave after all its passes.
+    shown_s = [one.late_s if stage and micro_batches > 1 else one.return_s for stage, one in enumerate(stages)]
+    returned = [_part(one.returned, shown_s[stage], stages[stage].late_s) for stage, one in enumerate(inside)]
+    targets, origins = _reached(lanes, forth, back)
+    first_from, all_origins = _in_rows(origins)
+    first_to, all_targets = _in_rows(targets)
     passes = Passes(
         kind=np.array([[is_forward for is_forward, _ in order] for order in orders], dtype=np.int64),
-        follows_s=np.maximum(follows_s, 0.0),
+        ahead=ahead,
+        follows_s=follows_s,
         computing=np.minimum(np.divide(computed_s, follows_s, out=np.zeros((2, number)), where=follows_s > 0), 1.0),
-        crowding=np.array(crowding or [], dtype=np.float64),
-        free_s=np.array([_awaited_s(one) if stage else one.gather_s for stage, one in enumerate(stages)]),
+        gathered_s=np.array([_gathered_s(*each) for each in zip(range(number), stages, inside, follows_s[1], strict=True)]),
+        returned_s=np.array([max(each_s - one.alone_s, 0.0) for each_s, one in zip(shown_s, returned, strict=True)]),
+        after_s=np.array([max(one.after_s - each.dense.alone_s, 0.0) for one, each in zip(stages, inside, strict=True)]),
+        crowding=np.repeat(np.array(crowding) / lanes, lanes) if crowding else np.zeros(0),
+        stage=np.repeat(np.arange(number), lanes),
+        first_from=first_from,
+        origins=all_origins,
+        first_to=first_to,
+        targets=all_targets,
+        end_s=np.zeros(number),
     )
-    ways = [NOTHING, *back, *forth, NOTHING, *backward, *forward]
-    _walk(_as_arrays(ways), passes, _begun(number, micro_batches))
-    after_s = [(one.late_s if stage and micro_batches > 1 else one.return_s) + one.after_s for stage, one in enumerate(stages)]
-    return float((passes.free_s + after_s).max())
+    single = [count == 1 for count in lanes]
+    exchanged = [
+        way if alone else NOTHING
+        for ways in (backward, forward)
+        for way, alone, count in zip(ways, single, lanes, strict=True)
+        for _ in range(count)
+    ]
+    first, last = [NOTHING] * lanes[0], [NOTHING] * lanes[-1]
+    passed = [first, *([one.way for one in sent] for sent in (*back, *forth)), last]
+    once = [*(one.gathered for one in inside), *returned, *(one.dense for one in inside)]
+    run(_as_arrays([*passed, *([one] for one in (*exchanged, *once))]), passes, begun(np.array(lanes), micro_batches))
+    return float(passes.end_s.max())
 
 
-def _awaited_s(one: PassTimes) -> float:
-    """For copies that set out when the step begins, in a stage that waits for another: each layer waits for its own, and they
-    come one layer after the other."""
-    return max(one.early_s - one.forward_s * (1 - 1 / one.layers), one.early_s / one.layers)
+def _gathered_s(stage: int, one: PassTimes, links: StageLinks, follows_s: float) -> float:
+    """From when the last copy of a step has left until the first forward ends. In the first stage copies travel beside its
+    blocks; in others they set out when the step begins, each layer waits for its own, and they come one after the other."""
+    rest_s = max(one.early_s - links.gathered.alone_s, 0.0)
+    return rest_s + (one.forward_s / one.layers if stage else max(follows_s + one.gather_s - one.early_s, 0.0))
 
 
-def _as_arrays(ways: Sequence[Way]) -> Ways:
-    entries = [(number, *one) for number, way in enumerate(ways) for one in way.links]
+def _part(way: Way, seconds: float, whole_s: float) -> Way:
+    """What of a way shows, if ``seconds`` of its ``whole_s`` do."""
+    share = min(seconds / whole_s, 1.0) if whole_s else 1.0
+    return way.longer(share)
+
+
+def _reached(
+    lanes: Sequence[int], forth: Sequence[Sequence[Sent]], back: Sequence[Sequence[Sent]]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """[2 x lanes] lanes each: to which gradients go, then activations; and from which they come."""
+    first, number = np.cumsum([0, *lanes]).tolist(), sum(lanes)
+    targets: list[list[int]] = [[] for _ in range(2 * number)]
+    origins: list[list[int]] = [[] for _ in range(2 * number)]
+    for stage, (there, here) in enumerate(zip(forth, back, strict=True)):
+        for lane, one in enumerate(there, number + first[stage]):
+            targets[lane] = [first[stage + 1] + to for to in one.to]
+        for lane, one in enumerate(here, first[stage + 1]):
+            targets[lane] = [first[stage] + to for to in one.to]
+    for place, every in enumerate(targets):
+        kind, lane = divmod(place, number)
+        for to in every:
+            origins[kind * number + to].append(lane)
+    return targets, origins
+
+
+def _in_rows(rows: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
+    """[rows + 1] the first place of each, and all one after the other."""
+    return np.cumsum([0, *map(len, rows)]), np.array([one for row in rows for one in row], dtype=np.int64)
+
+
+def _as_arrays(together: Sequence[Sequence[Way]]) -> Ways:
+    """``together``: ways, those that are mostly used at the same time together."""
+    ways = [way for some in together for way in some]
+    users = Counter(link for way in ways for link, _, _ in way.links)
+    wanted = (one for some in together for one in _wanted(some))
+    every = [(number, *one, next(wanted)) for number, way in enumerate(ways) for one in way.links]
+    # What only one way crosses is a time that it takes at least.
+    alone_s = [max([way.least_s, *(held_s for link, held_s, _ in way.links if users[link] == 1)]) for way in ways]
+    entries = [one for one in every if users[one[1]] > 1]
+    way = np.array([one[0] for one in entries], dtype=np.int64)
     _, link = np.unique(np.array([one[1] for one in entries], dtype=np.int64), return_inverse=True)
     return Ways(
-        latency_s=np.array([way.latency_s for way in ways]),
-        least_s=np.array([way.least_s for way in ways]),
-        first=np.cumsum([0, *(len(way.links) for way in ways)]),
-        way=np.array([one[0] for one in entries], dtype=np.int64),
+        latency_s=np.array([one.latency_s for one in ways]),
+        least_s=np.array(alone_s),
+        first=np.searchsorted(way, np.arange(len(ways) + 1)),
+        way=way,
         link=link,
         held_s=np.array([one[2] for one in entries], dtype=np.float64),
         messages=np.array([one[3] for one in entries], dtype=np.int64),
-        wanted=np.array([wanted for way in ways for wanted in _wanted(way)], dtype=np.float64),
+        wanted=np.array([one[4] for one in entries], dtype=np.float64),
         first_on_link=np.cumsum([0, *np.bincount(link)]),
         on_link=np.argsort(link, kind="stable"),
     )
 
 
-def _wanted(way: Way) -> list[float]:
-    """[its links]: share of each that a message would take if that had room: no more than its other links let through."""
-    alone_s = way.alone_s
-    # Where one link holds all up, its own time is no other's.
-    return [(held_s / alone_s if held_s < alone_s else 1.0) / messages for _, held_s, messages in way.links]
-
-
-def _begun(stages: int, micro_batches: int) -> _State:
-    ways = 4 * stages
-    return _State(
-        begun=np.zeros(stages, dtype=np.int64),
-        begun_of=np.zeros((2, stages), dtype=np.int64),
-        left_s=np.zeros(stages),
-        since_s=np.zeros(stages),
-        slower=np.ones(stages),
-        ends_s=np.full(stages, np.inf),
-        done=np.zeros(ways, dtype=np.int64),
-        sent=np.zeros(ways, dtype=np.int64),
-        left=np.zeros(ways, dtype=np.int64),
-        arrived=np.zeros(ways, dtype=np.int64),
-        arrives_s=np.full((ways, micro_batches + 1), np.inf),
-        leaves_s=np.full(ways, np.inf),
-        share=np.zeros(ways),
-        rate=np.zeros(ways),
-        moved_s=np.zeros(ways),
-        marked=np.zeros(ways, dtype=np.bool_),
-        demands=np.zeros(ways),
-        numbers=np.zeros(ways, dtype=np.int64),
-    )
-
-
-@compiled
-def _held_s(ways: Ways, state: _State, entry: int) -> float:
-    """How long a way's whole transfer takes on a link beside what else is on it: others take no more than an even share for
-    each message, nor more than their own other links let through."""
-    link, others, left = ways.link[entry], 0, ways.messages[entry]
-    for place in range(ways.first_on_link[link], ways.first_on_link[link + 1]):
-        other = ways.on_link[place]
-        if other != entry and state.leaves_s[ways.way[other]] < np.inf:
-            at = others
-            # Smallest first.
-            while at > 0 and state.demands[at - 1] > ways.wanted[other]:
-                state.demands[at], state.numbers[at] = state.demands[at - 1], state.numbers[at - 1]
-                at -= 1
-            state.demands[at], state.numbers[at] = ways.wanted[other], ways.messages[other]
-            others, left = others + 1, left + ways.messages[other]
-    free = 1.0
-    for at in range(others):
-        if state.demands[at] >= free / left:
-            break
-        free, left = free - state.demands[at] * state.numbers[at], left - state.numbers[at]
-    return float(ways.held_s[entry] * left / (ways.messages[entry] * free))
-
-
-@compiled
-def _renew(ways: Ways, state: _State, way: int, now_s: float) -> None:
-    """A new rate for what is on one way."""
-    state.share[way] = max(state.share[way] - state.rate[way] * (now_s - state.moved_s[way]), 0.0)
-    state.moved_s[way] = now_s
-    taken_s = ways.least_s[way]
-    for entry in range(ways.first[way], ways.first[way + 1]):
-        taken_s = max(taken_s, _held_s(ways, state, entry))
-    state.rate[way] = 1 / taken_s if taken_s else 0.0
-    state.leaves_s[way] = now_s + state.share[way] * taken_s
-
-
-@compiled
-def _share(ways: Ways, state: _State, way: int, now_s: float) -> None:
-    """New rates for what is on a way's links."""
-    for again in (False, True):
-        for entry in range(ways.first[way], ways.first[way + 1]):
-            link = ways.link[entry]
-            for place in range(ways.first_on_link[link], ways.first_on_link[link + 1]):
-                other = ways.way[ways.on_link[place]]
-                if again and state.marked[other]:
-                    state.marked[other] = False
-                    _renew(ways, state, other, now_s)
-                elif not again and state.leaves_s[other] < np.inf:
-                    state.marked[other] = True
-
-
-@compiled
-def _put(ways: Ways, state: _State, way: int, now_s: float) -> None:
-    """Bytes begin to leave over a way's links."""
-    state.share[way], state.rate[way], state.moved_s[way], state.leaves_s[way] = 1.0, 0.0, now_s, now_s
-    if ways.first[way] == ways.first[way + 1]:
-        _renew(ways, state, way, now_s)
-    else:
-        _share(ways, state, way, now_s)
-
-
-@compiled
-def _send(ways: Ways, state: _State, way: int, now_s: float) -> None:
-    """The next micro-batch that waits for a way sets out, if the way is free."""
-    if state.leaves_s[way] == np.inf and state.sent[way] < state.done[way]:
-        state.sent[way] += 1
-        _put(ways, state, way, now_s)
-
-
-@compiled
-def _crowd(passes: Passes, state: _State, now_s: float) -> None:
-    """New ends of all passes, where stages share processors: what they compute takes longer the more of them do."""
-    wanted = 0.0
-    for stage in range(len(passes.crowding)):
-        if state.ends_s[stage] < np.inf and state.begun[stage]:
-            wanted += passes.crowding[stage] * passes.computing[passes.kind[stage, state.begun[stage] - 1], stage]
-    for stage in range(len(passes.crowding)):
-        if state.ends_s[stage] < np.inf and state.begun[stage]:
-            crowding, computing = passes.crowding[stage], passes.computing[passes.kind[stage, state.begun[stage] - 1], stage]
-            others = wanted - crowding * computing + crowding
-            state.left_s[stage] -= max(now_s - state.since_s[stage], 0.0) / state.slower[stage]
-            state.since_s[stage] = max(now_s, state.since_s[stage])
-            state.slower[stage] = 1 + computing * (max(1.0, others) / max(1.0, crowding) - 1)
-            state.ends_s[stage] = state.since_s[stage] + max(state.left_s[stage], 0.0) * state.slower[stage]
-
-
-@compiled
-def _compute(passes: Passes, state: _State, stage: int, now_s: float) -> None:
-    """A pass goes on with what follows its exchanges."""
-    state.left_s[stage] = passes.follows_s[passes.kind[stage, state.begun[stage] - 1], stage]
-    state.since_s[stage], state.slower[stage] = now_s, 1.0
-    state.ends_s[stage] = now_s + state.left_s[stage]
-    _crowd(passes, state, now_s)
-
-
-@compiled
-def _begin(ways: Ways, passes: Passes, state: _State, stage: int, now_s: float) -> None:
-    """The stage's next pass, if it can."""
-    stages, number = passes.kind.shape[0], state.begun[stage]
-    exchanging = min(state.leaves_s[2 * stages + stage], state.leaves_s[3 * stages + stage]) < np.inf
-    if exchanging or state.ends_s[stage] < np.inf or number == passes.kind.shape[1]:
-        return
-    kind = passes.kind[stage, number]
-    batch = state.begun_of[kind, stage]
-    if kind == 1 and stage > 0 and state.arrived[stages + stage - 1] <= batch:
-        return
-    if kind == 0 and stage < stages - 1 and state.arrived[stage + 1] <= batch:
-        return
-    state.begun[stage] += 1
-    state.begun_of[kind, stage] += 1
-    exchange = (2 + kind) * stages + stage
-    if ways.first[exchange] < ways.first[exchange + 1]:
-        _put(ways, state, exchange, now_s)
-    else:
-        _compute(passes, state, stage, now_s)
-
-
-@compiled
-def _end(ways: Ways, passes: Passes, state: _State, stage: int, now_s: float) -> None:
-    """A pass ends, or what a stage waits for at first has come."""
-    state.ends_s[stage] = np.inf
-    passes.free_s[stage] = now_s
-    if state.begun[stage]:
-        stages, kind = passes.kind.shape[0], passes.kind[stage, state.begun[stage] - 1]
-        _crowd(passes, state, now_s)
-        if stage != (stages - 1 if kind == 1 else 0):
-            state.done[kind * stages + stage] += 1
-            _send(ways, state, kind * stages + stage, now_s)
-    _begin(ways, passes, state, stage, now_s)
-
-
-@compiled
-def _leave(ways: Ways, passes: Passes, state: _State, way: int, now_s: float) -> None:
-    """What was on a way's links has left them."""
-    stages = passes.kind.shape[0]
-    state.leaves_s[way] = np.inf
-    _share(ways, state, way, now_s)
-    if way >= 2 * stages:
-        _compute(passes, state, way % stages, now_s)
-    else:
-        state.arrives_s[way, state.left[way]] = now_s + ways.latency_s[way]
-        state.left[way] += 1
-        _send(ways, state, way, now_s)
-
-
-@compiled
-def _walk(ways: Ways, passes: Passes, state: _State) -> None:
-    """One event after the other, until nothing is left to happen."""
-    stages = passes.kind.shape[0]
-    for stage in range(stages):
-        state.ends_s[stage] = passes.free_s[stage]
-    while True:
-        stage, way, coming = int(state.ends_s.argmin()), int(state.leaves_s.argmin()), 0
-        for one in range(1, 2 * stages):
-            if state.arrives_s[one, state.arrived[one]] < state.arrives_s[coming, state.arrived[coming]]:
-                coming = one
-        ends_s, leaves_s, arrives_s = state.ends_s[stage], state.leaves_s[way], state.arrives_s[coming, state.arrived[coming]]
-        now_s = min(ends_s, leaves_s, arrives_s)
-        if now_s == np.inf:
-            return
-        if now_s == ends_s:
-            _end(ways, passes, state, stage, now_s)
-        elif now_s == leaves_s:
-            _leave(ways, passes, state, way, now_s)
-        else:
-            state.arrived[coming] += 1
-            # Back to the stage before, or forth to the next.
-            _begin(ways, passes, state, coming - 1 if coming < stages else coming - stages + 1, now_s)
+def _wanted(together: Sequence[Way]) -> Iterator[float]:
+    """For each link of each way: the share of it that a message would take if it had room, no more than the other links let
+    through with what is on its way at the same time."""
+    held_s: dict[int, float] = {}
+    for way in together:
+        for link, seconds, _ in way.links:
+            held_s[link] = held_s.get(link, 0.0) + seconds
+    for way in together:
+        longest_s = max([way.least_s, *(held_s[link] for link, _, _ in way.links)])
+        for _, seconds, messages in way.links:
+            # Where one link holds all up, its own time is no other's.
+            yield (seconds / longest_s if seconds < longest_s else 1.0) / messages

@@ -22,13 +22,13 @@ from planner.stages.schedule import (
     stage_links,
     ways_of,
 )
-from planner.stages.walk import Way, walked_s
+from planner.stages.walk import Sent, Way, walked_s
 from planner.staggered import PassTimes, pass_times, staggered_s
 from simulator.pipeline import simulate_pipeline, time_stages
 
 
-def one_way(seconds: float, latency_s: float = 0.0, link: int = 0) -> Way:
-    return Way(latency_s, ((link, seconds, 1),), 0.0)
+def one_way(seconds: float, latency_s: float = 0.0, link: int = 0, messages: int = 1) -> list[Sent]:
+    return [Sent(Way(latency_s, ((link, seconds, messages),), 0.0), (0,))]
 
 
 def walked(stages: int, batches: int, ahead: int, seconds: float, latency_s: float = 0.0) -> float:
@@ -61,7 +61,7 @@ def test_slow_links_set_the_pace() -> None:
 def test_ways_share_a_link_by_messages_and_leave_what_they_cannot_take() -> None:
     each = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 2
     # Both begin when the first micro-batch has come; of the second link only a tenth is taken by what the first holds up.
-    forth, back = [Way(0.0, ((0, 1.0, 1), (1, 10.0, 1)), 0.0)], [Way(0.0, ((0, 1.0, 1),), 0.0)]
+    forth, back = [[Sent(Way(0.0, ((0, 1.0, 1), (1, 10.0, 1)), 0.0), (0,))]], [one_way(1.0)]
     # 10 s, then 10 s of the second one beside one second of gradients, which has 0.9 of the link.
     assert walked_s(2, 2, each, forth, back) == pytest.approx(20.0 + 1.0)
 
@@ -71,7 +71,7 @@ def test_messages_have_even_shares(forth: int, back: int, seconds: float) -> Non
     # On one link the second micro-batch's activations (1 s) meet the first one's gradients (3 s). What the last stage does in the
     # end takes so long that their arrival decides.
     each = [PassTimes(0.0, 0.0, 0.0, 0.0, after_s) for after_s in (0.0, 100.0)]
-    ways = [Way(0.0, ((0, 1.0, forth),), 0.0)], [Way(0.0, ((0, 3.0, back),), 0.0)]
+    ways = [one_way(1.0, messages=forth)], [one_way(3.0, messages=back)]
     assert walked_s(2, 2, each, *ways) == pytest.approx(1.0 + seconds + 100.0)
 
 
@@ -103,9 +103,9 @@ def test_of_many_micro_batches_the_last_ones_stand_for_the_rest(seed: int) -> No
     stages = [pass_times(one) for one in plan.plans]
     number = len(stages)
     long = plan.model_copy(update={"micro_batches": 40 * number})
-    forth, back = ways_of(plan)
-    # The same ways: what passes with one micro-batch stays as it is.
     inside = stage_links(plan, stages)
+    # The same ways: what passes with one micro-batch stays as it is.
+    forth, back = ways_of(plan, inside)
     whole_s = walked_s(long.micro_batches, plan.ahead, stages, forth, back, inside)
     assert paced_s(long.micro_batches, plan.ahead, stages, forth, back, inside) == pytest.approx(whole_s, rel=2e-3)
     assert long.in_flight(0) == plan.ahead * (number - 1) + 1
@@ -145,7 +145,8 @@ def test_the_steady_pace_is_that_of_the_busiest_link() -> None:
     batch_bytes = int(plan.sequences(0).sum()) * plan.sequence_bytes
     # The middle stage's site sends activations on and gradients back over one access link.
     nothing = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0)] * 3
-    busiest_s = busiest_link_s(plan.micro_batches, *ways_of(plan), stage_links(plan, nothing))
+    inside = stage_links(plan, nothing)
+    busiest_s = busiest_link_s(plan.micro_batches, *ways_of(plan, inside), inside)
     assert busiest_s == pytest.approx(9 * 2 * batch_bytes / 125e6)
     assert activation_bytes(plan) == pytest.approx(2 * 2 * 9 * batch_bytes)
     times = PipelineTimes(plan=plan, stages=nothing)
