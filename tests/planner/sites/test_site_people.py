@@ -7,6 +7,7 @@ import pytest
 from site_cases import small_workload, uneven_cluster
 
 import planner
+from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.config import build
 from hybridep.errors import PlanMismatchError, UserError
@@ -112,6 +113,18 @@ def test_scenarios_are_the_given_cluster_at_other_rates() -> None:
     assert here.access_bytes_per_s == pytest.approx(other.access_bytes_per_s)
     with pytest.raises(UserError, match="site s5 is only in it"):
         with_rates_of(cluster, given(sites=6)[0])
+
+
+def test_other_planners_meet_experts_as_popular() -> None:
+    """They know nothing of it; what their plans take is told for the same step as the plan's."""
+    cluster, workload = uneven_cluster(np.random.default_rng(1), 4, 1), small_workload(np.random.default_rng(1), 8)
+    share = np.arange(8.0, 0.0, -1.0)
+    popularity = tuple(tuple(np.roll(share / share.sum(), layer)) for layer in range(workload.model.num_moe_layers))
+    for name in ("ep", "full_gather"):
+        plan = baseline_plan(cluster, workload, Baseline(name), popularity=popularity)
+        here, equal = planner.compare_planners(plan), planner.compare_planners(plan.model_copy(update={"popularity": ()}))
+        assert here[name].step_s == pytest.approx(evaluate(plan)[0].step_s) and here[name].gain == pytest.approx(1)
+        assert here["ep"].step_s != equal["ep"].step_s
 
 
 def test_upgrades_gain_what_they_say(found: list[Plan]) -> None:
