@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridep.errors import UserError
 from hybridep.placement import IntArray
 from hybridep.plan import Plan
 from hybridep.sites import Site
 from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray
 from hybridep.units import format_bandwidth, format_bytes
 from planner.constraints import Constraints
 from planner.difference import with_links
@@ -153,15 +155,31 @@ def _access(problem: SiteProblem, *, up: bool) -> Iterator[_Option]:
         faster = rates.copy()
         faster[dc] *= FACTOR
         changed = replace(problem, up_bytes_per_s=faster) if up else replace(problem, down_bytes_per_s=faster)
+        if problem.pair_bytes_per_s is not None and any(site.part_of is not None for site in problem.cluster.sites):
+            # Links to and from pods, and beside them, are as wide as access links; so they stay.
+            pairs = np.where(_as_access(problem), _access_rates(changed), problem.pair_bytes_per_s)
+            changed = replace(changed, pair_bytes_per_s=pairs)
         name = f"{'up' if up else 'down'} link of {problem.cluster.site_name(dc)}"
         yield _Option(name=name, before=format_bandwidth(rates[dc]), after=format_bandwidth(faster[dc]), problem=changed)
 
 
+def _access_rates(problem: SiteProblem) -> FloatArray:
+    """[D, D]: what the access links of both ends leave possible."""
+    return np.minimum(problem.up_bytes_per_s[:, None], problem.down_bytes_per_s[None, :])
+
+
+def _as_access(problem: SiteProblem) -> NDArray[np.bool_]:
+    """[D, D]: pairs whose links are as wide as the access links of their ends."""
+    assert problem.pair_bytes_per_s is not None
+    return problem.pair_bytes_per_s == _access_rates(problem)
+
+
 def _pairs(problem: SiteProblem) -> Iterator[_Option]:
+    """Those that are narrower than the access links of their ends: others bring nothing."""
     rates = problem.pair_bytes_per_s
     if rates is None:
         return
-    for src, dst in np.argwhere(np.isfinite(rates)):
+    for src, dst in np.argwhere(rates < _access_rates(problem)):
         if _is_pod(problem, src) or _is_pod(problem, dst):
             continue
         faster = rates.copy()
