@@ -171,7 +171,7 @@ def _access_rates(problem: SiteProblem) -> FloatArray:
 def _as_access(problem: SiteProblem) -> NDArray[np.bool_]:
     """[D, D]: pairs whose links are as wide as the access links of their ends."""
     assert problem.pair_bytes_per_s is not None
-    return problem.pair_bytes_per_s == _access_rates(problem)
+    return np.asarray(problem.pair_bytes_per_s == _access_rates(problem))
 
 
 def _pairs(problem: SiteProblem) -> Iterator[_Option]:
