@@ -232,7 +232,7 @@ def command(
             explanation=planner.explain(best, rules),
             several=top > 1,
             others=planner.compare_planners(best, rules) if compare else None,
-            upgrades=planner.upgrades(best, constraints=rules) if upgrades else None,
+            upgrades=planner.upgrades(best, constraints=rules, streams=_streams(streams, levels)) if upgrades else None,
         )
     except KeyboardInterrupt:
         _write(made.plans, files)
@@ -350,6 +350,12 @@ def _scenario(cluster: Cluster, path: str, fabric: str | None) -> Cluster:
 def _schedule(streams: tuple[str, ...], levels: list[str]) -> Schedule | None:
     from hybridep.plan import Schedule
 
+    given = _streams(streams, levels)
+    return Schedule(streams=given) if given else None
+
+
+def _streams(streams: tuple[str, ...], levels: list[str]) -> dict[str, int]:
+    """Level name -> connections, as they were asked for."""
     given: dict[str, int] = {}
     for option in streams:
         name, _, number = option.partition("=")
@@ -358,7 +364,7 @@ def _schedule(streams: tuple[str, ...], levels: list[str]) -> Schedule | None:
                 f"--streams {option}: write it as LEVEL=NUMBER, with a level of {', '.join(levels)} and at least one connection"
             )
         given[name] = int(number)
-    return Schedule(streams=given) if given else None
+    return given
 
 
 def _goal(objective: str, budget: str | None) -> Goal:

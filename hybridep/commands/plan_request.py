@@ -176,7 +176,7 @@ def _ordered_by_simulation(request: PlanRequest) -> MadePlans:
     from hybridep.commands import plan_choice
 
     plans = _several(request, request.top, request.time_limit_s)
-    # What others would do is costed with experts that are equally popular.
+    # Others know nothing of what was recorded.
     known = request.compare and request.record is None
     most_s = plan_choice.least_of_others_s(plans[0], request.rules) if known else inf
     ordered, simulated_s = plan_choice.by_simulation(plans, request.recorded(), most_s)

@@ -62,7 +62,7 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         memory = format_bytes(option.memory_bytes) + ("" if option.fits else " does not fit")
         memory += "" if option.allowed else " breaks a rule"
         times = f"x {option.step_s / chosen.step_s:.2f}"
-        price = [format_dollars(option.step_usd)] if option.step_usd is not None else []
+        price = [format_dollars(option.step_usd or 0.0)] if priced else []
         cells = (option.name, format_seconds(option.step_s), times, *price, format_bytes(option.wan_bytes), memory)
         table.add_row(*cells, f"{option.copies_per_rank:.3g}", style=style)
 
@@ -177,8 +177,10 @@ def _reason(chosen: Alternative, option: Alternative) -> str:
     more = option.step_s - chosen.step_s
     if abs(more) <= 1e-9 * chosen.step_s:
         return "equally fast"
-    head = f"{format_seconds(abs(more))} {'longer' if more > 0 else 'shorter'}: {', '.join(longer)}"
-    return f"{head}; saves {format_seconds(saved)} elsewhere" if saved > 1e-9 * chosen.step_s else head
+    told = [", ".join(longer)] if longer else []
+    if saved > 1e-9 * chosen.step_s:
+        told.append(f"saves {format_seconds(saved)}{' elsewhere' if longer else ''}")
+    return f"{format_seconds(abs(more))} {'longer' if more > 0 else 'shorter'}: {'; '.join(told)}"
 
 
 def show_others(others: Mapping[str, OtherPlan]) -> None:
@@ -202,7 +204,7 @@ def show_choice(choice: SimulatedChoice) -> None:
     if choice.shorter > 0:
         click.echo(
             f"chosen by simulation among {choice.simulated} plans: its step is simulated to be {choice.shorter:.1%} shorter than "
-            f"that of the plan that costs least, which costs {choice.dearer:.1%} less"
+            f"that of the plan that costs least, which costs {1 - 1 / (1 + choice.dearer):.1%} less"
         )
     elif choice.simulated:
         click.echo(f"costs least, and is simulated to be the fastest of {choice.simulated} plans")

@@ -26,8 +26,8 @@ class OtherPlan:
 
 
 def compare_planners(plan: Plan, constraints: Constraints | None = None) -> dict[str, OtherPlan]:
-    """By planner, in a fixed order, with the plan's schedule; with rules, their tables are made to keep them. Raises UserError
-    for one site."""
+    """By planner, in a fixed order, with the plan's schedule; with rules, their tables are made to keep them. All place experts
+    as if they were equally popular, and are costed with the popularity that the plan has. Raises UserError for one site."""
     if plan.cluster.sizes[0] < 2:
         raise UserError(f"cluster {plan.cluster.name}: comparing planners between sites needs two sites")
     problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
@@ -37,8 +37,9 @@ def compare_planners(plan: Plan, constraints: Constraints | None = None) -> dict
         found = other_plan(problem, name)
         assert found.cost is not None and found.configuration is not None
         other_s, memory_bytes, fits = found.cost.step_s, found.cost.memory_bytes, found.rank[0] == 0
-        if plan.schedule.prefetch:
-            cost, memory = evaluate(table_plan(problem, found.table, found.configuration))
-            other_s, memory_bytes, fits = cost.step_s, memory.fullest_bytes, fits and memory.fits
+        if plan.schedule.prefetch or plan.popularity:
+            other = table_plan(problem, found.table, found.configuration)
+            cost, memory = evaluate(other.model_copy(update={"popularity": plan.popularity}))
+            other_s, memory_bytes, fits = cost.step_s, memory.fullest_bytes, memory.fits
         others[name] = OtherPlan(step_s=other_s, gain=other_s / step_s, memory_bytes=memory_bytes, fits=fits)
     return others

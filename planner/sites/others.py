@@ -67,8 +67,8 @@ def faster_moe(problem: SiteProblem) -> list[IntArray]:
 
 
 def smart_moe(problem: SiteProblem) -> list[IntArray]:
-    """SmartMoE-like: equal slots per site (twice its share), filled greedily to balance the load; tokens go to the copy at
-    home where there is one, else to the least loaded holder, whatever the distance."""
+    """SmartMoE-like: equal slots per site (1.5 times and twice its share), filled greedily to balance the load; tokens go to the
+    copy at home where there is one, else to the least loaded holder, whatever the distance."""
     return [_greedy_copies(problem, slots) for slots in _slot_counts(problem)[-2:]]
 
 

@@ -7,12 +7,14 @@ import pytest
 from site_cases import small_workload, uneven_cluster
 
 import planner
+from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import cluster_and_workload
+from hybridep.config import build
 from hybridep.errors import PlanMismatchError, UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner.difference import scaled, with_rates_of
+from planner.difference import scaled, with_links, with_rates_of
 from planner.evaluate import evaluate
 from planner.sites.plans import plan_sites
 from planner.sites.solution import Wishes
@@ -113,6 +115,18 @@ def test_scenarios_are_the_given_cluster_at_other_rates() -> None:
         with_rates_of(cluster, given(sites=6)[0])
 
 
+def test_other_planners_meet_experts_as_popular() -> None:
+    """They know nothing of it; what their plans take is told for the same step as the plan's."""
+    cluster, workload = uneven_cluster(np.random.default_rng(1), 4, 1), small_workload(np.random.default_rng(1), 8)
+    share = np.arange(8.0, 0.0, -1.0)
+    popularity = tuple(tuple(np.roll(share / share.sum(), layer)) for layer in range(workload.model.num_moe_layers))
+    for name in ("ep", "full_gather"):
+        plan = baseline_plan(cluster, workload, Baseline(name), popularity=popularity)
+        here, equal = planner.compare_planners(plan), planner.compare_planners(plan.model_copy(update={"popularity": ()}))
+        assert here[name].step_s == pytest.approx(evaluate(plan)[0].step_s) and here[name].gain == pytest.approx(1)
+        assert here["ep"].step_s != equal["ep"].step_s
+
+
 def test_upgrades_gain_what_they_say(found: list[Plan]) -> None:
     upgrades = planner.upgrades(found[0], top=1)
     assert [one.gain_s for one in upgrades] == sorted((one.gain_s for one in upgrades), reverse=True)
@@ -126,14 +140,54 @@ def test_upgrades_gain_what_they_say(found: list[Plan]) -> None:
 
 
 def test_upgrades_of_a_plan_with_small_domains_inside() -> None:
-    """Such plans are no table with one choice inside; the nearest one is searched on from."""
+    """Such plans are no table with one choice inside; the nearest one is searched on from, and figures are its own."""
     rng = np.random.default_rng(2)
     cluster, workload = uneven_cluster(rng, 3, 4), small_workload(rng, 12)
     made = planner.plan_domains(cluster, workload)
     group = made.layers[0].model_copy(update={"domains": {"dc": 1, "gpu": 2}, "migration": {"gpu": 1.0}})
     small = made.model_copy(update={"layers": (group,), "prediction": None, "solver": None})
-    first, *_ = planner.upgrades(small, top=1)
-    assert first.gain_s > 0 and first.planned_anew_s <= first.as_it_is_s
+    found = planner.upgrades(small, top=1)
+    assert found[0].gain_s > 0
+    for one in found:
+        assert one.planned_anew_s <= min(one.as_it_is_s, one.present_s) <= one.as_it_is_s <= evaluate(small)[0].step_s
+    up = next(one for one in found if one.name.startswith("up "))
+    sites = tuple(
+        site.model_copy(update={"up": 2 * (site.up or cluster.levels[0].bandwidth)}) if up.name.endswith(site.name) else site
+        for site in cluster.sites
+    )
+    faster = with_links(cluster, sites=sites, links=cluster.links, trunks=cluster.trunks)
+    assert up.as_it_is_s == evaluate(small.model_copy(update={"cluster": faster}))[0].step_s
+
+
+def test_upgrades_of_equal_sites_with_small_domains_inside() -> None:
+    """Their best plan is no table either; a search from the nearest one finds none as fast."""
+    cluster, workload = cluster_and_workload("h100-4dc", "llama-tiny", ())
+    plan = planner.plan(cluster, workload, time_limit_s=5)
+    assert plan.layers[0].domains["gpu"] == 4 < cluster.sizes[-1]
+    for one in planner.upgrades(plan, top=1):
+        assert one.planned_anew_s <= one.present_s <= step_s(plan) and one.as_it_is_s <= step_s(plan)
+
+
+def test_upgrades_have_as_many_connections_as_they_need() -> None:
+    """A faster link is of no use to connections whose windows are full, and a plan made for it has more of them."""
+    link = {"name": "dc", "size": 2, "bandwidth": "1 Gbps", "latency": "20 ms", "window": "256 KiB"}
+    data = {
+        "name": "windowed",
+        "levels": [link, {"name": "gpu", "size": 1, "bandwidth": "100 Gbps", "latency": "10 us"}],
+        "gpu": {"throughput": "100 TFLOPS", "memory": "80 GiB", "memory_bandwidth": "2 TB/s"},
+        "sites": [{"name": "slow", "up": "50 Mbps"}, {"name": "fast"}],
+    }
+    cluster, workload = build(Cluster, data, "test"), cluster_and_workload("lab-4dc", "tiny", ())[1]
+    plan = planner.plan(cluster, workload, time_limit_s=3)
+    assert plan.schedule.streams == {"dc": 1}
+    first, *_ = planner.upgrades(plan, top=1)
+    sites = (cluster.sites[0].model_copy(update={"up": 2 * cluster.access_bytes_per_s[0, 0]}), cluster.sites[1])
+    anew = planner.plan(with_links(cluster, sites=sites, links=(), trunks=()), workload, time_limit_s=3)
+    assert first.name == "up link of slow" and anew.schedule.streams == {"dc": 2}
+    assert first.planned_anew_s == pytest.approx(step_s(anew)) and first.planned_anew_s < 0.8 * first.as_it_is_s
+    # Not where so many were asked for.
+    asked = planner.upgrades(plan, top=1, streams=plan.schedule.streams)
+    assert asked[0].planned_anew_s == pytest.approx(first.as_it_is_s)
 
 
 def test_matrices_count_experts(found: list[Plan]) -> None:

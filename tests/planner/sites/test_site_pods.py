@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from site_cases import small_workload, uneven_cluster
 import planner
 from hybridep.config import build
 from hybridep.topology import Cluster
+from hybridep.units import Dimension, exact
 from planner.check import check
 from planner.constraints import Constraints, permissions
 from planner.cost import step_cost
@@ -128,3 +130,23 @@ def test_trunks_are_bought_where_sites_have_pods() -> None:
     bought = {one.name for one in upgrades}
     assert {f"trunk {trunk.name}" for trunk in cluster.trunks} <= bought and not any("pod" in name for name in bought)
     assert any(one.gain_s > 0 for one in upgrades if one.name.startswith("trunk"))
+
+
+@pytest.mark.parametrize("seed", [9, 11])
+def test_access_links_are_bought_whole_beside_pods(seed: int) -> None:
+    """As if the file had said so: what joins a site to pods widens with it, and is not for sale by itself."""
+    rng = np.random.default_rng(seed)
+    data = uneven_cluster(rng, 3, 1, pairs=False).model_dump(mode="json", exclude_none=True)
+    data["levels"][0]["pods"] = {"bandwidth": "5 Gbps", "latency": "0.1 ms"}
+    data["sites"][0]["pods"] = 2
+    cluster, workload = build(Cluster, data, "test"), small_workload(rng, int(rng.choice([2, 4, 8])))
+    plan = planner.plan(cluster, workload, time_limit_s=0.5)
+    upgrades = {one.name: one for one in planner.upgrades(plan, top=9)}
+    assert not any(name.startswith("link ") for name in upgrades)
+    for site in (1, 2):
+        for way, rates in zip(("up", "down"), cluster.access_bytes_per_s, strict=True):
+            faster = copy.deepcopy(data)
+            faster["sites"][site][way] = exact(2 * float(rates[site + 1]), Dimension.BANDWIDTH)
+            bought = plan.model_copy(update={"cluster": build(Cluster, faster, "test")})
+            told = upgrades[f"{way} link of {data['sites'][site]['name']}"]
+            assert told.as_it_is_s == pytest.approx(step_cost(bought).step_s, rel=1e-12)
