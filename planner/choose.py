@@ -53,10 +53,10 @@ def plan(
     with a window that ``schedule`` says nothing of, connections per pair of ranks are chosen, too (``planner.streams``). With
     measured ``popularity`` of the experts ([MoE layers][E] shares) plans are chosen layer by layer. With ``ahead``, also
     plans whose copies set out before their blocks (``Schedule.prefetch``). Tokens travel in up to ``most_chunks`` parts, as many
-    as bring something (``planner.chunks``). ``codecs`` by level name, or those that are best between sites among all whose
-    measured losses add up to at most ``max_loss``. With a ``goal`` the cheapest
-    plan in place of the fastest, or the fastest that costs no more than a budget. On KeyboardInterrupt, once there is a plan, the
-    best so far.
+    as bring something: 1, 2, 4 and so on, or the most (``planner.chunks``, also for what the bound then holds for). ``codecs`` by
+    level name, or those that are best between sites among all whose measured losses add up to at most ``max_loss``. With a
+    ``goal`` the cheapest plan in place of the fastest, or the fastest that costs no more than a budget. On KeyboardInterrupt,
+    once there is a plan, the best so far.
 
     Raises InfeasibleError (how much memory is missing where, which rules clash, or what the cheapest plan costs), NoSolutionError
     (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).

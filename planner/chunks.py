@@ -1,8 +1,9 @@
 """In how many parts tokens travel (``Schedule.chunks``): what has come of a micro-batch is computed while the rest is on its way.
 
 Parts hide computation behind links, and each pays the latencies of its exchanges anew. Plans of equal domains are searched for
-with each number of parts. Between sites that differ the search is made for tokens in one piece, the best plans that it finds are
-costed with each number, and its bound leaves out what experts compute (``SiteProblem.in_parts``): no number of parts hides more.
+with each of some ``numbers`` of parts, and nothing is proven of those between. Between sites that differ the search is made for
+tokens in one piece, the best plans that it finds are costed with each number, and its bound leaves out what experts compute
+(``SiteProblem.in_parts``): no number of parts hides more.
 Further parts that bring next to nothing are not worth their messages, which no prediction counts in full.
 """
 
@@ -28,9 +29,9 @@ def numbers(most: int) -> tuple[int, ...]:
 
 
 def best_of_searches(search: Callable[[Schedule], list[Plan]], schedule: Schedule, most: int) -> list[Plan]:
-    """What ``search`` finds, best first, with the fewest parts for which its first plan is as good as with any up to ``most``,
-    but for ``WORTH``; as the schedule says where ``most`` is 1. Numbers for which there are no plans are left out; bounds of the
-    others hold for all plans. Raises what ``search`` raises first where it finds nothing at all."""
+    """What ``search`` finds, best first, with the fewest parts of ``numbers`` for which its first plan is as good as with any of
+    them, but for ``WORTH``; as the schedule says where ``most`` is 1. Numbers for which there are no plans are left out. The
+    bound holds for plans with any of these numbers. Raises what ``search`` raises first where it finds nothing at all."""
     if most == 1:
         return search(schedule)
     found, errors = list[list[Plan]](), list[InfeasibleError]()

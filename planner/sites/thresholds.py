@@ -69,13 +69,13 @@ def _sending_s(
 def _serving_s(relaxation: Relaxation, limits: Limits, total: FloatArray, both: tuple[FloatArray, FloatArray]) -> FloatArray:
     """[2, ...]: in which all links ([K]: bytes per second, of either way) can receive what others' tokens need: a row that comes
     to a site with m experts finds at most m / P(m) of those it needs on average, and sites that hold ``total`` experts together
-    leave D E - total to be found elsewhere. m / P(m) lies below a line from one expert on; the best m under those lines are
-    found greedily."""
+    leave D E - total to be found elsewhere. m / P(m) lies below a line from one expert on, the steepest to any m that a site may
+    hold: to the last one, but for a capacity that drops the last tokens. The best m under those lines are found greedily."""
     problem, count, most = relaxation.problem, relaxation.classes.kinds.count, limits.most_held
-    first = np.where(most >= 1, 1 / problem.hit[1], 0.0)
-    last = most / np.maximum(problem.hit[most.astype(np.int64)], problem.hit[1])
-    more = np.maximum(most - 1, 0.0)
-    found = np.concatenate([first, (last - first) * (more > 0) / np.maximum(more, 1.0)], axis=-1)
+    first, more = np.where(most >= 1, 1 / problem.hit[1], 0.0), np.maximum(most - 1, 0.0)
+    held = np.arange(1, problem.num_experts + 1)
+    steepest = np.maximum.accumulate((held / problem.hit[1:] - 1 / problem.hit[1]) / np.maximum(held - 1, 1))
+    found = np.concatenate([first, steepest[more.astype(np.int64)]], axis=-1)
     number = np.concatenate([np.minimum(most, 1.0) * count, more * count], axis=-1)
     shortest_s = []
     for rates in both:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from site_cases import few_kinds, random_problem, random_table, small_workload, uneven_cluster
 
+from hybridep.codecs import Codecs, GradientCodec
 from hybridep.config import build
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -310,3 +311,25 @@ def test_a_trunk_slower_than_every_link_leaves_time_for_tokens() -> None:
     optimum = best_table(problem)
     assert optimum is not None and (optimum[0] == problem.home_site).all()
     assert prove(Relaxation(problem=problem), 2 * optimum[2], max_boxes=30).bound_s <= optimum[2] * (1 + 1e-9)
+
+
+def test_where_the_last_tokens_are_dropped_groups_of_sites_are_no_faster_than_proven() -> None:
+    """Nearly all experts per token, of which most drop it: a row to a site finds then more than a line up to all experts says."""
+    sites, size = [{"name": f"s{i}"} for i in range(4)], 16
+    cluster = {
+        "name": "test",
+        "levels": [{"name": "dc", "size": 4, "bandwidth": "100 Mbps", "latency": "0 s"}],
+        "gpu": {"throughput": "1000 TFLOPS", "memory": "64 GiB", "memory_bandwidth": "1000 TB/s"},
+        "sites": [site | {"down": "400 Mbps"} for site in sites],
+    }
+    model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 4, "num_experts": size, "expert_ffn_size": 8}
+    model |= {"top_k": 14, "capacity_factor": 0.25, "token_drop_policy": "position"}
+    training = {"sequence_length": 4, "micro_batch_size": 16}
+    workload = build(Workload, {"name": "test", "model": model, "training": training}, "test")
+    codecs = {"dc": Codecs(gradients=GradientCodec.TOP_K)}
+    problem = site_problem(build(Cluster, cluster, "test"), workload, codecs=codecs)
+    # Each half of the sites has all experts, a half of them at each site.
+    table = np.repeat([problem.home_site % 2, problem.home_site % 2 + 2], 2, axis=0)
+    step_s = min(site_cost(problem, table, one).step_s for one in problem.configurations())
+    proof = prove(Relaxation(problem=problem), 1.05 * step_s, max_boxes=600)
+    assert 0.99 * step_s < proof.bound_s <= step_s * (1 + 1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from planner.sites import classes, lp, narrowing, pooled_lp, thresholds, visits
 from planner.sites.bound import Corner, Evidence, proven_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered
 from planner.sites.capacity import serving_lines
-from planner.sites.cost import cost_of, site_cost
+from planner.sites.cost import cost_of, rank_memory_bytes, site_cost
 from planner.sites.exchange import LayerExchanges, held_by_site, layer_exchanges
 from planner.sites.lp import box_program
 from planner.sites.narrowing import narrowed
@@ -391,3 +391,21 @@ def test_experts_of_a_home_that_a_site_cannot_find_must_be_held_there() -> None:
     assert limits.kept.tolist() == [[0, 0, 2], [0, 0, 0], [0, 0, 0]]
     assert not limits.possible(relaxation.classes)
     assert relaxation.limits(replace(here, copy_reach=(0, far))).possible(relaxation.classes)
+
+
+def test_sites_whose_memory_is_just_enough_keep_no_more_copies_than_is_said() -> None:
+    """And some keep most of what is said, so a much smaller number would be found out."""
+    shares = []
+    for seed in range(12):
+        problem, rng = random_problem(seed, 3, 6), np.random.default_rng(seed)
+        sites = problem.cluster.model_dump(mode="json", exclude_none=True)["sites"]
+        for table, one in product(tables(rng, problem), problem.configurations()):
+            needed = rank_memory_bytes(problem, layer_exchanges(problem, table, one.inside), one.residency).max(axis=1)
+            gpus = [site.get("gpu", {}) | {"memory": f"{number:.3f} B"} for site, number in zip(sites, needed, strict=True)]
+            tight = changed(problem, sites=[site | {"gpu": gpu} for site, gpu in zip(sites, gpus, strict=True)])
+            relaxation = Relaxation(problem=tight)
+            room = relaxation.copies_in_memory(one.residency)[relaxation.classes.label]
+            kept = held_by_site(problem, table).sum(axis=1) - problem.homes
+            assert (kept <= room).all()
+            shares += (kept / np.maximum(room, 1)).tolist()
+    assert max(shares) > 0.75
