@@ -37,6 +37,10 @@ class Strict(BaseModel):
         return copied
 
 
+_LEAST, _MOST = 1e-18, 1e30
+"""Of any base unit that is divided by; what comes out is still finite."""
+
+
 def _quantity(dimension: Dimension, *, positive: bool) -> tuple[BeforeValidator, PlainSerializer]:
     def read(value: object) -> float:
         try:
@@ -45,6 +49,8 @@ def _quantity(dimension: Dimension, *, positive: bool) -> tuple[BeforeValidator,
             raise ValueError(str(error)) from None
         if number < 0 or (positive and number == 0):
             raise ValueError(f"{value!r} must be {'above' if positive else 'at least'} zero")
+        if positive and not _LEAST <= number <= _MOST:
+            raise ValueError(f"{value!r} is too {'large' if number > 1 else 'small'} to compute with")
         return number
 
     return BeforeValidator(read), PlainSerializer(lambda value: exact(value, dimension), return_type=str)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, Finite, emit, require_figure, set_option, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, require_figure, require_place, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ def command(
         _compare(cluster, model, as_json)
         return
     plan_options.require_together(given)
+    require_place("--output", output)
     if figure is not None:
         require_figure(figure)
     site, work = cluster_and_workload(cluster, model, overrides)

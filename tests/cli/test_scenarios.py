@@ -211,6 +211,11 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
         assert result.code == 2 and expected in result.err, (line, result.err)
 
 
+def test_a_link_that_stays_cut_is_the_users(scenario: Callable[..., object], call: Call) -> None:
+    result = call("simulate", scenario("plan: ep", "conditions: {changes: [{links: 'dc0 up', factor: 0}]}"))
+    assert result.code == 2 and "waits for a cut link: dc0 up" in result.err
+
+
 def test_recorded_choices_are_simulated_as_they_were(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
     even = call("simulate", scenario("plan: ep"), "--json").json["step_s"]
     model = load_workload(str(inputs.workload)).model
