@@ -44,8 +44,9 @@ def require_figure(path: Path) -> None:
 
 def require_place(option: str, path: Path) -> None:
     """Raises UserError for a file that cannot be written there, as far as can be known before anything is computed."""
-    folder = next(one for one in path.absolute().parents if one.exists())
-    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    # Of os.path: those of a path raise PermissionError where a folder above may not be looked into.
+    folder = next(one for one in path.absolute().parents if os.path.exists(one))
+    if not os.path.isdir(folder) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise UserError(f"{option} {path}: cannot be written in {folder}")
 
 

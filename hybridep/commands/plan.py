@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -380,7 +381,7 @@ def _are_plans(first: str, second: str) -> bool:
     from hybridep.pipeline import is_pipeline
 
     paths = [Path(first), Path(second)]
-    if not all(path.is_file() and path.suffix in (".yaml", ".yml") for path in paths):
+    if not all(os.path.isfile(path) and path.suffix in (".yaml", ".yml") for path in paths):
         return False
     held = [read_yaml(path) for path in paths]
     for path, data in zip(paths, held, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def routing_of(scenario: Scenario) -> tuple[Callable[[AnyPlan], AnyPlan], Routin
 
         seed, drift = scenario.seed, scenario.drift
         return lambda plan: plan, lambda plan, step: zipf_routing(plan, exponent=exponent, seed=seed, step=step, drift=drift)
-    if not Path(text).is_file():
+    if not os.path.isfile(text):
         raise UserError(f"routing {text}: no such file; give uniform, zipf:1.2 or what `hybridep train` recorded (routing.npz)")
     record = load_routing(Path(text))
 

@@ -90,7 +90,7 @@ def _key(point: Point, scenario: Scenario, digests: dict[Path, str]) -> str:
     for one of the new. ``digests``: of files that were read before."""
     files = {}
     for text, path in _files(scenario):
-        if path.is_file():
+        if os.path.isfile(path):
             if path not in digests:
                 digests[path] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
             files[text] = digests[path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -227,6 +228,20 @@ def test_places_that_no_file_can_have_are_refused_before_anything_is_computed(in
 
 def test_names_that_no_file_can_have(inputs: Inputs, call: Call) -> None:
     assert "cannot be read (File name too long)" in one_line(call("plan", "x" * 300, inputs.workload))
+
+
+def test_paths_that_may_not_be_looked_at(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    plan, locked = written_plan(inputs, call), inputs.folder / "locked" / "file.yaml"
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **how: refused(path) if "locked" in path.parts else stat(path, **how))
+    one_line(call("plan", locked, inputs.workload))
+    one_line(call("plan", "--compare", locked, locked))
+    one_line(call("simulate", plan, "--routing", locked))
+    assert call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "locked.yaml").code == 0
+    one_line(call("plan", inputs.cluster, inputs.workload, "-o", locked))
 
 
 def test_too_little_memory_is_no_bug(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
