@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:
-    # As an exception, so that whatever was started is stopped on the way out.
+    # As an exception, so that whatever was started is stopped on the way out, which a second one must not end.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     raise SystemExit(TERMINATED)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import os
 import tempfile
@@ -36,6 +37,10 @@ class Strict(BaseModel):
         return copied
 
 
+_LEAST, _MOST = 1e-18, 1e30
+"""Of any base unit that is divided by; what comes out is still finite."""
+
+
 def _quantity(dimension: Dimension, *, positive: bool) -> tuple[BeforeValidator, PlainSerializer]:
     def read(value: object) -> float:
         try:
@@ -44,6 +49,8 @@ def _quantity(dimension: Dimension, *, positive: bool) -> tuple[BeforeValidator,
             raise ValueError(str(error)) from None
         if number < 0 or (positive and number == 0):
             raise ValueError(f"{value!r} must be {'above' if positive else 'at least'} zero")
+        if positive and not _LEAST <= number <= _MOST:
+            raise ValueError(f"{value!r} is too {'large' if number > 1 else 'small'} to compute with")
         return number
 
     return BeforeValidator(read), PlainSerializer(lambda value: exact(value, dimension), return_type=str)
@@ -119,6 +126,25 @@ def _check_nodes(path: Path, root: yaml.Node | None) -> None:
         walk(root, "")
 
 
+def read_csv(path: Path, columns: Iterable[str]) -> list[tuple[int, dict[str, str]]]:
+    """Rows of a CSV file that has these columns, each with its line (from 1); empty for values that a short row lacks. Raises
+    ConfigError when it cannot be read, lacks a column or all rows, or a row has more values than the header, as a decimal comma
+    makes."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        reader = csv.DictReader(lines, restval="", skipinitialspace=True)
+        rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(str(path), "", f"cannot be read ({error})") from None
+    if not rows or not set(columns) <= set(reader.fieldnames or ()):
+        found = f"found {lines[0].strip()[:80]!r}" if lines else "it is empty"
+        raise ConfigError(f"{path}:1", "header", f"needs the columns {','.join(columns)} and at least one row ({found})")
+    for line, row in rows:
+        if any(row.pop(None, ())):
+            raise ConfigError(f"{path}:{line}", "", f"has more values than there are columns ({lines[line - 1].strip()[:80]!r})")
+    return rows
+
+
 def write_yaml(path: Path, data: Mapping[str, Any]) -> None:
     """Write a mapping as YAML through a temporary file, so that no half-written file is ever seen under ``path``."""
     text = yaml.safe_dump(dict(data), sort_keys=False, width=140, default_flow_style=None)
@@ -131,10 +157,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically. Raises UserError when it cannot be written."""
+    """Write a file atomically: where the path is a link, the file that it leads to; a device or a pipe is written to as it is.
+    Raises UserError when it cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        if path.exists() and not path.is_file():
+            with path.open("wb") as stream:
+                stream.write(content)
+            return
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
     try:
@@ -144,7 +176,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException as error:
         os.unlink(temporary)
         if isinstance(error, OSError):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from itertools import permutations
 from operator import ge, gt
 from pathlib import Path
 from typing import Any
 
+from hybridep.config import read_csv
 from hybridep.errors import ConfigError
 from hybridep.units import Dimension, exact, gbps_to_bytes_per_s, ms_to_s
 
@@ -16,24 +16,16 @@ def matrix_profile(path: Path) -> dict[str, Any]:
     """Cluster data from a CSV matrix with the columns src,dst,gbps,rtt_ms (one row per pair; a missing reverse direction
     is taken equal). A site's access rate is the largest of its pairs. What a matrix cannot say is assumed: 8 GPUs per
     site joined at 400 Gbps, 300 TFLOPS and 80 GiB each; change it with ``--set``. Raises ConfigError with the line."""
-    wanted = ["src", "dst", "gbps", "rtt_ms"]
     pairs: dict[tuple[str, str], tuple[float, float]] = {}
-    try:
-        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
-        rows = [(reader.line_num, row) for row in reader]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), "", f"cannot be read ({error})") from None
-    if not rows or not set(wanted) <= set(rows[0][1]):
-        raise ConfigError(f"{path}:1", "header", f"needs the columns {','.join(wanted)} and at least one row")
-    for line, row in rows:
+    for line, row in read_csv(path, ("src", "dst", "gbps", "rtt_ms")):
         for column, limit, keeps in (("gbps", "above zero", gt), ("rtt_ms", "at least zero", ge)):
             try:
                 good = keeps(float(row[column]), 0) and float(row[column]) < float("inf")
-            except (TypeError, ValueError):
+            except ValueError:
                 good = False
             if not good:
                 raise ConfigError(f"{path}:{line}", column, f"must be a number {limit} (found {row[column]!r})")
-        src, dst = (row["src"] or "").strip(), (row["dst"] or "").strip()
+        src, dst = row["src"].strip(), row["dst"].strip()
         if not src or not dst or src == dst or (src, dst) in pairs:
             raise ConfigError(f"{path}:{line}", "src,dst", f"{src!r} -> {dst!r} is empty, a loop, or given before")
         pairs[src, dst] = gbps_to_bytes_per_s(float(row["gbps"])), ms_to_s(float(row["rtt_ms"])) / 2

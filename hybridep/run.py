@@ -113,7 +113,7 @@ class Run(Strict):
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     checkpoints: Checkpoints = Checkpoints()
-    exchange_timeout: Duration = Field(default=20.0, le=_LONGEST_EXCHANGE_S)
+    exchange_timeout: Duration = Field(default=20.0, gt=0, le=_LONGEST_EXCHANGE_S)
     """A transfer that takes longer means that a link or a peer is gone; between stages, four times as long for each stage."""
     trace_step: int | None = Field(default=None, ge=1)
     """Step whose timeline, and whose every choice of an expert, all ranks record; the popularity of experts over all steps is

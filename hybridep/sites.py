@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 from hybridep.config import Bandwidth, Duration, Size, Strict, TransferPrice
 from hybridep.gpus import Gpu, SiteGpu
 
+MOST_RANKS = 10**7
+
 
 class PodLink(Strict):
     """What joins the pods of one site."""
@@ -118,6 +120,8 @@ class ClusterFile(Strict):
                 )
             if level.pods is not None:
                 raise ValueError(f"levels.{depth}.pods: only a {names[0]} has pods; give it to level {names[0]!r}")
+        if (ranks := math.prod(level.size for level in self.levels)) > MOST_RANKS:
+            raise ValueError(f"levels: {ranks:.3g} GPUs in all; at most {MOST_RANKS:.3g} are counted")
         sites = [site.name for site in self.sites]
         if sites and len(sites) != self.levels[0].size:
             raise ValueError(f"sites: {len(sites)} are named but level {names[0]!r} has size {self.levels[0].size}")

@@ -121,7 +121,8 @@ def exact(value: float, dimension: Dimension) -> str:
         "TRANSFER_PRICE": ("$/GB", "$/B"),
         "RENT": ("$/h", "$/s"),
     }
-    short = [f"{value / dimension.value[unit]:.12g} {unit}" for unit in table[dimension.name]]
+    scaled = [(value / dimension.value[unit], unit) for unit in table[dimension.name]]
+    short = [f"{number:.12g} {unit}" for number, unit in scaled if math.isfinite(number)]
     faithful = [text for text in short if parse(text, dimension) == value]
     if faithful:
         return min(faithful, key=len)

@@ -14,6 +14,10 @@ from pydantic import Field, field_validator, model_validator
 
 from hybridep.config import Strict
 
+_MOST_PARAMS = 10**15
+_MOST_TOKENS = 10**12
+"""Of one rank in one step."""
+
 
 class Ffn(Enum):
     """Form of an expert: two matrices with GELU between, or three with SwiGLU."""
@@ -114,6 +118,8 @@ class Model(Strict):
             raise ValueError("pad_expert_input_to_capacity: needs a capacity_factor")
         if self.num_dense_layers and not self.dense_ffn_size:
             raise ValueError("dense_ffn_size: is missing though num_dense_layers is set")
+        if self.total_params > _MOST_PARAMS:
+            raise ValueError(f"{self.total_params:.3g} parameters; at most {_MOST_PARAMS:.3g} are counted")
         if self.part is not None and self.part.first_layer + self.num_layers > self.part.of_layers:
             raise ValueError(f"part: {self.num_layers} layers from {self.part.first_layer} on exceed {self.part.of_layers}")
         return self
@@ -193,6 +199,12 @@ class Training(Strict):
         if not isfinite(number):
             raise ValueError(f"must be finite (found {value!r})")
         return int(number) if number == int(number) else number
+
+    @model_validator(mode="after")
+    def _countable(self) -> Training:
+        if (tokens := self.tokens * self.micro_batches) > _MOST_TOKENS:
+            raise ValueError(f"{tokens:.3g} tokens of each rank in a step; at most {_MOST_TOKENS:.3g} are counted")
+        return self
 
     @property
     def tokens(self) -> int | float:

@@ -13,7 +13,7 @@ from hybridep.plan import Plan, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner.clock import now_s
+from planner.clock import lasted_s, now_s
 from planner.plans import layer_group, predict, seconds
 from planner.problem import TIE, build_problem
 from planner.solve import PROVEN_GAP, gap, missing_memory
@@ -83,7 +83,7 @@ def plans_measured(
         objective=seconds(made.predicted.step),
         bound=seconds(bound_s),
         gap=found,
-        solve=seconds(now_s() - started),
+        solve=seconds(lasted_s(started)),
     )
     others = [each for each in alike if each != best][: count - 1]
     return [made.model_copy(update={"solver": report}), *map(made_of, others)]

@@ -57,9 +57,15 @@ def _text(path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
                 raise DataError(f"data.path: {folder} holds no file that ends in {', '.join(suffixes)}; set data.suffixes")
         else:
             files = [folder]
-        return np.concatenate([np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in files])
+        texts = [path.read_bytes() for path in files]
     except OSError as error:
         raise DataError(f"data.path: {error.filename or folder} cannot be read ({error.strerror})") from None
+    if files == [folder] and b"\0" in texts[0]:
+        raise DataError(
+            f"data.path: {folder} is no text (it holds null bytes); token ids are in a file that ends in {TOKEN_FILE}, as "
+            "numpy.save writes it"
+        )
+    return np.concatenate([np.frombuffer(text, dtype=np.uint8) for text in texts])
 
 
 def _token_file(path: Path) -> TokenArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, model_validator
 
-from hybridep.config import Duration, Size, Strict
+from hybridep.config import Duration, Size, Strict, read_csv
 from hybridep.errors import ConfigError, UserError
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact, format_seconds
@@ -199,17 +198,13 @@ class LinkFactors:
 
 def read_trace(path: Path) -> list[LinkChange]:
     """The rows of a trace, each up to the next one of the same links. Raises ConfigError with the line."""
-    try:
-        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), "", f"cannot be read ({error})") from None
-    if not rows or not {"seconds", "links", "factor"} <= set(rows[0]):
-        raise ConfigError(f"{path}:1", "header", "needs the columns seconds,links,factor and at least one row")
     of_links: dict[str, list[tuple[float, float]]] = {}
-    for line, row in enumerate(rows, start=2):
+    for line, row in read_csv(path, ("seconds", "links", "factor")):
         try:
             start_s, factor, links = float(row["seconds"]), float(row["factor"]), row["links"].strip()
-        except (AttributeError, TypeError, ValueError):
+            if not links:
+                raise ValueError(links)
+        except ValueError:
             raise ConfigError(f"{path}:{line}", "seconds,links,factor", "must be a number, a pattern and a number") from None
         earlier = of_links.setdefault(links, [])
         if not (math.isfinite(start_s) and 0 <= factor <= _MOST_FACTOR) or start_s < (earlier[-1][0] if earlier else 0.0):

@@ -11,6 +11,10 @@ class StuckError(SimulationError):
     """A simulation cannot end: an exchange waits for itself, or for links that are cut."""
 
 
+class CutLinkError(UserError, StuckError):
+    """A step waits for links that the conditions cut for good."""
+
+
 class FabricError(UserError, SimulationError):
     """A fabric does not fit the cluster that it is to join."""
 

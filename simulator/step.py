@@ -19,7 +19,7 @@ from simulator.collective import Changes, Execution, Operation, Program, Progres
 from simulator.conditions import Conditions, LinkFactors
 from simulator.critical_path import seconds_by_label
 from simulator.engine import Engine
-from simulator.errors import StuckError
+from simulator.errors import CutLinkError, StuckError
 from simulator.fabric import Fabric
 from simulator.fabric_file import FabricFile
 from simulator.precision import EXACTLY, Precision
@@ -202,11 +202,13 @@ def run(
     """What a program comes to; arguments as `simulate_step`."""
     try:
         execution = execute(program, engine, fabric.network, _changes(fabric, conditions, start_s), progress)
-    except StuckError as error:
+    except StuckError:
         factors = LinkFactors(conditions or Conditions(), fabric.symmetry.wiring.link_names)
         cut = "; ".join(factors.cuts(start_s + engine.now_s))
         began = f"the step that began {format_seconds(start_s)} into the run"
-        raise StuckError(f"{began} cannot end, it waits for a cut link: {cut}" if cut else str(error)) from None
+        if cut:
+            raise CutLinkError(f"{began} cannot end, it waits for a cut link: {cut}") from None
+        raise
     kind = fabric.symmetry.link_kind
     return StepResult(
         plan=plan,

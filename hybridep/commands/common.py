@@ -39,9 +39,15 @@ def require_figure(path: Path) -> None:
     """Raises UserError for a figure that cannot be written there, as far as can be known before."""
     if path.suffix not in FIGURES:
         raise UserError(f"--figure {path}: must end in {' or '.join(FIGURES)}")
-    folder = next(one for one in path.absolute().parents if one.exists())
-    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise UserError(f"--figure {path}: cannot be written in {folder}")
+    require_place("--figure", path)
+
+
+def require_place(option: str, path: Path) -> None:
+    """Raises UserError for a file that cannot be written there, as far as can be known before anything is computed."""
+    # Of os.path: those of a path raise PermissionError where a folder above may not be looked into.
+    folder = next(one for one in path.absolute().parents if os.path.exists(one))
+    if not os.path.isdir(folder) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UserError(f"{option} {path}: cannot be written in {folder}")
 
 
 set_option = click.option(
@@ -65,6 +71,10 @@ def verb(*, name: str, **settings: Any) -> Callable[[Command], click.Command]:
             except HybridEPError as error:
                 fail(name, error, as_json)
                 return error.exit_code
+            except MemoryError as error:
+                short = UserError(f"this machine has too little memory for it ({error}); give fewer sites, ranks or layers")
+                fail(name, short, as_json)
+                return short.exit_code
 
         option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; progress on stderr.")
         make: Callable[[Command], click.Command] = click.command(name=name, **settings)

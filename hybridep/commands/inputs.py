@@ -49,8 +49,11 @@ def config_names(kind: Kind) -> list[str]:
 
 def find(kind: Kind, text: str) -> Path:
     """The file that ``text`` names: a path, or a shipped config's name. Raises UserError with the nearest name."""
-    if Path(text).is_file():
-        return Path(text)
+    try:
+        if Path(text).is_file():
+            return Path(text)
+    except OSError as error:
+        raise UserError(f"{kind.prefix} {text}: cannot be read ({error.strerror})") from None
     names = config_names(kind)
     if text in names:
         return CONFIGS / kind.value / f"{text}.yaml"
@@ -62,12 +65,10 @@ def find(kind: Kind, text: str) -> Path:
 def load_cluster(text: str, overrides: Iterable[str] = ()) -> Cluster:
     """A cluster from a YAML file or a CSV matrix (see ``hybridep.matrix``)."""
     path = find(Kind.CLUSTER, text)
-    if path.suffix != ".csv":
+    if path.suffix.lower() != ".csv":
         return load(Cluster, path, overrides)
     data = matrix_profile(path)
-    for override in overrides:
-        apply_override(data, override)
-    return build(Cluster, data, str(path))
+    return build(Cluster, data, str(path), {apply_override(data, override): f"--set {override}" for override in overrides})
 
 
 def load_workload(text: str, overrides: Iterable[str] = ()) -> Workload:
@@ -155,6 +156,8 @@ def sort_overrides(overrides: Iterable[str], kinds: Iterable[Kind]) -> dict[Kind
         if len(owners) > 1:
             choices = " or ".join(f"{kind.prefix}.{key}" for kind in owners)
             raise UserError(f"--set {override}: {first!r} is ambiguous; write {choices}")
+        if not owners and any(kind.prefix == first for kind in wanted):
+            raise UserError(f"--set {override}: write which key of it, as in {first}.name=...")
         if not owners:
             roots = [kind.prefix for kind in wanted] + [field for kind in wanted for field in kind.model.model_fields]
             raise UserError(f"--set {override}: unknown key {first!r}; {_nearest(first, roots)}")

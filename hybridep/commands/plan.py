@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, Finite, emit, require_figure, set_option, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, require_figure, require_place, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ def command(
         _compare(cluster, model, as_json)
         return
     plan_options.require_together(given)
+    require_place("--output", output)
     if figure is not None:
         require_figure(figure)
     site, work = cluster_and_workload(cluster, model, overrides)
@@ -385,7 +387,7 @@ def _are_plans(first: str, second: str) -> bool:
     from hybridep.pipeline import is_pipeline
 
     paths = [Path(first), Path(second)]
-    if not all(path.is_file() and path.suffix in (".yaml", ".yml") for path in paths):
+    if not all(os.path.isfile(path) and path.suffix in (".yaml", ".yml") for path in paths):
         return False
     held = [read_yaml(path) for path in paths]
     for path, data in zip(paths, held, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +42,18 @@ def resolve(scenario: Scenario) -> AnyPlan:
     if scenario.plan not in ("auto", "stages", *BASELINES):
         if scenario.cluster or scenario.workload:
             raise UserError(f"plan {scenario.plan}: a plan file brings its cluster and workload along; leave them out")
-        # A plan's own parts are `cluster` and `workload`, so the same keys reach them.
-        return load_any_plan(Path(scenario.plan), overrides=scenario.overrides)
+        return load_any_plan(Path(scenario.plan), overrides=[in_plan(override) for override in scenario.overrides])
     if not (scenario.cluster and scenario.workload):
         raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
     cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)
     return named_plan(scenario.plan, cluster, workload, time_limit_s=scenario.planning_time)
+
+
+def in_plan(override: str) -> str:
+    """``levels.dc.bandwidth=1 Gbps`` with the key that a plan file has: of its cluster or its workload, if one of them has it."""
+    first = override.partition("=")[0].partition(".")[0]
+    owners = [kind for kind in (Kind.CLUSTER, Kind.WORKLOAD) if first in kind.model.model_fields]
+    return f"{owners[0].prefix}.{override}" if len(owners) == 1 else override
 
 
 def routing_of(scenario: Scenario) -> tuple[Callable[[AnyPlan], AnyPlan], RoutingOfStep | None]:
@@ -67,7 +74,7 @@ def routing_of(scenario: Scenario) -> tuple[Callable[[AnyPlan], AnyPlan], Routin
 
         seed, drift = scenario.seed, scenario.drift
         return lambda plan: plan, lambda plan, step: zipf_routing(plan, exponent=exponent, seed=seed, step=step, drift=drift)
-    if not Path(text).is_file():
+    if not os.path.isfile(text):
         raise UserError(f"routing {text}: no such file; give uniform, zipf:1.2 or what `hybridep train` recorded (routing.npz)")
     record = load_routing(Path(text))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, emit, set_option, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, require_place, set_option, verb
 from hybridep.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _SHOWN_LINKS = 5
 @click.option("--fabric", metavar="FILE|NAME", help="What joins the sites, and the machines inside each (see docs/scenarios.md).")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0, max=0.1, max_open=True),
+    type=Finite(min=0, max=0.1, max_open=True),
     metavar="SHARE",
     help="Let transfers end together that differ by at most this share of their bytes, for example 0.005: for speed among "
     "thousands of different sites.  [default: exact]",
@@ -92,7 +92,11 @@ def command(
     if grid[0][0] or out is not None:
         if trace is not None:
             raise UserError(f"--trace {trace}: a sweep has no single timeline")
+        if out is not None:
+            require_place("--out", out)
         return _sweep(grid, out or Path(f"{what.stem}.csv"), jobs, as_json)
+    if trace is not None:
+        require_place("--trace", trace)
     _one(grid[0][1], trace, as_json)
     return None
 

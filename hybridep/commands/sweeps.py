@@ -8,9 +8,10 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from contextlib import closing
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,24 +46,33 @@ def sweep(grid: Sequence[tuple[Point, Scenario]], table: Path, jobs: int) -> lis
     if missing:
         with _progress(len(grid)) as progress:
             task = progress.add_task("points", total=len(grid), completed=len(grid) - len(missing))
-            for key, point, row in _results(missing, min(jobs, len(missing))):
-                done[key] = {_POINT: key, **{name: _text(value) for name, value in point.items()}, **row}
-                _write(table, [*others, *(done[each] for each in keys if each in done)])
-                progress.advance(task)
+            with closing(_results(missing, min(jobs, len(missing)))) as results:
+                for key, point, row in results:
+                    done[key] = {_POINT: key, **{name: _text(value) for name, value in point.items()}, **row}
+                    _write(table, [*others, *(done[each] for each in keys if each in done)])
+                    progress.advance(task)
     return [done[key] for key in keys]
 
 
-def _results(missing: Sequence[tuple[str, Point, Scenario]], jobs: int) -> Iterator[tuple[str, Point, Row]]:
-    """(key, point, row) of each missing scenario, in the order in which they are ready."""
+def _results(missing: Sequence[tuple[str, Point, Scenario]], jobs: int) -> Generator[tuple[str, Point, Row]]:
+    """(key, point, row) of each missing scenario, in the order in which they are ready. Closing it ends those under way."""
     if jobs == 1:
         for key, point, scenario in missing:
             yield key, point, _simulate(scenario)
         return
     # Started afresh: a fork would copy whatever threads hold at the moment.
+    others = set(active_children())
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(_simulate, scenario): (key, point) for key, point, scenario in missing}
-        for finished in as_completed(running):
-            yield *running[finished], finished.result()
+        try:
+            running = {pool.submit(_simulate, scenario): (key, point) for key, point, scenario in missing}
+            for finished in as_completed(running):
+                yield *running[finished], finished.result()
+        except BaseException:
+            # The pool would wait until all are done, and nobody would have their results.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(active_children()) - others:
+                process.terminate()
+            raise
 
 
 def as_data(row: Row) -> dict[str, Any]:
@@ -80,7 +90,7 @@ def _key(point: Point, scenario: Scenario, digests: dict[Path, str]) -> str:
     for one of the new. ``digests``: of files that were read before."""
     files = {}
     for text, path in _files(scenario):
-        if path.is_file():
+        if os.path.isfile(path):
             if path not in digests:
                 digests[path] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
             files[text] = digests[path]
@@ -138,7 +148,7 @@ def _read(table: Path) -> list[Row]:
     if not table.exists():
         return []
     try:
-        reader = csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline=""))
+        reader = csv.DictReader(io.StringIO(table.read_text(encoding="utf-8-sig"), newline=""))
         rows, columns = list(reader), reader.fieldnames
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{table}: cannot be read ({error}); name another file with --out") from None

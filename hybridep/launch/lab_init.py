@@ -72,6 +72,8 @@ def main() -> int:
     report, spec, argv = int(sys.argv[1]), LabSpec.from_json(sys.argv[2]), sys.argv[3:]
     try:
         lab = build(spec)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except Exception as error:  # whatever refused the lab is the outer half's to raise
         os.write(report, f"{type(error).__name__}: {error}".splitlines()[0].encode())
         return 1

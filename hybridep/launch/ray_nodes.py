@@ -190,7 +190,9 @@ def main() -> int:
         return hold_node(sys.argv[2], sys.argv[3], sys.argv[4:])
     ranks_per_dc, argv = int(sys.argv[1]), sys.argv[2:]
     lab = Lab.current()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Until the command is there to have them.
+    for early in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(early, lambda number, _: sys.exit(128 + number))
     try:
         with RayNodes(places_in_lab(lab), ranks_per_dc) as nodes:
             command = [*lab.process_prefix(lab.sites[0].name), *argv]

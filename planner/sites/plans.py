@@ -17,7 +17,7 @@ from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.chunks import best_of_searches, tables_in_parts
-from planner.clock import now_s
+from planner.clock import lasted_s, now_s
 from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS
 from planner.goal import FASTEST, Goal
@@ -86,7 +86,7 @@ def plan_sites(
         bound_s=min(bounds_s),
         cost_usd=best.predicted.cost_usd,
         bound_usd=min(bounds_usd),
-        solve_s=now_s() - started,
+        solve_s=lasted_s(started),
     )
     return [best.model_copy(update={"solver": report}), *more][: wishes.keep]
 

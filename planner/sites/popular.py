@@ -24,7 +24,7 @@ from hybridep.provenance import provenance
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner.clock import now_s
+from planner.clock import lasted_s, now_s
 from planner.cost import block_times, layer_coding, layer_cost, layer_traffic
 from planner.domains import all_choices
 from planner.exchange import ExchangeTimes
@@ -121,7 +121,7 @@ def plans_popular(
         bound_s=min(bounds_s),
         cost_usd=0.0,
         bound_usd=0.0,
-        solve_s=now_s() - started,
+        solve_s=lasted_s(started),
     )
     rest = [one.model_copy(update={"solver": None}) for one in plans[1:] if one.digest != best.digest]
     return [best.model_copy(update={"solver": report}), *rest][:count]

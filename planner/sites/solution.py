@@ -10,7 +10,7 @@ import numpy as np
 from hybridep.errors import NoSolutionError
 from hybridep.placement import IntArray
 from hybridep.plan import Objective
-from planner.clock import now_s
+from planner.clock import lasted_s, now_s
 from planner.price import step_usd
 from planner.sites import oracle
 from planner.sites.bound import Proof, prove
@@ -129,7 +129,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
             bound_s=0.0 if in_dollars else exact[2],
             bound_usd=exact[2] if in_dollars else least_usd(problem, 0.0),
             proofs=(),
-            solve_s=now_s() - started,
+            solve_s=lasted_s(started),
             pool=tuple(search.pool),
         )
     if search.best is None:
@@ -163,7 +163,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         bound_s=bound_s,
         bound_usd=least_usd(problem, bound_s),
         proofs=tuple(proofs),
-        solve_s=now_s() - started,
+        solve_s=lasted_s(started),
         pool=tuple(search.pool),
     )
 

@@ -23,7 +23,7 @@ from hybridep.topology import Cluster
 from hybridep.units import format_dollars, format_seconds
 from hybridep.workload import Workload
 from planner.choose import Report
-from planner.clock import now_s
+from planner.clock import lasted_s, now_s
 from planner.goal import Goal, Worth
 from planner.plans import solver_report
 from planner.sites.grouping import Groups
@@ -117,7 +117,7 @@ def plan_pipelines(
             f"pipeline over {cluster.name}: none was found that costs at most {format_dollars(goal.budget_usd)} per step: the "
             f"cheapest costs {cheapest}; raise --budget"
         )
-    took_s, made = now_s() - begun_s, []
+    took_s, made = lasted_s(begun_s), []
     baselines = {name: cost.step_s for name, (cost, _) in without_stages(found[0].plan).items()}
     for one in found:
         how = solver_report(

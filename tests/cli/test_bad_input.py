@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -58,6 +59,12 @@ def test_wrong_cluster_files(inputs: Inputs, call: Call, good: str, bad: str, na
         ("modle.top_k=1", ["unknown key 'modle'", "did you mean 'model'"]),
         ("name=x", ["ambiguous", "cluster.name or workload.name"]),
         ("levels", ["write it as key.path=value"]),
+        ("cluster=3", ["write which key of it, as in cluster.name="]),
+        ("levels.dc.bandwidth=1e-300 bps", ["levels.0.bandwidth", "'1e-300 bps' is too small"]),
+        ("levels.dc.bandwidth=1e300 Gbps", ["levels.0.bandwidth", "'1e300 Gbps' is too large"]),
+        ("levels.dc.size=100000000", ["levels: 1e+08 GPUs in all; at most 1e+07"]),
+        ("model.hidden_size=100000000000000000000", ["parameters; at most 1e+15"]),
+        ("training.sequence_length=100000000000000000000", ["1e+20 tokens of each rank in a step; at most 1e+12"]),
         ("training.micro_batches=0", ["training.micro_batches", "greater than or equal to 1"]),
     ],
 )
@@ -81,6 +88,12 @@ def test_matrix_errors_name_the_line(inputs: Inputs, call: Call) -> None:
         ("src,dst,gbps,rtt_ms\na,b,5,20\n\nb,c,fast,20\n", "pairs.csv:4: gbps"),
     ):
         assert place in one_line(call("plan", inputs.write("pairs.csv", text), inputs.workload))
+
+
+def test_what_is_set_of_a_matrix_is_named(inputs: Inputs, call: Call) -> None:
+    matrix = inputs.write("PAIRS.CSV", "src,dst,gbps,rtt_ms\na,b,5,20\n")
+    line = one_line(call("plan", matrix, inputs.workload, "--set", "gpu.throughput=1"))
+    assert "--set gpu.throughput=1: gpu.throughput: 1 has no unit" in line
 
 
 def test_a_matrix_of_a_spreadsheet_is_read(inputs: Inputs) -> None:
@@ -140,6 +153,7 @@ def test_wrong_runs(inputs: Inputs, call: Call) -> None:
     [
         ("seed=-1", ["--set seed=-1", "greater than or equal to 0"]),
         ("trace_step=0", ["--set trace_step=0", "greater than or equal to 1"]),
+        ("exchange_timeout=0 s", ["--set exchange_timeout=0 s", "greater than 0"]),
         ("exchange_timeout=1e300 s", ["--set exchange_timeout=1e300 s", "less than or equal to 86400"]),
         ('output="a\\0b"', ["output", "null character"]),
         ('output="a\\ud800b"', ["output", "surrogates not allowed"]),
@@ -206,10 +220,52 @@ def test_an_output_that_is_a_folder_is_refused_before_anything_is_planned(inputs
     assert result.code == 2 and "is a directory" in result.err and "planned" not in result.out
 
 
+def test_places_that_no_file_can_have_are_refused_before_anything_is_computed(inputs: Inputs, call: Call) -> None:
+    plan, below = written_plan(inputs, call), inputs.text / "below-a-file"
+    for words in (("plan", "aws-9", "gpt-large", "--output"), ("simulate", plan, "--trace"), ("simulate", plan, "--out")):
+        assert f"{words[-1]} {below}: cannot be written in {inputs.text}" in one_line(call(*words, below))
+
+
+def test_names_that_no_file_can_have(inputs: Inputs, call: Call) -> None:
+    assert "cannot be read (File name too long)" in one_line(call("plan", "x" * 300, inputs.workload))
+
+
+def test_paths_that_may_not_be_looked_at(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    plan, locked = written_plan(inputs, call), inputs.folder / "locked" / "file.yaml"
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **how: refused(path) if "locked" in path.parts else stat(path, **how))
+    one_line(call("plan", locked, inputs.workload))
+    one_line(call("plan", "--compare", locked, locked))
+    one_line(call("simulate", plan, "--routing", locked))
+    assert call("plan", inputs.cluster, inputs.workload, "-o", inputs.folder / "locked.yaml").code == 0
+    one_line(call("plan", inputs.cluster, inputs.workload, "-o", locked))
+
+
+def test_too_little_memory_is_no_bug(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hungry(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 74.5 GiB")
+
+    monkeypatch.setattr("planner.plans", hungry)
+    assert "too little memory for it (Unable to allocate 74.5 GiB)" in one_line(call("plan", inputs.cluster, inputs.workload))
+
+
+def test_keys_of_a_plans_cluster_and_workload_go_without_prefix(inputs: Inputs, call: Call) -> None:
+    plan = written_plan(inputs, call)
+    for key in ("levels.dc.bandwidth=50 Mbps", "training.micro_batches=3"):
+        prefix = "cluster" if key.startswith("levels") else "workload"
+        short, long = (call("simulate", plan, "--json", "--set", words).json["step_s"] for words in (key, f"{prefix}.{key}"))
+        assert short == long
+    assert "cluster.levels.0.bandwith: unknown key" in one_line(call("simulate", plan, "--set", "levels.dc.bandwith=1 Gbps"))
+
+
 def test_wrong_usage(call: Call) -> None:
     assert call("plan", "lab-4dc").code == 2
     assert call("fly").code == 2
     assert call("reproduce", "no-such-claim").code == 2
+    assert "not a finite number" in call("simulate", "plan.yaml", "--tolerance", "nan").err
     for number in (("--pool", "inf"), ("--pool", "nan"), ("--time-limit", "nan"), ("--within", "nan"), ("--quantile", "nan")):
         result = call("plan", "lab-4dc", "tiny", *number)
         assert result.code == 2 and "not a finite number" in result.err

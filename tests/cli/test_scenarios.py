@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from cli_cases import Inputs, Result
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.codecs import Codecs, TokenCodec
+from hybridep.commands import sweeps
 from hybridep.commands.inputs import load_cluster, load_workload, resolve_plan
 from hybridep.commands.named_plans import named_plan
 from hybridep.pipeline import PipelinePlan
@@ -21,7 +26,7 @@ from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from simulator.many_steps import without_site
-from simulator.scenario import points
+from simulator.scenario import Scenario, points
 
 Call = Callable[..., Result]
 
@@ -89,6 +94,36 @@ def test_sweeps_know_what_files_hold_and_keep_other_rows(scenario: Callable[...,
         table.write_text(text)
         refused = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options)
         assert refused.code == 2 and "no table of a sweep" in refused.err and table.read_text() == text
+
+
+def test_a_table_that_a_spreadsheet_has_saved_is_gone_on_with(
+    scenario: Callable[..., object], inputs: Inputs, call: Call
+) -> None:
+    table = inputs.folder / "table.csv"
+    grid, options = scenario("plan: ep", "grid: {plan: [ep]}"), ("--out", table, "--jobs", 1, "--json")
+    row = call("simulate", grid, *options).json["rows"][0]
+    table.write_bytes(b"\xef\xbb\xbf" + table.read_bytes().replace(b"\n", b"\r\n"))
+    assert call("simulate", grid, *options).json["rows"] == [row]
+
+
+def _long_after_the_first(scenario: Scenario) -> dict[str, str]:
+    time.sleep(100 * scenario.seed)
+    return {}
+
+
+def test_an_interrupted_sweep_does_not_simulate_the_rest(
+    scenario: Callable[..., Path], inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(table: Path, rows: object) -> None:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    monkeypatch.setattr(sweeps, "_simulate", _long_after_the_first)
+    monkeypatch.setattr(sweeps, "_write", interrupted)
+    grid = list(points(scenario("plan: ep", "grid: {seed: [0, 1, 2, 3]}")))
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.sweep(grid, inputs.folder / "table.csv", 2)
+    assert time.monotonic() - began_s < 60
 
 
 def test_what_varies_over_a_grid_is_not_given_beside_it(scenario: Callable[..., object], call: Call) -> None:
@@ -174,6 +209,11 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
     ):
         result = call("simulate", scenario(line))
         assert result.code == 2 and expected in result.err, (line, result.err)
+
+
+def test_a_link_that_stays_cut_is_the_users(scenario: Callable[..., object], call: Call) -> None:
+    result = call("simulate", scenario("plan: ep", "conditions: {changes: [{links: 'dc0 up', factor: 0}]}"))
+    assert result.code == 2 and "waits for a cut link: dc0 up" in result.err
 
 
 def test_recorded_choices_are_simulated_as_they_were(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:

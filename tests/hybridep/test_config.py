@@ -1,6 +1,8 @@
+import os
+
 import pytest
 
-from hybridep.config import apply_override, load, write_yaml
+from hybridep.config import apply_override, load, read_csv, write_text, write_yaml
 from hybridep.errors import ConfigError, UserError
 from hybridep.topology import Cluster
 
@@ -105,6 +107,44 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError, match=r"folder: cannot be written \(Is a directory\)"):
         write_yaml(folder, {"a": 1})
     assert sorted(found.name for found in tmp_path.iterdir()) == ["folder", "two.yaml"]
+
+
+def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path):
+    # As `-o /dev/null` or `-o /dev/stdout` would be, also by who may replace devices.
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "a")
+    assert os.read(reader, 10) == b"a"
+    os.close(reader)
+    assert pipe.is_fifo()
+    write_text(link, "b")
+    write_text(link, "c")
+    assert link.is_symlink() and file.read_text() == "c"
+
+
+@pytest.mark.parametrize("text", ["\ufeffa,b\n1,x y\n", "a, b\r\n1, x y\r\n", 'b,a,,\n"x y",1,,\n', "a,b\n1,x y,,\n"])
+def test_rows_as_spreadsheets_write_them(tmp_path, text):
+    (path := tmp_path / "rows.csv").write_bytes(text.encode())
+    [(line, row)] = read_csv(path, ("a", "b"))
+    assert line == 2 and (row["a"], row["b"]) == ("1", "x y")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # Half of 1 would be read as 0.
+        ("a,b\n1,2\n\n1,0,5\n", r"rows.csv:4: has more values than there are columns \('1,0,5'\)"),
+        ("a;b\n1;2\n", r"rows.csv:1: header: needs the columns a,b and at least one row \(found 'a;b'\)"),
+        ("", r"rows.csv:1: .* \(it is empty\)"),
+        ("a,b\n" + "1" * 140_000 + ",2\n", r"rows.csv: cannot be read \(field larger"),
+    ],
+)
+def test_rows_that_cannot_be_meant(tmp_path, text, message):
+    (path := tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_csv(path, ("a", "b"))
 
 
 def test_what_is_cached_in_them_does_not_make_clusters_differ(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from launch_cases import CONFIGS, make_job
 
 from hybridep.config import load
 from hybridep.errors import ConfigError, DataError, LabUnavailableError, TransportError, UserError, WorkerLostError
+from hybridep.launch import lab_init, ray_nodes
 from hybridep.launch.host import child_environment, free_port, interface_of
-from hybridep.launch.lab import Lab, LabSite
+from hybridep.launch.lab import Lab, LabSite, LabSpec
 from hybridep.launch.reports import Rendezvous, Report, ReportReader, ReportWriter, decode, encode
 from hybridep.launch.shaping import lab_for, lab_spec, why_not_in_lab
 from hybridep.launch.worker import Job, failure_of
@@ -78,6 +81,27 @@ def test_a_lab_must_hold_the_clusters_sites(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HYBRIDEP_LAB", Lab(sites=sites, driver_address="10.0.0.9").to_json())
     with pytest.raises(LabUnavailableError, match=r"no datacenter dc2 \(it has dc0, dc1, other\)"):
         lab_for(cluster)
+
+
+def test_what_interrupts_a_lab_before_its_command_runs_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    spec = LabSpec.uniform(["a"], 1e6)
+    monkeypatch.setattr(sys, "argv", ["lab_init", "1", spec.to_json(), "true"])
+    monkeypatch.setattr(lab_init, "build", interrupted)
+    assert lab_init.main() == 130
+    monkeypatch.setattr(sys, "argv", ["ray_nodes", "1", "true"])
+    monkeypatch.setattr(Lab, "current", lambda: Lab(sites=(), driver_address="127.0.0.1"))
+    monkeypatch.setattr(ray_nodes.RayNodes, "__enter__", interrupted)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            ray_nodes.main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 130
 
 
 def test_jobs_survive_the_way_to_their_ranks(tmp_path: Path) -> None:

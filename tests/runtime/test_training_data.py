@@ -78,6 +78,14 @@ def test_nothing_to_read_is_an_error(tmp_path: Path, path: str, message: str) ->
         batches(Data(path=tmp_path / path))
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.npz"])
+def test_token_ids_of_other_kinds_are_not_read_as_text(tmp_path: Path, name: str) -> None:
+    ids = np.arange(1000, dtype=np.uint16)
+    ids.tofile(tmp_path / name) if name.endswith("bin") else np.savez(tmp_path / name, ids=ids)
+    with pytest.raises(DataError, match=rf"{name} is no text \(it holds null bytes\); token ids are in a file that ends in .npy"):
+        batches(Data(path=tmp_path / name))
+
+
 def test_too_short_text_is_an_error() -> None:
     with pytest.raises(DataError, match=r"9 tokens are too few for training\.sequence_length 9, it needs 10"):
         Batches(TEXT[:9], length=9, seed=0)
