@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hybridep.commands.plan_choice import MOST_SITES, planned
 from hybridep.commands.stage_choice import StageChoice, in_stages, simulated_s
 from hybridep.errors import HybridEPError
-from hybridep.pipeline import PipelinePlan, codecs_inside
+from hybridep.pipeline import PipelinePlan
 from planner.clock import now_s
 
 if TYPE_CHECKING:
@@ -273,21 +273,12 @@ def _is_far(one: Worth, other: Worth) -> bool:
 def in_one(asked: Asked, time_limit_s: float) -> Plan:
     """The best plan found without stages. Raises what the planner raises."""
     import planner
+    from planner.stages.fewer import without_stages
 
     wishes = asked.wishes
     if wishes == planner.StageWishes(stages=wishes.stages):
         return planned(asked.cluster, asked.workload, time_limit_s=time_limit_s)
-    return planner.plan(
-        asked.cluster,
-        asked.workload,
-        solver=wishes.solver,
-        time_limit_s=time_limit_s,
-        schedule=wishes.schedule,
-        constraints=wishes.constraints,
-        popularity=wishes.popularity,
-        codecs=codecs_inside(wishes.codecs),
-        goal=wishes.goal,
-    )
+    return without_stages(asked.cluster, asked.workload, wishes, time_limit_s)
 
 
 def simulated_or_expected_s(plan: AnyPlan) -> float:
