@@ -7,20 +7,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_CLOCK: ContextVar[Callable[[], float]] = ContextVar("planner clock", default=time.perf_counter)
+_Clock = Callable[[], float]
+
+_CLOCKS: ContextVar[tuple[_Clock, _Clock]] = ContextVar("planner clocks", default=(time.perf_counter, time.perf_counter))
 
 
 def now_s() -> float:
-    """Seconds since some moment."""
-    return _CLOCK.get()()
+    """Seconds since some moment, for time limits."""
+    return _CLOCKS.get()[0]()
+
+
+def elapsed_s() -> float:
+    """Seconds since some moment, for reports."""
+    return _CLOCKS.get()[1]()
 
 
 @contextmanager
-def timed_by(clock: Callable[[], float]) -> Iterator[None]:
+def timed_by(clock: _Clock, reported: _Clock | None = None) -> Iterator[None]:
     """Time limits inside count what ``clock`` counts, in seconds; ``time.process_time`` counts computation, however busy the
-    machine is. Solvers' own limits stay wall time."""
-    before = _CLOCK.set(clock)
+    machine is. Solvers' own limits stay wall time. Reports count what ``reported`` does, where that is another one."""
+    before = _CLOCKS.set((clock, reported or clock))
     try:
         yield
     finally:
-        _CLOCK.reset(before)
+        _CLOCKS.reset(before)

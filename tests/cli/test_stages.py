@@ -298,7 +298,9 @@ def test_one_interrupt_ends_all_searches_with_the_best_so_far(
     result = call("plan", "dtfm-10", "gpt-large", "--stages", "auto", "--time-limit", "1000", "-o", path)
     # The search for pipelines ends, and what would be looked for next has no time.
     assert result.code == 0 and seen.count("plan") >= 2 and later_s[0] > 1000, result.err
-    assert isinstance(load_any_plan(path), PipelinePlan)
+    plan = load_any_plan(path)
+    # What it took is told as it was.
+    assert isinstance(plan, PipelinePlan) and plan.solver is not None and plan.solver.solve < 100
 
 
 def test_after_an_interrupt_time_limits_are_over() -> None:
