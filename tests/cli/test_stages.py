@@ -454,6 +454,12 @@ def test_pipelines_of_too_many_ranks_are_simulated_with_one_of_each_site(
 
     monkeypatch.setattr("simulator.pipeline.simulate_pipeline", refused)
     assert best_simulated([pipeline], FASTEST, until_s=now_s() + 60) == StageChoice(plan=pipeline, simulated_s=None)
+    # Nor is one for fewer sites, which counts as it is expected then.
+    four = SLOW.replace("name: dc, size: 2", "name: dc, size: 4")
+    paying = Paying(sites=("dc0", "dc1", "dc2", "dc3"), fewer=pipeline)
+    monkeypatch.setattr("planner.sites_that_pay", lambda *_, **__: paying)
+    result = in_stages(inputs, call, "--stages", "2", "--fewer-sites", "--json", cluster=four)[1]
+    assert result.code == 0 and result.json["simulated_s"] is None and result.json["left_out"] == ["dc2", "dc3"], result.err
 
 
 def test_a_pipeline_that_costs_nothing_is_no_bug(inputs: Inputs, call: Call) -> None:
