@@ -7,28 +7,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_CLOCK: ContextVar[Callable[[], float]] = ContextVar("planner clock", default=time.perf_counter)
-_PASSED: ContextVar[Callable[[float], float]] = ContextVar("time that passed", default=float)
+_Clock = Callable[[], float]
+
+_CLOCKS: ContextVar[tuple[_Clock, _Clock]] = ContextVar("planner clocks", default=(time.perf_counter, time.perf_counter))
 
 
 def now_s() -> float:
-    """Seconds since some moment."""
-    return _CLOCK.get()()
+    """Seconds since some moment, for time limits."""
+    return _CLOCKS.get()[0]()
 
 
-def lasted_s(began_s: float) -> float:
-    """Seconds since ``now_s`` was this, for reports: those that passed, however much faster a clock ran to end time limits."""
-    passed_s = _PASSED.get()
-    return passed_s(now_s()) - passed_s(began_s)
+def elapsed_s() -> float:
+    """Seconds since some moment, for reports."""
+    return _CLOCKS.get()[1]()
 
 
 @contextmanager
-def timed_by(clock: Callable[[], float], passed_s: Callable[[float], float] = float) -> Iterator[None]:
+def timed_by(clock: _Clock, reported: _Clock | None = None) -> Iterator[None]:
     """Time limits inside count what ``clock`` counts, in seconds; ``time.process_time`` counts computation, however busy the
-    machine is. Solvers' own limits stay wall time. ``passed_s``: what the clock shows -> what it would show at its usual pace."""
-    before, passed_before = _CLOCK.set(clock), _PASSED.set(passed_s)
+    machine is. Solvers' own limits stay wall time. Reports count what ``reported`` does, where that is another one."""
+    before = _CLOCKS.set((clock, reported or clock))
     try:
         yield
     finally:
-        _CLOCK.reset(before)
-        _PASSED.reset(passed_before)
+        _CLOCKS.reset(before)

@@ -20,7 +20,7 @@ from hybridep.errors import HybridEPError, InfeasibleError, NoSolutionError, Use
 from hybridep.plan import Objective, Status
 from hybridep.topology import Cluster
 from hybridep.units import format_bytes, format_dollars, format_seconds
-from planner.clock import lasted_s, now_s
+from planner.clock import elapsed_s
 from planner.goal import FASTEST, Goal
 from planner.ilp import Program, build_program
 from planner.memory import memory_knob
@@ -70,9 +70,9 @@ def solve(problem: Problem, *, solver: str = "highs", time_limit_s: float = 60.0
     if solver not in _SOLVERS:
         raise UserError(f"solver {solver!r} is unknown; use {' or '.join(_SOLVERS)}")
     program = build_program(problem)
-    started = now_s()
+    started_s = elapsed_s()
     sol_status, dual_bound = _SOLVERS[solver](program, time_limit_s)
-    solve_s = lasted_s(started)
+    solve_s = elapsed_s() - started_s
     status = outcome(sol_status)
     if status is Status.INFEASIBLE:
         raise InfeasibleError(_why_none(problem, solver, time_limit_s))

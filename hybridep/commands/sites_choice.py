@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from hybridep.commands.plan_choice import MOST_SITES, planned
 from hybridep.commands.stage_choice import StageChoice, in_stages, simulated_s
-from hybridep.errors import HybridEPError
-from hybridep.pipeline import PipelinePlan, codecs_inside
+from hybridep.errors import HybridEPError, UserError
+from hybridep.pipeline import PipelinePlan
 from planner.clock import now_s
 
 if TYPE_CHECKING:
@@ -191,10 +191,10 @@ class _Choice:
         if found is None:
             return None
         try:
-            step_s = simulated_or_expected_s(found)
+            step_s = simulated_if_worth_s(found)
         except KeyboardInterrupt:
             return None
-        if step_s >= made.step_s:
+        if (found.predicted.expected_s if step_s is None else step_s) >= made.step_s:
             return None
         short = self._of_plan(found, step_s)
         return short if short.choice is None else self._again(short, short.asked.sites) or short
@@ -273,28 +273,20 @@ def _is_far(one: Worth, other: Worth) -> bool:
 def in_one(asked: Asked, time_limit_s: float) -> Plan:
     """The best plan found without stages. Raises what the planner raises."""
     import planner
+    from planner.stages.fewer import without_stages
 
     wishes = asked.wishes
     if wishes == planner.StageWishes(stages=wishes.stages):
         return planned(asked.cluster, asked.workload, time_limit_s=time_limit_s)
-    return planner.plan(
-        asked.cluster,
-        asked.workload,
-        solver=wishes.solver,
-        time_limit_s=time_limit_s,
-        schedule=wishes.schedule,
-        constraints=wishes.constraints,
-        popularity=wishes.popularity,
-        codecs=codecs_inside(wishes.codecs),
-        goal=wishes.goal,
-    )
+    return without_stages(asked.cluster, asked.workload, wishes, time_limit_s)
 
 
-def simulated_or_expected_s(plan: AnyPlan) -> float:
-    """Seconds of a plan's step; as expected where ranks share processors, of which simulations know less, and of more than
-    ``MOST_SITES`` sites, for which they take long."""
+def simulated_if_worth_s(plan: AnyPlan) -> float | None:
+    """Seconds of a plan's simulated step; None where ranks share processors, of which simulations know less, of more than
+    ``MOST_SITES`` sites, for which they take long, and where it cannot be simulated."""
     from simulator.pipeline import simulate_any
 
-    if plan.cluster.gpu.sharing > 1 or plan.cluster.sizes[0] > MOST_SITES:
-        return plan.predicted.expected_s
-    return simulated_s(plan) if isinstance(plan, PipelinePlan) else simulate_any(plan).step_s
+    if plan.cluster.gpu.sharing == 1 and plan.cluster.sizes[0] <= MOST_SITES:
+        with suppress(UserError):
+            return simulated_s(plan) if isinstance(plan, PipelinePlan) else simulate_any(plan).step_s
+    return None

@@ -10,7 +10,7 @@ import numpy as np
 from hybridep.errors import NoSolutionError
 from hybridep.placement import IntArray
 from hybridep.plan import Objective
-from planner.clock import lasted_s, now_s
+from planner.clock import elapsed_s, now_s
 from planner.price import step_usd
 from planner.sites import oracle
 from planner.sites.bound import Proof, prove
@@ -99,7 +99,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         from planner.sites import pricing
 
         pricing.prepare()
-    started, limit_s, report = now_s(), wishes.time_limit_s, wishes.report
+    started, asked_s, limit_s, report = now_s(), elapsed_s(), wishes.time_limit_s, wishes.report
     in_dollars = problem.goal.objective is Objective.DOLLARS
     if in_dollars:
         report = None
@@ -129,7 +129,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
             bound_s=0.0 if in_dollars else exact[2],
             bound_usd=exact[2] if in_dollars else least_usd(problem, 0.0),
             proofs=(),
-            solve_s=lasted_s(started),
+            solve_s=elapsed_s() - asked_s,
             pool=tuple(search.pool),
         )
     if search.best is None:
@@ -163,7 +163,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         bound_s=bound_s,
         bound_usd=least_usd(problem, bound_s),
         proofs=tuple(proofs),
-        solve_s=lasted_s(started),
+        solve_s=elapsed_s() - asked_s,
         pool=tuple(search.pool),
     )
 

@@ -2,25 +2,27 @@
 
 Sites that are left out are idle; the others share out the same global batch (``hybridep.shares.on_sites``). One site by itself is
 tried, then numbers of them that differ by factors of ``_FACTOR``, up to all, each time those that are nearest to each other, in
-pipelines or, one site, without; then the best ones give sites up and exchange them for others while that helps.
+pipelines or, where none is possible, without stages; then the best ones give sites up and exchange them for others while that
+helps. Before fewer are chosen all are tried without stages, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hybridep.codecs import EXACT
 from hybridep.errors import HybridEPError
-from hybridep.pipeline import AnyPlan
-from hybridep.plan import Objective
+from hybridep.pipeline import AnyPlan, codecs_inside
+from hybridep.plan import Objective, Plan
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.alone import alone
-from planner.choose import Report
+from planner.choose import Report, plan
 from planner.clock import now_s
 from planner.goal import FASTEST, Worth
 from planner.stages.bound import least_of_any_s, least_usd_of_any
@@ -33,8 +35,10 @@ _FACTOR = 1.5
 _STARTS = 2
 """Sites from which others are added."""
 _NUMBERED_BY, _AGAIN = 0.5, 0.2
-"""Shares of the time limit: after the first no more numbers of sites are tried; the second is for another look at all sites,
-before fewer are chosen. In what is left sites are exchanged."""
+"""Shares of the time limit: after the first each further number of sites is tried once; the second is for another look at all
+sites, before fewer are chosen. In what is left sites are exchanged."""
+_LEAST_S = 0.1
+"""Time limit of what is tried after the time limit."""
 _SAVES = 0.1
 """Share of a step, or its price, that leaving sites out must save: the more sites, the farther short searches are from what long
 ones find."""
@@ -60,9 +64,9 @@ def sites_that_pay(
     time_limit_s: float = 60.0,
     report: Report | None = None,
 ) -> Paying:
-    """The sites of the best pipeline, or plan for one site, that was found; all of them where fewer save little. Rules hold among
-    those (``among``). ``report``: told ("plan", seconds) of each that is better than those before. Raises PlacementError where
-    sites have unequal shares, of which none can be left out, and what ``plan_pipeline`` raises where nothing is possible."""
+    """The sites of the best pipeline, or plan without stages, that was found; all of them where fewer save little. Rules hold
+    among those (``among``). ``report``: told ("plan", seconds) of each that is better than those before. Raises PlacementError
+    where sites have unequal shares, of which none can be left out, and what ``plan_pipeline`` raises where none is possible."""
     wishes = wishes or StageWishes()
     wishes.check(cluster)
     on_sites(cluster, workload, _named(cluster, range(cluster.sizes[0])))
@@ -79,6 +83,21 @@ def among(
     one, work = on_sites(cluster, workload, sites)
     goal = wishes.goal if one.has_prices else FASTEST
     return one, work, replace(wishes, goal=goal, constraints=rules.inside(one))
+
+
+def without_stages(cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float) -> Plan:
+    """The best plan found that has all layers at all sites, as wished for. Raises what the planner raises."""
+    return plan(
+        cluster,
+        workload,
+        solver=wishes.solver,
+        time_limit_s=time_limit_s,
+        schedule=wishes.schedule,
+        constraints=wishes.constraints,
+        popularity=wishes.popularity,
+        codecs=codecs_inside(wishes.codecs),
+        goal=wishes.goal,
+    )
 
 
 def least_of_any(cluster: Cluster, workload: Workload, wishes: StageWishes) -> float:
@@ -126,7 +145,7 @@ class _Search:
         if not self._worth:
             # Says why not.
             self._keep(every, plan_pipeline(self.cluster, self.workload, self.wishes, time_limit_s=each_s))
-        if self._chosen() != every:
+        if self._chosen() != every and self._left_s(1.0) > 0:
             # A search of a second or two says little of many sites.
             self._try(every, _AGAIN * self.time_limit_s, again=True)
         best, improved = self._best(), self._chosen() != every
@@ -166,16 +185,20 @@ class _Search:
             self._keep((own.cluster.site_name(0),), own)
 
     def _try(self, sites: Sites, limit_s: float, *, again: bool = False) -> bool:
-        """Whether there is a plan for these sites that was not known."""
+        """Whether there is a plan for these sites that was not known. Those that are tried ``again`` without stages, too, if that
+        may be, and others where there is no pipeline."""
         if sites in self._worth and not again:
             return False
-        try:
+        made, limit_s = list[AnyPlan](), max(min(limit_s, self._left_s(1.0)), _LEAST_S)
+        with suppress(HybridEPError):
             asked = among(self.cluster, self.workload, self.wishes, sites, self.rules)
-            made = plan_pipeline(*asked, time_limit_s=min(limit_s, self._left_s(1.0)))
-        except HybridEPError:
-            return False
-        self._keep(sites, made)
-        return True
+            with suppress(HybridEPError):
+                made.append(plan_pipeline(*asked, time_limit_s=limit_s))
+            if self.wishes.stages is None and (again or not made):
+                made.append(without_stages(*asked, limit_s / 2))
+        for one in made:
+            self._keep(sites, one)
+        return bool(made)
 
     def _keep(self, sites: Sites, made: AnyPlan) -> None:
         worth = self.wishes.goal.worth(made.predicted.expected_s, made.predicted.cost_usd)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 
@@ -26,9 +27,9 @@ from planner.staggered import Between, PassTimes, crossed
 
 _MOST_LANES = 128
 """Of all stages together; where there were more, all sites of a stage begin passes together, since walks would take long."""
-_WALKED = 8
-"""Micro-batches for each stage that are walked through, or three times as many as are in flight; of more, each further one takes
-what the last ones took, two for each stage."""
+_WALKED, _LAST = 8, 2
+"""Micro-batches for each stage that are walked through at least, or twice as many as are in flight; and those of them of which
+further ones have the pace, in whole rounds: where stages wait for long ways, as many as are in flight come at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +247,12 @@ def paced_s(
 ) -> float:
     """Seconds as ``planner.stages.walk`` has them, with the pace of the last micro-batches where there are many."""
     number = len(stages)
-    more = max(_WALKED * number, 3 * (1 + forwards_ahead(0, number, micro_batches, ahead)))
+    in_flight = 1 + forwards_ahead(0, number, micro_batches, ahead)
+    more = max(_WALKED * number, 2 * in_flight)
+    more += (micro_batches - more) % in_flight
     if micro_batches <= more:
         return walked_s(micro_batches, ahead, stages, forth, back, inside, crowding)
-    last = 2 * number
+    last = in_flight * ceil(_LAST * number / in_flight)
     few_s, more_s = (walked_s(each, ahead, stages, forth, back, inside, crowding) for each in (more - last, more))
     return more_s + (micro_batches - more) * (more_s - few_s) / last
 

@@ -23,7 +23,7 @@ from hybridep.topology import Cluster
 from hybridep.units import format_dollars, format_seconds
 from hybridep.workload import Workload
 from planner.choose import Report
-from planner.clock import lasted_s, now_s
+from planner.clock import elapsed_s, now_s
 from planner.goal import Goal, Worth
 from planner.plans import solver_report
 from planner.sites.grouping import Groups
@@ -97,7 +97,7 @@ def plan_pipelines(
     wishes.check(cluster)
     told: Report = report or (lambda what, seconds: None)
     prepare(told)
-    begun_s = now_s()
+    begun_s, asked_s = now_s(), elapsed_s()
     try:
         check_stageable(cluster, workload.model)
     except ValueError as error:
@@ -117,23 +117,30 @@ def plan_pipelines(
             f"pipeline over {cluster.name}: none was found that costs at most {format_dollars(goal.budget_usd)} per step: the "
             f"cheapest costs {cheapest}; raise --budget"
         )
-    took_s, made = lasted_s(begun_s), []
-    baselines = {name: cost.step_s for name, (cost, _) in without_stages(found[0].plan).items()}
-    for one in found:
-        how = solver_report(
-            solver=wishes.solver,
-            goal=goal,
-            objective_s=one.times.step_s,
-            bound_s=bound_s,
-            cost_usd=one.step_usd,
-            bound_usd=least_usd(cluster, workload, bound_s, outer),
-            solve_s=took_s,
-            proven=False,
-        )
-        made.append(
-            one.plan.model_copy(update={"prediction": predicted(one, baselines), "solver": how, "provenance": provenance()})
-        )
-    return made
+    took_s = elapsed_s() - asked_s
+
+    def reported(found: Sequence[Costed]) -> list[PipelinePlan]:
+        made, baselines = [], {name: cost.step_s for name, (cost, _) in without_stages(found[0].plan).items()}
+        for one in found:
+            how = solver_report(
+                solver=wishes.solver,
+                goal=goal,
+                objective_s=one.times.step_s,
+                bound_s=bound_s,
+                cost_usd=one.step_usd,
+                bound_usd=least_usd(cluster, workload, bound_s, outer),
+                solve_s=took_s,
+                proven=False,
+            )
+            more = {"prediction": predicted(one, baselines), "solver": how, "provenance": provenance()}
+            made.append(one.plan.model_copy(update=more))
+        return made
+
+    try:
+        return reported(found)
+    except KeyboardInterrupt:
+        # Among many sites reports take seconds.
+        return reported(found[:1])
 
 
 @dataclass

@@ -24,7 +24,7 @@ from hybridep.plan import Plan, load_plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import StageWishes, alone
-from planner.clock import lasted_s, now_s
+from planner.clock import elapsed_s, now_s
 from planner.goal import FASTEST
 from planner.stages.fewer import Paying
 from simulator.errors import PipelineError
@@ -298,21 +298,23 @@ def test_one_interrupt_ends_all_searches_with_the_best_so_far(
     result = call("plan", "dtfm-10", "gpt-large", "--stages", "auto", "--time-limit", "1000", "-o", path)
     # The search for pipelines ends, and what would be looked for next has no time.
     assert result.code == 0 and seen.count("plan") >= 2 and later_s[0] > 1000, result.err
-    assert isinstance(load_any_plan(path), PipelinePlan)
+    plan = load_any_plan(path)
+    # What it took is told as it was.
+    assert isinstance(plan, PipelinePlan) and plan.solver is not None and plan.solver.solve < 100
 
 
 def test_after_an_interrupt_time_limits_are_over() -> None:
     with hurried_by_interrupts():
-        first_s = began_s = now_s()
+        first_s, began_s = elapsed_s(), now_s()
         time.sleep(0.01)
-        assert now_s() - began_s < 10 and 0.01 <= lasted_s(began_s) < 10
+        assert now_s() - began_s < 10
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         began_s = now_s()
         time.sleep(0.01)
         assert now_s() - began_s > 1000
         # What is reported is what passed.
-        assert 0.01 <= lasted_s(began_s) < 10 and 0.02 <= lasted_s(first_s) < 10
+        assert 0.02 <= elapsed_s() - first_s < 10
     began_s = now_s()
     assert now_s() - began_s < 10 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -454,6 +456,12 @@ def test_pipelines_of_too_many_ranks_are_simulated_with_one_of_each_site(
 
     monkeypatch.setattr("simulator.pipeline.simulate_pipeline", refused)
     assert best_simulated([pipeline], FASTEST, until_s=now_s() + 60) == StageChoice(plan=pipeline, simulated_s=None)
+    # Nor is one for fewer sites, which counts as it is expected then.
+    four = SLOW.replace("name: dc, size: 2", "name: dc, size: 4")
+    paying = Paying(sites=("dc0", "dc1", "dc2", "dc3"), fewer=pipeline)
+    monkeypatch.setattr("planner.sites_that_pay", lambda *_, **__: paying)
+    result = in_stages(inputs, call, "--stages", "2", "--fewer-sites", "--json", cluster=four)[1]
+    assert result.code == 0 and result.json["simulated_s"] is None and result.json["left_out"] == ["dc2", "dc3"], result.err
 
 
 def test_a_pipeline_that_costs_nothing_is_no_bug(inputs: Inputs, call: Call) -> None:

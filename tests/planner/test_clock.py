@@ -7,7 +7,7 @@ from contextvars import Context
 
 import pytest
 
-from planner.clock import now_s, timed_by
+from planner.clock import elapsed_s, now_s, timed_by
 
 
 def test_the_clock_is_wall_time_until_another_one_is_given() -> None:
@@ -25,7 +25,9 @@ def test_a_given_clock_counts_until_its_end_however_that_comes() -> None:
             with pytest.raises(KeyboardInterrupt), timed_by(lambda: 7.0):
                 assert now_s() == 7.0
                 raise KeyboardInterrupt
-            assert now_s() == 5.0
+            assert now_s() == elapsed_s() == 5.0
+            with timed_by(lambda: 7.0, reported=lambda: 6.0):
+                assert (now_s(), elapsed_s()) == (7.0, 6.0)
         return now_s()
 
     assert Context().run(nested) == pytest.approx(time.perf_counter(), abs=60)

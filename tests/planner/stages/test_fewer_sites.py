@@ -11,10 +11,12 @@ from stage_cases import KINDS, layered_workload, sites_cluster
 
 from hybridep.config import build
 from hybridep.errors import HybridEPError, InfeasibleError, PlacementError, UserError
+from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Objective
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from planner import Constraints, Goal, StageWishes, alone, least_of_any, plan_pipeline, sites_that_pay
+from planner.stages import fewer
 from planner.stages.fewer import _Search
 
 pytestmark = pytest.mark.timeout(120)
@@ -80,6 +82,25 @@ def test_links_that_are_too_slow_for_what_there_is_to_compute() -> None:
     tight = made(["1 Mbps"] * 4, "30 TFLOPS").model_copy(update={"gpu": small})
     assert alone(tight, workload) is None
     assert len(sites_that_pay(tight, workload, time_limit_s=2).sites) >= 2
+
+
+def test_all_sites_pay_where_no_stages_are_possible_or_those_found_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, workload = made(["100 Gbps"] * 4, "0.01 TFLOPS"), layered_workload(4, micro_batch_size=6)
+    tied = workload.model_copy(update={"model": workload.model.model_copy(update={"tie_embeddings": True})})
+    for one in (layered_workload(1, micro_batch_size=6), tied):
+        assert len(sites_that_pay(cluster, one, time_limit_s=2).sites) == 4
+        with pytest.raises(HybridEPError):
+            sites_that_pay(cluster, one, StageWishes(stages=2), time_limit_s=2)
+    found_by = fewer.plan_pipeline
+
+    def found_late(one: Cluster, *asked: Any, **limits: Any) -> PipelinePlan:
+        found = found_by(one, *asked, **limits)
+        longer_s = found.predicted.step * (10 if one.sizes[0] > 2 else 1)
+        return found.model_copy(update={"prediction": found.predicted.model_copy(update={"step": longer_s})})
+
+    monkeypatch.setattr(fewer, "plan_pipeline", found_late)
+    assert len(sites_that_pay(cluster, workload, time_limit_s=4).sites) == 4
+    assert len(sites_that_pay(cluster, workload, StageWishes(stages=2), time_limit_s=4).sites) == 2
 
 
 def test_the_cheapest_sites_are_few() -> None:

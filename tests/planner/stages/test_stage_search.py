@@ -15,13 +15,13 @@ from hybridep.commands.stage_choice import in_stages
 from hybridep.config import build
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, possible_micro_batches
-from hybridep.plan import LayerGroup, Residency, Status
+from hybridep.plan import LayerGroup, Prediction, Residency, Status
 from hybridep.topology import Cluster
 from hybridep.workload import Model
 from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline, plan_pipelines
 from planner.stages.bound import least_s
 from planner.stages.candidates import AHEAD
-from planner.stages.costs import costed, rooms
+from planner.stages.costs import Costed, costed, predicted, rooms
 from planner.stages.inside import Room, placed, searched, with_less_memory, without_search
 from planner.stages.order import groupings, ordered, steps_s, way_s_per_byte
 from simulator.pipeline import fastest_pipeline, simulate_pipeline
@@ -178,6 +178,21 @@ def test_an_interrupted_search_returns_the_best_so_far() -> None:
 
     plan = plan_pipeline(cluster, workload, report=interrupt)
     assert plan.prediction is not None and costed(plan).fits
+
+
+def test_an_interrupted_report_is_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(5), 4, 2, "pairs"), layered_workload(8)
+    reported = list[Costed]()
+
+    def interrupted(found: Costed, baselines: dict[str, float]) -> Prediction:
+        reported.append(found)
+        if len(reported) == 2:
+            raise KeyboardInterrupt
+        return predicted(found, baselines)
+
+    monkeypatch.setattr("planner.stages.search.predicted", interrupted)
+    plans = plan_pipelines(cluster, workload, number=6, time_limit_s=2)
+    assert len(plans) == 1 and plans[0].stages == reported[0].plan.stages and plans[0].solver is not None
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -22,7 +22,7 @@ from planner.stages.schedule import (
     stage_links,
     ways_of,
 )
-from planner.stages.walk import Sent, Way, walked_s
+from planner.stages.walk import Sent, StageLinks, Way, walked_s
 from planner.staggered import PassTimes, pass_times, staggered_s
 from simulator.pipeline import simulate_pipeline, time_stages
 
@@ -109,6 +109,18 @@ def test_of_many_micro_batches_the_last_ones_stand_for_the_rest(seed: int) -> No
     whole_s = walked_s(long.micro_batches, plan.ahead, stages, forth, back, inside)
     assert paced_s(long.micro_batches, plan.ahead, stages, forth, back, inside) == pytest.approx(whole_s, rel=2e-3)
     assert long.in_flight(0) == plan.ahead * (number - 1) + 1
+
+
+@pytest.mark.parametrize(("stages", "ahead"), [(2, 1), (2, 2), (2, 6), (3, 3), (4, 2)])
+@pytest.mark.parametrize("batches", [50, 64, 101])
+def test_behind_long_ways_micro_batches_come_in_rounds(stages: int, ahead: int, batches: int) -> None:
+    """As many as are in flight, then none for as long as the ways take."""
+    each, ways = [PassTimes(0.0, 1e-3, 2e-3, 0.0, 0.0)] * stages, [one_way(1e-3, 1.0, link) for link in range(2 * stages - 2)]
+    forth, back, inside = ways[: stages - 1], ways[stages - 1 :], [StageLinks()] * stages
+    whole_s = walked_s(batches, ahead, each, forth, back)
+    assert paced_s(batches, ahead, each, forth, back, inside) == pytest.approx(whole_s, rel=1e-3)
+    rounds = -(-batches // (1 + ahead * (stages - 1)))
+    assert stages > 2 or whole_s == pytest.approx(rounds * 2.0, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5, 11])
