@@ -75,6 +75,52 @@ def test_messages_have_even_shares(forth: int, back: int, seconds: float) -> Non
     assert walked_s(2, 2, each, *ways) == pytest.approx(1.0 + seconds + 100.0)
 
 
+def test_copies_of_a_step_share_links_and_the_first_forward_waits_for_them() -> None:
+    """Ten seconds of copies into the second stage and five of activations share a link: they end after 15 and 10."""
+    each = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0), PassTimes(10.0, 4.0, 0.0, 0.0, 0.0, layers=2, early_s=10.0)]
+    alone, shared = (StageLinks(gathered=Way(0.0, ((link, 10.0, 1),), 0.0)) for link in (9, 0))
+    forth, back = [one_way(5.0)], [one_way(0.0, link=1)]
+    # The second of two layers is computed when the last copy has come: 2 s more.
+    assert walked_s(1, 1, each, forth, back, [StageLinks(), alone]) == pytest.approx(10.0 + 2.0)
+    assert walked_s(1, 1, each, forth, back, [StageLinks(), shared]) == pytest.approx(15.0 + 2.0)
+    # A forward that ends after them does not notice.
+    longer = [each[0], each[1]._replace(forward_s=40.0)]
+    assert walked_s(1, 1, longer, forth, back, [StageLinks(), alone]) == pytest.approx(5.0 + 40.0)
+
+
+def test_gradients_of_copies_leave_after_the_last_pass_beside_what_goes_back() -> None:
+    # Four seconds of them and two of the second micro-batch's gradients on one link; then three of the dense parts.
+    each = [PassTimes(0.0, 0.0, 0.0, 0.0, 0.0), PassTimes(0.0, 0.0, 1.0, 4.0, 5.0, late_s=4.0)]
+    once = StageLinks(returned=Way(0.0, ((1, 4.0, 1),), 0.0), dense=Way(0.0, ((1, 3.0, 1),), 0.0))
+    forth, back = [one_way(0.0)], [one_way(2.0, link=1)]
+    # Backwards end at 1 and 2. From 1 to 9 the link is busy with two seconds for each micro-batch and four of the copies.
+    assert walked_s(2, 2, each, forth, back, [StageLinks(), once]) == pytest.approx(9.0 + 3.0 + 2.0)
+    # With one micro-batch they leave before it goes back, beside the dense gradients.
+    assert walked_s(1, 1, each, forth, back, [StageLinks(), once]) == pytest.approx(1.0 + 4.0 + (2.0 + 3.0) + 2.0)
+
+
+def test_sites_that_exchange_no_tokens_wait_for_their_own_sequences_only() -> None:
+    each = [PassTimes(0.0, 1.0, 0.0, 0.0, 0.0)] * 3
+    # Two sites in each stage; what one of the second stage is sent takes 50 s, and each goes on to its like.
+    apart = [Sent(Way(0.0, ((link, seconds, 1),), 0.0), (link,)) for link, seconds in ((0, 0.0), (1, 50.0))]
+    at_once = [Sent(Way(0.0, (), 0.0), (lane,)) for lane in (0, 1)]
+    slow_last = [Sent(Way(0.0, ((link, seconds, 1),), 0.0), (link,)) for link, seconds in ((0, 50.0), (1, 0.0))]
+    assert walked_s(1, 1, each, [apart, at_once], [at_once] * 2) == pytest.approx(50.0 + 3.0)
+    # The other one is sent on slowly: each waits 50 s once.
+    assert walked_s(1, 1, each, [apart, slow_last], [at_once] * 2) == pytest.approx(50.0 + 3.0)
+    # All together they wait for both.
+    together = [Sent(Way(0.0, ((0, 50.0, 1),), 0.0), (0,))]
+    assert walked_s(1, 1, each, [together, together], [one_way(0.0)] * 2) == pytest.approx(2 * 50.0 + 3.0)
+
+
+def test_no_more_micro_batches_leave_than_the_next_stage_has_announced() -> None:
+    # The first stage has three micro-batches in flight, and two are announced: the third leaves when the first is begun, at 11.
+    each = [PassTimes(0.0, 1.0, 1.0, 0.0, 0.0)] * 3
+    forth, back = [one_way(0.0, 10.0, 0), one_way(0.0, 0.0, 1)], [one_way(0.0, link=2), one_way(0.0, link=3)]
+    # It comes at 21, when all else has long been done, and passes three stages forth and two back.
+    assert walked_s(3, 1, each, forth, back) == pytest.approx(21.0 + 5.0)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_expected_steps_are_those_of_simulations(seed: int) -> None:
     plan = random_pipeline(seed)
