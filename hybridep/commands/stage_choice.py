@@ -54,10 +54,10 @@ def in_stages(
     time_limit_s: float = 60.0,
     shown: bool = False,
 ) -> StageChoice:
-    """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation, which lets all sites of a
-    stage begin a pass together and copies have links to themselves, the one that is fastest in a simulation of all ranks. The
-    planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as in a lab. With a ``goal`` the
-    cheapest, or the fastest within a budget. ``shown``: with the search's progress on stderr. Raises what the planner raises."""
+    """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation the one that is fastest in a
+    simulation of all ranks; the planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as
+    in a lab. With a ``goal`` the cheapest, or the fastest within a budget. ``shown``: with the search's progress on stderr.
+    Raises what the planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
     from planner import StageWishes, plan_pipelines
 

@@ -4,21 +4,14 @@ without a search, as far ahead as memory allows."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.codecs import EXACT, Wire
-from hybridep.pipeline import (
-    PipelinePlan,
-    codecs_inside,
-    of_stage,
-    possible_micro_batches,
-    sequences_of_place,
-    stage_workload,
-)
+from hybridep.pipeline import PipelinePlan, codecs_inside, of_stage, stage_workload
 from hybridep.plan import LayerGroup, Objective, Plan, Schedule
 from hybridep.topology import Cluster, by_themselves
 from hybridep.units import format_bytes
@@ -29,12 +22,13 @@ from planner.goal import Worth
 from planner.memory import MemoryUse, memory_knob
 from planner.price import step_usd
 from planner.sites.grouping import Groups
+from planner.stages.batches import BATCHES, number_about, numbers_about, unevenness
 from planner.stages.costs import pipeline_egress_usd, rooms
 from planner.stages.inside import Inside, Room, Store, of_alike, placed, without_search
 from planner.stages.order import groupings, ordered
 from planner.stages.rules import StageRules
 from planner.stages.schedule import balanced_layers, least_step_s, links_inside
-from planner.stages.sketch import OneLayer, Sketches
+from planner.stages.sketch import OneLayer, Sketches, head_s
 from planner.stages.wishes import StageWishes
 
 AHEAD = (1, 2, 3, 4, 6, 8)
@@ -46,11 +40,6 @@ _FAR_APART = 4
 """Numbers of stages that are tried first."""
 _APART = 2
 """So many numbers on either side of the best one, between the outer of which others are tried then."""
-BATCHES = (1, 2, 4, 8, 16)
-"""Micro-batches as a multiple of the stages, about."""
-FEW_BATCHES = (0.25, 0.5)
-"""Micro-batches as a share of the stages: fewer may be better where what each pass waits for is most of a step."""
-_MOST_BATCHES = 1024
 _ROOMY = Room(in_flight=1, beside_bytes=0.0)
 """For a layer by itself."""
 
@@ -158,8 +147,9 @@ class Candidates:
             layer_s = {group: self._layer_s(group, middle) for group in groups}
             pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
             for path in ordered(cluster, groups, step_bytes / middle, middle, pace_s, self.rules.apart):
+                after_s = head_s(cluster, self.workload, path[-1], middle)
                 try:
-                    layers = self._layers([layer_s[group] for group in path], self._head_s(path[-1], middle))
+                    layers = self._layers([layer_s[group] for group in path], after_s)
                 except ValueError as error:
                     self.why = str(error)
                     continue
@@ -195,13 +185,8 @@ class Candidates:
                 network=ExchangeTimes(cluster=self.cluster, streams=self.schedule.streams),
                 step_bytes=float(tokens * wire.activation_row_bytes),
                 one_layer=self._layer_and_links,
-                batches=self._batches,
-                head_s=self._head_s,
             )
         return self._sketches.step_s(path, tuple(layers), micro_batches, ahead)
-
-    def _batches(self, path: Groups) -> list[int]:
-        return numbers_about(unevenness(self.workload, self.cluster, [len(group) for group in path]), len(path))
 
     def _layer_and_links(self, group: tuple[int, ...], micro_batches: int, like: OneLayer | None) -> OneLayer:
         if like is None:
@@ -218,20 +203,13 @@ class Candidates:
     def _layer_plan(self, group: Sequence[int], micro_batches: int) -> Plan:
         return self._stage(group, (1, self.workload.model.num_dense_layers, 1), micro_batches)
 
-    def _head_s(self, group: Sequence[int], micro_batches: int) -> float:
-        """Seconds of the output projection on these sites for a micro-batch."""
-        model, training = self.workload.model, self.workload.training
-        tokens = training.tokens * training.micro_batches * self.cluster.num_gpus / micro_batches
-        per_s = sum(self.cluster.site_gpus[site].throughput for site in group) * self.cluster.ranks_per_site
-        return float(3 * 2 * tokens * model.vocab_size * model.hidden_size / per_s)
-
     def layers(self, path: Groups, micro_batches: int) -> list[int] | None:
         """Layers that suit these sites in the stages; None where that is not possible."""
         if not all(self.rules.possible(group) for group in path):
             return None
         try:
             layer_s = [self._layer_s(group, micro_batches) for group in path]
-            return self._layers(layer_s, self._head_s(path[-1], micro_batches))
+            return self._layers(layer_s, head_s(self.cluster, self.workload, path[-1], micro_batches))
         except ValueError:
             return None
 
@@ -337,24 +315,3 @@ def _farthest(left: Sequence[int], tried: Sequence[int]) -> int:
 
 def _fullness(use: MemoryUse) -> float:
     return use.fullest_bytes / use.capacity_bytes
-
-
-def unevenness(workload: Workload, cluster: Cluster, sites_per_stage: Sequence[int]) -> dict[int, float]:
-    """Possible numbers of micro-batches -> how many times as many sequences as its stage's mean a site may have."""
-    batch, sizes = sequences_of_place(workload, cluster), set(sites_per_stage)
-    return {
-        number: max(-(-batch // number // size) * size * number / batch for size in sizes)
-        for number in possible_micro_batches(workload, cluster, sites_per_stage)
-    }
-
-
-def numbers_about(possible: Mapping[int, float], stages: int, batches: Sequence[float] = BATCHES) -> list[int]:
-    """Numbers of micro-batches that are about so many times the stages, fewest first: ``possible`` ones (``unevenness``)."""
-    few = {number: crowded for number, crowded in possible.items() if number <= _MOST_BATCHES}
-    return sorted({number_about(few, times * stages) for times in batches})
-
-
-def number_about(possible: Mapping[int, float], wanted: float) -> int:
-    """The possible number nearest to ``wanted`` by factors, if half as many micro-batches count as much as sites with 1.4 times
-    as many sequences."""
-    return min(possible, key=lambda number: (math.sqrt(max(number / wanted, wanted / number)) * possible[number], number))

@@ -27,18 +27,9 @@ from planner.clock import elapsed_s, now_s
 from planner.goal import Goal, Worth
 from planner.plans import solver_report
 from planner.sites.grouping import Groups
+from planner.stages.batches import BATCHES, FEW_BATCHES, number_about, numbers_about, unevenness
 from planner.stages.bound import least_s, least_usd
-from planner.stages.candidates import (
-    AHEAD,
-    BATCHES,
-    FEW_BATCHES,
-    OFTEN,
-    Candidate,
-    Candidates,
-    number_about,
-    numbers_about,
-    unevenness,
-)
+from planner.stages.candidates import AHEAD, OFTEN, Candidate, Candidates
 from planner.stages.costs import Costed, costed, predicted, rooms, without_stages
 from planner.stages.inside import Inside, of_alike, placed, searched
 from planner.stages.rules import StageRules

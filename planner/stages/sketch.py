@@ -21,6 +21,7 @@ from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.exchange import ExchangeTimes
 from planner.sites.grouping import Groups
+from planner.stages.batches import numbers_about, unevenness
 from planner.stages.order import facing
 from planner.stages.schedule import busiest_link_s, lanes_of, links_of, paced_s
 from planner.stages.walk import Sent, StageLinks, Way
@@ -53,10 +54,6 @@ class Sketches:
     """Activations of all ranks of a stage in a step."""
     one_layer: Callable[[tuple[int, ...], int, OneLayer | None], OneLayer]
     """Of sites, with a number of micro-batches: placed anew, or as in another."""
-    batches: Callable[[Groups], list[int]]
-    """Numbers of micro-batches that searches ask for, with these sites in the stages."""
-    head_s: Callable[[Sequence[int], int], float]
-    """Of the output projection of a micro-batch on sites, there and back."""
     _timed: dict[tuple[int, ...], list[tuple[float, OneLayer]]] = field(default_factory=dict)
     """Sites -> (sequences of a rank, what a layer takes) with two numbers of micro-batches."""
     _between: dict[tuple[_Stage, _Stage], tuple[list[Sent], list[Sent]]] = field(default_factory=dict)
@@ -75,9 +72,9 @@ class Sketches:
         stages, inside = [], []
         for place, (group, number) in enumerate(zip(path, layers, strict=True)):
             one = self._one_layer(path, place, micro_batches)
-            head_s = self.head_s(group, micro_batches) if place == len(path) - 1 else 0.0
+            after_s = head_s(self.cluster, self.workload, group, micro_batches) if place == len(path) - 1 else 0.0
             once_s = 2 * float(self.cluster.site_latency_s[np.ix_(group, group)].max())
-            stages.append(_times(one.times, number, head_s, min(once_s, one.times.after_s)))
+            stages.append(_times(one.times, number, after_s, min(once_s, one.times.after_s)))
             inside.append(StageLinks(*(way.longer(number) for way in one.links)))
         lanes = lanes_of([np.arange(len(group)) for group in path], inside, _MOST_LANES)
         both = [self._sent(*ends) for ends in pairwise(zip(path, (bool(one.any()) for one in lanes), strict=True))]
@@ -98,11 +95,14 @@ class Sketches:
             return one
         if len(timed) == 1:
             # The smallest micro-batches, or the largest where it is those.
-            every = sorted((self._sequences(group, number), number) for number in self.batches(path))
+            every = sorted((self._sequences(group, number), number) for number in numbers_about(self._possible(path), len(path)))
             second, number = every[0] if every[0][0] < first else every[-1]
             timed.append((second, self.one_layer(group, number, one) if second != first else one))
         second, other = timed[1]
         return one if second == first else _on_line(one, other, (wanted - first) / (second - first))
+
+    def _possible(self, path: Groups) -> dict[int, float]:
+        return unevenness(self.workload, self.cluster, [len(group) for group in path])
 
     def _sequences(self, group: tuple[int, ...], micro_batches: int) -> float:
         """Of the rank that has most of a micro-batch."""
@@ -131,6 +131,14 @@ class Sketches:
         per_byte = self.network.window_s_per_byte[0]
         windows_s = size_bytes / inside * (per_byte[source, destination] if per_byte.ndim else float(per_byte))
         return Way(float(cluster.site_latency_s[source, destination].max()), links, float(windows_s.max()))
+
+
+def head_s(cluster: Cluster, workload: Workload, group: Sequence[int], micro_batches: int) -> float:
+    """Seconds of the output projection on these sites for a micro-batch, there and back."""
+    model, training = workload.model, workload.training
+    tokens = training.tokens * training.micro_batches * cluster.num_gpus / micro_batches
+    per_s = sum(cluster.site_gpus[site].throughput for site in group) * cluster.ranks_per_site
+    return float(3 * 2 * tokens * model.vocab_size * model.hidden_size / per_s)
 
 
 def _times(one: PassTimes, layers: int, head_s: float, once_s: float) -> PassTimes:

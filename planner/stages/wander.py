@@ -9,7 +9,8 @@ import numpy as np
 
 from planner.clock import now_s
 from planner.sites.grouping import Groups
-from planner.stages.candidates import AHEAD, BATCHES, Candidates, number_about, numbers_about, unevenness
+from planner.stages.batches import number_about, numbers_about, unevenness
+from planner.stages.candidates import AHEAD, Candidates
 
 _STEPS = 1000
 """Changes that are looked at, at most."""
@@ -66,7 +67,7 @@ def _changed(candidates: Candidates, one: Sketch, rng: np.random.Generator) -> S
         return None if layers[0] <= candidates.workload.model.num_dense_layers else one._replace(path=path, layers=layers)
     if kind < 0.95:
         possible = unevenness(candidates.workload, candidates.cluster, [len(group) for group in one.path])
-        return one._replace(micro_batches=int(rng.choice(numbers_about(possible, stages, BATCHES))))
+        return one._replace(micro_batches=int(rng.choice(numbers_about(possible, stages))))
     return one._replace(ahead=int(rng.choice(AHEAD)))
 
 

@@ -8,7 +8,8 @@ from stage_cases import layered_workload, random_pipeline, sites_cluster
 
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Schedule
-from planner.stages.candidates import Candidates, number_about, unevenness
+from planner.stages.batches import number_about, unevenness
+from planner.stages.candidates import Candidates
 from planner.stages.costs import Costed, costed
 from planner.stages.rules import StageRules
 from planner.stages.search import _groups, _layers
