@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CANDIDATES = 24
 """Pipelines among which a simulation chooses at most, as far as there is time."""
-_FAR = 1.25
+_FAR = 1.1
 """Pipelines that are expected to take so many times as long as the best are not simulated: what is expected errs by less."""
 _LAYER_S, _INSIDE_S = 1e-5, 5e-5
 """What simulating one takes, about, for each rank, layer and micro-batch, and more where the layer's experts are exchanged inside
