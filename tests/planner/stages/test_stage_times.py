@@ -11,6 +11,7 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Plan
 from planner import step_cost
 from planner.memory import ACTIVATIONS, memory_use
+from planner.stages import schedule
 from planner.stages.bound import least_s
 from planner.stages.costs import BUBBLE, activation_bytes, costed, predicted, rooms
 from planner.stages.schedule import (
@@ -111,6 +112,15 @@ def test_sites_that_exchange_no_tokens_wait_for_their_own_sequences_only() -> No
     # All together they wait for both.
     together = [Sent(Way(0.0, ((0, 50.0, 1),), 0.0), (0,))]
     assert walked_s(1, 1, each, [together, together], [one_way(0.0)] * 2) == pytest.approx(2 * 50.0 + 3.0)
+
+
+@pytest.mark.parametrize(("seed", "longer"), [(205, 0.09), (263, 0.03)])
+def test_sites_that_only_copy_experts_are_lanes(seed: int, longer: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = random_pipeline(seed, least_stages=2)
+    simulated_s = simulate_pipeline(plan).step_s
+    assert costed(plan).times.step_s == pytest.approx(simulated_s, rel=3e-3)
+    monkeypatch.setattr(schedule, "lanes_of", lambda sites, inside: [np.zeros(len(own), dtype=np.int64) for own in sites])
+    assert costed(plan).times.step_s == pytest.approx((1 + longer) * simulated_s, rel=5e-3)
 
 
 def test_no_more_micro_batches_leave_than_the_next_stage_has_announced() -> None:
