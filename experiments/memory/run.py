@@ -139,7 +139,7 @@ def peak_of_rank(config: dict[str, Any], name: str, rank: int, port: int) -> dic
     store = join_store(ADDRESS, port, timeout_s=TIMEOUT_S)
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
-        text.write_bytes(np.random.default_rng(0).bytes(100_000))
+        text.write_bytes(np.random.default_rng(0).integers(1, 256, 100_000, dtype=np.uint8).tobytes())
 
         def run(steps: int) -> Run:
             values: dict[str, Any] = {
