@@ -44,12 +44,12 @@ class Passes(NamedTuple):
     """[2, stages]: what follows the exchange."""
     computing: FloatArray
     """[2, stages]: share of that in which ranks compute."""
-    gathered_s: FloatArray
+    after_gather_s: FloatArray
     """[stages]: from when the last copy has left until the first forward ends, at least; in the first stage, which begins with
     the copies, all that follows the exchange."""
-    returned_s: FloatArray
+    after_return_s: FloatArray
     """[stages]: from when the last gradient of a copy has left until those of the dense parts set out."""
-    after_s: FloatArray
+    after_dense_s: FloatArray
     """[stages]: from when these have left until the end."""
     crowding: FloatArray
     """[lanes]: ranks as a share of the processors that all ranks share; of length 0 where each has its own."""
@@ -251,9 +251,9 @@ def _await(passes: Passes, state: State, lane: int, now_s: float) -> None:
     """What a first forward has left at ``now_s``, once its copies have left."""
     stage = passes.stage[lane]
     if stage == 0:
-        state.left_s[lane] = passes.gathered_s[stage]
+        state.left_s[lane] = passes.after_gather_s[stage]
     else:
-        ends_s = max(state.since_s[lane] + state.left_s[lane], state.gathered_s[stage] + passes.gathered_s[stage])
+        ends_s = max(state.since_s[lane] + state.left_s[lane], state.gathered_s[stage] + passes.after_gather_s[stage])
         state.left_s[lane] = ends_s - now_s
     state.since_s[lane] = now_s
 
@@ -319,9 +319,9 @@ def _leave(ways: Ways, passes: Passes, state: State, way: int, now_s: float) -> 
         return
     which, stage = (way - 4 * lanes) // stages, (way - 4 * lanes) % stages
     if which == 2:
-        passes.end_s[stage] = now_s + passes.after_s[stage]
+        passes.end_s[stage] = now_s + passes.after_dense_s[stage]
     elif which == 1:
-        state.dense_s[stage] = now_s + passes.returned_s[stage]
+        state.dense_s[stage] = now_s + passes.after_return_s[stage]
     else:
         state.gathered_s[stage] = now_s
         for lane in range(lanes):

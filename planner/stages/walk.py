@@ -26,7 +26,7 @@ Links = tuple[tuple[int, float, int], ...]
 
 
 class Way(NamedTuple):
-    """One micro-batch's transfer from a stage to another, or all that a stage exchanges in a pass."""
+    """One micro-batch's transfer from a stage to another, or all that a stage exchanges in a pass, or once a step."""
 
     latency_s: float
     links: Links
@@ -112,14 +112,15 @@ def walked_s(
     targets, origins = _reached(lanes, forth, back)
     first_from, all_origins = _in_rows(origins)
     first_to, all_targets = _in_rows(targets)
+    every = zip(range(number), stages, inside, follows_s[1], strict=True)
     passes = Passes(
         kind=np.array([[is_forward for is_forward, _ in order] for order in orders], dtype=np.int64),
         ahead=ahead,
         follows_s=follows_s,
         computing=np.minimum(np.divide(computed_s, follows_s, out=np.zeros((2, number)), where=follows_s > 0), 1.0),
-        gathered_s=np.array([_gathered_s(*each) for each in zip(range(number), stages, inside, follows_s[1], strict=True)]),
-        returned_s=np.array([max(each_s - one.alone_s, 0.0) for each_s, one in zip(shown_s, returned, strict=True)]),
-        after_s=np.array([max(one.after_s - each.dense.alone_s, 0.0) for one, each in zip(stages, inside, strict=True)]),
+        after_gather_s=np.array([_after_gather_s(*each) for each in every]),
+        after_return_s=np.array([max(each_s - one.alone_s, 0.0) for each_s, one in zip(shown_s, returned, strict=True)]),
+        after_dense_s=np.array([max(one.after_s - each.dense.alone_s, 0.0) for one, each in zip(stages, inside, strict=True)]),
         crowding=np.repeat(np.array(crowding) / lanes, lanes) if crowding else np.zeros(0),
         stage=np.repeat(np.arange(number), lanes),
         first_from=first_from,
@@ -142,7 +143,7 @@ def walked_s(
     return float(passes.end_s.max())
 
 
-def _gathered_s(stage: int, one: PassTimes, links: StageLinks, follows_s: float) -> float:
+def _after_gather_s(stage: int, one: PassTimes, links: StageLinks, follows_s: float) -> float:
     """From when the last copy of a step has left until the first forward ends. In the first stage copies travel beside its
     blocks; in others they set out when the step begins, each layer waits for its own, and they come one after the other."""
     rest_s = max(one.early_s - links.gathered.alone_s, 0.0)
