@@ -32,19 +32,22 @@ from simulator.pipeline import simulate_pipeline
 from simulator.step import simulate_step
 
 HERE = Path(__file__).resolve().parent
+TRAINING = ("sequence_length", "micro_batch_size")
 TIMES = ("predicted_s", "simulated_s", "measured_s", "min_s", "max_s")
 COLUMNS = ("setting", "stages", "sites", "micro_batches", *TIMES, "wan_mb")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--config", type=Path, default=HERE / "config.yaml", help="what is trained where; gpu.yaml: on GPUs")
+    parser.add_argument("--results", type=Path, help="default: a folder in results named after the configuration")
     parser.add_argument("--smoke", action="store_true", help="one setting, few steps, no verdict: does it run?")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    config = yaml.safe_load((HERE / "config.yaml").read_text())
+    config = yaml.safe_load(given.config.read_text())
     config |= config["smoke"] if given.smoke else {}
-    folder = given.results.resolve() / ("smoke" if given.smoke else "")
+    results = given.results or HERE / "results" / given.config.stem
+    folder = results.resolve() / ("smoke" if given.smoke else "")
     if given.inside is not None:
         write_text(folder / f"{given.inside}.json", json.dumps(measured(config, given.inside)))
         return 0
@@ -62,8 +65,9 @@ def main() -> int:
 
 def setting(config: dict[str, Any], name: str) -> tuple[Cluster, Workload]:
     fields = dict(config["settings"][name])
-    cluster = load_cluster(config["cluster"], [f"levels.dc.bandwidth={fields.pop('rate')}"])
-    training = config["training"] | {"sequence_length": fields.pop("sequence_length")}
+    own = HERE / config["cluster"]
+    cluster = load_cluster(str(own) if own.exists() else config["cluster"], [f"levels.dc.bandwidth={fields.pop('rate')}"])
+    training = config["training"] | {field: fields.pop(field) for field in TRAINING if field in fields}
     return cluster, build(Workload, {"name": name, "model": config["model"] | fields, "training": training}, "config.yaml")
 
 
