@@ -99,31 +99,32 @@ __device__ __forceinline__ void residual_find(const T* __restrict__ value, const
   if (threadIdx.x == 0) found[blockIdx.x] = i32(to);
 }
 
-// One block of STARTS_THREADS.
+// One block of STARTS_THREADS. A warp takes EACH stretches of 32 tiles at a time, so that its accesses are whole lines.
 extern "C" __global__ void __launch_bounds__(STARTS_THREADS)
 residual_starts(const i32* __restrict__ found, i32* __restrict__ starts, i32* __restrict__ status, u32 tiles, u32 capacity) {
-  constexpr u32 EACH = 16;  // tiles of a thread at a time
+  constexpr u32 EACH = 16;
   __shared__ i64 warp_totals[STARTS_THREADS / 32];
   u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   i64 begin = 0;
   for (u32 base = 0; base < tiles; base += STARTS_THREADS * EACH) {
-    u32 first = base + threadIdx.x * EACH;
-    i32 part[EACH];
-    i64 own = 0;
+    u32 first = base + warp * (32 * EACH) + lane;
+    i32 part[EACH], before[EACH], own = 0;  // before: in the warp's earlier tiles; at most 512 x TILE
 #pragma unroll
-    for (u32 e = 0; e < EACH; ++e) part[e] = first + e < tiles ? found[first + e] : 0;
+    for (u32 e = 0; e < EACH; ++e) part[e] = first + e * 32 < tiles ? found[first + e * 32] : 0;
 #pragma unroll
-    for (u32 e = 0; e < EACH; ++e) own += part[e];
-    i64 sum = warp_scan(own);
-    if (lane == 31) warp_totals[warp] = sum;
+    for (u32 e = 0; e < EACH; ++e) {
+      i32 sum = warp_scan(part[e]);
+      before[e] = own + sum - part[e];
+      own += __shfl_sync(ALL, sum, 31);
+    }
+    if (lane == 0) warp_totals[warp] = own;
     __syncthreads();
     i64 all = warp_scan(warp_totals[lane]);  // a warp has a lane for each warp
-    i64 at = begin + sum - own + (warp ? __shfl_sync(ALL, all, warp - 1) : 0);
+    i64 at = begin + (warp ? __shfl_sync(ALL, all, warp - 1) : 0);
     begin += __shfl_sync(ALL, all, 31);
 #pragma unroll
     for (u32 e = 0; e < EACH; ++e) {
-      if (first + e < tiles) starts[first + e] = i32(min(at, i64(capacity)));
-      at += part[e];
+      if (first + e * 32 < tiles) starts[first + e * 32] = i32(min(at + before[e], i64(capacity)));
     }
     __syncthreads();  // the next round writes warp_totals again
   }
@@ -208,9 +209,10 @@ __device__ __forceinline__ void residual_decode(const T* __restrict__ shared, co
   }
 }
 
-// Blocks of THREADS: one for each tile; for moving, a warp for each tile.
-#define KERNELS(element, T, N)                                                                                                \
-  extern "C" __global__ void __launch_bounds__(THREADS, 4) residual_find_##element(                                           \
+// Blocks of THREADS: one for each tile; for moving, a warp for each tile. BLOCKS: as many find registers on a multiprocessor at
+// once while they look for entries.
+#define KERNELS(element, T, N, BLOCKS)                                                                                        \
+  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) residual_find_##element(                                           \
       const T* __restrict__ value, const T* __restrict__ shared, const float* __restrict__ threshold,                         \
       T* __restrict__ kept_values, u16* __restrict__ kept_places, i32* __restrict__ found, u64 length, u32 room,              \
       u32 aligned) {                                                                                                          \
@@ -230,6 +232,6 @@ __device__ __forceinline__ void residual_decode(const T* __restrict__ shared, co
     residual_decode<T, N>(shared, values, places, starts, out, length, aligned);                                              \
   }
 
-KERNELS(bf16, bf16, 8)
-KERNELS(f16, f16, 8)
-KERNELS(f32, float, 4)
+KERNELS(bf16, bf16, 8, 8)
+KERNELS(f16, f16, 8, 8)
+KERNELS(f32, float, 4, 4)
