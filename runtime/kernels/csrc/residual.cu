@@ -212,7 +212,7 @@ __device__ __forceinline__ void residual_decode(const T* __restrict__ shared, co
 // Blocks of THREADS: one for each tile; for moving, a warp for each tile. BLOCKS: as many find registers on a multiprocessor at
 // once while they look for entries.
 #define KERNELS(element, T, N, BLOCKS)                                                                                        \
-  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) residual_find_##element(                                           \
+  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) residual_find_##element(                                      \
       const T* __restrict__ value, const T* __restrict__ shared, const float* __restrict__ threshold,                         \
       T* __restrict__ kept_values, u16* __restrict__ kept_places, i32* __restrict__ found, u64 length, u32 room,              \
       u32 aligned) {                                                                                                          \
