@@ -26,7 +26,7 @@ from runtime.kernels.tokens import TokenKernels
 _COMPARED = ("torchtitan", "triton")
 """What is measured beside the kernels where it is installed."""
 _IN_A_ROW = 4
-"""Layers that are launched together, as those of a model are: the host's time before the first counts once."""
+"""Kernels, or layers, that are launched together at least, as those of a model are: what comes before the first counts once."""
 ELEMENTS = 2**27
 """Of the codecs' weights: 256 MiB in bf16."""
 
@@ -46,11 +46,13 @@ class Result:
 
 
 def time_runs_s(runs: list[Callable[[], object]], repeats: int) -> float:
-    """Median seconds of one run. All runs are captured into a CUDA graph, so the host's launch time is left out; the first
-    call of each compiles and warms up outside it. On the current stream where that can be captured: backward runs on the stream
+    """Median seconds of one run. All runs, several times where they are few, are captured into a CUDA graph, so the host's launch
+    time is left out, and what the first run after a wait takes longer hardly counts; the first call of each compiles and warms up
+    outside it. On the current stream where that can be captured: backward runs on the stream
     that its forward ran on."""
     for run in runs:
         run()
+    runs = runs * -(-_IN_A_ROW // len(runs))
     torch.cuda.synchronize()
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     with torch.cuda.graph(graph, stream=None if current == torch.cuda.default_stream() else current):

@@ -215,7 +215,7 @@ def test_speed_near_the_memory_limit(tokens: TokenKernels, codecs: CodecKernels)
     (experiments/kernels; the goals are 85 % for dispatch and combine, 70 % for the sparse residual)."""
     device = torch.device("cuda")
     _, ceiling = bench.measure_copies(device, 20)
-    wanted = {"dispatch": 0.75, "combine": 0.85, "residual encode": 0.55, "residual decode": 0.8}
+    wanted = {"dispatch": 0.8, "combine": 0.85, "residual encode": 0.65, "residual decode": 0.8}
     cases = [*token_cases(tokens, SHAPES[0], device), *codec_cases(codecs, 2**27, device)]
     found = {r.name: r for r in bench.measure([case for case in cases if case.name in wanted], ceiling, 20)}
     for result in found.values():
