@@ -46,6 +46,9 @@ _Exchanged = Callable[[FloatArray], FloatArray]
 
 _FORWARD, _BACKWARD = (Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE), (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)
 
+_AT_LAST = {Op.GRADIENT_RETURN, Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER}
+"""What only the last backward of a step does, or does for copies of a step."""
+
 _NOTHING: tuple[FloatArray, FloatArray] = np.zeros(1), np.zeros(1)
 
 
@@ -236,12 +239,14 @@ class _Walk:
 
         forward_s = float((there := forward(is_first=False)).max())
         backward_s = float((done := backward(there, is_last=False)).max()) - forward_s
-        last_s = float(backward(there, is_last=True).max()) - forward_s
+        ops = {key.op for _, layer in self._groups for key in layer.exchanges.pairs}
+        first_s = float(forward(is_first=True).max()) if Op.EXPERT_GATHER in ops else forward_s
+        last_s = float(backward(there, is_last=True).max()) - forward_s if ops & _AT_LAST else backward_s
         blocks_s = [count * (self._pre_expert_s + layer.expert_s) for count, layer in self._groups]
         compute_s = 3 * float((sum(blocks_s, start=np.zeros(1)) + head_s).max())
         return PassTimes(
             computing=min(compute_s / (forward_s + backward_s), 1.0),
-            gather_s=max(float(forward(is_first=True).max()) - forward_s, 0.0),
+            gather_s=max(first_s - forward_s, 0.0),
             forward_s=forward_s,
             backward_s=backward_s,
             return_s=max(last_s - backward_s, 0.0),
@@ -352,10 +357,14 @@ class _Walk:
         )
 
     def _exchanges(self, traffic: Traffic, coding: Coding) -> Exchanges:
-        return Exchanges(
-            pairs={key: pairs_of(self._network, key, sent) for key, sent in traffic.items() if sent.any()},
-            coding_s=coded_ranks_s(self._plan.cluster.gpu, coding, self._plan.level_codecs),
-        )
+        pairs: dict[OpLevel, Pairs] = {}
+        for key, sent in traffic.items():
+            # Backward sends again what forward did.
+            same = (one for one in pairs if one.level == key.level and is_late(one) == is_late(key))
+            twin = next((one for one in same if traffic[one] is sent or np.array_equal(traffic[one], sent)), None)
+            if twin is not None or sent.any():
+                pairs[key] = pairs_of(self._network, key, sent) if twin is None else pairs[twin]
+        return Exchanges(pairs=pairs, coding_s=coded_ranks_s(self._plan.cluster.gpu, coding, self._plan.level_codecs))
 
 
 def _joined(*parts: Between) -> Between:
