@@ -173,7 +173,7 @@ def check(seed: int, inputs: Inputs, call: Call, *, in_stages: bool = False) -> 
     )
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("seed", range(16))
 def test_a_plan_or_one_line(seed: int, inputs: Inputs, call: Call) -> None:
     check(seed, inputs, call)
