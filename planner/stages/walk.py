@@ -9,8 +9,7 @@ everywhere, so that counts say which have come.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from hybridep.compiled import told_of_compiling
 from hybridep.pipeline import order_of_passes
 from hybridep.placement import IntArray
+from hybridep.traffic import FloatArray
 from planner.stages.events import Passes, Ways, begun, run
 from planner.staggered import PassTimes
 
@@ -183,37 +183,35 @@ def _in_rows(rows: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
 def _as_arrays(together: Sequence[Sequence[Way]]) -> Ways:
     """``together``: ways, those that are mostly used at the same time together."""
     ways = [way for some in together for way in some]
-    users = Counter(link for way in ways for link, _, _ in way.links)
-    wanted = (one for some in together for one in _wanted(some))
-    every = [(number, *one, next(wanted)) for number, way in enumerate(ways) for one in way.links]
+    entries = np.array([entry for way in ways for entry in way.links], dtype=np.float64).reshape(-1, 3)
+    way, held_s, messages = np.repeat(np.arange(len(ways)), [len(one.links) for one in ways]), entries[:, 1], entries[:, 2]
+    _, link, users = np.unique(entries[:, 0], return_inverse=True, return_counts=True)
+    least_s = np.array([one.least_s for one in ways])
+    wanted = _wanted(np.repeat(np.arange(len(together)), [len(some) for some in together]), way, link, held_s, least_s) / messages
     # What only one way crosses is a time that it takes at least.
-    alone_s = [max([way.least_s, *(held_s for link, held_s, _ in way.links if users[link] == 1)]) for way in ways]
-    entries = [one for one in every if users[one[1]] > 1]
-    way = np.array([one[0] for one in entries], dtype=np.int64)
-    _, link = np.unique(np.array([one[1] for one in entries], dtype=np.int64), return_inverse=True)
+    shared = users[link] > 1
+    np.maximum.at(least_s, way[~shared], held_s[~shared])
+    way, link = way[shared], np.unique(link[shared], return_inverse=True)[1]
     return Ways(
         latency_s=np.array([one.latency_s for one in ways]),
-        least_s=np.array(alone_s),
+        least_s=least_s,
         first=np.searchsorted(way, np.arange(len(ways) + 1)),
         way=way,
         link=link,
-        held_s=np.array([one[2] for one in entries], dtype=np.float64),
-        messages=np.array([one[3] for one in entries], dtype=np.int64),
-        wanted=np.array([one[4] for one in entries], dtype=np.float64),
+        held_s=held_s[shared],
+        messages=messages[shared].astype(np.int64),
+        wanted=wanted[shared],
         first_on_link=np.cumsum([0, *np.bincount(link)]),
         on_link=np.argsort(link, kind="stable"),
     )
 
 
-def _wanted(together: Sequence[Way]) -> Iterator[float]:
-    """For each link of each way: the share of it that a message would take if it had room, no more than the other links let
-    through with what is on its way at the same time."""
-    held_s: dict[int, float] = {}
-    for way in together:
-        for link, seconds, _ in way.links:
-            held_s[link] = held_s.get(link, 0.0) + seconds
-    for way in together:
-        longest_s = max([way.least_s, *(held_s[link] for link, _, _ in way.links)])
-        for _, seconds, messages in way.links:
-            # Where one link holds all up, its own time is no other's.
-            yield (seconds / longest_s if seconds < longest_s else 1.0) / messages
+def _wanted(together: IntArray, way: IntArray, link: IntArray, held_s: FloatArray, least_s: FloatArray) -> FloatArray:
+    """[entries]: the share of its link that all of a way would take if it had room, no more than its other links let through with
+    what is on its way at the same time. ``together`` and ``least_s``: [ways], ``way``, ``link`` and ``held_s``: [entries]."""
+    place = together[way] * (link.max(initial=0) + 1) + link
+    own_s = np.bincount(place, weights=held_s)[place]
+    longest_s = least_s.copy()
+    np.maximum.at(longest_s, way, own_s)
+    # Where one link holds all up, its own time is no other's.
+    return np.divide(held_s, longest_s[way], out=np.ones_like(held_s), where=held_s < longest_s[way])
