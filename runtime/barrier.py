@@ -12,15 +12,18 @@ from runtime.transport import Transport
 
 _LABEL = "barrier"
 _GATHER_LABEL = "gather at rank 0"
+PATIENCE_S = 600.0
+"""Ranks write checkpoints at different speeds, and wait while others measure slow links; one that dies meanwhile is noticed at
+once all the same."""
 
 
 class Barrier:
     """A meeting point of all ranks at rank 0. It has a transport of its own, because ranks may wait here for long."""
 
-    def __init__(self, *, rank: int, world_size: int, timeout_s: float, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+    def __init__(self, *, rank: int, world_size: int, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         """``groups``: connections in place of the default process group's."""
         self._rank, self._others = rank, [other for other in range(world_size) if other != rank]
-        self._transport = Transport(timeout_s=timeout_s, groups=groups)
+        self._transport = Transport(timeout_s=PATIENCE_S, groups=groups)
 
     def wait(self) -> None:
         """Return when all ranks have called it."""

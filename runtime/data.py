@@ -60,11 +60,12 @@ def _text(path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
         texts = [path.read_bytes() for path in files]
     except OSError as error:
         raise DataError(f"data.path: {error.filename or folder} cannot be read ({error.strerror})") from None
-    if files == [folder] and b"\0" in texts[0]:
-        raise DataError(
-            f"data.path: {folder} is no text (it holds null bytes); token ids are in a file that ends in {TOKEN_FILE}, as "
-            "numpy.save writes it"
-        )
+    for file, text in zip(files, texts, strict=True):
+        if b"\0" in text:
+            raise DataError(
+                f"data.path: {file} is no text (it holds null bytes); token ids are in a file that ends in {TOKEN_FILE}, as "
+                "numpy.save writes it, and data.path is that file"
+            )
     return np.concatenate([np.frombuffer(text, dtype=np.uint8) for text in texts])
 
 

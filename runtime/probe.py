@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _Measured = TypeVar("_Measured", "LevelProbe", ComputeProbe, CodecProbe, Contention)
 
 _TIMEOUT_S = 60.0
-"""After which an exchange, or the wait for all ranks, has failed."""
+"""After which an exchange has failed. While one pair's messages take as long the other ranks wait at a barrier."""
 _SMALL_BYTES, _FIRST_BYTES, _LARGEST_BYTES = 8, 2**15, 2**26
 _REPEATS = 5
 _BANDWIDTH_REPEATS = 9
@@ -120,7 +120,7 @@ def _probe(
     group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
     plan = Plan(cluster=cluster, workload=workload, layers=(group,))
     mesh = Mesh(plan=plan, rank=rank, device=choose_device(device, rank))
-    barrier = Barrier(rank=rank, world_size=mesh.world_size, timeout_s=_TIMEOUT_S)
+    barrier = Barrier(rank=rank, world_size=mesh.world_size)
     links, numbers = device_links(mesh, timeout_s=_TIMEOUT_S), mesh.label_numbers
     transport = Transport(timeout_s=_TIMEOUT_S, device_links=links, numbers=numbers)
     found = [_level(mesh, transport, barrier, level, seconds) for level, size in enumerate(mesh.sizes) if size > 1]

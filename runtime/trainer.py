@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 TRACE_FILE = "trace.json"
 ROUTING_FILE = "routing.npz"
-_BARRIER_TIMEOUT_S = 600.0
-"""Ranks write checkpoints at different speeds; a rank that dies meanwhile is noticed at once all the same."""
 
 
 class Forward(NamedTuple):
@@ -85,9 +83,7 @@ class RankTrainer:
         if mesh.pipeline is not None:
             self._between = between_transport(mesh, groups, run.exchange_timeout, self.spans.transfer)
             self._neighbours = Neighbours(mesh, self._between)
-        self._barrier = Barrier(
-            rank=mesh.run_rank, world_size=mesh.whole.cluster.num_gpus, timeout_s=_BARRIER_TIMEOUT_S, groups=groups
-        )
+        self._barrier = Barrier(rank=mesh.run_rank, world_size=mesh.whole.cluster.num_gpus, groups=groups)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)
         if self._model_config.has_head:

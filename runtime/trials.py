@@ -24,8 +24,6 @@ from runtime.trainer import RankTrainer
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_BARRIER_TIMEOUT_S = 600.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -71,8 +69,7 @@ def run_trials(
 
 def _trial(run: Run, mesh: Mesh, groups: Sequence[dist.ProcessGroup], recorded: int) -> Trial:
     trainer = RankTrainer(run, mesh, groups)
-    world_size = mesh.whole.cluster.num_gpus
-    barrier = Barrier(rank=mesh.run_rank, world_size=world_size, timeout_s=_BARRIER_TIMEOUT_S, groups=groups)
+    barrier = Barrier(rank=mesh.run_rank, world_size=mesh.whole.cluster.num_gpus, groups=groups)
     model = mesh.whole.workload.model
     counts = torch.zeros(run.steps, model.num_moe_layers, model.num_experts, dtype=torch.int64)
     reports: list[StepReport] = []

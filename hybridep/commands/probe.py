@@ -119,8 +119,7 @@ def measure(
     """What all ranks of ``cluster`` find together; see ``measured_cluster``. Raises UserError where sites have GPUs of their own:
     the slowest rank counts, so one kind is measured."""
     from hybridep.errors import UserError
-    from hybridep.launch.backends import backend_for
-    from hybridep.launch.controller import Controller
+    from hybridep.launch.backends import results_of
     from hybridep.launch.folders import scratch_folder
     from hybridep.launch.worker import Job
     from hybridep.run import Run
@@ -136,10 +135,7 @@ def measure(
     with scratch_folder() as folder:
         run = Run(name="probe", cluster=cluster.name, workload=workload.name, output=folder, steps=1, device=device)
         job = Job(run=run, plan=baseline(cluster, workload, "ep"), probe_s=seconds, thorough=thorough)
-        with backend_for(job, local=not os.environ.get("RAY_ADDRESS")) as backend:
-            controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
-            controller.run()
-    return summarise([probe_of(fields) for fields in controller.results.values()])
+        return summarise([probe_of(fields) for fields in results_of(job, local=not os.environ.get("RAY_ADDRESS"))])
 
 
 def with_measurements(cluster: Cluster, found: Probe) -> Cluster:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from hybridep.launch.controller import Controller
 from hybridep.launch.lab import DC_VARIABLE, LAB_VARIABLE
 from hybridep.launch.local_backend import LocalGroup
 from hybridep.launch.policies import Patience
@@ -22,6 +24,14 @@ RAY_PATIENCE = Patience(complaint_s=9.0)
 def in_lab() -> bool:
     """Whether this process runs inside a lab."""
     return LAB_VARIABLE in os.environ
+
+
+def results_of(job: Job, *, local: bool) -> list[dict[str, Any]]:
+    """Run a job that measures; what each rank found, in their order. Raises what ``backend_for`` and ``Controller.run`` raise."""
+    with backend_for(job, local=local) as backend:
+        controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
+        controller.run()
+    return [controller.results[rank] for rank in sorted(controller.results)]
 
 
 @contextmanager

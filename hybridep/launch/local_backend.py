@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 from dataclasses import asdict
-from typing import IO
 
-from hybridep.config import require_writable, write_text
-from hybridep.launch.host import child_environment
 from hybridep.launch.lab import Lab
 from hybridep.launch.reports import Rendezvous, ReportReader
 from hybridep.launch.worker import Job
@@ -32,34 +28,13 @@ class LocalGroup:
         """Ranks that have finished or failed in their own words."""
 
     def start(self) -> None:
-        output = self._job.run.output
-        job_file = output / "job.json"
-        write_text(job_file, self._job.to_json())
-        require_writable("output", output / "logs")
+        job_file = self._job.write()
         for rank, dc in enumerate(self._dcs):
-            address = self._lab.site(dc).address if self._lab else LOOPBACK
-            read_end, write_end = os.pipe()
-            words = [str(job_file), str(rank), dc, address, str(write_end), str(os.getpid())]
-            command = [sys.executable, "-m", "hybridep.launch.worker", *words]
-            try:
-                with self._job.log(rank).open("wb") as log:
-                    self._processes.append(self._spawn(command, dc, write_end, log))
-            finally:
-                os.close(write_end)
-            self._reader.add(rank, read_end)
-
-    def _spawn(self, command: list[str], dc: str, report: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        prefix = self._lab.process_prefix(dc) if self._lab else []
-        # A session of its own: Ctrl-C is for the launcher alone, which then stops the ranks.
-        return subprocess.Popen(
-            [*prefix, *command],
-            env=child_environment(),
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=(report,),
-            start_new_session=True,
-        )
+            prefix, address = (self._lab.process_prefix(dc), self._lab.site(dc).address) if self._lab else ([], LOOPBACK)
+            command = [*prefix, sys.executable, "-m", "hybridep.launch.worker"]
+            arguments = [str(job_file), str(rank), dc, address]
+            process = self._reader.start(rank, command, arguments, self._job.log(rank), stdin=subprocess.PIPE)
+            self._processes.append(process)
 
     def poll(self, timeout_s: float) -> list[Event]:
         events: list[Event] = []

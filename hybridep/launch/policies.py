@@ -78,6 +78,8 @@ def accused(complaints: Sequence[Failed], dcs: Sequence[str]) -> Cause:
     why = complaints[0].why
     silent = [end for end in (_follow(peers, rank) for rank in peers) if end is not None]
     if silent:
+        # A complaint says "it" of whom it accuses.
+        why = next(failure.why for failure in complaints if failure.peer == silent[0])
         if _whole_dc(silent[0], set(silent), dcs):
             return Cause(who=dcs[silent[0]], why=f"it stopped answering ({why})")
         return Cause(who=rank_name(silent[0], dcs), why=f"it stopped answering ({why})")

@@ -1,6 +1,6 @@
 """Everything that imports Ray: the driver process of a run, and the process that holds a node.
 
-    python -m hybridep.launch.ray_backend drive PARENT_PID JOB_FILE ADDRESS REPORT_FILE_DESCRIPTOR
+    python -m hybridep.launch.ray_backend drive PARENT_PID REPORT_FILE_DESCRIPTOR JOB_FILE ADDRESS
     python -m hybridep.launch.ray_backend node PARENT_PID OPTIONS_OF_RAY_START...
 
 The driver is a process of its own because Ray prints to its stdout and ends it when the head node is lost.
@@ -211,7 +211,7 @@ def _connect(address: str) -> None:
             time.sleep(0.5)
 
 
-def drive(job_file: str, address: str, report_file: str) -> None:
+def drive(report_file: str, job_file: str, address: str) -> None:
     """The driver process: a run from start to end."""
     report = ReportWriter(int(report_file))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -224,7 +224,7 @@ def drive(job_file: str, address: str, report_file: str) -> None:
         while True:
             time.sleep(1.0)
     except HybridEPError as error:
-        report(failure_of(0, error, job.run.output / "logs" / "ray-driver.log"))
+        report(failure_of(0, error, job.driver_log))
     finally:
         driver.stop()
         ray.shutdown()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from hybridep.config import require_writable, write_text
-from hybridep.launch.host import child_environment
 from hybridep.launch.ray_nodes import DETECTION
 from hybridep.launch.reports import Rendezvous, ReportReader
 from hybridep.launch.worker import Job
@@ -29,34 +26,17 @@ class RayGroup:
         self._failed = False
 
     def start(self) -> None:
-        output = self._job.run.output
-        job_file = output / "job.json"
-        write_text(job_file, self._job.to_json())
-        require_writable("output", output / "logs")
-        read_end, write_end = os.pipe()
-        words = ["drive", str(os.getpid()), str(job_file), self._address, str(write_end)]
-        try:
-            with (output / "logs" / "ray-driver.log").open("wb") as log:
-                self._process = subprocess.Popen(
-                    [*self._prefix, sys.executable, "-m", "hybridep.launch.ray_backend", *words],
-                    env=child_environment(DETECTION),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(write_end,),
-                    start_new_session=True,
-                )
-        finally:
-            os.close(write_end)
-        self._reader.add(0, read_end)
+        command = [*self._prefix, sys.executable, "-m", "hybridep.launch.ray_backend", "drive"]
+        arguments = [str(self._job.write()), self._address]
+        self._process = self._reader.start(0, command, arguments, self._job.driver_log, environment=DETECTION)
 
     def poll(self, timeout_s: float) -> list[Event]:
         events: list[Event] = []
         for _, report in self._reader.read(timeout_s):
             if report is None:
                 if not self._failed:
-                    log = self._job.run.output / "logs" / "ray-driver.log"
-                    events.append(DcLost(dc=self._own_dc, why=f"Ray's driver there lost its node (its output: {log})"))
+                    why = f"Ray's driver there lost its node (its output: {self._job.driver_log})"
+                    events.append(DcLost(dc=self._own_dc, why=why))
             elif not isinstance(report, Rendezvous):
                 self._failed |= isinstance(report, Failed | DcLost)
                 events.append(report)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from hybridep.launch.host import child_environment
 from hybridep.launch.worker_group import DcLost, Event, Failed, FailureKind, Finished, Started, Stepped
 from hybridep.run import StepReport
 
@@ -70,6 +73,35 @@ class ReportReader:
         os.set_blocking(file, False)
         self._selector.register(file, selectors.EVENT_READ, sender)
         self._partial[sender] = b""
+
+    def start(
+        self,
+        sender: int,
+        command: Sequence[str],
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+    ) -> subprocess.Popen[bytes]:
+        """Start ``COMMAND PARENT_PID REPORT_FILE_DESCRIPTOR ARGUMENTS``, which prints into ``log``, and read what it reports."""
+        read_end, write_end = os.pipe()
+        try:
+            with log.open("wb") as stream:
+                process = subprocess.Popen(
+                    [*command, str(os.getpid()), str(write_end), *arguments],
+                    env=child_environment(environment),
+                    stdin=stdin,
+                    stdout=stream,
+                    stderr=stream,
+                    pass_fds=(write_end,),
+                    # A session of its own: Ctrl-C is for the launcher alone, which then stops what it started.
+                    start_new_session=True,
+                )
+        finally:
+            os.close(write_end)
+        self.add(sender, read_end)
+        return process
 
     def read(self, timeout_s: float) -> Iterator[tuple[int, Report | None]]:
         """(sender, report) in order of arrival; None once when a sender has closed its end. Waits for the first."""

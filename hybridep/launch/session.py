@@ -6,7 +6,7 @@ import json
 import signal
 import statistics
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -74,7 +74,12 @@ def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) ->
         summary = summarise(job, backend, made, error)
         # A resume that finds nothing to do leaves what the run before says of its steps.
         if error is not None or made.losses or not (output / SUMMARY_FILE).exists():
-            write_text(output / SUMMARY_FILE, json.dumps({**summary, "provenance": provenance()}, indent=1))
+            try:
+                write_text(output / SUMMARY_FILE, json.dumps({**summary, "provenance": provenance()}, indent=1))
+            except UserError:
+                # What ended the run comes first; most likely it is the same full disk.
+                if error is None:
+                    raise
     return summary
 
 
@@ -159,21 +164,28 @@ class StepLog:
         try:
             return self._path.open(mode, encoding="utf-8", buffering=1)
         except OSError as error:
-            raise UserError(f"output: {self._path} cannot be written ({error.strerror})") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"output: {self._path} cannot be written ({error.strerror})")
 
     def add(self, record: StepRecord) -> None:
-        """Append a step."""
+        """Append a step. Raises UserError when it cannot be written."""
         if self._keep:
             self._keep = False
             self._stream.close()
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
             write_text(self._path, "".join(f"{line}\n" for line in lines if _is_before(record.step, line)))
             self._stream = self._open("a")
-        self._stream.write(json.dumps(record.as_dict()) + "\n")
+        try:
+            self._stream.write(json.dumps(record.as_dict()) + "\n")
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def close(self) -> None:
         """Close the file."""
-        self._stream.close()
+        with suppress(OSError):  # of a step that could not be written, which has been said
+            self._stream.close()
 
 
 def _is_before(step: int, line: str) -> bool:

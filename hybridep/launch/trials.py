@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridep.config import build
-from hybridep.launch.backends import backend_for
-from hybridep.launch.controller import Controller
+from hybridep.launch.backends import results_of
 from hybridep.launch.folders import scratch_folder
 from hybridep.launch.worker import Job
 from hybridep.pipeline import AnyPlan
@@ -79,10 +78,7 @@ def measure(
         }
         run = build(Run, fields, "trials")
         job = Job(run=run, plan=plans[0], trials=tuple(plans), probe_s=probe_s, recorded_steps=recorded_steps)
-        with backend_for(job, local=local) as backend:
-            controller = Controller(backend.group, job.dcs, on_step=lambda record: None, patience=backend.patience)
-            controller.run()
-    ranks = [controller.results[rank] for rank in sorted(controller.results)]
+        ranks = results_of(job, local=local)
     measured = [_together(one, untimed, recorded_steps) for one in zip(*(rank["trials"] for rank in ranks), strict=True)]
     probes = [summarise([probe_of(one) for one in same]) for same in zip(*(rank["probes"] for rank in ranks), strict=True)]
     return measured, probes

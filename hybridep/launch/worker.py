@@ -1,6 +1,6 @@
 """One rank: joins the others, trains (or measures), and reports. Runs as a process of its own or inside a Ray actor.
 
-python -m hybridep.launch.worker JOB_FILE RANK DC ADDRESS REPORT_FILE_DESCRIPTOR PARENT_PID
+python -m hybridep.launch.worker PARENT_PID REPORT_FILE_DESCRIPTOR JOB_FILE RANK DC ADDRESS
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hybridep.config import build
+from hybridep.config import build, require_writable, write_text
 from hybridep.errors import HybridEPError, TransportError, WorkerLostError
 from hybridep.launch.host import die_with_parent, interface_of
 from hybridep.launch.reports import Rendezvous, Report, ReportWriter
@@ -64,9 +64,21 @@ class Job:
         trials = tuple(build_plan(trial, f"trial {number}") for number, trial in enumerate(fields.pop("trials")))
         return cls(run=run, plan=plan, trials=trials, **fields)
 
+    def write(self) -> Path:
+        """Into the output folder, beside a folder for logs; returns the file. Raises UserError."""
+        path = self.run.output / "job.json"
+        write_text(path, self.to_json())
+        require_writable("output", self.driver_log.parent)
+        return path
+
     def log(self, rank: int) -> Path:
         """File with what a rank printed, and its traceback."""
         return self.run.output / "logs" / f"rank-{rank}.log"
+
+    @property
+    def driver_log(self) -> Path:
+        """File with what Ray's driver printed."""
+        return self.log(0).with_name("ray-driver.log")
 
 
 def run_rank(
@@ -145,7 +157,7 @@ def _keep_traceback(job: Job, rank: int) -> None:
 
 def main() -> None:
     """Entry point of a rank that is a process of its own."""
-    job_file, rank_text, dc, address, file, parent = sys.argv[1:]
+    parent, file, job_file, rank_text, dc, address = sys.argv[1:]
     die_with_parent(int(parent))
     job, rank = Job.from_json(Path(job_file).read_text(encoding="utf-8")), int(rank_text)
 

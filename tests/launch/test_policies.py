@@ -61,6 +61,10 @@ def test_complaints_alone_lead_to_the_silent_rank_or_the_common_link(accusations
     assert cause.exit_code == 5
 
 
+def test_a_silent_rank_is_named_by_one_that_waits_for_it() -> None:
+    assert first_cause([complaint(4, 3), complaint(3, 0)], [], DCS).why == "it stopped answering (3 waited for 0)"
+
+
 def test_judgement_waits_longer_after_mere_complaints() -> None:
     patience = Patience(cause_s=1.0, complaint_s=3.0)
     assert not is_time_to_judge([], [], 100.0, patience)

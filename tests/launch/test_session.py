@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launch_cases import make_job
 
-from hybridep.errors import HybridEPError, UserError
+from hybridep.errors import HybridEPError, UserError, WorkerLostError
 from hybridep.launch.controller import StepRecord
 from hybridep.launch.folders import LOCK_FILE, held, put_aside, scratch_folder
 from hybridep.launch.host import child_environment
@@ -113,6 +113,21 @@ def test_losses_that_are_not_finite_are_written_as_json(tmp_path: Path) -> None:
     assert written(tmp_path)["losses"] == [1.0, None]
     lines = (tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     assert [read_strictly(line)["loss"] for line in lines] == [1.0, None]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """As the cause, and not where it is another one."""
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"output: .*steps\.jsonl cannot be written \(No space left on device\)"):
+        run_job(tmp_path, Played(3.0, 2.0))
+    assert written(tmp_path)["exit"] == 2
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "summary.json").symlink_to("/dev/full")
+    with pytest.raises(WorkerLostError, match=r"rank 1 in .* lost: gone"):
+        run_job(tmp_path, Played(end=lambda: [Failed(rank=1, kind=FailureKind.DIED, why="gone")]))
+    (tmp_path / "steps.jsonl").unlink()
+    with pytest.raises(UserError, match=r"summary\.json: cannot be written"):
+        run_job(tmp_path, Played(3.0, 2.0))
 
 
 def record(step: int) -> StepRecord:

@@ -13,6 +13,8 @@ from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCode
 from hybridep.commands.probe import with_measurements, with_pairs
 from hybridep.config import build
 from hybridep.topology import Cluster
+from runtime import probe as probe_module
+from runtime.barrier import PATIENCE_S
 from runtime.probe import LevelProbe, Probe, probe_of, summarise
 from runtime.probe_codecs import CodecProbe
 from runtime.probe_compute import ComputeProbe
@@ -86,6 +88,13 @@ COMPUTE = ComputeProbe(
 )
 CODEC = CodecProbe(kind="tokens", codec="int8", encode_bytes_per_s=3.0, decode_bytes_per_s=2.0)
 USUAL = Probe(levels=(LEVEL,), message_overhead_s=0.2, jitter_s=0.3, compute=COMPUTE, codecs=(CODEC,))
+
+
+def test_ranks_wait_for_the_slowest_pair_that_can_be_measured() -> None:
+    """Whose largest messages take as long as an exchange may, one to warm up and one to measure over each number of streams."""
+    largest = len(STREAMS) * 2 * probe_module._TIMEOUT_S
+    others = largest * sum(size / SIZES_BYTES[-1] for size in SIZES_BYTES[:-1])
+    assert largest + others < PATIENCE_S
 
 
 def test_one_slow_rank_does_not_decide() -> None:

@@ -84,6 +84,10 @@ def test_token_ids_of_other_kinds_are_not_read_as_text(tmp_path: Path, name: str
     ids.tofile(tmp_path / name) if name.endswith("bin") else np.savez(tmp_path / name, ids=ids)
     with pytest.raises(DataError, match=rf"{name} is no text \(it holds null bytes\); token ids are in a file that ends in .npy"):
         batches(Data(path=tmp_path / name))
+    # Nor in a folder beside texts.
+    (tmp_path / "a.txt").write_text("text" * 100)
+    with pytest.raises(DataError, match=rf"{name} is no text .* and data\.path is that file"):
+        batches(Data(path=tmp_path, suffixes=(".txt", Path(name).suffix)))
 
 
 def test_too_short_text_is_an_error() -> None:
