@@ -142,6 +142,14 @@ def test_overrides_of_a_grid_keep_its_other_keys(scenario: Callable[..., object]
     assert [one.overrides for _, one in made] == [(f"workload.name={name}", 'cluster.name="a"') for name in "bc"]
 
 
+def test_what_varies_inside_what_varies_counts(scenario: Callable[..., object]) -> None:
+    for keys in (("conditions", "conditions.goodput"), ("conditions.goodput", "conditions")):
+        values = {"conditions": "[{goodput: 0.9, seed: 3}]", "conditions.goodput": "[0.5]"}
+        grid = ", ".join(f"{key}: {values[key]}" for key in keys)
+        ((_, one),) = points(Path(str(scenario(f"grid: {{{grid}}}"))))
+        assert (one.conditions.goodput, one.conditions.seed) == (0.5, 3)
+
+
 def test_baselines_have_as_many_connections_as_plans(inputs: Inputs) -> None:
     inputs.cluster.write_text(inputs.cluster.read_text().replace("latency: 0.2 ms", "latency: 20 ms, window: 1 KiB"))
     cluster, workload = load_cluster(str(inputs.cluster)), load_workload(str(inputs.workload))
@@ -203,6 +211,8 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
         ("conditions: {changes: [{links: 'x up', factor: 1}]}", "no link is named 'x up'"),
         ("conditions: {stragglers: [{worker: x, slowdown: 2}]}", "no worker 'x'"),
         ("grid: {drift: [0.1, 3]}", "drift=3"),
+        ("grid: {seed: [2020-01-01]}", "put a date in quotes"),
+        ("against: !!set {ep}", "put a date in quotes"),
         ("seed: -1", "seed"),
         ("conditions: {seed: -1}", "conditions.seed"),
         ("course: {steps: 1, losses: [{site: x, at: 9 h}]}", "losses: no site 'x'"),
