@@ -104,6 +104,10 @@ def test_a_table_that_a_spreadsheet_has_saved_is_gone_on_with(
     row = call("simulate", grid, *options).json["rows"][0]
     table.write_bytes(b"\xef\xbb\xbf" + table.read_bytes().replace(b"\n", b"\r\n"))
     assert call("simulate", grid, *options).json["rows"] == [row]
+    # Some write numbers in another way.
+    load = f"{row['busiest_load']:.9g}"
+    table.write_text(table.read_text().replace(load, f'"{load.replace(".", ",")}"'))
+    assert call("simulate", grid, *options).json["rows"] == [row | {"busiest_load": load.replace(".", ",")}]
 
 
 def _long_after_the_first(scenario: Scenario) -> dict[str, str]:
