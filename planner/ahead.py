@@ -76,7 +76,7 @@ def block_transfers(
     for key, sent in traffic.items():
         if sent.any():
             link_s = network.loads_bytes({key: sent}) / network.bandwidths_bytes_per_s
-            latency_s, windows_s = network.latency_s(key.level, sent), network.windows_s(key.level, sent)
+            latency_s, windows_s = network.latency_s(key, sent), network.windows_s(key.level, sent)
             encode_s, decode_s = (coding_s or {}).get(key, (0.0, 0.0))
             found[key] = Transfer(
                 op=key.op,

@@ -268,12 +268,12 @@ def _block(group: LayerGroup, times: BlockTimes, transfers: dict[OpLevel, Transf
 
 def _ahead(plan: Plan, cost: StepCost, blocks: Sequence[Block], depth: int) -> StepCost:
     """The same step with copies that set out ahead: of them counts only what shows."""
-    workload = plan.workload
+    workload, compute = plan.workload, compute_of_ranks(plan.cluster, plan.workload)
     shown = exposed_s(
         blocks,
         depth=depth,
         micro_batches=workload.training.micro_batches,
-        head_s=float(compute_of_ranks(plan.cluster, workload).head_s.max()),
+        head_s=float((compute.head_s + compute.pass_overhead_s).max()),
     )
     parts, hidden = dict(cost.parts_s), dict(cost.hidden_s)
     for op, seconds in shown.items():

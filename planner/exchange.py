@@ -39,13 +39,15 @@ class ExchangeTimes:
         """Seconds that the busiest link needs for its bytes."""
         return float((loads_bytes / self.bandwidths_bytes_per_s).max())
 
-    def latency_s(self, level: int, sent: FloatArray) -> float:
-        """Of one exchange at ``level``: a rank sends its messages one after the other without waiting for answers, so
+    def latency_s(self, key: OpLevel, sent: FloatArray) -> float:
+        """Of one exchange: a rank sends its messages one after the other without waiting for answers, so
         latencies overlap and that of the farthest pair that exchanges anything counts, once; zero when nobody does.
-        Each further message of the rank that sends most takes its overhead. ``sent`` is [G, SF_l]."""
+        Each further message of the rank that sends most takes its overhead, and jitter is added where it counts. ``sent`` is
+        [G, SF_l]."""
         if not sent.any():
             return 0.0
-        further_s = (int((sent > 0).sum(axis=1).max()) - 1) * self.cluster.gpu.message_overhead
+        gpu, level = self.cluster.gpu, key.level
+        further_s = (int((sent > 0).sum(axis=1).max()) - 1) * gpu.message_overhead + (gpu.jitter if is_late(key) else 0.0)
         if level > 0 or not self.cluster.links:
             return self.cluster.levels[level].latency + further_s
         size = self.cluster.sizes[0]
@@ -64,9 +66,8 @@ class ExchangeTimes:
 
     def exchange_s(self, key: OpLevel, sent: FloatArray) -> float:
         """Seconds of one exchange whose bytes are ``sent`` ([G, SF_l])."""
-        late_s = self.cluster.gpu.jitter if is_late(key) and sent.any() else 0.0
         busy_s = max(self.transfer_s(self.loads_bytes({key: sent})), self.windows_s(key.level, sent))
-        return late_s + self.latency_s(key.level, sent) + busy_s
+        return self.latency_s(key, sent) + busy_s
 
 
 def window_s_per_byte(cluster: Cluster, level: int, streams: Mapping[str, int]) -> FloatArray:

@@ -125,3 +125,13 @@ def first_ends(members: Int32Array, due: FloatArray, spare_bytes: FloatArray, be
         least = min(least, due[flow])
         early = min(early, due[flow] - spare_bytes[flow])
     return least, early
+
+
+@compiled
+def soonest_end_s(links: LinkColumns, link: int, now_s: float) -> float:
+    """When the first of the flows that a link has fixed ends."""
+    level = links.level[link]
+    if 0.0 < level < np.inf:
+        return float(now_s + max(links.least_due[link] - links.served[link], 0.0) / level)
+    # Flows of links that are cut, or taken whole by flows of higher priority, wait: but for what has left but for rounding.
+    return np.inf if links.least_early[link] > links.served[link] else now_s

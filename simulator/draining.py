@@ -294,7 +294,7 @@ def drain(
         num_done, last_s, first_s = 0, 0.0, np.inf
         for link in range(num_links):
             rate = level[link]
-            if not 0.0 < rate < np.inf:
+            if rate == np.inf:
                 continue
             given = served[link] + rate * (next_s - since_s[link])
             if least_early[link] - given > 0.0 and least_due[link] - given > step_s * rate:
@@ -302,9 +302,11 @@ def drain(
             for entry in range(first[link], first[link] + num_fixed[link]):
                 flow = members[entry]
                 over_bytes = due[flow] - given
-                if over_bytes > step_s * rate and over_bytes > spare_bytes[flow]:
+                # Of those that are held up, as in `soonest_end_s`.
+                goes_on = over_bytes > spare_bytes[flow] if rate > 0.0 else due[flow] - spare_bytes[flow] > given
+                if over_bytes > step_s * rate and goes_on:
                     continue
-                if late > 0.0:
+                if late > 0.0 and rate > 0.0:
                     last_s = max(last_s, next_s - (spare_bytes[flow] - over_bytes) / rate)
                     first_s = min(first_s, next_s - (late * size_bytes[flow] - over_bytes) / rate)
                 done[num_done] = flow

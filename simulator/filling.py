@@ -24,6 +24,7 @@ from simulator.columns import (
     Int32Array,
     LinkColumns,
     first_ends,
+    soonest_end_s,
     swap_entries,
 )
 
@@ -229,6 +230,4 @@ def fill(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
             begin, end = links.first[link], links.first[link] + links.num_fixed[link]
             ends = first_ends(links.members, flows.due, flows.spare_bytes, begin, end)
             links.least_due[link], links.least_early[link] = ends
-        # Flows of links that are cut, or taken whole by flows of higher priority, wait.
-        waits = not 0.0 < level[link] < np.inf
-        links.soonest_s[link] = np.inf if waits else now_s + max(links.least_due[link] - links.served[link], 0.0) / level[link]
+        links.soonest_s[link] = soonest_end_s(links, link, now_s)

@@ -171,6 +171,8 @@ class _Run:
         self._routing, self._planning, self._precision, self._fabric = routing, planning, precision, fabric
         self._factors_under: dict[str, LinkFactors] = {}
         self._now_s, self._step, self._saved = 0.0, 0, 0
+        self._planned_at = 0
+        """Step of the last plan, or of the last look at whether a new one pays."""
         self._losses = course.in_order
         self._plans = {plan.digest: None}
         self._stretches: list[Stretch] = []
@@ -182,7 +184,7 @@ class _Run:
             raise SimulationError("a run that loses sites or plans anew needs a planner")
 
     def run(self) -> RunResult:
-        course, planned_at = self._course, 0
+        course = self._course
         while self._step < course.steps:
             if not self._ends(Happening.STEP, self._step_s(self._plan)):
                 continue
@@ -191,8 +193,8 @@ class _Run:
                 if not self._ends(Happening.CHECKPOINT, course.checkpoint):
                     continue
                 self._saved = self._step
-            if course.replan_every and self._step - planned_at >= course.replan_every and self._step < course.steps:
-                planned_at = self._step
+            if course.replan_every and self._step - self._planned_at >= course.replan_every and self._step < course.steps:
+                self._planned_at = self._step
                 self._replan()
         return RunResult(stretches=tuple(self._stretches), plans=tuple(self._plans), simulated_steps=self._simulated)
 
@@ -200,7 +202,7 @@ class _Run:
         """Go on by that long, and say so; or to the next loss where that comes first, and back to the last checkpoint."""
         if self._losses and self._losses[0].at <= self._now_s + duration_s:
             self._lose(self._losses.pop(0))
-            self._step = self._saved
+            self._step = self._planned_at = self._saved
             return False
         self._pass(what, duration_s)
         return True

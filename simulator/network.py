@@ -84,6 +84,7 @@ class Network:
         self._tolerance = tolerance
         self._capacity = capacity
         num_links = capacity.size
+        self._offered_bytes, self._offered_since_s = np.zeros(num_links), engine.now_s
         self._usage = Usage(*(np.zeros(num_links) for _ in Usage._fields))
         none = np.zeros(0, dtype=np.int64)
         self._tickets = Tickets(none, np.zeros(0), none, none)
@@ -113,6 +114,10 @@ class Network:
     def link_busy_s(self) -> FloatArray:
         """[links] Seconds with at least one flow on the link, up to when it was last without."""
         return self._usage.busy_s.copy()
+
+    def offered_bytes(self, until_s: float) -> FloatArray:
+        """[links] What each could have carried from the start up to then, which is not before the last change of capacities."""
+        return self._offered_bytes + self._capacity * (until_s - self._offered_since_s)
 
     @property
     def largest_cut(self) -> float:
@@ -172,6 +177,7 @@ class Network:
         if capacity.shape != self._capacity.shape or not ((capacity >= 0) & np.isfinite(capacity)).all():
             raise SimulationError(f"needs {self._capacity.size} capacities that are finite and not negative")
         self._settle()
+        self._offered_bytes, self._offered_since_s = self.offered_bytes(self._engine.now_s), self._engine.now_s
         self._capacity = capacity
         self._renew_table()
         self._wake(self._engine.now_s)

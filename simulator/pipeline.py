@@ -23,7 +23,7 @@ import numpy as np
 
 from hybridep.baselines import Baseline
 from hybridep.config import build
-from hybridep.pipeline import ACTIVATIONS, GRADIENTS, AnyPlan, PipelinePlan, Ways, order_of_passes
+from hybridep.pipeline import ACTIVATIONS, GRADIENTS, AnyPlan, PipelinePlan, Ways
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
@@ -38,7 +38,7 @@ from simulator.fabric import Fabric
 from simulator.fabric_file import FabricFile
 from simulator.precision import EXACTLY, Precision, most_of_site
 from simulator.sent import Sent, compact
-from simulator.stages import Stage, cut, routing_of, time_stages
+from simulator.stages import Stage, awaits, cut, in_turn, routing_of, time_stages
 from simulator.stages_apart import busiest_s, run_stages, without_transfers_s
 from simulator.step import LinkLoad, StepResult, run, simulate_step
 from simulator.symmetry import Exchange
@@ -357,23 +357,17 @@ class _Order:
         pipeline, number = self._pipeline, self._number
         for passes in self._passes:
             passes.begin()
-        todo = [list(order_of_passes(stage, number, pipeline.micro_batches, pipeline.ahead))[::-1] for stage in range(number)]
-        while any(todo):
-            before = sum(map(len, todo))
-            for stage, passes_left in enumerate(todo):
-                while passes_left and self._can(stage, *passes_left[-1]):
-                    self._pass(stage, *passes_left.pop())
-            if sum(map(len, todo)) == before:
-                raise PipelineError("pipeline: its stages wait for each other in a circle")
+        for stage, forward, batch in in_turn(number, pipeline.micro_batches, pipeline.ahead, self._can):
+            self._pass(stage, forward, batch)
         for stage, passes in enumerate(self._passes):
             passes.finish(self._last[stage])
         return self._program
 
     def _can(self, stage: int, forward: bool, batch: int) -> bool:
         """Whether what the pass waits for, and what its results wait for, is in the program."""
-        needs = stage > 0 if forward else stage < self._number - 1
         key = self._window(stage, forward, batch)
-        return (not needs or (forward, stage, batch) in self._arrived) and (key is None or key in self._taken)
+        is_here = not awaits(stage, forward, self._number) or (forward, stage, batch) in self._arrived
+        return is_here and (key is None or key in self._taken)
 
     def _window(self, stage: int, forward: bool, batch: int) -> tuple[bool, int, int] | None:
         """What the next stage must have taken before it announces this micro-batch."""

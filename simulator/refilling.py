@@ -23,7 +23,7 @@ import numpy as np
 
 from hybridep.compiled import compiled
 from simulator.arrays import FloatArray
-from simulator.columns import UNKNOWN, FlowColumns, LinkColumns, Uint32Array, swap_entries
+from simulator.columns import UNKNOWN, FlowColumns, LinkColumns, Uint32Array, soonest_end_s, swap_entries
 
 _ROUNDING = 1e-12
 _OVERFULL = 1e-9
@@ -248,8 +248,6 @@ def refill(flows: FlowColumns, links: LinkColumns, unchanged: int, now_s: float,
                 least = min(least, due[members[entry]])
                 early = min(early, due[members[entry]] - spare_bytes[members[entry]])
             least_due[link], least_early[link] = least, early
-        # Flows of links that are cut, or taken whole by flows of higher priority, wait.
-        waits = not 0.0 < mine < np.inf
-        soonest_s[link] = np.inf if waits else now_s + max(least_due[link] - served[link], 0.0) / mine
+        soonest_s[link] = soonest_end_s(links, link, now_s)
         at = again
     return num_looked_at

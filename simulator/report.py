@@ -39,7 +39,7 @@ class Report:
     """What simulating all of it took."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: seconds, bytes, and loads as shares of the link's capacity over the step."""
+        """Plain data for JSON: seconds, bytes, and loads as shares of what links could carry in the step."""
         return {
             "step_s": self.step.step_s,
             "wall_s": self.wall_s,

@@ -83,20 +83,26 @@ def points(
         if override.startswith(_PARTS):
             raise UserError(f"--set {override}: a scenario has such keys in `overrides` or in its grid; write them there")
         apply_override(data, override)
-    whole = build(Scenario, data | dict(given or {}), str(path), key_lines(path))
+    data |= dict(given or {})
+    whole = build(Scenario, data, str(path), key_lines(path))
     for key in (*(override.partition("=")[0] for override in overrides), *(given or {})):
         for varied in whole.grid:
             if key == varied or key.startswith(f"{varied}."):
                 raise UserError(f"{path}: {key} is given on the command line, and varies over the grid; leave one of them out")
+    try:
+        json.dumps(data)
+    except TypeError:
+        raise ConfigError(str(path), "", "holds a date, a set or binary data, which no key takes; put a date in quotes") from None
     for values in product(*whole.grid.values()):
         point = dict(zip(whole.grid, values, strict=True))
-        yield point, _at(point, data | dict(given or {}), str(path))
+        yield point, _at(point, data, str(path))
 
 
 def _at(point: Point, data: Mapping[str, Any], where: str) -> Scenario:
     mine = json.loads(json.dumps({key: value for key, value in data.items() if key != "grid"}))
-    # A point's own `overrides` replace the file's, and keys of cluster and workload come behind either.
-    for key, value in sorted(point.items(), key=lambda item: item[0].startswith(_PARTS)):
+    # A point's own `overrides` replace the file's, and keys of cluster and workload come behind either; keys inside another that
+    # varies come behind it.
+    for key, value in sorted(point.items(), key=lambda item: (item[0].startswith(_PARTS), item[0].count("."))):
         if not key.startswith(_PARTS):
             apply_override(mine, f"{key}={json.dumps(value)}")
         elif isinstance(mine.setdefault("overrides", []), list):

@@ -7,7 +7,7 @@ has ended the next; they add up to the simulated step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
 from hybridep.errors import ConfigError
-from hybridep.pipeline import PipelinePlan, StagePlan, stage_workload
+from hybridep.pipeline import PipelinePlan, StagePlan, order_of_passes, stage_workload
 from hybridep.placement import IntArray
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
@@ -144,6 +144,26 @@ def time_stages(
             known[key] = timed(one, simulate, routing_of(pipeline, routing, number))
         made.append(replace(known[key], plan=one))
     return made
+
+
+def awaits(stage: int, forward: bool, stages: int) -> bool:
+    """Whether a pass waits for what another stage sends."""
+    return stage > 0 if forward else stage < stages - 1
+
+
+def in_turn(
+    stages: int, micro_batches: int, ahead: int, can: Callable[[int, bool, int], bool]
+) -> Iterator[tuple[int, bool, int]]:
+    """(stage, whether forward, micro-batch) of all passes: each stage's in its order, and each as soon as it ``can`` be. Raises
+    PipelineError where none can."""
+    todo = [list(order_of_passes(stage, stages, micro_batches, ahead))[::-1] for stage in range(stages)]
+    while any(todo):
+        before = sum(map(len, todo))
+        for stage, left in enumerate(todo):
+            while left and can(stage, *left[-1]):
+                yield stage, *left.pop()
+        if sum(map(len, todo)) == before:
+            raise PipelineError("pipeline: its stages wait for each other in a circle")
 
 
 def _more(seconds: float, others_s: float) -> float:

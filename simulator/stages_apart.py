@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
+from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan
 from simulator.collective import Flows, Program, execute
 from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.fabric import Fabric
-from simulator.network import Transfers
 from simulator.precision import EXACTLY, Precision
-from simulator.stages import Stage
+from simulator.stages import Stage, awaits, in_turn
 from simulator.symmetry import no_symmetry
 from simulator.wiring import wiring
 
@@ -37,13 +36,18 @@ def busiest_s(stages: Sequence[Stage]) -> float:
 
 def without_transfers_s(stages: Sequence[Stage], ahead: int) -> float:
     """What a step takes if activations move at once."""
-    none = Flows(
-        source=np.zeros(0, dtype=np.int64),
-        destination=np.zeros(0, dtype=np.int64),
-        transfers=Transfers(links=np.zeros((0, 1), dtype=np.int32), latency_s=np.zeros(0), size_bytes=np.zeros(0)),
-    )
-    nothing = [_Sending(none, 0.0)] * (len(stages) - 1)
-    return _Schedule(stages, nothing, nothing, ahead).build()[1]
+    number, free_s = len(stages), [float(stage.gather_s) for stage in stages]
+    ready_s: dict[tuple[bool, int, int], float] = {}
+
+    def can(stage: int, forward: bool, micro_batch: int) -> bool:
+        return not awaits(stage, forward, number) or (forward, stage, micro_batch) in ready_s
+
+    for stage, forward, micro_batch in in_turn(number, stages[0].forward_s.size, ahead, can):
+        seconds = stages[stage].forward_s if forward else stages[stage].backward_s
+        begin_s = max(free_s[stage], ready_s.get((forward, stage, micro_batch), 0.0))
+        free_s[stage] = begin_s + float(seconds[micro_batch])
+        ready_s[forward, stage + 1 if forward else stage - 1, micro_batch] = free_s[stage]
+    return max(sum((seconds for _, seconds in one.last), start=free) for one, free in zip(stages, free_s, strict=True))
 
 
 def run_stages(
@@ -57,7 +61,7 @@ def run_stages(
     engine = Engine()
     fabric = Fabric(engine, no_symmetry(wiring(pipeline.cluster)), precision.tolerance, conditions, pipeline.schedule.streams)
     forth, back = (_between(fabric, pipeline, down) for down in (True, False))
-    program, _ = _Schedule(stages, forth, back, pipeline.ahead).build()
+    program = _program(stages, forth, back, pipeline.ahead)
     capacity = fabric.network.link_capacity_bytes_per_s * conditions.goodput
     return execute(program, engine, fabric.network, iter([(0.0, capacity, False)])).makespan_s
 
@@ -88,66 +92,40 @@ def _between(fabric: Fabric, pipeline: PipelinePlan, down: bool) -> list[_Sendin
     return found
 
 
-class _Schedule:
-    """All passes and transfers, each after what it needs; and when the last stage would be done if transfers took no time."""
+def _program(stages: Sequence[Stage], forth: list[_Sending], back: list[_Sending], ahead: int) -> Program:
+    """All passes and transfers, each after what it needs."""
+    number = len(stages)
+    program = Program(num_ranks=number)
+    last: list[list[int]] = [[] for _ in stages]
+    """Of each stage, the end of its last pass."""
+    arrived: dict[tuple[bool, int, int], int] = {}
+    """(Whether activations, stage, micro-batch) -> the end of their transfer."""
+    sent: dict[tuple[bool, int], int] = {}
+    """(Whether activations, from stage) -> the end of the transfer before."""
 
-    def __init__(self, stages: Sequence[Stage], forth: list[_Sending], back: list[_Sending], ahead: int) -> None:
-        self._stages, self._forth, self._back, self._ahead = stages, forth, back, ahead
-        self._number = len(stages)
-        self._program = Program(num_ranks=self._number)
-        self._last: list[list[int]] = [[] for _ in stages]
-        """Of each stage, the end of its last pass."""
-        self._free_s = [0.0] * self._number
-        """Of each stage, without transfers: when it has ended that."""
-        self._arrived: dict[tuple[bool, int, int], int] = {}
-        """(Whether activations, stage, micro-batch) -> the end of their transfer."""
-        self._ready_s: dict[tuple[bool, int, int], float] = {}
-        """The same without transfers."""
-        self._sent: dict[tuple[bool, int], int] = {}
-        """(Whether activations, from stage) -> the end of the transfer before."""
+    def can(stage: int, forward: bool, micro_batch: int) -> bool:
+        return not awaits(stage, forward, number) or (forward, stage, micro_batch) in arrived
 
-    def build(self) -> tuple[Program, float]:
-        micro_batches = self._stages[0].forward_s.size
-        for number, stage in enumerate(self._stages):
-            if stage.gather_s:
-                self._compute(number, GATHER, stage.gather_s, [], "")
-        todo = [list(order_of_passes(number, self._number, micro_batches, self._ahead))[::-1] for number in range(self._number)]
-        while any(todo):
-            for number, passes in enumerate(todo):
-                while passes and self._can(number, *passes[-1]):
-                    self._pass(number, *passes.pop())
-        for number, stage in enumerate(self._stages):
-            for label, seconds in stage.last:
-                self._compute(number, label, seconds, [], "")
-        return self._program, max(self._free_s)
+    def compute(stage: int, label: str, seconds: float, after: Sequence[int] = (), name: str = "") -> None:
+        mine = np.where(np.arange(number) == stage, seconds, 0.0)
+        last[stage] = [program.compute(label, mine, [*last[stage], *after], name)]
 
-    def _needs(self, stage: int, forward: bool) -> bool:
-        """Whether a pass waits for another stage's."""
-        return stage > 0 if forward else stage < self._number - 1
-
-    def _can(self, stage: int, forward: bool, micro_batch: int) -> bool:
-        return not self._needs(stage, forward) or (forward, stage, micro_batch) in self._arrived
-
-    def _pass(self, stage: int, forward: bool, micro_batch: int) -> None:
-        key = forward, stage, micro_batch
-        name = f"micro-batch {micro_batch}"
-        after = []
-        if self._needs(stage, forward):
-            after = [self._arrived[key]]
-            self._free_s[stage] = max(self._free_s[stage], self._ready_s[key])
-        seconds = self._stages[stage].forward_s if forward else self._stages[stage].backward_s
-        self._compute(stage, FORWARD if forward else BACKWARD, float(seconds[micro_batch]), after, name)
+    for stage, one in enumerate(stages):
+        if one.gather_s:
+            compute(stage, GATHER, one.gather_s)
+    for stage, forward, micro_batch in in_turn(number, stages[0].forward_s.size, ahead, can):
+        key, name = (forward, stage, micro_batch), f"micro-batch {micro_batch}"
+        seconds = stages[stage].forward_s if forward else stages[stage].backward_s
+        after = [arrived[key]] if key in arrived else []
+        compute(stage, FORWARD if forward else BACKWARD, float(seconds[micro_batch]), after, name)
         other = stage + 1 if forward else stage - 1
-        if 0 <= other < self._number:
-            label, sending = (ACTIVATIONS, self._forth[stage]) if forward else (GRADIENTS, self._back[other])
-            before = self._sent.get((forward, stage))
-            waits = self._last[stage] if before is None else [*self._last[stage], before]
-            sent = self._sent[forward, stage] = self._program.exchange(label, sending.flows, waits, name, level=0)
-            on_the_way = np.where(np.arange(self._number) == other, sending.latency_s, 0.0)
-            self._arrived[forward, other, micro_batch] = self._program.compute(label, on_the_way, [sent], name)
-            self._ready_s[forward, other, micro_batch] = self._free_s[stage]
-
-    def _compute(self, stage: int, label: str, seconds: float, after: list[int], name: str) -> None:
-        mine = np.where(np.arange(self._number) == stage, seconds, 0.0)
-        self._last[stage] = [self._program.compute(label, mine, [*self._last[stage], *after], name)]
-        self._free_s[stage] += seconds
+        if 0 <= other < number:
+            label, sending = (ACTIVATIONS, forth[stage]) if forward else (GRADIENTS, back[other])
+            before = [sent[forward, stage]] if (forward, stage) in sent else []
+            sent[forward, stage] = program.exchange(label, sending.flows, [*last[stage], *before], name, level=0)
+            on_the_way = np.where(np.arange(number) == other, sending.latency_s, 0.0)
+            arrived[forward, other, micro_batch] = program.compute(label, on_the_way, [sent[forward, stage]], name)
+    for stage, one in enumerate(stages):
+        for label, one_s in one.last:
+            compute(stage, label, one_s)
+    return program

@@ -39,7 +39,7 @@ class LinkLoad:
     name: str
     size_bytes: float
     load: float
-    """Share of what the link could have carried in the step: its bytes over (capacity x step time)."""
+    """Share of what the link could have carried in the step: its bytes over (capacity x step time), the capacity as it was."""
     busy_s: float
     """Seconds with at least one transfer on it."""
 
@@ -58,6 +58,8 @@ class StepResult:
     """[links] of the wiring."""
     link_busy_s: FloatArray
     """[links]"""
+    offered_bytes: FloatArray
+    """[links]: what each could have carried in the step."""
     largest_cut: float
     """Every time is exact for transfers that differ by at most this share each; a rounding error unless a tolerance was given."""
 
@@ -68,10 +70,9 @@ class StepResult:
 
     @cached_property
     def load(self) -> FloatArray:
-        """[links]: share of what each could have carried in the step, its bytes over (capacity x step time)."""
-        if not self.step_s:
-            return np.zeros(self.link_bytes.size)
-        return np.asarray(self.link_bytes / (self.symmetry.wiring.capacity_bytes_per_s * self.step_s))
+        """[links]: share of what each could have carried in the step."""
+        offered = self.offered_bytes
+        return np.divide(self.link_bytes, offered, out=np.zeros(offered.size), where=offered > 0)
 
     def link(self, number: int) -> LinkLoad:
         """One link by its number."""
@@ -217,5 +218,6 @@ def run(
         symmetry=fabric.symmetry,
         link_bytes=fabric.network.link_bytes[kind],
         link_busy_s=fabric.network.link_busy_s[kind],
+        offered_bytes=fabric.network.offered_bytes(execution.makespan_s)[kind],
         largest_cut=fabric.network.largest_cut,
     )

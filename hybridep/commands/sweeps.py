@@ -79,10 +79,15 @@ def as_data(row: Row) -> dict[str, Any]:
     """A row with its numbers as such, and values of its point as the grid has them."""
     point = json.loads(row[_POINT])["point"]
     texts = ("busiest_link", "plan_digest", "error", _POINT)
-    return {
-        name: point[name] if name in point else value if name in texts or not value else json.loads(value)
-        for name, value in row.items()
-    }
+    return {name: point[name] if name in point else value if name in texts else _number(value) for name, value in row.items()}
+
+
+def _number(text: str) -> Any:
+    """A table may have been through a spreadsheet: what is no number any more stays as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _key(point: Point, scenario: Scenario, digests: dict[Path, str]) -> str:

@@ -104,6 +104,10 @@ def test_a_table_that_a_spreadsheet_has_saved_is_gone_on_with(
     row = call("simulate", grid, *options).json["rows"][0]
     table.write_bytes(b"\xef\xbb\xbf" + table.read_bytes().replace(b"\n", b"\r\n"))
     assert call("simulate", grid, *options).json["rows"] == [row]
+    # Some write numbers in another way.
+    load = f"{row['busiest_load']:.9g}"
+    table.write_text(table.read_text().replace(load, f'"{load.replace(".", ",")}"'))
+    assert call("simulate", grid, *options).json["rows"] == [row | {"busiest_load": load.replace(".", ",")}]
 
 
 def _long_after_the_first(scenario: Scenario) -> dict[str, str]:
@@ -140,6 +144,14 @@ def test_overrides_of_a_grid_keep_its_other_keys(scenario: Callable[..., object]
     grid = "grid: {cluster.name: [a], overrides: [['workload.name=b'], ['workload.name=c']]}"
     made = points(Path(str(scenario("overrides: [workload.name=d]", grid))))
     assert [one.overrides for _, one in made] == [(f"workload.name={name}", 'cluster.name="a"') for name in "bc"]
+
+
+def test_what_varies_inside_what_varies_counts(scenario: Callable[..., object]) -> None:
+    for keys in (("conditions", "conditions.goodput"), ("conditions.goodput", "conditions")):
+        values = {"conditions": "[{goodput: 0.9, seed: 3}]", "conditions.goodput": "[0.5]"}
+        grid = ", ".join(f"{key}: {values[key]}" for key in keys)
+        ((_, one),) = points(Path(str(scenario(f"grid: {{{grid}}}"))))
+        assert (one.conditions.goodput, one.conditions.seed) == (0.5, 3)
 
 
 def test_baselines_have_as_many_connections_as_plans(inputs: Inputs) -> None:
@@ -203,6 +215,8 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
         ("conditions: {changes: [{links: 'x up', factor: 1}]}", "no link is named 'x up'"),
         ("conditions: {stragglers: [{worker: x, slowdown: 2}]}", "no worker 'x'"),
         ("grid: {drift: [0.1, 3]}", "drift=3"),
+        ("grid: {seed: [2020-01-01]}", "put a date in quotes"),
+        ("against: !!set {ep}", "put a date in quotes"),
         ("seed: -1", "seed"),
         ("conditions: {seed: -1}", "conditions.seed"),
         ("course: {steps: 1, losses: [{site: x, at: 9 h}]}", "losses: no site 'x'"),

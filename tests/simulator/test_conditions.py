@@ -52,6 +52,22 @@ def test_links_that_slow_down_in_the_middle() -> None:
     assert begun.step_s == pytest.approx(always.step_s, rel=1e-9)
 
 
+def test_loads_are_of_what_links_could_carry() -> None:
+    """Each link's own capacity over time, so that the busiest is the one that holds the step up."""
+    changes = [
+        {"links": "s[0-3] up", "factor": 4},
+        {"links": "s1 down", "factor": 0.5, "start": "1 ms", "end": "3 ms"},
+        {"links": "s1 down", "factor": 0.25, "start": "3 ms"},
+    ]
+    result = simulate_step(EP, conditions=conditions(changes=changes, goodput=0.8))
+    rate = 0.8 * 1e9 / 8
+    loads = {link.name: link for link in result.links}
+    assert loads["s0 up"].load == pytest.approx(loads["s0 up"].size_bytes / (4 * rate * result.step_s), rel=1e-12)
+    carried = rate * (1e-3 + 2e-3 * 0.5 + (result.step_s - 3e-3) * 0.25)
+    assert loads["s1 down"].load == pytest.approx(loads["s1 down"].size_bytes / carried, rel=1e-12)
+    assert result.busiest_link.name == "s1 down" and 0.8 < result.busiest_link.load <= 1
+
+
 def test_a_cut_holds_the_step_up_for_as_long_as_it_lasts() -> None:
     plain = simulate_step(EP)
     cut = {"links": "s1 up", "factor": 0.0, "start": f"{plain.step_s / 2} s", "end": f"{plain.step_s / 2 + 3} s"}

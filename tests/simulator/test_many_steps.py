@@ -113,6 +113,20 @@ def test_a_new_plan_is_taken_up_where_it_pays() -> None:
     assert [site.up for site in seen[0].sites] == pytest.approx([1.25e7, 6.25e6, 1.25e7, 1.25e7])
 
 
+def test_looks_at_new_plans_go_on_after_a_loss() -> None:
+    """The plan made then is as old as the steps since."""
+    sites: list[int] = []
+
+    def planning(cluster: Cluster) -> Plan:
+        sites.append(cluster.sizes[0])
+        return ep(cluster)
+
+    loss = {"site": "s2", "at": f"{27.5 * STEP_S} s"}
+    simulate_run(PLAN, course(steps=30, losses=[loss], replan_every=10), planning=planning)
+    # At steps 10 and 20; then lost, back at the beginning, and at steps 10 and 20 again.
+    assert sites == [4, 4, 3, 3, 3]
+
+
 def test_a_cluster_with_a_link_per_pair_loses_them_too() -> None:
     cluster = make_plan(3, 2, pairs=True, num_experts=18).cluster
     left = without_site(cluster, "s1")

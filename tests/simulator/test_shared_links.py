@@ -1,5 +1,7 @@
 """Flows that do not share as equals: priorities, limits of single flows, and links whose capacity changes or is cut."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from max_min_oracle import max_min_rates, random_network, rates_bytes_per_s
@@ -135,6 +137,30 @@ def test_capacity_that_changes_and_a_link_that_is_cut() -> None:
     engine.run()
     # Link 0 moves 5 of each flow in 1 s, nothing for 3 s, then 10 each: 5 left of the short one, 35 of the other.
     assert ends == {2: pytest.approx(4.5), 0: pytest.approx(4.5 + 30 / 20), 1: pytest.approx(7.0)}
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_what_has_left_but_for_rounding_is_not_held_up(urgent: bool) -> None:
+    """Ends that fall together with a cut, or with a flow that takes the link whole; which of them round up is luck."""
+    rng = np.random.default_rng(0)
+    for rate, begin_s, end_s in rng.uniform(0.1, 1.0, (60, 3)) + np.array([1.0, 0.0, 1.0]):
+        engine = Engine()
+        network = Network(engine, [rate])
+        ends: list[float] = []
+
+        def send(size_bytes: float, priority: int, engine: Engine = engine, network: Network = network) -> None:
+            size = np.array([size_bytes])
+            one = Transfers(links=np.array([[0]]), latency_s=np.zeros(1), size_bytes=size, priority=priority)
+            network.send(one, lambda *_: ends.append(engine.now_s))  # noqa: B023
+
+        engine.at(begin_s, partial(send, rate * (end_s - begin_s), 1))
+        if urgent:
+            engine.at(end_s, partial(send, 5 * rate, 0))
+        else:
+            engine.at(end_s, partial(network.set_capacity, np.zeros(1)))
+            engine.at(end_s + 5, partial(network.set_capacity, np.array([rate])))
+        engine.run()
+        assert ends[0] == pytest.approx(end_s, rel=1e-12)
 
 
 def test_flows_on_a_link_that_stays_cut_never_end() -> None:
