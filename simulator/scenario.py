@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from hybridep.config import Strict, apply_override, build, key_lines, read_yaml
+from hybridep.config import Strict, apply_override, apply_overrides, build, read_yaml
 from hybridep.errors import ConfigError, UserError
 from simulator.conditions import Conditions
 from simulator.many_steps import Course
@@ -82,8 +82,8 @@ def points(
     for override in overrides:
         if override.startswith(_PARTS):
             raise UserError(f"--set {override}: a scenario has such keys in `overrides` or in its grid; write them there")
-        apply_override(data, override)
-    whole = build(Scenario, data | dict(given or {}), str(path), key_lines(path))
+    lines = apply_overrides(data, path, overrides)
+    whole = build(Scenario, data | dict(given or {}), str(path), lines)
     for key in (*(override.partition("=")[0] for override in overrides), *(given or {})):
         for varied in whole.grid:
             if key == varied or key.startswith(f"{varied}."):
