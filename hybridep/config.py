@@ -198,11 +198,11 @@ def require_writable(key: str, folder: Path) -> None:
 def build(model: type[ModelT], data: Mapping[str, Any], where: str, lines: Mapping[str, int | str] | None = None) -> ModelT:
     """Validate ``data``; raises ConfigError that names the first wrong key, its value and the nearest valid key. ``lines``: what
     dotted keys are from, a line of the file ``where`` or the override that replaced it."""
-    # Pydantic takes true for 1, and YAML yes and on for true.
+    # Pydantic takes true for 1.
     for location in _booleans(dict(data)):
         if not _takes_boolean(model, location):
-            key = ".".join(str(part) for part in location)
-            raise ConfigError(_place_of(key, where, lines or {}), key, "cannot be true or false (as which YAML reads yes, no, on and off, too)")
+            key, problem = ".".join(str(part) for part in location), "cannot be true or false (YAML's yes, no, on and off are, too)"
+            raise ConfigError(_place_of(key, where, lines or {}), key, problem)
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -41,7 +41,7 @@ def test_a_good_file_loads(tmp_path):
         ("    size: 4", "    size: 0", "two.yaml:5: levels.1.size", "greater than or equal to 1"),
         ("    size: 4\n", "", "two.yaml:4: levels.1.size", "is missing"),
         ("    size: 4", "    size: true", "two.yaml:5: levels.1.size", "cannot be true or false"),
-        ("name: two", "name: no", "two.yaml:1: name", "YAML reads yes, no, on and off"),
+        ("name: two", "name: no", "two.yaml:1: name", "YAML's yes, no, on and off"),
         ("memory: 80 GiB", "memory: 80 GiB, coding: yes", "two.yaml:8: gpu.coding", "valid dictionary or instance of Speeds"),
         ("name: two", "name: [", "two.yaml", "is not YAML"),
         ("name: two", "name: 2026-13-45", "two.yaml", "is not YAML: month must be"),
