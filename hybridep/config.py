@@ -201,7 +201,8 @@ def build(model: type[ModelT], data: Mapping[str, Any], where: str, lines: Mappi
     # Pydantic takes true for 1.
     for location in _booleans(dict(data)):
         if not _takes_boolean(model, location):
-            key, problem = ".".join(str(part) for part in location), "cannot be true or false (YAML's yes, no, on and off are, too)"
+            key = ".".join(str(part) for part in location)
+            problem = "cannot be true or false (YAML's yes, no, on and off are, too)"
             raise ConfigError(_place_of(key, where, lines or {}), key, problem)
     try:
         return model.model_validate(data)
