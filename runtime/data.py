@@ -91,8 +91,8 @@ class Batches:
     def __init__(
         self, tokens: TokenArray, *, length: int, seed: int, vocab_size: int = BYTE_VALUES, where: str = "data.path"
     ) -> None:
-        """``where`` begins errors. Raises DataError when there are fewer tokens than one sequence and its last target, or when one
-        of the first is beyond the vocabulary."""
+        """``where`` begins errors. Raises DataError when there are fewer tokens than one sequence and its last target, or one of
+        the first is beyond the vocabulary."""
         if len(tokens) < length + 1:
             raise DataError(
                 f"{where}: {len(tokens)} tokens are too few for training.sequence_length {length}, it needs {length + 1}"
