@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from hybridep.codecs import PAYLOADS, Codecs
+from hybridep.commands.inputs import load_cluster
 from hybridep.config import Strict, build
 from hybridep.run import Run
 from hybridep.topology import Cluster
@@ -58,6 +59,15 @@ def test_the_examples_of_files_load() -> None:
     cluster, model = re.findall(r"```yaml\n(.*?)```", (DOCS / "files.md").read_text(encoding="utf-8"), re.DOTALL)
     assert build(Cluster, yaml.safe_load(cluster), "files.md").num_gpus == 24
     assert build(Workload, yaml.safe_load(model), "files.md").expert_capacity == 160
+
+
+def test_the_example_of_scenarios_speaks_of_its_cluster() -> None:
+    text = re.findall(r"```yaml\n(.*?)```", (DOCS / "scenarios.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    scenario = build(Scenario, yaml.safe_load(text), "scenarios.md")
+    cluster = load_cluster(str(scenario.cluster), [one.removeprefix("cluster.") for one in scenario.overrides])
+    # What is in a file of the user's.
+    scenario.conditions.model_copy(update={"trace": None}).require(cluster)
+    scenario.course.require(cluster, None)
 
 
 def test_every_codec_is_named() -> None:
