@@ -6,10 +6,11 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import NoReturn
 
 import click
+
+from hybridep.commands.interrupts import INTERRUPTED, terminate
 
 VERBS = {
     "plan": "Find the plan for a cluster and a model, and explain it.",
@@ -22,9 +23,6 @@ VERBS = {
     "reproduce": "Run the experiment behind a claim.",
 }
 """Verb -> its line in the help, so that the help loads no verb."""
-
-INTERRUPTED = 130
-TERMINATED = 143
 
 
 class Verbs(click.Group):
@@ -51,13 +49,13 @@ def hybridep() -> None:
     """Plan, simulate and run Mixture-of-Experts training over datacenters joined by slow links.
 
     Every verb takes --json (one JSON object on stdout, progress on stderr). Exit codes: 0 fine, 2 bad input, 3 no plan fits,
-    4 solver limit without a plan, 5 a worker or datacenter lost, 130 interrupted, 1 a bug.
+    4 solver limit without a plan, 5 a worker or datacenter lost, 130 interrupted, 143 ended by SIGTERM, 1 a bug.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point; ends the process with the exit code. A bug shows its traceback (and exit code 1)."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     try:
         code = hybridep.main(arguments, prog_name="hybridep", standalone_mode=False)
     except click.ClickException as error:
@@ -68,12 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         sys.exit(0)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    # As an exception, so that whatever was started is stopped on the way out, which a second one must not end.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    raise SystemExit(TERMINATED)
 
 
 if __name__ == "__main__":

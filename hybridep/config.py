@@ -8,7 +8,8 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
@@ -197,6 +198,12 @@ def require_writable(key: str, folder: Path) -> None:
 def build(model: type[ModelT], data: Mapping[str, Any], where: str, lines: Mapping[str, int | str] | None = None) -> ModelT:
     """Validate ``data``; raises ConfigError that names the first wrong key, its value and the nearest valid key. ``lines``: what
     dotted keys are from, a line of the file ``where`` or the override that replaced it."""
+    # Pydantic takes true for 1.
+    for location in _booleans(dict(data)):
+        if not _takes_boolean(model, location):
+            key = ".".join(str(part) for part in location)
+            problem = "cannot be true or false (YAML's yes, no, on and off are, too)"
+            raise ConfigError(_place_of(key, where, lines or {}), key, problem)
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -289,11 +296,41 @@ def _config_error(model: type[Strict], error: ValidationError, where: str, lines
         problem = "is missing"
     elif first["type"] != "value_error" and "input" in first:
         problem = f"{problem} (found {first['input']!r})"
-    known = key
-    while known and known not in lines:
-        known = known.rpartition(".")[0]
-    place = lines.get(known)
-    return ConfigError(place if isinstance(place, str) else f"{where}:{place}" if place is not None else where, key, problem)
+    return ConfigError(_place_of(key, where, lines), key, problem)
+
+
+def _place_of(key: str, where: str, lines: Mapping[str, int | str]) -> str:
+    """The line or the override that a dotted key is from, or the nearest one around it."""
+    while key and key not in lines:
+        key = key.rpartition(".")[0]
+    place = lines.get(key)
+    return place if isinstance(place, str) else f"{where}:{place}" if place is not None else where
+
+
+def _booleans(data: Any) -> list[tuple[int | str, ...]]:
+    """Where there are any in nested mappings and lists."""
+    found: list[tuple[int | str, ...]] = []
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+        if isinstance(value, bool):
+            found.append((key,))
+        elif isinstance(value, dict | list | tuple):
+            found += [(key, *rest) for rest in _booleans(value)]
+    return found
+
+
+def _takes_boolean(annotation: Any, location: tuple[int | str, ...]) -> bool:
+    """Whether there may be a boolean, or some other error is to be told: a key that is unknown, or too much nested."""
+    if annotation in (Any, bool):
+        return True
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        known = bool(location) and location[0] in annotation.model_fields
+        return not known or _takes_boolean(annotation.model_fields[str(location[0])].annotation, location[1:])
+    inner = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _takes_boolean(inner[0], location)
+    if get_origin(annotation) in (Union, UnionType):
+        return any(_takes_boolean(one, location) for one in inner)
+    return bool(location) and (not inner or any(_takes_boolean(one, location[1:]) for one in inner if one is not ...))
 
 
 def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

@@ -220,10 +220,8 @@ def place(
     order = np.argsort(-np.asarray(hotness if hotness is not None else np.zeros(num_experts)), kind="stable")
     place_at_home = np.empty(num_experts, dtype=np.int64)
     num_at_home = np.bincount(home, minlength=cluster.num_gpus)
-    seen = np.zeros(cluster.num_gpus, dtype=np.int64)
-    for expert in order:
-        place_at_home[expert] = seen[home[expert]]
-        seen[home[expert]] += 1
+    by_home = order[np.argsort(home[order], kind="stable")]
+    place_at_home[by_home] = np.arange(num_experts) - (np.cumsum(num_at_home) - num_at_home)[home[by_home]]
     serve = []
     for level, name in enumerate(names):
         if level == 0 and outer is not None:

@@ -174,6 +174,9 @@ def exposed_s(blocks: Sequence[Block], *, depth: int, micro_batches: int, head_s
     """Seconds of one step in which computation and tokens wait for each of ``MOVES``. ``blocks`` has one entry per MoE layer, in
     order; ``head_s`` is the forward of what follows them."""
     walk = Walk()
+    if all(block.residency is Residency.STEP for block in blocks):
+        # Between the first micro-batch, which awaits all copies, and the last one nothing is copied.
+        micro_batches = min(micro_batches, 2)
     for batch in range(micro_batches):
         _forward(walk, blocks, depth, is_first=batch == 0)
         walk.run(head_s)

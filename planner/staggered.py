@@ -272,15 +272,20 @@ class _Walk:
         return ready_s
 
     def step_s(self) -> float:
-        plan, compute = self._plan, self._compute
-        ready_s, last = np.zeros(plan.cluster.num_gpus), plan.workload.training.micro_batches - 1
-        for batch in range(last + 1):
-            for count, layer in self._groups:
-                ready_s = _repeated(count, ready_s, partial(self._forward, layer, is_first=batch == 0))
-            ready_s = ready_s + 3 * (compute.head_s + compute.pass_overhead_s)
-            for count, layer in reversed(self._groups):
-                ready_s = _repeated(count, ready_s, partial(self._backward, layer, is_last=batch == last))
+        ready_s, number = np.zeros(self._plan.cluster.num_gpus), self._plan.workload.training.micro_batches
+        ready_s = self._micro_batch(ready_s, is_first=True, is_last=number == 1)
+        if number > 1:
+            ready_s = _repeated(number - 2, ready_s, partial(self._micro_batch, is_first=False, is_last=False))
+            ready_s = self._micro_batch(ready_s, is_first=False, is_last=True)
         return float(self._after(ready_s).max())
+
+    def _micro_batch(self, ready_s: FloatArray, *, is_first: bool, is_last: bool) -> FloatArray:
+        for count, layer in self._groups:
+            ready_s = _repeated(count, ready_s, partial(self._forward, layer, is_first=is_first))
+        ready_s = ready_s + 3 * (self._compute.head_s + self._compute.pass_overhead_s)
+        for count, layer in reversed(self._groups):
+            ready_s = _repeated(count, ready_s, partial(self._backward, layer, is_last=is_last))
+        return ready_s
 
     @cached_property
     def dense(self) -> Dense:

@@ -6,16 +6,17 @@ from __future__ import annotations
 import os
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from hybridep.errors import DataError
 from hybridep.run import Run
 from hybridep.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TokenArray = NDArray[np.integer[Any]]
 
@@ -23,6 +24,8 @@ BYTE_VALUES = 256
 """Vocabulary of text that is read as bytes."""
 TOKEN_FILE = ".npy"
 """Ending of files of token ids."""
+_LOOKED_AT = 10_000_000
+"""Tokens, the first ones, that are compared with the vocabulary at once; all others when they are used."""
 
 
 def training_batches(run: Run, workload: Workload) -> Batches:
@@ -89,19 +92,28 @@ class Batches:
     def __init__(
         self, tokens: TokenArray, *, length: int, seed: int, vocab_size: int = BYTE_VALUES, where: str = "data.path"
     ) -> None:
-        """``where`` begins errors. Raises DataError when there are fewer tokens than one sequence and its last target."""
+        """``where`` begins errors. Raises DataError when there are fewer tokens than one sequence and its last target, or one of
+        the first is beyond the vocabulary."""
         if len(tokens) < length + 1:
             raise DataError(
                 f"{where}: {len(tokens)} tokens are too few for training.sequence_length {length}, it needs {length + 1}"
             )
         self._tokens, self._length, self._seed, self._vocab_size = tokens, length, seed, vocab_size
         self._where = where
+        self._require_known(tokens[:_LOOKED_AT])
 
     def __call__(self, step: int, first: int, number: int) -> tuple[Tensor, Tensor]:
         """(tokens, targets), int64 [number, length]: sequences ``first`` to ``first + number - 1`` of a step's batch. Raises
         DataError where the model does not know a token."""
+        import torch  # takes seconds, and is not needed to look at data before ranks start
+
         windows = np.stack([self._window(step, index) for index in range(first, first + number)])
-        unknown = windows[(windows < 0) | (windows >= self._vocab_size)]
+        self._require_known(windows)
+        both = torch.from_numpy(windows.astype(np.int64))
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def _require_known(self, tokens: TokenArray) -> None:
+        unknown = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if unknown.size:
             problem = f"{self._where}: token {unknown[0]}"
             if unknown[0] < 0:
@@ -109,8 +121,6 @@ class Batches:
             raise DataError(
                 f"{problem} is not below model.vocab_size {self._vocab_size}; raise it, or take the model's own tokenizer"
             )
-        both = torch.from_numpy(windows.astype(np.int64))
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def _window(self, step: int, index: int) -> TokenArray:
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, step, index])))

@@ -18,6 +18,7 @@ from hybridep.workload import Dtype
 from runtime.device import CPU
 from runtime.event_threads import waiting_their_turn
 from runtime.sockets import keeping_little_unsent
+from runtime.trainable import check_trainable
 
 TORCH_DTYPE = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
 
@@ -42,7 +43,7 @@ class Mesh:
     stage: int = 0
 
     def __post_init__(self) -> None:
-        check_trainable(self.plan)
+        check_trainable(self.plan.workload)
         if not 0 <= self.rank < self.world_size:
             raise UserError(f"rank {self.rank}: cluster {self.plan.cluster.name} has ranks 0 to {self.world_size - 1}")
 
@@ -122,20 +123,6 @@ def mesh_of(plan: Plan | PipelinePlan, rank: int, device: torch.device = CPU) ->
         return Mesh(plan=plan, rank=rank, device=device)
     stage, own = plan.seat(rank)
     return Mesh(plan=plan.plans[stage], rank=own, device=device, pipeline=plan, stage=stage)
-
-
-def check_trainable(plan: Plan) -> None:
-    """Raises UserError for what a plan may say but this runtime cannot train."""
-    workload = plan.workload
-    model, where = workload.model, f"workload {workload.name}: model"
-    if model.attention_params is not None:
-        raise UserError(
-            f"{where}.attention_params: {model.attention_params} stands for an attention that can be planned and simulated "
-            "but not trained here; remove it to train with (grouped-query) attention"
-        )
-    head_dim = model.attention_width // model.num_heads
-    if head_dim % 2:
-        raise UserError(f"{where}.head_dim: {head_dim} must be even, rotary embeddings turn pairs of elements")
 
 
 def host_store(address: str, *, timeout_s: float) -> TCPStore:

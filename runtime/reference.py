@@ -17,9 +17,10 @@ from hybridep.shares import batch_sequences
 from hybridep.workload import Ffn, Model
 from runtime.codecs import RowCoder, row_coder
 from runtime.data import training_batches
-from runtime.mesh import TORCH_DTYPE, check_trainable
+from runtime.mesh import TORCH_DTYPE
 from runtime.moe import RoutedExperts
 from runtime.optimizer import HomeOptimizer
+from runtime.trainable import check_trainable
 from runtime.transformer import Transformer, initial_expert
 
 
@@ -87,7 +88,7 @@ class ReferenceTrainer:
 
     def __init__(self, run: Run, plan: AnyPlan) -> None:
         for one in plan.plans if isinstance(plan, PipelinePlan) else (plan,):
-            check_trainable(one)
+            check_trainable(one.workload)
         self._workload, self._batch_sequences = plan.workload, batch_sequences(plan.cluster, plan.workload)
         dtype = TORCH_DTYPE[plan.workload.training.dtype]
         model = plan.workload.model

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from hybridep.config import Strict, apply_override, build, key_lines, read_yaml
+from hybridep.config import Strict, apply_override, apply_overrides, build, read_yaml
 from hybridep.errors import ConfigError, UserError
 from simulator.conditions import Conditions
 from simulator.many_steps import Course
@@ -82,9 +82,9 @@ def points(
     for override in overrides:
         if override.startswith(_PARTS):
             raise UserError(f"--set {override}: a scenario has such keys in `overrides` or in its grid; write them there")
-        apply_override(data, override)
+    lines = apply_overrides(data, path, overrides)
     data |= dict(given or {})
-    whole = build(Scenario, data, str(path), key_lines(path))
+    whole = build(Scenario, data, str(path), lines)
     for key in (*(override.partition("=")[0] for override in overrides), *(given or {})):
         for varied in whole.grid:
             if key == varied or key.startswith(f"{varied}."):

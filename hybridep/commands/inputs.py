@@ -19,6 +19,8 @@ from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
+_MADE_FOR_RUNS = ("auto", "stages", "ep", "full_gather")
+"""Plans that a run may name in place of a file."""
 CONFIGS = Path(hybridep.__file__).resolve().parent / "configs"
 
 
@@ -126,7 +128,7 @@ def resolve_plan(run: Run) -> AnyPlan:
     """The plan of a run: made now (``auto``, ``stages``, ``ep``, ``full_gather``), or read from its file and compared with the
     run's cluster and workload. Raises what the planner raises, ConfigError and PlanMismatchError."""
     cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
-    if run.plan in ("auto", "stages", "ep", "full_gather"):
+    if run.plan in _MADE_FOR_RUNS:
         from hybridep.commands.named_plans import named_plan
         from planner import predict
 
@@ -134,10 +136,14 @@ def resolve_plan(run: Run) -> AnyPlan:
         if not isinstance(made, Plan) or run.plan not in ("ep", "full_gather"):
             return made
         return made.model_copy(update={"prediction": predict(made), "provenance": provenance() | made.provenance})
-    path = Path(run.plan)
-    if not path.suffix and len(path.parts) == 1 and not path.is_file():
-        raise UserError(f"plan {run.plan!r}: use auto, stages, ep, full_gather or the path of a plan file")
-    return load_any_plan(path, cluster=cluster, workload=workload)
+    return load_any_plan(plan_file(run.plan, _MADE_FOR_RUNS), cluster=cluster, workload=workload)
+
+
+def plan_file(text: str, names: Sequence[str]) -> Path:
+    """The path that ``text`` is, where it is none of ``names``. Raises UserError for what looks like a name and is no file."""
+    if os.path.isfile(text) or Path(text).suffix or len(Path(text).parts) > 1:
+        return Path(text)
+    raise UserError(f"plan {text!r}: no such plan; {_nearest(text, names)}, or give the path of a plan file")
 
 
 def sort_overrides(overrides: Iterable[str], kinds: Iterable[Kind]) -> dict[Kind, list[str]]:

@@ -1,4 +1,4 @@
-"""One Ctrl-C for all searches of a command."""
+"""Ctrl-C and SIGTERM: one of them for all searches of a command."""
 
 from __future__ import annotations
 
@@ -9,36 +9,49 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""Exit codes."""
 _FASTER = 1e6
 """Seconds that pass for time limits in one second after an interrupt."""
+
+
+def terminate(_number: int, _frame: FrameType | None) -> None:
+    """Handles SIGTERM: as an exception, so that whatever was started is stopped on the way out, which a second one must not
+    end."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    raise SystemExit(TERMINATED)
 
 
 @contextmanager
 def hurried_by_interrupts() -> Iterator[None]:
     """A search that is interrupted gives its best so far; those that follow inside this context find their time limits over, too,
-    and do no more than they must."""
+    and do no more than they must. SIGTERM is an interrupt as well. Raises SystemExit where it leaves nothing to go on with."""
     from planner.clock import timed_by
 
-    # Whoever ignores or handles interrupts goes on doing so; other threads get none.
-    if (
-        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    # Whoever ignores or handles a signal goes on doing so; other threads get none.
+    usual = {signal.SIGINT: (signal.default_int_handler,), signal.SIGTERM: (signal.SIG_DFL, terminate)}
+    ours = [number for number, handlers in usual.items() if signal.getsignal(number) in handlers]
+    if not ours or threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupted_s: list[float] = []
+    taken: list[tuple[int, float]] = []
 
     def clock() -> float:
         now_s = time.perf_counter()
-        return now_s + _FASTER * (now_s - interrupted_s[0]) if interrupted_s else now_s
+        return now_s + _FASTER * (now_s - taken[0][1]) if taken else now_s
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        interrupted_s.append(time.perf_counter())
+        taken.append((number, time.perf_counter()))
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in ours}
     try:
         with timed_by(clock, reported=time.perf_counter):
             yield
+    except KeyboardInterrupt:
+        if taken and taken[-1][0] == signal.SIGTERM:
+            raise SystemExit(TERMINATED) from None
+        raise
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

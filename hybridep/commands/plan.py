@@ -155,7 +155,7 @@ def command(
     """Plan the training of MODEL on CLUSTER: which experts travel to the tokens, and which tokens to the experts.
 
     CLUSTER is a shipped config's name, a YAML file, or a CSV matrix with the columns src,dst,gbps,rtt_ms. MODEL is a shipped
-    config's name or a YAML file. Ctrl-C ends the search with the best plan so far.
+    config's name or a YAML file. Ctrl-C and SIGTERM end the search with the best plan so far.
     """
     import planner
     from hybridep.commands import plan_options
@@ -236,7 +236,7 @@ def command(
             others=planner.compare_planners(best, rules) if compare else None,
             upgrades=planner.upgrades(best, constraints=rules, streams=_streams(streams, levels)) if upgrades else None,
         )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         _write(made.plans, files)
         click.echo(f"interrupted; plan written to {output}", err=True)
         raise

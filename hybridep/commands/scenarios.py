@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridep.baselines import Baseline
-from hybridep.commands.inputs import Kind, cluster_and_workload, find
+from hybridep.commands.inputs import Kind, cluster_and_workload, find, plan_file
 from hybridep.commands.named_plans import BASELINES, named_plan
 from hybridep.config import load
 from hybridep.errors import UserError
@@ -39,10 +39,12 @@ def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
 
 def resolve(scenario: Scenario) -> AnyPlan:
     """The plan that a scenario names. Raises what the planner raises, ConfigError and UserError."""
-    if scenario.plan not in ("auto", "stages", *BASELINES):
+    names = ("auto", "stages", *BASELINES)
+    if scenario.plan not in names:
+        path = plan_file(scenario.plan, names)
         if scenario.cluster or scenario.workload:
             raise UserError(f"plan {scenario.plan}: a plan file brings its cluster and workload along; leave them out")
-        return load_any_plan(Path(scenario.plan), overrides=[in_plan(override) for override in scenario.overrides])
+        return load_any_plan(path, overrides=[in_plan(override) for override in scenario.overrides])
     if not (scenario.cluster and scenario.workload):
         raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
     cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)

@@ -23,7 +23,7 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
     emulated on this machine, its links shaped where the kernel allows it.
     """
     from hybridep.commands.codecs import codec_lines
-    from hybridep.commands.inputs import load_run, resolve_plan
+    from hybridep.commands.inputs import cluster_and_workload, load_run, resolve_plan
     from hybridep.config import require_writable
     from hybridep.launch.backends import backend_for, in_lab
     from hybridep.launch.folders import held
@@ -32,9 +32,11 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
     from hybridep.launch.session import PLAN_FILE, train
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
     from hybridep.launch.worker import Job
+    from runtime.trainable import check_run
 
     config = load_run(run, overrides)
     require_writable("output", config.output)
+    check_run(config, cluster_and_workload(config.cluster, config.workload, config.overrides)[1])
     plan = resolve_plan(config)
     for line in codec_lines(plan):
         note(f"hybridep train: {line}")

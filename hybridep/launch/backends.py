@@ -10,6 +10,7 @@ from typing import Any
 from hybridep.launch.controller import Controller
 from hybridep.launch.lab import DC_VARIABLE, LAB_VARIABLE
 from hybridep.launch.local_backend import LocalGroup
+from hybridep.launch.machine import require_room
 from hybridep.launch.policies import Patience
 from hybridep.launch.ray_group import RayGroup
 from hybridep.launch.ray_nodes import RayNodes, places_in_lab, places_on_loopback, require_labels
@@ -38,10 +39,12 @@ def results_of(job: Job, *, local: bool) -> list[dict[str, Any]]:
 def backend_for(job: Job, *, local: bool) -> Iterator[Backend]:
     """Local processes when ``local``; actors on the Ray cluster at RAY_ADDRESS; else actors on Ray nodes that live as long
     as the context. Inside a lab every rank starts in its datacenter. Raises LabUnavailableError when the lab lacks a site
-    of the cluster, and RayStartError."""
+    of the cluster, UserError when this machine has too little memory for ranks that are to start on it, and RayStartError."""
     cluster = job.plan.cluster
     lab = lab_for(cluster) if in_lab() else None
     address = os.environ.get("RAY_ADDRESS")
+    if local or lab or not address:
+        require_room(job)
     if local:
         yield Backend(name="local", group=LocalGroup(job, lab), shaped=lab is not None)
     elif address:

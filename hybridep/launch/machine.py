@@ -1,8 +1,44 @@
-"""What torch finds on this machine."""
+"""What this machine has: memory for ranks, and what torch finds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import psutil
+
+from hybridep.errors import UserError
+from hybridep.launch.worker import Job
+from hybridep.pipeline import PipelinePlan
+from hybridep.run import Device
+from hybridep.units import format_bytes
+
+PROCESS_BYTES = 150e6
+"""What a rank's process takes before it has a model: Python, torch and gloo, without what processes share; rather less."""
+
+
+def require_room(job: Job) -> None:
+    """Raises UserError where all ranks of a job are to start on this machine and it has too little memory for them."""
+    ranks, held = job.plan.cluster.num_gpus, psutil.virtual_memory().total + psutil.swap_memory().total
+    needed = ranks * PROCESS_BYTES
+    prediction = job.plan.prediction
+    # The fullest rank's memory says in most cases that all have room, without the planner, which takes a second to load.
+    if job.probe_s is None and (prediction is None or needed + ranks * prediction.memory_bytes > held):
+        needed += _model_bytes(job)
+    if needed > held:
+        raise UserError(
+            f"{ranks} ranks on this machine take at least {format_bytes(needed)} of memory, and it has {format_bytes(held)}; "
+            "give a smaller cluster or model, or start Ray on several machines (RAY_ADDRESS)"
+        )
+
+
+def _model_bytes(job: Job) -> float:
+    """Of all ranks together, in the machine's memory."""
+    if job.run.device is not Device.CPU and torch_facts().cuda_devices:
+        return 0.0
+    from planner import memory_use
+
+    plans = job.plan.plans if isinstance(job.plan, PipelinePlan) else (job.plan,)
+    return float(sum(memory_use(plan).total_bytes.sum() for plan in plans))
 
 
 @dataclass(frozen=True, kw_only=True)

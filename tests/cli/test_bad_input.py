@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from cli_cases import Inputs, Result
 
@@ -144,6 +146,14 @@ def test_wrong_runs(inputs: Inputs, call: Call) -> None:
     assert "auto, stages, ep, full_gather" in one_line(call("train", inputs.run, "--local", "--set", "plan=best"))
     line = one_line(call("train", inputs.run, "--local", "--set", f"data.path={inputs.folder / 'nothing'}"))
     assert "data.path" in line and "nothing" in line and "No such file" in line
+    tokens = inputs.folder / "tokens.npy"
+    np.save(tokens, np.arange(255, 275, dtype=np.uint16))
+    line = one_line(call("train", inputs.run, "--local", "--set", f"data.path={tokens}"))
+    assert "tokens.npy: token 256 is not below model.vocab_size 256" in line
+    line = one_line(call("train", inputs.run, "--local", "--set", "training.sequence_length=10000"))
+    assert "text.txt: 9000 tokens are too few" in line
+    line = one_line(call("train", inputs.run, "--local", "--set", "model.attention_params=99"))
+    assert "model.attention_params: 99" in line and "not trained here" in line
     inputs.write("file", "")
     assert "output" in one_line(call("train", inputs.run, "--local", "--set", f"output={inputs.folder / 'file' / 'below'}"))
 
@@ -165,6 +175,13 @@ def test_wrong_runs(inputs: Inputs, call: Call) -> None:
 def test_wrong_values_of_runs(inputs: Inputs, call: Call, override: str, named: list[str]) -> None:
     line = one_line(call("train", inputs.run, "--local", "--set", override))
     assert all(name in line for name in named), line
+
+
+def test_more_ranks_than_the_machine_has_memory_for(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2e9))
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=0))
+    line = one_line(call("train", inputs.run, "--local", "--set", "levels.gpu.size=8"))
+    assert "16 ranks on this machine take at least 2.40" in line and "it has 2 GB" in line and "RAY_ADDRESS" in line
 
 
 def test_a_file_in_place_of_the_logs(inputs: Inputs, call: Call) -> None:

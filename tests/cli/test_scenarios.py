@@ -210,6 +210,7 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
     for line, expected in (
         ("step: 3", "unknown key"),
         ("plan: best.yaml", "leave them out"),
+        ("plan: fullgather", "plan 'fullgather': no such plan; did you mean 'full_gather'?, or give the path of a plan file"),
         ("against: [magic]", "no such baseline"),
         ("routing: zip:1", "zipf:1.2"),
         ("conditions: {changes: [{links: 'x up', factor: 1}]}", "no link is named 'x up'"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable
 from itertools import permutations
@@ -13,18 +12,16 @@ from typing import Any
 import pytest
 from cli_cases import CLUSTER, Inputs, Result, shell
 
-from hybridep.commands.interrupts import hurried_by_interrupts
-from hybridep.commands.plan_progress import PlanProgress
 from hybridep.commands.sites_choice import Asked, Staged, in_one
 from hybridep.commands.stage_choice import StageChoice, best_simulated, simulated_s
 from hybridep.commands.stage_choice import in_stages as stages_in_time
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan, load_any_plan
-from hybridep.plan import Plan, load_plan
+from hybridep.plan import load_plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import StageWishes, alone
-from planner.clock import elapsed_s, now_s
+from planner.clock import now_s
 from planner.goal import FASTEST
 from planner.stages.fewer import Paying
 from simulator.errors import PipelineError
@@ -275,55 +272,6 @@ def test_the_plan_for_fewer_sites_counts_to_the_end(inputs: Inputs, call: Call, 
     busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json", cluster=busy)
     assert result.json["left_out"] == [] and "after all" not in result.err
-
-
-def test_one_interrupt_ends_all_searches_with_the_best_so_far(
-    inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, later_s = list[str](), list[float]()
-
-    def interrupt(_: PlanProgress, what: str, seconds: float) -> None:
-        seen.append(what)
-        if seen.count("plan") == 2 and what == "plan":
-            signal.raise_signal(signal.SIGINT)
-
-    def without(*_: object) -> Plan:
-        began_s = now_s()
-        time.sleep(0.01)
-        later_s.append(now_s() - began_s)
-        raise InfeasibleError("not asked for")
-
-    monkeypatch.setattr(PlanProgress, "__call__", interrupt)
-    monkeypatch.setattr("hybridep.commands.sites_choice.in_one", without)
-    path = inputs.folder / "stages.yaml"
-    result = call("plan", "dtfm-10", "gpt-large", "--stages", "auto", "--time-limit", "1000", "-o", path)
-    # The search for pipelines ends, and what would be looked for next has no time.
-    assert result.code == 0 and seen.count("plan") >= 2 and later_s[0] > 1000, result.err
-    plan = load_any_plan(path)
-    # What it took is told as it was.
-    assert isinstance(plan, PipelinePlan) and plan.solver is not None and plan.solver.solve < 100
-
-
-def test_after_an_interrupt_time_limits_are_over() -> None:
-    with hurried_by_interrupts():
-        first_s, began_s = elapsed_s(), now_s()
-        time.sleep(0.01)
-        assert now_s() - began_s < 10
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        began_s = now_s()
-        time.sleep(0.01)
-        assert now_s() - began_s > 1000
-        # What is reported is what passed.
-        assert 0.02 <= elapsed_s() - first_s < 10
-    began_s = now_s()
-    assert now_s() - began_s < 10 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with hurried_by_interrupts():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_simulations_of_stages_say_what_they_cannot(inputs: Inputs, call: Call) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from cli_cases import Inputs, Result
 
-from hybridep import cli
 from hybridep.cli import VERBS
 from hybridep.codecs import ExpertCodec
 from hybridep.launch.host import child_environment
@@ -138,17 +136,6 @@ def test_doctor_finds_what_this_suite_needs(call: Call) -> None:
 def test_reproduce_lists_claims(call: Call) -> None:
     result = call("reproduce", "--json")
     assert result.code == 0 and result.json["claims"]
-
-
-def test_a_second_sigterm_does_not_end_the_way_out() -> None:
-    before = signal.signal(signal.SIGTERM, cli._terminate)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert ended.value.code == 143
 
 
 def test_a_bug_shows_its_traceback_and_ends_with_1() -> None:

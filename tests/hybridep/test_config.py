@@ -40,6 +40,9 @@ def test_a_good_file_loads(tmp_path):
         ("bandwidth: 100 Gbps", "bandwidth: 0 Gbps", "two.yaml:6: levels.1.bandwidth", "above zero"),
         ("    size: 4", "    size: 0", "two.yaml:5: levels.1.size", "greater than or equal to 1"),
         ("    size: 4\n", "", "two.yaml:4: levels.1.size", "is missing"),
+        ("    size: 4", "    size: true", "two.yaml:5: levels.1.size", "cannot be true or false"),
+        ("name: two", "name: no", "two.yaml:1: name", "YAML's yes, no, on and off"),
+        ("memory: 80 GiB", "memory: 80 GiB, coding: yes", "two.yaml:8: gpu.coding", "valid dictionary or instance of Speeds"),
         ("name: two", "name: [", "two.yaml", "is not YAML"),
         ("name: two", "name: 2026-13-45", "two.yaml", "is not YAML: month must be"),
         ("    size: 4", "    size: 4\n    size: 8", "two.yaml:6: levels.1.size", "is given twice"),
@@ -82,6 +85,7 @@ def test_an_alias_may_be_used_twice(tmp_path):
             "--set levels.1={name: gpu, sise: 4}: levels.1.sise: unknown key; did you mean 'size'?",
         ),
         ("gpu.memory=16", "--set gpu.memory=16: gpu.memory: "),
+        ("levels.gpu.size=on", "--set levels.gpu.size=on: levels.1.size: cannot be true or false"),
     ],
 )
 def test_a_bad_override_is_named_and_not_a_line_of_the_file(tmp_path, override, message):

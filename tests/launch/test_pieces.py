@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch_cases import CONFIGS, make_job
@@ -15,12 +17,15 @@ from hybridep.errors import ConfigError, DataError, LabUnavailableError, Transpo
 from hybridep.launch import lab_init, ray_nodes
 from hybridep.launch.host import child_environment, free_port, interface_of
 from hybridep.launch.lab import Lab, LabSite, LabSpec
+from hybridep.launch.machine import PROCESS_BYTES, require_room
 from hybridep.launch.reports import Rendezvous, Report, ReportReader, ReportWriter, decode, encode
 from hybridep.launch.shaping import lab_for, lab_spec, why_not_in_lab
 from hybridep.launch.worker import Job, failure_of
 from hybridep.launch.worker_group import DcLost, Failed, FailureKind, Finished, Started, Stepped
-from hybridep.run import Run, StepReport
+from hybridep.plan import Plan
+from hybridep.run import Device, Run, StepReport
 from hybridep.topology import Cluster
+from planner import memory_use
 
 REPORTS: list[Report] = [
     Started(rank=1, dc="a", address="10.0.0.1", pid=7),
@@ -109,6 +114,26 @@ def test_jobs_survive_the_way_to_their_ranks(tmp_path: Path) -> None:
     again = Job.from_json(job.to_json())
     assert again == job and again.plan.digest == job.plan.digest
     assert job.dcs == ("dc0", "dc0", "dc1", "dc1", "dc2", "dc2", "dc3", "dc3")
+
+
+def test_ranks_that_this_machine_has_no_memory_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes count, and what the plan keeps in the machine's memory, rank by rank."""
+    job = make_job(tmp_path)
+    plan_bytes = float(memory_use(job.plan).total_bytes.sum()) if isinstance(job.plan, Plan) else 0.0
+    held = SimpleNamespace(total=8 * PROCESS_BYTES + 1.01 * plan_bytes)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: held)
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=0))
+    require_room(job)
+    held.total -= 0.02 * plan_bytes
+    with pytest.raises(UserError, match="8 ranks on this machine take at least"):
+        require_room(job)
+    # Where ranks only measure, or are on GPUs, the plan takes none of it.
+    require_room(replace(job, probe_s=1.0))
+    monkeypatch.setattr("hybridep.launch.machine.torch_facts", lambda: SimpleNamespace(cuda_devices=("one",)))
+    require_room(replace(job, run=job.run.model_copy(update={"device": Device.AUTO})))
+    held.total = 7 * PROCESS_BYTES
+    with pytest.raises(UserError, match="take at least"):
+        require_room(replace(job, probe_s=1.0))
 
 
 def test_what_a_rank_says_of_its_error(tmp_path: Path) -> None:

@@ -210,3 +210,15 @@ def test_copies_ahead_are_walked_elsewhere():
     with pytest.raises(ValueError, match=r"planner\.ahead"):
         staggered_s(made, step_cost(made))
     assert expected_s(made) == step_cost(made).step_s
+
+
+@pytest.mark.parametrize(("prefetch", "residency"), [(0, "step"), (0, "microbatch"), (1, "step")])
+def test_a_million_micro_batches_take_no_walk_of_each(prefetch: int, residency: str) -> None:
+    """Each of those in the middle takes as long as any other."""
+    cluster, found = load_cluster("lab-4dc"), {}
+    for number in (2, 3, 1_000_000):
+        workload = load_workload("tiny", [f"training.micro_batches={number}"])
+        group = LayerGroup(first_layer=0, num_layers=4, domains={"dc": 2, "gpu": 2}, migration={}, residency=Residency(residency))
+        plan = Plan(cluster=cluster, workload=workload, layers=(group,), schedule=Schedule(prefetch=prefetch))
+        found[number] = expected_s(plan, step_cost(plan))
+    assert found[1_000_000] == pytest.approx(found[2] + 999_998 * (found[3] - found[2]), rel=1e-6)

@@ -1,0 +1,27 @@
+"""What can be known of a run before its ranks start. Without torch, which takes seconds to load."""
+
+from __future__ import annotations
+
+from hybridep.errors import UserError
+from hybridep.run import Run
+from hybridep.workload import Workload
+from runtime.data import training_batches
+
+
+def check_run(run: Run, workload: Workload) -> None:
+    """Raises UserError for a model that this runtime cannot train, and DataError for data that do not suit it."""
+    check_trainable(workload)
+    training_batches(run, workload)
+
+
+def check_trainable(workload: Workload) -> None:
+    """Raises UserError for what a model may be but this runtime cannot train."""
+    model, where = workload.model, f"workload {workload.name}: model"
+    if model.attention_params is not None:
+        raise UserError(
+            f"{where}.attention_params: {model.attention_params} stands for an attention that can be planned and simulated "
+            "but not trained here; remove it to train with (grouped-query) attention"
+        )
+    head_dim = model.attention_width // model.num_heads
+    if head_dim % 2:
+        raise UserError(f"{where}.head_dim: {head_dim} must be even, rotary embeddings turn pairs of elements")
