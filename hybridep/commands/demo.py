@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.run import Run
     from hybridep.topology import Cluster
+    from hybridep.workload import Workload
 
 LOSS_TOLERANCE = 1e-5
 """Plans add numbers in different orders; in fp32 the losses of a short run drift apart by less than this, relatively."""
@@ -63,17 +64,19 @@ class Outcome:
 def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Emulate datacenters behind slow links, measure them, plan, and train the same model three ways: expert parallelism,
     full gather, and the plan. Ends with one table: measured, predicted and simulated step times, WAN bytes, losses."""
-    from hybridep.commands.inputs import Kind, load_cluster, load_run, sort_overrides
+    from hybridep.commands.inputs import Kind, cluster_and_workload, load_run, sort_overrides
     from hybridep.launch.backends import in_lab
     from hybridep.launch.host import child_environment
     from hybridep.launch.lab import run_in_lab
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
+    from runtime.trainable import check_run
 
     for override in sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD, Kind.RUN))[Kind.RUN]:
         if override.startswith("plan="):
             raise UserError(f"--set {override}: the demo trains under plans of its own; `hybridep train` takes one")
     run = load_run(run_name, overrides)
-    cluster = load_cluster(run.cluster)
+    cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
+    check_run(run, workload)
     if not in_lab():
         reason = why_not_in_lab(cluster)
         if reason is None:
@@ -84,7 +87,7 @@ def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
             return run_in_lab([*ray, *again], lab_spec(cluster), child_environment())
         note(f"hybridep demo: unshaped, links are not emulated: {reason}")
     with _ray_nodes(cluster):
-        outcomes, measured = _tour(run, cluster)
+        outcomes, measured = _tour(run, cluster, workload)
     result = _result(run, measured, outcomes, shaped=in_lab())
     if as_json:
         emit(result)
@@ -112,12 +115,10 @@ def _ray_nodes(cluster: Cluster) -> Iterator[None]:
             del os.environ["RAY_ADDRESS"]
 
 
-def _tour(run: Run, cluster: Cluster) -> tuple[list[Outcome], Cluster]:
-    from hybridep.commands.inputs import load_workload
+def _tour(run: Run, cluster: Cluster, workload: Workload) -> tuple[list[Outcome], Cluster]:
     from hybridep.commands.probe import measured_cluster
     from planner import baseline, plan
 
-    workload = load_workload(run.workload)
     note("1/3 measuring links and computation with all ranks at once")
     cluster = measured_cluster(cluster, workload)
     for level in cluster.levels:

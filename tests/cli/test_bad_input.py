@@ -15,7 +15,9 @@ from cli_cases import Inputs, Result
 
 from hybridep.commands.demo import _own
 from hybridep.commands.inputs import load_cluster, load_run
+from hybridep.errors import UserError
 from hybridep.launch import lab, shaping
+from hybridep.topology import Cluster
 
 Call = Callable[..., Result]
 
@@ -194,6 +196,17 @@ def test_a_file_in_place_of_the_logs(inputs: Inputs, call: Call) -> None:
 def test_the_demo_takes_no_plan(inputs: Inputs, call: Call) -> None:
     line = one_line(call("demo", "--run", inputs.run, "--set", "plan=full_gather"))
     assert "--set plan=full_gather: the demo trains under plans of its own" in line
+
+
+def test_the_demo_takes_other_clusters_and_models(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_lab(cluster: Cluster) -> str:
+        raise UserError(f"sites of {cluster.levels[0].bandwidth:.0f} bytes a second")
+
+    monkeypatch.setattr(shaping, "why_not_in_lab", no_lab)
+    line = one_line(call("demo", "--run", inputs.run, "--set", "levels.dc.bandwidth=8 Mbps"))
+    assert "sites of 1000000 bytes a second" in line
+    line = one_line(call("demo", "--run", inputs.run, "--set", "model.hidden_size=6"))
+    assert "model.head_dim: 3 must be even" in line
 
 
 def test_each_plan_of_the_demo_has_folders_of_its_own(inputs: Inputs) -> None:
