@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import comb
@@ -129,9 +129,12 @@ def without_search(
     """The best of a few placements by `Inside.rank`; the one that comes nearest to fitting, if none does.
     ``allowed``: what rules leave possible."""
     number, store, every = stage.workload.training.micro_batches, store or Store(), list[Inside]()
-    for groups in _placements(stage):
-        if allowed is not None:
-            groups = [permitted_group(group, stage.cluster, stage.workload.model.num_experts, allowed) for group in groups]
+    choices: Iterable[list[LayerGroup]] = _placements(stage)
+    if allowed is not None:
+        # What rules leave of copies everywhere may let tokens travel after all.
+        experts = stage.workload.model.num_experts
+        choices = [[permitted_group(one, stage.cluster, experts, allowed) for groups in choices for one in groups]]
+    for groups in choices:
         every += [placed(stage, (group,), room, store) for group in groups]
         for one in sorted(every, key=lambda one: one.value(number, rent_usd_per_s)):
             if one.memory.fits:

@@ -150,7 +150,7 @@ def train_case(rank: int, port: int, case: Case, device: Device = Device.CPU) ->
     return Outcome(
         losses=[report.loss_sum for report in reports],
         tokens=reports[0].tokens,
-        parameters={name: p.detach().double().cpu().numpy() for name, p in parameters.items()},
+        parameters={name: p.detach().double().cpu().numpy().copy() for name, p in parameters.items()},
         sent_bytes=sent,
         wan_bytes=reports[-1].wan_bytes,
     )

@@ -19,11 +19,13 @@ from hybridep.plan import LayerGroup, Prediction, Residency, Status
 from hybridep.topology import Cluster
 from hybridep.workload import Model
 from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline, plan_pipelines
+from planner.constraints import Permissions
 from planner.stages.bound import least_s
 from planner.stages.candidates import AHEAD
 from planner.stages.costs import Costed, costed, predicted, rooms
-from planner.stages.inside import Room, placed, searched, with_less_memory, without_search
+from planner.stages.inside import Room, Store, _placements, placed, searched, with_less_memory, without_search
 from planner.stages.order import groupings, ordered, steps_s, way_s_per_byte
+from planner.stages.rules import permitted_group
 from simulator.pipeline import fastest_pipeline, simulate_pipeline
 
 pytestmark = pytest.mark.timeout(120)
@@ -235,6 +237,28 @@ def test_inside_a_stage_the_planner_is_no_worse_than_a_few_placements() -> None:
         searched(baseline_plan(with_less_memory(cluster, 85.8e9), workload, Baseline.EP), room, solver="highs", time_limit_s=5)
         is None
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_placements_are_enough(kind: str) -> None:
+    """Where copies everywhere are clearly the fewest bytes nothing else is asked; where rules bar some of them, all is."""
+    rng, room, asked = np.random.default_rng(5), Room(in_flight=1, beside_bytes=0.0), []
+    for _ in range(6):
+        sites = int(rng.choice([2, 4, 6]))
+        cluster, workload = sites_cluster(rng, sites, 2, kind), layered_workload(1, ffn=int(rng.choice([64, 512, 4096])))
+        stage, batches = baseline_plan(cluster, workload, Baseline.EP), workload.training.micro_batches
+        every = [group for groups in _placements(stage) for group in groups]
+        barred = Permissions(serve=np.ones((sites, sites), dtype=bool), hold=np.ones((sites, 8), dtype=bool))
+        # The second site may compute its own experts alone.
+        barred.hold[1] = stage.placements[0].home // cluster.ranks_per_site == 1
+        for allowed in (None, barred):
+            if allowed is not None:
+                every = [permitted_group(group, cluster, workload.model.num_experts, allowed) for group in every]
+            found = without_search(stage, room, store=(store := Store()), allowed=allowed)
+            best_s = min(placed(stage, (group,), room).value(batches) for group in every)
+            assert found.value(batches) == pytest.approx(best_s, rel=1e-12)
+            asked.append((allowed is None, len(store.placed) < len({str(group) for group in every})))
+    assert (True, True) in asked and (False, True) not in asked
 
 
 def test_a_plan_file_holds_what_the_summary_says(tmp_path: Path) -> None:
