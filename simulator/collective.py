@@ -237,7 +237,7 @@ class _Executor:
                     done = partial(self._leave, position, np.array([rank]))
                     self._turns.compute(rank, duration_s, done, beside=operation.beside)
                 return
-            for duration_s in np.unique(seconds).tolist():
+            for duration_s in sorted(set(seconds.tolist())):
                 # Through the queue even when it takes no time: a chain of such operations must not recurse.
                 self._engine.after(duration_s, partial(self._leave, position, ranks[seconds == duration_s]))
         elif operation.flows is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from simulator.errors import SimulationError
 
@@ -16,15 +16,12 @@ LATE = 1
 """Runs after every NORMAL action of the same instant, including those that such actions add."""
 
 
-@dataclass(order=True, slots=True)
-class Event:
-    """One action in the queue. Events compare by (time, priority, sequence), so ties keep their order of arrival."""
+class Event(NamedTuple):
+    """A place in the queue. Events compare by (time, priority, sequence), so ties keep their order of arrival."""
 
     time_s: float
     priority: int
     sequence: int
-    action: Action | None = field(compare=False)
-    """None once the event has run or was cancelled."""
 
 
 class Engine:
@@ -33,6 +30,8 @@ class Engine:
     def __init__(self) -> None:
         self._now_s = 0.0
         self._queue: list[Event] = []
+        self._actions: dict[int, Action] = {}
+        """Of events that have neither run nor been cancelled, by their sequence."""
         self._sequence = 0
 
     @property
@@ -43,9 +42,10 @@ class Engine:
     @property
     def next_s(self) -> float:
         """When the next event is due; infinite without one."""
-        while self._queue and self._queue[0].action is None:
-            heapq.heappop(self._queue)
-        return self._queue[0].time_s if self._queue else math.inf
+        queue, actions = self._queue, self._actions
+        while queue and queue[0][2] not in actions:
+            heapq.heappop(queue)
+        return queue[0][0] if queue else math.inf
 
     def at(self, time_s: float, action: Action, priority: int = NORMAL) -> Event:
         """Queue an action for an absolute time.
@@ -54,7 +54,8 @@ class Engine:
         """
         if not (math.isfinite(time_s) and time_s >= self._now_s):
             raise SimulationError(f"event at {time_s!r} s, but the clock is at {self._now_s!r} s and only runs forward")
-        event = Event(time_s, priority, self._sequence, action)
+        event = Event(time_s, priority, self._sequence)
+        self._actions[self._sequence] = action
         self._sequence += 1
         heapq.heappush(self._queue, event)
         return event
@@ -65,17 +66,18 @@ class Engine:
 
     def cancel(self, event: Event) -> None:
         """Keep a queued event from running; nothing happens if it has run already."""
-        event.action = None
+        self._actions.pop(event.sequence, None)
 
     def run(self, until_s: float = math.inf) -> float:
         """Run events up to and including `until_s`, or until none is left; return the clock.
 
         The clock then stands at the last event that ran: waiting for nothing takes no time.
         """
-        while self._queue and self._queue[0].time_s <= until_s:
-            event = heapq.heappop(self._queue)
-            action, event.action = event.action, None
+        queue, actions = self._queue, self._actions
+        while queue and queue[0][0] <= until_s:
+            time_s, _, sequence = heapq.heappop(queue)
+            action = actions.pop(sequence, None)
             if action is not None:
-                self._now_s = event.time_s
+                self._now_s = time_s
                 action()
         return self._now_s

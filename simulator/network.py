@@ -160,7 +160,7 @@ class Network:
             return
         self._settle()
         first, last = self._first_row(batch.serial), self._first_row(batch.serial + 1)
-        rows = np.arange(first, last) if which is None else first + np.searchsorted(self._cargo.position[first:last], which)
+        rows = np.arange(first, last) if which is None else first + self._cargo.position[first:last].searchsorted(which)
         told = np.empty(self._outstanding, dtype=np.int64)
         flows, links, cargo = self._flows, self._links, self._cargo
         num_told = activate(flows, links, cargo, self._usage, self._tickets, self._clock, rows, told)
@@ -219,7 +219,7 @@ class Network:
 
     def _first_row(self, serial: int) -> int:
         """Of a batch's flows that are not done, in the table, which has batches one after the other, and their flows in order."""
-        return int(np.searchsorted(self._cargo.batch, serial))
+        return int(self._cargo.batch.searchsorted(serial))
 
     def _wake(self, time_s: float) -> None:
         """See to the flows at this time, after everything else that happens then."""
@@ -260,6 +260,9 @@ class Network:
             return
         serials = self._tickets.batch[told]
         due_s = self._tickets.due_s[told]
+        if told.size == 1:
+            self._engine.at(float(due_s[0]), partial(self._report, self._batches[int(serials[0])], told))
+            return
         order = np.lexsort((due_s, serials))
         told, serials, due_s = told[order], serials[order], due_s[order]
         cuts = np.flatnonzero((np.diff(serials) != 0) | (np.diff(due_s) != 0)) + 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hybridep.commands.plan_choice import MOST_SITES, planned
-from hybridep.commands.stage_choice import StageChoice, in_stages, simulated_s
+from hybridep.commands.stage_choice import StageChoice, in_stages, simulated_s, simulating_s
 from hybridep.errors import HybridEPError, UserError
 from hybridep.pipeline import PipelinePlan
 from planner.clock import now_s
@@ -191,7 +191,7 @@ class _Choice:
         if found is None:
             return None
         try:
-            step_s = simulated_if_worth_s(found)
+            step_s = _simulated_if_worth_s(found, max(self._left_s(), _LEFT * self.time_limit_s))
         except KeyboardInterrupt:
             return None
         if (found.predicted.expected_s if step_s is None else step_s) >= made.step_s:
@@ -281,12 +281,15 @@ def in_one(asked: Asked, time_limit_s: float) -> Plan:
     return without_stages(asked.cluster, asked.workload, wishes, time_limit_s)
 
 
-def simulated_if_worth_s(plan: AnyPlan) -> float | None:
+def _simulated_if_worth_s(plan: AnyPlan, within_s: float) -> float | None:
     """Seconds of a plan's simulated step; None where ranks share processors, of which simulations know less, of more than
-    ``MOST_SITES`` sites, for which they take long, and where it cannot be simulated."""
+    ``MOST_SITES`` sites, for which they take long, of a pipeline that takes longer to simulate than ``within_s``, and where it
+    cannot be simulated."""
     from simulator.pipeline import simulate_any
 
     if plan.cluster.gpu.sharing == 1 and plan.cluster.sizes[0] <= MOST_SITES:
         with suppress(UserError):
-            return simulated_s(plan) if isinstance(plan, PipelinePlan) else simulate_any(plan).step_s
+            if not isinstance(plan, PipelinePlan):
+                return simulate_any(plan).step_s
+            return simulated_s(plan) if simulating_s(plan) <= within_s else None
     return None

@@ -25,9 +25,9 @@ CANDIDATES = 24
 """Pipelines among which a simulation chooses at most, as far as there is time."""
 _FAR = 1.1
 """Pipelines that are expected to take so many times as long as the best are not simulated: what is expected errs by less."""
-_LAYER_S, _INSIDE_S = 1e-5, 5e-5
+_LAYER_S, _INSIDE_S = 5e-6, 5e-5
 """What simulating one takes, about, for each rank, layer and micro-batch, and more where the layer's experts are exchanged inside
-sites, too: 0.4e-5 to 1.2e-5 and 2.5e-5 to 6e-5 were measured between 20 and 60 regions."""
+sites, too. 0.6 to 1.2 times as much was measured between 13 and 60 regions, 0.3 to 2 times where exchanges are inside sites."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,8 @@ def in_stages(
     if not wishes.goal.needs_prices:
         made = [one for one in made if one.predicted.expected_s <= _FAR * made[0].predicted.expected_s]
     chosen = first_in_time(_differing_first(made), time_limit_s)
-    return best_simulated(chosen, wishes.goal, until_s=ends_s(started_s, time_limit_s))
+    found = best_simulated(chosen, wishes.goal, until_s=ends_s(started_s, time_limit_s))
+    return found or StageChoice(plan=made[0], simulated_s=None)
 
 
 def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
@@ -82,13 +83,14 @@ def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
 
 
 def first_in_time(plans: Sequence[PipelinePlan], time_limit_s: float) -> list[PipelinePlan]:
-    """The first of the pipelines, about as many as simulations' share of the limit has time for, two at least: an estimate,
-    because what a deadline cuts off differs from run to run."""
-    took_s = np.cumsum([_simulating_s(plan) for plan in plans])
-    return list(plans[: max(2, int((took_s <= (1 - SEARCHED) * time_limit_s).sum()))])
+    """The first of the pipelines, about as many as simulations' share of the limit has time for: an estimate, because what a
+    deadline cuts off differs from run to run."""
+    took_s = np.cumsum([simulating_s(plan) for plan in plans])
+    return list(plans[: int((took_s <= (1 - SEARCHED) * time_limit_s).sum())])
 
 
-def _simulating_s(plan: PipelinePlan) -> float:
+def simulating_s(plan: PipelinePlan) -> float:
+    """What simulating a step of it takes, about."""
     cluster, groups = plan.cluster, [group for stage in plan.stages for group in stage.layers]
     inside = [group for group in groups if any(group.domains.get(level.name, 1) < level.size for level in cluster.levels[1:])]
     layers_s = _LAYER_S * plan.workload.model.num_layers + _INSIDE_S * sum(group.num_layers for group in inside)
@@ -107,15 +109,15 @@ def simulated_s(plan: PipelinePlan) -> float:
         return simulate_pipeline(plan, precision=Precision(one_rank_per_site=True)).step_s
 
 
-def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice:
-    """The best by simulated step, or its price, of those that can be simulated; none but the first two are begun after
-    ``until_s`` (``planner.clock``), or a KeyboardInterrupt."""
+def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice | None:
+    """The best by simulated step, or its price, of those that can be simulated, if there are any; none but the first is begun
+    after ``until_s`` (``planner.clock``), or a KeyboardInterrupt."""
     from hybridep.commands.progress import one_by_one
     from planner.stages.costs import simulated_usd
 
     found: list[tuple[Worth, float, int]] = []
     for place, one in enumerate(one_by_one(plans, "simulating pipelines")):
-        if place >= 2 and now_s() >= until_s:
+        if place and now_s() >= until_s:
             break
         try:
             step_s = simulated_s(one)
@@ -127,6 +129,6 @@ def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float)
         usd = simulated_usd(one, step_s) if goal.needs_prices else 0.0
         found.append((goal.worth(step_s, usd), step_s, place))
     if not found:
-        return StageChoice(plan=plans[0], simulated_s=None)
+        return None
     _, step_s, place = min(found)
     return StageChoice(plan=plans[place], simulated_s=step_s, simulated=len(found))

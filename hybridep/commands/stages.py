@@ -186,6 +186,8 @@ def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
     console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
     if choice.simulated_s is not None:
         console.print(f"  simulated: {format_seconds(choice.simulated_s)}, the best of {choice.simulated} pipelines")
+    else:
+        console.print("  not simulated here; hybridep simulate does it")
     fit = {*found["baselines_that_fit"], *others_s}
     for name, other_s in (dict(found["baselines"]) | others_s).items():
         console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f}){'' if name in fit else ', does not fit'}")

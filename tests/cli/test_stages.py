@@ -405,7 +405,7 @@ def test_pipelines_of_too_many_ranks_are_simulated_with_one_of_each_site(
         raise PipelineError("too many ranks") if precision is EXACTLY else UserError("windows")
 
     monkeypatch.setattr("simulator.pipeline.simulate_pipeline", refused)
-    assert best_simulated([pipeline], FASTEST, until_s=now_s() + 60) == StageChoice(plan=pipeline, simulated_s=None)
+    assert best_simulated([pipeline], FASTEST, until_s=now_s() + 60) is None
     # Nor is one for fewer sites, which counts as it is expected then.
     four = SLOW.replace("name: dc, size: 2", "name: dc, size: 4")
     paying = Paying(sites=("dc0", "dc1", "dc2", "dc3"), fewer=pipeline)
@@ -439,3 +439,16 @@ def test_a_budget_that_a_short_look_misses(inputs: Inputs, call: Call, monkeypat
     path, result = in_stages(inputs, call, "--stages", "auto", "--budget", "1 $", "--json", cluster=priced)
     assert result.code == 0 and looks[1] > looks[0], result.err
     assert isinstance(load_any_plan(path), PipelinePlan) and "cheap enough" not in result.err
+
+
+def test_a_time_limit_too_short_for_simulations_is_kept(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the pipelines that are found nor one for fewer sites are simulated then; all are compared as expected."""
+    monkeypatch.setattr("hybridep.commands.stage_choice._LAYER_S", 1e6)
+    monkeypatch.setattr("simulator.pipeline.simulate_pipeline", lambda *_, **__: pytest.fail("simulated"))
+    path, result = in_stages(inputs, call, "--stages", "2")
+    assert result.code == 0 and "not simulated here" in result.out, result.err
+    four = SLOW.replace("name: dc, size: 2", "name: dc, size: 4")
+    paying = Paying(sites=("dc0", "dc1", "dc2", "dc3"), fewer=load_any_plan(path))
+    monkeypatch.setattr("planner.sites_that_pay", lambda *_, **__: paying)
+    result = in_stages(inputs, call, "--stages", "2", "--fewer-sites", "--json", cluster=four)[1]
+    assert result.code == 0 and result.json["simulated_s"] is None and result.json["left_out"] == ["dc2", "dc3"], result.err
