@@ -60,6 +60,10 @@ class Scenario(Strict):
         for key, values in self.grid.items():
             if not values:
                 raise ValueError(f"grid.{key}: needs at least one value")
+            for place, value in enumerate(values):
+                # By what they say: 1 and true are equal in Python.
+                if repr(value) in map(repr, values[:place]):
+                    raise ValueError(f"grid.{key}: has {value!r} twice; leave one of them out")
             if key.split(".")[0] == "grid":
                 raise ValueError("grid: cannot vary itself")
         return self

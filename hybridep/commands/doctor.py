@@ -78,12 +78,10 @@ def _torch(name: str) -> Check:
 
 
 def _processors(name: str) -> Check:
-    import psutil
-
-    from hybridep.launch.machine import torch_facts
+    from hybridep.launch.machine import memory_bytes, torch_facts
     from hybridep.units import format_bytes
 
-    found = f"{os.cpu_count()} cores, {format_bytes(psutil.virtual_memory().total)} of memory"
+    found = f"{os.cpu_count()} cores, {format_bytes(memory_bytes())} of memory, swap included"
     devices = torch_facts().cuda_devices
     if devices:
         return Check(name=name, verdict=Verdict.GOOD, found=f"{found}, {len(devices)} x {devices[0]}")

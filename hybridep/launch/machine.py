@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import psutil
 
@@ -18,7 +20,7 @@ PROCESS_BYTES = 150e6
 
 def require_room(job: Job) -> None:
     """Raises UserError where all ranks of a job are to start on this machine and it has too little memory for them."""
-    ranks, held = job.plan.cluster.num_gpus, psutil.virtual_memory().total + psutil.swap_memory().total
+    ranks, held = job.plan.cluster.num_gpus, memory_bytes()
     needed = ranks * PROCESS_BYTES
     prediction = job.plan.prediction
     # The fullest rank's memory says in most cases that all have room, without the planner, which takes a second to load.
@@ -26,9 +28,37 @@ def require_room(job: Job) -> None:
         needed += _model_bytes(job)
     if needed > held:
         raise UserError(
-            f"{ranks} ranks on this machine take at least {format_bytes(needed)} of memory, and it has {format_bytes(held)}; "
-            "give a smaller cluster or model, or start Ray on several machines (RAY_ADDRESS)"
+            f"{ranks} ranks on this machine take at least {format_bytes(needed)} of memory, and may have {format_bytes(held)} "
+            "(of it, swap included, or of this process's control group); give a smaller cluster or model, or start Ray on several machines (RAY_ADDRESS)"
         )
+
+
+def memory_bytes(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
+    """What processes started here may take together: of the machine, swap included, or as much as the control groups (Linux, both
+    versions) of this process, and those about them, allow. own_groups, groups: files that say which these are, and their limits."""
+    memory, swap, both = float(psutil.virtual_memory().total), float(psutil.swap_memory().total), float("inf")
+    for group in _memory_groups(own_groups, groups):
+        memory = min(memory, _limit_bytes(group / "memory.max"), _limit_bytes(group / "memory.limit_in_bytes"))
+        swap = min(swap, _limit_bytes(group / "memory.swap.max"))
+        both = min(both, _limit_bytes(group / "memory.memsw.limit_in_bytes"))
+    return min(memory + swap, both)
+
+
+def _memory_groups(own_groups: Path, groups: Path) -> Iterator[Path]:
+    """Folders of the groups that limit memory, from that of this process outwards. In a container the first ones may not be
+    there: the outermost is then its own."""
+    for line in own_groups.read_text(encoding="utf-8").splitlines() if own_groups.exists() else ():
+        _, controllers, name = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            own = PurePosixPath(name)
+            for each in (own, *own.parents):
+                yield groups / controllers / each.relative_to("/")
+
+
+def _limit_bytes(file: Path) -> float:
+    """Infinite where there is none."""
+    text = file.read_text(encoding="utf-8").strip() if file.exists() else "max"
+    return float("inf") if text == "max" else float(text)
 
 
 def _model_bytes(job: Job) -> float:

@@ -98,6 +98,9 @@ class ReportReader:
                     # A session of its own: Ctrl-C is for the launcher alone, which then stops what it started.
                     start_new_session=True,
                 )
+        except BaseException:
+            os.close(read_end)
+            raise
         finally:
             os.close(write_end)
         self.add(sender, read_end)

@@ -217,6 +217,7 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
         ("conditions: {stragglers: [{worker: x, slowdown: 2}]}", "no worker 'x'"),
         ("grid: {drift: [0.1, 3]}", "drift=3"),
         ("grid: {seed: [2020-01-01]}", "put a date in quotes"),
+        ("grid: {seed: [0, 1, 0]}", "grid.seed: has 0 twice"),
         ("against: !!set {ep}", "put a date in quotes"),
         ("seed: -1", "seed"),
         ("conditions: {seed: -1}", "conditions.seed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from hybridep.errors import ConfigError, DataError, LabUnavailableError, Transpo
 from hybridep.launch import lab_init, ray_nodes
 from hybridep.launch.host import child_environment, free_port, interface_of
 from hybridep.launch.lab import Lab, LabSite, LabSpec
-from hybridep.launch.machine import PROCESS_BYTES, require_room
+from hybridep.launch.machine import PROCESS_BYTES, memory_bytes, require_room
 from hybridep.launch.reports import Rendezvous, Report, ReportReader, ReportWriter, decode, encode
 from hybridep.launch.shaping import lab_for, lab_spec, why_not_in_lab
 from hybridep.launch.worker import Job, failure_of
@@ -58,6 +59,14 @@ def test_a_reader_tells_senders_apart_and_when_they_end() -> None:
     assert list(reader.read(0.0)) == []
     reader.close()
     reader.close()
+
+
+def test_a_process_that_cannot_be_started_leaves_no_pipe_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        ReportReader().start(0, [str(tmp_path / "none")], [], tmp_path / "log")
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_interfaces_and_ports() -> None:
@@ -134,6 +143,31 @@ def test_ranks_that_this_machine_has_no_memory_for(tmp_path: Path, monkeypatch: 
     held.total = 7 * PROCESS_BYTES
     with pytest.raises(UserError, match="take at least"):
         require_room(replace(job, probe_s=1.0))
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "expected"),
+    [
+        ("0::/", {}, 130.0),
+        ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": "60"}, 90.0),
+        # In a container the name may be the host's, and the outermost folder its own.
+        ("0::/docker/x", {"memory.max": "60", "memory.swap.max": "0"}, 60.0),
+        ("0::/a", {"a/memory.max": "500", "a/memory.swap.max": "10"}, 110.0),
+        ("7:cpu:/\n4:memory:/c\n0::/", {"memory/c/memory.limit_in_bytes": "60"}, 90.0),
+        ("4:memory:/c", {"memory/memory.limit_in_bytes": "60", "memory/c/memory.memsw.limit_in_bytes": "70"}, 70.0),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, 130.0),
+    ],
+)
+def test_control_groups_limit_memory(
+    own: str, limits: dict[str, str], expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=100))
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=30))
+    (tmp_path / "own").write_text(f"{own}\n", encoding="utf-8")
+    for name, text in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n", encoding="utf-8")
+    assert memory_bytes(tmp_path / "own", tmp_path) == expected
 
 
 def test_what_a_rank_says_of_its_error(tmp_path: Path) -> None:
