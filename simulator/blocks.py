@@ -146,9 +146,9 @@ class Blocks:
         # Seconds that a FLOP of a rank with the mean number of tokens stands for.
         each_s = np.repeat(shares, plan.cluster.ranks_per_site) / rates
         overhead_s, pass_s = of_ranks(lambda gpu: gpu.block_overhead), of_ranks(lambda gpu: gpu.pass_overhead)
-        self.pre_expert_s = self._place.each(self._slowdown * (workload.pre_expert_flops * each_s + overhead_s))
-        self.head_s = self._place.each(self._slowdown * (workload.head_flops * each_s + pass_s))
-        self.optimizer_s = self._place.each(self._most(self._optimizer()))
+        self.pre_expert_s = self.slowed(workload.pre_expert_flops * each_s + overhead_s)
+        self.head_s = self.slowed(workload.head_flops * each_s + pass_s)
+        self.optimizer_s = self._optimizer()
         sent = dense_traffic(plan.placements[0], workload, plan.level_codecs)
         self._reduction = {key: self._place.sent(key.level, sent.pop(key)) for key in list(sent)}
         self._reduction_coding_s = self._seconds(self._reduction_coding())
@@ -253,7 +253,7 @@ class Blocks:
         computed = served_copies(placement, layers.gating, choices).sum(axis=1)
         products_s = computed * workload.expert_flops_per_row / cluster.of_ranks(lambda gpu: gpu.expert_flops_per_s) / chunks
         held_s = placement.holds.sum(axis=1) * cluster.of_ranks(lambda gpu: gpu.expert_overhead)
-        expert_s = self._place.each(self._most((products_s + held_s) * self._slowdown))
+        expert_s = self.slowed(products_s + held_s)
         coding: Coding = {}
         if gpu.coding is not None:
             if self._exchange.route is Route.DIRECT:
@@ -280,6 +280,10 @@ class Blocks:
             sent = mean_between_sites(cluster, sent) if level == 0 else busiest_inside(cluster, level, sent)
         return self._place.sent(level, compact(sent))
 
+    def slowed(self, each_s: FloatArray) -> FloatArray:
+        """[ranks of the cluster] of [ranks of the plan]: seconds of computation, as stragglers and shared processors make it."""
+        return self._place.each(self._most(each_s * self._slowdown))
+
     def _most(self, each_s: FloatArray) -> FloatArray:
         return most_of_site(self._plan.cluster, each_s) if self._one_of_site else each_s
 
@@ -293,8 +297,7 @@ class Blocks:
         for key, coded in coding.items():
             speed = speed_of(gpu.coding, self._plan.level_codecs, key) if gpu.coding is not None else None
             if speed is not None:
-                both = coded.encoded / speed.encode * self._slowdown, coded.decoded / speed.decode * self._slowdown
-                found[key] = Coded(*(self._place.each(self._most(one)) for one in both))
+                found[key] = Coded(self.slowed(coded.encoded / speed.encode), self.slowed(coded.decoded / speed.decode))
         if self._exchange.route is Route.DIRECT:
             # One exchange over all levels.
             for key in [key for key in found if key.level > 0 and key.op in _ROWS]:
@@ -339,13 +342,13 @@ class Blocks:
         }
 
     def _optimizer(self) -> FloatArray:
-        """[ranks] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts and of
-        all dense parameters; memory bandwidth bounds it."""
+        """[ranks of the cluster] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts
+        and of all dense parameters; memory bandwidth bounds it."""
         model, dtype = self._plan.workload.model, self._plan.workload.training.dtype
         params = self._plan.home_experts * float(model.expert_params) + model.dense_params
         size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
         rates = self._plan.cluster.of_ranks(lambda gpu: gpu.memory_bandwidth)
-        return np.asarray(size_bytes / rates * self._slowdown, dtype=np.float64)
+        return self.slowed(np.asarray(size_bytes / rates, dtype=np.float64))
 
 
 def fabric_of(

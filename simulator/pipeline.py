@@ -4,8 +4,8 @@ All ranks of all stages are simulated together, over the links of the whole clus
 (PipeDream-Flush; Narayanan et al., ICML 2021, and Megatron-LM, SC 2021) or further ahead (``PipelinePlan.ahead``), exactly as
 ``simulator.training`` has them without stages; and between stages, from every rank straight to those that go on with its
 sequences, activations and their gradients as flows beside all others. They leave one micro-batch after the other in each
-direction, while the rank computes on. A later stage's copies of a step set out when the step begins, and their gradients leave
-after its last backward, as in the runtime.
+direction, while the rank computes on; only to code them before, and to decode them, takes a rank's own time. A later stage's
+copies of a step set out when the step begins, and their gradients leave after its last backward, as in the runtime.
 
 Gradients of tied embeddings are not summed over the two ends. Interleaved schedules are not simulated; ``bubble_s`` is what they
 could save at most.
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.baselines import Baseline
+from hybridep.coding import Coded
 from hybridep.config import build
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, AnyPlan, PipelinePlan, Ways
 from hybridep.plan import Plan
@@ -36,14 +37,14 @@ from simulator.engine import Engine
 from simulator.errors import PipelineError
 from simulator.fabric import Fabric
 from simulator.fabric_file import FabricFile
-from simulator.precision import EXACTLY, Precision, most_of_site
+from simulator.precision import EXACTLY, Precision
 from simulator.sent import Sent, compact
 from simulator.stages import Stage, awaits, cut, in_turn, routing_of, time_stages
 from simulator.stages_apart import busiest_s, run_stages, without_transfers_s
 from simulator.step import LinkLoad, StepResult, run, simulate_step
 from simulator.symmetry import Exchange
 from simulator.token_exchange import TokenExchange
-from simulator.training import MESSAGES, Jitter, Passes, jitter_of
+from simulator.training import CODING, MESSAGES, Jitter, Passes, jitter_of
 from simulator.wiring import wiring
 
 WAIT = "stage_wait"
@@ -246,7 +247,7 @@ def _together(
         choices = routing_of(pipeline, routing, number)
         blocks.append(Blocks(plan, wires, choices, precision, conditions, start_s, TokenExchange(), place))
     ways = [pipeline.ways(stage) for stage in range(len(pipeline.stages) - 1)]
-    between = [_Between.of(pipeline, way, precision, forward=forward) for forward in (True, False) for way in ways]
+    between = [_sent(pipeline, way, precision, forward=forward) for forward in (True, False) for way in ways]
     fabric = fabric_of(
         blocks,
         engine,
@@ -254,7 +255,7 @@ def _together(
         precision,
         conditions,
         pipeline.schedule.streams,
-        [Exchange(0, one.sent) for one in between],
+        [Exchange(0, sent) for sent in between],
     )
     moments = _moments(pipeline) * fabric.symmetry.num_kinds
     if moments > _MOST_MOMENTS:
@@ -282,29 +283,27 @@ def _own_plans(pipeline: PipelinePlan) -> list[Plan]:
     return made
 
 
-class _Between(NamedTuple):
-    """One micro-batch's transfers from a stage to the next, or back: from each rank to its like in other sites."""
+def _sent(pipeline: PipelinePlan, ways: Ways, precision: Precision, *, forward: bool) -> Sent:
+    """[ranks, sites] bytes of one micro-batch from a stage to the next, or back: from each rank to its like in other sites."""
+    cluster = pipeline.cluster
+    per_site = cluster.ranks_per_site
+    source, destination = (ways.source, ways.destination) if forward else (ways.destination, ways.source)
+    sent = np.zeros((cluster.num_gpus, cluster.sizes[0]))
+    np.add.at(sent, (source, destination // per_site), ways.number.astype(np.float64) * pipeline.sequence_bytes)
+    if precision.one_rank_per_site:
+        total = sent.reshape(-1, per_site, cluster.sizes[0]).sum(axis=1)
+        sent = np.repeat(total / per_site, per_site, axis=0)
+    return compact(sent)
 
-    sent: Sent
-    """[ranks, sites] bytes"""
-    received_bytes: FloatArray
-    """[ranks] before they are coded"""
 
-    @staticmethod
-    def of(pipeline: PipelinePlan, ways: Ways, precision: Precision, *, forward: bool) -> _Between:
-        cluster = pipeline.cluster
-        per_site = cluster.ranks_per_site
-        source, destination = (ways.source, ways.destination) if forward else (ways.destination, ways.source)
-        size_bytes = ways.number.astype(np.float64) * pipeline.sequence_bytes
-        exact_bytes = pipeline.workload.training.sequence_length * pipeline.workload.combine_row_bytes
-        received = np.zeros(cluster.num_gpus)
-        np.add.at(received, destination, ways.number * float(exact_bytes))
-        sent = np.zeros((cluster.num_gpus, cluster.sizes[0]))
-        np.add.at(sent, (source, destination // per_site), size_bytes)
-        if precision.one_rank_per_site:
-            total = sent.reshape(-1, per_site, cluster.sizes[0]).sum(axis=1)
-            return _Between(compact(np.repeat(total / per_site, per_site, axis=0)), most_of_site(cluster, received))
-        return _Between(compact(sent), received)
+def _coding_s(pipeline: PipelinePlan, stage: int, own: Blocks) -> Coded | None:
+    """[ranks of the cluster]: for one micro-batch's rows that a stage passes on, and for as many that it gets."""
+    speed = pipeline.activation_speed
+    if speed is None:
+        return None
+    row_bytes = pipeline.workload.training.sequence_length * pipeline.workload.combine_row_bytes
+    size_bytes = np.asarray(pipeline.sequences(stage) * row_bytes, dtype=np.float64)
+    return Coded(own.slowed(size_bytes / speed.encode), own.slowed(size_bytes / speed.decode))
 
 
 class _Passing(NamedTuple):
@@ -325,7 +324,7 @@ class _Order:
         self,
         pipeline: PipelinePlan,
         blocks: Sequence[Blocks],
-        between: Sequence[_Between],
+        between: Sequence[Sent],
         fabric: Fabric,
         jitter: Jitter,
     ) -> None:
@@ -341,8 +340,8 @@ class _Order:
             Passes(plan, own, self._program, jitter, members if self._number > 1 else None, early=stage > 0)
             for stage, (plan, own, members) in enumerate(zip(pipeline.plans, blocks, self._members, strict=True))
         ]
-        number = self._program.num_ranks
-        passing = [_passing(fabric.flows(0, one.sent), pipeline, number, one.received_bytes[first]) for one in between]
+        self._coding_s = [_coding_s(pipeline, stage, own) for stage, own in enumerate(blocks)]
+        passing = [_passing(fabric.flows(0, sent), pipeline, self._program.num_ranks) for sent in between]
         self._forth, self._back = passing[: self._number - 1], passing[self._number - 1 :]
         self._last: list[list[int]] = [[] for _ in pipeline.stages]
         """Of each stage, the ends of its last pass."""
@@ -376,13 +375,18 @@ class _Order:
 
     def _pass(self, stage: int, forward: bool, batch: int) -> None:
         key, name = (forward, stage, batch), f"micro-batch {batch}"
-        mine, last = self._members[stage], self._last[stage]
+        mine, last, coding_s = self._members[stage], self._last[stage], self._coding_s[stage]
+        passes = self._passes[stage]
         if key in self._arrived:
             last = [self._program.compute(WAIT, self._nothing_s, [*last, self._arrived.pop(key)], name, ranks=mine)]
+            if coding_s is not None:
+                last = [passes.compute(CODING, coding_s.decoded, last, name)]
             self._taken[key] = last[0]
-        passes = self._passes[stage]
-        last = self._last[stage] = passes.forward(batch, last) if forward else passes.backward(batch, last)
+        last = passes.forward(batch, last) if forward else passes.backward(batch, last)
         other = stage + 1 if forward else stage - 1
+        if coding_s is not None and 0 <= other < self._number:
+            last = [passes.compute(CODING, coding_s.encoded, last, name)]
+        self._last[stage] = last
         if not 0 <= other < self._number:
             return
         label, way = (ACTIVATIONS, self._forth[stage]) if forward else (GRADIENTS, self._back[other])
@@ -399,13 +403,10 @@ class _Order:
         self._arrived[forward, other, batch] = here
 
 
-def _passing(flows: Flows, pipeline: PipelinePlan, num_ranks: int, received_bytes: FloatArray) -> _Passing:
-    """``received_bytes``: [ranks of the program] of rows that arrive, before they are coded."""
+def _passing(flows: Flows, pipeline: PipelinePlan, num_ranks: int) -> _Passing:
     cluster, transfers = pipeline.cluster, flows.transfers
     pause_s, messages_s = np.zeros(num_ranks), np.zeros(num_ranks)
     np.maximum.at(pause_s, flows.destination, transfers.latency_s)
-    if (speed := pipeline.activation_speed) is not None:
-        pause_s += received_bytes * (1 / speed.encode + 1 / speed.decode)
     if cluster.processors is not None:
         share = cluster.processors / cluster.num_gpus
         further = np.maximum(np.bincount(flows.destination, minlength=num_ranks) - 1, 0)

@@ -171,13 +171,13 @@ class Passes:
                 self._start_gathers([ahead for ahead in steps[place : place + self._prefetch + 1] if ahead.gather], last)
             last = self._forward(step, last)
         self._gathered.clear()
-        return [self._compute(HEAD, self._blocks.head_s, last)]
+        return [self.compute(HEAD, self._blocks.head_s, last)]
 
     def backward(self, micro_batch: int, last: list[int]) -> list[int]:
         """And back."""
         backwards = self._steps.pop(micro_batch)[::-1]
         self._start_gathers([ahead for ahead in backwards[: self._prefetch] if ahead.regather], last)
-        last = [self._compute(HEAD + BACKWARD, self._blocks.head_s * _BACKWARD_COST, last)]
+        last = [self.compute(HEAD + BACKWARD, self._blocks.head_s * _BACKWARD_COST, last)]
         for place, step in enumerate(backwards):
             if self._prefetch:
                 self._start_gathers([ahead for ahead in backwards[place : place + self._prefetch + 1] if ahead.regather], last)
@@ -194,7 +194,7 @@ class Passes:
         last = [*last, *self._queue]
         last = self._hops(self._blocks.reduction, Op.DENSE_REDUCE_SCATTER, self._levels[::-1], last, "")
         last = self._hops(self._blocks.reduction, Op.DENSE_ALL_GATHER, self._levels, last, "")
-        self._compute(OPTIMIZER, self._blocks.optimizer_s, last)
+        self.compute(OPTIMIZER, self._blocks.optimizer_s, last)
 
     def _of(self, micro_batch: int) -> list[_Step]:
         if micro_batch not in self._steps:
@@ -209,8 +209,8 @@ class Passes:
         """Whether the step's copies are there before its block, and stay."""
         return self._early and not step.regather
 
-    def _compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "", *, beside: bool = False) -> int:
-        """seconds: [ranks of the cluster]."""
+    def compute(self, label: str, seconds: FloatArray, after: Sequence[int], name: str = "", *, beside: bool = False) -> int:
+        """Add a computation of its ranks; seconds: [ranks of the cluster]."""
         seconds = seconds[self._one_of_each]
         if self._jitter.spread:
             seconds = seconds * np.exp(self._jitter.random.normal(0.0, self._jitter.spread, seconds.size))
@@ -267,19 +267,19 @@ class Passes:
             hop, coding_s = block.flows.get(key), block.coding_s.get(key)
             if hop is not None and hop.source.size:
                 if coding_s is not None:
-                    after = [self._compute(CODING, coding_s.encoded, after, name, beside=op in MOVES)]
+                    after = [self.compute(CODING, coding_s.encoded, after, name, beside=op in MOVES)]
                 after = [self._exchange(op.value, hop, after, name, level, priority)]
                 messages_s = self._blocks.messages_s(key, hop)
                 if messages_s.any():
-                    after = [self._compute(MESSAGES, messages_s, after, name, beside=op in MOVES)]
+                    after = [self.compute(MESSAGES, messages_s, after, name, beside=op in MOVES)]
                 if coding_s is not None:
-                    after = [self._compute(CODING, coding_s.decoded, after, name, beside=op in MOVES)]
+                    after = [self.compute(CODING, coding_s.decoded, after, name, beside=op in MOVES)]
         return after
 
     def _coded_beside(self, block: Block, op: Op, after: list[int], name: str) -> list[int]:
         """A rank's own chain stands still for as long as it codes and decodes copies, or their gradients, beside it."""
         seconds = [part for key, coding_s in block.coding_s.items() if key.op is op for part in coding_s]
-        return [self._compute(CODING, np.sum(seconds, axis=0), after, name)] if np.any(seconds) else after
+        return [self.compute(CODING, np.sum(seconds, axis=0), after, name)] if np.any(seconds) else after
 
     def _start_gathers(self, steps: Sequence[_Step], after: list[int]) -> None:
         """Queue gathers that are not queued yet."""
@@ -306,7 +306,7 @@ class Passes:
         begin = gathered
         if self._plan.schedule.overlap:
             begin = self._coded_beside(block, Op.EXPERT_GATHER, after, name) if step.gather else after
-        ready = self._compute(PRE_EXPERT, self._blocks.pre_expert_s, begin, name)
+        ready = self.compute(PRE_EXPERT, self._blocks.pre_expert_s, begin, name)
         held = self._gathered.get(step.layer, [])
         return self._through_experts(block, _FORWARDS, [ready, *gathered], held, circuits, name)
 
@@ -326,7 +326,7 @@ class Passes:
                 if level == 1:
                     last = [*last, *circuits]
                 last = self._hops(block, one_pass.out, [level], last, name)
-            computed = [self._compute(one_pass.label, block.expert_s * one_pass.cost, [*last, *computed], name)]
+            computed = [self.compute(one_pass.label, block.expert_s * one_pass.cost, [*last, *computed], name)]
             results += computed
         if self._blocks.chunks == 1:
             last = computed
@@ -346,7 +346,7 @@ class Passes:
         if step.give_back and self._is_early(step) and self._plan.workload.training.micro_batches > 1:
             self._late.append(step)
             last = self._coded_beside(block, Op.GRADIENT_RETURN, last, name)
-            return [self._compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, last, name)]
+            return [self.compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, last, name)]
         returned = self._hops(block, Op.GRADIENT_RETURN, self._levels[::-1], last, name) if step.give_back else last
         if step.is_last:
             # Renews the layer's shared expert, where copies are coded against one.
@@ -355,7 +355,7 @@ class Passes:
         begin = returned
         if self._plan.schedule.overlap:
             begin = self._coded_beside(block, Op.GRADIENT_RETURN, last, name) if step.give_back else last
-        ready = self._compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, begin, name)
+        ready = self.compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, begin, name)
         return [ready, *returned]
 
     def _prefetched_backward(self, step: _Step, after: list[int]) -> list[int]:
@@ -368,7 +368,7 @@ class Passes:
         # Gradients that the runtime does not keep while it makes new ones: with copies per micro-batch, memory is short.
         above = self._returned.get(step.layer + self._prefetch + 1, [])
         last = [*last, *self._gathered.get(step.layer, []), *above]
-        last = [self._compute(EXPERT + BACKWARD, block.expert_s * _BACKWARD_COST, last, name)]
+        last = [self.compute(EXPERT + BACKWARD, block.expert_s * _BACKWARD_COST, last, name)]
         if step.give_back:
             returned = self._queued(step, Op.GRADIENT_RETURN, self._levels[::-1], last)
             if step.is_last:
@@ -379,4 +379,4 @@ class Passes:
         last = self._back(block, Op.DISPATCH_BACKWARD, last, name)
         if step.give_back:
             last = self._coded_beside(block, Op.GRADIENT_RETURN, last, name)
-        return [self._compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, last, name)]
+        return [self.compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, last, name)]

@@ -29,13 +29,14 @@ def require_room(job: Job) -> None:
     if needed > held:
         raise UserError(
             f"{ranks} ranks on this machine take at least {format_bytes(needed)} of memory, and may have {format_bytes(held)} "
-            "(of it, swap included, or of this process's control group); give a smaller cluster or model, or start Ray on several machines (RAY_ADDRESS)"
+            "(of it, swap included, or of this process's control group); give a smaller cluster or model, or start Ray on "
+            "several machines (RAY_ADDRESS)"
         )
 
 
 def memory_bytes(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """What processes started here may take together: of the machine, swap included, or as much as the control groups (Linux, both
-    versions) of this process, and those about them, allow. own_groups, groups: files that say which these are, and their limits."""
+    """What processes started here may take together: of the machine, swap included, or as much as this process's control groups
+    (Linux, both versions), and those about them, allow. own_groups, groups: files that say which these are, and their limits."""
     memory, swap, both = float(psutil.virtual_memory().total), float(psutil.swap_memory().total), float("inf")
     for group in _memory_groups(own_groups, groups):
         memory = min(memory, _limit_bytes(group / "memory.max"), _limit_bytes(group / "memory.limit_in_bytes"))

@@ -14,7 +14,7 @@ from planner.memory import MemoryUse
 from planner.plans import BASELINES, dollars, seconds
 from planner.price import egress_usd, step_usd
 from planner.stages.inside import Inside, Room, placed
-from planner.stages.schedule import PipelineTimes
+from planner.stages.schedule import PipelineTimes, with_coding
 
 WORK, BUBBLE, ACTIVATIONS = "stage_work", "bubble", "activations"
 """Parts of a step: the busiest stage, what waiting for other stages adds, and what the way between stages adds."""
@@ -60,7 +60,7 @@ def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None) -> Costed
     """What a pipeline plan costs; ``inside``: its stages' own costs, where they are known."""
     if inside is None:
         inside = [placed(stage, stage.layers, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
-    times = PipelineTimes(plan=plan, stages=[one.times for one in inside])
+    times = PipelineTimes(plan=plan, stages=with_coding(plan, [one.times for one in inside]))
     return Costed(plan=plan, inside=tuple(inside), times=times, egress_usd=pipeline_egress_usd(plan, inside))
 
 

@@ -165,7 +165,7 @@ def _sent(plan: PipelinePlan, network: ExchangeTimes, ways: Ways, mine: BoolArra
     sites = source // cluster.ranks_per_site, destination // cluster.ranks_per_site
     windows_s = size_bytes * (per_byte[sites] if per_byte.ndim else float(per_byte))
     links, inside_s = links_of(network, source, destination, size_bytes)
-    latency_s = float(cluster.site_latency_s[sites].max()) + _coding_s(plan, ways, mine)
+    latency_s = float(cluster.site_latency_s[sites].max())
     return Sent(Way(latency_s, links, float(max(windows_s.max(), inside_s))), tuple(np.unique(other[mine]).tolist()))
 
 
@@ -186,15 +186,22 @@ def links_of(
     return links, float(held_s[used[~is_outer]].max(initial=0.0))
 
 
-def _coding_s(plan: PipelinePlan, ways: Ways, mine: BoolArray) -> float:
-    """Seconds of the rank that has most of one micro-batch's rows to code, then decode."""
+def with_coding(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[PassTimes]:
+    """[stages], with what their passes take to decode what comes from other stages and to code what goes there."""
     speed = plan.activation_speed
     if speed is None:
-        return 0.0
-    exact_bytes = plan.workload.training.sequence_length * plan.workload.combine_row_bytes
-    number = ways.number[mine]
-    most = [int(np.bincount(ends[mine], weights=number).max()) for ends in (ways.source, ways.destination)]
-    return max(most) * exact_bytes * (1 / speed.encode + 1 / speed.decode)
+        return list(stages)
+    row_bytes, found = plan.workload.training.sequence_length * plan.workload.combine_row_bytes, []
+    for stage, one in enumerate(stages):
+        size_bytes = int(plan.sequences(stage).max()) * row_bytes
+        before, after = (size_bytes if each else 0 for each in (stage > 0, stage < len(stages) - 1))
+        forward_s = before / speed.decode + after / speed.encode
+        backward_s = after / speed.decode + before / speed.encode
+        passes_s = one.forward_s + one.backward_s
+        computed_s = one.computing * passes_s + forward_s + backward_s
+        made = one._replace(forward_s=one.forward_s + forward_s, backward_s=one.backward_s + backward_s)
+        found.append(made._replace(computing=computed_s / (made.forward_s + made.backward_s)))
+    return found
 
 
 def stage_links(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[StageLinks]:

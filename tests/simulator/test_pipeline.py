@@ -11,6 +11,7 @@ import pytest
 from simulated_plans import PLANS, RATES_GBPS, make_plan
 
 from hybridep.baselines import Baseline, baseline_plan
+from hybridep.codecs import Codecs, Speeds, TokenCodec
 from hybridep.config import build
 from hybridep.pipeline import PipelinePlan, order_of_passes, pipeline_link_bytes
 from hybridep.plan import Plan, Schedule
@@ -301,6 +302,20 @@ def test_sites_that_differ_are_stages_that_differ() -> None:
     found = pipeline_step(make_plan(4, 2, num_layers=9, throughput=1e9), 4, conditions=straggler)
     busy_s = [stage.busy_s for stage in found.stages]
     assert busy_s[2] > 1.5 * busy_s[1]
+
+
+@pytest.mark.parametrize(("slow", "times"), [(None, 3), (0, 8), (1, 9)])
+def test_coding_activations_is_computation(slow: int | None, times: int) -> None:
+    """Of two micro-batches in two stages of one rank; next to nothing else takes time. The second stage codes the first
+    micro-batch's gradients before it decodes the second one. A straggler codes four times as slowly."""
+    plan = make_plan(2, num_layers=9, throughput=1e18)
+    speeds = {"tokens": {"int8": {"encode": "20 kB/s", "decode": "50 kB/s"}}}
+    gpu = plan.cluster.gpu.model_copy(update={"coding": build(Speeds, speeds, "speeds"), "block_overhead": 0.0})
+    cluster = plan.cluster.model_copy(update={"gpu": gpu})
+    coded = plan.model_copy(update={"cluster": cluster, "codecs": {"dc": Codecs(activations=TokenCodec.INT8)}})
+    slower = [] if slow is None else [{"worker": f"dc{slow}", "slowdown": 4}]
+    found = simulate_pipeline(cut(coded, 2, Baseline.EP), conditions=Conditions.model_validate({"stragglers": slower}))
+    assert found.step_s == pytest.approx(times * (ACTIVATION_BYTES / 20e3 + ACTIVATION_BYTES / 50e3), rel=1e-3)
 
 
 def test_links_and_computation_may_vary_within_a_step() -> None:
