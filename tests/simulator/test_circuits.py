@@ -1,6 +1,7 @@
 """Circuits of an optical switch: within the ports, as the published algorithms give them by hand, and against all there are."""
 
 import itertools
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -61,6 +62,29 @@ def test_the_paper_stops_at_the_first_pair_without_a_port() -> None:
     other = simulator(wanted, ports=2)
     assert (other[0, 1], other[0, 2], other[2, 3]) == (1, 1, 1)
     assert other.sum() == 2 * 3
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_published_allocations_are_those_of_their_words_in_whole_fractions(goes_on: bool) -> None:
+    """Circuit after circuit to the pair of most demand, divided by one more than its circuits, until it has no free port; or
+    of those with free ports, divided by a hundred times the circuits' number with each."""
+    rng = np.random.default_rng(1)
+    for _ in range(150):
+        nodes, ports = int(rng.integers(2, 8)), int(rng.integers(1, 8))
+        wanted = rng.integers(0, 10 ** int(rng.integers(1, 8)), (nodes, nodes)) * (rng.random((nodes, nodes)) < 0.7)
+        both = {(a, b): Fraction(int(wanted[a, b] + wanted[b, a])) for a, b in itertools.combinations(range(nodes), 2)}
+        weight, number, free = dict(both), dict.fromkeys(both, 0), [ports] * nodes
+        while True:
+            possible = [pair for pair in both if weight[pair] and (not goes_on or all(free[end] for end in pair))]
+            best = max(possible, key=lambda pair: weight[pair], default=None)
+            if best is None or not all(free[end] for end in best):
+                break
+            number[best] += 1
+            weight[best] = weight[best] / (100 * number[best]) if goes_on else both[best] / (1 + number[best])
+            for end in best:
+                free[end] -= 1
+        found = (simulator if goes_on else paper)(wanted.astype(np.float64), ports)
+        assert {pair: int(found[pair]) for pair in both} == number
 
 
 def test_what_both_directions_carry_counts() -> None:

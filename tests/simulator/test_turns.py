@@ -12,6 +12,37 @@ from simulator.step import simulate_step
 from simulator.token_exchange import Route, TokenExchange
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_no_processor_idles_nor_is_given_twice_and_nobody_overtakes(seed: int) -> None:
+    """Random programs: a computation begins when it is entered and when its rank's last one has ended, or in its turn."""
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(2, 7))
+    program = Program(num_ranks=ranks, processors=int(rng.integers(1, ranks)))
+    for position in range(12):
+        after = sorted({*rng.integers(0, position, 2).tolist(), position - 1}) if position else []
+        if rng.random() < 0.7:
+            program.compute("", rng.uniform(0.1, 2, ranks), after, beside=bool(rng.random() < 0.25))
+            continue
+        source = rng.integers(ranks, size=ranks)
+        transfers = Transfers(links=np.full((ranks, 1), -1), latency_s=rng.uniform(0.1, 1.5, ranks), size_bytes=np.zeros(ranks))
+        destination = (source + rng.integers(1, ranks, size=ranks)) % ranks
+        program.exchange("", Flows(source=source, destination=destination, transfers=transfers), after)
+    execution = Link().run(program)
+    computed = [(k, each.seconds, each.beside) for k, each in enumerate(program.operations) if each.seconds is not None]
+    entered, end = (np.concatenate([moments[k] for k, _, _ in computed]) for moments in (execution.start_s, execution.end_s))
+    begun = end - np.concatenate([seconds for _, seconds, _ in computed])
+    of_rank, beside = np.tile(np.arange(ranks), len(computed)), np.repeat([each for _, _, each in computed], ranks)
+    moments = np.unique(np.round(np.concatenate([entered, begun, end]), 9))
+    for moment in (moments[1:] + moments[:-1]) / 2:
+        running = int(((begun < moment) & (moment < end)).sum())
+        assert running <= (program.processors or 0)
+        assert running == program.processors or not ((entered < moment) & (moment < begun - 1e-9)).any()
+    goes_on = (np.abs(end[:, None] - entered) < 1e-9).T & (of_rank[:, None] == of_rank) & ~beside[:, None]
+    in_turn = ~(goes_on.any(axis=1) & (begun - entered < 1e-9))
+    earlier = entered[:, None] < entered[in_turn] - 1e-9
+    assert (begun[:, None] <= begun[in_turn] + 1e-9)[earlier].all()
+
+
 class Link:
     """Between ranks 0 and 1, 10 bytes/s."""
 
