@@ -235,12 +235,14 @@ def layer_memory(
     largest = exchange_bytes(placement, traffic)
     passing = passing_bytes(workload, share, largest, ahead, served, copies, placement.num_at_home, residency, chunks)
     both = copies * float(2 * workload.expert_bytes)
+    routed = routed_activation_bytes(workload, served, arriving_rows(placement, gating))
     if prefetch and residency is Residency.STEP:
-        kept_copies = both
+        # Gradients of the last micro-batch wait where the layer's activations have been.
+        kept_copies = np.maximum(kept_copies, both - routed)
     elif prefetch:
         passing[COPIES] = passing.get(COPIES, 0.0) + both * min(prefetch, workload.model.num_moe_layers - 1)
     lasting: dict[str, FloatArray] = {
-        ACTIVATIONS: routed_activation_bytes(workload, served, arriving_rows(placement, gating)),
+        ACTIVATIONS: routed,
         COPIES: kept_copies,
     }
     kept = _codec_state_bytes(placement, workload, wires(workload, codecs, len(placement.sizes)))

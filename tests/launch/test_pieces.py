@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,22 @@ def test_interfaces_and_ports() -> None:
     assert 0 < free_port("127.0.0.1") < 65536
     assert child_environment({"X": "1"})["X"] == "1"
     assert (Path(child_environment()["PYTHONPATH"].split(os.pathsep)[0]) / "hybridep").is_dir()
+
+
+def test_products_of_ever_new_shapes_do_not_fill_a_ranks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bf16, for which oneDNN compiles on processors that know it; in one thread."""
+    script = """
+import psutil, torch
+def held(): return psutil.Process().memory_info().rss / 1e6
+x, w = torch.ones(400, 256, dtype=torch.bfloat16), torch.ones(256, 512, dtype=torch.bfloat16)
+before = x[:7] @ w, held()
+for rows in range(20, 400): x[:rows].T @ (x[:rows] @ w)
+print(held() - before[1])
+"""
+    for name in ("OMP_NUM_THREADS", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run([sys.executable, "-c", script], env=child_environment(), capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 80
 
 
 def test_what_the_lab_emulates() -> None:

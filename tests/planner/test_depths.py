@@ -82,8 +82,9 @@ def test_copies_of_more_blocks_are_held() -> None:
     one_layer = 6 * 2 * WORKLOAD.expert_bytes
     # No more than there are layers.
     assert [held - each[0] for held in each[1:]] == [one_layer, 2 * one_layer, 3 * one_layer]
-    # Gradients may be waiting to return until the step ends.
-    assert memory_use(gathered(Residency.STEP, 1)).parts_bytes["copies"] >= 4 * one_layer
+    # Gradients may be waiting to return until the step ends, when no activations are left.
+    parts = memory_use(gathered(Residency.STEP, 1)).parts_bytes
+    assert parts["copies"] + parts["activations"] >= 4 * one_layer
 
 
 def test_a_schedule_without_overlap_has_nothing_ahead() -> None:

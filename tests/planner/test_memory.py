@@ -10,7 +10,7 @@ from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, step_traffic
 from hybridep.workload import Workload
-from planner.memory import fits, memory_use
+from planner.memory import dense_activation_bytes, fits, memory_use
 from planner.plans import layer_group
 from planner.problem import build_problem
 
@@ -74,6 +74,21 @@ def test_gradients_of_one_layer_pass_in_backward() -> None:
         backward = 2 * (2 + 2) * workload.expert_bytes + rows
         assert use.parts_bytes["buffers"] == pytest.approx(awaited(made, 1, 2) + backward, rel=1e-9)
         assert use.parts_bytes["copies"] == copies * workload.expert_bytes
+
+
+@pytest.mark.parametrize("tokens", [8, 512])
+def test_gradients_of_copies_ahead_wait_where_activations_have_been(tokens: int) -> None:
+    """All of a step's, of two copies in each of three layers; accumulated ones are there before."""
+    for micro_batches in (1, 2):
+        workload = make_workload(layers=3, experts=16, ffn=128, tokens=tokens, micro_batches=micro_batches)
+        made = plan(make_cluster(4, 2), workload, {"l0": 2})
+        usual = memory_use(made).parts_bytes
+        ahead = memory_use(made.model_copy(update={"schedule": Schedule(prefetch=1)})).parts_bytes
+        weights = 3 * 2 * workload.expert_bytes
+        routed = usual["activations"] - dense_activation_bytes(workload)
+        waiting = max(weights - routed, 0) if micro_batches == 1 else weights
+        assert ahead["copies"] == pytest.approx(weights + waiting)
+        assert micro_batches > 1 or bool(waiting) == (tokens == 8)
 
 
 def test_copies_per_micro_batch_are_held_for_one_block() -> None:
