@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, Finite, emit, require_place, set_option, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, require_place, set_option, stdout_console, verb
 from hybridep.errors import UserError
 
 if TYPE_CHECKING:
@@ -144,13 +144,11 @@ def _show_run(run: RunResult) -> None:
 
 
 def _show(report: Report) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from hybridep.units import format_bytes, format_seconds
 
-    console = Console(highlight=False, soft_wrap=True)
-    step_s = report.step.step_s
+    console, step_s = stdout_console(), report.step.step_s
     console.print(f"step [bold]{format_seconds(step_s)}[/bold] (simulated in {format_seconds(report.wall_s)})")
     for baseline, other_s in report.baselines.items():
         chosen = f", {report.choices[baseline]}" if baseline in report.choices else ""

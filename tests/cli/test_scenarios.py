@@ -130,6 +130,17 @@ def test_an_interrupted_sweep_does_not_simulate_the_rest(
     assert time.monotonic() - began_s < 60
 
 
+def _ends_its_process(scenario: Scenario) -> dict[str, str]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def test_a_lost_process_of_a_sweep_is_no_bug(scenario: Callable[..., Path], call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "_simulate", _ends_its_process)
+    result = call("simulate", scenario("plan: ep", "grid: {seed: [0, 1]}"), "--jobs", 2)
+    assert result.code == 5 and "process of the sweep lost" in result.err and "--jobs" in result.err
+
+
 def test_what_varies_over_a_grid_is_not_given_beside_it(scenario: Callable[..., object], call: Call) -> None:
     grid = "grid: {routing: [uniform, 'zipf:1.5'], plan: [ep], conditions: [{goodput: 0.9}]}"
     for given in (("--routing", "uniform"), ("--set", "plan=full_gather"), ("--set", "conditions.seed=1")):
