@@ -151,7 +151,7 @@ def _level(name: str, size: int, ratio: float) -> str:
 def _serving(name: str, group: LayerGroup) -> str:
     """The outermost level of a plan with a serving table, its largest groups first."""
     groups = sorted(group.serving, key=lambda one: -len(one.sites))
-    shown = [f"{few(one.sites)} find experts at {few(list(one.holders))}" for one in groups[:4]]
+    shown = [f"({few(one.sites)} find experts at {few(list(one.holders))})" for one in groups[:4]]
     more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
     return f"{name}: {len(groups)} groups of sites: {', '.join(shown)}{more}"
 

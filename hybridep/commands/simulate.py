@@ -30,7 +30,10 @@ _SHOWN_LINKS = 5
     "flat_ep, tutel, faster_moe, smart_moe, pipeline.",
 )
 @click.option(
-    "--routing", metavar="uniform|zipf:S|FILE", help="What tokens choose; FILE as `hybridep train` records it (routing.npz)."
+    "--routing",
+    metavar="uniform|zipf:S|FILE",
+    help="What tokens choose; uniform: what the plan expects, which may know how popular experts are; FILE as `hybridep train` "
+    "records it (routing.npz).",
 )
 @click.option("--fabric", metavar="FILE|NAME", help="What joins the sites, and the machines inside each (see docs/scenarios.md).")
 @click.option(
