@@ -98,6 +98,8 @@ def command(
         if out is not None:
             require_place("--out", out)
         return _sweep(grid, out or Path(f"{what.stem}.csv"), jobs, as_json)
+    if jobs is not None:
+        raise UserError(f"--jobs {jobs}: processes of a sweep, and {what} has no grid; leave it out")
     if trace is not None:
         require_place("--trace", trace)
     _one(grid[0][1], trace, as_json)

@@ -148,6 +148,8 @@ def test_what_varies_over_a_grid_is_not_given_beside_it(scenario: Callable[..., 
         assert result.code == 2 and f"{given[1].partition('=')[0] if given[0] == '--set' else 'routing'} is given" in result.err
     result = call("simulate", scenario("plan: ep"), "--set", "cluster.levels.dc.bandwidth=1 Gbps")
     assert result.code == 2 and "in `overrides` or in its grid" in result.err
+    result = call("simulate", scenario("plan: ep"), "--jobs", 2)
+    assert result.code == 2 and "--jobs 2: processes of a sweep" in result.err
     assert call("simulate", scenario("plan: ep", "tolerance: 0"), "--json").code == 0
 
 
