@@ -23,6 +23,7 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from simulator.many_steps import without_site
@@ -52,6 +53,17 @@ def test_a_run_that_loses_a_site(scenario: Callable[..., object], call: Call) ->
     assert 9 < result.json["run"]["steps_run"] < 12 and result.json["run"]["loss_total_s"] > 5
     assert len(result.json["run"]["plans"]) == 2
     assert "under 2 plans" in call("simulate", scenario(*lines, f"course: {course}")).out
+
+
+def test_sites_that_are_left_keep_their_sequences(inputs: Inputs, call: Call) -> None:
+    """Of three sites with eight sequences one is lost, and two cannot have 8/3 each."""
+    cluster = inputs.write("four.yaml", inputs.cluster.read_text().replace("name: dc, size: 2", "name: dc, size: 4"))
+    workload = inputs.write("two.yaml", inputs.workload.read_text().replace("micro_batch_size: 1", "micro_batch_size: 2"))
+    three = on_sites(load_cluster(str(cluster)), load_workload(str(workload)), ("dc0", "dc1", "dc2"))
+    baseline_plan(*three, Baseline.EP).save(inputs.folder / "plan.yaml")
+    course = "course: {steps: 3, losses: [{site: dc0, at: 0 s}]}"
+    result = call("simulate", inputs.write("lost.yaml", f"plan: {inputs.folder / 'plan.yaml'}\n{course}\n"), "--json")
+    assert result.code == 0 and len(result.json["run"]["plans"]) == 2, result.err
 
 
 def test_sweeps_go_on_where_they_stopped(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
