@@ -47,7 +47,8 @@ class PlanMismatchError(UserError):
         self.plan, self.differences = plan, list(differences)
 
     def __str__(self) -> str:
-        shown = "; ".join(self.differences[:4]) + (" ..." if len(self.differences) > 4 else "")
+        more = len(self.differences) - 4
+        shown = "; ".join(self.differences[:4]) + (f"; and {more} more" if more > 0 else "")
         return f"{self.plan}: was made for another cluster or model: {shown}. Make a new plan with `hybridep plan`"
 
 

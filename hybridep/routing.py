@@ -93,7 +93,9 @@ def load_routing(path: Path) -> RoutingRecord:
                     choices[int(layer), int(batch)] = archive[name].astype(np.int64)
             chosen = archive[_CHOSEN].astype(np.int64)
     except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: is no record of routing ({' '.join(str(error).split())})") from None
+        # Of what is no such file numpy says how to load it unsafely.
+        why = f" ({error})" if isinstance(error, OSError) else ""
+        raise UserError(f"{path}: is no record of routing, which `hybridep train` writes as routing.npz{why}") from None
     if chosen.ndim != 2 or (chosen < 0).any():
         raise UserError(f"{path}: is no record of routing (counts of shape {chosen.shape})")
     return RoutingRecord(chosen=chosen, choices=choices)

@@ -91,6 +91,14 @@ def on_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> tu
     return found, workload.model_copy(update={"training": changed})
 
 
+def of_sites(cluster: Cluster, workload: Workload, sites: Collection[str]) -> Workload:
+    """The workload in which ``sites`` by themselves have the sequences together that they have among all of the cluster's."""
+    sequences = zip(cluster.site_names, site_sequences(cluster, workload), strict=True)
+    mine = [number for name, number in sequences if name in sites]
+    mean = sum(mine) // len(mine) if sum(mine) % len(mine) == 0 else sum(mine) / len(mine)
+    return workload.model_copy(update={"training": workload.training.model_copy(update={"micro_batch_size": mean})})
+
+
 def sequences_together(batch: int, sites: int) -> list[int]:
     """Sequences that a micro-batch may have, fewest first, counted of one rank of each site together, so that none of so many
     sites is without. ``batch``: sequences of a step, counted likewise."""

@@ -98,8 +98,9 @@ class Explanation:
         return asdict(self)
 
 
-def explain(plan: Plan, constraints: Constraints | None = None) -> Explanation:
-    """Costs and memory of a plan, the baselines and the plan's neighbours, and which of them break the rules."""
+def explain(plan: Plan, constraints: Constraints | None = None, *, one_site: Plan | None = None) -> Explanation:
+    """Costs and memory of a plan, the baselines and the plan's neighbours, and which of them break the rules. ``one_site``: the
+    plan for one alone, where it is one of more sites than the plan has."""
     cost, memory = evaluate(plan)
     allowed = permissions(plan.cluster, plan.workload.model.num_experts, constraints.rules) if constraints else None
     chosen = _alternative("plan", plan, cost, memory, allowed)
@@ -108,7 +109,7 @@ def explain(plan: Plan, constraints: Constraints | None = None) -> Explanation:
     neighbours = tuple(_of_group(name, plan, group, allowed) for name, group in _neighbours(plan))
     scheduled = tuple(_alternative(name, one, *evaluate(one), allowed) for name, one in _schedules(plan))
     goal = FASTEST if plan.solver is None else goal_of(plan.solver)
-    one = alone(plan.cluster, plan.workload, popularity=plan.popularity, goal=goal, constraints=constraints)
+    one = one_site or alone(plan.cluster, plan.workload, popularity=plan.popularity, goal=goal, constraints=constraints)
     blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.allowed and other.step_s < chosen.step_s]
     order = sorted(range(len(cost.link_s)), key=lambda link: -cost.link_s[link])[:NUM_LINKS]
     return Explanation(

@@ -92,9 +92,7 @@ class Conditions(Strict):
     @property
     def settled(self) -> Conditions:
         """Without what varies."""
-        return Conditions(
-            goodput=self.goodput, window=self.window, streams=self.streams, stragglers=self.stragglers, seed=self.seed
-        )
+        return self.model_copy(update={"changes": (), "trace": None, "jitter": (), "compute_jitter": 0.0})
 
     def require(self, cluster: Cluster, link_names: Sequence[str] | None = None) -> None:
         """Raises UserError for links (the cluster's own unless named) and workers that are not there. (A run may lose them

@@ -60,6 +60,9 @@ for none that takes less than a micro-batch."""
 INSIDE = (Baseline.EP, Baseline.EP_IN_DC)
 """Placements of experts inside a stage: over all its ranks, or inside each site with data parallelism across."""
 
+_ROUNDING = 1e-12
+"""Share of a step."""
+
 _MOST_MOMENTS = 200_000_000
 """Of operations and ranks: about 40 bytes each are kept."""
 
@@ -105,7 +108,8 @@ class PipelineStep:
     @property
     def transfers_s(self) -> float:
         """What the activations' way adds to both, with what they and stages' own exchanges do to each other."""
-        return self.step_s - self.work_s - self.bubble_s
+        seconds = self.step_s - self.work_s - self.bubble_s
+        return seconds if seconds > _ROUNDING * self.step_s else 0.0
 
     @property
     def activation_bytes(self) -> float:

@@ -108,18 +108,17 @@ def cut(plan: Plan, stages: int, inside: Baseline) -> PipelinePlan:
 
 def timed(plan: Plan, simulate: SimulateStage, routing: Routing | None = None) -> Stage:
     """A stage by itself. Without `routing` three micro-batches are simulated at most, and the one in the middle stands for all
-    that are neither the first nor the last; and two at least, to tell what copies take from what every micro-batch does."""
+    that are neither the first nor the last; and two at least, to tell what copies take from what every micro-batch does. With it
+    every micro-batch is another, and copies take what they take without."""
     micro_batches = plan.workload.training.micro_batches
-    if routing is not None:
-        # Recorded choices make every micro-batch another: what the copies take is then not told apart.
-        passes, last = _passes(simulate(plan, routing))
-        return Stage(plan=plan, gather_s=0.0, forward_s=passes[:, 0], backward_s=passes[:, 1], last=last)
     passes, last = _passes(simulate(_with(plan, min(max(micro_batches, 2), _KINDS)), None))
     gather_s, return_s = _more(passes[0, 0], passes[1, 0]), _more(passes[-1, 1], passes[-2, 1])
+    order = [0, *[1] * max(micro_batches - 2, 0), len(passes) - 1][:micro_batches]
+    if routing is not None:
+        passes, last = _passes(simulate(plan, routing))
+        gather_s, return_s, order = min(gather_s, passes[0, 0]), min(return_s, passes[-1, 1]), [*range(micro_batches)]
     passes[0, 0] -= gather_s
     passes[-1, 1] -= return_s
-    middle = [1] * max(micro_batches - 2, 0)
-    order = [0, *middle, len(passes) - 1][:micro_batches]
     after = ((RETURN, return_s), *last) if return_s else last
     return Stage(plan=plan, gather_s=gather_s, forward_s=passes[order, 0], backward_s=passes[order, 1], last=after)
 

@@ -9,16 +9,22 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hybridep.errors import HybridEPError, UserError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 Command = Callable[..., int | None]
 
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 """A file to be written."""
+
+_WIDE = 1000
+"""Columns, where stdout is a file or a pipe."""
 
 FIGURES = (".png", ".pdf", ".svg")
 """How a figure's file may end."""
@@ -89,6 +95,15 @@ def fail(name: str, error: HybridEPError, as_json: bool) -> None:
     print(f"hybridep {name}: {line}", file=sys.stderr)
     if as_json:
         emit({"error": line, "kind": type(error).__name__, "exit": error.exit_code})
+
+
+def stdout_console(least_width: int = 0) -> Console:
+    """For people, on stdout. Rows of tables are folded into a terminal's width, or ``least_width``, and nowhere else."""
+    from rich.console import Console
+
+    made = Console(highlight=False, soft_wrap=True)
+    made.width = max(made.width, least_width) if made.is_terminal else _WIDE
+    return made
 
 
 def emit(result: Mapping[str, Any]) -> None:

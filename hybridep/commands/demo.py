@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import emit, note, set_option, verb
+from hybridep.commands.common import emit, note, set_option, stdout_console, verb
 from hybridep.errors import UserError
 from hybridep.units import format_bytes, format_seconds
 
@@ -230,11 +230,9 @@ def _result(run: Run, cluster: Cluster, outcomes: list[Outcome], *, shaped: bool
 
 
 def _show(result: dict[str, Any], outcomes: list[Outcome]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    wide = Console(highlight=False).width
-    console = Console(highlight=False, soft_wrap=True, width=max(wide, TABLE_WIDTH))
+    console = stdout_console(TABLE_WIDTH)
     best_s = min(outcome.measured_s for outcome in outcomes)
     headings = (
         "",

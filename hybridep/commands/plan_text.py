@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hybridep.commands.common import stdout_console
 from hybridep.shares import alike_ranks, site_sequences
 from hybridep.units import format_bytes, format_dollars, format_seconds, format_throughput
 
@@ -26,10 +27,9 @@ _TOLD = 1e-3
 def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
     """Print the choice, its alternatives, where the time goes, the busiest links, the bound and the memory; ``whole``: every
     group of sites, and why each alternative was rejected."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = stdout_console()
     cluster, chosen = made.cluster, explanation.plan
     pods, sites = cluster.sizes[0], len({cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])})
     where = f"{pods} pods of {sites} sites" if sites != pods else "one site" if sites == 1 else f"{sites} sites"
@@ -151,7 +151,7 @@ def _level(name: str, size: int, ratio: float) -> str:
 def _serving(name: str, group: LayerGroup) -> str:
     """The outermost level of a plan with a serving table, its largest groups first."""
     groups = sorted(group.serving, key=lambda one: -len(one.sites))
-    shown = [f"{few(one.sites)} find experts at {few(list(one.holders))}" for one in groups[:4]]
+    shown = [f"({few(one.sites)} find experts at {few(list(one.holders))})" for one in groups[:4]]
     more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
     return f"{name}: {len(groups)} groups of sites: {', '.join(shown)}{more}"
 
@@ -185,6 +185,8 @@ def _reason(chosen: Alternative, option: Alternative) -> str:
 
 def show_others(others: Mapping[str, OtherPlan]) -> None:
     """What other planners would do."""
+    if others:
+        click.echo("other planners, by who serves whom between sites, each with what is best for that inside sites:")
     for name, other in others.items():
         note = "" if other.fits else " (does not fit)"
         click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")
@@ -233,7 +235,6 @@ def show_pool(pool: Sequence[PooledPlan], files: Sequence[Path]) -> None:
 
 def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:
     """Two plans side by side."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("", *names, box=None, pad_edge=False)
@@ -242,7 +243,7 @@ def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:
         table.add_row(name, *map(format_seconds, seconds))
     table.add_row("WAN bytes", *map(format_bytes, difference.wan_bytes))
     table.add_row("memory of the fullest rank", *map(format_bytes, difference.memory_bytes))
-    console = Console(highlight=False, soft_wrap=True)
+    console = stdout_console()
     console.print(table)
     console.print(
         f"{difference.served_elsewhere:.1%} of (site, expert) are computed elsewhere; per layer {difference.copies_gained:g} "

@@ -86,13 +86,13 @@ def plot_plan(path: Path, matrices: PlanMatrices) -> None:
         ("copies of experts from ... held at", "held at", "home", matrices.copied),
     )
     for axes, (title, across, down, values) in zip(panels, titles, strict=False):
-        image = axes.imshow(np.ma.masked_equal(values, 0.0), cmap="viridis", interpolation="nearest")
+        image = axes.imshow(np.ma.masked_equal(values, 0.0), cmap="viridis", interpolation="nearest", vmin=0)
         axes.set(title=title, xlabel=across, ylabel=down)
         figure.colorbar(image, ax=axes, shrink=0.7, label="experts per layer")
         _name_sites(axes, matrices.sites if named else (), both=True)
     axes = panels[2]
     if matrices.pair_s is not None:
-        image = axes.imshow(np.ma.masked_equal(matrices.pair_s, 0.0), cmap="magma", interpolation="nearest")
+        image = axes.imshow(np.ma.masked_equal(matrices.pair_s, 0.0), cmap="magma", interpolation="nearest", vmin=0)
         axes.set(title="seconds that links are busy in a step", xlabel="to", ylabel="from")
         figure.colorbar(image, ax=axes, shrink=0.7, label="s")
         _name_sites(axes, matrices.sites if named else (), both=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hybridep.commands.common import OUTPUT, emit, note, set_option, verb
+from hybridep.commands.common import OUTPUT, emit, note, set_option, stdout_console, verb
 from hybridep.run import Device
 
 if TYPE_CHECKING:
@@ -224,7 +224,6 @@ def _rounded(value: float) -> float:
 
 
 def _show(given: Cluster, measured: Cluster) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from hybridep.codecs import KINDS
@@ -253,11 +252,10 @@ def _show(given: Cluster, measured: Cluster) -> None:
             both = (speeds and getattr(speeds, kind).get(codec) for speeds in codings)
             shown = (f"{format_bandwidth(one.encode)} + {format_bandwidth(one.decode)}" if one else "" for one in both)
             table.add_row(f"{kind} {codec.value}, code + decode", *shown)
-    Console(highlight=False).print(table)
+    stdout_console().print(table)
 
 
 def _show_pairs(cluster: Cluster, found: Probe) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from hybridep.units import format_bandwidth, format_bytes, format_seconds
@@ -271,7 +269,7 @@ def _show_pairs(cluster: Cluster, found: Probe) -> None:
             rates = {point.size_bytes: point.bytes_per_s for point in pair.points if point.streams == streams}
             table.add_row(name, latency, str(streams), *(format_bandwidth(rates[size]) for size in sizes))
             name = latency = ""
-    console = Console(highlight=False)
+    console = stdout_console()
     console.print(table)
     if (both := found.contention) is not None:
         slower = both.products_per_s_beside / both.products_per_s, both.bytes_per_s_beside / both.bytes_per_s

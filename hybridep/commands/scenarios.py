@@ -16,6 +16,7 @@ from hybridep.config import load
 from hybridep.errors import UserError
 from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.routing import Routing, load_routing
+from hybridep.shares import of_sites
 from hybridep.topology import Cluster
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     if scenario.course.steps > 1 or scenario.course.losses:
 
         def anew(cluster: Cluster) -> AnyPlan:
-            made = named_plan(scenario.plan, cluster, plan.workload, time_limit_s=scenario.planning_time, before=plan)
+            left = of_sites(plan.cluster, plan.workload, cluster.site_names)
+            made = named_plan(scenario.plan, cluster, left, time_limit_s=scenario.planning_time, before=plan)
             return made.with_popularity(plan.popularity) if plan.popularity else made
 
         run = simulate_run(

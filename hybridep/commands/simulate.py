@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, Finite, emit, require_place, set_option, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, require_place, set_option, stdout_console, verb
 from hybridep.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ _SHOWN_LINKS = 5
     "flat_ep, tutel, faster_moe, smart_moe, pipeline.",
 )
 @click.option(
-    "--routing", metavar="uniform|zipf:S|FILE", help="What tokens choose; FILE as `hybridep train` records it (routing.npz)."
+    "--routing",
+    metavar="uniform|zipf:S|FILE",
+    help="What tokens choose; uniform: what the plan expects, which may know how popular experts are; FILE as `hybridep train` "
+    "records it (routing.npz).",
 )
 @click.option("--fabric", metavar="FILE|NAME", help="What joins the sites, and the machines inside each (see docs/scenarios.md).")
 @click.option(
@@ -95,6 +98,8 @@ def command(
         if out is not None:
             require_place("--out", out)
         return _sweep(grid, out or Path(f"{what.stem}.csv"), jobs, as_json)
+    if jobs is not None:
+        raise UserError(f"--jobs {jobs}: processes of a sweep, and {what} has no grid; leave it out")
     if trace is not None:
         require_place("--trace", trace)
     _one(grid[0][1], trace, as_json)
@@ -144,13 +149,11 @@ def _show_run(run: RunResult) -> None:
 
 
 def _show(report: Report) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from hybridep.units import format_bytes, format_seconds
 
-    console = Console(highlight=False, soft_wrap=True)
-    step_s = report.step.step_s
+    console, step_s = stdout_console(), report.step.step_s
     console.print(f"step [bold]{format_seconds(step_s)}[/bold] (simulated in {format_seconds(report.wall_s)})")
     for baseline, other_s in report.baselines.items():
         chosen = f", {report.choices[baseline]}" if baseline in report.choices else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import emit, note
+from hybridep.commands.common import emit, note, stdout_console
 from hybridep.errors import UserError
 from hybridep.plan import Objective
 
@@ -50,13 +50,15 @@ def write_in_stages(
         shown=True,
     )
     made.best.save(output)
-    least, one, wishes = None, made.asked, made.asked.wishes
+    least, alone, wishes = None, None, asked.wishes
     try:
         if fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
-            least = planner.least_of_any(cluster, workload, asked.wishes)
-        alone = planner.alone(
-            one.cluster, one.workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints
-        )
+            least = planner.least_of_any(cluster, workload, wishes)
+        if len(made.asked.sites) > 1:
+            # Of all sites and their micro-batches: what fewer sites have are smaller, and would slow it down.
+            alone = planner.alone(
+                cluster, workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints
+            )
     except KeyboardInterrupt:
         note(f"hybridep plan: interrupted; plan written to {output}")
         raise
@@ -101,10 +103,11 @@ class _Told:
         from hybridep.commands import plan_text
         from hybridep.commands.codecs import codec_lines
         from hybridep.pipeline import PipelinePlan
+        from hybridep.units import format_dollars
 
         made, best = self.made, self.made.best
         if not isinstance(best, PipelinePlan):
-            plan_text.show(best, planner.explain(best, made.asked.wishes.constraints))
+            plan_text.show(best, planner.explain(best, made.asked.wishes.constraints, one_site=self.alone))
             for line in codec_lines(best):
                 click.echo(line)
             self._show_least()
@@ -117,7 +120,9 @@ class _Told:
         _show_pipeline(made.choice, {name: other_s for name, other_s in others_s.items() if other_s is not None})
         self._show_least()
         if self.alone is not None and made.asked.worth(self.alone) < made.worth:
-            click.echo(f"{self.alone.cluster.site_name(0)} alone is better: the other sites do not pay {plan_text.FEWER}")
+            dollars = made.asked.wishes.goal.objective is Objective.DOLLARS
+            better = f"cheaper ({format_dollars(self.alone.predicted.cost_usd)})" if dollars else "faster"
+            click.echo(f"{self.alone.cluster.site_name(0)} alone is {better}: the other sites do not pay {plan_text.FEWER}")
         click.echo(f"\nplan written to {output}")
 
     def _show_least(self) -> None:
@@ -148,7 +153,6 @@ def _read_stages(text: str) -> int | None:
 
 def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
     """Print it for people. ``others_s``: steps of other plans."""
-    from rich.console import Console
     from rich.table import Table
 
     from hybridep.commands.codecs import codec_lines
@@ -157,7 +161,7 @@ def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
     from planner.stages.report import pipeline_summary
 
     plan = choice.plan
-    found, console = pipeline_summary(plan), Console(highlight=False, soft_wrap=True)
+    found, console = pipeline_summary(plan), stdout_console()
     cluster, step_s = plan.cluster, found["step_s"]
     console.print(
         f"[bold]{plan.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks, {len(plan.stages)} stages, "

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -21,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hybridep.commands.inputs import Kind, find
 from hybridep.commands.scenarios import simulate_scenario
 from hybridep.config import write_text
-from hybridep.errors import HybridEPError, UserError
+from hybridep.errors import HybridEPError, UserError, WorkerLostError
 
 if TYPE_CHECKING:
     from simulator.scenario import Point, Scenario
@@ -67,6 +68,9 @@ def _results(missing: Sequence[tuple[str, Point, Scenario]], jobs: int) -> Gener
             running = {pool.submit(_simulate, scenario): (key, point) for key, point, scenario in missing}
             for finished in as_completed(running):
                 yield *running[finished], finished.result()
+        except BrokenProcessPool:
+            why = "it was ended from outside, as for want of memory; give fewer --jobs: points that are done stay done"
+            raise WorkerLostError("a process of the sweep", why) from None
         except BaseException:
             # The pool would wait until all are done, and nobody would have their results.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from hybridep.commands.common import emit, note, set_option, verb
+from hybridep.commands.common import emit, note, set_option, stdout_console, verb
 
 
 @verb(name="train")
@@ -69,11 +69,9 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
 
 
 def _print(summary: dict[str, object]) -> None:
-    from rich.console import Console
-
     from hybridep.units import format_bytes, format_seconds
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = stdout_console()
     losses, step_s = summary["losses"], summary["step_s"]
     if not isinstance(losses, list) or not isinstance(step_s, dict):
         console.print("nothing to do: the checkpoint holds all steps")

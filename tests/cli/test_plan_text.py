@@ -10,7 +10,8 @@ from cli_cases import Inputs, Result
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.commands.plan_choice import SimulatedChoice
 from hybridep.commands.plan_text import show, show_choice
-from planner import baseline, explain
+from hybridep.config import build
+from planner import Constraints, baseline, explain
 
 Call = Callable[..., Result]
 
@@ -39,3 +40,11 @@ def test_what_the_plan_that_costs_least_costs_less(capsys: pytest.CaptureFixture
     plan = baseline(*cluster_and_workload("lab-4dc", "tiny", ()), "ep")
     show_choice(SimulatedChoice(plan=plan, simulated=2, shorter=0.5, dearer=0.25))
     assert "which costs 20.0% less" in capsys.readouterr().out
+
+
+def test_rows_are_whole_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = baseline(*cluster_and_workload("lab-4dc", "tiny", ()), "full_gather")
+    rules = build(Constraints, {"rules": [{"name": "a", "kind": "forbid", "sites": ["dc0"], "experts": "0-3"}]}, "rules")
+    show(plan, explain(plan, rules))
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("copies ahead (--prefetch)  ")]
+    assert " breaks a rule  " in row

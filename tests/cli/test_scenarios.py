@@ -23,6 +23,7 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from simulator.many_steps import without_site
@@ -52,6 +53,17 @@ def test_a_run_that_loses_a_site(scenario: Callable[..., object], call: Call) ->
     assert 9 < result.json["run"]["steps_run"] < 12 and result.json["run"]["loss_total_s"] > 5
     assert len(result.json["run"]["plans"]) == 2
     assert "under 2 plans" in call("simulate", scenario(*lines, f"course: {course}")).out
+
+
+def test_sites_that_are_left_keep_their_sequences(inputs: Inputs, call: Call) -> None:
+    """Of three sites with eight sequences one is lost, and two cannot have 8/3 each."""
+    cluster = inputs.write("four.yaml", inputs.cluster.read_text().replace("name: dc, size: 2", "name: dc, size: 4"))
+    workload = inputs.write("two.yaml", inputs.workload.read_text().replace("micro_batch_size: 1", "micro_batch_size: 2"))
+    three = on_sites(load_cluster(str(cluster)), load_workload(str(workload)), ("dc0", "dc1", "dc2"))
+    baseline_plan(*three, Baseline.EP).save(inputs.folder / "plan.yaml")
+    course = "course: {steps: 3, losses: [{site: dc0, at: 0 s}]}"
+    result = call("simulate", inputs.write("lost.yaml", f"plan: {inputs.folder / 'plan.yaml'}\n{course}\n"), "--json")
+    assert result.code == 0 and len(result.json["run"]["plans"]) == 2, result.err
 
 
 def test_sweeps_go_on_where_they_stopped(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
@@ -130,6 +142,17 @@ def test_an_interrupted_sweep_does_not_simulate_the_rest(
     assert time.monotonic() - began_s < 60
 
 
+def _ends_its_process(scenario: Scenario) -> dict[str, str]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def test_a_lost_process_of_a_sweep_is_no_bug(scenario: Callable[..., Path], call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "_simulate", _ends_its_process)
+    result = call("simulate", scenario("plan: ep", "grid: {seed: [0, 1]}"), "--jobs", 2)
+    assert result.code == 5 and "process of the sweep lost" in result.err and "--jobs" in result.err
+
+
 def test_what_varies_over_a_grid_is_not_given_beside_it(scenario: Callable[..., object], call: Call) -> None:
     grid = "grid: {routing: [uniform, 'zipf:1.5'], plan: [ep], conditions: [{goodput: 0.9}]}"
     for given in (("--routing", "uniform"), ("--set", "plan=full_gather"), ("--set", "conditions.seed=1")):
@@ -137,6 +160,8 @@ def test_what_varies_over_a_grid_is_not_given_beside_it(scenario: Callable[..., 
         assert result.code == 2 and f"{given[1].partition('=')[0] if given[0] == '--set' else 'routing'} is given" in result.err
     result = call("simulate", scenario("plan: ep"), "--set", "cluster.levels.dc.bandwidth=1 Gbps")
     assert result.code == 2 and "in `overrides` or in its grid" in result.err
+    result = call("simulate", scenario("plan: ep"), "--jobs", 2)
+    assert result.code == 2 and "--jobs 2: processes of a sweep" in result.err
     assert call("simulate", scenario("plan: ep", "tolerance: 0"), "--json").code == 0
 
 

@@ -19,6 +19,7 @@ from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan, load_any_plan
 from hybridep.plan import load_plan
 from hybridep.topology import Cluster
+from hybridep.units import format_seconds
 from hybridep.workload import Workload
 from planner import StageWishes, alone
 from planner.clock import now_s
@@ -184,7 +185,7 @@ def test_what_does_not_go_with_stages(inputs: Inputs, call: Call, options: tuple
 
 def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     path, told = in_stages(inputs, call, "--stages", "auto")
-    assert "dc0 alone is better" in told.out and "--fewer-sites" in told.out and "dc0 alone: " in told.out
+    assert "dc0 alone is faster" in told.out and "--fewer-sites" in told.out and "dc0 alone: " in told.out
     shown = call("plan", inputs.folder / "slow.yaml", inputs.workload, "-o", path)
     assert "dc0 alone is faster" in shown.out and "--fewer-sites" in shown.out
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json")
@@ -226,6 +227,28 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     ):
         path, result = in_stages(inputs, call, *options)
         assert result.code in (2, 3) and words in result.err and not path.exists()
+
+
+def test_one_site_alone_is_of_all_sites_where_some_are_left_out(
+    inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer sites have smaller micro-batches, in which one alone is slower."""
+    three = CLUSTER.replace("size: 2", "size: 3").replace("5 GB/s", "5 GB/s, block_overhead: 10 ms")
+    whole = list[Asked]()
+
+    def for_two(asked: Asked, **_: object) -> Staged:
+        whole.append(asked)
+        two = asked.among(("dc0", "dc1"))
+        return Staged(asked=two, choice=None, without=in_one(two, 1.0), left_out=("dc2",))
+
+    monkeypatch.setattr("hybridep.commands.sites_choice.plan_sites", for_two)
+    options = ("--stages", "auto", "--fewer-sites", "--set", "training.micro_batch_size=4")
+    result = in_stages(inputs, call, *options, "--json", cluster=three)[1]
+    own = alone(whole[0].cluster, whole[0].workload)
+    assert own is not None and result.json["alone_s"] == pytest.approx(own.predicted.expected_s, rel=1e-12)
+    shown = in_stages(inputs, call, *options, cluster=three)[1].out
+    [row] = [line.split() for line in shown.splitlines() if line.startswith("dc0 alone ")]
+    assert " ".join(row[2:4]) == format_seconds(own.predicted.step)
 
 
 def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

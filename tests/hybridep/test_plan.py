@@ -71,6 +71,7 @@ def test_another_cluster_or_model_is_named(tmp_path):
     levels = [CLUSTER["levels"][0] | {"bandwidth": "100 Mbps"}, CLUSTER["levels"][1]]
     with pytest.raises(PlanMismatchError, match=r"cluster\.levels\.0\.bandwidth: plan has 0\.2 Gbps, here it is 0\.1 Gbps"):
         load_plan(tmp_path / "plan.yaml", cluster=cluster(levels=levels))
+    assert "d; and 2 more. Make" in str(PlanMismatchError("plan.yaml", "abcdef"))
     with pytest.raises(PlanMismatchError, match=r"workload\.model\.top_k: plan has 2, here it is 4"):
         load_plan(tmp_path / "plan.yaml", workload=workload(model=MODEL | {"top_k": 4}))
 

@@ -88,6 +88,9 @@ def test_what_does_not_fit_the_plan_is_refused(tmp_path: Path, rng: np.random.Ge
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 and then nothing")
     with pytest.raises(UserError, match="is no record of routing"):
         load_routing(tmp_path / "broken.npz")
+    (tmp_path / "plan.yaml").write_text("name: a plan\n")
+    with pytest.raises(UserError, match=r"is no record of routing.*routing\.npz$"):
+        load_routing(tmp_path / "plan.yaml")
     with pytest.raises(UserError, match=r"\(MoE layers, experts\) are \(2, 15\)"):
         RoutingRecord(chosen=made.chosen[:, :15]).require(plan(), tmp_path)
     fewer = {key: ids[:2] for key, ids in made.choices.items()}

@@ -7,8 +7,8 @@ import pytest
 
 from hybridep.config import build
 from hybridep.errors import ConfigError, PlacementError
-from hybridep.shares import alike_ranks, batch_sequences, first_sequence, on_sites, owners, site_sequences, site_shares
-from hybridep.topology import Cluster
+from hybridep.shares import alike_ranks, batch_sequences, first_sequence, of_sites, on_sites, owners, site_sequences, site_shares
+from hybridep.topology import Cluster, only_sites
 from hybridep.workload import Training, Workload
 
 
@@ -135,3 +135,16 @@ def test_some_of_the_sites_share_out_the_same_batch(rng: np.random.Generator) ->
     assert uneven > 30
     with pytest.raises(PlacementError, match="of which none can be left out"):
         on_sites(*inputs([2.0, None], 2), ["s0"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "left", "mean", "expected"), [([2.0, None, None], (0, 1), 4.5, (6, 3)), ([2.0, None, None], (1, 2), 3, (3, 3))]
+)
+def test_sites_that_are_left_keep_their_sequences(
+    weights: list[float | None], left: tuple[int, ...], mean: float, expected: tuple[int, ...]
+) -> None:
+    cluster, workload = inputs(weights, 4)
+    names = [cluster.site_name(site) for site in left]
+    found = of_sites(cluster, workload, names)
+    assert found.training.micro_batch_size == mean and isinstance(found.training.micro_batch_size, type(mean))
+    assert site_sequences(only_sites(cluster, names), found) == expected

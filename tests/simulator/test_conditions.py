@@ -24,6 +24,12 @@ def test_goodput_stretches_transfers() -> None:
     np.testing.assert_allclose(slower.link_bytes, plain.link_bytes)
 
 
+def test_what_varies_can_be_left_out() -> None:
+    stays = {"goodput": 0.9, "window": "1 MiB", "streams": 2, "stragglers": [{"worker": "s0", "slowdown": 2}], "seed": 3}
+    varies = {"changes": [{"links": "*", "factor": 0.5}], "trace": "rates.csv", "jitter": [{"spread": 0.1, "period": "1 s"}]}
+    assert conditions(**stays, **varies, compute_jitter=0.1).settled == conditions(**stays)
+
+
 @pytest.mark.parametrize("name", ["ep", "part gathered", "pairs"])
 def test_nothing_unusual_changes_nothing(name: str) -> None:
     changed = simulate_step(PLANS[name], conditions=conditions(changes=[{"links": "*", "factor": 1.0, "start": "1 ms"}]))

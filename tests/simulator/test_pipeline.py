@@ -216,6 +216,13 @@ def test_copies_come_and_return_while_stages_wait_for_others() -> None:
     assert min(when_s("gradient_return", 0, ends=False)) < max(when_s("pre_expert_backward", 0, ends=True))
 
 
+def test_choices_of_experts_that_all_have_change_nothing(rng: np.random.Generator) -> None:
+    plan = make_plan(4, 2, num_layers=9, micro_batches=2)
+    found, chosen = (pipeline_step(plan, 2, Baseline.FULL_GATHER, routing=one) for one in (None, choices(plan, rng)))
+    assert chosen.step_s == pytest.approx(found.step_s, rel=1e-9) and found.stages[1].gather_s > 0
+    assert (chosen.work_s, chosen.bubble_s) == pytest.approx((found.work_s, found.bubble_s), rel=1e-9)
+
+
 def _takes_part(operation: Operation, ranks: np.ndarray) -> bool:
     return operation.ranks is not None and bool(operation.ranks[ranks].all())
 
