@@ -85,9 +85,9 @@ class Candidates:
         """Dollars per second of all ranks, where dollars are to be few; else None."""
         return self.cluster.rent_usd_per_s if self.wishes.goal.objective is Objective.DOLLARS else None
 
-    def made(self, numbers: Sequence[int], left_s: Callable[[], float]) -> list[Candidate]:
+    def made(self, numbers: Sequence[int], left_s: Callable[[], float], *, patient: bool = True) -> list[Candidate]:
         """While time is ``left_s``: the first of a few numbers of stages that are far apart by factors, and of those about the
-        best one; then the others, of the best numbers first."""
+        best one; then the others, of the best numbers first. ``patient``: one at least, if any is possible."""
         largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
@@ -95,7 +95,11 @@ class Candidates:
             sites = self.cluster.sizes[0]
             self.why = f"{min(numbers, default=2)} stages for {sites} sites and {layers} layers with experts; lower --stages"
         begun: dict[int, Iterator[Candidate]] = {}
-        while (left or begun) and (not found or left_s() > 0):
+
+        def goes_on() -> bool:
+            return (patient and not found) or left_s() > 0
+
+        while (left or begun) and goes_on():
             by_worth = [len(one.plan.stages) for one in sorted(found, key=lambda one: one.least)]
             between = left
             if len(tried) >= _FAR_APART:
@@ -107,15 +111,12 @@ class Candidates:
                 between = [number for number in left if least < number < most]
             unfinished = [number for number in by_worth if number in begun]
             if unfinished and (not between or (len(tried) >= _FAR_APART and unfinished[0] == by_worth[0])):
-                for candidate in begun.pop(unfinished[0]):
-                    found.append(candidate)
-                    if left_s() < 0:
-                        break
+                found.extend(begun.pop(unfinished[0]))
                 continue
             # One of a number says whether more of it are worth the time.
             number = _farthest(self._even(between or left), tried)
             left.remove(number)
-            candidates = self._of_number(number)
+            candidates = self._of_number(number, goes_on)
             if (first := next(candidates, None)) is not None:
                 begun[number] = candidates
                 found.append(first)
@@ -127,8 +128,9 @@ class Candidates:
         seldom far from the best."""
         return [number for number in numbers if self.cluster.sizes[0] % number == 0] or list(numbers)
 
-    def _of_number(self, stages: int) -> Iterator[Candidate]:
-        """Pipelines of so many stages, each grouping and order of sites with one number of micro-batches."""
+    def _of_number(self, stages: int, goes_on: Callable[[], bool]) -> Iterator[Candidate]:
+        """Pipelines of so many stages, each grouping and order of sites with one number of micro-batches, while it
+        ``goes_on``."""
         cluster, training = self.cluster, self.workload.training
         wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(cluster.levels[0].name, EXACT))
         step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
@@ -156,6 +158,8 @@ class Candidates:
                 about_s = {number: self.soonest_s(path, layers, number) for number in choices}
                 # Where the best one does not fit, others may.
                 for micro_batches in sorted(choices, key=lambda number: (about_s[number], -number)):
+                    if not goes_on():
+                        return
                     if (candidate := self.of(path, layers, micro_batches)) is not None:
                         yield candidate
                         break
@@ -237,23 +241,37 @@ class Candidates:
             rules = ", ".join(map(repr, self.rules.of_links))
             self.barred = f"in {len(path)} stages no order was found in which none passes tokens where rules ({rules}) forbid it"
             return None
-        inside: list[Inside] = []
         alone = [self._one_layer(group, micro_batches) for group in path]
-        for ahead in reversed(AHEAD):
-            plan = plan.running_ahead(ahead)
-            both = list(zip(plan.plans, rooms(plan), strict=True))
-            # What suits one layer suits all of a stage, unless memory is short.
-            inside = [
-                placed(stage, (_of_all_layers(one, stage),), room, self.store)
-                for (stage, room), one in zip(both, alone, strict=True)
-            ]
-            if not all(one.memory.fits for one in inside):
-                inside = [self._without_search(stage, room) for stage, room in both]
-            if all(one.memory.fits for one in inside):
-                step_s = least_step_s(plan, [one.times for one in inside])
-                usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
-                made = plan.with_layers([one.layers for one in inside])
-                return Candidate(plan=made, inside=tuple(inside), least=self.wishes.goal.worth(step_s, usd))
+        placed_by = {AHEAD[-1]: self._inside(plan.running_ahead(AHEAD[-1]), alone)}
+        if not _fit(placed_by[AHEAD[-1]]):
+            # From the least on: where that takes too much memory, nothing else need be asked.
+            placed_by = {}
+            for ahead in AHEAD[:-1]:
+                inside = self._inside(plan.running_ahead(ahead), alone)
+                if not _fit(inside):
+                    break
+                placed_by = {ahead: inside}
+            if not placed_by:
+                self._lacks(plan, inside)
+                return None
+        [(ahead, inside)] = placed_by.items()
+        plan = plan.running_ahead(ahead)
+        step_s = least_step_s(plan, [one.times for one in inside])
+        usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
+        made = plan.with_layers([one.layers for one in inside])
+        return Candidate(plan=made, inside=tuple(inside), least=self.wishes.goal.worth(step_s, usd))
+
+    def _inside(self, plan: PipelinePlan, alone: Sequence[Inside]) -> list[Inside]:
+        """[stages]: placements; ``alone``: of one layer of each. What suits one layer suits all of a stage, unless memory is
+        short."""
+        both = list(zip(plan.plans, rooms(plan), strict=True))
+        inside = [
+            placed(stage, (_of_all_layers(one, stage),), room, self.store) for (stage, room), one in zip(both, alone, strict=True)
+        ]
+        return inside if _fit(inside) else [self._without_search(stage, room) for stage, room in both]
+
+    def _lacks(self, plan: PipelinePlan, inside: Sequence[Inside]) -> None:
+        """Keep what the pipeline that came nearest to fitting lacks."""
         stage, fullest = max(zip(plan.plans, (one.memory for one in inside), strict=True), key=lambda both: _fullness(both[1]))
         if _fullness(fullest) < self._lack:
             self._lack = _fullness(fullest)
@@ -262,7 +280,6 @@ class Candidates:
                 f"{format_bytes(fullest.capacity_bytes)}; raise {memory_knob(stage.cluster, fullest.fullest_rank)}, or lower "
                 "training.micro_batch_size or sequence_length"
             )
-        return None
 
     def _stage(self, group: Sequence[int], place: tuple[int, int, int], micro_batches: int) -> Plan:
         """Number, first layer and layers of a stage, with every token at its experts' homes."""
@@ -311,6 +328,10 @@ def _farthest(left: Sequence[int], tried: Sequence[int]) -> int:
         middle = math.sqrt(min(left) * max(left))
         return min(left, key=lambda number: (abs(math.log(number / middle)), number))
     return max(left, key=lambda number: (min(abs(math.log(number / one)) for one in tried), number))
+
+
+def _fit(inside: Sequence[Inside]) -> bool:
+    return all(one.memory.fits for one in inside)
 
 
 def _fullness(use: MemoryUse) -> float:

@@ -193,7 +193,7 @@ class _Search:
         with suppress(HybridEPError):
             asked = among(self.cluster, self.workload, self.wishes, sites, self.rules)
             with suppress(HybridEPError):
-                made.append(plan_pipeline(*asked, time_limit_s=limit_s))
+                made.append(plan_pipeline(*asked, time_limit_s=limit_s, patient=False))
             if self.wishes.stages is None and (again or not made):
                 made.append(without_stages(*asked, limit_s / 2))
         for one in made:

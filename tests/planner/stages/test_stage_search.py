@@ -172,6 +172,9 @@ def test_a_short_time_limit_still_ends_with_a_plan() -> None:
     assert told[0][0] == "bound" and ("plan", pytest.approx(plan.prediction.step, rel=0.2)) in told
     falling = [seconds for what, seconds in told if what == "plan"]
     assert all(later <= earlier for earlier, later in pairwise(falling))
+    # Unless there is no patience.
+    with pytest.raises(InfeasibleError, match="none was found in time"):
+        plan_pipeline(cluster, workload, time_limit_s=0, patient=False)
 
 
 def test_an_interrupted_search_returns_the_best_so_far() -> None:
