@@ -16,6 +16,7 @@ from hybridep.plan import LayerGroup, Objective, Plan, Schedule
 from hybridep.topology import Cluster, by_themselves
 from hybridep.units import format_bytes
 from hybridep.workload import Workload
+from planner.clock import now_s
 from planner.evaluate import MOST_RANKS
 from planner.exchange import ExchangeTimes
 from planner.goal import Worth
@@ -85,9 +86,10 @@ class Candidates:
         """Dollars per second of all ranks, where dollars are to be few; else None."""
         return self.cluster.rent_usd_per_s if self.wishes.goal.objective is Objective.DOLLARS else None
 
-    def made(self, numbers: Sequence[int], left_s: Callable[[], float], *, patient: bool = True) -> list[Candidate]:
+    def made(self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float = math.inf) -> list[Candidate]:
         """While time is ``left_s``: the first of a few numbers of stages that are far apart by factors, and of those about the
-        best one; then the others, of the best numbers first. ``patient``: one at least, if any is possible."""
+        best one; then the others, of the best numbers first. Until
+        ``first_by_s`` (``planner.clock``) one is looked for in any case."""
         largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
@@ -97,7 +99,7 @@ class Candidates:
         begun: dict[int, Iterator[Candidate]] = {}
 
         def goes_on() -> bool:
-            return (patient and not found) or left_s() > 0
+            return left_s() > 0 or (not found and now_s() < first_by_s)
 
         while (left or begun) and goes_on():
             by_worth = [len(one.plan.stages) for one in sorted(found, key=lambda one: one.least)]

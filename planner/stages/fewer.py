@@ -39,6 +39,8 @@ _NUMBERED_BY, _AGAIN = 0.5, 0.2
 sites, before fewer are chosen. In what is left sites are exchanged."""
 _LEAST_S = 0.1
 """Time limit of what is tried after the time limit."""
+_PATIENCE_S = 0.5
+"""For how long a first pipeline is looked for at least: seconds pass until it is certain that of few sites' memory none fits."""
 _SAVES = 0.1
 """Share of a step, or its price, that leaving sites out must save: the more sites, the farther short searches are from what long
 ones find."""
@@ -193,7 +195,7 @@ class _Search:
         with suppress(HybridEPError):
             asked = among(self.cluster, self.workload, self.wishes, sites, self.rules)
             with suppress(HybridEPError):
-                made.append(plan_pipeline(*asked, time_limit_s=limit_s, patient=False))
+                made.append(plan_pipeline(*asked, time_limit_s=limit_s, patience_s=max(limit_s, _PATIENCE_S)))
             if self.wishes.stages is None and (again or not made):
                 made.append(without_stages(*asked, limit_s / 2))
         for one in made:

@@ -61,10 +61,10 @@ def plan_pipeline(
     *,
     time_limit_s: float = 60.0,
     report: Report | None = None,
-    patient: bool = True,
+    patience_s: float = math.inf,
 ) -> PipelinePlan:
     """The best pipeline found, as expected. Arguments and errors as `plan_pipelines`."""
-    return plan_pipelines(cluster, workload, wishes, time_limit_s=time_limit_s, report=report, patient=patient)[0]
+    return plan_pipelines(cluster, workload, wishes, time_limit_s=time_limit_s, report=report, patience_s=patience_s)[0]
 
 
 def plan_pipelines(
@@ -75,13 +75,13 @@ def plan_pipelines(
     *,
     time_limit_s: float = 60.0,
     report: Report | None = None,
-    patient: bool = True,
+    patience_s: float = math.inf,
 ) -> list[PipelinePlan]:
     """The best pipelines found in as many stages as are wished for, with their predictions, the best first: at most ``number``,
     which differ in more than how far ahead they run. Exact but for codecs; for experts that are chosen alike, or with measured
     popularity. The best one is the fastest, or what the goal says; all keep the rules. The bound is below every pipeline, and
     says little. ``report``: told ("bound" or "plan", seconds) as either is known or improves. On KeyboardInterrupt, once there is
-    a plan, the best so far. ``patient``: a first plan is looked for until there is one, whatever the time limit.
+    a plan, the best so far. ``patience_s``: for how long a first one is looked for at most.
 
     Raises UserError for what stages cannot share, and InfeasibleError where no number of stages is possible, or none fits the
     memory, the rules or the budget, and says why.
@@ -101,7 +101,7 @@ def plan_pipelines(
     schedule = with_most(cluster, wishes.schedule)[0] or Schedule()
     rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
     candidates = Candidates(cluster, workload, schedule, wishes, rules)
-    search = _Search(candidates, begun_s, time_limit_s, told, patient)
+    search = _Search(candidates, begun_s, time_limit_s, told, begun_s + patience_s)
     found = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
     if goal.overdraft(found[0].step_usd):
         assert goal.budget_usd is not None
@@ -142,7 +142,7 @@ class _Search:
     begun_s: float
     time_limit_s: float
     report: Report
-    patient: bool = True
+    first_by_s: float = math.inf
     _found: list[Costed] = field(default_factory=list)
     _searched: dict[str, tuple[Plan, Inside | None]] = field(default_factory=dict)
     """Kind of stage -> the stage for which it was planned, and what was found; None where that is nothing that fits."""
@@ -162,7 +162,7 @@ class _Search:
         return [self._least_ahead(one) for one in sorted([*first, *rest], key=self._worth)]
 
     def _search(self, numbers: Sequence[int]) -> None:
-        candidates = self.candidates.made(numbers, lambda: self._left_s(_FOUND_BY), patient=self.patient)
+        candidates = self.candidates.made(numbers, lambda: self._left_s(_FOUND_BY), self.first_by_s)
         if not candidates:
             why = self.candidates.lacking or self.candidates.barred or self.candidates.why or "none was found in time"
             raise InfeasibleError(f"pipeline over {self.candidates.cluster.name}: no number of stages is possible; {why}")

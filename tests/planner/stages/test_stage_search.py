@@ -174,7 +174,7 @@ def test_a_short_time_limit_still_ends_with_a_plan() -> None:
     assert all(later <= earlier for earlier, later in pairwise(falling))
     # Unless there is no patience.
     with pytest.raises(InfeasibleError, match="none was found in time"):
-        plan_pipeline(cluster, workload, time_limit_s=0, patient=False)
+        plan_pipeline(cluster, workload, time_limit_s=0, patience_s=0)
 
 
 def test_an_interrupted_search_returns_the_best_so_far() -> None:
