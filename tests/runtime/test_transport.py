@@ -24,7 +24,6 @@ from runtime.channels import Channels
 from runtime.mesh import Mesh
 
 pytestmark = pytest.mark.timeout(90)
-BY_TURNS = pytest.mark.turns(2)
 
 PRELUDE = """
 import os, sys, time
@@ -136,7 +135,7 @@ def test_messages_arrive_and_are_counted(tmp_path: Path) -> None:
         assert code == 0, output
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_streams_share_a_message(tmp_path: Path) -> None:
     program = """
         used = set()
@@ -212,7 +211,7 @@ def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
         assert code == 0, output
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_background_exchanges_give_way(tmp_path: Path) -> None:
     program = """
         import threading
@@ -368,7 +367,7 @@ json.dump({"took_s": took, "sent_bytes": sent}, open(sys.argv[2], "w"))
 """
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 @pytest.mark.lab
 def test_shaped_links_are_used_well(tmp_path: Path) -> None:
     # Slow links, so that processors with other work keep up; two lots a turn, to two others.
