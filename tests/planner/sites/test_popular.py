@@ -27,7 +27,6 @@ from planner.sites.popular_bound import LEFT_OUT, as_all_s, least_hit, least_s
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
 
-
 Shares = tuple[tuple[float, ...], ...]
 
 

@@ -18,7 +18,6 @@ from planner.sites.solution import AMPLE_S
 from simulator.step import simulate_step
 
 
-
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_check_and_beat_equal_domains(seed: int) -> None:
     rng = np.random.default_rng(seed)
