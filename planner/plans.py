@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridep.baselines import Baseline, baseline_plan
+from hybridep.baselines import Baseline, baseline_like, baseline_plan
 from hybridep.codecs import Codecs
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Objective, Plan, Prediction, Residency, Schedule, SolverReport, Status
@@ -182,12 +182,7 @@ def layer_group(
 def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction:
     """What the cost and memory models expect of a plan and of the baselines with the same schedule and codecs."""
     cost, memory = evaluate(made)
-    others: dict[str, Any] = {}
-    for name in baselines:
-        other = baseline_plan(
-            made.cluster, made.workload, name, schedule=made.schedule, codecs=made.codecs, popularity=made.popularity
-        )
-        others[name.value] = seconds(evaluate(other)[0].step_s)
+    others = {name.value: seconds(evaluate(baseline_like(made, name))[0].step_s) for name in baselines}
     return Prediction(
         step=seconds(cost.step_s),
         bound=seconds(cost.bound_s),

@@ -5,9 +5,19 @@ from typing import Any
 
 from hybridep.config import build
 from hybridep.plan import Plan
+from simulator.conditions import Conditions
+from simulator.many_steps import Course
 
 RATES_GBPS = {"dc": 1.0, "node": 8.0, "gpu": 100.0}
 THROUGHPUT = 1e12
+
+
+def conditions(**values: object) -> Conditions:
+    return Conditions.model_validate(values)
+
+
+def course(**values: object) -> Course:
+    return Course.model_validate(values)
 
 
 def make_plan(

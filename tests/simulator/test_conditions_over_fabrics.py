@@ -5,15 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fabric_cases import FABRICS, fabric
-from simulated_plans import make_plan
+from simulated_plans import conditions, course, make_plan
 
 import simulator.blocks
 from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
-from simulator.conditions import Conditions
 from simulator.fabric_file import FabricFile
-from simulator.many_steps import Course, Happening, simulate_run, without_site
+from simulator.many_steps import Happening, simulate_run, without_site
 from simulator.routing import zipf_routing
 from simulator.step import simulate_step
 from simulator.symmetry import no_symmetry
@@ -21,14 +20,6 @@ from simulator.symmetry import no_symmetry
 PLAN = make_plan(6, 2, num_experts=60, num_layers=2, throughput=1e15)
 TRUNKS = FABRICS["trunks"]
 STEP_S = simulate_step(PLAN, fabric=TRUNKS).step_s
-
-
-def conditions(**values: object) -> Conditions:
-    return Conditions.model_validate(values)
-
-
-def course(**values: object) -> Course:
-    return Course.model_validate(values)
 
 
 def ep(cluster: Cluster) -> Plan:

@@ -9,10 +9,11 @@ import numpy as np
 
 from hybridep.config import build
 from hybridep.placement import IntArray
-from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.plan import Plan, Schedule
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.plans import layer_group
 from planner.sites.boxes import Box
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem, site_problem
@@ -145,15 +146,8 @@ def random_table(rng: np.random.Generator, problem: SiteProblem) -> IntArray:
 
 
 def as_plan(problem: SiteProblem, table: IntArray, configuration: Configuration) -> Plan:
-    choices = problem.choices(configuration.inside)
-    group = LayerGroup(
-        first_layer=0,
-        num_layers=problem.workload.model.num_moe_layers,
-        domains={name: choice.domain_size for name, choice in choices.items()},
-        migration={},
-        residency=Residency(configuration.residency),
-        serving=serving_groups(problem.cluster, table),
-    )
+    choices, serving = problem.choices(configuration.inside), serving_groups(problem.cluster, table)
+    group = layer_group(0, problem.workload.model.num_moe_layers, choices, configuration.residency, serving)
     return Plan(
         cluster=problem.cluster,
         workload=problem.workload,
