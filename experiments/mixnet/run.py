@@ -170,7 +170,7 @@ def sites(config: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Callable[[]
                             "step_s": step.step_s,
                             "reconfiguration_s": step.parts.get("reconfiguration", 0.0),
                             "network_usd": cost,
-                            "domains": json.dumps(dict(plan.layers[0].domains)).replace(",", ""),
+                            "domains": json.dumps(dict(plan.layers[0].domains)),
                         }
 
                     yield (name, between, inside_gbps, fabric), simulate

@@ -21,7 +21,6 @@ from hybridep.commands.inputs import load_cluster
 from hybridep.commands.plan_choice import by_simulation
 from hybridep.commands.probe import with_measurements
 from hybridep.config import build, write_text
-from hybridep.launch.host import child_environment
 from hybridep.launch.lab import Lab, run_in_lab
 from hybridep.launch.shaping import lab_spec, why_not_in_lab
 from hybridep.launch.trials import Measured, measure
@@ -132,7 +131,7 @@ def run_script_in_lab(cluster: Cluster, script: str, *arguments: str) -> int:
     if reason is not None:
         print(f"{Path(script).parent.name} needs the lab: {reason}", file=sys.stderr)
         return 2
-    return run_in_lab([sys.executable, script, *arguments], lab_spec(cluster), child_environment())
+    return run_in_lab([sys.executable, script, *arguments], lab_spec(cluster))
 
 
 def measure_all(bench: Bench, settings: Sequence[Setting], *, shaped: bool = True) -> None:

@@ -377,7 +377,7 @@ def test_shaped_links_are_used_well(tmp_path: Path) -> None:
     driver.write_text(LAB_DRIVER)
     command = [sys.executable, str(driver), str(rank_script), str(result)]
     environment = _environment(0, 3, "", "29500", "uplink")  # the port is free: every datacenter has its own network
-    assert run_in_lab(command, LabSpec.uniform(["a", "b", "c"], rate_bytes_per_s), env=environment) == 0
+    assert run_in_lab(command, LabSpec.uniform(["a", "b", "c"], rate_bytes_per_s), environment) == 0
     measured = json.loads(result.read_text())
     ideal_s = payload_bytes / rate_bytes_per_s
     # The best turn, since other work on the machine only ever adds time.
