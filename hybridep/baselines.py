@@ -7,6 +7,7 @@ from enum import Enum
 
 from hybridep.codecs import Codecs
 from hybridep.config import build
+from hybridep.pipeline import AnyPlan, codecs_inside
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -69,3 +70,9 @@ def baseline_plan(
         "provenance": {"baseline": baseline.value},
     }
     return build(Plan, data, f"{workload.name} on {cluster.name}")
+
+
+def baseline_like(plan: AnyPlan, baseline: Baseline) -> Plan:
+    """The baseline in place of a plan, with its schedule, its codecs (inside stages, where it has some) and its popularity."""
+    codecs = codecs_inside(plan.codecs)
+    return baseline_plan(plan.cluster, plan.workload, baseline, schedule=plan.schedule, codecs=codecs, popularity=plan.popularity)

@@ -230,6 +230,16 @@ class Wire:
         """Bytes of one dispatched row's gradient; that of the gate weights is never coded."""
         return self.workload.dispatch_gradient_row_bytes - self.workload.combine_row_bytes + self.combine_row_bytes
 
+    @property
+    def row_there_bytes(self) -> int:
+        """Bytes of one token row on all its ways to the experts: itself, and in backward its partial output's gradient."""
+        return self.dispatch_row_bytes + self.combine_row_bytes
+
+    @property
+    def row_back_bytes(self) -> int:
+        """Bytes of one token row on all its ways from the experts: its partial output, and in backward its gradient."""
+        return self.combine_row_bytes + self.dispatch_gradient_row_bytes
+
     @cached_property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights."""

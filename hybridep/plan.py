@@ -296,6 +296,10 @@ class Plan(PlanFile):
             provenance=self.provenance,
         )
 
+    def with_schedule(self, **changes: Any) -> Plan:
+        """The plan with another schedule in these respects, unchecked; with the prediction that it had."""
+        return self.model_copy(update={"schedule": self.schedule.model_copy(update=changes)})
+
     @cached_property
     def placed(self) -> tuple[PlacedLayers, ...]:
         """The layer groups with their placement; with measured popularity every layer by itself, since which experts are hot

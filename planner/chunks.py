@@ -16,7 +16,7 @@ import numpy as np
 from hybridep.errors import InfeasibleError
 from hybridep.plan import Plan, Schedule
 from planner.evaluate import evaluate
-from planner.goal import FASTEST, Goal
+from planner.goal import Goal
 from planner.plans import goal_of, predict, reported_again
 
 WORTH = 5e-3
@@ -43,7 +43,7 @@ def best_of_searches(search: Callable[[Schedule], list[Plan]], schedule: Schedul
     if not found:
         raise errors[0]
     reports = [plans[0].solver for plans in found if plans[0].solver is not None]
-    goal = goal_of(reports[0]) if reports else FASTEST
+    goal = goal_of(reports[0] if reports else None)
     values = [goal.value_of(plans[0]) for plans in found]
     best = found[_fewest(values)]
     return [reported_again(best[0], reports), *best[1:]] if reports else best
@@ -53,15 +53,14 @@ def tables_in_parts(found: Sequence[Plan], most: int, count: int) -> list[Plan]:
     """Of plans between sites, whose first has a report with a bound for any number of parts, each with the number that suits it;
     at most ``count``, the best first."""
     report = found[0].solver
-    goal = FASTEST if report is None else goal_of(report)
+    goal = goal_of(report)
     best = sorted((_in_parts(plan, most, goal) for plan in found), key=goal.value_of)[:count]
     return best if report is None else [reported_again(best[0], [report]), *best[1:]]
 
 
 def _in_parts(plan: Plan, most: int, goal: Goal) -> Plan:
     """With the fewest that make its step as short as any, but for ``WORTH``; without a report."""
-    schedules = [plan.schedule.model_copy(update={"chunks": number}) for number in numbers(most)]
-    tried = [plan.model_copy(update={"schedule": schedule}) for schedule in schedules]
+    tried = [plan.with_schedule(chunks=number) for number in numbers(most)]
     known = [evaluate(one) for one in tried]
     possible = [use.fits and not goal.overdraft(cost.step_usd) for cost, use in known]
     best = _fewest(

@@ -41,9 +41,9 @@ def plan_ahead(
     cluster: Cluster,
     workload: Workload,
     *,
-    solver: str = "highs",
-    time_limit_s: float = 60.0,
-    schedule: Schedule | None = None,
+    solver: str,
+    time_limit_s: float,
+    schedule: Schedule | None,
 ) -> Plan:
     """The fastest plan of equal domains per level that fits, with or without prefetch; errors as ``planner.plan``."""
     problem = build_problem(cluster, workload, schedule or Schedule())
@@ -61,7 +61,7 @@ def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
         tried = depths(problem.num_layers)
         for depth, cost in zip(tried, step_costs(plain, tried), strict=True):
             if cost.step_s < best_s * (1 - TIE):
-                ahead = _with_depth(plain, depth)
+                ahead = plain.with_schedule(prefetch=depth)
                 if memory_use(ahead).fits:
                     best, best_s = ahead, cost.step_s
 
@@ -90,7 +90,7 @@ def tables_ahead(found: Sequence[Plan], count: int) -> list[Plan]:
     for plain in found:
         costs = step_costs(plain, tried)
         order = sorted(range(len(tried)), key=lambda number: (costs[number].step_s * (1 + TIE * number), number))
-        ahead = (_with_depth(plain, tried[number]) for number in order)
+        ahead = (plain.with_schedule(prefetch=tried[number]) for number in order)
         # Without copies ahead it fits.
         number, one = next((number, one) for number, one in zip(order, ahead, strict=True) if not number or memory_use(one).fits)
         best.append((costs[number].step_s, one))
@@ -102,10 +102,6 @@ def tables_ahead(found: Sequence[Plan], count: int) -> list[Plan]:
     step_s = best[0][0]
     bound_s = min(_any_depth_s(found[0], step_costs(found[0], (0,))[0], report.bound), step_s)
     return [reported_again(made[0], [report], bound_s=bound_s), *made[1:]]
-
-
-def _with_depth(plan: Plan, depth: int) -> Plan:
-    return plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"prefetch": depth})})
 
 
 def _any_depth_s(plan: Plan, cost: StepCost, bound_s: float) -> float:

@@ -14,7 +14,6 @@ from planner.constraints import Constraints, Permissions, permissions
 from planner.cost import StepCost
 from planner.domains import divisors
 from planner.evaluate import MOST_RANKS, evaluate, expected_s
-from planner.goal import FASTEST
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, goal_of, layer_group
 
@@ -108,7 +107,7 @@ def explain(plan: Plan, constraints: Constraints | None = None, *, one_site: Pla
     baselines = tuple(_of_group(name, plan, group, allowed) for name, group in others)
     neighbours = tuple(_of_group(name, plan, group, allowed) for name, group in _neighbours(plan))
     scheduled = tuple(_alternative(name, one, *evaluate(one), allowed) for name, one in _schedules(plan))
-    goal = FASTEST if plan.solver is None else goal_of(plan.solver)
+    goal = goal_of(plan.solver)
     one = one_site or alone(plan.cluster, plan.workload, popularity=plan.popularity, goal=goal, constraints=constraints)
     blocked = [other for other in (*baselines, *neighbours) if not other.fits and other.allowed and other.step_s < chosen.step_s]
     order = sorted(range(len(cost.link_s)), key=lambda link: -cost.link_s[link])[:NUM_LINKS]
@@ -215,10 +214,10 @@ def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:
     chunks = plan.schedule.chunks
     if not plan.schedule.prefetch and not plan.workload.model.pad_expert_input_to_capacity:
         name, number = ("tokens in one piece", 1) if chunks > 1 else ("tokens in 2 parts (--chunks)", 2)
-        yield name, plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"chunks": number})})
+        yield name, plan.with_schedule(chunks=number)
     if copies and possible and not plan.popularity and not lossy and chunks == 1:
         name, depth = ("copies with their blocks", 0) if plan.schedule.prefetch else ("copies ahead (--prefetch)", 1)
-        yield name, plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"prefetch": depth})})
+        yield name, plan.with_schedule(prefetch=depth)
 
 
 def _of_group(name: str, plan: Plan, group: LayerGroup, allowed: Permissions | None) -> Alternative:

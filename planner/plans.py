@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridep.baselines import Baseline, baseline_plan
+from hybridep.baselines import Baseline, baseline_like, baseline_plan
 from hybridep.codecs import Codecs
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Objective, Plan, Prediction, Residency, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
+from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
 from hybridep.workload import Workload
@@ -109,9 +110,9 @@ def solver_report(
     )
 
 
-def goal_of(report: SolverReport) -> Goal:
-    """What a plan's search made small."""
-    return Goal(objective=report.minimised, budget_usd=report.budget)
+def goal_of(report: SolverReport | None) -> Goal:
+    """What a plan's search made small; the step where there was none."""
+    return FASTEST if report is None else Goal(objective=report.minimised, budget_usd=report.budget)
 
 
 def reported_again(
@@ -141,7 +142,7 @@ def top_domains(best: Plan, count: int) -> list[Plan]:
     """The next best plans that use one configuration in all layers and fit, with predictions; ``best`` left out."""
     if count < 1:
         return []
-    goal = FASTEST if best.solver is None else goal_of(best.solver)
+    goal = goal_of(best.solver)
     problem = build_problem(best.cluster, best.workload, best.schedule, codecs=best.codecs, goal=goal)
     fitting = [c for c in range(len(problem.candidates)) if problem.fits(problem.uniform(c))]
     fitting = [c for c in fitting if problem.affords(problem.uniform(c))]
@@ -164,7 +165,9 @@ def rank_order_plans(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield f"{outer.name} {size} in rank order", plan.with_layers(group)
 
 
-def layer_group(first: int, count: int, choices: dict[str, LevelChoice], residency: Residency) -> LayerGroup:
+def layer_group(
+    first: int, count: int, choices: dict[str, LevelChoice], residency: Residency, serving: tuple[ServingGroup, ...] = ()
+) -> LayerGroup:
     """Of a plan file; ratios only where something is copied."""
     return LayerGroup(
         first_layer=first,
@@ -172,18 +175,14 @@ def layer_group(first: int, count: int, choices: dict[str, LevelChoice], residen
         domains={name: choice.domain_size for name, choice in choices.items()},
         migration={name: choice.migration_ratio for name, choice in choices.items() if choice.domain_size > 1},
         residency=residency,
+        serving=serving,
     )
 
 
 def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction:
     """What the cost and memory models expect of a plan and of the baselines with the same schedule and codecs."""
     cost, memory = evaluate(made)
-    others: dict[str, Any] = {}
-    for name in baselines:
-        other = baseline_plan(
-            made.cluster, made.workload, name, schedule=made.schedule, codecs=made.codecs, popularity=made.popularity
-        )
-        others[name.value] = seconds(evaluate(other)[0].step_s)
+    others = {name.value: seconds(evaluate(baseline_like(made, name))[0].step_s) for name in baselines}
     return Prediction(
         step=seconds(cost.step_s),
         bound=seconds(cost.bound_s),

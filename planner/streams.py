@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from hybridep.plan import MOST_STREAMS, Plan, Schedule, Status
 from hybridep.topology import Cluster
 from planner.evaluate import evaluate
-from planner.goal import FASTEST
 from planner.plans import goal_of, predict, reported_again
 
 WORTH = 1e-3
@@ -33,7 +32,7 @@ def with_fewest(plan: Plan, free: Sequence[str], step_s: Callable[[Plan], float]
     with what is predicted of it then. ``step_s`` where another time than the predicted step counts; a budget is kept."""
     if not free:
         return plan
-    goal = FASTEST if plan.solver is None else goal_of(plan.solver)
+    goal = goal_of(plan.solver)
     longest_s = _seconds(plan, step_s) * (1 + WORTH)
 
     def good(one: Plan) -> bool:
@@ -50,8 +49,7 @@ def with_fewest(plan: Plan, free: Sequence[str], step_s: Callable[[Plan], float]
 
 
 def _with(plan: Plan, level: str, number: int) -> Plan:
-    schedule = plan.schedule.model_copy(update={"streams": plan.schedule.streams | {level: number}})
-    return plan.model_copy(update={"schedule": schedule})
+    return plan.with_schedule(streams=plan.schedule.streams | {level: number})
 
 
 def _seconds(plan: Plan, step_s: Callable[[Plan], float] | None) -> float:

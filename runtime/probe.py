@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hybridep.plan import LayerGroup, Plan
+from hybridep.baselines import Baseline, baseline_plan
 from hybridep.run import Device
 from hybridep.topology import Cluster
 from hybridep.traffic import Op
@@ -117,9 +117,7 @@ def _probe(
 ) -> Probe:
     """As ``probe``, in a process group that is open."""
     workload = workload.for_one_rank()
-    group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
-    plan = Plan(cluster=cluster, workload=workload, layers=(group,))
-    mesh = Mesh(plan=plan, rank=rank, device=choose_device(device, rank))
+    mesh = Mesh(plan=baseline_plan(cluster, workload, Baseline.EP), rank=rank, device=choose_device(device, rank))
     barrier = Barrier(rank=rank, world_size=mesh.world_size)
     links, numbers = device_links(mesh, timeout_s=_TIMEOUT_S), mesh.label_numbers
     transport = Transport(timeout_s=_TIMEOUT_S, device_links=links, numbers=numbers)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hybridep.plan import LayerGroup, Plan
+from hybridep.baselines import Baseline, baseline_plan
 from hybridep.run import Optimizer, Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -165,8 +165,7 @@ def local_mesh(workload: Workload, device: torch.device) -> Mesh:
         "levels": ({"name": "gpu", "size": 1, "bandwidth": "1 Gbps", "latency": "0 s"},),
         "gpu": {"throughput": "1 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 GB/s"},
     }
-    group = LayerGroup(first_layer=0, num_layers=workload.model.num_moe_layers, domains={}, migration={})
-    return Mesh(plan=Plan(cluster=Cluster.model_validate(fields), workload=workload, layers=(group,)), rank=0, device=device)
+    return Mesh(plan=baseline_plan(Cluster.model_validate(fields), workload, Baseline.EP), rank=0, device=device)
 
 
 def _local_model(workload: Workload, transport: Transport, device: torch.device) -> RankModel:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridep.baselines import Baseline, baseline_plan
-from hybridep.pipeline import AnyPlan, PipelinePlan, codecs_inside
+from hybridep.baselines import Baseline, baseline_like
+from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from simulator.conditions import Conditions
@@ -96,7 +96,8 @@ def simulate(
             raise over_fabric(fabric)
         told = None if progress is None else partial(progress, "plan")
         pipeline = simulate_pipeline(plan, routing, precision, conditions, progress=told)
-        step, plan = pipeline.result, without_stages(plan)
+        # Others have every layer at all sites, as expert parallelism does.
+        step, plan = pipeline.result, baseline_like(plan, Baseline.EP)
     else:
         step = simulated("plan", plan)
     popularity = [np.asarray(shares) for shares in plan.popularity]
@@ -116,26 +117,6 @@ def simulate(
             baselines[name.value], choices[name.value] = found.step.step_s, found.choice
             continue
         # The alternative keeps the plan's codecs and schedule: it is the placement that differs.
-        other = baseline_plan(
-            plan.cluster,
-            plan.workload,
-            name,
-            schedule=plan.schedule,
-            codecs=plan.codecs,
-            popularity=plan.popularity,
-        )
-        baselines[name.value] = simulated(name.value, other).step_s
+        baselines[name.value] = simulated(name.value, baseline_like(plan, name)).step_s
     wall_s = time.perf_counter() - began_s
     return Report(step=step, pipeline=pipeline, baselines=baselines, choices=choices, wall_s=wall_s)
-
-
-def without_stages(plan: PipelinePlan) -> Plan:
-    """Expert parallelism over all sites, of the same workload and with the same schedule and codecs as inside stages."""
-    return baseline_plan(
-        plan.cluster,
-        plan.workload,
-        Baseline.EP,
-        schedule=plan.schedule,
-        codecs=codecs_inside(plan.codecs),
-        popularity=plan.popularity,
-    )

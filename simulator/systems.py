@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from hybridep.baselines import Baseline, baseline_plan
+from hybridep.baselines import Baseline, baseline_like
 from hybridep.homes import homes_text
 from hybridep.placement import IntArray, home_blocks
 from hybridep.plan import Plan, Schedule
@@ -68,14 +68,7 @@ class SystemStep:
 def system_step(plan: Plan, system: System, simulate: Simulate, popularity: Sequence[FloatArray] = ()) -> SystemStep:
     """One step as the system has it, with the plan's cluster, workload, codecs and connections per pair of ranks. ``popularity``:
     how often each expert is chosen ([MoE layers][E]); all alike without it."""
-    ep = baseline_plan(
-        plan.cluster,
-        plan.workload,
-        Baseline.EP,
-        schedule=Schedule(streams=plan.schedule.streams),
-        codecs=plan.codecs,
-        popularity=plan.popularity,
-    )
+    ep = baseline_like(plan, Baseline.EP).model_copy(update={"schedule": Schedule(streams=plan.schedule.streams)})
     match system:
         case System.FLAT_EP:
             return _fastest(simulate, [("", ep)], [TokenExchange(route=Route.DIRECT, per_choice=True)])

@@ -100,15 +100,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of cases that take turns, those whose day it is; all that are asked for by name."""
     if config.option.every or config.option.keyword or any("::" in argument for argument in config.args):
         return
-    kept, others, seen = list[pytest.Item](), list[pytest.Item](), Counter[int]()
+    kept, others, seen = list[pytest.Item](), list[pytest.Item](), Counter[tuple[str, int]]()
     for item in items:
         mark = item.get_closest_marker("turns")
         if mark is None:
             kept.append(item)
             continue
-        # Cases under one mark, of a function or a file, have different days; so have those of different files.
-        place, days = seen[id(mark)] + zlib.crc32(item.nodeid.split("::")[0].encode()), mark.args[0]
-        seen[id(mark)] += 1
+        # A file's cases that follow each other have different days; so have those of different files.
+        file, days = item.nodeid.split("::")[0], mark.args[0]
+        place = seen[file, days] + zlib.crc32(file.encode())
+        seen[file, days] += 1
         (kept if (DAY + place) % days == 0 else others).append(item)
     if others:
         config.hook.pytest_deselected(items=others)

@@ -9,8 +9,6 @@ makes of it, where anything fits. Rows land in results/agreement.csv (a cluster 
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,10 +19,9 @@ import yaml
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_cluster, load_workload
-from hybridep.config import write_text
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
 from hybridep.errors import InfeasibleError
 from hybridep.plan import LayerGroup, Plan
-from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s
@@ -76,7 +73,7 @@ def main(clusters: tuple[str, ...], model: str | None, planning_time: float | No
     planning_s = config["planning_time"] if planning_time is None else planning_time
     results.mkdir(parents=True, exist_ok=True)
     table = results / "agreement.csv"
-    rows = list(csv.DictReader(table.read_text(encoding="utf-8").splitlines())) if table.exists() else []
+    rows = read_rows(table)
     wanted = clusters or tuple(config["clusters"])
     for name in wanted:
         model_name = model or config["model"]
@@ -84,8 +81,8 @@ def main(clusters: tuple[str, ...], model: str | None, planning_time: float | No
         if (load_cluster(name).name, load_workload(model_name).name) in known:
             continue
         rows += rows_of(name, model_name, config, planning_s)
-        write_text(table, "\n".join([",".join(COLUMNS), *(",".join(row[each] for each in COLUMNS) for row in rows)]) + "\n")
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+        write_rows(table, rows, COLUMNS)
+    write_provenance(results)
     for row in rows:
         click.echo("  ".join(row[column] for column in COLUMNS))
     over = sum(row["holds"] == "no" for row in rows)

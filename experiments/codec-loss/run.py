@@ -6,8 +6,6 @@ Curves that are already in ``results/`` are not trained again.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import math
 import statistics
 from concurrent.futures import ProcessPoolExecutor
@@ -20,10 +18,10 @@ from emulation import EmulatedSites
 from scipy.stats import t as student_t
 
 from hybridep.codecs import Codecs, TokenCodec
+from hybridep.commands.tables import read_rows, write_provenance
 from hybridep.config import build, write_text
 from hybridep.pipeline import codecs_inside
 from hybridep.plan import LayerGroup, Plan
-from hybridep.provenance import provenance
 from hybridep.run import Optimizer, Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -53,7 +51,7 @@ def main() -> int:
         with ProcessPoolExecutor(given.workers) as pool:
             for name, seed in pool.map(train, [config] * len(todo), todo, [folder] * len(todo)):
                 print(f"{name} seed {seed}: done", flush=True)
-        write_text(folder / "provenance.json", json.dumps(provenance(), indent=1))
+        write_provenance(folder)
     code = report(config, folder)
     return 0 if given.smoke else code
 
@@ -105,7 +103,7 @@ def final(config: dict[str, Any], results: Path, name: str, seed: int) -> float 
     path = curve(results, name, seed)
     if not path.exists():
         return None
-    losses = [float(row["loss"]) for row in csv.DictReader(path.read_text().splitlines()) if row["step"] != "apart"]
+    losses = [float(row["loss"]) for row in read_rows(path) if row["step"] != "apart"]
     return statistics.mean(losses[-config["last"] :])
 
 

@@ -7,7 +7,6 @@ then take the same time.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -19,8 +18,8 @@ import torch
 import yaml
 
 from hybridep.codecs import Codecs
-from hybridep.config import build, write_text
-from hybridep.provenance import provenance
+from hybridep.commands.tables import write_provenance, write_rows
+from hybridep.config import build
 from hybridep.units import format_bandwidth
 from runtime.probe_codecs import expert_pair, gradient_pair, row_pair
 
@@ -46,9 +45,8 @@ def main() -> int:
         for name, options in codecs.items()
         for length in config["elements"]
     ]
-    lines = [",".join(COLUMNS), *(",".join(str(row[column]) for column in COLUMNS) for row in rows)]
-    write_text(folder / "rows.csv", "\n".join(lines) + "\n")
-    write_text(folder / "provenance.json", json.dumps(provenance(), indent=1))
+    write_rows(folder / "rows.csv", rows, COLUMNS)
+    write_provenance(folder)
     for row in rows:
         limit = format_bandwidth(row["pays_below_gbps"] * 1e9 / 8)
         print(

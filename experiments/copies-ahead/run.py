@@ -7,9 +7,7 @@ in turn. Draws for which that promises little are passed over. What is already i
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -18,13 +16,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from hybridep.config import build, write_text
-from hybridep.launch.host import child_environment
-from hybridep.launch.lab import run_in_lab
-from hybridep.launch.shaping import lab_spec, why_not_in_lab
+from hybridep.commands.lab_settings import run_script_in_lab
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
+from hybridep.config import build
 from hybridep.launch.trials import measure
 from hybridep.plan import Plan
-from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import plan
@@ -48,22 +44,17 @@ def main() -> int:
     folder = given.results.resolve() / ("smoke" if given.smoke else "")
     table = folder / "ahead.csv"
     if given.inside is not None:
-        add(table, measured(given.inside, config))
+        write_rows(table, [*read_rows(table), measured(given.inside, config)], COLUMNS)
+        write_provenance(folder)
         return 0
     seeds = itertools.count()
-    while len(rows := read(table)) < config["settings"]:
+    while len(rows := read_rows(table)) < config["settings"]:
         seed = next(seed for seed in seeds if all(row["seed"] != str(seed) for row in rows))
         _, _, plans = drawn(seed, config)
         plain_s, ahead_s = (simulate_step(one).step_s for one in plans)
         if ahead_s > plain_s * (1 - config["least_gain"]):
             continue
-        reason = why_not_in_lab(plans[0].cluster)
-        if reason is not None:
-            print(f"copies-ahead needs the lab: {reason}", file=sys.stderr)
-            return 2
-        again = [sys.executable, __file__, *sys.argv[1:], "--inside", str(seed)]
-        code = run_in_lab(again, lab_spec(plans[0].cluster), child_environment())
-        if code:
+        if code := run_script_in_lab(plans[0].cluster, __file__, *sys.argv[1:], "--inside", str(seed)):
             return code
     return 0 if given.smoke else summarise(rows)
 
@@ -97,17 +88,6 @@ def measured(seed: int, config: dict[str, Any]) -> dict[str, Any]:
         row |= {f"max{name}_s": f"{max(steps_s):.4g}"}
     row |= {"simulated_ratio": f"{simulated_s[1] / simulated_s[0]:.3f}", "measured_ratio": f"{medians[1] / medians[0]:.3f}"}
     return row
-
-
-def read(table: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(table.read_text(encoding="utf-8").splitlines())) if table.exists() else []
-
-
-def add(table: Path, row: dict[str, Any]) -> None:
-    table.parent.mkdir(parents=True, exist_ok=True)
-    rows = [*read(table), row]
-    write_text(table, "\n".join([",".join(COLUMNS), *(",".join(str(one[name]) for name in COLUMNS) for one in rows)]) + "\n")
-    write_text(table.parent / "provenance.json", json.dumps(provenance(), indent=1))
 
 
 def summarise(rows: list[dict[str, str]]) -> int:

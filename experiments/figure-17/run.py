@@ -9,9 +9,6 @@ steps; results/gains.csv and figure-17.png what the two say. Rows that are there
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -22,8 +19,7 @@ import yaml
 from schemes import Setting, schemes
 from summary import draw, gains
 
-from hybridep.config import write_text
-from hybridep.provenance import provenance
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
 from hybridep.units import Dimension, parse
 from planner.paper import latency_s, share_of_domain
 
@@ -66,18 +62,6 @@ def settings(config: dict[str, Any]) -> Iterator[Setting]:
             yield Setting(name=name, recipe=recipe, sites=sites, bandwidth=bandwidth, config=config)
 
 
-def read(table: Path) -> list[Row]:
-    return list(csv.DictReader(table.open(newline="", encoding="utf-8"))) if table.exists() else []
-
-
-def write(table: Path, rows: list[Row]) -> None:
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(table, text.getvalue())
-
-
 @click.command(help=__doc__)
 @click.option("--smoke", is_flag=True, help="8 sites, one bandwidth, one workload: does it run?")
 @click.option("--most-sites", type=int, help="Leave out larger settings.")
@@ -90,8 +74,8 @@ def main(smoke: bool, most_sites: int | None, results: Path) -> None:
         steps |= small | {"workloads": {name: steps["workloads"][name] for name in small["workloads"]}}
     results = results / "smoke" if smoke else results
     results.mkdir(parents=True, exist_ok=True)
-    write(results / "paper.csv", list(paper_rows(config["paper"])))
-    rows = read(results / "steps.csv")
+    write_rows(results / "paper.csv", list(paper_rows(config["paper"])))
+    rows = read_rows(results / "steps.csv")
     done = {(row["workload"], row["sites"], row["bandwidth"], row["scheme"]) for row in rows}
     for setting in settings(steps):
         if most_sites is not None and setting.sites > most_sites:
@@ -109,14 +93,14 @@ def main(smoke: bool, most_sites: int | None, results: Path) -> None:
                     "choice": choice,
                 }
             )
-            write(results / "steps.csv", rows)
+            write_rows(results / "steps.csv", rows)
         click.echo("  ".join(setting.key), err=True)
     found = gains(rows)
-    write(results / "gains.csv", found)
+    write_rows(results / "gains.csv", found)
     for row in found:
         click.echo("  ".join(f"{key} {value}" for key, value in row.items()))
-    draw(results / "figure-17.png", read(results / "paper.csv"), found)
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    draw(results / "figure-17.png", read_rows(results / "paper.csv"), found)
+    write_provenance(results)
 
 
 if __name__ == "__main__":

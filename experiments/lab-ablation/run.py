@@ -7,7 +7,6 @@ popularity of the first, untimed step.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -17,14 +16,12 @@ import yaml
 
 from hybridep.codecs import Codecs
 from hybridep.commands.inputs import load_cluster
+from hybridep.commands.lab_settings import run_script_in_lab
 from hybridep.commands.probe import with_measurements
-from hybridep.config import build, write_text
-from hybridep.launch.host import child_environment
-from hybridep.launch.lab import run_in_lab
-from hybridep.launch.shaping import lab_spec, why_not_in_lab
+from hybridep.commands.tables import write_provenance, write_rows
+from hybridep.config import build
 from hybridep.launch.trials import measure
 from hybridep.plan import LayerGroup, Plan, Schedule
-from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import step_cost
@@ -46,12 +43,7 @@ def main() -> int:
     if given.inside:
         ablate(config, cluster, given.results / "smoke" if given.smoke else given.results)
         return 0
-    reason = why_not_in_lab(cluster)
-    if reason is not None:
-        print(f"lab-ablation needs the lab: {reason}", file=sys.stderr)
-        return 2
-    again = [sys.executable, __file__, "--inside", *sys.argv[1:]]
-    return run_in_lab(again, lab_spec(cluster), child_environment())
+    return run_script_in_lab(cluster, __file__, "--inside", *sys.argv[1:])
 
 
 def plan_of(config: dict[str, Any], cluster: Cluster, variant: dict[str, Any], popularity: Any = ()) -> Plan:
@@ -96,9 +88,9 @@ def ablate(config: dict[str, Any], cluster: Cluster, results: Path) -> None:
             f"{row['predicted_s']:.3f}, at least {row['bound_s']:.3f}; {row['wan_mb']:.2f} MB between sites; "
             f"{row['over_ep']:.2f} times as fast as EP"
         )
-    cells = [[f"{row[name]:.4g}" if isinstance(row[name], float) else f'"{row[name]}"' for name in COLUMNS] for row in rows]
-    write_text(results / "rows.csv", "\n".join(",".join(line) for line in [COLUMNS, *cells]) + "\n")
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    cells = [{name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()} for row in rows]
+    write_rows(results / "rows.csv", cells, COLUMNS)
+    write_provenance(results)
 
 
 if __name__ == "__main__":

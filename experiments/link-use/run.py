@@ -7,7 +7,6 @@ measured again.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import statistics
@@ -21,13 +20,12 @@ import numpy as np
 import yaml
 
 from hybridep.commands.inputs import load_cluster
-from hybridep.config import build, write_text
-from hybridep.launch.host import child_environment
-from hybridep.launch.lab import Lab, run_in_lab
+from hybridep.commands.lab_settings import run_script_in_lab
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
+from hybridep.config import build
+from hybridep.launch.lab import Lab
 from hybridep.launch.lab_links import UPLINK
-from hybridep.launch.shaping import lab_spec, why_not_in_lab
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
-from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import step_cost
@@ -61,22 +59,16 @@ def main() -> int:
         return 0
     if given.inside:
         measured = [row for seconds in config["seconds"] for row in exchanges_of(config, given.inside, seconds)]
-        write(folder, EXCHANGES, read(folder, EXCHANGES) + measured)
+        write(folder, EXCHANGES, read_rows(folder / EXCHANGES) + measured)
         return 0
-    todo = [rate for rate in config["rates"] if rate not in {row["rate"] for row in read(folder, EXCHANGES)}]
-    if len(read(folder, STEPS)) < len(config["steps"]["cases"]) * len(config["steps"]["depths"]):
+    todo = [rate for rate in config["rates"] if rate not in {row["rate"] for row in read_rows(folder / EXCHANGES)}]
+    if len(read_rows(folder / STEPS)) < len(config["steps"]["cases"]) * len(config["steps"]["depths"]):
         todo.append(STEPS)
     for part in todo:
         cluster = shaped(config, config["steps"]["rate"] if part == STEPS else part)
-        reason = why_not_in_lab(cluster)
-        if reason is not None:
-            print(f"link-use needs the lab: {reason}", file=sys.stderr)
-            return 2
-        again = [sys.executable, __file__, *sys.argv[1:], "--inside", part]
-        code = run_in_lab(again, lab_spec(cluster), child_environment())
-        if code:
+        if code := run_script_in_lab(cluster, __file__, *sys.argv[1:], "--inside", part):
             return code
-    code = summarise(read(folder, EXCHANGES), read(folder, STEPS))
+    code = summarise(read_rows(folder / EXCHANGES), read_rows(folder / STEPS))
     return 0 if given.smoke else code
 
 
@@ -115,7 +107,7 @@ def exchanges_of(config: dict[str, Any], rate: str, at_rate_s: float) -> list[di
 
 def measure_steps(config: dict[str, Any], cluster: Cluster, results: Path) -> None:
     lab = Lab.current()
-    rows = read(results, STEPS)
+    rows = read_rows(results / STEPS)
     for name, case in config["cases"].items():
         if any(row["case"] == name for row in rows):
             continue
@@ -171,16 +163,9 @@ def spread(seconds: list[float]) -> tuple[float, float, float]:
     return statistics.median(seconds), min(seconds), max(seconds)
 
 
-def read(results: Path, name: str) -> list[dict[str, str]]:
-    path = results / name
-    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-
-
 def write(results: Path, name: str, rows: list[dict[str, str]]) -> None:
-    columns = COLUMNS[name]
-    lines = [",".join(columns), *(",".join(row[column] for column in columns) for row in rows)]
-    write_text(results / name, "\n".join(lines) + "\n")
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    write_rows(results / name, rows, COLUMNS[name])
+    write_provenance(results)
 
 
 def summarise(exchanges: list[dict[str, str]], steps: list[dict[str, str]]) -> int:

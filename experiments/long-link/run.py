@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
-import json
 import os
 import select
 import statistics
@@ -27,8 +26,8 @@ import numpy as np
 import yaml
 from pyroute2 import IPRoute
 
-from hybridep.config import build, write_text
-from hybridep.provenance import provenance
+from hybridep.commands.tables import write_provenance, write_rows
+from hybridep.config import build
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, OpLevel
 from planner.exchange import ExchangeTimes
@@ -85,9 +84,8 @@ def main() -> int:
         for one, predicted in zip(here, predicted_s(here, round_trip_s), strict=True):
             rows.append(one | {"predicted_s": round(predicted, 4)})
             print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    lines = [",".join(COLUMNS), *(",".join(str(one[column]) for column in COLUMNS) for one in rows)]
-    write_text(given.results / "rows.csv", "\n".join(lines) + "\n")
-    write_text(given.results / "provenance.json", json.dumps(provenance(), indent=1))
+    write_rows(given.results / "rows.csv", rows, COLUMNS)
+    write_provenance(given.results)
     return 0
 
 

@@ -11,7 +11,6 @@ Cases that are already in ``results/rows.csv`` are not measured again.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from hybridep.commands.tables import read_rows, write_rows
 from hybridep.config import build
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.plan import LayerGroup, Plan, Schedule
@@ -52,11 +52,12 @@ def main() -> int:
     if given.rank is not None:
         print(json.dumps(peak_of_rank(config, given.cases[0], given.rank, given.port)))
         return 0
-    rows = read(given.results)
+    table = given.results / "rows.csv"
+    rows: list[dict[str, Any]] = [*read_rows(table)]
     for name in given.cases or config["cases"]:
         if not any(row["case"] == name for row in rows):
             rows += measure(config, name)
-            write(given.results, rows)
+            write_rows(table, rows, COLUMNS)
     return summarise([row for row in rows if row["case"] in (given.cases or config["cases"])], config["tolerance"])
 
 
@@ -186,22 +187,6 @@ def resident(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    path = results / "rows.csv"
-    if not path.exists():
-        return []
-    with path.open() as stream:
-        return list(csv.DictReader(stream))
-
-
-def write(results: Path, rows: list[dict[str, Any]]) -> None:
-    results.mkdir(parents=True, exist_ok=True)
-    with (results / "rows.csv").open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def summarise(rows: list[dict[str, Any]], tolerance: float) -> int:

@@ -7,7 +7,6 @@ One row each in results/<part>.csv; rows that are there are not simulated again.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,9 +24,9 @@ from groups import Group, popularity
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import CONFIGS, cluster_and_workload
-from hybridep.config import build, write_text
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
+from hybridep.config import build
 from hybridep.plan import Plan
-from hybridep.provenance import provenance
 from hybridep.units import gbps_to_bytes_per_s
 from simulator.fabric_file import FabricFile
 from simulator.network_cost import Components, Prices, fat_tree, load_prices, mixnet, rail_optimized, topo_opt
@@ -66,7 +65,7 @@ def main(part: tuple[str, ...], smoke: bool, results: Path) -> None:
     results.mkdir(parents=True, exist_ok=True)
     for name in part or tuple(KEYS):
         table = results / f"{name}.csv"
-        rows = list(csv.DictReader(table.open(encoding="utf-8"))) if table.is_file() else []
+        rows = read_rows(table)
         known = {tuple(row[key] for key in KEYS[name]) for row in rows}
         for point, simulate in makers[name](config):
             if tuple(map(str, point)) in known:
@@ -75,11 +74,9 @@ def main(part: tuple[str, ...], smoke: bool, results: Path) -> None:
             row |= simulate()
             rows.append({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
             click.echo("  ".join(map(str, rows[-1].values())))
-            columns = list(dict.fromkeys(key for each in rows for key in each))
-            lines = [columns, *([str(each.get(key, "")) for key in columns] for each in rows)]
-            write_text(table, "\n".join(map(",".join, lines)) + "\n")
+            write_rows(table, rows)
         figures.DRAW[name](results / f"{name}.png", rows)
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    write_provenance(results)
 
 
 def smaller(config: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +170,7 @@ def sites(config: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Callable[[]
                             "step_s": step.step_s,
                             "reconfiguration_s": step.parts.get("reconfiguration", 0.0),
                             "network_usd": cost,
-                            "domains": json.dumps(dict(plan.layers[0].domains)).replace(",", ""),
+                            "domains": json.dumps(dict(plan.layers[0].domains)),
                         }
 
                     yield (name, between, inside_gbps, fabric), simulate

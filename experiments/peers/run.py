@@ -8,7 +8,6 @@ brings from what the placement brings. Rows that are already in ``results/rows.c
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import json
 import os
@@ -22,16 +21,15 @@ import psutil
 import yaml
 
 from hybridep.commands.inputs import load_cluster
+from hybridep.commands.lab_settings import run_script_in_lab
 from hybridep.commands.probe import measured_cluster
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
 from hybridep.config import build, write_text
 from hybridep.launch.backends import backend_for
-from hybridep.launch.host import child_environment
-from hybridep.launch.lab import Lab, run_in_lab
+from hybridep.launch.lab import Lab
 from hybridep.launch.session import STEPS_FILE, train
-from hybridep.launch.shaping import lab_spec, why_not_in_lab
 from hybridep.launch.worker import Job
 from hybridep.plan import Plan
-from hybridep.provenance import provenance
 from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -60,15 +58,9 @@ def main() -> int:
         return 2
     for name in given.settings or config["settings"]:
         cluster = load_cluster(config["cluster"], [f"levels.dc.bandwidth={config['settings'][name]['rate']}"])
-        reason = why_not_in_lab(cluster)
-        if reason is not None:
-            print(f"peers needs the lab: {reason}", file=sys.stderr)
-            return 2
-        again = [sys.executable, __file__, "--inside", name, "--results", str(given.results.resolve())]
-        code = run_in_lab(again, lab_spec(cluster), child_environment())
-        if code:
+        if code := run_script_in_lab(cluster, __file__, "--inside", name, "--results", str(given.results.resolve())):
             return code
-    return summarise(read(given.results))
+    return summarise(read_rows(given.results / "rows.csv"))
 
 
 def measure(config: dict[str, Any], name: str, results: Path) -> None:
@@ -76,7 +68,7 @@ def measure(config: dict[str, Any], name: str, results: Path) -> None:
     cluster = load_cluster(config["cluster"], [f"levels.dc.bandwidth={setting.pop('rate')}"])
     model = {**config["model"], "expert_ffn_size": setting.pop("expert_ffn_size")}
     workload = build(Workload, {"name": name, "model": model, "training": setting}, "config.yaml")
-    rows, steps = read(results), config["steps"]
+    rows, steps = read_rows(results / "rows.csv"), config["steps"]
     done = {(row["system"], row["transport"]) for row in rows if row["setting"] == name}
     if ("hybridep plan", "ours") not in done:
         chosen = plan(measured_cluster(cluster, workload, config["seconds"]), workload)
@@ -151,14 +143,9 @@ def add(
         "last_loss": f"{losses[-1]:.6f}",
     }
     rows.append(row)
-    write_text(results / "rows.csv", "\n".join([",".join(COLUMNS), *(",".join(r[c] for c in COLUMNS) for r in rows)]) + "\n")
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    write_rows(results / "rows.csv", rows, COLUMNS)
+    write_provenance(results)
     print(f"{setting}: {system} on {transport} transport {row['median_s']} s", file=sys.stderr)
-
-
-def read(results: Path) -> list[dict[str, str]]:
-    path = results / "rows.csv"
-    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
 def summarise(rows: list[dict[str, str]]) -> int:

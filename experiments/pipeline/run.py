@@ -8,9 +8,6 @@ plan, of each other system and of the fastest pipeline, where the pipeline's tim
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,9 @@ import yaml
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_workload
-from hybridep.config import build, write_text
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
+from hybridep.config import build
 from hybridep.plan import Plan
-from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.traffic import step_traffic
 from hybridep.workload import Workload
@@ -123,7 +120,7 @@ def main(smoke: bool, results: Path) -> None:
     results = results / "smoke" if smoke else results
     results.mkdir(parents=True, exist_ok=True)
     table = results / "steps.csv"
-    rows: list[Row] = list(csv.DictReader(table.open(newline="", encoding="utf-8"))) if table.exists() else []
+    rows = read_rows(table)
     done = {tuple(row[key] for key in KEY) for row in rows}
     points = [
         (name, *point)
@@ -134,13 +131,9 @@ def main(smoke: bool, results: Path) -> None:
         if (name, str(sites), bandwidth) in done:
             continue
         rows.append(row_of(config, name, sites, bandwidth))
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(table, text.getvalue())
+        write_rows(table, rows)
         click.echo("  ".join(f"{key} {value}" for key, value in rows[-1].items() if value), err=True)
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    write_provenance(results)
 
 
 if __name__ == "__main__":

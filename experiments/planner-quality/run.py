@@ -19,6 +19,7 @@ import numpy as np
 import yaml
 
 from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose, ends_s, most_simulated
+from hybridep.commands.tables import read_rows, write_rows
 from hybridep.config import build, load
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
@@ -190,13 +191,8 @@ def main(inputs: tuple[str, ...], only: str, time_limit_s: float | None) -> None
     config = yaml.safe_load((HERE / "config.yaml").read_text(encoding="utf-8"))
     config |= {} if time_limit_s is None else {"time_limit_s": time_limit_s}
     out = HERE / "results" / "quality.csv"
-    out.parent.mkdir(exist_ok=True)
-    done: set[tuple[str, str]] = set()
-    if out.exists():
-        with out.open(newline="", encoding="utf-8") as stream:
-            done = {(row["profile"], row["model"]) for row in csv.DictReader(stream)}
-    else:
-        out.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
+    every: list[dict[str, Any]] = [*read_rows(out)]
+    done = {(row["profile"], row["model"]) for row in every}
     for name, recipe in config["profiles"].items():
         if recipe["input"] not in tables or (only and name not in only.split(",")):
             continue
@@ -208,8 +204,7 @@ def main(inputs: tuple[str, ...], only: str, time_limit_s: float | None) -> None
             overrides = [f"model.num_layers={layers}", "model.num_dense_layers=0"]
             workload = load(Workload, MODELS / f"{model}.yaml", overrides)
             rows = rows_of(name, cluster, model, workload, config)
-            with out.open("a", newline="", encoding="utf-8") as stream:
-                csv.DictWriter(stream, COLUMNS).writerows(rows)
+            write_rows(out, every := [*every, *rows], COLUMNS)
             for row in rows:
                 click.echo("  ".join(f"{key} {row[key]}" for key in COLUMNS if row.get(key) not in (None, "")))
 

@@ -7,8 +7,6 @@ were alike, which then meets them as they are; by cost and simulated. What one s
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ import yaml
 
 import planner
 from hybridep.commands.inputs import load_cluster, load_workload
-from hybridep.config import write_text
+from hybridep.commands.tables import write_provenance, write_rows
 from hybridep.plan import Plan
-from hybridep.provenance import provenance
 from hybridep.workload import Workload
 from planner.measured import plans_measured
 from simulator.step import simulate_step
@@ -42,16 +39,12 @@ def main() -> int:
     config = yaml.safe_load((HERE / "config.yaml").read_text())
     config |= config["smoke"] if given.smoke else {}
     folder = given.results.resolve() / ("smoke" if given.smoke else "")
-    folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in (*config["clusters"], *given.cluster):
         for concentration in config["concentrations"]:
             rows.append(row_of(config, name, concentration))
-            with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as stream:
-                writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-    write_text(folder / "provenance.json", json.dumps(provenance(), indent=1))
+            write_rows(folder / "rows.csv", rows, COLUMNS)
+    write_provenance(folder)
     return 0 if given.smoke else summarise(rows)
 
 

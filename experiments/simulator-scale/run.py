@@ -10,7 +10,6 @@ results/scale.csv, and a figure.
 
 from __future__ import annotations
 
-import csv
 import json
 import resource
 import subprocess
@@ -31,9 +30,9 @@ import numpy as np
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_workload
-from hybridep.config import build, write_text
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
+from hybridep.config import build
 from hybridep.plan import Plan
-from hybridep.provenance import provenance
 from hybridep.timeline import write_chrome_trace
 from hybridep.topology import Cluster
 from planner import plan as search
@@ -122,7 +121,7 @@ def main(sites: str | None, kinds: str, results: Path, inside: tuple[str, int, f
     config = yaml.safe_load((HERE / "config.yaml").read_text(encoding="utf-8"))
     results.mkdir(parents=True, exist_ok=True)
     table = results / "scale.csv"
-    rows = list(csv.DictReader(table.read_text(encoding="utf-8").splitlines())) if table.exists() else []
+    rows = read_rows(table)
     for kind in kinds.split(","):
         for number in [int(text) for text in sites.split(",")] if sites else config[kind]["sites"]:
             if any((row["kind"], row["sites"]) == (kind, str(number)) for row in rows):
@@ -132,10 +131,9 @@ def main(sites: str | None, kinds: str, results: Path, inside: tuple[str, int, f
             if ran.returncode:
                 raise click.ClickException(f"{kind}, {number} sites: {ran.stderr.strip().splitlines()[-1:]}")
             rows.append({key: str(value) for key, value in json.loads(ran.stdout).items()})
-            lines = [",".join(COLUMNS), *(",".join(row[column] for column in COLUMNS) for row in rows)]
-            write_text(table, "\n".join(lines) + "\n")
+            write_rows(table, rows, COLUMNS)
             click.echo("  ".join(f"{key} {value}" for key, value in rows[-1].items()), err=True)
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    write_provenance(results)
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for kind in dict.fromkeys(row["kind"] for row in rows):
         mine = sorted((row for row in rows if row["kind"] == kind), key=lambda row: int(row["sites"]))

@@ -5,7 +5,6 @@ taskset -c 1 .venv/bin/python experiments/simulator-simgrid/run.py --simgrid-pyt
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import time
@@ -16,6 +15,7 @@ import click
 import numpy as np
 import yaml
 
+from hybridep.commands.tables import write_rows
 from hybridep.provenance import provenance
 from simulator.arrays import FloatArray, IntArray
 from simulator.engine import Engine
@@ -91,11 +91,7 @@ def main(simgrid_python: str) -> None:
             }
         )
         click.echo(rows[-1], err=True)
-    (HERE / "results").mkdir(exist_ok=True)
-    with (HERE / "results" / "simgrid.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(HERE / "results" / "simgrid.csv", rows)
     (HERE / "results" / "provenance.json").write_text(json.dumps(provenance() | {"config": config}, indent=1))
     worst = {key: max(row[key] for row in rows) for key in ("makespan_difference", "largest_flow_difference")}
     click.echo(json.dumps({"loads": len(rows), **worst}))

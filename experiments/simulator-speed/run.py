@@ -9,7 +9,6 @@ them. Rows land in results/speed.csv; runs that are there already are not repeat
 
 from __future__ import annotations
 
-import csv
 import json
 import resource
 import statistics
@@ -23,8 +22,7 @@ import click
 import numpy as np
 import yaml
 
-from hybridep.config import write_text
-from hybridep.provenance import provenance
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
 from simulator.engine import Engine
 from simulator.network import Network, Transfers
 
@@ -94,17 +92,16 @@ def main(sizes: str | None, most_hosts: int | None, results: Path, inside: tuple
         return
     results.mkdir(parents=True, exist_ok=True)
     table = results / "speed.csv"
-    rows = list(csv.DictReader(table.read_text(encoding="utf-8").splitlines())) if table.exists() else []
+    rows = read_rows(table)
     known = {(row["sizes"], row["hosts"]) for row in rows}
     for case in config["cases"]:
         if (sizes or case["sizes"]) != case["sizes"] or case["hosts"] > (most_hosts or case["hosts"]):
             continue
         if (case["sizes"], str(case["hosts"])) not in known:
             rows.append(rows_of(case, config))
-            lines = [",".join(COLUMNS), *(",".join(row[column] for column in COLUMNS) for row in rows)]
-            write_text(table, "\n".join(lines) + "\n")
+            write_rows(table, rows, COLUMNS)
             click.echo("  ".join(f"{key} {value}" for key, value in rows[-1].items()), err=True)
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    write_provenance(results)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,6 @@ One row per model and bandwidth in ``results/sites.csv``; rows that are there ar
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import sys
 from itertools import product
 from pathlib import Path
@@ -22,9 +19,9 @@ from hybridep.commands.inputs import load_workload
 from hybridep.commands.plan_choice import planned
 from hybridep.commands.sites_choice import Asked, plan_sites
 from hybridep.commands.stage_choice import in_stages
-from hybridep.config import build, write_text
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
+from hybridep.config import build
 from hybridep.pipeline import AnyPlan, PipelinePlan
-from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from planner import StageWishes, alone, least_of_any, memory_use
 from planner.stages.costs import costed
@@ -43,19 +40,14 @@ def main(smoke: bool, results: Path) -> None:
     config = yaml.safe_load((HERE / "config.yaml").read_text(encoding="utf-8"))
     config |= config["smoke"] if smoke else {}
     table = (results / "smoke" if smoke else results) / "sites.csv"
-    table.parent.mkdir(parents=True, exist_ok=True)
-    rows = list(csv.DictReader(table.open(newline="", encoding="utf-8"))) if table.exists() else []
+    rows = read_rows(table)
     for name, bandwidth in product(config["workloads"], config["bandwidth"]):
         if any((row["workload"], row["bandwidth"]) == (name, bandwidth) for row in rows):
             continue
         rows.append(row_of(config, name, bandwidth))
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(table, text.getvalue())
+        write_rows(table, rows)
         click.echo("  ".join(f"{key} {value}" for key, value in rows[-1].items()), err=True)
-    write_text(table.parent / "provenance.json", json.dumps(provenance(), indent=1))
+    write_provenance(table.parent)
     slower = False
     for row in rows:
         alone_s, paying_s, bound_s = (float(row[column]) for column in ("alone_s", "paying_s", "bound_s"))

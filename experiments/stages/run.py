@@ -8,7 +8,6 @@ One row per cluster, model and way to train in ``results/stages.csv``; rows that
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 import time
@@ -24,6 +23,7 @@ from hybridep.commands.inputs import cluster_and_workload
 from hybridep.commands.plan_choice import planned
 from hybridep.commands.sites_choice import Asked, plan_sites
 from hybridep.commands.stage_choice import in_stages
+from hybridep.commands.tables import read_rows, write_rows
 from hybridep.config import write_text
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.provenance import provenance
@@ -63,12 +63,12 @@ def main(more: tuple[str, ...], results: Path, smoke: bool) -> None:
     config = yaml.safe_load((HERE / "config.yaml").read_text())
     config |= config["smoke"] if smoke else {}
     path = results / ("smoke.csv" if smoke else "stages.csv")
-    rows = _read(path)
+    rows: list[dict[str, Any]] = [*read_rows(path)]
     for name in (*config["clusters"], *more):
         for model in config["models"]:
             for row in rows_of(name, model, config, rows):
                 rows.append(row)
-                _write(path, rows)
+                write_rows(path, rows, COLUMNS)
     write_text(path.with_suffix(".json"), json.dumps(provenance(), indent=1))
     of_all = {PLANNED: (WITHOUT, IN_ORDER), FEWER: (WITHOUT, IN_ORDER, PLANNED, ALONE)}
     slower = []
@@ -148,21 +148,6 @@ def _of(rows: list[dict[str, Any]], row: dict[str, Any], way: str) -> dict[str, 
     """The row of the same case for another way; infinitely slow where there is none."""
     same = [one for one in rows if (one["cluster"], one["model"], one["way"]) == (row["cluster"], row["model"], way)]
     return same[0] if same else {"simulated_s": "inf"}
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

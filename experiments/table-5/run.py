@@ -7,8 +7,6 @@ results/table.csv has a row per cluster, size of data and system; results/table-
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ import matplotlib.pyplot as plt
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_cluster
-from hybridep.config import build, write_text
+from hybridep.commands.tables import read_rows, write_provenance, write_rows
+from hybridep.config import build
 from hybridep.plan import Plan
-from hybridep.provenance import provenance
 from hybridep.workload import Workload
 from planner import alone, plan_domains
 from simulator.step import StepResult, simulate_step
@@ -109,17 +107,16 @@ def main(smoke: bool, results: Path) -> None:
     results = results / "smoke" if smoke else results
     results.mkdir(parents=True, exist_ok=True)
     table = results / "table.csv"
-    rows = list(csv.DictReader(table.open(newline="", encoding="utf-8"))) if table.exists() else []
+    rows = read_rows(table)
     points = [(cluster, data_mb) for cluster in ("paper-m", "paper-l") for data_mb in config["published"]["data_mb"]]
     for cluster, data_mb in points[:1] if smoke else points:
         if not any((row["cluster"], row["data_mb"]) == (cluster, str(data_mb)) for row in rows):
             rows += rows_of(config, cluster, data_mb)
-            lines = [",".join(COLUMNS), *(",".join(f'"{row[name]}"' for name in COLUMNS) for row in rows)]
-            write_text(table, "\n".join(lines) + "\n")
+            write_rows(table, rows, COLUMNS)
     for row in rows:
         click.echo("  ".join(f"{name} {row[name]}" for name in COLUMNS if row[name]))
     draw(results / "table-5.png", rows)
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    write_provenance(results)
 
 
 if __name__ == "__main__":

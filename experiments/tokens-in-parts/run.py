@@ -7,7 +7,6 @@ in as many parts as it chooses, and both plans train in turn. What is already in
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import sys
@@ -19,10 +18,10 @@ import yaml
 from hybridep.commands.inputs import load_cluster
 from hybridep.commands.lab_settings import each_in_lab
 from hybridep.commands.probe import with_measurements
+from hybridep.commands.tables import write_provenance, write_rows
 from hybridep.config import build, write_text
 from hybridep.launch.trials import measure
 from hybridep.plan import Plan
-from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import plan
@@ -49,11 +48,8 @@ def main() -> int:
     if code:
         return code
     rows = [row for name in config["settings"] for row in json.loads((folder / f"{name}.json").read_text())]
-    with (folder / "parts.csv").open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    write_text(folder / "provenance.json", json.dumps(provenance(), indent=1))
+    write_rows(folder / "parts.csv", rows, COLUMNS)
+    write_provenance(folder)
     return 0 if given.smoke else summarise(rows)
 
 

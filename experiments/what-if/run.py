@@ -8,7 +8,6 @@ that are in a table already are not simulated again.
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -20,8 +19,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from hybridep.commands.sweeps import Row, sweep
-from hybridep.config import write_text
-from hybridep.provenance import provenance
+from hybridep.commands.tables import write_provenance, write_rows
 from simulator.scenario import points
 
 HERE = Path(__file__).resolve().parent
@@ -36,14 +34,11 @@ def main(only: tuple[str, ...], jobs: int, results: Path) -> None:
     results.mkdir(parents=True, exist_ok=True)
     names = only or tuple(path.stem for path in sorted(HERE.glob("*.yaml")))
     tables = {name: sweep(list(points(HERE / f"{name}.yaml")), results / f"{name}.csv", jobs) for name in names}
-    with (results / "rows.csv").open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, restval="", extrasaction="ignore")
-        writer.writeheader()
-        for name, rows in tables.items():
-            for row in rows:
-                writer.writerow(row | {"scenario": name, "point": label(row)})
-                click.echo(f"{name:14} {label(row)}: {row.get('run_s') or row.get('step_s') or row['error']}")
-    write_text(results / "provenance.json", json.dumps(provenance(), indent=1))
+    every = [row | {"scenario": name, "point": label(row)} for name, rows in tables.items() for row in rows]
+    write_rows(results / "rows.csv", every, COLUMNS)
+    for row in every:
+        click.echo(f"{row['scenario']:14} {row['point']}: {row.get('run_s') or row.get('step_s') or row['error']}")
+    write_provenance(results)
     draw(results / "what-if.png", tables)
 
 

@@ -66,7 +66,6 @@ def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
     full gather, and the plan. Ends with one table: measured, predicted and simulated step times, WAN bytes, losses."""
     from hybridep.commands.inputs import Kind, cluster_and_workload, load_run, sort_overrides
     from hybridep.launch.backends import in_lab
-    from hybridep.launch.host import child_environment
     from hybridep.launch.lab import run_in_lab
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
     from runtime.trainable import check_run
@@ -84,7 +83,7 @@ def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
             again = [sys.executable, "-m", "hybridep.cli", "demo", "--run", run_name, *(["--json"] if as_json else [])]
             again += [word for override in overrides for word in ("--set", override)]
             ray = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(cluster.ranks_per_site)]
-            return run_in_lab([*ray, *again], lab_spec(cluster), child_environment())
+            return run_in_lab([*ray, *again], lab_spec(cluster))
         note(f"hybridep demo: unshaped, links are not emulated: {reason}")
     with _ray_nodes(cluster):
         outcomes, measured = _tour(run, cluster, workload)

@@ -29,7 +29,6 @@ def command(cluster: str, ray: bool, overrides: tuple[str, ...], cmd: tuple[str,
     CMD reaches every datacenter. Rootless; whatever CMD leaves behind ends with it. Latency and links per pair are not emulated.
     """
     from hybridep.commands.inputs import Kind, load_cluster, sort_overrides
-    from hybridep.launch.host import child_environment
     from hybridep.launch.lab import probe_lab, run_in_lab
     from hybridep.launch.shaping import lab_spec
 
@@ -44,12 +43,12 @@ def command(cluster: str, ray: bool, overrides: tuple[str, ...], cmd: tuple[str,
     if not as_json:
         note(f"hybridep lab: {', '.join(dc.name for dc in spec.dcs)}" + (", a Ray node in each" if ray else ""))
     if not as_json:
-        return run_in_lab(argv, spec, child_environment())
+        return run_in_lab(argv, spec)
     # CMD may print what it likes; stdout is for the one object.
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        code = run_in_lab(argv, spec, child_environment())
+        code = run_in_lab(argv, spec)
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)

@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridep.codecs import Codecs
+from hybridep.commands import tables
 from hybridep.commands.inputs import load_cluster
 from hybridep.commands.plan_choice import by_simulation
 from hybridep.commands.probe import with_measurements
 from hybridep.config import build, write_text
-from hybridep.launch.host import child_environment
 from hybridep.launch.lab import Lab, run_in_lab
 from hybridep.launch.shaping import lab_spec, why_not_in_lab
 from hybridep.launch.trials import Measured, measure
 from hybridep.plan import LayerGroup, Plan
-from hybridep.provenance import provenance
 from hybridep.routing import Routing, load_routing
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -116,23 +115,23 @@ def each_in_lab(script: str, names: Iterable[str], folder: Path, cluster_of: Cal
     for name in names:
         if (folder / f"{name}.json").exists():
             continue
-        if code := _in_lab(cluster_of(name), script, *sys.argv[1:], "--inside", name):
+        if code := run_script_in_lab(cluster_of(name), script, *sys.argv[1:], "--inside", name):
             return code
     return 0
 
 
 def enter_lab(bench: Bench, rate: str, script: str) -> int:
     """Run ``script --inside`` with this process's arguments in a lab; 2 with the reason where there can be none."""
-    return _in_lab(bench.at(rate), script, "--inside", *sys.argv[1:])
+    return run_script_in_lab(bench.at(rate), script, "--inside", *sys.argv[1:])
 
 
-def _in_lab(cluster: Cluster, script: str, *arguments: str) -> int:
+def run_script_in_lab(cluster: Cluster, script: str, *arguments: str) -> int:
     """What ended ``script``, run in a lab of the cluster's sites; 2 with the reason where there can be none."""
     reason = why_not_in_lab(cluster)
     if reason is not None:
         print(f"{Path(script).parent.name} needs the lab: {reason}", file=sys.stderr)
         return 2
-    return run_in_lab([sys.executable, script, *arguments], lab_spec(cluster), child_environment())
+    return run_in_lab([sys.executable, script, *arguments], lab_spec(cluster))
 
 
 def measure_all(bench: Bench, settings: Sequence[Setting], *, shaped: bool = True) -> None:
@@ -278,10 +277,6 @@ def _row(
 
 def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """``rows.csv`` and ``provenance.json`` in ``folder``."""
-    lines = [",".join(COLUMNS), *(",".join(_cell(row[column]) for column in COLUMNS) for row in rows)]
-    write_text(folder / "rows.csv", "\n".join(lines) + "\n")
-    write_text(folder / "provenance.json", json.dumps(provenance(), indent=1))
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    cells = [{name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()} for row in rows]
+    tables.write_rows(folder / "rows.csv", cells, COLUMNS)
+    tables.write_provenance(folder)

@@ -183,29 +183,29 @@ def command(
     if record is not None:
         record.require_model(work, Path(str(routing)))
     rules = planner.load_constraints(constraints) if constraints else None
+    levels = [level.name for level in site.levels]
+    schedule, goal = _schedule(streams, levels), _goal(objective, budget)
     if stages is not None:
-        schedule = _schedule(streams, [level.name for level in site.levels])
         wishes = planner.StageWishes(
             solver=solver,
             schedule=schedule,
             popularity=() if record is None else record.popularity(),
-            codecs=read_codecs(codecs, [level.name for level in site.levels], in_stages=True),
-            goal=_goal(objective, budget),
+            codecs=read_codecs(codecs, levels, in_stages=True),
+            goal=goal,
             constraints=rules,
         )
         with hurried_by_interrupts():
             write_in_stages(site, work, stages, output, wishes, fewer=fewer, time_limit_s=time_limit_s, as_json=as_json)
         return
-    levels = [level.name for level in site.levels]
     request = PlanRequest(
         cluster=site,
         workload=work,
         solver=solver,
         time_limit_s=time_limit_s,
         codecs=read_codecs(codecs, levels),
-        schedule=_schedule(streams, levels),
+        schedule=schedule,
         rules=rules,
-        goal=_goal(objective, budget),
+        goal=goal,
         max_loss=read_max_loss(max_loss),
         prefetch=prefetch,
         most_chunks=chunks,
@@ -234,7 +234,9 @@ def command(
             explanation=planner.explain(best, rules),
             several=top > 1,
             others=planner.compare_planners(best, rules) if compare else None,
-            upgrades=planner.upgrades(best, constraints=rules, streams=_streams(streams, levels)) if upgrades else None,
+            upgrades=planner.upgrades(best, constraints=rules, streams=schedule.streams if schedule else {})
+            if upgrades
+            else None,
         )
     except (KeyboardInterrupt, SystemExit):
         _write(made.plans, files)
@@ -350,14 +352,9 @@ def _scenario(cluster: Cluster, path: str, fabric: str | None) -> Cluster:
 
 
 def _schedule(streams: tuple[str, ...], levels: list[str]) -> Schedule | None:
+    """With the connections that were asked for."""
     from hybridep.plan import Schedule
 
-    given = _streams(streams, levels)
-    return Schedule(streams=given) if given else None
-
-
-def _streams(streams: tuple[str, ...], levels: list[str]) -> dict[str, int]:
-    """Level name -> connections, as they were asked for."""
     given: dict[str, int] = {}
     for option in streams:
         name, _, number = option.partition("=")
@@ -366,7 +363,7 @@ def _streams(streams: tuple[str, ...], levels: list[str]) -> dict[str, int]:
                 f"--streams {option}: write it as LEVEL=NUMBER, with a level of {', '.join(levels)} and at least one connection"
             )
         given[name] = int(number)
-    return given
+    return Schedule(streams=given) if given else None
 
 
 def _goal(objective: str, budget: str | None) -> Goal:

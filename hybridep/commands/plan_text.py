@@ -108,10 +108,9 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
 
 def _worth(made: Plan, option: Alternative) -> tuple[float, float]:
     """Of an alternative, by what the plan's search made small."""
-    from planner.goal import FASTEST
     from planner.plans import goal_of
 
-    return (FASTEST if made.solver is None else goal_of(made.solver)).worth(option.step_s, option.step_usd or 0.0)
+    return goal_of(made.solver).worth(option.step_s, option.step_usd or 0.0)
 
 
 def _ranks(made: Plan) -> str:

@@ -70,7 +70,6 @@ def command(
     from hybridep.commands.inputs import cluster_and_workload
     from hybridep.config import require_writable, write_yaml
     from hybridep.launch.backends import in_lab
-    from hybridep.launch.host import child_environment
     from hybridep.launch.lab import run_in_lab
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
 
@@ -86,7 +85,7 @@ def command(
             options += [] if links is None else ["--links" if links else "--no-links"]
             options += [word for override in overrides for word in ("--set", override)]
             again = [sys.executable, "-m", "hybridep.cli", "probe", *options]
-            return run_in_lab(again, lab_spec(given), child_environment())
+            return run_in_lab(again, lab_spec(given))
         note(f"hybridep probe: unshaped, links are not emulated: {reason}")
     found = measure(given, workload, seconds, thorough=thorough, device=Device(device))
     measured = with_pairs(with_measurements(given, found), found, links)

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hybridep.commands.inputs import Kind, find
 from hybridep.commands.scenarios import simulate_scenario
-from hybridep.config import write_text
+from hybridep.commands.tables import write_rows
 from hybridep.errors import HybridEPError, UserError, WorkerLostError
 
 if TYPE_CHECKING:
@@ -168,11 +168,7 @@ def _read(table: Path) -> list[Row]:
 
 def _write(table: Path, rows: Sequence[Row]) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row if name != _POINT))
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, [*columns, _POINT], restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(table, text.getvalue())
+    write_rows(table, rows, [*columns, _POINT])
 
 
 def _progress(total: int) -> Progress:

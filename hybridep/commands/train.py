@@ -27,7 +27,6 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
     from hybridep.config import require_writable
     from hybridep.launch.backends import backend_for, in_lab
     from hybridep.launch.folders import held
-    from hybridep.launch.host import child_environment
     from hybridep.launch.lab import run_in_lab
     from hybridep.launch.session import PLAN_FILE, train
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
@@ -50,7 +49,7 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
             for override in (*overrides, f"run.plan={json.dumps(str(config.output / PLAN_FILE), ensure_ascii=False)}"):
                 options += ["--set", override]
             again = [sys.executable, "-m", "hybridep.cli", "train", run, *options]
-            return run_in_lab(again, lab_spec(plan.cluster), child_environment())
+            return run_in_lab(again, lab_spec(plan.cluster))
         note(f"hybridep train: unshaped, links are not emulated: {reason}")
     if config.trace_step is not None and config.trace_step > config.steps:
         note(f"hybridep train: no timeline, since trace_step {config.trace_step} is beyond the last of {config.steps} steps")

@@ -29,6 +29,7 @@ import psutil
 
 from hybridep.errors import ConfigError, LabUnavailableError
 from hybridep.launch import lab_links
+from hybridep.launch.host import child_environment
 
 LAB_VARIABLE = "HYBRIDEP_LAB"
 """Environment variable that describes the lab to processes inside, as JSON."""
@@ -159,8 +160,9 @@ class Lab:
         lab_links.in_namespace(_BRIDGE_NAMESPACE, lambda: lab_links.set_carrier(port, up))
 
 
-def run_in_lab(argv: Sequence[str], spec: LabSpec, env: Mapping[str, str] | None = None) -> int:
-    """Run ``argv`` on the bridge of a fresh lab and return its exit code.
+def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | None = None) -> int:
+    """Run ``argv`` on the bridge of a fresh lab and return its exit code. ``more``: variables beside those of
+    ``host.child_environment``.
 
     The code is 128 + n if signal n ended the command, 127 if it was not found. SIGINT, SIGTERM and SIGHUP are passed on
     while it runs (if called from the main thread). Raises :class:`LabUnavailableError` with the reason, before the
@@ -168,7 +170,7 @@ def run_in_lab(argv: Sequence[str], spec: LabSpec, env: Mapping[str, str] | None
     """
     reader, writer = os.pipe()
     try:
-        outer = subprocess.Popen(_command(argv, spec, writer), env=env, pass_fds=(writer,))
+        outer = subprocess.Popen(_command(argv, spec, writer), env=child_environment(more), pass_fds=(writer,))
     except BaseException:
         os.close(reader)
         raise

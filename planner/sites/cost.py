@@ -191,8 +191,8 @@ def moved_in_a_step(problem: SiteProblem, layer: LayerExchanges, residency: Resi
     gathers, returns = gathers_and_returns(residency, batches)
     for exchange in layer.rows:
         wire = wire_of(problem, exchange)
-        yield exchange, float(batches * (wire.dispatch_row_bytes + wire.combine_row_bytes))
-        yield exchange.reverse, float(batches * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes))
+        yield exchange, float(batches * wire.row_there_bytes)
+        yield exchange.reverse, float(batches * wire.row_back_bytes)
     for exchange in layer.counts:
         yield exchange, float(batches * problem.schedule.chunks)
     for exchange in layer.copies:

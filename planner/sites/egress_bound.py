@@ -32,9 +32,7 @@ def _batches(problem: SiteProblem) -> int:
 
 def _layer_usd(problem: SiteProblem, prices: FloatArray, gathers: int, returns: int) -> float:
     wire, size, experts = problem.wire, problem.num_sites, problem.num_experts
-    there = wire.dispatch_row_bytes + wire.combine_row_bytes
-    back = wire.combine_row_bytes + wire.dispatch_gradient_row_bytes
-    row_usd = prices * there + prices.T * back
+    row_usd = prices * wire.row_there_bytes + prices.T * wire.row_back_bytes
     np.fill_diagonal(row_usd, np.inf)
     rows = problem.num_inside * problem.hit[experts - np.arange(experts + 1)]
     # [home site, holder]

@@ -27,7 +27,7 @@ MANY = 128
 def distance(problem: SiteProblem) -> FloatArray:
     """[D, D], symmetric: seconds that one micro-batch's rows to a site take, both ways, latency included."""
     work, wire = problem.workload, problem.wire
-    row_bytes = 2 * wire.combine_row_bytes + wire.dispatch_row_bytes + wire.dispatch_gradient_row_bytes
+    row_bytes = wire.row_there_bytes + wire.row_back_bytes
     rate = np.minimum(problem.up_bytes_per_s[:, None], problem.down_bytes_per_s[None, :])
     if problem.path_bytes_per_s is not None:
         rate = np.minimum(rate, problem.path_bytes_per_s)
@@ -89,8 +89,7 @@ def grown_groups(apart: FloatArray, num_groups: int) -> Groups:
 
 def even_groups(problem: SiteProblem, num_groups: int) -> Groups:
     """Groups of nearly equal size and nearly equal access rates together: the sites by rate, dealt out there and back."""
-    rate = np.minimum(problem.up_bytes_per_s, problem.down_bytes_per_s)
-    order = np.argsort(-rate, kind="stable")
+    order = problem.fastest_first
     turn = np.arange(len(order))
     lap, place = turn // num_groups, turn % num_groups
     label = np.empty(len(order), dtype=np.int64)
@@ -106,7 +105,7 @@ def estimate_s(problem: SiteProblem, num_groups: int) -> float:
     hit = float(np.interp(min(held, problem.num_experts), np.arange(problem.num_experts + 1), problem.hit))
     batches = work.training.micro_batches
     rate = float(min(problem.up_bytes_per_s.min(), problem.down_bytes_per_s.min()))
-    row_bytes = 2 * wire.combine_row_bytes + wire.dispatch_row_bytes + wire.dispatch_gradient_row_bytes
+    row_bytes = wire.row_there_bytes + wire.row_back_bytes
     rows = problem.num_inside * work.training.tokens * max(members - 1, 0.0) * hit
     copies = max(held, (num_groups - 1) * float(problem.homes.max())) if num_groups > 1 else 0.0
     gather_s = copies * (wire.expert_bytes + wire.expert_gradient_bytes) / 2 / rate
@@ -152,7 +151,7 @@ class Share:
 def shares(problem: SiteProblem, members: Sequence[int], share: Share) -> IntArray:
     """How many experts each member shall hold; its rate is the slower one of its access links."""
     sites = np.asarray(members)
-    rate = np.minimum(problem.up_bytes_per_s[sites], problem.down_bytes_per_s[sites])
+    rate = problem.slower_bytes_per_s[sites]
     weight = (rate / rate.max()) ** share.power
     if 0 < share.holders < len(sites):
         slow = np.lexsort((np.arange(len(sites)), -problem.homes[sites], -rate))[share.holders :]

@@ -16,7 +16,7 @@ from planner.sites.problem import SiteProblem
 def hub_table(problem: SiteProblem, count: int, team: int) -> IntArray:
     """[D, E]: ``count`` hubs of ``team`` sites each; the hubs' sites are the fastest, and each hub gets users in proportion to
     the slowest link of its sites, near ones where paths between sites differ."""
-    rate, order = np.minimum(problem.up_bytes_per_s, problem.down_bytes_per_s), problem.fastest_first
+    rate, order = problem.slower_bytes_per_s, problem.fastest_first
     hubs = order[: count * team].reshape(count, team)
     room = apportion(len(order) - count * team, rate[hubs].min(axis=1))
     table = np.empty((problem.num_sites, problem.num_experts), dtype=np.int64)
@@ -118,8 +118,7 @@ def layer_bytes(problem: SiteProblem) -> tuple[float, float]:
     """Of the rows of all of one site's tokens in one layer's step: on the way to the experts, and back."""
     training, wire = problem.workload.training, problem.wire
     rows = training.micro_batches * problem.num_inside * training.tokens
-    there = wire.dispatch_row_bytes + wire.combine_row_bytes
-    return float(rows * there), float(rows * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes))
+    return float(rows * wire.row_there_bytes), float(rows * wire.row_back_bytes)
 
 
 def _copies_s(problem: SiteProblem, hubs: IntArray) -> float:

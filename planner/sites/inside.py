@@ -60,7 +60,7 @@ def _of_choice(problem: SiteProblem, inside: tuple[Inside, ...]) -> InsideTimes:
             return_s += np.where(experts > 0, late_s + busiest_s * wire.expert_gradient_bytes, 0.0)
             copied *= width
         else:
-            row_bytes = wire.dispatch_row_bytes + 2 * wire.combine_row_bytes + wire.dispatch_gradient_row_bytes
+            row_bytes = wire.row_there_bytes + wire.row_back_bytes
             # As many ranks' tokens meet at a place as there are places but for this level's, so their mean has only its width.
             rows = (width - 1) / width * below * _fewest_rows(at_place, problem.hit)
             token_s += batches * row_bytes * rows / rate

@@ -132,8 +132,8 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     passing = passing_bytes(work, each.share[:, 0], largest, ahead, computed, kept, problem.at_home[:, 0], residency)
     memory = fixed.lasting_bytes[:, 0] + layers * lasting + np.maximum(sum(passing.values()), fixed.passing_bytes[:, 0])
 
-    one_way = batches * (rows * (wire.dispatch_row_bytes + wire.combine_row_bytes) + COUNT_BYTES * ((served > 0) & away))
-    sent = one_way + batches * back * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
+    one_way = batches * (rows * wire.row_there_bytes + COUNT_BYTES * ((served > 0) & away))
+    sent = one_way + batches * back * wire.row_back_bytes
     sent = sent + gathers * wire.expert_bytes * copies + returns * wire.expert_gradient_bytes * copies.swapaxes(1, 2)
     egress = fixed.egress_usd + layers * (sent * problem.cluster.egress_usd_per_byte).sum(axis=(1, 2))
     return np.asarray(steps_s), np.asarray(memory), egress + problem.cluster.rent_usd_per_s * steps_s

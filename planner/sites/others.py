@@ -44,7 +44,7 @@ def rank_order_domains(problem: SiteProblem) -> list[IntArray]:
 def paper_closed_form(problem: SiteProblem) -> list[IntArray]:
     """HybridEP, Eq. 12: the domain size from the mean bandwidth, one p for all, forward only."""
     work, size = problem.workload, problem.num_sites
-    rate = float(np.minimum(problem.up_bytes_per_s, problem.down_bytes_per_s).mean())
+    rate = float(problem.slower_bytes_per_s.mean())
     if problem.pair_bytes_per_s is not None:
         rate = min(rate, float(problem.pair_bytes_per_s[~np.eye(size, dtype=np.bool_)].mean()))
     share = best_share(

@@ -11,7 +11,7 @@ import numpy as np
 from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError, NoSolutionError
 from hybridep.placement import IntArray
-from hybridep.plan import LayerGroup, Objective, Plan, Schedule
+from hybridep.plan import Objective, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
@@ -21,7 +21,7 @@ from planner.clock import elapsed_s, now_s
 from planner.constraints import Constraints
 from planner.evaluate import MOST_RANKS
 from planner.goal import FASTEST, Goal
-from planner.plans import plan_domains, predict, solver_report
+from planner.plans import layer_group, plan_domains, predict, solver_report
 from planner.sites.cost import SiteCost
 from planner.sites.evaluate import nearest_inside
 from planner.sites.problem import Configuration, SiteProblem, site_problem
@@ -118,15 +118,8 @@ def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Foun
 
 def table_plan(problem: SiteProblem, table: IntArray, configuration: Configuration) -> Plan:
     """The plan with this serving table ([D, E]) in all MoE layers, with its prediction and without a solver's report."""
-    choices = problem.choices(configuration.inside)
-    group = LayerGroup(
-        first_layer=0,
-        num_layers=problem.workload.model.num_moe_layers,
-        domains={name: choice.domain_size for name, choice in choices.items()},
-        migration={name: 1.0 for name, choice in choices.items() if choice.domain_size > 1},
-        residency=configuration.residency,
-        serving=serving_groups(problem.cluster, table),
-    )
+    choices, serving = problem.choices(configuration.inside), serving_groups(problem.cluster, table)
+    group = layer_group(0, problem.workload.model.num_moe_layers, choices, configuration.residency, serving)
     made = Plan(
         cluster=problem.cluster,
         workload=problem.workload,

@@ -30,7 +30,7 @@ from planner.domains import all_choices
 from planner.exchange import ExchangeTimes
 from planner.measured import plans_measured
 from planner.memory import memory_use
-from planner.plans import predict, solver_report
+from planner.plans import layer_group, predict, solver_report
 from planner.problem import MAX_COPY_STEPS
 from planner.sites.plans import chosen_table, plan_sites
 from planner.sites.popular_bound import least_s
@@ -148,15 +148,8 @@ class _Layer:
 
     def group(self, choice: _Choice) -> LayerGroup:
         """As plans have it."""
-        inside = self.problem.choices(choice.configuration.inside)
-        return LayerGroup(
-            first_layer=self.number,
-            num_layers=1,
-            domains={name: one.domain_size for name, one in inside.items()},
-            migration={name: 1.0 for name, one in inside.items() if one.domain_size > 1},
-            residency=choice.configuration.residency,
-            serving=serving_groups(self.problem.cluster, choice.table),
-        )
+        configuration, serving = choice.configuration, serving_groups(self.problem.cluster, choice.table)
+        return layer_group(self.number, 1, self.problem.choices(configuration.inside), configuration.residency, serving)
 
     def seconds(self, choice: _Choice) -> float:
         """Its share of a step."""

@@ -116,9 +116,14 @@ class SiteProblem:
         return np.bincount(self.home_site, minlength=self.num_sites).astype(np.int64)
 
     @cached_property
+    def slower_bytes_per_s(self) -> FloatArray:
+        """[D]: of each site's access links the rate of the slower one."""
+        return np.minimum(self.up_bytes_per_s, self.down_bytes_per_s)
+
+    @cached_property
     def fastest_first(self) -> IntArray:
         """[D]: sites by the slower of their links."""
-        return np.argsort(-np.minimum(self.up_bytes_per_s, self.down_bytes_per_s), kind="stable")
+        return np.argsort(-self.slower_bytes_per_s, kind="stable")
 
     @cached_property
     def inner_sizes(self) -> tuple[int, ...]:

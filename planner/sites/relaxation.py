@@ -100,8 +100,8 @@ class Relaxation:
         """Cost of one layer's step per second and row byte: (forward, back) exchanges in bytes per row over all
         micro-batches, and forward expert computation in seconds per second."""
         wire, batches = self.problem.wire, self.problem.workload.training.micro_batches
-        forward = batches * (wire.dispatch_row_bytes + wire.combine_row_bytes)
-        back = batches * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
+        forward = batches * wire.row_there_bytes
+        back = batches * wire.row_back_bytes
         return float(forward), float(back), 3.0 * batches
 
     @cached_property

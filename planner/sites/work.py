@@ -72,8 +72,6 @@ def work_of(problem: SiteProblem, residency: Residency) -> Work:
     """For walks over tables whose copies live so long."""
     wire, batches, rules = problem.wire, problem.workload.training.micro_batches, problem.permissions
     gathers, returns = gathers_and_returns(residency, batches)
-    there = batches * (wire.dispatch_row_bytes + wire.combine_row_bytes)
-    back = batches * (wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
     op_bytes = {
         Op.TOKEN_COUNTS: 0,
         Op.TOKEN_DISPATCH: wire.dispatch_row_bytes,
@@ -99,7 +97,11 @@ def work_of(problem: SiteProblem, residency: Residency) -> Work:
         by_op=by_op,
         numbers=np.array([fixed_s, experts, alone - other, 2 * other, per_s, per_usd]),
         unit_bytes=np.array(
-            [[there, back], [gathers * wire.expert_bytes, returns * wire.expert_gradient_bytes]], dtype=np.float64
+            [
+                [batches * wire.row_there_bytes, batches * wire.row_back_bytes],
+                [gathers * wire.expert_bytes, returns * wire.expert_gradient_bytes],
+            ],
+            dtype=np.float64,
         ),
         serve=np.ones((size, size), dtype=np.bool_) if rules is None else rules.serve.copy(),
         hold=np.ones((size, problem.num_experts), dtype=np.bool_) if rules is None else rules.hold.copy(),

@@ -92,7 +92,7 @@ class _Sites:
         """``_sizes``, ``_share`` and ``_most_share`` [ways]: the sizes of a site's stage, and its shares of the sequences."""
         self._step_bytes = tokens * wire.activation_row_bytes
         """Bytes of all sequences' activations in a step, from one stage to the next."""
-        rows_bytes = (wire.dispatch_row_bytes + wire.combine_row_bytes, wire.combine_row_bytes + wire.dispatch_gradient_row_bytes)
+        rows_bytes = (wire.row_there_bytes, wire.row_back_bytes)
         copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
         # [up or down, ways]: of one layer.
         self._layer_bytes = np.zeros((2, sizes.size))

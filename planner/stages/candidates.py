@@ -86,10 +86,17 @@ class Candidates:
         """Dollars per second of all ranks, where dollars are to be few; else None."""
         return self.cluster.rent_usd_per_s if self.wishes.goal.objective is Objective.DOLLARS else None
 
+    @property
+    def _step_bytes(self) -> float:
+        """Activations of all sequences of a step, from one stage to the next."""
+        wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(self.cluster.levels[0].name, EXACT))
+        training = self.workload.training
+        return float(training.tokens * training.micro_batches * self.cluster.num_gpus * wire.activation_row_bytes)
+
     def made(self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float = math.inf) -> list[Candidate]:
         """While time is ``left_s``: the first of a few numbers of stages that are far apart by factors, and of those about the
-        best one; then the others, of the best numbers first. Until
-        ``first_by_s`` (``planner.clock``) one is looked for in any case."""
+        best one; then the others, of the best numbers first. Until ``first_by_s`` (``planner.clock``) one is
+        looked for in any case."""
         largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
@@ -133,10 +140,8 @@ class Candidates:
     def _of_number(self, stages: int, goes_on: Callable[[], bool]) -> Iterator[Candidate]:
         """Pipelines of so many stages, each grouping and order of sites with one number of micro-batches, while it
         ``goes_on``."""
-        cluster, training = self.cluster, self.workload.training
-        wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(cluster.levels[0].name, EXACT))
-        step_bytes = float(training.tokens * training.micro_batches * cluster.num_gpus * wire.activation_row_bytes)
-        for near in groupings(cluster, stages, step_bytes / (training.micro_batches * stages)):
+        cluster, step_bytes = self.cluster, self._step_bytes
+        for near in groupings(cluster, stages, step_bytes / (self.workload.training.micro_batches * stages)):
             groups = self.rules.mended(near)
             if groups is None:
                 self.barred = self.rules.why_not(next(group for group in near if not self.rules.possible(group)))
@@ -183,13 +188,11 @@ class Candidates:
     def sketch_s(self, path: Groups, layers: Sequence[int], micro_batches: int, ahead: int) -> float:
         """About how long a step of this pipeline takes (``planner.stages.sketch``)."""
         if self._sketches is None:
-            wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(self.cluster.levels[0].name, EXACT))
-            tokens = self.workload.training.tokens * self.workload.training.micro_batches * self.cluster.num_gpus
             self._sketches = Sketches(
                 cluster=self.cluster,
                 workload=self.workload,
                 network=ExchangeTimes(cluster=self.cluster, streams=self.schedule.streams),
-                step_bytes=float(tokens * wire.activation_row_bytes),
+                step_bytes=self._step_bytes,
                 one_layer=self._layer_and_links,
             )
         return self._sketches.step_s(path, tuple(layers), micro_batches, ahead)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridep.baselines import baseline_plan
-from hybridep.pipeline import PipelinePlan, between_link_bytes, codecs_inside, pipeline_link_bytes
+from hybridep.baselines import baseline_like
+from hybridep.pipeline import PipelinePlan, between_link_bytes, pipeline_link_bytes
 from hybridep.plan import Prediction
 from planner.cost import StepCost
 from planner.evaluate import evaluate
@@ -95,13 +95,7 @@ def predicted(found: Costed, baselines: Mapping[str, float]) -> Prediction:
 
 def without_stages(plan: PipelinePlan) -> dict[str, tuple[StepCost, MemoryUse]]:
     """Name of a baseline, which has every layer at all sites -> (cost of a step, memory)."""
-    inside = codecs_inside(plan.codecs)
-    return {
-        name.value: evaluate(
-            baseline_plan(plan.cluster, plan.workload, name, schedule=plan.schedule, codecs=inside, popularity=plan.popularity)
-        )
-        for name in BASELINES
-    }
+    return {name.value: evaluate(baseline_like(plan, name)) for name in BASELINES}
 
 
 def activation_bytes(plan: PipelinePlan) -> float:

@@ -71,7 +71,7 @@ def sites_that_pay(
     where sites have unequal shares, of which none can be left out, and what ``plan_pipeline`` raises where none is possible."""
     wishes = wishes or StageWishes()
     wishes.check(cluster)
-    on_sites(cluster, workload, _named(cluster, range(cluster.sizes[0])))
+    on_sites(cluster, workload, cluster.site_names)
     rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
     search = _Search(cluster, workload, wishes, rules, now_s(), time_limit_s, report or (lambda what, seconds: None))
     return search.run()
@@ -132,7 +132,7 @@ class _Search:
         return Paying(sites=self._chosen(), fewer=self._fewer)
 
     def _search(self) -> None:
-        every = _named(self.cluster, range(self.cluster.sizes[0]))
+        every = self.cluster.site_names
         least = self.wishes.stages or 1
         if least == 1:
             self._keep_alone()
@@ -162,7 +162,7 @@ class _Search:
 
     def _chosen(self) -> Sites:
         """The best sites that were tried, or all where leaving some out saves little."""
-        best, every = self._best(), _named(self.cluster, range(self.cluster.sizes[0]))
+        best, every = self._best(), self.cluster.site_names
         if every in self._worth:
             (over, value), (others_over, others_value) = self._worth[every], self._worth[best]
             if over <= others_over and value * (1 - _SAVES) <= others_value:
@@ -216,7 +216,7 @@ class _Search:
         return self.begun_s + share * self.time_limit_s - now_s()
 
 
-def _named(cluster: Cluster, sites: Iterator[int] | range | list[int]) -> Sites:
+def _named(cluster: Cluster, sites: Sequence[int]) -> Sites:
     return tuple(cluster.site_name(site) for site in sorted(sites))
 
 

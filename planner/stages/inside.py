@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import comb
@@ -14,6 +14,7 @@ from hybridep.gpus import SiteGpu
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Residency
 from hybridep.serving import ServingGroup
+from hybridep.sites import Level
 from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from planner.choose import plan
@@ -230,5 +231,5 @@ def _bytes_of_site(stage: Plan, size: int) -> float:
     return copied * (wire.expert_bytes + wire.expert_gradient_bytes) + 4 * tokens * (1 - stays) * wire.combine_row_bytes
 
 
-def _domain(outer: str, size: int, inner: list) -> dict[str, LevelChoice]:  # type: ignore[type-arg]
+def _domain(outer: str, size: int, inner: Sequence[Level]) -> dict[str, LevelChoice]:
     return {outer: LevelChoice(domain_size=size)} | {level.name: LevelChoice(domain_size=1) for level in inner}

@@ -30,7 +30,6 @@ from simulator.pipeline import simulate_pipeline
 from simulator.precision import EXACTLY, Precision
 
 pytestmark = pytest.mark.timeout(120)
-BY_TURNS = pytest.mark.turns(2)
 
 Call = Callable[..., Result]
 
@@ -331,7 +330,7 @@ def test_pipelines_in_scenarios(inputs: Inputs, call: Call) -> None:
     assert made.code == 0 and "bubble" in made.out
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_a_run_in_stages_and_resuming_without(inputs: Inputs, call: Call) -> None:
     path = inputs.folder / "stages.yaml"
     assert call("plan", inputs.cluster, inputs.workload, "-o", path, "--stages", "2").code == 0

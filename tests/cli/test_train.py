@@ -18,7 +18,6 @@ from hybridep.plan import load_plan
 from hybridep.routing import load_routing
 
 pytestmark = pytest.mark.timeout(120)
-BY_TURNS = pytest.mark.turns(2)
 
 
 def left_running(inputs: Inputs) -> list[psutil.Process]:
@@ -64,7 +63,7 @@ def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
     assert left_running(inputs) == []
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_a_killed_rank_is_named(inputs: Inputs) -> None:
     began_s = time.monotonic()
     result = shell("train", inputs.run, "--local", environment={"HYBRIDEP_FAULT": "kill:rank=1,step=2"})
@@ -76,7 +75,7 @@ def test_a_killed_rank_is_named(inputs: Inputs) -> None:
     assert left_running(inputs) == []
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_a_rank_that_hangs_is_named(inputs: Inputs) -> None:
     result = shell("train", inputs.run, "--local", environment={"HYBRIDEP_FAULT": "hang:rank=0,step=2"})
     assert result.code == 5

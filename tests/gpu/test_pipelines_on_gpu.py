@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from pipelined_cases import CASES, Case, Outcome, check_bytes, check_losses, check_same_model, reference, train, train_case
+from pipelined_cases import CASES, Case, Outcome, check_bytes, check_losses, check_same_model, reference, train_case
 from rank_pool import RankPool
 
 from hybridep.run import Device
@@ -22,7 +22,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 def outcomes_of(ranks: RankPool, case: Case) -> list[Outcome]:
-    outcomes: list[Outcome] = train(ranks, train_case, case, Device.CUDA)
+    outcomes: list[Outcome] = ranks.run_with_store(train_case, case, Device.CUDA)
     check_bytes(case.plan(), outcomes)
     return outcomes
 

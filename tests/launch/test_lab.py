@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from hybridep.errors import ConfigError, LabUnavailableError
+from hybridep.launch.host import child_environment
 from hybridep.launch.lab import Lab, LabSpec, run_in_lab
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,14 +52,10 @@ def send(dc, to, port, size):
 """
 
 
-def run_inside(program: str, tmp_path: Path, bandwidth_bytes_per_s: float = 20e6) -> int:
+def run_inside(program: str, tmp_path: Path) -> int:
     script = tmp_path / "inside.py"
     script.write_text(PRELUDE + textwrap.dedent(program))
-    return run_in_lab([sys.executable, str(script)], LabSpec.uniform(["a", "b"], bandwidth_bytes_per_s), env=_environment())
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return run_in_lab([sys.executable, str(script)], LabSpec.uniform(["a", "b"], 20e6))
 
 
 @pytest.mark.lab
@@ -124,7 +121,7 @@ sys.exit(run_in_lab(["sh", "-c", sys.argv[1], "sh", *sys.argv[2:]], LabSpec.unif
 def _start_outer(*arguments: str) -> subprocess.Popen[str]:
     """A process that holds a lab, once the lab's command has said that it is up."""
     command = [sys.executable, "-c", OUTER, *arguments]
-    outer = subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    outer = subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
     assert outer.stdout is not None and outer.stdout.readline() == "up\n"
     return outer
 
@@ -188,7 +185,7 @@ def test_a_refusing_kernel_is_reported_in_one_line() -> None:
     # In a user namespace whose own limit of further user namespaces is zero, the kernel refuses for real.
     refuse = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$0" -c "$1"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", refuse, sys.executable, program]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=30)
     assert done.stdout.startswith("LabUnavailableError this machine does not allow user and network namespaces")
     assert done.stdout.count("\n") == 1
 

@@ -101,19 +101,10 @@ def test_ray_trains_in_shaped_datacenters_and_a_dead_node_ends_the_run(run_file:
     run_in_lab(run_file, program)
 
 
-def test_a_pulled_link_ends_the_run_and_names_the_datacenter(run_file: Path) -> None:
-    program = """
-        process = start("--set", "steps=100000")
-        until_it_trains(process)
-        lab.set_link("rome", up=False)
-        must_end(process, 5, "rome")
-    """
-    run_in_lab(run_file, program, "--no-ray")
-
-
-def test_local_ranks_in_the_lab_and_a_pulled_link(run_file: Path) -> None:
-    program = """
-        process = start("--local", "--set", "steps=100000", "--set", "exchange_timeout=5 s")
+@pytest.mark.parametrize("where", ["", '"--local", "--set", "exchange_timeout=5 s", '], ids=["ray", "local"])
+def test_a_pulled_link_ends_the_run_and_names_the_datacenter(run_file: Path, where: str) -> None:
+    program = f"""
+        process = start({where}"--set", "steps=100000")
         until_it_trains(process)
         lab.set_link("rome", up=False)
         must_end(process, 5, "rome")

@@ -23,7 +23,6 @@ from hybridep.launch.lab import probe_lab
 from hybridep.launch.ray_nodes import RayNodes, RayStartError, places_on_loopback, require_labels
 
 pytestmark = pytest.mark.timeout(150)
-BY_TURNS = pytest.mark.turns(2)
 
 OWNER = """
 import sys, time
@@ -83,7 +82,7 @@ def test_sites_that_ray_cannot_label_are_named(name: str) -> None:
     require_labels(["oslo", "us-east_1.a", "x" * 63, "7"])
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_without_namespaces_training_goes_on_unshaped_and_says_so(run_file: Path) -> None:
     outside = [sys.executable, "-m", "hybridep.cli"]
     if probe_lab() is None:

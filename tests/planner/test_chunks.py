@@ -38,7 +38,7 @@ def step_s(plan: Plan) -> float:
 
 
 def in_parts(plan: Plan, number: int) -> Plan:
-    return plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"chunks": number})})
+    return plan.with_schedule(chunks=number)
 
 
 def walked_s(out_s: float, expert_s: float, back_s: float, chunks: int) -> float:

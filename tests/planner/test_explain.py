@@ -33,7 +33,7 @@ def test_neighbours_are_one_move_away_and_slower(plan: Plan) -> None:
 
 
 def test_copies_ahead_are_shown_and_their_plan_without(plan: Plan) -> None:
-    ahead = plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"prefetch": 1})})
+    ahead = plan.with_schedule(prefetch=1)
     for one, name, other in ((plan, "copies ahead (--prefetch)", ahead), (ahead, "copies with their blocks", plan)):
         shown = planner.explain(one).neighbours[-1]
         assert shown.name == name and shown.step_s == step_cost(other).step_s
@@ -44,7 +44,7 @@ def test_copies_ahead_are_shown_and_their_plan_without(plan: Plan) -> None:
 
 
 def test_tokens_in_parts_are_shown_and_their_plan_in_one_piece(plan: Plan) -> None:
-    parts = plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"chunks": 2})})
+    parts = plan.with_schedule(chunks=2)
     for one, name, other in ((plan, "tokens in 2 parts (--chunks)", parts), (parts, "tokens in one piece", plan)):
         [shown] = [one for one in planner.explain(one).neighbours if one.name.startswith("tokens")]
         assert shown.name == name and shown.step_s == step_cost(other).step_s

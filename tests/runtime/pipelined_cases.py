@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rank_pool import ADDRESS, RankPool
+from rank_pool import ADDRESS
 from training_cases import MODELS, PLAIN, STEPS, training_run
 
 from hybridep.config import build
@@ -162,13 +161,6 @@ def reference(case: Case) -> tuple[list[float], dict[str, NDArray[np.float64]]]:
     trainer = ReferenceTrainer(training_run(), case.plan())
     losses = [trainer.step(step) for step in range(1, STEPS + 1)]
     return losses, {name: p.double().numpy() for name, p in trainer.parameters().items()}
-
-
-def train(ranks: RankPool, job: Any, *arguments: Any) -> list[Any]:
-    from runtime.mesh import host_store
-
-    store = host_store(ADDRESS, timeout_s=30)
-    return ranks.run(job, store.port, *arguments)
 
 
 def check_same_model(case: Case, outcomes: Sequence[Outcome], losses_within: float, within: float) -> None:

@@ -50,6 +50,13 @@ class RankPool:
             pipe.send((job, arguments))
         return self._collect(timeout_s)
 
+    def run_with_store(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """As ``run``; each rank is told the port of a store, too, by which they find each other."""
+        from runtime.mesh import host_store
+
+        store = host_store(ADDRESS, timeout_s=30)
+        return self.run(job, store.port, *arguments)
+
     def _collect(self, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s

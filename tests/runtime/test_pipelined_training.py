@@ -4,7 +4,6 @@ stages what the plan says."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pipelined_cases import CASES, Case, Outcome, check_bytes, check_same_model, reference, train, train_case
-from rank_pool import ADDRESS, RankFailed, RankPool
-from training_cases import TOLERANCE, training_run
+from pipelined_cases import CASES, Case, Outcome, check_bytes, check_same_model, reference, train_case
+from rank_pool import RankFailed, RankPool
+from training_cases import TOLERANCE, losses_of, train_run, training_run
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.plan import Plan
 from hybridep.routing import load_routing
-from hybridep.run import Run, StepReport
+from hybridep.run import Run
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -34,7 +33,7 @@ def ranks() -> Iterator[RankPool]:
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_train_the_same_model(ranks: RankPool, case: Case) -> None:
-    outcomes: Sequence[Outcome] = train(ranks, train_case, case)
+    outcomes: Sequence[Outcome] = ranks.run_with_store(train_case, case)
     check_same_model(case, outcomes, TOLERANCE, TOLERANCE)
     check_bytes(case.plan(), outcomes)
 
@@ -51,7 +50,7 @@ CODED = [
 
 @pytest.mark.parametrize("case", CODED, ids=lambda case: "-".join(codec for _, codec in case.codecs))
 def test_coded_activations_are_those_of_one_process_that_codes_them(ranks: RankPool, case: Case) -> None:
-    outcomes: Sequence[Outcome] = train(ranks, train_case, case)
+    outcomes: Sequence[Outcome] = ranks.run_with_store(train_case, case)
     check_bytes(case.plan(), outcomes)
     tokens = sum(outcome.tokens for outcome in outcomes)
     found = np.sum([one.losses for one in outcomes], axis=0) / tokens
@@ -94,20 +93,6 @@ def test_what_is_announced_takes_what_plans_count(codec: str) -> None:
     assert all((one.rows is None) == (codec == "int8") for one in waiting)
 
 
-def run_job(rank: int, port: int, run: Run, plan: AnyPlan, resume: bool, fault: str = "") -> list[StepReport]:
-    from runtime.mesh import join_store
-    from runtime.trainer import train
-
-    os.environ["HYBRIDEP_FAULT"] = fault
-    reports: list[StepReport] = []
-    train(run, plan, rank=rank, store=join_store(ADDRESS, port, timeout_s=30), on_step=reports.append, resume=resume)
-    return reports
-
-
-def losses_of(reports: list[list[StepReport]]) -> list[float]:
-    return [sum(step.loss_sum for step in steps) / sum(step.tokens for step in steps) for steps in zip(*reports, strict=True)]
-
-
 def plain(plan: PipelinePlan) -> Plan:
     """The same training without stages."""
     return baseline_plan(plan.cluster, plan.workload, Baseline.EP_IN_DC)
@@ -118,22 +103,22 @@ def test_a_checkpoint_goes_on_under_any_plan(ranks: RankPool, tmp_path: Path, th
     case = CASES[3]
     others = {"the same": case.plan(), "other stages": CASES[2].plan(), "no stages": plain(case.plan())}
     run = training_run(tmp_path, steps=3)
-    first = losses_of(train(ranks, run_job, run, case.plan(), False))
-    later = losses_of(train(ranks, run_job, training_run(tmp_path, steps=5), others[then], True))
+    first = losses_of(ranks.run_with_store(train_run, run, case.plan()))
+    later = losses_of(ranks.run_with_store(train_run, training_run(tmp_path, steps=5), others[then], True))
     expected, _ = reference(case)
     np.testing.assert_allclose(first + later, expected[:5], rtol=TOLERANCE)
 
 
 def test_a_checkpoint_without_stages_goes_on_in_stages(ranks: RankPool, tmp_path: Path) -> None:
     case = CASES[3]
-    first = losses_of(train(ranks, run_job, training_run(tmp_path, steps=2), plain(case.plan()), False))
-    later = losses_of(train(ranks, run_job, training_run(tmp_path, steps=4), case.plan(), True))
+    first = losses_of(ranks.run_with_store(train_run, training_run(tmp_path, steps=2), plain(case.plan())))
+    later = losses_of(ranks.run_with_store(train_run, training_run(tmp_path, steps=4), case.plan(), True))
     np.testing.assert_allclose(first + later, reference(case)[0][:4], rtol=TOLERANCE)
 
 
 def test_what_a_run_in_stages_writes(ranks: RankPool, tmp_path: Path) -> None:
     plan = CASES[3].plan()
-    reports = train(ranks, run_job, training_run(tmp_path, steps=2, trace_step=2), plan, False)
+    reports = ranks.run_with_store(train_run, training_run(tmp_path, steps=2, trace_step=2), plan)
     assert [report.rank for [report, _] in reports] == [0, 1, 2, 3]
     # Stages of the first two and the last two sites; the later one has the losses.
     assert [report.tokens for [report, _] in reports] == [0, 24, 0, 24]
@@ -157,13 +142,13 @@ def test_a_lost_rank_of_a_stage_is_named_by_its_number_in_the_run(tmp_path: Path
     # Rank 3 is the second of its stage.
     run = training_run(tmp_path, steps=3, exchange_timeout="3 s")
     with RankPool(4, join=False) as pool, pytest.raises((RankFailed, EOFError), match="rank 3" if fault == "hang" else None):
-        train(pool, run_job, run, CASES[4].plan(), False, f"{fault}:rank=3,step=2")
+        pool.run_with_store(train_run, run, CASES[4].plan(), False, f"{fault}:rank=3,step=2")
 
 
 def test_backwards_announced_in_the_order_of_forwards_only(tmp_path: Path) -> None:
     """Told of the last forward in place of the first, ranks await other numbers of rows than come."""
     with pytest.raises((RankFailed, EOFError)), RankPool(4, join=False) as pool:
-        train(pool, mutated_run, training_run(tmp_path, steps=3, exchange_timeout="3 s"), CASES[3].plan())
+        pool.run_with_store(mutated_run, training_run(tmp_path, steps=3, exchange_timeout="3 s"), CASES[3].plan())
 
 
 def mutated_run(rank: int, port: int, run: Run, plan: AnyPlan) -> None:
@@ -174,4 +159,4 @@ def mutated_run(rank: int, port: int, run: Run, plan: AnyPlan) -> None:
             self.dispatcher.announce_backward(*over)
 
     DistributedExperts.announce_backward = last_first  # type: ignore[method-assign]
-    run_job(rank, port, run, plan, False)
+    train_run(rank, port, run, plan)

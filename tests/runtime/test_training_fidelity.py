@@ -74,6 +74,12 @@ class Pools:
             self.close()
             raise
 
+    def check(self, case: Case) -> None:
+        """It trains as the single process does, and sends what its plan says."""
+        outcomes = self.train(case)
+        check_fidelity(case, outcomes)
+        check_bytes(case, outcomes)
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
@@ -90,9 +96,7 @@ def pools() -> Iterator[Pools]:
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_every_plan_on_four_ranks_equals_the_reference(pools: Pools, case: Case) -> None:
-    outcomes = pools.train(case)
-    check_fidelity(case, outcomes)
-    check_bytes(case, outcomes)
+    pools.check(case)
 
 
 ALL = [
@@ -107,9 +111,7 @@ ALL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_the_complete_cross_of_factors_equals_the_reference(pools: Pools, case: Case) -> None:
-    outcomes = pools.train(case)
-    check_fidelity(case, outcomes)
-    check_bytes(case, outcomes)
+    pools.check(case)
 
 
 WILD_PLANS = wild_cases(20)
@@ -119,18 +121,14 @@ WILD_PLANS = wild_cases(20)
 @pytest.mark.parametrize("case", WILD_PLANS[:10], ids=str)
 def test_some_random_placements_equal_the_reference(pools: Pools, case: Case) -> None:
     """Those on four ranks."""
-    outcomes = pools.train(case)
-    check_fidelity(case, outcomes)
-    check_bytes(case, outcomes)
+    pools.check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WILD_PLANS[10:], ids=str)
 def test_random_placements_equal_the_reference(pools: Pools, case: Case) -> None:
     """Partial migration of the most popular, homes and plans that differ by layer, both residencies, with and without drops."""
-    outcomes = pools.train(case)
-    check_fidelity(case, outcomes)
-    check_bytes(case, outcomes)
+    pools.check(case)
 
 
 def log_exchanges(rank: int, case: Case) -> list[tuple[str, str]]:
@@ -418,6 +416,4 @@ def test_the_byte_comparison_notices(pools: Pools) -> None:
 @pytest.mark.parametrize("case", EIGHT, ids=str)
 def test_every_plan_on_eight_ranks_equals_the_reference(pools: Pools, case: Case) -> None:
     """Eight ranks on two cores take seven seconds a case."""
-    outcomes = pools.train(case)
-    check_fidelity(case, outcomes)
-    check_bytes(case, outcomes)
+    pools.check(case)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy, copytree, rmtree
+from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import ADDRESS, RankFailed, RankPool
-from training_cases import Case, training_run
+from rank_pool import RankFailed, RankPool
+from training_cases import Case, losses_of, train_run, training_run
 
 from hybridep.errors import UserError
 from hybridep.plan import Residency
@@ -22,6 +22,7 @@ from hybridep.traffic import step_traffic
 
 pytestmark = pytest.mark.timeout(120)
 
+Job = Callable[..., list[StepReport] | None]
 CASE = Case(sizes=(2, 2), domains=(2, 1), micro_batches=1)
 
 
@@ -31,27 +32,11 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
-def run_job(rank: int, port: int, run: Run, case: Case, resume: bool, fault: str = "") -> list[StepReport] | None:
-    from runtime.mesh import join_store
-    from runtime.trainer import train
-
-    if rank >= case.num_ranks:
-        return None
-    os.environ["HYBRIDEP_FAULT"] = fault
-    reports: list[StepReport] = []
-    train(run, case.plan(), rank=rank, store=join_store(ADDRESS, port, timeout_s=30), on_step=reports.append, resume=resume)
-    return reports
-
-
-def train_on(ranks: RankPool, run: Run, case: Case, *, resume: bool = False, fault: str = "") -> list[list[StepReport]]:
-    from runtime.mesh import host_store
-
-    store = host_store(ADDRESS, timeout_s=30)
-    return [reports for reports in ranks.run(run_job, store.port, run, case, resume, fault) if reports is not None]
-
-
-def losses(reports: list[list[StepReport]]) -> list[float]:
-    return [sum(step.loss_sum for step in steps) / sum(step.tokens for step in steps) for steps in zip(*reports, strict=True)]
+def train_on(
+    ranks: RankPool, run: Run, case: Case, *, resume: bool = False, fault: str = "", job: Job = train_run
+) -> list[list[StepReport]]:
+    """What each rank of the case reports."""
+    return [reports for reports in ranks.run_with_store(job, run, case.plan(), resume, fault) if reports is not None]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +44,7 @@ def unbroken(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple
     """Six steps in one go, with checkpoints every two."""
     output = tmp_path_factory.mktemp("unbroken")
     run = training_run(output, steps=6, checkpoints=Checkpoints(every_steps=2), trace_step=3)
-    return output, losses(train_on(ranks, run, CASE))
+    return output, losses_of(train_on(ranks, run, CASE))
 
 
 def continued(source: Path, target: Path, step: int) -> Run:
@@ -73,7 +58,7 @@ def continued(source: Path, target: Path, step: int) -> Run:
 def test_resume_equals_an_unbroken_run(ranks: RankPool, unbroken: tuple[Path, list[float]], tmp_path: Path) -> None:
     reports = train_on(ranks, continued(unbroken[0], tmp_path, 2), CASE, resume=True)
     assert [report.step for report in reports[0]] == [3, 4, 5, 6]
-    assert losses(reports) == unbroken[1][2:]
+    assert losses_of(reports) == unbroken[1][2:]
     whole, parts = (load_routing(output / "routing.npz") for output in (unbroken[0], tmp_path))
     np.testing.assert_array_equal(parts.chosen, whole.chosen)
     # Once more there is nothing to do, and nothing is written.
@@ -100,7 +85,7 @@ def test_resume_equals_an_unbroken_run(ranks: RankPool, unbroken: tuple[Path, li
 def test_another_plan_reads_the_checkpoint(
     ranks: RankPool, unbroken: tuple[Path, list[float]], tmp_path: Path, other: Case
 ) -> None:
-    found = losses(train_on(ranks, continued(unbroken[0], tmp_path, 4), other, resume=True))
+    found = losses_of(train_on(ranks, continued(unbroken[0], tmp_path, 4), other, resume=True))
     if other.num_ranks * other.micro_batches == 4:
         np.testing.assert_allclose(found, unbroken[1][4:], rtol=1e-12)
     else:
@@ -113,24 +98,17 @@ APART = Case(sizes=(2, 1), domains=(2, 1), micro_batches=2)
 """Two sites of one rank."""
 
 
-def run_apart(rank: int, port: int, run: Run, case: Case, resume: bool) -> list[StepReport] | None:
+def run_apart(rank: int, port: int, run: Run, *arguments: Any) -> list[StepReport] | None:
     """With a folder of its own for each rank."""
     output = run.output / f"site{rank}"
     own = run.model_copy(update={"output": output, "checkpoints": run.checkpoints.model_copy(update={"folder": output})})
-    return run_job(rank, port, own, case, resume)
-
-
-def train_apart(ranks: RankPool, run: Run, case: Case, *, resume: bool) -> list[list[StepReport]]:
-    from runtime.mesh import host_store
-
-    store = host_store(ADDRESS, timeout_s=30)
-    return [reports for reports in ranks.run(run_apart, store.port, run, case, resume) if reports is not None]
+    return train_run(rank, port, own, *arguments)
 
 
 def test_sites_need_not_share_a_file_system(ranks: RankPool, tmp_path: Path) -> None:
-    whole = losses(train_on(ranks, training_run(tmp_path / "whole", steps=6), APART))
+    whole = losses_of(train_on(ranks, training_run(tmp_path / "whole", steps=6), APART))
     run = training_run(tmp_path, steps=4, checkpoints=Checkpoints(every_steps=2), trace_step=1)
-    assert losses(train_apart(ranks, run, APART, resume=False)) == whole[:4]
+    assert losses_of(train_on(ranks, run, APART, job=run_apart)) == whole[:4]
     folders = [tmp_path / f"site{rank}" for rank in range(2)]
     for rank, folder in enumerate(folders):
         assert sorted(path.name for path in folder.glob("step*")) == ["step-00000002", "step-00000004"]
@@ -145,9 +123,9 @@ def test_sites_need_not_share_a_file_system(ranks: RankPool, tmp_path: Path) -> 
     (stale / MANIFEST).write_text(json.dumps(manifest | {"step": 9, "number": manifest["number"] + 1}))
     again = run.model_copy(update={"steps": 6})
     # Under another plan with experts at the same homes.
-    reports = train_apart(ranks, again, replace(APART, domains=(1, 1)), resume=True)
+    reports = train_on(ranks, again, replace(APART, domains=(1, 1)), resume=True, job=run_apart)
     assert [one.step for one in reports[0]] == [3, 4, 5, 6]
-    np.testing.assert_allclose(losses(reports), whole[2:], rtol=1e-12)
+    np.testing.assert_allclose(losses_of(reports), whole[2:], rtol=1e-12)
     rmtree(stale)
     # Put together, they are read by any number of ranks.
     together = tmp_path / "together" / "checkpoints"
@@ -159,19 +137,19 @@ def test_sites_need_not_share_a_file_system(ranks: RankPool, tmp_path: Path) -> 
 
 def test_what_only_other_sites_have_is_named(ranks: RankPool, tmp_path: Path) -> None:
     run = training_run(tmp_path, steps=2)
-    train_apart(ranks, run, APART, resume=False)
+    train_on(ranks, run, APART, job=run_apart)
     folder = tmp_path / "site0" / "step-00000002"
     with (
         RankPool(1, join=False) as pool,
         pytest.raises(RankFailed, match=r"experts-00001\.pt is not here; another site wrote it: copy"),
     ):
-        train_apart(pool, run, replace(APART, sizes=(1, 1), domains=(1, 1)), resume=True)
+        train_on(pool, run, replace(APART, sizes=(1, 1), domains=(1, 1)), resume=True, job=run_apart)
     with RankPool(2, join=False) as pool:
         folder.rename(folder.with_name("step-00000003"))
         manifest = json.loads((folder.with_name("step-00000003") / MANIFEST).read_text())
         (folder.with_name("step-00000003") / MANIFEST).write_text(json.dumps(manifest | {"step": 3}))
         with pytest.raises(RankFailed, match="none of which all ranks have"):
-            train_apart(pool, run, APART, resume=True)
+            train_on(pool, run, APART, resume=True, job=run_apart)
 
 
 def test_reports_say_what_was_sent(ranks: RankPool, unbroken: tuple[Path, list[float]], tmp_path: Path) -> None:

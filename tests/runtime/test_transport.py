@@ -24,7 +24,6 @@ from runtime.channels import Channels
 from runtime.mesh import Mesh
 
 pytestmark = pytest.mark.timeout(90)
-BY_TURNS = pytest.mark.turns(2)
 
 PRELUDE = """
 import os, sys, time
@@ -101,6 +100,11 @@ def run_ranks(program: str, world: int, tmp_path: Path) -> list[tuple[int, str]]
     return [(int(code), (tmp_path / f"out.{rank}").read_text()) for rank, code in enumerate(codes)]
 
 
+def all_end_well(program: str, world: int, tmp_path: Path) -> None:
+    for code, output in run_ranks(program, world, tmp_path):
+        assert code == 0, output
+
+
 def test_messages_arrive_and_are_counted(tmp_path: Path) -> None:
     program = """
         transport = Transport(timeout_s=20, on_span=lambda label, start, end: spans.append((label, end >= start)))
@@ -132,11 +136,10 @@ def test_messages_arrive_and_are_counted(tmp_path: Path) -> None:
             assert torch.equal(got, torch.full((2, 3), 1.5 - rank).bfloat16())
             assert transport.sent_bytes["pair", 1 - rank] == 12
     """
-    for code, output in run_ranks(program, 3, tmp_path):
-        assert code == 0, output
+    all_end_well(program, 3, tmp_path)
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_streams_share_a_message(tmp_path: Path) -> None:
     program = """
         used = set()
@@ -163,8 +166,7 @@ def test_streams_share_a_message(tmp_path: Path) -> None:
         # Another transport of this process group finds the same connections.
         assert Transport(timeout_s=20, streams={"far": 2})._channels._groups[1] is groups[1]
     """
-    for code, output in run_ranks(program, 3, tmp_path):
-        assert code == 0, output
+    all_end_well(program, 3, tmp_path)
 
 
 def test_a_message_leaves_when_its_receive_is_posted(tmp_path: Path) -> None:
@@ -182,8 +184,7 @@ def test_a_message_leaves_when_its_receive_is_posted(tmp_path: Path) -> None:
             transport.exchange({0: message(1, 0, size)}, {}, "early")
             dist.send(note, 0, tag=7)
     """
-    for code, output in run_ranks(program, 2, tmp_path):
-        assert code == 0, output
+    all_end_well(program, 2, tmp_path)
 
 
 def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
@@ -208,11 +209,10 @@ def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
             for peer in peers:
                 assert torch.equal(receives[peer], message(peer, rank, 50_000) * factor)
     """
-    for code, output in run_ranks(program, 4, tmp_path):
-        assert code == 0, output
+    all_end_well(program, 4, tmp_path)
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_background_exchanges_give_way(tmp_path: Path) -> None:
     program = """
         import threading
@@ -279,8 +279,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             transport.exchange({}, {0: got}, "tokens@dc")
         dist.barrier()
     """
-    for code, output in run_ranks(program, 3, tmp_path):
-        assert code == 0, output
+    all_end_well(program, 3, tmp_path)
 
 
 def test_a_silent_and_a_dead_peer_are_named(tmp_path: Path) -> None:
@@ -368,7 +367,7 @@ json.dump({"took_s": took, "sent_bytes": sent}, open(sys.argv[2], "w"))
 """
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 @pytest.mark.lab
 def test_shaped_links_are_used_well(tmp_path: Path) -> None:
     # Slow links, so that processors with other work keep up; two lots a turn, to two others.
@@ -378,7 +377,7 @@ def test_shaped_links_are_used_well(tmp_path: Path) -> None:
     driver.write_text(LAB_DRIVER)
     command = [sys.executable, str(driver), str(rank_script), str(result)]
     environment = _environment(0, 3, "", "29500", "uplink")  # the port is free: every datacenter has its own network
-    assert run_in_lab(command, LabSpec.uniform(["a", "b", "c"], rate_bytes_per_s), env=environment) == 0
+    assert run_in_lab(command, LabSpec.uniform(["a", "b", "c"], rate_bytes_per_s), environment) == 0
     measured = json.loads(result.read_text())
     ideal_s = payload_bytes / rate_bytes_per_s
     # The best turn, since other work on the machine only ever adds time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rank_pool import ADDRESS
 
 from hybridep.codecs import Codecs
 from hybridep.config import build
 from hybridep.homes import homes_text
+from hybridep.pipeline import AnyPlan
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
-from hybridep.run import Data, Device, Optimizer, Run
+from hybridep.run import Data, Device, Optimizer, Run, StepReport
 from hybridep.serving import ServingGroup, serving_groups
 from hybridep.topology import Cluster
 from hybridep.traffic import step_traffic
@@ -208,6 +211,24 @@ def training_run(output: Path = Path("unused"), **changes: Any) -> Run:
         "optimizer": Optimizer(learning_rate=3e-3, warmup_steps=3),
     }
     return Run(**(values | changes))
+
+
+def train_run(rank: int, port: int, run: Run, plan: AnyPlan, resume: bool = False, fault: str = "") -> list[StepReport] | None:
+    """A whole run as one rank; None where the plan has fewer ranks."""
+    from runtime.mesh import join_store
+    from runtime.trainer import train
+
+    if rank >= plan.cluster.num_gpus:
+        return None
+    os.environ["HYBRIDEP_FAULT"] = fault
+    reports: list[StepReport] = []
+    train(run, plan, rank=rank, store=join_store(ADDRESS, port, timeout_s=30), on_step=reports.append, resume=resume)
+    return reports
+
+
+def losses_of(reports: Sequence[Sequence[StepReport]]) -> list[float]:
+    """Of each step, given all ranks' reports."""
+    return [sum(step.loss_sum for step in steps) / sum(step.tokens for step in steps) for steps in zip(*reports, strict=True)]
 
 
 def divisors(size: int) -> list[int]:

@@ -5,9 +5,26 @@ from typing import Any
 
 from hybridep.config import build
 from hybridep.plan import Plan
+from simulator.conditions import Conditions
+from simulator.many_steps import Course
+from simulator.symmetry import Symmetry, no_symmetry
+from simulator.wiring import Wiring
 
 RATES_GBPS = {"dc": 1.0, "node": 8.0, "gpu": 100.0}
 THROUGHPUT = 1e12
+
+
+def conditions(**values: object) -> Conditions:
+    return Conditions.model_validate(values)
+
+
+def course(**values: object) -> Course:
+    return Course.model_validate(values)
+
+
+def one_by_one(wires: Wiring, *described: object) -> Symmetry:
+    """In place of ``simulator.blocks.symmetry``: no rank stands for others."""
+    return no_symmetry(wires)
 
 
 def make_plan(

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from simulated_plans import PLANS, make_plan
+from simulated_plans import PLANS, conditions, make_plan
 
 from hybridep.errors import ConfigError, UserError
 from simulator.conditions import Conditions, LinkChange, LinkFactors, LinkJitter, Straggler, read_trace
@@ -10,10 +10,6 @@ from simulator.step import simulate_step
 
 EP = make_plan(4, 2, throughput=1e15, sites=[{"name": f"s{dc}"} for dc in range(4)])
 """Nothing but transfers takes time worth the name."""
-
-
-def conditions(**values: object) -> Conditions:
-    return Conditions.model_validate(values)
 
 
 def test_goodput_stretches_transfers() -> None:

@@ -5,30 +5,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fabric_cases import FABRICS, fabric
-from simulated_plans import make_plan
+from simulated_plans import conditions, course, make_plan, one_by_one
 
 import simulator.blocks
 from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
-from simulator.conditions import Conditions
 from simulator.fabric_file import FabricFile
-from simulator.many_steps import Course, Happening, simulate_run, without_site
+from simulator.many_steps import Happening, simulate_run, without_site
 from simulator.routing import zipf_routing
 from simulator.step import simulate_step
-from simulator.symmetry import no_symmetry
 
 PLAN = make_plan(6, 2, num_experts=60, num_layers=2, throughput=1e15)
 TRUNKS = FABRICS["trunks"]
 STEP_S = simulate_step(PLAN, fabric=TRUNKS).step_s
-
-
-def conditions(**values: object) -> Conditions:
-    return Conditions.model_validate(values)
-
-
-def course(**values: object) -> Course:
-    return Course.model_validate(values)
 
 
 def ep(cluster: Cluster) -> Plan:
@@ -89,10 +79,10 @@ def test_a_straggler_makes_everybody_wait_and_no_link_slower(name: str, monkeypa
     for start_s in (4.999, 60.0):
         assert simulate_step(plan, fabric=over, conditions=slow, start_s=start_s).step_s == pytest.approx(plain.step_s, rel=1e-9)
     # Ranks that are alike but for whom they wait for are told apart.
-    monkeypatch.setattr(simulator.blocks, "symmetry", lambda wiring, *described: no_symmetry(wiring))
-    one_by_one = simulate_step(plan, fabric=over, conditions=slow, start_s=5.0)
-    assert one_by_one.step_s == pytest.approx(met.step_s, rel=1e-8)
-    np.testing.assert_allclose(met.execution.end_s[:, met.symmetry.kind], one_by_one.execution.end_s, rtol=1e-7)
+    monkeypatch.setattr(simulator.blocks, "symmetry", one_by_one)
+    full = simulate_step(plan, fabric=over, conditions=slow, start_s=5.0)
+    assert full.step_s == pytest.approx(met.step_s, rel=1e-8)
+    np.testing.assert_allclose(met.execution.end_s[:, met.symmetry.kind], full.execution.end_s, rtol=1e-7)
 
 
 def test_a_run_waits_for_a_trunk_that_is_cut() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fabric_cases import FABRICS, fabric
 from max_min_oracle import check_max_min, rates_bytes_per_s
-from simulated_plans import RATES_GBPS, make_plan
+from simulated_plans import RATES_GBPS, make_plan, one_by_one
 
 import simulator.blocks
 from hybridep.plan import Plan
@@ -15,8 +15,8 @@ from simulator.errors import SimulationError
 from simulator.fabric import Fabric
 from simulator.fabric_file import FabricFile
 from simulator.step import simulate_step
-from simulator.symmetry import Symmetry, no_symmetry
-from simulator.wiring import Wiring, wiring
+from simulator.symmetry import no_symmetry
+from simulator.wiring import wiring
 
 CLUSTER = make_plan(6, 2, 4, latency_s=1e-3, num_experts=48).cluster
 GBPS = 1e9 / 8
@@ -95,10 +95,6 @@ def test_rates_are_max_min_fair_and_bytes_are_conserved(name: str) -> None:
     used = paths.links >= 0
     np.add.at(carried, paths.links[used], (paths.shares * size_bytes[:, None])[used])
     np.testing.assert_allclose(made.network.link_bytes, carried, rtol=1e-12)
-
-
-def one_by_one(wires: Wiring, *described: object) -> Symmetry:
-    return no_symmetry(wires)
 
 
 @pytest.mark.parametrize("name", FABRICS)

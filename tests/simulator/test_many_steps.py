@@ -1,24 +1,15 @@
 import pytest
-from simulated_plans import make_plan
+from simulated_plans import conditions, course, make_plan
 
 from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
-from simulator.conditions import Conditions
 from simulator.errors import SimulationError, StuckError
-from simulator.many_steps import Course, Happening, cluster_at_present, simulate_run, without_site
+from simulator.many_steps import Happening, cluster_at_present, simulate_run, without_site
 from simulator.step import simulate_step
 
 PLAN = make_plan(4, 2, sites=[{"name": f"s{dc}"} for dc in range(4)], num_experts=24)
 STEP_S = simulate_step(PLAN).step_s
-
-
-def conditions(**values: object) -> Conditions:
-    return Conditions.model_validate(values)
-
-
-def course(**values: object) -> Course:
-    return Course.model_validate(values)
 
 
 def ep(cluster: Cluster) -> Plan:

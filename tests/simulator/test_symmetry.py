@@ -4,21 +4,15 @@ import time
 
 import numpy as np
 import pytest
-from simulated_plans import PLANS, make_plan
+from simulated_plans import PLANS, make_plan, one_by_one
 
 import simulator.blocks
 from hybridep.plan import Plan
 from simulator.precision import Precision
 from simulator.step import simulate_step
-from simulator.symmetry import Symmetry, no_symmetry
-from simulator.wiring import Wiring
 
 UNEVEN = [{"name": "a"}, {"name": "b", "up": "0.25 Gbps"}, {"name": "c"}, {"name": "d", "down": "0.5 Gbps"}]
 SLOW_ENDS = [{"name": "a", "gpu": {"memory_bandwidth": "0.1 TB/s"}}, {"name": "b", "gpu": {"pass_overhead": "3 ms"}}, *UNEVEN[2:]]
-
-
-def one_by_one(wiring: Wiring, *described: object) -> Symmetry:
-    return no_symmetry(wiring)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulated_plans import PLANS, RATES_GBPS, make_plan
+from simulated_plans import PLANS, RATES_GBPS, make_plan, one_by_one
 
 import simulator.blocks
 from hybridep.plan import Plan, Schedule
@@ -12,7 +12,7 @@ from hybridep.traffic import Direct, Op, OpLevel, direct_traffic, expected_rows,
 from simulator.errors import SimulationError
 from simulator.report import simulate
 from simulator.step import StepResult, simulate_step
-from simulator.symmetry import no_symmetry, symmetry
+from simulator.symmetry import symmetry
 from simulator.systems import DEGREES, System, popularity_of, spread_homes, system_step
 from simulator.token_exchange import Route, TokenExchange
 from simulator.wiring import wiring
@@ -105,7 +105,7 @@ def test_kinds_of_ranks_give_what_all_ranks_give(plan: Plan, route: Route, monke
     exchange = TokenExchange(route=route, per_choice=True, chunks=2)
     reduced = simulate_step(plan, exchange=exchange)
     assert reduced.symmetry.num_kinds < plan.cluster.num_gpus
-    monkeypatch.setattr(simulator.blocks, "symmetry", lambda wiring, *_: no_symmetry(wiring))
+    monkeypatch.setattr(simulator.blocks, "symmetry", one_by_one)
     full = simulate_step(plan, exchange=exchange)
     assert full.symmetry.num_kinds == plan.cluster.num_gpus
     np.testing.assert_allclose(reduced.link_bytes, full.link_bytes, rtol=1e-9)

@@ -9,10 +9,11 @@ import numpy as np
 
 from hybridep.config import build
 from hybridep.placement import IntArray
-from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.plan import Plan, Schedule
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.plans import layer_group
 from planner.sites.boxes import Box
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem, site_problem
@@ -91,6 +92,29 @@ def uneven_cluster(
     return build(Cluster, data, "test")
 
 
+def access_cluster(sites: int, rates_gbps: np.ndarray | None = None, *, gpus: int = 1, memory: str = "1 TB") -> Cluster:
+    """Without links of pairs; access links of the ``rates_gbps`` ([kinds, 2] up and down) in turn, all alike without."""
+    levels = [{"name": "dc", "size": sites, "bandwidth": "10 Gbps", "latency": "30 ms"}]
+    levels += [{"name": "gpu", "size": gpus, "bandwidth": "2400 Gbps", "latency": "5 us"}] if gpus > 1 else []
+    gpu = {"throughput": "150 TFLOPS", "memory": memory, "memory_bandwidth": "2 TB/s"}
+    data: dict[str, Any] = {"name": "access", "levels": levels, "gpu": gpu}
+    if rates_gbps is not None:
+        every = enumerate(np.resize(rates_gbps, (sites, 2)))
+        data["sites"] = [{"name": f"s{i}", "up": f"{up:.3f} Gbps", "down": f"{down:.3f} Gbps"} for i, (up, down) in every]
+    return build(Cluster, data, "test")
+
+
+def random_access_cluster(seed: int, sites: int, *, memory: str = "1 TB", kinds: int | None = None) -> Cluster:
+    """Of one rank a site; all differ, or they are of so many kinds."""
+    return access_cluster(sites, np.random.default_rng(seed).uniform(2, 16, (kinds or sites, 2)), memory=memory)
+
+
+def many_experts() -> Workload:
+    model = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 1000, "num_experts": 64, "top_k": 4}
+    training = {"sequence_length": 1024, "micro_batch_size": 1, "micro_batches": 4, "dtype": "bf16"}
+    return build(Workload, {"name": "test", "model": model | {"expert_ffn_size": 256}, "training": training}, "test")
+
+
 def small_workload(rng: np.random.Generator, experts: int) -> Workload:
     model = {
         "num_layers": int(rng.integers(1, 4)),
@@ -145,15 +169,8 @@ def random_table(rng: np.random.Generator, problem: SiteProblem) -> IntArray:
 
 
 def as_plan(problem: SiteProblem, table: IntArray, configuration: Configuration) -> Plan:
-    choices = problem.choices(configuration.inside)
-    group = LayerGroup(
-        first_layer=0,
-        num_layers=problem.workload.model.num_moe_layers,
-        domains={name: choice.domain_size for name, choice in choices.items()},
-        migration={},
-        residency=Residency(configuration.residency),
-        serving=serving_groups(problem.cluster, table),
-    )
+    choices, serving = problem.choices(configuration.inside), serving_groups(problem.cluster, table)
+    group = layer_group(0, problem.workload.model.num_moe_layers, choices, configuration.residency, serving)
     return Plan(
         cluster=problem.cluster,
         workload=problem.workload,

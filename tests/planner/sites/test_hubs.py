@@ -4,42 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
-from site_cases import small_workload
+from site_cases import many_experts, random_access_cluster, small_workload
 
-from hybridep.config import build
 from hybridep.plan import Residency
-from hybridep.topology import Cluster
-from hybridep.workload import Workload
 from planner.sites.exchange import layer_exchanges
 from planner.sites.hubs import best_hubs, served_table
 from planner.sites.problem import Inside, SiteProblem, site_problem
 from planner.sites.search import Search
 from planner.sites.strategy import try_best_hubs
-
-
-def cluster_of(seed: int, sites: int, *, memory: str = "1 TB", kinds: int | None = None) -> Cluster:
-    rng = np.random.default_rng(seed)
-    rates = rng.uniform(2, 16, (kinds or sites, 2))
-    data: dict[str, Any] = {
-        "name": "hubs",
-        "levels": [{"name": "dc", "size": sites, "bandwidth": "10 Gbps", "latency": "30 ms"}],
-        "gpu": {"throughput": "150 TFLOPS", "memory": memory, "memory_bandwidth": "2 TB/s"},
-        "sites": [
-            {"name": f"s{i}", "up": f"{rates[i % len(rates), 0]:.3f} Gbps", "down": f"{rates[i % len(rates), 1]:.3f} Gbps"}
-            for i in range(sites)
-        ],
-    }
-    return build(Cluster, data, "test")
-
-
-def many_experts() -> Workload:
-    model = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 1000, "num_experts": 64, "top_k": 4}
-    training = {"sequence_length": 1024, "micro_batch_size": 1, "micro_batches": 4, "dtype": "bf16"}
-    return build(Workload, {"name": "test", "model": model | {"expert_ffn_size": 256}, "training": training}, "test")
 
 
 def link_seconds(problem: SiteProblem, table: np.ndarray) -> float:
@@ -56,7 +31,7 @@ def link_seconds(problem: SiteProblem, table: np.ndarray) -> float:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_hubs_against_every_choice(seed: int) -> None:
-    problem = site_problem(cluster_of(seed, 4), small_workload(np.random.default_rng(seed), 10))
+    problem = site_problem(random_access_cluster(seed, 4), small_workload(np.random.default_rng(seed), 10))
     steps_s: dict[bool, float] = {}
     for holder in product(range(4), repeat=4):
         if all(holder[one] == one for one in holder):
@@ -73,7 +48,7 @@ def test_hubs_against_every_choice(seed: int) -> None:
 
 @pytest.mark.parametrize("most_users", [1, 3, 100])
 def test_no_hub_has_more_users_than_asked_for_and_everyone_has_a_hub(most_users: int) -> None:
-    problem = site_problem(cluster_of(1, 60), many_experts())
+    problem = site_problem(random_access_cluster(1, 60), many_experts())
     plan = best_hubs(problem, most_users)
     assert plan is not None
     holder = served_table(problem, plan)[:, 0]
@@ -83,20 +58,20 @@ def test_no_hub_has_more_users_than_asked_for_and_everyone_has_a_hub(most_users:
 
 
 def test_paths_with_limits_have_no_hubs_of_this_kind() -> None:
-    problem = site_problem(cluster_of(1, 6), many_experts())
+    problem = site_problem(random_access_cluster(1, 6), many_experts())
     assert best_hubs(replace(problem, pair_bytes_per_s=np.full((6, 6), 1e9)), 6) is None
 
 
 def test_many_sites_with_little_memory_have_hubs_with_few_users() -> None:
     """With users as links alone would have them, copies would have to be gathered for every micro-batch."""
     workload = many_experts()
-    ample = site_problem(cluster_of(2, 60, kinds=10), workload)
+    ample = site_problem(random_access_cluster(2, 60, kinds=10), workload)
     plan = best_hubs(ample, 60)
     assert plan is not None
     costs = [Search(problem=ample).evaluate(served_table(ample, one)) for one in (plan, best_hubs(ample, 1)) if one is not None]
     needs = [one.cost.memory_bytes for one in costs if one.cost is not None]
     memory_bytes = (needs[0] + needs[1]) / 2
-    problem = site_problem(cluster_of(2, 60, kinds=10, memory=f"{memory_bytes:.0f} B"), workload)
+    problem = site_problem(random_access_cluster(2, 60, kinds=10, memory=f"{memory_bytes:.0f} B"), workload)
     assert Search(problem=problem).evaluate(served_table(problem, plan)).rank > costs[0].rank
     search = Search(problem=problem)
     try_best_hubs(search)

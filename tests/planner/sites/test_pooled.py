@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from site_cases import box_of
+from site_cases import access_cluster, box_of, many_experts
 
-from hybridep.config import build
-from hybridep.topology import Cluster
-from hybridep.workload import Workload
 from planner.sites import narrowing
 from planner.sites.bound import prove, proven_s, verify
 from planner.sites.linear import Duals
@@ -27,19 +24,7 @@ def problem_of(kinds: int, *, tied: bool = False) -> SiteProblem:
     rates = np.random.default_rng(3).uniform(2, 16, (kinds, 2))
     if tied:
         rates[:, 1] = rates[:, 0]
-    data = {
-        "name": "many",
-        "levels": [{"name": "dc", "size": SITES, "bandwidth": "10 Gbps", "latency": "30 ms"}],
-        "gpu": {"throughput": "150 TFLOPS", "memory": "1 TB", "memory_bandwidth": "2 TB/s"},
-        "sites": [
-            {"name": f"s{i}", "up": f"{rates[i % kinds, 0]:.3f} Gbps", "down": f"{rates[i % kinds, 1]:.3f} Gbps"}
-            for i in range(SITES)
-        ],
-    }
-    model = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 1000, "num_experts": 64, "top_k": 4}
-    training = {"sequence_length": 1024, "micro_batch_size": 1, "micro_batches": 4, "dtype": "bf16"}
-    work = build(Workload, {"name": "test", "model": model | {"expert_ffn_size": 256}, "training": training}, "test")
-    return site_problem(build(Cluster, data, "test"), work)
+    return site_problem(access_cluster(SITES, rates), many_experts())
 
 
 def plans_of(problem: SiteProblem) -> list[Found]:

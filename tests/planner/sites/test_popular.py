@@ -27,8 +27,6 @@ from planner.sites.popular_bound import LEFT_OUT, as_all_s, least_hit, least_s
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
 
-BY_TURNS = pytest.mark.turns(2)
-
 Shares = tuple[tuple[float, ...], ...]
 
 
@@ -198,7 +196,7 @@ def test_a_step_is_the_mean_of_steps_whose_layers_are_alike() -> None:
     assert np.ptp(alike) > 0.01 * np.mean(alike)
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_layers_choose_by_themselves_and_never_worse_than_equal_domains() -> None:
     cluster, work = uneven_cluster(np.random.default_rng(6), 5, 1), workload_of(6, 16, 3, hidden_size=64, expert_ffn_size=256)
     popularity = skewed(6, 3, 16, 2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_hubs import cluster_of, many_experts
+from site_cases import many_experts, random_access_cluster
 
 from hybridep.plan import Residency
 from planner.sites.cost import rank_memory_bytes
@@ -26,7 +26,7 @@ def needs_bytes(problem: SiteProblem, table: np.ndarray) -> np.ndarray:
 
 
 def problem_of(memory_bytes: float) -> SiteProblem:
-    return site_problem(cluster_of(1, SITES, kinds=10, memory=f"{memory_bytes:.0f} B"), many_experts())
+    return site_problem(random_access_cluster(1, SITES, kinds=10, memory=f"{memory_bytes:.0f} B"), many_experts())
 
 
 @pytest.fixture(scope="module")

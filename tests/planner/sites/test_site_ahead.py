@@ -51,7 +51,7 @@ def step_s(plan: Plan) -> float:
 
 
 def with_depth(plan: Plan, depth: int) -> Plan:
-    return plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"prefetch": depth})})
+    return plan.with_schedule(prefetch=depth)
 
 
 @pytest.fixture(scope="module")

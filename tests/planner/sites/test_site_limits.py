@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import pytest
-from site_cases import random_problem, small_workload, uneven_cluster
+from site_cases import access_cluster, random_problem, small_workload, uneven_cluster
 
 import planner
 from hybridep.config import build
@@ -39,19 +38,8 @@ SMALL_EXPERTS = {
 
 def many_sites(sites: int, *, different: bool) -> Cluster:
     """Eight ranks a site; access links of 10 Gbps, or of 2 to 16 Gbps each way."""
-    data: dict[str, Any] = {
-        "name": "many",
-        "levels": [
-            {"name": "dc", "size": sites, "bandwidth": "10 Gbps", "latency": "30 ms"},
-            {"name": "gpu", "size": 8, "bandwidth": "2400 Gbps", "latency": "5 us"},
-        ],
-        "gpu": {"throughput": "150 TFLOPS", "memory": "80 GB", "memory_bandwidth": "2 TB/s"},
-    }
-    if different:
-        rates = np.random.default_rng(0).uniform(2, 16, (sites, 2))
-        rows = [{"name": f"s{i}", "up": f"{up:.3f} Gbps", "down": f"{down:.3f} Gbps"} for i, (up, down) in enumerate(rates)]
-        data["sites"] = rows
-    return build(Cluster, data, "test")
+    rates = np.random.default_rng(0).uniform(2, 16, (sites, 2)) if different else None
+    return access_cluster(sites, rates, gpus=8, memory="80 GB")
 
 
 def at_speed(slowness: float) -> AbstractContextManager[None]:

@@ -17,8 +17,6 @@ from planner.sites.search import Search
 from planner.sites.solution import AMPLE_S
 from simulator.step import simulate_step
 
-BY_TURNS = pytest.mark.turns(2)
-
 
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_check_and_beat_equal_domains(seed: int) -> None:
@@ -47,7 +45,7 @@ def test_memory_that_fits_nothing_says_what_is_missing() -> None:
         planner.plan(uneven_cluster(rng, 4, 2, memory="10 kB"), small_workload(rng, 8), time_limit_s=5)
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_memory_that_forbids_copies_is_respected() -> None:
     rng = np.random.default_rng(11)
     workload = small_workload(rng, 12)
@@ -59,7 +57,7 @@ def test_memory_that_forbids_copies_is_respected() -> None:
     planner.check(tight)
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_sites_of_several_levels() -> None:
     """Planned site by site, too, with rules or without; faster than equal domains here."""
     rng = np.random.default_rng(17)
@@ -102,7 +100,7 @@ def test_few_tables_are_all_tried_for_several_plans_too(seed: int) -> None:
     assert len(steps_s) > 1 and steps_s == sorted(steps_s) and len({made.digest for made in several}) == len(several)
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_what_is_over_of_the_limit_changes_no_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Walks are in proportion to the whole limit: two runs make the same plans, however long what comes before them takes."""
     shares: list[float] = []

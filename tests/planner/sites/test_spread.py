@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_hubs import cluster_of, many_experts
+from site_cases import many_experts, random_access_cluster
 
 from hybridep.config import build
 from hybridep.topology import Cluster
@@ -37,7 +37,7 @@ def within(problem: SiteProblem, spread: Spread, table: np.ndarray) -> bool:
 
 
 def spread_of(seed: int, sites: int, most_users: int = 3) -> tuple[SiteProblem, Spread]:
-    problem = site_problem(cluster_of(seed, sites, kinds=10 if seed % 2 else None), many_experts())
+    problem = site_problem(random_access_cluster(seed, sites, kinds=10 if seed % 2 else None), many_experts())
     plan = best_hubs(problem, most_users)
     assert plan is not None
     return problem, best_spreads(problem, plan, most_users)[0]
@@ -123,7 +123,7 @@ def test_users_hold_what_hubs_have_no_time_for(seed: int) -> None:
 def test_hubs_whose_users_hold_some_are_faster_where_links_of_hubs_are_busiest(
     sites: int, kinds: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = site_problem(cluster_of(0, sites, kinds=kinds), many_experts())
+    problem = site_problem(random_access_cluster(0, sites, kinds=kinds), many_experts())
     steps_s = []
     for shares in (strategy.OWN_SHARES, ()):
         monkeypatch.setattr(strategy, "OWN_SHARES", shares)
@@ -135,7 +135,7 @@ def test_hubs_whose_users_hold_some_are_faster_where_links_of_hubs_are_busiest(
 
 
 def equal_sites(sites: int) -> SiteProblem:
-    data = cluster_of(0, sites).model_dump(mode="json", exclude_none=True)
+    data = random_access_cluster(0, sites).model_dump(mode="json", exclude_none=True)
     del data["sites"]
     return site_problem(build(Cluster, data, "test"), many_experts())
 

@@ -9,12 +9,11 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
-from site_cases import box_of, few_kinds, random_problem, random_table
+from site_cases import access_cluster, box_of, few_kinds, random_problem, random_table
 
 from hybridep.config import build
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
-from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray, gathers_and_returns
 from hybridep.workload import Workload
 from planner.clock import now_s, timed_by
@@ -298,18 +297,6 @@ def test_prices_for_the_slowest_homes_alone() -> None:
 def many_sites(number: int, kinds: int | None = None) -> SiteProblem:
     """All different, or of so many kinds, without links of pairs."""
     rates = np.random.default_rng(0).uniform(5, 28, (kinds or number, 2))
-    data = {
-        "name": "many",
-        "levels": [
-            {"name": "dc", "size": number, "bandwidth": "10 Gbps", "latency": "30 ms"},
-            {"name": "gpu", "size": 8, "bandwidth": "2400 Gbps", "latency": "5 us"},
-        ],
-        "gpu": {"throughput": "150 TFLOPS", "memory": "80 GB", "memory_bandwidth": "2 TB/s"},
-        "sites": [
-            {"name": f"s{i}", "up": f"{up:.3f} Gbps", "down": f"{down:.3f} Gbps"}
-            for i, (up, down) in enumerate(np.resize(rates, (number, 2)))
-        ],
-    }
     model = {
         "num_layers": 4,
         "hidden_size": 2048,
@@ -321,7 +308,7 @@ def many_sites(number: int, kinds: int | None = None) -> SiteProblem:
     }
     training = {"sequence_length": 4096, "micro_batch_size": 1, "micro_batches": 4, "dtype": "bf16"}
     workload = build(Workload, {"name": "test", "model": model, "training": training}, "test")
-    return site_problem(build(Cluster, data, "test"), workload)
+    return site_problem(access_cluster(number, rates, gpus=8, memory="80 GB"), workload)
 
 
 @pytest.mark.parametrize(

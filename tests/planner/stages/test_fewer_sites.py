@@ -20,7 +20,6 @@ from planner.stages import fewer
 from planner.stages.fewer import _Search
 
 pytestmark = pytest.mark.timeout(120)
-BY_TURNS = pytest.mark.turns(2)
 
 
 def made(rates: list[str], throughput: str, **more: Any) -> Cluster:
@@ -71,7 +70,7 @@ def test_no_other_sites_are_better(size: int, kind: str, throughput: str) -> Non
     assert steps_s[found] <= min(steps_s.values()) * (1.02 if found != names else 1.12)
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_links_that_are_too_slow_for_what_there_is_to_compute() -> None:
     workload = layered_workload(4, micro_batch_size=6)
     assert len(sites_that_pay(made(["1 Mbps"] * 4, "30 TFLOPS"), workload, time_limit_s=2).sites) == 1
@@ -143,7 +142,7 @@ def test_rules_hold_among_those_that_are_left() -> None:
     assert alone(slow, workload, constraints=stay) is None and alone(slow, workload, constraints=no_expert) is None
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_no_choice_is_below_the_bound_and_one_site_meets_it() -> None:
     workload = layered_workload(4, ffn=1024, micro_batch_size=6)
     for rates, throughput in ((["1 Mbps"] * 4, "0.3 TFLOPS"), (["100 Gbps"] * 4, "0.01 TFLOPS"), (["1 Gbps"] * 4, "1 TFLOPS")):

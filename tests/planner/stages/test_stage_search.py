@@ -29,7 +29,6 @@ from planner.stages.rules import permitted_group
 from simulator.pipeline import fastest_pipeline, simulate_pipeline
 
 pytestmark = pytest.mark.timeout(120)
-BY_TURNS = pytest.mark.turns(2)
 
 
 def best_of_all(seed: int, num_sites: int, layers: int) -> tuple[float, float]:
@@ -109,7 +108,7 @@ def test_what_is_expected_to_be_far_behind_is_not_simulated(monkeypatch: pytest.
     assert max(every_s) > 1.25 * min(every_s) >= max(expected_s)
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_two_searches_find_the_same() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(1), 5, 2, "pairs"), layered_workload(8)
     first, second = (plan_pipeline(cluster, workload, time_limit_s=60) for _ in range(2))
@@ -126,7 +125,7 @@ def test_layers_without_experts_stay_with_one_that_has_some(stages: int | None) 
     assert plan.stages[0].num_layers > 2 and all(one.workload.model.num_moe_layers for one in plan.plans)
 
 
-@BY_TURNS
+@pytest.mark.turns(2)
 def test_stages_keep_within_memory() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(2), 4, 2, "even"), layered_workload(8)
     roomy = plan_pipeline(cluster, workload, time_limit_s=10)
