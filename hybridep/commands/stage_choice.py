@@ -25,9 +25,9 @@ CANDIDATES = 24
 """Pipelines among which a simulation chooses at most, as far as there is time."""
 _FAR = 1.1
 """Pipelines that are expected to take so many times as long as the best are not simulated: what is expected errs by less."""
-_LAYER_S, _INSIDE_S = 5e-6, 5e-5
+_LAYER_S, _INSIDE_S = 5e-6, 3e-5
 """What simulating one takes, about, for each rank, layer and micro-batch, and more where the layer's experts are exchanged inside
-sites, too. 0.6 to 1.2 times as much was measured between 13 and 60 regions, 0.3 to 2 times where exchanges are inside sites."""
+sites, too. 0.6 to 1.2 times as much was measured between 13 and 60 regions, 0.4 to 3 times where exchanges are inside sites."""
 
 
 @dataclass(frozen=True, kw_only=True)

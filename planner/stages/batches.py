@@ -13,6 +13,8 @@ BATCHES = (1, 2, 4, 8, 16)
 """Micro-batches as a multiple of the stages, about."""
 FEW_BATCHES = (0.25, 0.5)
 """Micro-batches as a share of the stages: fewer may be better where what each pass waits for is most of a step."""
+MANY_BATCHES = (32, 64)
+"""The same where memory is short: the more micro-batches, the fewer activations each has."""
 _MOST_BATCHES = 1024
 
 

@@ -23,9 +23,9 @@ from planner.goal import Worth
 from planner.memory import MemoryUse, memory_knob
 from planner.price import step_usd
 from planner.sites.grouping import Groups
-from planner.stages.batches import BATCHES, number_about, numbers_about, unevenness
+from planner.stages.batches import BATCHES, MANY_BATCHES, number_about, numbers_about, unevenness
 from planner.stages.costs import pipeline_egress_usd, rooms
-from planner.stages.inside import Inside, Room, Store, of_alike, placed, without_search
+from planner.stages.inside import Inside, Room, Store, layers_in_room, of_alike, placed, without_search
 from planner.stages.order import groupings, ordered
 from planner.stages.rules import StageRules
 from planner.stages.schedule import balanced_layers, least_step_s, links_inside
@@ -78,6 +78,8 @@ class Candidates:
     """Sites of a stage -> these by themselves."""
     _stages: dict[tuple[tuple[int, ...], tuple[int, int, int], int], Plan] = field(default_factory=dict)
     """What ``_stage`` made."""
+    _in_room: dict[str, int] = field(default_factory=dict)
+    """Kind of stage with one layer with experts, and its room -> how many it has room for."""
     _best_inside: dict[str, tuple[Plan, Inside]] = field(default_factory=dict)
     """Kind of stage -> a stage of it, and the best placement found there."""
 
@@ -95,8 +97,12 @@ class Candidates:
 
     def made(self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float = math.inf) -> list[Candidate]:
         """While time is ``left_s``: the first of a few numbers of stages that are far apart by factors, and of those about the
-        best one; then the others, of the best numbers first. Until ``first_by_s`` (``planner.clock``) one is
-        looked for in any case."""
+        best one; then the others, of the best numbers first. Where none is found that fits with layers that balance stages,
+        those that are short of memory have fewer; one such is looked for until ``first_by_s`` (``planner.clock``)."""
+        found = self._made(numbers, left_s, 0.0, tight=False)
+        return found or self._made(numbers, left_s, first_by_s, tight=True)
+
+    def _made(self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float, *, tight: bool) -> list[Candidate]:
         largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
@@ -125,7 +131,7 @@ class Candidates:
             # One of a number says whether more of it are worth the time.
             number = _farthest(self._even(between or left), tried)
             left.remove(number)
-            candidates = self._of_number(number, goes_on)
+            candidates = self._of_number(number, goes_on, tight=tight)
             if (first := next(candidates, None)) is not None:
                 begun[number] = candidates
                 found.append(first)
@@ -137,9 +143,9 @@ class Candidates:
         seldom far from the best."""
         return [number for number in numbers if self.cluster.sizes[0] % number == 0] or list(numbers)
 
-    def _of_number(self, stages: int, goes_on: Callable[[], bool]) -> Iterator[Candidate]:
+    def _of_number(self, stages: int, goes_on: Callable[[], bool], *, tight: bool) -> Iterator[Candidate]:
         """Pipelines of so many stages, each grouping and order of sites with one number of micro-batches, while it
-        ``goes_on``."""
+        ``goes_on``. ``tight``: with layers that fit, and in more micro-batches."""
         cluster, step_bytes = self.cluster, self._step_bytes
         for near in groupings(cluster, stages, step_bytes / (self.workload.training.micro_batches * stages)):
             groups = self.rules.mended(near)
@@ -151,7 +157,7 @@ class Candidates:
                 self.why = f"in {stages} stages one has {ranks} ranks, and at most {MOST_RANKS} are planned together"
                 continue
             possible = unevenness(self.workload, cluster, [len(group) for group in groups])
-            choices = numbers_about(possible, stages)
+            choices = numbers_about(possible, stages, (*BATCHES, *(MANY_BATCHES if tight else ())))
             middle = number_about(possible, BATCHES[len(BATCHES) // 2] * stages)
             layer_s = {group: self._layer_s(group, middle) for group in groups}
             pace_s = max(layer_s.values()) * self.workload.model.num_layers / stages
@@ -167,15 +173,20 @@ class Candidates:
                 for micro_batches in sorted(choices, key=lambda number: (about_s[number], -number)):
                     if not goes_on():
                         return
-                    if (candidate := self.of(path, layers, micro_batches)) is not None:
+                    mine = self._layers_that_fit(path, micro_batches) if tight else layers
+                    candidate = None if mine is None else self.of(path, mine, micro_batches)
+                    if candidate is not None:
                         yield candidate
                         break
 
-    def _layers(self, layer_s: Sequence[float], head_s: float) -> list[int]:
-        """[stages]: layers of each, in proportion to how fast it is. Raises ValueError where there are too few."""
+    def _layers(self, layer_s: Sequence[float], head_s: float, most: Sequence[int] | None = None) -> list[int]:
+        """[stages]: layers of each, in proportion to how fast it is, and no more than ``most``. Raises ValueError where there are
+        too few, or too many."""
         model, last = self.workload.model, len(layer_s) - 1
         least = [1 + model.num_dense_layers * (stage == 0) for stage in range(len(layer_s))]
-        return balanced_layers(layer_s, [head_s * (stage == last) for stage in range(len(layer_s))], model.num_layers, least)
+        return balanced_layers(
+            layer_s, [head_s * (stage == last) for stage in range(len(layer_s))], model.num_layers, least, most
+        )
 
     def _layer_s(self, group: Sequence[int], micro_batches: int) -> float:
         """Seconds of one layer with experts on these sites for a micro-batch, with a share of what it takes once a step."""
@@ -212,18 +223,22 @@ class Candidates:
     def _layer_plan(self, group: Sequence[int], micro_batches: int) -> Plan:
         return self._stage(group, (1, self.workload.model.num_dense_layers, 1), micro_batches)
 
-    def layers(self, path: Groups, micro_batches: int) -> list[int] | None:
-        """Layers that suit these sites in the stages; None where that is not possible."""
+    def layers(self, path: Groups, micro_batches: int, most: Sequence[int] | None = None) -> list[int] | None:
+        """Layers that suit these sites in the stages, no more than ``most`` in each; None where that is not possible."""
         if not all(self.rules.possible(group) for group in path):
             return None
         try:
             layer_s = [self._layer_s(group, micro_batches) for group in path]
-            return self._layers(layer_s, head_s(self.cluster, self.workload, path[-1], micro_batches))
+            return self._layers(layer_s, head_s(self.cluster, self.workload, path[-1], micro_batches), most)
         except ValueError:
             return None
 
     def of(self, path: Groups, layers: Sequence[int], micro_batches: int) -> Candidate | None:
         """With these layers; None where it is not possible or does not fit."""
+        plan = self._pipeline(path, layers, micro_batches)
+        return None if plan is None else self._candidate(plan, [self._one_layer(group, micro_batches) for group in path])
+
+    def _pipeline(self, path: Groups, layers: Sequence[int], micro_batches: int) -> PipelinePlan | None:
         try:
             own = [
                 self._stage(group, (number, sum(layers[:number]), mine), micro_batches)
@@ -246,7 +261,10 @@ class Candidates:
             rules = ", ".join(map(repr, self.rules.of_links))
             self.barred = f"in {len(path)} stages no order was found in which none passes tokens where rules ({rules}) forbid it"
             return None
-        alone = [self._one_layer(group, micro_batches) for group in path]
+        return plan
+
+    def _candidate(self, plan: PipelinePlan, alone: Sequence[Inside]) -> Candidate | None:
+        """As far ahead as memory allows; None where it does not fit. ``alone``: [stages] placements of one layer."""
         placed_by = {AHEAD[-1]: self._inside(plan.running_ahead(AHEAD[-1]), alone)}
         if not _fit(placed_by[AHEAD[-1]]):
             # From the least on: where that takes too much memory, nothing else need be asked.
@@ -265,6 +283,32 @@ class Candidates:
         usd = step_usd(self.cluster.rent_usd_per_s, pipeline_egress_usd(plan, inside), step_s)
         made = plan.with_layers([one.layers for one in inside])
         return Candidate(plan=made, inside=tuple(inside), least=self.wishes.goal.worth(step_s, usd))
+
+    def _layers_that_fit(self, path: Groups, micro_batches: int) -> list[int] | None:
+        """[stages]: layers that suit these sites, and take no more memory than they have; None where there are none. The first
+        stages keep the activations of most micro-batches, so they have fewer layers then."""
+        model, last = self.workload.model, len(path) - 1
+        layers = self.layers(path, micro_batches)
+        plan = None if layers is None else self._pipeline(path, layers, micro_batches)
+        if plan is None:
+            return None
+        most = list[int]()
+        for number, (group, room) in enumerate(zip(path, rooms(plan.running_ahead(AHEAD[0])), strict=True)):
+            one, two = (1 + more + model.num_dense_layers * (number == 0) for more in range(2))
+            places = [(number, model.num_layers - mine if number == last else number * one, mine) for mine in (one, two)]
+            try:
+                first, second = (self._stage(group, place, micro_batches) for place in places)
+            except ValueError:
+                return None
+            key = f"{first.alike} {room}"
+            if key not in self._in_room:
+                self._in_room[key] = layers_in_room(first, second, room)
+            most.append(one - 1 + self._in_room[key])
+        found = self.layers(path, micro_batches, most)
+        if found is None and not self.lacking:
+            # Says what is lacking.
+            self._candidate(plan, [self._one_layer(group, micro_batches) for group in path])
+        return found
 
     def _inside(self, plan: PipelinePlan, alone: Sequence[Inside]) -> list[Inside]:
         """[stages]: placements; ``alone``: of one layer of each. What suits one layer suits all of a stage, unless memory is

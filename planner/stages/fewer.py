@@ -8,6 +8,7 @@ helps. Before fewer are chosen all are tried without stages, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ sites, before fewer are chosen. In what is left sites are exchanged."""
 _LEAST_S = 0.1
 """Time limit of what is tried after the time limit."""
 _PATIENCE_S = 0.5
-"""For how long a first pipeline is looked for at least: seconds pass until it is certain that of few sites' memory none fits."""
+"""For how long a first pipeline of fewer sites than all is looked for at least: it may take seconds to be sure that none fits."""
 _SAVES = 0.1
 """Share of a step, or its price, that leaving sites out must save: the more sites, the farther short searches are from what long
 ones find."""
@@ -195,7 +196,8 @@ class _Search:
         with suppress(HybridEPError):
             asked = among(self.cluster, self.workload, self.wishes, sites, self.rules)
             with suppress(HybridEPError):
-                made.append(plan_pipeline(*asked, time_limit_s=limit_s, patience_s=max(limit_s, _PATIENCE_S)))
+                patience_s = max(limit_s, _PATIENCE_S) if len(sites) < self.cluster.sizes[0] else math.inf
+                made.append(plan_pipeline(*asked, time_limit_s=limit_s, patience_s=patience_s))
             if self.wishes.stages is None and (again or not made):
                 made.append(without_stages(*asked, limit_s / 2))
         for one in made:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import comb
 
 from hybridep.baselines import Baseline, baseline_group
@@ -141,6 +142,20 @@ def without_search(
             if one.memory.fits:
                 return one
     return min(every, key=lambda one: one.rank(number, rent_usd_per_s))
+
+
+def layers_in_room(one: Plan, two: Plan, room: Room) -> int:
+    """How many layers with experts a stage has room for, in whatever placement takes least; ``one``, ``two``: with so many."""
+    most = 0.0
+    for first, second in zip(chain(*_placements(one)), chain(*_placements(two)), strict=True):
+        used = [
+            step_memory(stage.with_layers(group)).use(room.in_flight, room.beside_bytes)
+            for stage, group in ((one, first), (two, second))
+        ]
+        if used[0].fits:
+            each_bytes = used[1].fullest_bytes - used[0].fullest_bytes
+            most = max(most, 1 + (used[0].capacity_bytes - used[0].fullest_bytes) / each_bytes)
+    return int(most)
 
 
 def searched(

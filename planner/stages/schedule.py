@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 
@@ -272,13 +272,25 @@ def _crowding(plan: PipelinePlan) -> tuple[float, ...] | None:
     return tuple(len(ranks) * sharing / plan.cluster.num_gpus for ranks in plan.ranks)
 
 
-def balanced_layers(seconds_per_layer: Sequence[float], extra_s: Sequence[float], layers: int, least: Sequence[int]) -> list[int]:
+def balanced_layers(
+    seconds_per_layer: Sequence[float],
+    extra_s: Sequence[float],
+    layers: int,
+    least: Sequence[int],
+    most: Sequence[int] | None = None,
+) -> list[int]:
     """So many layers for each stage that the slowest is as fast as can be: ``seconds_per_layer`` and what it takes besides for
-    one micro-batch, and how many it must have ``least``. Raises ValueError where there are too few."""
-    found = list(least)
+    one micro-batch, and how many it must have ``least`` and may have at ``most``. Raises ValueError where there are too few, or
+    too many."""
+    found, most = list(least), most or [layers] * len(least)
     if sum(found) > layers:
         raise ValueError(f"{layers} layers for {len(found)} stages, which need {sum(found)}")
+    if sum(most) < layers or any(have > may for have, may in zip(found, most, strict=True)):
+        raise ValueError(f"{layers} layers for {len(found)} stages, which have room for {', '.join(map(str, most))}")
     for _ in range(layers - sum(found)):
-        after = [extra + (have + 1) * each for have, each, extra in zip(found, seconds_per_layer, extra_s, strict=True)]
+        after = [
+            extra + (have + 1) * each if have < may else inf
+            for have, each, extra, may in zip(found, seconds_per_layer, extra_s, most, strict=True)
+        ]
         found[int(np.argmin(after))] += 1
     return found

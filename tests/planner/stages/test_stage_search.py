@@ -149,6 +149,27 @@ def test_stages_keep_within_memory() -> None:
         plan_pipeline(tiny, workload, time_limit_s=10)
 
 
+def test_where_memory_is_short_the_first_stages_have_fewer_layers_or_micro_batches_are_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first stages keep the activations of most micro-batches: 174 MB with as many layers as balance them."""
+    workload = layered_workload(12, ffn=32, micro_batch_size=64)
+
+    def planned(memory_mb: int) -> PipelinePlan:
+        cluster = sites_cluster(np.random.default_rng(2), 4, 2, "even", memory=f"{memory_mb} MB")
+        plan = plan_pipeline(cluster, workload, StageWishes(stages=4), time_limit_s=0.1)
+        assert all(one.memory.fits for one in costed(plan).inside)
+        return plan
+
+    assert planned(100).micro_batches > 64
+    monkeypatch.setattr("planner.stages.candidates.MANY_BATCHES", ())
+    for memory_mb in (150, 120):
+        layers = [stage.num_layers for stage in planned(memory_mb).stages]
+        assert sum(layers) == 12 and layers[0] < layers[-1]
+    with pytest.raises(InfeasibleError, match=r"needs 173\.9 MB and has 100 MB"):
+        planned(100)
+
+
 @pytest.mark.parametrize(
     ("layers", "stages", "words"),
     [
