@@ -25,6 +25,8 @@ _CHOOSING = 1 / 3
 """Share of the time limit in which it is found which sites pay."""
 _LOOK = 0.1
 """Share of the time limit for a first look at pipelines, and one at plans without stages."""
+_UNSURE = 0.05
+"""By how much a pipeline that was not simulated must be expected to be better than one that was."""
 _NEAR = 1.5
 """After the first look what takes over so many times as long as the other has no more time."""
 _EACH = 0.5
@@ -57,8 +59,8 @@ class Asked:
         cluster, workload, wishes = among(self.cluster, self.workload, self.wishes, sites)
         return Asked(cluster=cluster, workload=workload, wishes=wishes)
 
-    def worth(self, plan: Plan) -> Worth:
-        """What a plan without stages is worth, as expected."""
+    def worth(self, plan: AnyPlan) -> Worth:
+        """What a plan is worth, as expected."""
         return self.wishes.goal.worth(plan.predicted.expected_s, plan.predicted.cost_usd)
 
     def worth_in_stages(self, choice: StageChoice) -> Worth:
@@ -225,8 +227,8 @@ def _with_and_without(
     for both. Raises the reason of the latter where neither is possible."""
     began_s = now_s()
 
-    def staged(limit_s: float) -> StageChoice:
-        return in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=limit_s, shown=shown)
+    def staged(limit_s: float, known: PipelinePlan | None = None) -> StageChoice:
+        return in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=limit_s, shown=shown, known=known)
 
     def left_s(share: float = 1.0) -> float:
         return max(share * (time_limit_s - (now_s() - began_s)), _LOOK * time_limit_s)
@@ -257,12 +259,21 @@ def _with_and_without(
     try:
         if other is None or not _is_far(ours, other):
             share = 1.0 if other is None or _is_far(other, ours) else _EACH
-            pipeline = min(pipeline, staged(left_s(share)), key=asked.worth_in_stages)
+            pipeline = _better(asked, pipeline, staged(left_s(share), pipeline.plan))
         if without is not None and other is not None and not _is_far(other, ours):
             without = min(without, in_one(asked, left_s()), key=asked.worth)
     except (HybridEPError, KeyboardInterrupt):
         pass
     return pipeline, without
+
+
+def _better(asked: Asked, one: StageChoice, other: StageChoice) -> StageChoice:
+    """Of one that is simulated and one that is not the former, unless ``_UNSURE`` more is expected of the other."""
+    if (one.simulated_s is None) == (other.simulated_s is None):
+        return min(one, other, key=asked.worth_in_stages)
+    known, guess = (other, one) if one.simulated_s is None else (one, other)
+    (over, value), (guess_over, guess_value) = (asked.worth(choice.plan) for choice in (known, guess))
+    return guess if (guess_over, guess_value) < (over, value * (1 - _UNSURE)) else known
 
 
 def _is_far(one: Worth, other: Worth) -> bool:

@@ -53,11 +53,12 @@ def in_stages(
     *,
     time_limit_s: float = 60.0,
     shown: bool = False,
+    known: PipelinePlan | None = None,
 ) -> StageChoice:
     """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation the one that is fastest in a
     simulation of all ranks; the planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as
     in a lab. With a ``goal`` the cheapest, or the fastest within a budget. ``shown``: with the search's progress on stderr.
-    Raises what the planner raises."""
+    ``known``: one more to choose from. Raises what the planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
     from planner import StageWishes, plan_pipelines
 
@@ -67,6 +68,9 @@ def in_stages(
     # It ends before simulations show theirs.
     with PlanProgress() if shown else nullcontext() as progress:
         made = plan_pipelines(cluster, workload, wishes, number, time_limit_s=share * time_limit_s, report=progress)
+    if known is not None:
+        made.append(known)
+        made.sort(key=lambda one: wishes.goal.worth(one.predicted.expected_s, one.predicted.cost_usd))
     if number == 1:
         return StageChoice(plan=made[0], simulated_s=None)
     if not wishes.goal.needs_prices:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cli_cases import CLUSTER, Inputs, Result, shell
 
-from hybridep.commands.sites_choice import Asked, Staged, in_one
+from hybridep.commands.sites_choice import Asked, Staged, _better, in_one
 from hybridep.commands.stage_choice import StageChoice, best_simulated, simulated_s
 from hybridep.commands.stage_choice import in_stages as stages_in_time
 from hybridep.errors import InfeasibleError, UserError
@@ -474,3 +474,16 @@ def test_a_time_limit_too_short_for_simulations_is_kept(inputs: Inputs, call: Ca
     monkeypatch.setattr("planner.sites_that_pay", lambda *_, **__: paying)
     result = in_stages(inputs, call, "--stages", "2", "--fewer-sites", "--json", cluster=four)[1]
     assert result.code == 0 and result.json["simulated_s"] is None and result.json["left_out"] == ["dc2", "dc3"], result.err
+
+
+def test_a_simulated_pipeline_is_kept_unless_another_is_expected_to_be_clearly_better(inputs: Inputs, call: Call) -> None:
+    """What is expected errs by a few percent."""
+    path, _ = in_stages(inputs, call, "--stages", "2")
+    plan = load_any_plan(path)
+    assert isinstance(plan, PipelinePlan)
+    asked = Asked(cluster=plan.cluster, workload=plan.workload, wishes=StageWishes())
+    known = StageChoice(plan=plan, simulated_s=1.1 * plan.predicted.expected_s, simulated=1)
+    for share, chosen in ((0.97, False), (0.9, True)):
+        prediction = plan.predicted.model_copy(update={"expected": share * plan.predicted.expected_s})
+        guess = StageChoice(plan=plan.model_copy(update={"prediction": prediction}), simulated_s=None)
+        assert {_better(asked, known, guess) is guess, _better(asked, guess, known) is guess} == {chosen}
