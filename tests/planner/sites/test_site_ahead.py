@@ -11,7 +11,7 @@ from site_cases import small_workload, uneven_cluster
 import planner
 from hybridep.config import build
 from hybridep.errors import UserError
-from hybridep.plan import Plan
+from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.constraints import Constraints
@@ -19,6 +19,7 @@ from planner.cost import step_costs
 from planner.depths import BETWEEN_SITES, depths, tables_ahead
 from planner.evaluate import evaluate
 from planner.memory import memory_use
+from planner.plans import predict
 from planner.sites.plans import table_plan
 from planner.sites.problem import SiteProblem, site_problem
 
@@ -80,9 +81,12 @@ def test_plan_finds_them_also_with_rules() -> None:
 
 
 def test_a_depth_without_memory_for_it_is_left_out(plain: list[Plan]) -> None:
-    first = plain[0]
+    groups = [group.model_copy(update={"residency": Residency.MICROBATCH}) for group in plain[0].layers]
+    first = plain[0].with_layers(*groups)
+    first = first.model_copy(update={"prediction": predict(first)})
     needs = [memory_use(with_depth(first, depth)).fullest_bytes for depth in (0, *depths(4))]
     assert needs[1] > needs[0] and step_costs(first, (1,))[0].step_s < step_s(first)
+    assert tables_ahead([first], 1)[0].schedule.prefetch > 0
     gpu = CLUSTER.gpu.model_copy(update={"memory": (needs[0] + needs[1]) / 2})
     small = first.model_copy(update={"cluster": CLUSTER.model_copy(update={"gpu": gpu})})
     assert tables_ahead([small], 1)[0].schedule.prefetch == 0
