@@ -99,8 +99,10 @@ class Candidates:
         """While time is ``left_s``: the first of a few numbers of stages that are far apart by factors, and of those about the
         best one; then the others, of the best numbers first. Where none is found that fits with layers that balance stages,
         those that are short of memory have fewer; one such is looked for until ``first_by_s`` (``planner.clock``)."""
-        found = self._made(numbers, left_s, 0.0, tight=False)
-        return found or self._made(numbers, left_s, first_by_s, tight=True)
+        found = self._made(numbers, left_s, first_by_s, tight=False)
+        if found or not self.lacking:
+            return found
+        return self._made(numbers, left_s, first_by_s, tight=True)
 
     def _made(self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float, *, tight: bool) -> list[Candidate]:
         largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
@@ -112,7 +114,9 @@ class Candidates:
         begun: dict[int, Iterator[Candidate]] = {}
 
         def goes_on() -> bool:
-            return left_s() > 0 or (not found and now_s() < first_by_s)
+            # Once one lacked memory the others' turn is over with the time: those that fit layers to it come next.
+            is_first = not found and (tight or not self.lacking)
+            return left_s() > 0 or (is_first and now_s() < first_by_s)
 
         while (left or begun) and goes_on():
             by_worth = [len(one.plan.stages) for one in sorted(found, key=lambda one: one.least)]
@@ -304,11 +308,7 @@ class Candidates:
             if key not in self._in_room:
                 self._in_room[key] = layers_in_room(first, second, room)
             most.append(one - 1 + self._in_room[key])
-        found = self.layers(path, micro_batches, most)
-        if found is None and not self.lacking:
-            # Says what is lacking.
-            self._candidate(plan, [self._one_layer(group, micro_batches) for group in path])
-        return found
+        return self.layers(path, micro_batches, most)
 
     def _inside(self, plan: PipelinePlan, alone: Sequence[Inside]) -> list[Inside]:
         """[stages]: placements; ``alone``: of one layer of each. What suits one layer suits all of a stage, unless memory is
