@@ -9,14 +9,14 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hybridep.config import Duration, Strict, build
 from hybridep.errors import UserError
 from hybridep.pipeline import AnyPlan, build_plan
 from hybridep.routing import Routing
 from hybridep.topology import Cluster, cluster_data, data_with_sites, only_sites
-from hybridep.units import Dimension, exact
+from hybridep.units import Dimension, exact, format_seconds
 from simulator.conditions import Conditions, LinkFactors
 from simulator.errors import FabricError, SimulationError, StuckError
 from simulator.fabric_file import FabricFile
@@ -35,10 +35,22 @@ _LEAST_FACTOR = 1e-3
 
 
 class SiteLoss(Strict):
-    """A datacenter that is gone from then on, or one pod of it."""
+    """A datacenter that is gone from then on, or until it is back, or one pod of it."""
 
     site: str
     at: Duration
+    back: Duration | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SiteLoss:
+        if self.back is not None and self.back <= self.at:
+            raise ValueError(f"back: {self.back} s is not after at, {self.at} s")
+        return self
+
+    @property
+    def back_s(self) -> float:
+        """Infinite where it does not come back."""
+        return math.inf if self.back is None else self.back
 
 
 class Course(Strict):
@@ -47,11 +59,12 @@ class Course(Strict):
     steps: int = Field(default=1, ge=1)
     losses: tuple[SiteLoss, ...] = ()
     checkpoint_every: int = Field(default=0, ge=0)
-    """Steps; 0 for never: a loss then throws the run back to its beginning."""
+    """Steps; 0 for at the end only: a loss then throws the run back to its beginning. One is written at the end in any case."""
     checkpoint: Duration = 0.0
     """What writing one takes."""
     restart: Duration = 0.0
-    """From the loss of a site to the next step: notice, start, read the checkpoint."""
+    """From the loss of a site to the next step: notice, start, read the checkpoint. Also from the checkpoint at which a site is
+    taken up again."""
     replan_every: int = Field(default=0, ge=0)
     """Steps between looks at whether a new plan pays; 0 for never."""
     switch: Duration = 0.0
@@ -63,19 +76,25 @@ class Course(Strict):
         return sorted(self.losses, key=lambda loss: loss.at)
 
     def require(self, cluster: Cluster, fabric: FabricFile | None = None) -> None:
-        """Raises UserError for losses that cannot be: of sites that are not there, or not any more, of the last site, or of one
-        that a fabric needs."""
+        """Raises UserError for losses that cannot be: of sites that are not there, or not at that time, of the last site, or of one
+        that a fabric needs; and for sites that no checkpoint takes up again."""
         hub = fabric.wan.hub.at if fabric is not None and fabric.wan is not None and fabric.wan.hub is not None else None
-        labels = [cluster.site_labels(site) for site in range(cluster.sizes[0])]
+        back_s = dict.fromkeys(cluster.site_names, -math.inf)
         for loss in self.in_order:
-            lost = [each for each in labels if loss.site in each]
+            left = [name for name in back_s if back_s[name] <= loss.at]
+            lost = [name for name in sites_called(cluster, loss.site) if name in left]
             if not lost:
-                raise UserError(f"losses: no site {loss.site!r}; there are {', '.join(each[0] for each in labels)}")
-            if len(lost) == len(labels):
-                raise UserError(f"losses: {loss.site} is the last site")
-            if any(hub in each for each in lost):
+                raise UserError(f"losses: no site {loss.site!r} at {format_seconds(loss.at)}; there are {', '.join(left)}")
+            if len(lost) == len(left):
+                raise UserError(f"losses: {loss.site} is the last site at {format_seconds(loss.at)}")
+            if any(hub in cluster.site_labels(cluster.site_names.index(name)) for name in lost):
                 raise FabricError(f"losses: {loss.site} is the fabric's hub (wan.hub.at), which must remain")
-            labels = [each for each in labels if each not in lost]
+            if math.isfinite(loss.back_s) and loss.back_s > loss.at + self.restart and not self.checkpoint_every:
+                raise UserError(
+                    f"losses: {loss.site} is back at {format_seconds(loss.back_s)}, and sites are taken up again at checkpoints; "
+                    "give checkpoint_every, or leave out back"
+                )
+            back_s |= {name: max(back_s[name], loss.back_s) for name in sites_called(cluster, loss.site)}
 
 
 class Happening(Enum):
@@ -85,6 +104,7 @@ class Happening(Enum):
     CHECKPOINT = "checkpoint"
     REPLAN = "replan"
     LOSS = "loss"
+    RETURN = "return"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +166,8 @@ def simulate_run(
 
     Steps under the same plan, conditions and choices are simulated once. A site that is lost ends the step at hand, and all
     since the last checkpoint is done again, under a plan for those that remain; so it does while a checkpoint is written or plans
-    are changed, which then counts for nothing. A new plan pays, and is taken up, when a step
+    are changed, which then counts for nothing. A site that is back is taken up by the next restart that ends after it, or else by
+    one after the next checkpoint; with all sites the first plan is in force again. A new plan pays, and is taken up, when a step
     of it under the conditions of the moment saves more over the steps that remain than the change costs.
     Of a fabric, `planning` gets to know what the cluster has, too: links of the cluster's names, as they are at the moment. A
     ring closes where a site is lost, and of a graph the trunks of the site remain.
@@ -174,6 +195,9 @@ class _Run:
         self._planned_at = 0
         """Step of the last plan, or of the last look at whether a new one pays."""
         self._losses = course.in_order
+        self._whole = plan
+        self._back_s: dict[str, float] = {}
+        """Site that the plan in force is without -> when it is back."""
         self._plans = {plan.digest: None}
         self._stretches: list[Stretch] = []
         self._known: dict[tuple[object, ...], float] = {}
@@ -189,10 +213,16 @@ class _Run:
             if not self._ends(Happening.STEP, self._step_s(self._plan)):
                 continue
             self._step += 1
-            if course.checkpoint_every and self._step % course.checkpoint_every == 0 and self._step < course.steps:
+            is_last = self._step == course.steps
+            if is_last or (course.checkpoint_every and self._step % course.checkpoint_every == 0):
                 if not self._ends(Happening.CHECKPOINT, course.checkpoint):
                     continue
                 self._saved = self._step
+                if not is_last and min(self._back_s.values(), default=math.inf) <= self._now_s:
+                    self._planned_at = self._step
+                    self._plan_with(self._now_s)
+                    if not self._ends(Happening.RETURN, course.restart):
+                        continue
             if course.replan_every and self._step - self._planned_at >= course.replan_every and self._step < course.steps:
                 self._planned_at = self._step
                 self._replan()
@@ -200,9 +230,16 @@ class _Run:
 
     def _ends(self, what: Happening, duration_s: float) -> bool:
         """Go on by that long, and say so; or to the next loss where that comes first, and back to the last checkpoint."""
-        if self._losses and self._losses[0].at <= self._now_s + duration_s:
-            self._lose(self._losses.pop(0))
-            self._step = self._planned_at = self._saved
+        while self._losses and self._losses[0].at <= self._now_s + duration_s:
+            loss = self._losses.pop(0)
+            lost = set(sites_called(self._whole.cluster, loss.site))
+            takes_part = not lost <= set(self._back_s)
+            self._back_s |= {site: max(self._back_s.get(site, 0.0), loss.back_s) for site in lost}
+            if takes_part:
+                self._lose(loss)
+                self._step = self._planned_at = self._saved
+                return False
+        if math.isinf(duration_s):
             return False
         self._pass(what, duration_s)
         return True
@@ -253,14 +290,21 @@ class _Run:
         return self._factors_under[plan.digest]
 
     def _lose(self, loss: SiteLoss) -> None:
-        assert self._planning is not None
-        self._plan = self._planning(without_site(self._plan.cluster, loss.site))
-        self._plans[self._plan.digest] = None
         ends_s = max(loss.at, self._now_s) + self._course.restart
+        self._plan_with(ends_s)
         if self._losses:
             # The next one may come before the restart is done, which then begins anew.
             ends_s = min(ends_s, max(self._losses[0].at, self._now_s))
         self._pass(Happening.LOSS, ends_s - self._now_s)
+
+    def _plan_with(self, now_s: float) -> None:
+        """A plan for all sites that are there then."""
+        assert self._planning is not None
+        self._back_s = {site: back_s for site, back_s in self._back_s.items() if back_s > now_s}
+        whole = self._whole.cluster
+        left = set(whole.site_names) - set(self._back_s)
+        self._plan = self._planning(only_sites(whole, left)) if self._back_s else self._whole
+        self._plans[self._plan.digest] = None
 
     def _replan(self) -> None:
         assert self._planning is not None
@@ -279,10 +323,14 @@ class _Run:
                 self._plans[found.digest] = None
 
 
+def sites_called(cluster: Cluster, label: str) -> list[str]:
+    """Names of a site, or of all its pods."""
+    return [name for site, name in enumerate(cluster.site_names) if label in cluster.site_labels(site)]
+
+
 def without_site(cluster: Cluster, site: str) -> Cluster:
     """The cluster that is left when a site is lost, with all its pods; the others keep their names."""
-    labels = [cluster.site_labels(dc) for dc in range(cluster.sizes[0])]
-    return only_sites(cluster, {each[0] for each in labels if site not in each})
+    return only_sites(cluster, set(cluster.site_names) - set(sites_called(cluster, site)))
 
 
 def cluster_at_present(cluster: Cluster, factor: Sequence[float]) -> Cluster:

@@ -118,13 +118,13 @@ class Outcome:
 def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None] | None = None) -> Outcome:
     """Simulate the first step beside its baselines, and then the whole run where it has more. progress: of the first step, as
     `simulator.report.simulate`."""
-    from simulator.many_steps import simulate_run
+    from simulator.many_steps import Course, simulate_run
 
     informed, routing = routing_of(scenario)
     plan, fabric = informed(resolve(scenario)), fabric_of(scenario.fabric)
     scenario.course.require(plan.cluster, fabric)
     report, run = _first_step(scenario, plan, routing, fabric, progress), None
-    if scenario.course.steps > 1 or scenario.course.losses:
+    if scenario.course != Course():
 
         def anew(cluster: Cluster) -> AnyPlan:
             left = of_sites(plan.cluster, plan.workload, cluster.site_names)

@@ -143,7 +143,7 @@ def _show_run(run: RunResult) -> None:
     from hybridep.units import format_seconds
 
     data = run.as_dict()
-    parts = {what: data[f"{what}_total_s"] for what in ("step", "checkpoint", "replan", "loss")}
+    parts = {what: data[f"{what}_total_s"] for what in ("step", "checkpoint", "replan", "loss", "return")}
     spent = ", ".join(f"{what} {format_seconds(value)}" for what, value in parts.items() if value > 0)
     click.echo(f"run {format_seconds(run.total_s)}: {data['steps_run']} steps under {len(data['plans'])} plans; {spent}")
 

@@ -24,7 +24,9 @@ def gathering(cluster: Cluster) -> Plan:
 def test_equal_steps_are_simulated_once() -> None:
     run = simulate_run(PLAN, course(steps=50, checkpoint_every=20, checkpoint="2 s"))
     assert run.simulated_steps == 1
-    assert run.total_s == pytest.approx(50 * STEP_S + 2 * 2)
+    # The last one at the end, as in training.
+    assert [stretch.step for stretch in run.stretches if stretch.what is Happening.CHECKPOINT] == [20, 40, 50]
+    assert run.total_s == pytest.approx(50 * STEP_S + 3 * 2)
     assert run.as_dict()["steps_run"] == 50
 
 
@@ -35,7 +37,7 @@ def test_steps_follow_links_that_change() -> None:
     steps = [stretch.duration_s for stretch in run.stretches]
     assert steps[:10] == pytest.approx([STEP_S] * 10)
     assert STEP_S < steps[10] < slow_s
-    assert steps[11:] == pytest.approx([slow_s] * 19)
+    assert steps[11:] == pytest.approx([slow_s] * 19 + [0])
     assert run.simulated_steps == 3
 
 
@@ -50,7 +52,7 @@ def test_a_lost_site_costs_the_step_and_all_since_the_checkpoint() -> None:
     assert (at.step, at.sites) == (17, 3)
     assert at.duration_s == pytest.approx(30 + 0.5 * STEP_S, rel=1e-6)
     left_s = simulate_step(ep(without_site(PLAN.cluster, "s2"))).step_s
-    assert run.stretches[-1].duration_s == pytest.approx(left_s)
+    assert run.stretches[-2].duration_s == pytest.approx(left_s)
     assert run.total_s == pytest.approx(17.5 * STEP_S + 30 + 10 * left_s)
 
 
@@ -61,16 +63,43 @@ def test_a_loss_counts_while_a_checkpoint_is_written() -> None:
     assert (at.start_s, at.duration_s) == pytest.approx((20 * STEP_S + 2, 1))
     steps = [stretch.step for stretch in run.stretches if stretch.what is Happening.STEP]
     assert steps == [*range(20), *range(10, 30)]
-    assert [stretch.step for stretch in run.stretches if stretch.what is Happening.CHECKPOINT] == [10, 20]
+    assert [stretch.step for stretch in run.stretches if stretch.what is Happening.CHECKPOINT] == [10, 20, 30]
+
+
+def test_a_loss_counts_while_the_last_checkpoint_is_written() -> None:
+    loss = {"site": "s2", "at": f"{3.5 * STEP_S} s"}
+    run = simulate_run(PLAN, course(steps=3, losses=[loss], checkpoint=f"{STEP_S} s"), planning=ep)
+    assert [stretch.step for stretch in run.stretches if stretch.what is Happening.STEP] == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_site_that_is_back_is_taken_up_after_a_checkpoint_and_lost_again() -> None:
+    again_s = 9 * STEP_S + 10 * simulate_step(ep(without_site(PLAN.cluster, "s2"))).step_s
+    times_s = (2.5 * STEP_S, 3.5 * STEP_S, again_s)
+    losses = [{"site": "s2", "at": f"{at_s} s", "back": f"{at_s + STEP_S} s"} for at_s in times_s]
+    losses.append({"site": "s3", "at": f"{again_s + 1.2 * STEP_S} s"})
+    run = simulate_run(PLAN, course(steps=30, losses=losses, checkpoint_every=10, restart=f"{0.5 * STEP_S} s"), planning=ep)
+    shown = [(one.what, one.step, one.sites) for one in run.stretches if one.what not in (Happening.STEP, Happening.CHECKPOINT)]
+    # It was away when it was lost for the second time. When another is lost it is back, and that restart takes it up.
+    lost, back = Happening.LOSS, Happening.RETURN
+    assert shown == [(lost, 2, 3), (back, 10, 4), (lost, 15, 3), (lost, 10, 3)]
+    assert run.seconds(back) == pytest.approx(0.5 * STEP_S)
+    # With all sites the first plan was in force again.
+    assert run.plans[0] == next(one.plan for one in run.stretches if one.what is back) and len(run.plans) == 3
+
+
+def test_a_restart_waits_for_a_site_that_is_back_before_it_ends() -> None:
+    loss = {"site": "s2", "at": f"{2.5 * STEP_S} s", "back": "20 s"}
+    run = simulate_run(PLAN, course(steps=5, losses=[loss], restart="30 s"), planning=ep)
+    assert run.plans == (PLAN.digest,) and run.total_s == pytest.approx(2.5 * STEP_S + 30 + 5 * STEP_S)
 
 
 def test_a_loss_during_a_restart_begins_it_anew() -> None:
     losses = [{"site": "s2", "at": "0 s"}, {"site": "s3", "at": "20 s"}]
     run = simulate_run(PLAN, course(steps=1, losses=losses, restart="30 s"), planning=ep)
-    lost = [(stretch.start_s, stretch.duration_s, stretch.sites) for stretch in run.stretches[:-1]]
+    lost = [(stretch.start_s, stretch.duration_s, stretch.sites) for stretch in run.stretches if stretch.what is Happening.LOSS]
     assert lost == [(0, 20, 3), (20, 30, 2)]
     # The first plan was in force, too, though no step of it ended.
-    assert run.as_dict()["plans"] == [PLAN.digest, *(stretch.plan for stretch in run.stretches[:-1])]
+    assert run.as_dict()["plans"] == [PLAN.digest, *(stretch.plan for stretch in run.stretches[:2])]
 
 
 def test_a_loss_ends_a_step_that_waits_for_its_links() -> None:
@@ -78,7 +107,11 @@ def test_a_loss_ends_a_step_that_waits_for_its_links() -> None:
     loss = {"site": "s2", "at": "1 min"}
     run = simulate_run(PLAN, course(steps=5, losses=[loss]), cut, planning=ep)
     assert [stretch.what for stretch in run.stretches[:2]] == [Happening.STEP, Happening.LOSS]
-    assert run.stretches[2].start_s == pytest.approx(60) and run.stretches[-1].step == 4
+    assert run.stretches[2].start_s == pytest.approx(60) and run.stretches[-1].step == 5
+    # One of a site that is away ends nothing.
+    losses = [{"site": "s3", "at": "0 s", "back": f"{STEP_S} s"}, {"site": "s3", "at": "1 min"}]
+    with pytest.raises(StuckError, match="s2 up"):
+        simulate_run(PLAN, course(steps=9, losses=losses, checkpoint_every=5), cut, planning=ep)
     with pytest.raises(StuckError, match=r"began .* into the run cannot end.* s2 up, s2 down.*links 's2 \*' have factor 0 from"):
         simulate_run(PLAN, course(steps=5), cut)
 
@@ -135,5 +168,9 @@ def test_misuse() -> None:
         losses = [{"site": name, "at": "9 h"} for name in ([names] if isinstance(names, str) else names)]
         with pytest.raises(UserError, match=problem):
             simulate_run(PLAN, course(steps=1, losses=losses), planning=ep)
+    for every, problem in ((1, "no site 's1' at 5400 s; there are s0, s2, s3"), (0, "give checkpoint_every")):
+        losses = [{"site": "s1", "at": "1 h", "back": "2 h"}, {"site": "s1", "at": "1.5 h"}]
+        with pytest.raises(UserError, match=problem):
+            simulate_run(PLAN, course(steps=1, losses=losses, checkpoint_every=every), planning=ep)
     with pytest.raises(UserError, match="no link is named 'x up'"):
         simulate_run(PLAN, course(), conditions(changes=[{"links": "x up", "factor": 1}]))
