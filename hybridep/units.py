@@ -69,11 +69,9 @@ def parse(text: object, dimension: Dimension) -> float:
 
 
 def _format(value: float, steps: list[tuple[float, str]]) -> str:
-    for scale, unit in steps:
-        if abs(value) >= scale:
-            return f"{value / scale:.4g} {unit}"
-    scale, unit = steps[-1]
-    return f"{value / scale:.4g} {unit}"
+    scale, unit = next((step for step in steps if abs(value) >= step[0]), steps[-1])
+    number = value / scale
+    return f"{number:.4g} {unit}" if abs(number) < 9999.5 else f"{number:.0f} {unit}"
 
 
 def format_bytes(value_bytes: float) -> str:

@@ -95,8 +95,13 @@ class Conditions(Strict):
         return self.model_copy(update={"changes": (), "trace": None, "jitter": (), "compute_jitter": 0.0})
 
     def require(self, cluster: Cluster, link_names: Sequence[str] | None = None) -> None:
-        """Raises UserError for links (the cluster's own unless named) and workers that are not there. (A run may lose them
-        later.)"""
+        """Raises UserError for links (the cluster's own unless named) and workers that are not there (a run may lose them later),
+        and for connections that nothing limits."""
+        if self.streams is not None and np.isinf(self.under_way_bytes(cluster, {})).all():
+            raise UserError(
+                f"conditions.streams: {self.streams} connections carry what one does without a window; give conditions.window, "
+                f"or a level of {cluster.name} a window, or leave it out"
+            )
         links = link_names or [link.name for link in cluster.link_table]
         for pattern in [change.links for change in self.all_changes] + [jitter.links for jitter in self.jitter]:
             if not _matching(links, pattern).size:
@@ -105,6 +110,15 @@ class Conditions(Strict):
         for straggler in self.stragglers:
             if straggler.worker not in names:
                 raise UserError(f"stragglers: no worker {straggler.worker!r}; names are like {min(names)!r} and {max(names)!r}")
+
+    def from_s(self, end_s: float) -> list[str]:
+        """In words, what begins then or later; rows of a trace, which may be of any length, aside."""
+        changes = [
+            f"{change.links!r} changes at {format_seconds(change.start)}" for change in self.changes if change.start >= end_s
+        ]
+        return changes + [
+            f"{one.worker} is slow from {format_seconds(one.start)} on" for one in self.stragglers if one.start >= end_s
+        ]
 
     @cached_property
     def all_changes(self) -> tuple[LinkChange, ...]:

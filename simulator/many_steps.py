@@ -76,8 +76,8 @@ class Course(Strict):
         return sorted(self.losses, key=lambda loss: loss.at)
 
     def require(self, cluster: Cluster, fabric: FabricFile | None = None) -> None:
-        """Raises UserError for losses that cannot be: of sites that are not there, or not at that time, of the last site, or of one
-        that a fabric needs; and for sites that no checkpoint takes up again."""
+        """Raises UserError for losses that cannot be: of sites that are not there, or not at that time, of the last site, or of
+        one that a fabric needs; and for sites that no checkpoint takes up again."""
         hub = fabric.wan.hub.at if fabric is not None and fabric.wan is not None and fabric.wan.hub is not None else None
         back_s = dict.fromkeys(cluster.site_names, -math.inf)
         for loss in self.in_order:

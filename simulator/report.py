@@ -15,6 +15,7 @@ from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from simulator.conditions import Conditions
+from simulator.errors import PipelineError
 from simulator.fabric_file import FabricFile
 from simulator.pipeline import PipelineStep, fastest_pipeline, over_fabric, simulate_pipeline
 from simulator.precision import EXACTLY, Precision
@@ -35,6 +36,8 @@ class Report:
     """Step time in seconds of each baseline and system asked for, by name."""
     choices: Mapping[str, str]
     """What systems chose, by name."""
+    do_not_fit: Mapping[str, str]
+    """Why, of those asked for that cannot be on the plan's cluster and model, by name."""
     wall_s: float
     """What simulating all of it took."""
 
@@ -47,6 +50,7 @@ class Report:
             "parts": self.step.parts,
             "baselines": dict(self.baselines),
             "choices": dict(self.choices),
+            "do_not_fit": dict(self.do_not_fit),
             "busiest_link": asdict(self.step.busiest_link),
             "links": [asdict(link) for link in self.step.links],
             **({} if self.pipeline is None else of_stages(self.pipeline)),
@@ -104,13 +108,17 @@ def simulate(
     if routing is not None:
         popularity = popularity_of(routing, plan.workload.model.num_experts)
 
-    baselines, choices = {}, {}
+    baselines, choices, do_not_fit = {}, {}, {}
     for name in against:
         if name is System.PIPELINE:
             if fabric is not None:
                 raise over_fabric(fabric)
-            in_order = fastest_pipeline(plan, routing, precision, conditions)
-            baselines[name.value], choices[name.value] = in_order.step_s, in_order.choice
+            try:
+                in_order = fastest_pipeline(plan, routing, precision, conditions)
+            except PipelineError as error:
+                do_not_fit[name.value] = str(error)
+            else:
+                baselines[name.value], choices[name.value] = in_order.step_s, in_order.choice
             continue
         if isinstance(name, System):
             found = system_step(plan, name, partial(simulated, name.value), popularity)
@@ -119,4 +127,4 @@ def simulate(
         # The alternative keeps the plan's codecs and schedule: it is the placement that differs.
         baselines[name.value] = simulated(name.value, baseline_like(plan, name)).step_s
     wall_s = time.perf_counter() - began_s
-    return Report(step=step, pipeline=pipeline, baselines=baselines, choices=choices, wall_s=wall_s)
+    return Report(step=step, pipeline=pipeline, baselines=baselines, choices=choices, do_not_fit=do_not_fit, wall_s=wall_s)

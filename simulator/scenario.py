@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from hybridep.config import Strict, apply_override, apply_overrides, build, read_yaml
 from hybridep.errors import ConfigError, UserError
+from hybridep.units import format_seconds
 from simulator.conditions import Conditions
 from simulator.many_steps import Course
 from simulator.network import EXACT
@@ -68,6 +69,30 @@ class Scenario(Strict):
                 raise ValueError("grid: cannot vary itself")
         return self
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """Key -> why, of keys that do nothing beside the others; limits aside, which need not be reached."""
+        course, conditions, found = self.course, self.conditions, dict[str, str]()
+        drawn = self.routing.startswith("zipf:")
+        if self.drift and not drawn:
+            found["drift"] = f"{self.drift} moves what routing: zipf:<exponent> draws, and routing is {self.routing}"
+        elif self.drift and course.steps == 1:
+            found["drift"] = f"{self.drift} moves popularity from step to step, and course.steps is 1"
+        if self.seed and not drawn:
+            found["seed"] = (
+                f"{self.seed} draws what tokens choose with routing: zipf:<exponent>, and routing is {self.routing}; jitter has "
+                "conditions.seed"
+            )
+        if conditions.seed and not (conditions.jitter or conditions.compute_jitter):
+            found["conditions.seed"] = f"{conditions.seed} draws jitter and compute_jitter, and there is neither"
+        if course.restart and not course.losses:
+            found["course.restart"] = f"{format_seconds(course.restart)} follows a loss, and there are no course.losses"
+        if course.switch and not course.replan_every:
+            found["course.switch"] = f"{format_seconds(course.switch)} is the price of a new plan, and there is no replan_every"
+        if course.replan_every >= course.steps:
+            found["course.replan_every"] = f"{course.replan_every} steps from look to look, and course.steps is {course.steps}"
+        return found
+
 
 Point = dict[str, Any]
 """Key -> value of one combination of a grid."""
@@ -80,7 +105,7 @@ def points(
     the file that options of the command line set, like ``overrides``.
 
     Raises ConfigError for a bad file, and for a bad value with the point at which it is; UserError for what is given while it
-    varies over the grid.
+    varies over the grid, and for what does nothing at any point.
     """
     data = read_yaml(path)
     for override in overrides:
@@ -97,9 +122,21 @@ def points(
         json.dumps(data)
     except TypeError:
         raise ConfigError(str(path), "", "holds a date, a set or binary data, which no key takes; put a date in quotes") from None
-    for values in product(*whole.grid.values()):
-        point = dict(zip(whole.grid, values, strict=True))
-        yield point, _at(point, data, str(path))
+    every = [dict(zip(whole.grid, values, strict=True)) for values in product(*whole.grid.values())]
+    made = [(point, _at(point, data, str(path))) for point in every]
+    idle = [one.idle for _, one in made]
+    for key, why in {key: why for of_point in idle for key, why in of_point.items()}.items():
+        if all(key in of_point or not _gives(one, key) for of_point, (_, one) in zip(idle, made, strict=True)):
+            raise UserError(f"{path}: {key}: {why}; leave it out")
+    yield from made
+
+
+def _gives(scenario: Scenario, key: str) -> bool:
+    """Whether it has another value there than scenarios have without it."""
+    given = scenario.model_dump(exclude_defaults=True)
+    for part in key.split("."):
+        given = given.get(part, {})
+    return given != {}
 
 
 def _at(point: Point, data: Mapping[str, Any], where: str) -> Scenario:

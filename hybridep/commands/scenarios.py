@@ -18,6 +18,7 @@ from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.routing import Routing, load_routing
 from hybridep.shares import of_sites
 from hybridep.topology import Cluster
+from hybridep.units import format_seconds
 
 if TYPE_CHECKING:
     from simulator.fabric_file import FabricFile
@@ -107,12 +108,14 @@ class Outcome:
     report: Report
     """What the scenario's first step takes."""
     run: RunResult | None
-    """What all steps take, where the scenario has more than one."""
+    """What all steps take, where the scenario has a course."""
+    not_met: tuple[str, ...]
+    """In words, what the scenario has in store after its end."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         run = {} if self.run is None else {"run": self.run.as_dict()}
-        return {**self.report.as_dict(), "plan_digest": self.plan.digest, **run}
+        return {**self.report.as_dict(), "plan_digest": self.plan.digest, "not_met": list(self.not_met), **run}
 
 
 def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None] | None = None) -> Outcome:
@@ -140,7 +143,9 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
             scenario.precision,
             fabric=fabric,
         )
-    return Outcome(plan=plan, report=report, run=run)
+    end_s = run.total_s if run is not None else report.step.step_s
+    lost = [f"{loss.site} is lost at {format_seconds(loss.at)}" for loss in scenario.course.in_order if loss.at >= end_s]
+    return Outcome(plan=plan, report=report, run=run, not_met=(*scenario.conditions.from_s(end_s), *lost))
 
 
 def fabric_of(text: str | None) -> FabricFile | None:

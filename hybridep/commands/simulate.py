@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from simulator.report import Report
     from simulator.scenario import Point, Scenario
 
-_SHOWN_LINKS = 5
+_SHOWN_LINKS = _SHOWN_NOT_MET = 5
 
 
 @verb(name="simulate")
@@ -121,6 +121,9 @@ def _one(scenario: Scenario, trace: Path | None, as_json: bool) -> None:
     _show(result.report)
     if result.run is not None:
         _show_run(result.run)
+    if result.not_met:
+        more = f" and {len(result.not_met) - _SHOWN_NOT_MET} more" if len(result.not_met) > _SHOWN_NOT_MET else ""
+        stdout_console().print("ends before: " + ", ".join(result.not_met[:_SHOWN_NOT_MET]) + more)
     if trace is not None:
         click.echo(f"timeline written to {trace}")
 
@@ -158,6 +161,8 @@ def _show(report: Report) -> None:
     for baseline, other_s in report.baselines.items():
         chosen = f", {report.choices[baseline]}" if baseline in report.choices else ""
         console.print(f"  {baseline}: {format_seconds(other_s)} (x {other_s / step_s:.2f}{chosen})")
+    for baseline, why in report.do_not_fit.items():
+        console.print(f"  {baseline}: does not fit: {why.removeprefix(f'{baseline}: ')}")
     prediction = report.step.plan.prediction
     if prediction is not None:
         console.print(f"  the plan's own prediction: {format_seconds(prediction.expected_s)}")

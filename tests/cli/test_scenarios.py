@@ -93,18 +93,18 @@ def rows_of(table: Path) -> list[dict[str, str]]:
 def test_sweeps_know_what_files_hold_and_keep_other_rows(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
     table = inputs.folder / "table.csv"
     options = ("--out", table, "--jobs", 1, "--json")
-    first = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options).json
+    first = call("simulate", scenario("routing: zipf:1", "grid: {seed: [1], plan: [ep]}"), *options).json
     # Numbers are numbers, and a grid of one point is a sweep.
     assert first["points"] == 1 and first["rows"][0]["step_s"] > 0 and first["rows"][0]["seed"] == 1
-    assert call("simulate", scenario("plan: ep", "grid: {seed: [2]}"), *options).json["points"] == 1
+    assert call("simulate", scenario("routing: zipf:1", "grid: {seed: [2], plan: [ep]}"), *options).json["points"] == 1
     assert [row["seed"] for row in rows_of(table)] == ["1", "2"]
     inputs.cluster.write_text(inputs.cluster.read_text().replace("100 Mbps", "50 Mbps"))
-    again = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options).json["rows"][0]
+    again = call("simulate", scenario("routing: zipf:1", "grid: {seed: [1], plan: [ep]}"), *options).json["rows"][0]
     assert again["step_s"] > 1.5 * first["rows"][0]["step_s"]
     assert [row["seed"] for row in rows_of(table)] == ["2", "1"]
     for text in ("a note\n", "point,step_s\n{},1,2\n"):
         table.write_text(text)
-        refused = call("simulate", scenario("plan: ep", "grid: {seed: [1]}"), *options)
+        refused = call("simulate", scenario("routing: zipf:1", "grid: {seed: [1], plan: [ep]}"), *options)
         assert refused.code == 2 and "no table of a sweep" in refused.err and table.read_text() == text
 
 
@@ -123,7 +123,7 @@ def test_a_table_that_a_spreadsheet_has_saved_is_gone_on_with(
 
 
 def _long_after_the_first(scenario: Scenario) -> dict[str, str]:
-    time.sleep(100 * scenario.seed)
+    time.sleep(1e5 * scenario.tolerance)
     return {}
 
 
@@ -135,7 +135,7 @@ def test_an_interrupted_sweep_does_not_simulate_the_rest(
 
     monkeypatch.setattr(sweeps, "_simulate", _long_after_the_first)
     monkeypatch.setattr(sweeps, "_write", interrupted)
-    grid = list(points(scenario("plan: ep", "grid: {seed: [0, 1, 2, 3]}")))
+    grid = list(points(scenario("plan: ep", "grid: {tolerance: [0, 0.001, 0.002, 0.003]}")))
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         sweeps.sweep(grid, inputs.folder / "table.csv", 2)
@@ -149,7 +149,7 @@ def _ends_its_process(scenario: Scenario) -> dict[str, str]:
 
 def test_a_lost_process_of_a_sweep_is_no_bug(scenario: Callable[..., Path], call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "_simulate", _ends_its_process)
-    result = call("simulate", scenario("plan: ep", "grid: {seed: [0, 1]}"), "--jobs", 2)
+    result = call("simulate", scenario("plan: ep", "grid: {tolerance: [0, 0.001]}"), "--jobs", 2)
     assert result.code == 5 and "process of the sweep lost" in result.err and "--jobs" in result.err
 
 
@@ -173,10 +173,10 @@ def test_overrides_of_a_grid_keep_its_other_keys(scenario: Callable[..., object]
 
 def test_what_varies_inside_what_varies_counts(scenario: Callable[..., object]) -> None:
     for keys in (("conditions", "conditions.goodput"), ("conditions.goodput", "conditions")):
-        values = {"conditions": "[{goodput: 0.9, seed: 3}]", "conditions.goodput": "[0.5]"}
+        values = {"conditions": "[{goodput: 0.9, window: 3 B}]", "conditions.goodput": "[0.5]"}
         grid = ", ".join(f"{key}: {values[key]}" for key in keys)
         ((_, one),) = points(Path(str(scenario(f"grid: {{{grid}}}"))))
-        assert (one.conditions.goodput, one.conditions.seed) == (0.5, 3)
+        assert (one.conditions.goodput, one.conditions.window) == (0.5, 3)
 
 
 def test_baselines_have_as_many_connections_as_plans(inputs: Inputs) -> None:
@@ -247,9 +247,50 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
         ("seed: -1", "seed"),
         ("conditions: {seed: -1}", "conditions.seed"),
         ("course: {steps: 1, losses: [{site: x, at: 9 h}]}", "losses: no site 'x'"),
+        # What would do nothing.
+        ("conditions: {streams: 8}", "conditions.streams: 8 connections"),
+        ("drift: 0.1", "drift: 0.1 moves what routing: zipf"),
+        ("{drift: 0.1, routing: 'zipf:1'}", "drift: 0.1 moves popularity from step to step"),
+        ("grid: {seed: [0, 1, 2]}", "seed: 2 draws what tokens choose"),
+        ("conditions: {seed: 3}", "conditions.seed: 3 draws jitter"),
+        ("course: {steps: 3, restart: 2 min}", "course.restart: 120 s follows a loss"),
+        ("course: {steps: 3, switch: 2 s}", "course.switch: 2 s is the price"),
+        ("course: {steps: 3, replan_every: 3}", "course.replan_every: 3 steps"),
     ):
-        result = call("simulate", scenario(line))
+        lines = line[1:-1].split(", ") if line.startswith("{") else [line]
+        result = call("simulate", scenario(*([] if "plan:" in line else ["plan: ep"]), *lines))
         assert result.code == 2 and expected in result.err, (line, result.err)
+
+
+def test_what_some_points_of_a_grid_use_is_not_refused_at_the_others(scenario: Callable[..., Path]) -> None:
+    lines = ("course: {steps: 2, restart: 1 s}", "seed: 1", "drift: 0.1")
+    varied = "{routing: [uniform, 'zipf:1'], plan: [ep, full_gather], course.losses: [[], [{site: dc1, at: 1 s}]]}"
+    assert len(list(points(scenario(*lines, f"grid: {varied}")))) == 8
+
+
+def test_what_a_simulation_does_not_meet_is_said(scenario: Callable[..., object], call: Call) -> None:
+    late = "{links: 'dc0 up', factor: 0.5, start: 10 min}"
+    stragglers = "[{worker: dc0, slowdown: 2, start: 11 min}, {worker: dc1, slowdown: 2}]"
+    lines = ("plan: ep", f"conditions: {{changes: [{late}], stragglers: {stragglers}}}")
+    met = scenario(*lines, "course: {steps: 2, losses: [{site: dc1, at: 9 h}]}")
+    expected = ["'dc0 up' changes at 600 s", "dc0 is slow from 660 s on", "dc1 is lost at 32400 s"]
+    assert call("simulate", met, "--json").json["not_met"] == expected
+    assert "ends before: " + ", ".join(expected) in " ".join(call("simulate", met).out.split())
+    assert call("simulate", scenario(*lines), "--json").json["not_met"] == expected[:2]
+    assert call("simulate", scenario("plan: ep"), "--json").json["not_met"] == []
+
+
+def test_a_pipeline_that_does_not_fit_is_said_beside_the_rest(
+    scenario: Callable[..., object], inputs: Inputs, call: Call
+) -> None:
+    three = inputs.cluster.read_text().replace("name: dc, size: 2", "name: dc, size: 3")
+    inputs.cluster.write_text(three)
+    lines = ("plan: ep", "against: [pipeline, full_gather]", "overrides: [workload.model.num_layers=2]")
+    result = call("simulate", scenario(*lines), "--json")
+    assert result.code == 0, result.err
+    assert set(result.json["baselines"]) == {"full_gather"} and "no number of stages" in result.json["do_not_fit"]["pipeline"]
+    shown = call("simulate", scenario(*lines)).out
+    assert "  pipeline: does not fit: no number of stages" in shown and "  full_gather: " in shown
 
 
 def test_a_link_that_stays_cut_is_the_users(scenario: Callable[..., object], call: Call) -> None:

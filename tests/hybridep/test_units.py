@@ -52,5 +52,11 @@ def test_the_stored_text_reads_back_to_the_same_float(value, dimension):
 
 def test_texts_for_people():
     assert format_bytes(1.5e9) == "1.5 GB"
-    assert format_seconds(0.0015) == "1.5 ms"
+    assert [format_seconds(value) for value in (0, 0.0015, 9999.4, 9999.5, 32400)] == [
+        "0 us",
+        "1.5 ms",
+        "9999 s",
+        "10000 s",
+        "32400 s",
+    ]
     assert format_bandwidth(1.25e9) == "10 Gbps"
