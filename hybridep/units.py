@@ -84,6 +84,11 @@ def format_seconds(value_s: float) -> str:
     return _format(value_s, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us")])
 
 
+def counted(number: int, what: str) -> str:
+    """2, ``"step"`` -> ``"2 steps"``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
+
+
 def format_bandwidth(value_bytes_per_s: float) -> str:
     """1.25e9 -> ``"10 Gbps"``."""
     bits = value_bytes_per_s * _BITS_PER_BYTE

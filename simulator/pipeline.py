@@ -29,6 +29,7 @@ from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
 from hybridep.topology import only_sites
+from hybridep.units import counted
 from simulator.arrays import BoolArray, FloatArray
 from simulator.blocks import Blocks, Place, fabric_of
 from simulator.collective import Flows, Program, Progress
@@ -137,8 +138,9 @@ class PipelineStep:
         """In few words, of stages of equally many sites with the same baseline in each."""
         share = (self.bubble_s / self.step_s, self.transfers_s / self.step_s)
         return (
-            f"{len(self.stages)} stages of {self.stages[0].plan.cluster.sizes[0]} sites, {self.plan.provenance['baseline']} in "
-            f"each, {self.plan.in_flight(0)} micro-batches in flight, bubble {share[0]:.0%}, activations {share[1]:.0%}"
+            f"{len(self.stages)} stages of {counted(self.stages[0].plan.cluster.sizes[0], 'site')}, "
+            f"{self.plan.provenance['baseline']} in each, {counted(self.plan.in_flight(0), 'micro-batch')} in flight, "
+            f"bubble {share[0]:.0%}, activations {share[1]:.0%}"
         )
 
 

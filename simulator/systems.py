@@ -20,6 +20,7 @@ from hybridep.routing import Routing
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
+from hybridep.units import counted
 from simulator.errors import SimulationError
 from simulator.step import StepResult
 from simulator.token_exchange import Route, TokenExchange
@@ -133,7 +134,7 @@ def _shadowed(plan: Plan, popularity: Sequence[FloatArray]) -> Iterator[tuple[st
             table = np.tile(home, (sites, 1))
             table[:, order[:count]] = np.arange(sites)[:, None]
             groups.append({"domains": inner, "migration": {}, "serving": serving_groups(plan.cluster, table)})
-        yield f"{count} shadows, ", _with_groups(plan, groups)
+        yield f"{counted(count, 'shadow')}, ", _with_groups(plan, groups)
 
 
 def _spread(plan: Plan, loads: FloatArray) -> dict[str, object]:

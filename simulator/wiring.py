@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.topology import Cluster
+from hybridep.units import counted
 from simulator.arrays import FloatArray, IntArray
 from simulator.errors import FabricError
 from simulator.fabric_file import FabricFile, Inside
@@ -116,7 +117,7 @@ class Wiring:
         if self.is_circuit(link):
             region, source, destination, number = np.unravel_index(link - self._first_circuit, self._circuit_shape)
             nodes = [f"node {region * self.nodes_per_region + node}" for node in (source, destination)]
-            return f"{number + 1} circuits {nodes[0]} -> {nodes[1]}"
+            return f"{counted(int(number) + 1, 'circuit')} {nodes[0]} -> {nodes[1]}"
         group, down = divmod(link - self._first_inside, 2)
         leaves = len(self._leaf_bytes_per_s)
         place = f"leaf {group}" if group < leaves else f"{cluster.worker_name(cluster.location(group - leaves))} port"

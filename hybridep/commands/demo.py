@@ -14,7 +14,7 @@ import click
 
 from hybridep.commands.common import emit, note, set_option, stdout_console, verb
 from hybridep.errors import UserError
-from hybridep.units import format_bytes, format_seconds
+from hybridep.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from hybridep.plan import Plan
@@ -79,7 +79,8 @@ def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
     if not in_lab():
         reason = why_not_in_lab(cluster)
         if reason is None:
-            note(f"hybridep demo: {cluster.sizes[0]} emulated datacenters, {cluster.num_gpus} ranks, over Ray")
+            ranks = counted(cluster.num_gpus, "rank")
+            note(f"hybridep demo: {counted(cluster.sizes[0], 'emulated datacenter')}, {ranks}, over Ray")
             again = [sys.executable, "-m", "hybridep.cli", "demo", "--run", run_name, *(["--json"] if as_json else [])]
             again += [word for override in overrides for word in ("--set", override)]
             ray = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(cluster.ranks_per_site)]
@@ -130,7 +131,7 @@ def _tour(run: Run, cluster: Cluster, workload: Workload) -> tuple[list[Outcome]
         "full_gather": baseline(cluster, workload, "full_gather"),
         "plan": plan(cluster, workload),
     }
-    note(f"3/3 training {run.steps} steps under each of {', '.join(plans)}")
+    note(f"3/3 training {counted(run.steps, 'step')} under each of {', '.join(plans)}")
     return [_train(run, name, made) for name, made in plans.items()], cluster
 
 
@@ -261,11 +262,12 @@ def _show(result: dict[str, Any], outcomes: list[Outcome]) -> None:
         )
     console.print(table)
     steps = len(outcomes[0].losses)
-    console.print(
-        f"links {'shaped' if result['shaped'] else 'NOT shaped'}; medians of {steps - 1} steps ± standard deviation; per step"
-    )
+    links, medians = "shaped" if result["shaped"] else "NOT shaped", counted(steps - 1, "step")
+    console.print(f"links {links}; medians of {medians} ± standard deviation; per step")
     equal = "equal" if result["losses_equal"] else "NOT equal"
-    console.print(f"losses of the first {min(steps, COMPARED_STEPS)} steps are {equal} (within {LOSS_TOLERANCE:g}, fp32)")
+    console.print(
+        f"losses of the first {counted(min(steps, COMPARED_STEPS), 'step')} are {equal} (within {LOSS_TOLERANCE:g}, fp32)"
+    )
     output = result["output"]
     console.print(
         f"figures: {output}/losses.png, {output}/step-times.png, {output}/*/timeline.png (measured), timeline-simulated.png"

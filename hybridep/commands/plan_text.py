@@ -8,7 +8,7 @@ import click
 
 from hybridep.commands.common import stdout_console
 from hybridep.shares import alike_ranks, site_sequences
-from hybridep.units import format_bytes, format_dollars, format_seconds, format_throughput
+from hybridep.units import counted, format_bytes, format_dollars, format_seconds, format_throughput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
     console = stdout_console()
     cluster, chosen = made.cluster, explanation.plan
     pods, sites = cluster.sizes[0], len({cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])})
-    where = f"{pods} pods of {sites} sites" if sites != pods else "one site" if sites == 1 else f"{sites} sites"
+    where = f"{pods} pods of {counted(sites, 'site')}" if sites != pods else "one site" if sites == 1 else f"{sites} sites"
     console.print(
-        f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks in {where}"
-        f", {made.workload.model.num_moe_layers} MoE layers of {made.workload.model.num_experts} experts"
+        f"[bold]{made.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {counted(cluster.num_gpus, 'rank')} in {where}"
+        f", {counted(made.workload.model.num_moe_layers, 'MoE layer')} of {counted(made.workload.model.num_experts, 'expert')}"
     )
     if not alike_ranks(cluster, made.workload):
         console.print(f"  {_ranks(made)}")
@@ -152,7 +152,7 @@ def _serving(name: str, group: LayerGroup) -> str:
     groups = sorted(group.serving, key=lambda one: -len(one.sites))
     shown = [f"({few(one.sites)} find experts at {few(list(one.holders))})" for one in groups[:4]]
     more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
-    return f"{name}: {len(groups)} groups of sites: {', '.join(shown)}{more}"
+    return f"{name}: {counted(len(groups), 'group')} of sites: {', '.join(shown)}{more}"
 
 
 def few(names: Sequence[str]) -> str:
@@ -207,7 +207,7 @@ def show_choice(choice: SimulatedChoice) -> None:
             f"chosen by simulation among {choice.simulated} plans: its step is simulated to be {choice.shorter:.1%} shorter than "
             f"that of the plan that costs least, which costs {1 - 1 / (1 + choice.dearer):.1%} less"
         )
-    elif choice.simulated:
+    elif choice.simulated > 1:
         click.echo(f"costs least, and is simulated to be the fastest of {choice.simulated} plans")
 
 

@@ -129,7 +129,8 @@ def _one(scenario: Scenario, trace: Path | None, as_json: bool) -> None:
 
 
 def _sweep(grid: Sequence[tuple[Point, Scenario]], table: Path, jobs: int | None, as_json: bool) -> int:
-    from hybridep.commands.sweeps import as_data, default_jobs, sweep
+    from hybridep.commands.sweeps import as_data, default_jobs, shown, sweep
+    from hybridep.units import counted
 
     rows = sweep(grid, table, jobs or default_jobs())
     failed = [row for row in rows if row.get("error")]
@@ -137,18 +138,19 @@ def _sweep(grid: Sequence[tuple[Point, Scenario]], table: Path, jobs: int | None
         emit({"table": str(table), "points": len(rows), "failed": len(failed), "rows": [as_data(row) for row in rows]})
     else:
         for row in rows:
-            click.echo("  ".join(f"{name} {value}" for name, value in row.items() if value and name != "point"))
-        click.echo(f"{len(rows)} points in {table}" + (f", {len(failed)} failed" if failed else ""))
+            click.echo("  ".join(shown(row)))
+        click.echo(f"{counted(len(rows), 'point')} in {table}" + (f", {len(failed)} failed" if failed else ""))
     return 2 if failed else 0
 
 
 def _show_run(run: RunResult) -> None:
-    from hybridep.units import format_seconds
+    from hybridep.units import counted, format_seconds
 
     data = run.as_dict()
     parts = {what: data[f"{what}_total_s"] for what in ("step", "checkpoint", "replan", "loss", "return")}
     spent = ", ".join(f"{what} {format_seconds(value)}" for what, value in parts.items() if value > 0)
-    click.echo(f"run {format_seconds(run.total_s)}: {data['steps_run']} steps under {len(data['plans'])} plans; {spent}")
+    steps, plans = counted(data["steps_run"], "step"), counted(len(data["plans"]), "plan")
+    click.echo(f"run {format_seconds(run.total_s)}: {steps} under {plans}; {spent}")
 
 
 def _show(report: Report) -> None:

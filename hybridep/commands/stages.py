@@ -157,15 +157,16 @@ def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
 
     from hybridep.commands.codecs import codec_lines
     from hybridep.commands.plan_text import few, placed_text
-    from hybridep.units import format_bytes, format_dollars, format_seconds
+    from hybridep.units import counted, format_bytes, format_dollars, format_seconds
     from planner.stages.report import pipeline_summary
 
     plan = choice.plan
     found, console = pipeline_summary(plan), stdout_console()
     cluster, step_s = plan.cluster, found["step_s"]
     console.print(
-        f"[bold]{plan.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {cluster.num_gpus} ranks, {len(plan.stages)} stages, "
-        f"{plan.micro_batches} micro-batches, each stage up to {plan.ahead} forwards ahead for each stage behind it"
+        f"[bold]{plan.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {counted(cluster.num_gpus, 'rank')}, "
+        f"{counted(len(plan.stages), 'stage')}, {counted(plan.micro_batches, 'micro-batch')}, "
+        f"each stage up to {counted(plan.ahead, 'forward')} ahead for each stage behind it"
     )
     table = Table("stage", "sites", "layers", "a micro-batch", "sequences", "in flight", "memory", box=None, pad_edge=False)
     for number, stage in enumerate(found["stages"]):
@@ -189,7 +190,8 @@ def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
     parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in found["parts_s"].items())
     console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
     if choice.simulated_s is not None:
-        console.print(f"  simulated: {format_seconds(choice.simulated_s)}, the best of {choice.simulated} pipelines")
+        among = f", the best of {choice.simulated} pipelines" if choice.simulated > 1 else ""
+        console.print(f"  simulated: {format_seconds(choice.simulated_s)}{among}")
     else:
         console.print("  not simulated here; hybridep simulate does it")
     fit = {*found["baselines_that_fit"], *others_s}

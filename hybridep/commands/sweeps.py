@@ -23,6 +23,7 @@ from hybridep.commands.inputs import Kind, find
 from hybridep.commands.scenarios import simulate_scenario
 from hybridep.commands.tables import write_rows
 from hybridep.errors import HybridEPError, UserError, WorkerLostError
+from hybridep.units import format_seconds
 
 if TYPE_CHECKING:
     from simulator.scenario import Point, Scenario
@@ -84,6 +85,20 @@ def as_data(row: Row) -> dict[str, Any]:
     point = json.loads(row[_POINT])["point"]
     texts = ("busiest_link", "plan_digest", "error", _POINT)
     return {name: point[name] if name in point else value if name in texts else _number(value) for name, value in row.items()}
+
+
+def shown(row: Row) -> list[str]:
+    """A row for people: its point, and what came of it but for what tables keep for later."""
+    point, kept = json.loads(row[_POINT])["point"], (_POINT, "largest_cut", "plan_digest", "wall_s")
+    cells = [(name, value) for name, value in row.items() if value and name not in kept]
+    return [f"{name} {value}" if name in point else _cell(name, value) for name, value in cells]
+
+
+def _cell(name: str, value: str) -> str:
+    number = _number(value)
+    if not isinstance(number, int | float):
+        return f"{name} {value}"
+    return f"{name.removesuffix('_s')} {format_seconds(number)}" if name.endswith("_s") else f"{name} {number:.4g}"
 
 
 def _number(text: str) -> Any:

@@ -9,6 +9,7 @@ import sys
 import click
 
 from hybridep.commands.common import emit, note, set_option, stdout_console, verb
+from hybridep.units import counted
 
 
 @verb(name="train")
@@ -52,12 +53,14 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
             return run_in_lab(again, lab_spec(plan.cluster))
         note(f"hybridep train: unshaped, links are not emulated: {reason}")
     if config.trace_step is not None and config.trace_step > config.steps:
-        note(f"hybridep train: no timeline, since trace_step {config.trace_step} is beyond the last of {config.steps} steps")
+        last = f"the last of {counted(config.steps, 'step')}"
+        note(f"hybridep train: no timeline, since trace_step {config.trace_step} is beyond {last}")
     job = Job(run=config, plan=plan, resume=resume)
     with backend_for(job, local=local) as backend:
         from hybridep.commands.progress import TrainingProgress
 
-        note(f"hybridep train: {plan.cluster.num_gpus} ranks, {backend.name}, {'shaped' if backend.shaped else 'unshaped'}")
+        ranks, links = counted(plan.cluster.num_gpus, "rank"), "shaped" if backend.shaped else "unshaped"
+        note(f"hybridep train: {ranks}, {backend.name}, {links}")
         with TrainingProgress(config.steps) as progress:
             summary = train(job, backend, progress)
     if as_json:
@@ -80,7 +83,7 @@ def _print(summary: dict[str, object]) -> None:
     planned = summary["planned_wan_bytes_per_step"]
     expected = f", planned {format_bytes(float(str(planned)))}" if planned is not None else ""
     links = "links shaped" if summary["shaped"] else "links not shaped"
-    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps ({summary['backend']}, {links})")
+    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {counted(len(losses), 'step')} ({summary['backend']}, {links})")
     console.print(f"step {format_seconds(step_s['median'])} (median; {format_seconds(step_s['stdev'])} spread){beside}")
     console.print(f"WAN {format_bytes(float(str(summary['wan_bytes_per_step'])))} per step{expected}")
     console.print(f"output {summary['output']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
 import threading
 import time
@@ -76,6 +77,11 @@ def test_sweeps_go_on_where_they_stopped(scenario: Callable[..., object], inputs
     table.write_text(marked)
     second = call("simulate", scenario(grid % "50 Mbps, 200 Mbps, 0 Mbps"), *options, "--jobs", "1")
     assert second.code == 2 and (second.json["points"], second.json["failed"]) == (6, 2)
+    text = call("simulate", scenario(grid % "50 Mbps"), *options[:-1]).out.splitlines()
+    assert re.fullmatch(
+        r"plan ep  cluster.levels.dc.bandwidth 50 Mbps  step [\d.]+ m?s  busiest_link marked  busiest_load 0.\d+", text[0]
+    )
+    assert text[-1].startswith("2 points in ")
     rows = list(csv.DictReader(table.open()))
     steps = {(row["plan"], row["cluster.levels.dc.bandwidth"]): row["step_s"] for row in rows if not row["error"]}
     assert len(steps) == 4

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridep.errors import QuantityError
-from hybridep.units import Dimension, exact, format_bandwidth, format_bytes, format_seconds, gbps_to_bytes_per_s, parse
+from hybridep.units import Dimension, counted, exact, format_bandwidth, format_bytes, format_seconds, gbps_to_bytes_per_s, parse
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,8 @@ def test_the_stored_text_reads_back_to_the_same_float(value, dimension):
 
 def test_texts_for_people():
     assert format_bytes(1.5e9) == "1.5 GB"
+    words = [counted(number, what) for number in (0, 1, 2) for what in ("step", "micro-batch")]
+    assert words == ["0 steps", "0 micro-batches", "1 step", "1 micro-batch", "2 steps", "2 micro-batches"]
     assert [format_seconds(value) for value in (0, 0.0015, 9999.4, 9999.5, 32400)] == [
         "0 us",
         "1.5 ms",
