@@ -15,7 +15,7 @@ import numpy as np
 from hybridep.codecs import Codecs, Speed, Speeds, wires
 from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
-from hybridep.traffic import Direct, FloatArray, Op, OpLevel, arriving_rows, rank_sequences, reverse
+from hybridep.traffic import Direct, FloatArray, Op, OpLevel, arriving_rows, each_once, rank_sequences, reverse
 from hybridep.workload import Workload
 
 _KIND = {Op.EXPERT_GATHER: "experts"} | dict.fromkeys(
@@ -85,9 +85,7 @@ def _rows_before(placement: Placement, gating: Gating, level: int, routing: IntA
     chosen = routing >= 0
     origin = np.arange(num_gpus)[:, None, None]
     place = placement.reached(level)[origin, np.where(chosen, routing, 0)]
-    row = np.arange(chosen[..., 0].size).reshape(*chosen.shape[:2], 1)
-    visits = np.unique((row * num_gpus + place)[chosen]) % num_gpus
-    return np.bincount(visits, minlength=num_gpus).astype(np.float64)
+    return np.bincount(place[each_once(place, chosen)], minlength=num_gpus).astype(np.float64)
 
 
 def direct_coding(direct: Mapping[Op, Direct], placement: Placement, workload: Workload, codecs: Sequence[Codecs]) -> Coding:

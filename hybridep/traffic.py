@@ -23,6 +23,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 COUNT_BYTES = 8
 """Before each dispatch hop a rank tells each possible destination how many rows follow (one int64)."""
@@ -87,22 +88,27 @@ def routed_rows(placement: Placement, routing: IntArray, *, per_choice: bool = F
     """Token rows of one dispatch, exactly. ``routing`` is [G, T, K], expert ids (-1 for none, and for tokens that a rank lacks);
     returns per level [G, SF_l] rows sent. A token crosses to a coordinate once, however many of its experts are served there; or
     once for each of them (``per_choice``)."""
-    num_gpus, num_tokens, _ = routing.shape
     chosen = routing >= 0
     experts = np.where(chosen, routing, 0)
-    origin = np.arange(num_gpus * num_tokens, dtype=np.int64).reshape(num_gpus, num_tokens, 1)
     prefix = np.zeros_like(experts)
     rows = []
     for level, size in enumerate(placement.sizes):
         own = placement.coordinates[:, level]
         prefix = prefix * size + placement.serve[level][own[:, None, None], experts]
-        num_prefixes = math.prod(placement.sizes[: level + 1])
-        keys = (origin * num_prefixes + prefix)[chosen]
-        if not per_choice:
-            keys = np.unique(keys)
-        ranks, codes = keys // num_prefixes // num_tokens, keys % num_prefixes
-        rows.append(_rows_at(placement, level, ranks, codes, np.ones(len(keys))))
+        moves = chosen if per_choice else each_once(prefix, chosen)
+        ranks = np.repeat(np.arange(len(moves)), moves.sum(axis=(1, 2)))
+        rows.append(_rows_at(placement, level, ranks, prefix[moves], np.ones(ranks.size)))
     return rows
+
+
+def each_once(place: IntArray, chosen: BoolArray) -> BoolArray:
+    """[G, T, K]: of each token's choices that are ``chosen``, the first at each ``place``. Choices are few, and so compared: to
+    find what differs among all tokens' takes fifty times as long (numpy 2.4)."""
+    first = chosen.copy()
+    for choice in range(1, place.shape[-1]):
+        for earlier in range(choice):
+            first[..., choice] &= (place[..., choice] != place[..., earlier]) | ~chosen[..., earlier]
+    return first
 
 
 def expected_rows(placement: Placement, gating: Gating, *, per_choice: bool = False) -> list[FloatArray]:
@@ -167,10 +173,9 @@ def _rows_at(placement: Placement, level: int, origin: IntArray, code: IntArray,
     inner = math.prod(placement.sizes[level + 1 :])
     coordinate, own = code % size, placement.coordinates[origin, level]
     sender = (code // size * size + own) * inner + origin % inner
-    rows = np.zeros((placement.num_gpus, size))
     moving = coordinate != own
-    np.add.at(rows, (sender[moving], coordinate[moving]), weight[moving])
-    return rows
+    rows = np.bincount((sender * size + coordinate)[moving], weights=weight[moving], minlength=placement.num_gpus * size)
+    return rows.astype(np.float64).reshape(placement.num_gpus, size)
 
 
 def served_copies(placement: Placement, gating: Gating, routing: IntArray | None = None) -> FloatArray:
