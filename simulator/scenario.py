@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from hybridep.baselines import Baseline
 from hybridep.config import Strict, apply_override, apply_overrides, build, read_yaml
 from hybridep.errors import ConfigError, UserError
 from hybridep.units import format_seconds
@@ -89,7 +90,9 @@ class Scenario(Strict):
             found["course.restart"] = f"{format_seconds(course.restart)} follows a loss, and there are no course.losses"
         if course.switch and not course.replan_every:
             found["course.switch"] = f"{format_seconds(course.switch)} is the price of a new plan, and there is no replan_every"
-        if course.replan_every >= course.steps:
+        if course.replan_every and self.plan in {one.value for one in Baseline}:
+            found["course.replan_every"] = f"plan: {self.plan} stays as it is whatever links carry; give plan: auto or stages"
+        elif course.replan_every >= course.steps:
             found["course.replan_every"] = f"{course.replan_every} steps from look to look, and course.steps is {course.steps}"
         return found
 

@@ -256,15 +256,15 @@ def test_bad_scenarios_name_the_place(scenario: Callable[..., object], call: Cal
         # What would do nothing.
         ("conditions: {streams: 8}", "conditions.streams: 8 connections"),
         ("drift: 0.1", "drift: 0.1 moves what routing: zipf"),
-        ("{drift: 0.1, routing: 'zipf:1'}", "drift: 0.1 moves popularity from step to step"),
+        ("drift: 0.1\nrouting: zipf:1", "drift: 0.1 moves popularity from step to step"),
         ("grid: {seed: [0, 1, 2]}", "seed: 2 draws what tokens choose"),
         ("conditions: {seed: 3}", "conditions.seed: 3 draws jitter"),
         ("course: {steps: 3, restart: 2 min}", "course.restart: 120 s follows a loss"),
         ("course: {steps: 3, switch: 2 s}", "course.switch: 2 s is the price"),
-        ("course: {steps: 3, replan_every: 3}", "course.replan_every: 3 steps"),
+        ("plan: auto\ncourse: {steps: 3, replan_every: 3}", "course.replan_every: 3 steps"),
+        ("course: {steps: 3, replan_every: 2}", "course.replan_every: plan: ep stays as it is"),
     ):
-        lines = line[1:-1].split(", ") if line.startswith("{") else [line]
-        result = call("simulate", scenario(*([] if "plan:" in line else ["plan: ep"]), *lines))
+        result = call("simulate", scenario(line if line.startswith("plan:") else f"plan: ep\n{line}"))
         assert result.code == 2 and expected in result.err, (line, result.err)
 
 
