@@ -79,9 +79,9 @@ def _torch(name: str) -> Check:
 
 def _processors(name: str) -> Check:
     from hybridep.launch.machine import memory_bytes, torch_facts
-    from hybridep.units import format_bytes
+    from hybridep.units import counted, format_bytes
 
-    found = f"{os.cpu_count()} cores, {format_bytes(memory_bytes())} of memory, swap included"
+    found = f"{counted(os.cpu_count() or 1, 'core')}, {format_bytes(memory_bytes())} of memory, swap included"
     devices = torch_facts().cuda_devices
     if devices:
         return Check(name=name, verdict=Verdict.GOOD, found=f"{found}, {len(devices)} x {devices[0]}")

@@ -274,7 +274,7 @@ def show_robust(found: RobustPlan) -> None:
     """The plan for scenarios beside the one for the nominal rates."""
     worst = max(found.steps_s), max(found.nominal_steps_s)
     click.echo(
-        f"over {len(found.steps_s)} scenarios, at quantile {found.quantile:g}: {format_seconds(found.step_s)} (no plan below "
-        f"{format_seconds(found.bound_s)}, gap {found.gap:.1%}), worst {format_seconds(worst[0])}; the plan for the nominal "
-        f"rates: {format_seconds(found.nominal_step_s)}, worst {format_seconds(worst[1])}"
+        f"over {counted(len(found.steps_s), 'scenario')}, at quantile {found.quantile:g}: {format_seconds(found.step_s)} "
+        f"(no plan below {format_seconds(found.bound_s)}, gap {found.gap:.1%}), worst {format_seconds(worst[0])}; the plan "
+        f"for the nominal rates: {format_seconds(found.nominal_step_s)}, worst {format_seconds(worst[1])}"
     )

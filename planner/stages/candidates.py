@@ -14,7 +14,7 @@ from hybridep.codecs import EXACT, Wire
 from hybridep.pipeline import PipelinePlan, codecs_inside, of_stage, stage_workload
 from hybridep.plan import LayerGroup, Objective, Plan, Schedule
 from hybridep.topology import Cluster, by_themselves
-from hybridep.units import format_bytes
+from hybridep.units import counted, format_bytes
 from hybridep.workload import Workload
 from planner.clock import now_s
 from planner.evaluate import MOST_RANKS
@@ -108,9 +108,8 @@ class Candidates:
         largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
-            layers = self.workload.model.num_moe_layers
-            sites = self.cluster.sizes[0]
-            self.why = f"{min(numbers, default=2)} stages for {sites} sites and {layers} layers with experts; lower --stages"
+            layers, sites = counted(self.workload.model.num_moe_layers, "layer"), counted(self.cluster.sizes[0], "site")
+            self.why = f"{counted(min(numbers, default=2), 'stage')} for {sites} and {layers} with experts; lower --stages"
         begun: dict[int, Iterator[Candidate]] = {}
 
         def goes_on() -> bool:
