@@ -95,16 +95,13 @@ class Candidates:
         training = self.workload.training
         return float(training.tokens * training.micro_batches * self.cluster.num_gpus * wire.activation_row_bytes)
 
-    def made(self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float = math.inf) -> list[Candidate]:
+    def made(
+        self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float = math.inf, *, tight: bool = False
+    ) -> list[Candidate]:
         """While time is ``left_s``: the first of a few numbers of stages that are far apart by factors, and of those about the
         best one; then the others, of the best numbers first. Where none is found that fits with layers that balance stages,
-        those that are short of memory have fewer; one such is looked for until ``first_by_s`` (``planner.clock``)."""
-        found = self._made(numbers, left_s, first_by_s, tight=False)
-        if found or not self.lacking:
-            return found
-        return self._made(numbers, left_s, first_by_s, tight=True)
-
-    def _made(self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float, *, tight: bool) -> list[Candidate]:
+        all again, ``tight``: those that are short of memory have fewer layers; one such is looked for until ``first_by_s``
+        (``planner.clock``)."""
         largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
@@ -140,7 +137,9 @@ class Candidates:
                 begun[number] = candidates
                 found.append(first)
                 tried.append(number)
-        return found
+        if found or tight or not self.lacking:
+            return found
+        return self.made(numbers, left_s, first_by_s, tight=True)
 
     def _even(self, numbers: Sequence[int]) -> list[int]:
         """Numbers of stages that divide the sites, or all where none does: among many sites time is short, and what is even is
