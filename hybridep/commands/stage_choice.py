@@ -98,7 +98,8 @@ def simulating_s(plan: AnyPlan) -> float:
     """What simulating a step of it takes, about."""
     cluster = plan.cluster
     if not isinstance(plan, PipelinePlan):
-        return SECONDS_PER_PAIR * cluster.sizes[0] ** 2 * plan.workload.model.num_moe_layers / SHORT_LAYERS
+        passes = plan.workload.model.num_moe_layers / SHORT_LAYERS * plan.workload.training.micro_batches / 8
+        return SECONDS_PER_PAIR * cluster.sizes[0] ** 2 * passes
     groups = [group for stage in plan.stages for group in stage.layers]
     inside = [group for group in groups if any(group.domains.get(level.name, 1) < level.size for level in cluster.levels[1:])]
     layers_s = _LAYER_S * plan.workload.model.num_layers + _INSIDE_S * sum(group.num_layers for group in inside)
