@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybridep.baselines import Baseline, baseline_group
-from hybridep.codecs import EXACT, Wire
+from hybridep.codecs import EXACT, Codecs, Wire
 from hybridep.pipeline import PipelinePlan, codecs_inside, of_stage, stage_workload
 from hybridep.plan import LayerGroup, Objective, Plan, Schedule
 from hybridep.topology import Cluster, by_themselves
@@ -89,9 +89,14 @@ class Candidates:
         return self.cluster.rent_usd_per_s if self.wishes.goal.objective is Objective.DOLLARS else None
 
     @property
+    def _outer(self) -> Codecs:
+        """Codecs between sites."""
+        return self.wishes.codecs.get(self.cluster.levels[0].name, EXACT)
+
+    @property
     def _step_bytes(self) -> float:
         """Activations of all sequences of a step, from one stage to the next."""
-        wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(self.cluster.levels[0].name, EXACT))
+        wire = Wire(workload=self.workload, codecs=self._outer)
         training = self.workload.training
         return float(training.tokens * training.micro_batches * self.cluster.num_gpus * wire.activation_row_bytes)
 
@@ -202,11 +207,13 @@ class Candidates:
     def sketch_s(self, path: Groups, layers: Sequence[int], micro_batches: int, ahead: int) -> float:
         """About how long a step of this pipeline takes (``planner.stages.sketch``)."""
         if self._sketches is None:
+            coding = self.cluster.gpu.coding
             self._sketches = Sketches(
                 cluster=self.cluster,
                 workload=self.workload,
                 network=ExchangeTimes(cluster=self.cluster, streams=self.schedule.streams),
                 step_bytes=self._step_bytes,
+                speed=None if coding is None else coding.tokens.get(self._outer.activations),
                 one_layer=self._layer_and_links,
             )
         return self._sketches.step_s(path, tuple(layers), micro_batches, ahead)

@@ -61,7 +61,9 @@ def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None) -> Costed
     """What a pipeline plan costs; ``inside``: its stages' own costs, where they are known."""
     if inside is None:
         inside = [placed(stage, stage.layers, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
-    times = PipelineTimes(plan=plan, stages=with_coding(plan, [one.times for one in inside]))
+    most = [int(plan.sequences(stage).max()) for stage in range(len(plan.stages))]
+    stages = with_coding(plan.activation_speed, plan.workload, most, [one.times for one in inside])
+    times = PipelineTimes(plan=plan, stages=stages)
     return Costed(plan=plan, inside=tuple(inside), times=times, egress_usd=pipeline_egress_usd(plan, inside))
 
 
