@@ -143,17 +143,15 @@ def _visits(gating: Gating, sequences: FloatArray, place: IntArray, num_places: 
     if (most := len(place) * num_places) <= _EVERYWHERE * keys.size:
         counts = np.bincount(keys.ravel(), minlength=most)
         found = np.flatnonzero(counts)
-        served, number = counts[found], np.empty(most, dtype=np.int64)
-        number[found] = np.arange(found.size)
-        where = number[keys]
+        served = counts[found]
     else:
         # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
-        found, where, served = np.unique(keys, return_inverse=True, return_counts=True)
+        found, served = np.unique(keys, return_counts=True)
     if gating.popularity is None:
         hit = gating.hit_by_count[served]
     else:
         member = np.zeros((len(found), gating.num_experts), dtype=np.bool_)
-        member[where.reshape(keys.shape), np.arange(gating.num_experts)] = True
+        member[np.searchsorted(found, keys), np.arange(gating.num_experts)] = True
         hit = gating.hit(member)
     rank = found // num_places
     return rank, found % num_places, sequences[rank] * gating.sequence_length * hit
@@ -181,16 +179,17 @@ def _rows_at(placement: Placement, level: int, origin: IntArray, code: IntArray,
 def served_copies(placement: Placement, gating: Gating, routing: IntArray | None = None) -> FloatArray:
     """[G, E]: rows that each rank computes for each expert; as expected where there is no ``routing``. Experts padded to
     their capacity compute the same whatever the routing."""
-    copies = np.zeros((placement.num_gpus, placement.num_experts))
+    shape = placement.num_gpus, placement.num_experts
     if routing is None or gating.padded:
-        experts = np.broadcast_to(np.arange(placement.num_experts), placement.serving_rank.shape)
-        np.add.at(copies, (placement.serving_rank, experts), np.outer(rank_sequences(placement, gating), gating.rows))
-        return copies
-    flat = routing.reshape(placement.num_gpus, -1)
-    source, slot = np.nonzero(flat >= 0)
-    chosen = flat[source, slot]
-    np.add.at(copies, (placement.serving_rank[source, chosen], chosen), 1.0)
-    return copies
+        experts, rows = np.arange(placement.num_experts), np.outer(rank_sequences(placement, gating), gating.rows).ravel()
+        served = placement.serving_rank
+    else:
+        flat = routing.reshape(placement.num_gpus, -1)
+        source, slot = np.nonzero(flat >= 0)
+        experts, rows = flat[source, slot], np.ones(source.size)
+        served = placement.serving_rank[source, experts]
+    places = served * placement.num_experts + experts
+    return np.bincount(places.ravel(), weights=rows, minlength=math.prod(shape)).reshape(shape).astype(np.float64)
 
 
 class Direct(NamedTuple):

@@ -16,7 +16,7 @@ from hybridep.workload import Workload
 from planner.chunks import best_of_searches, numbers, tables_in_parts
 from planner.constraints import Constraints, binding
 from planner.depths import BETWEEN_SITES, plan_ahead, tables_ahead
-from planner.evaluate import MOST_RANKS
+from planner.evaluate import MOST_RANKS, require_few_experts
 from planner.goal import FASTEST, Goal
 from planner.measured import plans_measured
 from planner.plans import plan_domains, top_domains
@@ -104,6 +104,7 @@ def plans(
 ) -> list[Plan]:
     """At most ``count`` different plans, the fastest first, which is ``plan``'s; the others have no solver's report. Between
     sites, plans differ in at least a twentieth of who computes what for whom. Raises what ``plan`` raises."""
+    require_few_experts(cluster, workload)
     if goal.needs_prices:
         goal.require_prices(cluster)
         if popularity or ahead:

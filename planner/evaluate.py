@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from hybridep.errors import UserError
 from hybridep.plan import Plan
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
 from planner.cost import StepCost, step_cost
 from planner.memory import MemoryUse, memory_use
 from planner.sites.evaluate import evaluate_sites
@@ -10,6 +13,18 @@ from planner.staggered import staggered_s
 
 MOST_RANKS = 1024
 """Above, arrays over ranks take seconds and gigabytes."""
+_MOST_EXPERTS = 2**22
+"""Of a layer, times ranks (``MOST_RANKS`` at most): above, searches take minutes."""
+
+
+def require_few_experts(cluster: Cluster, workload: Workload) -> None:
+    """Raises UserError for more experts than plans are searched for."""
+    experts, most = workload.model.num_experts, _MOST_EXPERTS // min(cluster.num_gpus, MOST_RANKS)
+    if experts > most:
+        raise UserError(
+            f"model.num_experts: {experts} in a layer; for the {cluster.num_gpus} GPUs of {cluster.name} plans are searched for "
+            f"with at most {most}; lower it"
+        )
 
 
 def evaluate(plan: Plan) -> tuple[StepCost, MemoryUse]:

@@ -24,6 +24,8 @@ SEARCHED = 0.75
 """Share of the time limit in which they are made; simulations have what is left."""
 MOST_SITES = 64
 """Between more sites that differ, a simulation takes too long to make dozens."""
+MOST_PASSES = 2**17
+"""Nor with more pairs of sites times micro-batches, through all of which a simulation goes: 1600 micro-batches of nine sites."""
 SECONDS_PER_PAIR = 5e-4
 """What simulating one of them takes at most, for each ordered pair of sites: 2.5e-4 to 4e-4 were measured with 10 to 60 sites."""
 SHORT_LAYERS, SHORT_LAYERS_AHEAD = 2, 4
@@ -51,11 +53,13 @@ class SimulatedChoice:
 
 
 def decides(cluster: Cluster, workload: Workload) -> bool:
-    """A simulation chooses unless told otherwise: sites differ, so that plans of equal cost take different times; they are few
-    enough; and ranks share no processors, of which simulations know less than the cost does."""
+    """A simulation chooses unless told otherwise: sites differ, so that plans of equal cost take different times; they, and their
+    micro-batches, are few enough; and ranks share no processors, of which simulations know less than the cost does."""
     from planner.choose import by_site
 
-    return by_site(cluster, workload) and cluster.sizes[0] <= MOST_SITES and cluster.gpu.sharing == 1
+    sites, micro_batches = cluster.sizes[0], workload.training.micro_batches
+    few = sites <= MOST_SITES and sites**2 * micro_batches <= MOST_PASSES
+    return by_site(cluster, workload) and few and cluster.gpu.sharing == 1
 
 
 def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) -> Plan:

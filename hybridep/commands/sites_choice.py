@@ -63,8 +63,8 @@ class Asked:
         """What a plan is worth, as expected."""
         return self.wishes.goal.worth(plan.predicted.expected_s, plan.predicted.cost_usd)
 
-    def worth_in_stages(self, choice: StageChoice) -> Worth:
-        """What a pipeline is worth, simulated where it was, else as expected."""
+    def worth_of(self, choice: StageChoice) -> Worth:
+        """What a plan is worth, simulated where it was, else as expected."""
         from planner.stages.costs import simulated_usd
 
         goal = self.wishes.goal
@@ -78,36 +78,21 @@ class Staged:
 
     asked: Asked
     """What it was planned for: the cluster of its own sites."""
-    choice: StageChoice | None
+    chosen: StageChoice
+    """The best plan: a pipeline, or one without stages."""
     without: Plan | None
-    """The plan without stages; there is one, or ``choice``, or both."""
+    """The plan without stages, if there is one."""
     left_out: tuple[str, ...] = ()
 
     @property
     def best(self) -> AnyPlan:
-        """The pipeline, or the plan without stages where that is as good."""
-        if self.choice is None:
-            assert self.without is not None
-            return self.without
-        without = self.without
-        if without is not None and self.asked.worth(without) <= self.asked.worth_in_stages(self.choice):
-            return without
-        return self.choice.plan
+        """The plan that was chosen."""
+        return self.chosen.plan
 
     @property
     def worth(self) -> Worth:
         """What the best plan is worth: simulated where it was, else as expected."""
-        best = self.best
-        if isinstance(best, PipelinePlan):
-            assert self.choice is not None
-            return self.asked.worth_in_stages(self.choice)
-        return self.asked.worth(best)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the best plan's step, simulated where it was, else as expected."""
-        best = self.best
-        return self.choice.step_s if self.choice is not None and best is self.choice.plan else best.predicted.expected_s
+        return self.asked.worth_of(self.chosen)
 
 
 def plan_sites(
@@ -142,14 +127,14 @@ class _Choice:
         except KeyboardInterrupt:
             if found is None:
                 raise
-            return self._of_plan(found)
+            return self._of(found.cluster.site_names, StageChoice(plan=found))
         if not fewer or self.every.wishes.goal.needs_prices:
             return made
         # Which sites pay was found in short searches, and the more sites, the less those find.
         other = self._again(made, self.every.sites) if made.left_out else self._for_fewer(made, found)
         if other is None:
             return made
-        self.tell(f"after all, {self._for(other)}")
+        self.tell(f"after all, {self._for(other.asked.sites)}")
         return other
 
     def _paying(self) -> tuple[tuple[str, ...], AnyPlan | None]:
@@ -169,11 +154,11 @@ class _Choice:
         return paying.sites, paying.fewer
 
     def _planned(self, sites: tuple[str, ...], limit_s: float) -> Staged:
-        made = self._of(sites)
-        if made.left_out:
-            self.tell(self._for(made))
-        choice, without = _with_and_without(made.asked, limit_s, self.tell, self.or_without, self.shown)
-        return replace(made, choice=choice, without=without)
+        asked, left_out = self.every.among(sites), self._left_out(sites)
+        if left_out:
+            self.tell(self._for(sites))
+        chosen, without = _with_and_without(asked, limit_s, self.tell, self.or_without, self.shown)
+        return Staged(asked=asked, chosen=chosen, without=without, left_out=left_out)
 
     def _again(self, made: Staged, sites: tuple[str, ...]) -> Staged | None:
         """In stages on other sites, where what is left of the time limit is enough to find that those take less; None where they
@@ -185,36 +170,32 @@ class _Choice:
             choice = in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=left_s, shown=self.shown)
         except (HybridEPError, KeyboardInterrupt):
             return None
-        return self._of(sites, choice=choice) if choice.step_s < made.step_s else None
+        return self._if_better(choice, made)
 
     def _for_fewer(self, made: Staged, found: AnyPlan | None) -> Staged | None:
         """Fewer sites, where the plan that was found for them takes less: simulated, since what is expected of many sites is
         often too little."""
-        if found is None:
-            return None
-        try:
-            step_s = _simulated_if_worth_s(found, max(self._left_s(), _LEFT * self.time_limit_s))
-        except KeyboardInterrupt:
-            return None
-        if (found.predicted.expected_s if step_s is None else step_s) >= made.step_s:
-            return None
-        short = self._of_plan(found, step_s)
-        return short if short.choice is None else self._again(short, short.asked.sites) or short
+        short = None if found is None else self._if_better(StageChoice(plan=found), made)
+        if short is None or not isinstance(short.best, PipelinePlan):
+            return short
+        return self._again(short, short.asked.sites) or short
 
-    def _of_plan(self, found: AnyPlan, simulated_s: float | None = None) -> Staged:
-        sites = found.cluster.site_names
-        if not isinstance(found, PipelinePlan):
-            return self._of(sites, without=found)
-        return self._of(sites, choice=StageChoice(plan=found, simulated_s=simulated_s, simulated=int(simulated_s is not None)))
+    def _if_better(self, choice: StageChoice, made: Staged) -> Staged | None:
+        """The other choice, where it is better than what was made."""
+        best = _better(self.every, made.chosen, choice, max(self._left_s(), _LEFT * self.time_limit_s))
+        return None if best.plan is made.best else self._of(best.plan.cluster.site_names, best)
 
-    def _of(self, sites: tuple[str, ...], choice: StageChoice | None = None, without: Plan | None = None) -> Staged:
-        left_out = tuple(site for site in self.every.sites if site not in sites)
-        return Staged(asked=self.every.among(sites), choice=choice, without=without, left_out=left_out)
+    def _of(self, sites: tuple[str, ...], chosen: StageChoice) -> Staged:
+        return Staged(asked=self.every.among(sites), chosen=chosen, without=None, left_out=self._left_out(sites))
 
-    def _for(self, made: Staged) -> str:
+    def _left_out(self, sites: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(site for site in self.every.sites if site not in sites)
+
+    def _for(self, sites: tuple[str, ...]) -> str:
         from hybridep.commands.plan_text import few
 
-        return f"for {few(made.asked.sites)}; without {few(made.left_out)}" if made.left_out else "for all sites"
+        left_out = self._left_out(sites)
+        return f"for {few(sites)}; without {few(left_out)}" if left_out else "for all sites"
 
     def _left_s(self) -> float:
         return self.time_limit_s - (now_s() - self._began_s)
@@ -222,8 +203,8 @@ class _Choice:
 
 def _with_and_without(
     asked: Asked, time_limit_s: float, tell: Tell, or_without: bool, shown: bool
-) -> tuple[StageChoice | None, Plan | None]:
-    """(A pipeline, a plan without stages if it may be): a short look at each, and the rest of the time for what is better, or
+) -> tuple[StageChoice, Plan | None]:
+    """(The best plan, the one without stages if it may be): a short look at each, and the rest of the time for what is better, or
     for both. Raises the reason of the latter where neither is possible."""
     began_s = now_s()
 
@@ -236,7 +217,8 @@ def _with_and_without(
     if not or_without:
         return staged(time_limit_s), None
     if len(asked.sites) == 1:
-        return None, in_one(asked, time_limit_s)
+        only = in_one(asked, time_limit_s)
+        return StageChoice(plan=only), only
     pipeline: StageChoice | None = None
     try:
         pipeline = staged(_LOOK * time_limit_s)
@@ -249,13 +231,14 @@ def _with_and_without(
             only = in_one(asked, left_s())
             # Where that is not possible either its own reason is all that is told.
             tell(str(error))
-            return None, only
+            return StageChoice(plan=only), only
+    assert isinstance(pipeline.plan, PipelinePlan)
     without: Plan | None = None
     try:
         without = in_one(asked, _LOOK * time_limit_s)
     except (HybridEPError, KeyboardInterrupt) as error:
         tell(f"without stages: {str(error) or 'interrupted'}")
-    ours, other = asked.worth_in_stages(pipeline), None if without is None else asked.worth(without)
+    ours, other = asked.worth_of(pipeline), None if without is None else asked.worth(without)
     try:
         if other is None or not _is_far(ours, other):
             share = 1.0 if other is None or _is_far(other, ours) else _EACH
@@ -264,13 +247,21 @@ def _with_and_without(
             without = min(without, in_one(asked, left_s()), key=asked.worth)
     except (HybridEPError, KeyboardInterrupt):
         pass
-    return pipeline, without
+    if without is None:
+        return pipeline, None
+    # Where they are far apart, by what is expected of both, that decides.
+    ours, other = asked.worth(pipeline.plan), asked.worth(without)
+    within_s = 0.0 if _is_far(ours, other) or _is_far(other, ours) else left_s()
+    return _better(asked, StageChoice(plan=without), pipeline, within_s), without
 
 
-def _better(asked: Asked, one: StageChoice, other: StageChoice) -> StageChoice:
-    """Of one that is simulated and one that is not the former, unless ``_UNSURE`` more is expected of the other."""
+def _better(asked: Asked, one: StageChoice, other: StageChoice, within_s: float = 0.0) -> StageChoice:
+    """Like is compared with like: where one is simulated the other is, too, if that takes up to ``within_s``. Else what is
+    expected of both decides, and one that is simulated is kept unless ``_UNSURE`` more is expected of the other."""
+    if (one.simulated_s is None) != (other.simulated_s is None):
+        one, other = (_simulated(choice, within_s) for choice in (one, other))
     if (one.simulated_s is None) == (other.simulated_s is None):
-        return min(one, other, key=asked.worth_in_stages)
+        return min(one, other, key=asked.worth_of)
     known, guess = (other, one) if one.simulated_s is None else (one, other)
     (over, value), (guess_over, guess_value) = (asked.worth(choice.plan) for choice in (known, guess))
     return guess if (guess_over, guess_value) < (over, value * (1 - _UNSURE)) else known
@@ -292,15 +283,12 @@ def in_one(asked: Asked, time_limit_s: float) -> Plan:
     return without_stages(asked.cluster, asked.workload, wishes, time_limit_s)
 
 
-def _simulated_if_worth_s(plan: AnyPlan, within_s: float) -> float | None:
-    """Seconds of a plan's simulated step; None where ranks share processors, of which simulations know less, of more than
-    ``MOST_SITES`` sites, for which they take long, of a pipeline that takes longer to simulate than ``within_s``, and where it
-    cannot be simulated."""
-    from simulator.pipeline import simulate_any
-
-    if plan.cluster.gpu.sharing == 1 and plan.cluster.sizes[0] <= MOST_SITES:
-        with suppress(UserError):
-            if not isinstance(plan, PipelinePlan):
-                return simulate_any(plan).step_s
-            return simulated_s(plan) if simulating_s(plan) <= within_s else None
-    return None
+def _simulated(choice: StageChoice, within_s: float) -> StageChoice:
+    """With the plan's simulated step. As it is where ranks share processors, of which simulations know less, of more than
+    ``MOST_SITES`` sites or where that takes longer than ``within_s``, where it is not possible, and on a KeyboardInterrupt."""
+    cluster = choice.plan.cluster
+    small = cluster.gpu.sharing == 1 and cluster.sizes[0] <= MOST_SITES
+    if choice.simulated_s is None and small and simulating_s(choice.plan) <= within_s:
+        with suppress(UserError, KeyboardInterrupt):
+            return replace(choice, simulated_s=simulated_s(choice.plan), simulated=1)
+    return choice

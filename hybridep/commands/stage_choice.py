@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, ends_s
+from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, SECONDS_PER_PAIR, SHORT_LAYERS, ends_s
 from hybridep.errors import UserError
+from hybridep.pipeline import PipelinePlan
 from planner.clock import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hybridep.pipeline import PipelinePlan
+    from hybridep.pipeline import AnyPlan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
     from planner import StageWishes
@@ -32,17 +33,17 @@ sites, too. 0.6 to 1.2 times as much was measured between 13 and 60 regions, 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class StageChoice:
-    """The pipeline that a simulation of several prefers."""
+    """The pipeline that a simulation of several prefers, or a plan without stages to compare it with."""
 
-    plan: PipelinePlan
-    simulated_s: float | None
-    """Seconds of the pipeline's simulated step; None where nothing was simulated."""
+    plan: AnyPlan
+    simulated_s: float | None = None
+    """Seconds of the plan's simulated step; None where it was not simulated."""
     simulated: int = 0
     """Pipelines that were simulated."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of the pipeline's step, simulated, or as expected where nothing was simulated."""
+        """Seconds of the plan's step, simulated, or as expected where it was not."""
         return self.plan.predicted.expected_s if self.simulated_s is None else self.simulated_s
 
 
@@ -72,12 +73,12 @@ def in_stages(
         made.append(known)
         made.sort(key=lambda one: wishes.goal.worth(one.predicted.expected_s, one.predicted.cost_usd))
     if number == 1:
-        return StageChoice(plan=made[0], simulated_s=None)
+        return StageChoice(plan=made[0])
     if not wishes.goal.needs_prices:
         made = [one for one in made if one.predicted.expected_s <= _FAR * made[0].predicted.expected_s]
     chosen = first_in_time(_differing_first(made), time_limit_s)
     found = best_simulated(chosen, wishes.goal, until_s=ends_s(started_s, time_limit_s))
-    return found or StageChoice(plan=made[0], simulated_s=None)
+    return found or StageChoice(plan=made[0])
 
 
 def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
@@ -93,24 +94,28 @@ def first_in_time(plans: Sequence[PipelinePlan], time_limit_s: float) -> list[Pi
     return list(plans[: int((took_s <= (1 - SEARCHED) * time_limit_s).sum())])
 
 
-def simulating_s(plan: PipelinePlan) -> float:
+def simulating_s(plan: AnyPlan) -> float:
     """What simulating a step of it takes, about."""
-    cluster, groups = plan.cluster, [group for stage in plan.stages for group in stage.layers]
+    cluster = plan.cluster
+    if not isinstance(plan, PipelinePlan):
+        passes = plan.workload.model.num_moe_layers / SHORT_LAYERS * plan.workload.training.micro_batches / 8
+        return SECONDS_PER_PAIR * cluster.sizes[0] ** 2 * passes
+    groups = [group for stage in plan.stages for group in stage.layers]
     inside = [group for group in groups if any(group.domains.get(level.name, 1) < level.size for level in cluster.levels[1:])]
     layers_s = _LAYER_S * plan.workload.model.num_layers + _INSIDE_S * sum(group.num_layers for group in inside)
     return plan.micro_batches * cluster.num_gpus * layers_s
 
 
-def simulated_s(plan: PipelinePlan) -> float:
-    """A step of it with all ranks; with one of each site where those are too many."""
+def simulated_s(plan: AnyPlan) -> float:
+    """A step of it with all ranks; with one of each site where those of a pipeline are too many."""
     from simulator.errors import PipelineError
-    from simulator.pipeline import simulate_pipeline
+    from simulator.pipeline import simulate_any
     from simulator.precision import Precision
 
     try:
-        return simulate_pipeline(plan).step_s
+        return simulate_any(plan).step_s
     except PipelineError:
-        return simulate_pipeline(plan, precision=Precision(one_rank_per_site=True)).step_s
+        return simulate_any(plan, precision=Precision(one_rank_per_site=True)).step_s
 
 
 def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float) -> StageChoice | None:

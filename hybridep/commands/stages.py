@@ -15,6 +15,7 @@ from hybridep.plan import Objective
 if TYPE_CHECKING:
     from hybridep.commands.sites_choice import Staged
     from hybridep.commands.stage_choice import StageChoice
+    from hybridep.pipeline import AnyPlan, PipelinePlan
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
@@ -93,8 +94,7 @@ class _Told:
             more[f"least_of_any_sites_{'usd' if self.goal.objective is Objective.DOLLARS else 's'}"] = self.least
         if not isinstance(best, PipelinePlan):
             return {**planner.summary(best), "stages": [], "digest": best.digest, **more, "lossy_codecs": lossy_codecs(best)}
-        assert made.choice is not None
-        more |= {"without_stages_s": _expected_s(made.without), "simulated_s": made.choice.simulated_s}
+        more |= {"without_stages_s": _expected_s(made.without), "simulated_s": made.chosen.simulated_s}
         return {**planner.pipeline_summary(best), **more, "lossy_codecs": lossy_codecs(best)}
 
     def show(self, output: Path) -> None:
@@ -113,11 +113,10 @@ class _Told:
             self._show_least()
             click.echo(f"\nplan written to {output}, without stages")
             return
-        assert made.choice is not None
         others_s = {"without stages": _expected_s(made.without)}
         if self.alone is not None:
             others_s[f"{self.alone.cluster.site_name(0)} alone"] = _expected_s(self.alone)
-        _show_pipeline(made.choice, {name: other_s for name, other_s in others_s.items() if other_s is not None})
+        _show_pipeline(best, made.chosen, {name: other_s for name, other_s in others_s.items() if other_s is not None})
         self._show_least()
         if self.alone is not None and made.asked.worth(self.alone) < made.worth:
             dollars = made.asked.wishes.goal.objective is Objective.DOLLARS
@@ -138,7 +137,7 @@ class _Told:
         click.echo(f"no plan for any of the sites is {text} (gap {gap:.0%})")
 
 
-def _expected_s(plan: Plan | None) -> float | None:
+def _expected_s(plan: AnyPlan | None) -> float | None:
     return None if plan is None or plan.prediction is None else plan.prediction.expected_s
 
 
@@ -151,8 +150,8 @@ def _read_stages(text: str) -> int | None:
     return int(text)
 
 
-def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
-    """Print it for people. ``others_s``: steps of other plans."""
+def _show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, float]) -> None:
+    """Print it for people; ``choice``: the same, as it was simulated. ``others_s``: steps of other plans."""
     from rich.table import Table
 
     from hybridep.commands.codecs import codec_lines
@@ -160,7 +159,6 @@ def _show_pipeline(choice: StageChoice, others_s: dict[str, float]) -> None:
     from hybridep.units import counted, format_bytes, format_dollars, format_seconds
     from planner.stages.report import pipeline_summary
 
-    plan = choice.plan
     found, console = pipeline_summary(plan), stdout_console()
     cluster, step_s = plan.cluster, found["step_s"]
     console.print(

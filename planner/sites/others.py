@@ -8,6 +8,7 @@ little to work with; they are kept because users ask for them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heapreplace
 
 import numpy as np
 
@@ -141,16 +142,14 @@ def _greedy_copies(problem: SiteProblem, slots: int) -> IntArray:
     size, experts = problem.num_sites, problem.num_experts
     held = np.zeros((size, experts), dtype=np.bool_)
     held[problem.home_site, np.arange(experts)] = True
-    room = slots - held.sum(axis=1)
-    while (room > 0).any():
-        copies = held.sum(axis=0).astype(np.float64)
-        if (copies >= size).all():
-            break
-        expert = int(np.argmin(np.where(copies < size, copies, np.inf)))
+    room, fewest = slots - held.sum(axis=1), [(1, expert) for expert in range(experts)]
+    while True:
+        copies, expert = fewest[0]
         sites = np.where(~held[:, expert], room, -1)
         site = int(np.argmax(sites))
         if sites[site] <= 0:
             break
+        heapreplace(fewest, (copies + 1, expert))
         held[site, expert] = True
         room[site] -= 1
     table = np.empty((size, experts), dtype=np.int64)

@@ -15,6 +15,8 @@ from planner.sites.problem import Configuration, Inside, SiteProblem
 
 DIFFERENT = 0.05
 """Plans are told apart where at least this share of (site, expert) entries differ, or what is chosen beside the table."""
+LARGE = 100_000
+"""Entries of a table from which on those that were looked at are not remembered."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +90,7 @@ class Search:
             if found is None or rank < found.rank:
                 found = Found(table=table, configuration=tried, cost=cost, rank=rank)
         assert found is not None
-        if configuration is None and len(self._seen) < 20000 and table.size < 100000:
+        if configuration is None and len(self._seen) < 20000 and table.size < LARGE:
             self._seen[key] = found
         if self.keep > 1 and found.rank[0] == 0:
             self._pool(found)
@@ -100,9 +102,9 @@ class Search:
 
     def best_apart(self, count: int, apart: float) -> list[Found]:
         """At most so many of the tables looked at, each of which differs from all before in this share of entries: the best first
-        of those that fit, and then of the others, whatever they miss."""
+        of those that fit, and then of the others, whatever they miss. Of large tables the best alone."""
         chosen: list[Found] = []
-        for one in sorted(self._seen.values(), key=lambda found: (found.rank[0] > 0, found.rank[1])):
+        for one in sorted(self._seen.values() or filter(None, [self.best]), key=lambda found: (found.rank[0] > 0, found.rank[1])):
             if len(chosen) < count and all(float((one.table != other.table).mean()) >= apart for other in chosen):
                 chosen.append(one)
         return chosen

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybridep.baselines import Baseline, baseline_group
-from hybridep.codecs import EXACT, Wire
+from hybridep.codecs import EXACT, Codecs, Wire
 from hybridep.pipeline import PipelinePlan, codecs_inside, of_stage, stage_workload
 from hybridep.plan import LayerGroup, Objective, Plan, Schedule
 from hybridep.topology import Cluster, by_themselves
@@ -89,22 +89,24 @@ class Candidates:
         return self.cluster.rent_usd_per_s if self.wishes.goal.objective is Objective.DOLLARS else None
 
     @property
+    def _outer(self) -> Codecs:
+        """Codecs between sites."""
+        return self.wishes.codecs.get(self.cluster.levels[0].name, EXACT)
+
+    @property
     def _step_bytes(self) -> float:
         """Activations of all sequences of a step, from one stage to the next."""
-        wire = Wire(workload=self.workload, codecs=self.wishes.codecs.get(self.cluster.levels[0].name, EXACT))
+        wire = Wire(workload=self.workload, codecs=self._outer)
         training = self.workload.training
         return float(training.tokens * training.micro_batches * self.cluster.num_gpus * wire.activation_row_bytes)
 
-    def made(self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float = math.inf) -> list[Candidate]:
+    def made(
+        self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float = math.inf, *, tight: bool = False
+    ) -> list[Candidate]:
         """While time is ``left_s``: the first of a few numbers of stages that are far apart by factors, and of those about the
         best one; then the others, of the best numbers first. Where none is found that fits with layers that balance stages,
-        those that are short of memory have fewer; one such is looked for until ``first_by_s`` (``planner.clock``)."""
-        found = self._made(numbers, left_s, first_by_s, tight=False)
-        if found or not self.lacking:
-            return found
-        return self._made(numbers, left_s, first_by_s, tight=True)
-
-    def _made(self, numbers: Sequence[int], left_s: Callable[[], float], first_by_s: float, *, tight: bool) -> list[Candidate]:
+        all again, ``tight``: those that are short of memory have fewer layers; one such is looked for until ``first_by_s``
+        (``planner.clock``)."""
         largest = min(self.cluster.sizes[0], self.workload.model.num_moe_layers)
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
@@ -139,7 +141,9 @@ class Candidates:
                 begun[number] = candidates
                 found.append(first)
                 tried.append(number)
-        return found
+        if found or tight or not self.lacking:
+            return found
+        return self.made(numbers, left_s, first_by_s, tight=True)
 
     def _even(self, numbers: Sequence[int]) -> list[int]:
         """Numbers of stages that divide the sites, or all where none does: among many sites time is short, and what is even is
@@ -202,11 +206,13 @@ class Candidates:
     def sketch_s(self, path: Groups, layers: Sequence[int], micro_batches: int, ahead: int) -> float:
         """About how long a step of this pipeline takes (``planner.stages.sketch``)."""
         if self._sketches is None:
+            coding = self.cluster.gpu.coding
             self._sketches = Sketches(
                 cluster=self.cluster,
                 workload=self.workload,
                 network=ExchangeTimes(cluster=self.cluster, streams=self.schedule.streams),
                 step_bytes=self._step_bytes,
+                speed=None if coding is None else coding.tokens.get(self._outer.activations),
                 one_layer=self._layer_and_links,
             )
         return self._sketches.step_s(path, tuple(layers), micro_batches, ahead)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridep.baselines import baseline_like
-from hybridep.pipeline import PipelinePlan, between_link_bytes, pipeline_link_bytes
+from hybridep.pipeline import AnyPlan, PipelinePlan, between_link_bytes, pipeline_link_bytes
 from hybridep.plan import Prediction
+from hybridep.traffic import link_bytes, step_traffic
 from planner.cost import StepCost
 from planner.evaluate import evaluate
 from planner.memory import MemoryUse
@@ -60,7 +61,9 @@ def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None) -> Costed
     """What a pipeline plan costs; ``inside``: its stages' own costs, where they are known."""
     if inside is None:
         inside = [placed(stage, stage.layers, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
-    times = PipelineTimes(plan=plan, stages=with_coding(plan, [one.times for one in inside]))
+    most = [int(plan.sequences(stage).max()) for stage in range(len(plan.stages))]
+    stages = with_coding(plan.activation_speed, plan.workload, most, [one.times for one in inside])
+    times = PipelineTimes(plan=plan, stages=stages)
     return Costed(plan=plan, inside=tuple(inside), times=times, egress_usd=pipeline_egress_usd(plan, inside))
 
 
@@ -71,10 +74,11 @@ def pipeline_egress_usd(plan: PipelinePlan, inside: Sequence[Inside]) -> float:
     return sum(one.egress_usd for one in inside) + egress_usd(plan.cluster, between_link_bytes(plan))
 
 
-def simulated_usd(plan: PipelinePlan, step_s: float) -> float:
+def simulated_usd(plan: AnyPlan, step_s: float) -> float:
     """What a step costs that takes so long."""
     cluster = plan.cluster
-    return step_usd(cluster.rent_usd_per_s, egress_usd(cluster, pipeline_link_bytes(plan)), step_s)
+    moved = pipeline_link_bytes(plan) if isinstance(plan, PipelinePlan) else link_bytes(cluster, step_traffic(plan))
+    return step_usd(cluster.rent_usd_per_s, egress_usd(cluster, moved), step_s)
 
 
 def predicted(found: Costed, baselines: Mapping[str, float]) -> Prediction:

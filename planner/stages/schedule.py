@@ -16,10 +16,12 @@ from math import ceil, inf
 
 import numpy as np
 
+from hybridep.codecs import Speed
 from hybridep.pipeline import PipelinePlan, Ways, forwards_ahead
 from hybridep.placement import IntArray
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
+from hybridep.workload import Workload
 from planner.constraints import BoolArray
 from planner.exchange import ExchangeTimes
 from planner.stages.walk import NOTHING, Links, Sent, StageLinks, Way, walked_s
@@ -186,14 +188,16 @@ def links_of(
     return links, float(held_s[used[~is_outer]].max(initial=0.0))
 
 
-def with_coding(plan: PipelinePlan, stages: Sequence[PassTimes]) -> list[PassTimes]:
-    """[stages], with what their passes take to decode what comes from other stages and to code what goes there."""
-    speed = plan.activation_speed
+def with_coding(
+    speed: Speed | None, workload: Workload, sequences: Sequence[float], stages: Sequence[PassTimes]
+) -> list[PassTimes]:
+    """[stages], with what their passes take to decode what comes from other stages and to code what goes there: [stages] so many
+    ``sequences`` of the rank that has most of a micro-batch."""
     if speed is None:
         return list(stages)
-    row_bytes, found = plan.workload.training.sequence_length * plan.workload.combine_row_bytes, []
-    for stage, one in enumerate(stages):
-        size_bytes = int(plan.sequences(stage).max()) * row_bytes
+    row_bytes, found = workload.training.sequence_length * workload.combine_row_bytes, []
+    for stage, (number, one) in enumerate(zip(sequences, stages, strict=True)):
+        size_bytes = number * row_bytes
         before, after = (size_bytes if each else 0 for each in (stage > 0, stage < len(stages) - 1))
         forward_s = before / speed.decode + after / speed.encode
         backward_s = after / speed.decode + before / speed.encode

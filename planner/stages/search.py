@@ -24,6 +24,7 @@ from hybridep.units import format_dollars, format_seconds
 from hybridep.workload import Workload
 from planner.choose import Report
 from planner.clock import elapsed_s, now_s
+from planner.evaluate import require_few_experts
 from planner.goal import Goal, Worth
 from planner.plans import solver_report
 from planner.sites.grouping import Groups
@@ -88,6 +89,7 @@ def plan_pipelines(
     """
     wishes = wishes or StageWishes()
     wishes.check(cluster)
+    require_few_experts(cluster, workload)
     told: Report = report or (lambda what, seconds: None)
     prepare(told)
     begun_s, asked_s = now_s(), elapsed_s()

@@ -1,7 +1,7 @@
 """About how long a pipeline's step takes, for searches that try many.
 
 Each stage takes what one layer takes on its sites, times its layers; what a layer takes with other micro-batches lies on a line
-in the sequences of a rank. Left out: embeddings, rounding to whole sequences between stages, coding of activations.
+in the sequences of a rank. Left out: embeddings, rounding to whole sequences between stages.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.codecs import Speed
 from hybridep.pipeline import sequences_of_place
 from hybridep.placement import IntArray
 from hybridep.plan import LayerGroup
@@ -23,7 +24,7 @@ from planner.exchange import ExchangeTimes
 from planner.sites.grouping import Groups
 from planner.stages.batches import numbers_about, unevenness
 from planner.stages.order import facing
-from planner.stages.schedule import busiest_link_s, lanes_of, links_of, paced_s
+from planner.stages.schedule import busiest_link_s, lanes_of, links_of, paced_s, with_coding
 from planner.stages.walk import Sent, StageLinks, Way
 from planner.staggered import PassTimes
 
@@ -52,6 +53,8 @@ class Sketches:
     network: ExchangeTimes
     step_bytes: float
     """Activations of all ranks of a stage in a step."""
+    speed: Speed | None
+    """Of coding them; None where that takes no time."""
     one_layer: Callable[[tuple[int, ...], int, OneLayer | None], OneLayer]
     """Of sites, with a number of micro-batches: placed anew, or as in another."""
     _timed: dict[tuple[int, ...], list[tuple[float, OneLayer]]] = field(default_factory=dict)
@@ -76,6 +79,8 @@ class Sketches:
             once_s = 2 * float(self.cluster.site_latency_s[np.ix_(group, group)].max())
             stages.append(_times(one.times, number, after_s, min(once_s, one.times.after_s)))
             inside.append(StageLinks(*(way.longer(number) for way in one.links)))
+        most = [self._sequences(group, micro_batches) for group in path]
+        stages = with_coding(self.speed, self.workload, most, stages)
         lanes = lanes_of([np.arange(len(group)) for group in path], inside, _MOST_LANES)
         both = [self._sent(*ends) for ends in pairwise(zip(path, (bool(one.any()) for one in lanes), strict=True))]
         share = 1 / micro_batches

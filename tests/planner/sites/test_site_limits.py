@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from site_cases import access_cluster, random_problem, small_workload, uneven_cl
 
 import planner
 from hybridep.config import build
+from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -21,7 +23,7 @@ from planner.clock import timed_by
 from planner.evaluate import evaluate
 from planner.sites import solution
 
-SMALL_EXPERTS = {
+SMALL_EXPERTS: dict[str, Any] = {
     "name": "256 experts",
     "model": {
         "num_layers": 16,
@@ -104,6 +106,23 @@ def test_a_thousand_different_sites_are_planned_alike() -> None:
         with at_speed(slowness):
             made.append(text_of(planner.plan(cluster, workload)))
     assert made[0] == made[1]
+
+
+def test_large_tables_are_not_remembered_and_walked_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(7)
+    cluster, workload = uneven_cluster(rng, 7, 2), small_workload(rng, 16)
+    known = planner.plan(cluster, workload, time_limit_s=1.0)
+    monkeypatch.setattr("planner.sites.search.LARGE", 0)
+    made = planner.plan(cluster, workload, time_limit_s=1.0)
+    assert made.predicted.step <= 1.05 * known.predicted.step
+
+
+def test_experts_for_which_a_search_would_take_minutes_are_refused() -> None:
+    model = SMALL_EXPERTS["model"] | {"num_experts": 3_000_000}
+    workload = build(Workload, SMALL_EXPERTS | {"model": model}, "workload")
+    for plan in (planner.plan, planner.plan_pipeline):
+        with pytest.raises(UserError, match=r"model.num_experts: 3000000 .* at most 2097152; lower it"):
+            plan(access_cluster(2), workload)
 
 
 def test_trying_every_plan_keeps_the_limit() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from stage_cases import layered_workload, random_pipeline, sites_cluster
 
+from hybridep.config import build
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Schedule
 from planner.stages.batches import number_about, unevenness
@@ -19,7 +22,7 @@ from planner.stages.wishes import StageWishes
 
 def candidates_for(plan: PipelinePlan) -> Candidates:
     rules = StageRules(plan.cluster, plan.workload.model.num_experts, None)
-    return Candidates(plan.cluster, plan.workload, plan.schedule, StageWishes(), rules)
+    return Candidates(plan.cluster, plan.workload, plan.schedule, StageWishes(codecs=plan.codecs), rules)
 
 
 def best_of(candidates: Candidates, plan: PipelinePlan, micro_batches: int) -> Costed | None:
@@ -32,10 +35,16 @@ def sketched(candidates: Candidates, plan: PipelinePlan) -> float:
     return candidates.sketch_s(_groups(plan), _layers(plan), plan.micro_batches, plan.ahead)
 
 
-def test_sketches_are_near_what_is_walked() -> None:
+SLOWLY = {"coding": {"tokens": {"int8": {"encode": "0.5 GB/s", "decode": "0.5 GB/s"}}}}
+
+
+@pytest.mark.parametrize("codecs", [{}, {"dc": {"activations": "int8"}}], ids=["exact", "coded"])
+def test_sketches_are_near_what_is_walked(codecs: dict[str, Any]) -> None:
     ratios = []
     for seed in range(30):
-        plan = random_pipeline(seed, least_stages=2)
+        data = random_pipeline(seed, least_stages=2).model_dump(mode="json") | {"codecs": codecs}
+        data["cluster"]["gpu"] |= SLOWLY
+        plan = build(PipelinePlan, data, "pipeline")
         candidates = candidates_for(plan)
         if (found := best_of(candidates, plan, plan.micro_batches)) is not None:
             ratios.append(sketched(candidates, found.plan) / found.times.step_s)
