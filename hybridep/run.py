@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass, field
 from enum import Enum
 from math import cos, pi
@@ -92,6 +93,14 @@ def checkpoint_name(step: int) -> str:
 def is_checkpoint(path: Path) -> bool:
     """Whether it is the folder of a complete checkpoint."""
     return re.fullmatch(r"step-\d{8,}", path.name) is not None and (path / MANIFEST).is_file()
+
+
+def clear_partial(folder: Path) -> None:
+    """Remove what runs left in a folder of checkpoints that ended while they wrote or replaced one."""
+    for path in folder.glob(".step-*.partial*"):
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class Run(Strict):

@@ -14,7 +14,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,7 +28,7 @@ from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.placement import IntArray
 from hybridep.plan import Plan
-from hybridep.run import MANIFEST, checkpoint_name, is_checkpoint
+from hybridep.run import MANIFEST, checkpoint_name, clear_partial, is_checkpoint
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
 from runtime.mesh import Mesh, first_line
@@ -37,7 +37,6 @@ from runtime.optimizer import HomeOptimizer
 _SCHEMA_VERSION = 2
 DENSE = "dense.pt"
 _CHOSEN = "chosen.pt"
-_PARTIAL = ".step-*.partial*"
 _ELSEWHERE = "another site wrote it: copy what the sites' folders of this name hold into one, or go on under the plan as it was"
 _KNOWN = 64
 """Checkpoints of a folder of which others are told, the last ones."""
@@ -60,29 +59,46 @@ def save_checkpoint(
     """Write the state after ``step`` steps; all ranks call it. ``dense`` names the parameters that all ranks hold alike,
     ``codecs`` is what this rank's codecs keep, ``chosen`` (at rank 0) how often all ranks chose each expert, ``barrier`` joins
     all ranks of the run. Raises UserError when the folder cannot be written."""
-    # The same number at all sites, and no other checkpoint's, also of this step.
+    clear_partial(folder)
+    # The same number at all sites, and no other checkpoint's, also of this step. All ranks have cleared when they have it.
     number = int(barrier.agree(float(random.SystemRandom().getrandbits(52))))
     final = folder / checkpoint_name(step)
     partial = folder / f".{final.name}.partial-{number:x}"
-    try:
+    with _all_ranks(folder, partial, barrier):
         partial.mkdir(parents=True, exist_ok=True)
         if codecs:
             kept = {part: {name: value.cpu() for name, value in values.items()} for part, values in codecs.items()}
-            torch.save(kept, partial / _codec_shard(mesh.run_rank))
+            _write(kept, partial / _codec_shard(mesh.run_rank))
         if chosen is not None:
-            torch.save(chosen, partial / _CHOSEN)
+            _write(chosen, partial / _CHOSEN)
         _save(optimizer, [name for name in optimizer.parameters if name not in dense], partial / _shard(mesh.run_rank))
-        barrier.wait()
+    with _all_ranks(folder, partial, barrier):
         here = [rank for rank in range(mesh.whole.cluster.num_gpus) if (partial / _shard(rank)).exists()]
         if mesh.run_rank == min(rank for rank in here if _stage(mesh.whole, rank) == mesh.stage):
             _save(optimizer, dense, partial / _dense_shard(mesh.stage))
-        barrier.wait()
         if mesh.run_rank == here[0]:
-            _complete(partial, final, _manifest(step, number, mesh.whole))
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"checkpoints.folder: {folder} cannot be written ({first_line(error)})") from None
-    barrier.wait()
+            write_text(partial / MANIFEST, json.dumps(_manifest(step, number, mesh.whole), indent=1))
+    with _all_ranks(folder, partial, barrier):
+        if mesh.run_rank == here[0]:
+            _give_name(partial, final, number)
     return final
+
+
+@contextmanager
+def _all_ranks(folder: Path, partial: Path, barrier: Barrier) -> Iterator[None]:
+    """Ends when all ranks have written what they write inside. Where one cannot, nothing of the checkpoint stays, since the next
+    one may need the room."""
+    failed = None
+    try:
+        yield
+    except (OSError, RuntimeError, UserError) as error:
+        failed = UserError(f"checkpoints.folder: {folder} cannot be written ({first_line(error)})")
+    if barrier.most([failed is not None])[0]:
+        shutil.rmtree(partial, ignore_errors=True)
+        barrier.wait()
+        if failed is not None:
+            raise failed
+        barrier.wait()  # for the rank that ends the run
 
 
 def _save(optimizer: HomeOptimizer, names: list[str], path: Path) -> None:
@@ -90,8 +106,16 @@ def _save(optimizer: HomeOptimizer, names: list[str], path: Path) -> None:
     state = {name: {key: value.cpu() for key, value in optimizer.state(name).items()} for name in names}
     # Whole or not at all: of ranks that see each other's files late several may write the same one.
     own = path.with_suffix(f".{os.getpid()}")
-    torch.save(state, own)
+    _write(state, own)
     own.replace(path)
+
+
+def _write(state: Any, path: Path) -> None:
+    with path.open("wb") as stream:
+        try:
+            torch.save(state, stream)
+        except RuntimeError as error:  # which torch makes of a full disk
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def _stage(plan: Plan | PipelinePlan, rank: int) -> int:
@@ -111,16 +135,15 @@ def _manifest(step: int, number: int, plan: Plan | PipelinePlan) -> dict[str, An
     }
 
 
-def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
-    if final.exists() and _read_manifest(final)["number"] != manifest["number"]:
-        shutil.rmtree(final)
-    # Else another rank has been here, which did not see this one's files yet.
-    if not final.exists():
-        partial.rename(final)
-    # Of runs that ended while they wrote one.
-    for old in final.parent.glob(_PARTIAL):
-        shutil.rmtree(old, ignore_errors=True)
+def _give_name(partial: Path, final: Path, number: int) -> None:
+    with suppress(UserError):
+        if _read_manifest(final)["number"] == number:
+            return  # another rank has been here, which did not see this one's files yet
+    if os.path.lexists(final):
+        # Before it is deleted, so that what has the name is complete at any time; what never was a checkpoint stays.
+        final.rename(partial.with_name(f"{partial.name}-before" if is_checkpoint(final) else f"{final.name}.other-{number:x}"))
+    partial.rename(final)
+    clear_partial(final.parent)
 
 
 def complete_checkpoints(folder: Path) -> dict[int, int]:

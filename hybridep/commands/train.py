@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hybridep.commands.common import emit, note, set_option, stdout_console, verb
 from hybridep.units import counted
+
+if TYPE_CHECKING:
+    from hybridep.launch.controller import StepRecord
 
 
 @verb(name="train")
@@ -62,12 +68,30 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
         ranks, links = counted(plan.cluster.num_gpus, "rank"), "shaped" if backend.shaped else "unshaped"
         note(f"hybridep train: {ranks}, {backend.name}, {links}")
         with TrainingProgress(config.steps) as progress:
-            summary = train(job, backend, progress)
+            summary = train(job, backend, _naming_unused(config.checkpoint_folder, progress) if resume else progress)
     if as_json:
         emit(summary)
     else:
         _print(summary)
     return 0
+
+
+def _naming_unused(folder: Path, progress: Callable[[StepRecord], None]) -> Callable[[StepRecord], None]:
+    """``progress``; before the first step checkpoints are named that this machine has of later steps, but not all ranks."""
+    from hybridep.launch.folders import checkpoints
+    from hybridep.run import checkpoint_name
+
+    here = sorted(path.name for path in checkpoints(folder))
+
+    def on_step(record: StepRecord) -> None:
+        later = [name for name in here if name >= checkpoint_name(record.step)]
+        if later:
+            why = f"not all ranks have all of {', '.join(later)}, which will be replaced"
+            note(f"hybridep train: goes on from {checkpoint_name(record.step - 1)}, since {why}")
+        here.clear()
+        progress(record)
+
+    return on_step
 
 
 def _print(summary: dict[str, object]) -> None:

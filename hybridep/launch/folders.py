@@ -62,12 +62,12 @@ def _locked(key: str, path: Path) -> int:
 def put_aside(folder: Path) -> None:
     """A run from the start must never be resumed from checkpoints that another one left: they move into ``previous``, in place of
     those there. Whatever else the folder holds stays as it is. Raises UserError where that is not possible."""
-    ours, previous = _checkpoints(folder), folder / PREVIOUS
+    ours, previous = checkpoints(folder), folder / PREVIOUS
     if not ours:
         return
     try:
         previous.mkdir(exist_ok=True)
-        for old in _checkpoints(previous):
+        for old in checkpoints(previous):
             if old.is_symlink():
                 old.unlink()
             else:
@@ -78,7 +78,8 @@ def put_aside(folder: Path) -> None:
         raise UserError(f"checkpoints.folder: {error.filename} cannot be put aside ({error.strerror})") from None
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete ones on this machine."""
     return [path for path in folder.glob("step-*") if is_checkpoint(path)]
 
 

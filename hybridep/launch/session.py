@@ -19,6 +19,7 @@ from hybridep.launch.policies import Patience
 from hybridep.launch.worker import Job
 from hybridep.launch.worker_group import WorkerGroup
 from hybridep.provenance import provenance
+from hybridep.run import clear_partial
 
 STEPS_FILE = "steps.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -71,6 +72,7 @@ def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) ->
         raise
     finally:
         log.close()
+        clear_partial(job.run.checkpoint_folder)
         summary = summarise(job, backend, made, error)
         # A resume that finds nothing to do leaves what the run before says of its steps.
         if error is not None or made.losses or not (output / SUMMARY_FILE).exists():

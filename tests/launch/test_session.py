@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from launch_cases import make_job
 
+from hybridep.commands.train import _naming_unused
 from hybridep.errors import HybridEPError, UserError, WorkerLostError
 from hybridep.launch.controller import StepRecord
 from hybridep.launch.folders import LOCK_FILE, held, put_aside, scratch_folder
@@ -89,11 +90,13 @@ def failing() -> list[Event]:
 def test_a_summary_says_how_the_run_ended(tmp_path: Path, end: Callable[[], list[Event]] | None, status: str, code: int) -> None:
     """Also when all steps are made, and only the last checkpoint is not."""
     group = Played(3.0, 2.0, 1.0, end=end)
+    (partial := tmp_path / "checkpoints" / ".step-00000003.partial-1").mkdir(parents=True)
     if end is None:
         run_job(tmp_path, group)
     else:
         with pytest.raises((HybridEPError, KeyboardInterrupt, SystemExit, ZeroDivisionError)):
             run_job(tmp_path, group)
+    assert not partial.exists(), "of a checkpoint that ranks were writing"
     summary = written(tmp_path)
     assert (summary["status"], summary["exit"]) == (status, code)
     assert summary["losses"] == [3.0, 2.0, 1.0] and summary["first_step"] == 1 and summary["peak_bytes"] == RANKS - 1
@@ -188,6 +191,18 @@ def test_only_checkpoints_are_put_aside(tmp_path: Path) -> None:
     put_aside(folder)
     assert [path.name for path in (folder / "previous").glob("step-*")] == ["step-00000008"]
     assert (elsewhere / "4").exists() and all(path.exists() for path in others)
+
+
+def test_a_resume_names_checkpoints_that_it_does_not_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 4, 6):
+        checkpoint(tmp_path, f"step-0000000{step}")
+    shown: list[StepRecord] = []
+    on_step = _naming_unused(tmp_path, shown.append)
+    for step in (3, 4):
+        on_step(record(step))
+    assert [one.step for one in shown] == [3, 4]
+    expected = "goes on from step-00000002, since not all ranks have all of step-00000004, step-00000006, which will be replaced"
+    assert capsys.readouterr().err == f"hybridep train: {expected}\n"
 
 
 def test_a_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import copytree
 
@@ -45,6 +48,9 @@ class Alone(Barrier):
     def agree(self, value: float) -> float:
         return value
 
+    def most(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
     def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [value]
 
@@ -84,6 +90,46 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path, ALONE).name == "step-00000010"
     assert save(tmp_path, mesh, state, 10).is_dir()
     assert not list(tmp_path.glob(".step-*")), "what an earlier run left is cleared away"
+
+
+def test_an_end_while_one_is_replaced_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site may have a checkpoint that others lack; the run then goes on from an earlier one and writes it anew."""
+    mesh = Mesh(plan=CASE.plan(), rank=0)
+    state = optimizer(mesh, 1)
+    path = save(tmp_path, mesh, state, 9).with_name("step-00000010")
+    save(tmp_path, mesh, state, 10)
+
+    def killed(folder: Path, **_: object) -> None:
+        (folder / "experts-00000.pt").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("shutil.rmtree", killed)
+        save(tmp_path, mesh, state, 10)
+    assert load_checkpoint(last_checkpoint(tmp_path, ALONE), mesh=mesh, dense=["norm.weight"], optimizer=state)
+    # What has the name and is not whole, as after copying that was cut off, is in nobody's way, and kept.
+    (path / MANIFEST).unlink()
+    assert last_checkpoint(tmp_path, ALONE).name == "step-00000009"
+    save(tmp_path, mesh, state, 10)
+    assert last_checkpoint(tmp_path, ALONE) == path and not list(tmp_path.glob(".step-*"))
+    assert len(list(tmp_path.glob("step-00000010.other-*/experts-00000.pt"))) == 1
+
+
+@pytest.mark.parametrize("full", ["experts-00000", "dense", MANIFEST])
+def test_a_full_disk_keeps_no_part_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    mesh = Mesh(plan=CASE.plan(), rank=0)
+    state, replace = optimizer(mesh, 1), os.replace
+
+    def out_of_space(source: str, target: str) -> None:
+        if Path(target).name.startswith(full):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    (tmp_path / ".step-00000001.partial-1").mkdir()
+    monkeypatch.setattr(os, "replace", out_of_space)
+    with pytest.raises(UserError, match=rf"checkpoints\.folder: {tmp_path} cannot be written \(.*No space left"):
+        save(tmp_path, mesh, state, 1)
+    assert not list(tmp_path.iterdir()), "nor what an earlier run left"
 
 
 def test_errors_say_what_is_wrong(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from errno import ENOSPC
 from pathlib import Path
 from shutil import copy, copytree, rmtree
 from typing import Any
@@ -19,6 +20,7 @@ from hybridep.plan import Residency
 from hybridep.routing import load_routing
 from hybridep.run import MANIFEST, Checkpoints, Optimizer, Run, StepReport
 from hybridep.traffic import step_traffic
+from runtime import checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -133,6 +135,22 @@ def test_sites_need_not_share_a_file_system(ranks: RankPool, tmp_path: Path) -> 
         copytree(folder, together, dirs_exist_ok=True)
     one = training_run(tmp_path / "together", steps=7)
     assert [step.step for step in train_on(ranks, one, replace(APART, sizes=(1, 1), domains=(1, 1)), resume=True)[0]] == [7]
+
+
+def run_with_one_full_disk(rank: int, *arguments: Any) -> list[StepReport] | None:
+    def full(state: Any, path: Path) -> None:
+        path.write_bytes(b"part")
+        raise OSError(ENOSPC, "No space left on device")
+
+    if rank == 1:
+        checkpoint._write = full
+    return run_apart(rank, *arguments)
+
+
+def test_no_site_keeps_its_part_where_another_has_a_full_disk(tmp_path: Path) -> None:
+    with RankPool(2, join=False) as pool, pytest.raises(RankFailed, match=r"site1 cannot be written \(.*No space left"):
+        train_on(pool, training_run(tmp_path, steps=1), APART, job=run_with_one_full_disk)
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == []
 
 
 def test_what_only_other_sites_have_is_named(ranks: RankPool, tmp_path: Path) -> None:
