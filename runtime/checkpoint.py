@@ -38,6 +38,7 @@ _SCHEMA_VERSION = 2
 DENSE = "dense.pt"
 _CHOSEN = "chosen.pt"
 _ELSEWHERE = "another site wrote it: copy what the sites' folders of this name hold into one, or go on under the plan as it was"
+_WITHOUT = "move the checkpoint away, and --resume takes the one before it"
 _KNOWN = 64
 """Checkpoints of a folder of which others are told, the last ones."""
 
@@ -182,9 +183,10 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except UnpicklingError:  # whose advice is to trust the file
-        raise UserError(f"checkpoint {path}: is damaged") from None
+        raise UserError(f"checkpoint {path}: is damaged; {_WITHOUT}") from None
     except (OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError) as error:
-        raise UserError(f"checkpoint {path}: cannot be read ({first_line(error)})") from None
+        # What torch goes on to say is about how it was built.
+        raise UserError(f"checkpoint {path}: cannot be read ({first_line(error).split('. ')[0]}); {_WITHOUT}") from None
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -166,9 +166,9 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     whole = shard.read_bytes()
     for damaged_bytes in (whole[:100], b"", whole.replace(b"torch", b"tarch"), b"\x80\x02X" * 100):
         shard.write_bytes(damaged_bytes)
-        with pytest.raises(UserError, match=r"experts-00000\.pt: (cannot be read|is damaged)") as caught:
+        with pytest.raises(UserError, match=r"experts-00000\.pt: (cannot be read|is damaged).*; move the ") as caught:
             load()
-        assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)
+        assert "\n" not in str(caught.value) and not any(word in str(caught.value) for word in ("weights_only", "miniz"))
     shard.write_bytes(whole)
     path.rename(renamed := path.with_name("step-00000007"))
     with pytest.raises(UserError, match="is of step 1; name it step-00000001"):
