@@ -2,8 +2,8 @@
 
 Counted: weights, gradients and optimizer state of the dense parts and of the experts at home, which stay; copies; the
 activations of one micro-batch, which all layers keep until backward; and the largest of what is held for a moment, beside the
-receives that are posted an exchange ahead. Not counted: the framework's own memory and fragmentation. Ranks measure within 10 %
-of it (experiments/memory).
+receives that are posted an exchange ahead. Not counted: the framework's own memory and fragmentation, and
+what the optimizer holds for a moment (17 MB at most). Ranks measure within 10 % of it (experiments/memory).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch.optim.adamw import adamw
 from hybridep.run import Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_BATCH = 1 << 20
+"""Elements that are updated together. Their gradients in fp32, and what AdamW makes of them, come beside all that stays: 13 MB at
+most, where all of a rank's bf16 gradients had been made fp32 at once."""
 
 
 class HomeOptimizer:
@@ -31,32 +34,44 @@ class HomeOptimizer:
     @torch.no_grad()
     def step(self, step: int) -> None:
         """Update from the gradients, then set them to zero. Weight decay and moments move every parameter in every step."""
-        masters, moments = list(self.masters.values()), list(self._moments.values())
-        gradients = []
-        for parameter, master in zip(self.parameters.values(), masters, strict=True):
+        for pieces in self._batches():
+            weights, masters, gradients, first, second = zip(*pieces, strict=True)
+            # What torch.optim.AdamW calls. Making one of torch's optimizers imports torch._dynamo: two seconds of every rank.
+            adamw(
+                list(masters),
+                [gradient.to(master.dtype) for gradient, master in zip(gradients, masters, strict=True)],
+                list(first),
+                list(second),
+                [],
+                [torch.tensor(step - 1.0) for _ in pieces],
+                amsgrad=False,
+                beta1=self._config.beta1,
+                beta2=self._config.beta2,
+                lr=self._config.rate_at(step),
+                weight_decay=self._config.weight_decay,
+                eps=self._config.epsilon,
+                maximize=False,
+            )
+            for weight, master, gradient in zip(weights, masters, gradients, strict=True):
+                if weight.dtype is not master.dtype:
+                    weight.copy_(master)
+                gradient.zero_()
+
+    def _batches(self) -> Iterator[list[tuple[Tensor, ...]]]:
+        """Weights, masters, gradients and moments, or parts of them, as much at a time as may be updated together."""
+        batch: list[tuple[Tensor, ...]] = []
+        held = 0
+        for name, parameter in self.parameters.items():
             assert parameter.grad is not None
-            gradients.append(parameter.grad.to(master.dtype))
-        # What torch.optim.AdamW calls. Making one of torch's optimizers imports torch._dynamo: two seconds of every rank.
-        adamw(
-            masters,
-            gradients,
-            [kept["exp_avg"] for kept in moments],
-            [kept["exp_avg_sq"] for kept in moments],
-            [],
-            [torch.tensor(step - 1.0) for _ in masters],
-            amsgrad=False,
-            beta1=self._config.beta1,
-            beta2=self._config.beta2,
-            lr=self._config.rate_at(step),
-            weight_decay=self._config.weight_decay,
-            eps=self._config.epsilon,
-            maximize=False,
-        )
-        for parameter, master in zip(self.parameters.values(), masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
-            assert parameter.grad is not None
-            parameter.grad.zero_()
+            whole = [parameter, self.masters[name], parameter.grad, *self._moments[name].values()]
+            cut = [torch.split(one.view(-1), _BATCH) if parameter.numel() > _BATCH else (one,) for one in whole]
+            for piece in zip(*cut, strict=True):
+                held += piece[0].numel()
+                if held > _BATCH:
+                    yield batch
+                    batch, held = [], piece[0].numel()
+                batch.append(piece)
+        yield batch
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Weight and moments of one parameter, all of its shape; what a checkpoint keeps."""

@@ -1,8 +1,11 @@
 """The optimizer of a rank against torch's own, bit by bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 from hybridep.run import Optimizer
 from runtime.optimizer import HomeOptimizer
@@ -12,9 +15,18 @@ STEPS = 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_steps_are_those_of_torchs_adamw(dtype: torch.dtype) -> None:
+def test_steps_are_those_of_torchs_adamw(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in pieces, of which each is all that is held beside what stays."""
+    held: list[int] = []
+
+    def counted(state: list[torch.Tensor], gradients: list[torch.Tensor], *arguments: Any, **options: Any) -> None:
+        held.append(sum(one.numel() for one in gradients))
+        adamw(state, gradients, *arguments, **options)
+
+    monkeypatch.setattr("runtime.optimizer.adamw", counted)
+    monkeypatch.setattr("runtime.optimizer._BATCH", 128, raising=False)
     generator = torch.Generator().manual_seed(0)
-    shapes = {"a": (7, 5), "b": (300,)}
+    shapes = {"a": (7, 5), "b": (300,), "c": (9,)}
     mine = {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in shapes.items()}
     # bf16 weights follow fp32 masters.
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
@@ -41,6 +53,7 @@ def test_steps_are_those_of_torchs_adamw(dtype: torch.dtype) -> None:
         for parameter, gradient in zip(theirs, gradients, strict=True):
             parameter.grad = gradient.to(wide)
         adam.step()
+    assert held[:4] == [35, 128, 128, 53], "the rest of b with c"
     for name, expected in zip(shapes, theirs, strict=True):
         for running in (optimizer, resumed):
             assert torch.equal(running.masters[name], expected)
