@@ -61,6 +61,11 @@ class Residency(Enum):
     """Gathered for a block's forward, freed, gathered again for its backward; gradients returned at once. Least memory."""
 
 
+def backward_cost(*, recompute: bool) -> int:
+    """What the experts' backward takes, in forwards of theirs: one more where they compute again."""
+    return 3 if recompute else 2
+
+
 class LayerGroup(Strict):
     """The placement of consecutive MoE layers."""
 
@@ -71,6 +76,9 @@ class LayerGroup(Strict):
     migration: dict[str, float]
     """Level name -> share of each home's experts that the domain's members copy."""
     residency: Residency = Residency.STEP
+    recompute: bool = False
+    """Experts keep the rows that arrived and nothing else, and compute again in backward (activation recomputation; Chen et al.,
+    arXiv 1604.06174): the same results from less memory."""
     serving: tuple[ServingGroup, ...] = ()
     """In place of a domain size for the outermost level: which site computes which experts for tokens of which sites."""
     homes: dict[str, str] = Field(default_factory=dict)
@@ -81,6 +89,11 @@ class LayerGroup(Strict):
         outer = serving_table(cluster, num_experts, self.serving) if self.serving else None
         home = home_table(cluster, num_experts, self.homes)
         return place(cluster, num_experts, self.choices, hotness=popularity, outer=outer, home=home)
+
+    @property
+    def backward_cost(self) -> int:
+        """What the experts' backward takes, in forwards of theirs."""
+        return backward_cost(recompute=self.recompute)
 
     @property
     def choices(self) -> dict[str, LevelChoice]:
@@ -283,6 +296,11 @@ class Plan(PlanFile):
         except PlacementError as error:
             raise ValueError(str(error)) from None
         return self
+
+    @property
+    def recomputes(self) -> bool:
+        """Experts of some layers compute again in backward."""
+        return any(group.recompute for group in self.layers)
 
     def with_layers(self, *layers: LayerGroup, workload: Workload | None = None) -> Plan:
         """The plan with other layers, and of another ``workload`` where it is given; without a prediction."""

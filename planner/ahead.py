@@ -55,6 +55,7 @@ class Block:
     pre_expert_s: float
     """With the block's overhead; forward. Backward takes twice that."""
     expert_s: float
+    expert_backward_s: float
     transfers: dict[OpLevel, Transfer]
     """Those that move anything."""
     gather_coding_s: float = 0.0
@@ -225,7 +226,7 @@ def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *,
         above = here + depth + 1
         if above <= top and blocks[above].residency is Residency.MICROBATCH:
             walk.wait(returns.get(above))
-        walk.run(2 * block.expert_s)
+        walk.run(block.expert_backward_s)
         if each_time or is_last:
             returned = block.hops(Op.GRADIENT_RETURN, inwards=False)
             if is_last:

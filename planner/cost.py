@@ -140,6 +140,8 @@ def block_times(
     traffic: Traffic,
     coding_s: Mapping[OpLevel, tuple[float, float]] | None = None,
     chunks: int = 1,
+    *,
+    recompute: bool = False,
 ) -> BlockTimes:
     """Times of one MoE layer's operations, given ``layer_traffic`` in as many parts, and ``layer_coding``."""
     served, held = served_copies(placement, gating).sum(axis=1), placement.holds.sum(axis=1)
@@ -147,7 +149,8 @@ def block_times(
     for key, sent in traffic.items():
         parts = chunks if key.op in TOKENS else 1
         exchanges[key.op] += parts * network.exchange_s(key, sent / parts)
-    return timed_block(compute_of_ranks(network.cluster, workload), served, held, exchanges, by_op(coding_s or {}), chunks)
+    compute = compute_of_ranks(network.cluster, workload)
+    return timed_block(compute, served, held, exchanges, by_op(coding_s or {}), chunks, recompute=recompute)
 
 
 def layer_cost(
@@ -164,7 +167,7 @@ def layer_cost(
         hidden_s=times.hidden_s,
         link_bytes=network.loads_bytes(per_step),
         wan_bytes=wan_bytes(per_step),
-        compute_s=3 * batches * block.compute_s,
+        compute_s=batches * block.compute_s,
     )
 
 
@@ -247,7 +250,8 @@ def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs, plan.schedule.chunks)
         coding_s = layer_coding(plan.cluster.gpu, placement, plan.workload, gating, plan.level_codecs)
-        times = block_times(network, plan.workload, placement, gating, traffic, coding_s, plan.schedule.chunks)
+        chunks, again = plan.schedule.chunks, group.recompute
+        times = block_times(network, plan.workload, placement, gating, traffic, coding_s, chunks, recompute=again)
         groups.append((num_layers, layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)))
         if any(depths):
             blocks += [_block(group, times, block_transfers(network, traffic, coding_s))] * num_layers
@@ -260,6 +264,7 @@ def _block(group: LayerGroup, times: BlockTimes, transfers: dict[OpLevel, Transf
         residency=group.residency,
         pre_expert_s=times.pre_expert_s + times.overhead_s,
         expert_s=times.expert_s,
+        expert_backward_s=times.backward_cost * times.expert_s,
         transfers=transfers,
         gather_coding_s=times.coding_s.get(Op.EXPERT_GATHER, 0.0),
         return_coding_s=times.coding_s.get(Op.GRADIENT_RETURN, 0.0),

@@ -19,7 +19,7 @@ from planner.compute import compute_of_ranks
 from planner.cost import StepCost, step_costs
 from planner.layer_times import HEAD, OPTIMIZER
 from planner.memory import memory_use
-from planner.plans import layer_group, plan_of, predict, reported, reported_again
+from planner.plans import plan_of, predict, reported, reported_again
 from planner.problem import TIE, Problem, build_problem
 from planner.solve import Solution, solve
 
@@ -75,8 +75,7 @@ def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
             break
         candidate = problem.candidates[c]
         if candidate.num_copies:
-            group = layer_group(0, problem.num_layers, candidate.choices, candidate.residency)
-            consider(made.with_layers(group))
+            consider(made.with_layers(candidate.group(0, problem.num_layers)))
     if best is made and bound_s >= solution.bound_s:
         return made
     return reported(best, solution, best_s, min(bound_s, best_s))

@@ -7,6 +7,8 @@ from itertools import product
 import numpy as np
 
 from hybridep.placement import LevelChoice, home_blocks
+from hybridep.plan import LayerGroup, Residency
+from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
 
 
@@ -39,3 +41,24 @@ def all_choices(cluster: Cluster, num_experts: int, max_steps: int) -> tuple[dic
     names = [level.name for level in cluster.levels]
     choices = [level_choices(size, num_at_home, max_steps) for size in cluster.sizes]
     return tuple(dict(zip(names, combination, strict=True)) for combination in product(*choices))
+
+
+def layer_group(
+    first: int,
+    count: int,
+    choices: dict[str, LevelChoice],
+    residency: Residency,
+    serving: tuple[ServingGroup, ...] = (),
+    *,
+    recompute: bool = False,
+) -> LayerGroup:
+    """Of a plan file; ratios only where something is copied."""
+    return LayerGroup(
+        first_layer=first,
+        num_layers=count,
+        domains={name: choice.domain_size for name, choice in choices.items()},
+        migration={name: choice.migration_ratio for name, choice in choices.items() if choice.domain_size > 1},
+        residency=residency,
+        recompute=recompute,
+        serving=serving,
+    )

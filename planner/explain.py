@@ -12,10 +12,10 @@ from hybridep.plan import LayerGroup, Objective, Plan, Residency
 from planner.alone import alone
 from planner.constraints import Constraints, Permissions, permissions
 from planner.cost import StepCost
-from planner.domains import divisors
+from planner.domains import divisors, layer_group
 from planner.evaluate import MOST_RANKS, evaluate, expected_s
 from planner.memory import MemoryUse
-from planner.plans import BASELINES, goal_of, layer_group
+from planner.plans import BASELINES, goal_of
 
 NUM_LINKS = 5
 

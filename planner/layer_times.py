@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hybridep.placement import IntArray
-from hybridep.plan import Residency, Schedule
+from hybridep.plan import Residency, Schedule, backward_cost
 from hybridep.traffic import MOVES, SHARED, FloatArray, Op, gathers_and_returns
 from planner.compute import Compute
 
@@ -59,15 +61,30 @@ class BlockTimes:
     pre_expert_s: float
     """Forward; backward takes twice that."""
     expert_s: float
+    """Forward; backward takes ``backward_cost`` times that."""
     overhead_s: float
     exchanges_s: dict[Op, float]
     """Each kind's hops over all levels; the gather and the return of copies once."""
     coding_s: dict[Op, float] = field(default_factory=dict)
     """Of their payloads, before and after; absent where it takes no time."""
-    compute_s: FloatArray
-    """Forward of each rank by itself (any shape): computation alone."""
+    others_s: FloatArray
+    """Forward of each rank by itself (any shape), without ``experts_s``."""
+    experts_s: FloatArray
+    """And of its experts."""
     chunks: int = 1
     """Parts in which tokens travel."""
+    recompute: bool = False
+    """Experts compute again in backward (``LayerGroup.recompute``)."""
+
+    @property
+    def backward_cost(self) -> int:
+        """What the experts' backward takes, in forwards of theirs."""
+        return backward_cost(recompute=self.recompute)
+
+    @property
+    def compute_s(self) -> FloatArray:
+        """Forward and backward of each rank: computation alone."""
+        return np.asarray(3 * self.others_s + (1 + self.backward_cost) * self.experts_s)
 
     def forward_s(self) -> float:
         """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
@@ -85,6 +102,8 @@ def timed_block(
     exchanges_s: dict[Op, float],
     coding_s: dict[Op, float],
     chunks: int = 1,
+    *,
+    recompute: bool = False,
 ) -> BlockTimes:
     """Of ranks that compute ``served`` rows with ``held`` experts each, whose fixed cost each of ``chunks`` parts has."""
     expert_s = compute.expert_s(served, held * chunks)
@@ -93,9 +112,11 @@ def timed_block(
         expert_s=float(expert_s.max()),
         overhead_s=float(compute.overhead_s.flat[compute.slowest]),
         exchanges_s=exchanges_s,
-        compute_s=compute.pre_expert_s + compute.overhead_s + expert_s,
+        others_s=compute.pre_expert_s + compute.overhead_s,
+        experts_s=expert_s,
         coding_s=coding_s,
         chunks=chunks,
+        recompute=recompute,
     )
 
 
@@ -123,7 +144,7 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
     hidden_experts = batches * _hidden_experts_s(times)
     parts = {
         PRE_EXPERT: 3 * batches * times.pre_expert_s,
-        EXPERTS: max(3 * batches * times.expert_s - hidden_experts, 0.0),
+        EXPERTS: max((1 + times.backward_cost) * batches * times.expert_s - hidden_experts, 0.0),
         BLOCK_OVERHEAD: 3 * batches * times.overhead_s,
         Op.EXPERT_GATHER.value: gathers * gather - forward_gathers * hidden_gather,
         Op.GRADIENT_RETURN.value: returns * (gradient_return - hidden_return),
@@ -161,4 +182,4 @@ def _hidden_experts_s(times: BlockTimes) -> float:
         out_s, back_s = (sum(times.exchanges_s[op] + times.coding_s.get(op, 0.0) for op in way) for way in ways)
         return out_s + expert_s + back_s - piped_s(out_s, expert_s, back_s, times.chunks)
 
-    return hidden_s(_FORWARDS, times.expert_s) + hidden_s(_BACKWARDS, 2 * times.expert_s)
+    return hidden_s(_FORWARDS, times.expert_s) + hidden_s(_BACKWARDS, times.backward_cost * times.expert_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -14,7 +15,7 @@ from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import elapsed_s
-from planner.plans import layer_group, predict, seconds
+from planner.plans import predict, seconds
 from planner.problem import TIE, build_problem
 from planner.solve import PROVEN_GAP, gap, missing_memory
 
@@ -36,7 +37,10 @@ def plans_measured(
     fastest configuration that fits in all layers is taken, and the gap to the former is reported. Raises InfeasibleError.
     """
     asked_s = elapsed_s()
-    problems = [build_problem(cluster, workload, schedule or Schedule(), shares, codecs) for shares in popularity]
+    make = partial(build_problem, cluster, workload, schedule or Schedule(), codecs=codecs)
+    problems = [make(shares) for shares in popularity]
+    if len({len(problem.candidates) for problem in problems}) > 1:
+        problems = [make(shares, recompute=True) for shares in popularity]
     # Layers differ in time and memory, not in which configurations there are: those follow from counts of experts.
     layer_s = np.array([problem.layer_s for problem in problems])
     lasting = np.array([problem.lasting_bytes for problem in problems])
@@ -52,8 +56,7 @@ def plans_measured(
         groups, layer = [], 0
         for candidate, same in groupby(chosen):
             number = len(list(same))
-            configuration = first.candidates[candidate]
-            groups.append(layer_group(layer, number, configuration.choices, configuration.residency))
+            groups.append(first.candidates[candidate].group(layer, number))
             layer += number
         made = Plan(
             cluster=cluster,

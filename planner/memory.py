@@ -121,13 +121,23 @@ def dense_activation_bytes(workload: Workload) -> float:
     return float(workload.training.tokens * (model.num_dense_layers * dense_layer + model.num_moe_layers * moe_layer))
 
 
-def routed_activation_bytes(workload: Workload, served: FloatArray, arrived: FloatArray) -> FloatArray:
-    """Kept for backward of one layer's routed tokens: ``arrived`` rows with their weights and ids, and the sums that go back; of
-    each of ``served`` rows the experts' input, inner widths and output, and two indices."""
+class Routed(NamedTuple):
+    """Bytes of one layer's routed tokens."""
+
+    kept: FloatArray
+    """Until backward."""
+    again: FloatArray
+    """Made again in backward, and held while it runs; nothing where all is kept."""
+
+
+def routed_bytes(workload: Workload, served: FloatArray, arrived: FloatArray, *, recompute: bool) -> Routed:
+    """Of ``arrived`` rows with their weights and ids, and the sums that go back; of each of ``served`` rows the experts' input,
+    inner widths and output, and two indices. Where experts ``recompute``, what arrived is kept and nothing else."""
     model, width = workload.model, workload.training.dtype.num_bytes
-    per_arrived = 2 * model.hidden_size * width + model.top_k * (width + 4)
-    per_served = (2 * model.hidden_size + _inner_width(workload, model.expert_ffn_size)) * width + 16
-    return np.asarray(arrived * per_arrived + served * per_served)
+    row = model.hidden_size * width
+    per_served = 2 * row + _inner_width(workload, model.expert_ffn_size) * width + 16
+    came, made = arrived * (row + model.top_k * (width + 4)), arrived * row + served * per_served
+    return Routed(came, made) if recompute else Routed(came + made, np.zeros_like(made))
 
 
 def lasting_copy_bytes(workload: Workload, copies: FloatArray, residency: Residency) -> FloatArray:
@@ -156,18 +166,19 @@ def passing_bytes(
     copies: FloatArray,
     at_home: IntArray,
     residency: Residency,
+    again_bytes: FloatArray,
     chunks: int = 1,
 ) -> dict[str, FloatArray]:
     """By kind, while one layer is computed: its largest exchange, what its experts' backward makes, or what the head holds if it
     is the topmost; receives that are posted ahead; and copies that live for one micro-batch. ``served`` rows are computed, in
-    ``chunks`` parts."""
+    ``chunks`` parts, and ``again_bytes`` (``Routed.again``) made for that."""
     model, width = workload.model, workload.training.dtype.num_bytes
     held = copies + at_home
     gradients, row = float(workload.expert_bytes) * held, served * float(model.hidden_size * width)
     # First one expert after the other, with the gradients of all rows and of one expert's inner widths; then the experts'
     # gradients become one piece.
     inner = served / np.maximum(held, 1) * float(_inner_width(workload, model.expert_ffn_size) * width)
-    backward = gradients + np.maximum((3 * row + inner) / chunks, gradients + row / chunks)
+    backward = again_bytes / chunks + gradients + np.maximum((3 * row + inner) / chunks, gradients + row / chunks)
     if chunks > 1:
         # To which those of further parts are added; and what earlier ones have computed is on its way.
         backward = backward + gradients + row * (1 - 1 / chunks)
@@ -224,25 +235,29 @@ def layer_memory(
     prefetch: int = 0,
     codecs: Sequence[Codecs] = (),
     chunks: int = 1,
+    *,
+    recompute: bool = False,
 ) -> LayerMemory:
     """What one MoE layer's copies, routed tokens and exchanges take, given ``planner.cost.layer_traffic``. With ``prefetch``,
-    copies' gradients wait their turn to return, and copies per micro-batch of so many more layers are there or on their way."""
+    copies' gradients wait their turn to return, and copies per micro-batch of so many more layers are there or on their way.
+    ``recompute``: of its experts (``LayerGroup.recompute``)."""
     copies = (placement.holds.sum(axis=1) - placement.num_at_home).astype(np.float64)
     served = served_copies(placement, gating).sum(axis=1)
     kept_copies = lasting_copy_bytes(workload, copies, residency)
     share = rank_sequences(placement, gating) / workload.training.micro_batch_size
     ahead = Ahead(*(arriving_bytes(placement, traffic, op) for op in (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)))
     largest = exchange_bytes(placement, traffic)
-    passing = passing_bytes(workload, share, largest, ahead, served, copies, placement.num_at_home, residency, chunks)
+    routed = routed_bytes(workload, served, arriving_rows(placement, gating), recompute=recompute)
+    at_home = placement.num_at_home
+    passing = passing_bytes(workload, share, largest, ahead, served, copies, at_home, residency, routed.again, chunks)
     both = copies * float(2 * workload.expert_bytes)
-    routed = routed_activation_bytes(workload, served, arriving_rows(placement, gating))
     if prefetch and residency is Residency.STEP:
         # Gradients of the last micro-batch wait where the layer's activations have been.
-        kept_copies = np.maximum(kept_copies, both - routed)
+        kept_copies = np.maximum(kept_copies, both - routed.kept)
     elif prefetch:
         passing[COPIES] = passing.get(COPIES, 0.0) + both * min(prefetch, workload.model.num_moe_layers - 1)
     lasting: dict[str, FloatArray] = {
-        ACTIVATIONS: routed,
+        ACTIVATIONS: routed.kept,
         COPIES: kept_copies,
     }
     kept = _codec_state_bytes(placement, workload, wires(workload, codecs, len(placement.sizes)))
@@ -343,9 +358,17 @@ def step_memory(plan: Plan) -> StepMemory:
     groups = []
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs)
-        schedule, codecs = plan.schedule, plan.level_codecs
+        prefetch, chunks = plan.schedule.prefetch, plan.schedule.chunks
         memory = layer_memory(
-            placement, plan.workload, gating, traffic, group.residency, schedule.prefetch, codecs, schedule.chunks
+            placement,
+            plan.workload,
+            gating,
+            traffic,
+            group.residency,
+            prefetch,
+            plan.level_codecs,
+            chunks,
+            recompute=group.recompute,
         )
         groups.append((num_layers, memory))
     fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs)

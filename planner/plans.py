@@ -10,11 +10,10 @@ from hybridep.codecs import Codecs
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Objective, Plan, Prediction, Residency, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
-from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
 from hybridep.workload import Workload
-from planner.domains import divisors
+from planner.domains import divisors, layer_group
 from planner.evaluate import evaluate, expected_s
 from planner.goal import FASTEST, Goal
 from planner.problem import Problem, build_problem
@@ -55,7 +54,7 @@ def plan_of(problem: Problem, solution: Solution) -> Plan:
     first = 0
     for candidate, count in zip(problem.candidates, solution.counts, strict=True):
         if count:
-            groups.append(layer_group(first, count, candidate.choices, candidate.residency))
+            groups.append(candidate.group(first, count))
             first += count
     made = Plan(
         cluster=problem.cluster,
@@ -148,8 +147,7 @@ def top_domains(best: Plan, count: int) -> list[Plan]:
     fitting = [c for c in fitting if problem.affords(problem.uniform(c))]
     found: list[Plan] = []
     for c in sorted(fitting, key=lambda c: float(problem.layer_value[c])):
-        group = layer_group(0, problem.num_layers, problem.candidates[c].choices, problem.candidates[c].residency)
-        other = best.with_layers(group)
+        other = best.with_layers(problem.candidates[c].group(0, problem.num_layers))
         if len(found) < count and other.digest != best.digest:
             found.append(other.model_copy(update={"prediction": predict(other)}))
     return found
@@ -163,20 +161,6 @@ def rank_order_plans(plan: Plan) -> Iterator[tuple[str, Plan]]:
         choices |= {level.name: LevelChoice(domain_size=level.size) for level in inner}
         group = layer_group(0, plan.workload.model.num_moe_layers, choices, Residency.STEP)
         yield f"{outer.name} {size} in rank order", plan.with_layers(group)
-
-
-def layer_group(
-    first: int, count: int, choices: dict[str, LevelChoice], residency: Residency, serving: tuple[ServingGroup, ...] = ()
-) -> LayerGroup:
-    """Of a plan file; ratios only where something is copied."""
-    return LayerGroup(
-        first_layer=first,
-        num_layers=count,
-        domains={name: choice.domain_size for name, choice in choices.items()},
-        migration={name: choice.migration_ratio for name, choice in choices.items() if choice.domain_size > 1},
-        residency=residency,
-        serving=serving,
-    )
 
 
 def predict(made: Plan, baselines: Sequence[Baseline] = BASELINES) -> Prediction:

@@ -7,20 +7,21 @@ All MoE layers have the same shape, so a plan is a number of layers per candidat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
 
 import numpy as np
 
 from hybridep.codecs import Codecs, level_codecs
 from hybridep.gating import gating
 from hybridep.placement import LevelChoice, place
-from hybridep.plan import Objective, Residency, Schedule
+from hybridep.plan import LayerGroup, Objective, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.cost import block_times, fixed_cost, layer_coding, layer_cost, layer_traffic
-from planner.domains import all_choices
+from planner.domains import all_choices, layer_group
 from planner.exchange import ExchangeTimes
 from planner.goal import FASTEST, Goal
 from planner.memory import TOLERANCE, fixed_memory, layer_memory
@@ -40,6 +41,8 @@ class Candidate:
     choices: dict[str, LevelChoice]
     """By level name."""
     residency: Residency
+    recompute: bool = False
+    """Of its experts (``LayerGroup.recompute``)."""
     num_copies: int
     """Over all ranks, one layer."""
     layer_s: float
@@ -60,7 +63,11 @@ class Candidate:
         """Among equals the smallest is chosen: fewer copies, then smaller domains, then less migration."""
         sizes = tuple(choice.domain_size for choice in self.choices.values())
         ratios = tuple(choice.migration_ratio for choice in self.choices.values())
-        return self.num_copies, sizes, ratios, self.residency is Residency.MICROBATCH
+        return self.num_copies, sizes, ratios, self.residency is Residency.MICROBATCH, self.recompute
+
+    def group(self, first: int, count: int) -> LayerGroup:
+        """So many layers of a plan."""
+        return layer_group(first, count, self.choices, self.residency, recompute=self.recompute)
 
     @property
     def label(self) -> str:
@@ -70,7 +77,8 @@ class Candidate:
             f"{name}: {choice.migration_ratio:g} copied" for name, choice in self.choices.items() if choice.migration_ratio < 1
         ]
         note = " (" + ", ".join(partial) + ")" if partial else ""
-        return f"domains {sizes}{note}, copies per {self.residency.value}"
+        again = ", experts compute again in backward" if self.recompute else ""
+        return f"domains {sizes}{note}, copies per {self.residency.value}{again}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +176,13 @@ class Problem:
         """All layers use one candidate."""
         return tuple(self.num_layers if c == candidate else 0 for c in range(len(self.candidates)))
 
+    @property
+    def is_short_of_memory(self) -> bool:
+        """What is best of all does not fit."""
+        values = self.layer_value
+        best = [c for c in range(len(self.candidates)) if values[c] <= values.min() * (1 + TIE)]
+        return not any(self.fits(self.uniform(c)) for c in best)
+
     def best_uniform(self) -> int | None:
         """The best candidate that fits, and the budget allows, when all layers use it; of equal ones the preferred; None when
         there is none."""
@@ -201,9 +216,26 @@ def build_problem(
     popularity: tuple[float, ...] | None = None,
     codecs: Mapping[str, Codecs] | None = None,
     goal: Goal = FASTEST,
+    *,
+    recompute: bool | None = None,
 ) -> Problem:
     """All candidates of a cluster and workload with their times and memory, for a layer whose experts have this popularity (all
-    alike where it is not given). ``codecs`` by level name, exact where absent."""
+    alike where it is not given); also those whose experts ``recompute``, where that is asked for, or memory is short and nothing is
+    said. ``codecs`` by level name, exact where absent."""
+    make = partial(_problem, cluster, workload, schedule, popularity, codecs, goal)
+    problem = make((False, True) if recompute else (False,))
+    return make((False, True)) if recompute is None and problem.is_short_of_memory else problem
+
+
+def _problem(
+    cluster: Cluster,
+    workload: Workload,
+    schedule: Schedule,
+    popularity: tuple[float, ...] | None,
+    codecs: Mapping[str, Codecs] | None,
+    goal: Goal,
+    recompute: Sequence[bool],
+) -> Problem:
     coded = level_codecs([level.name for level in cluster.levels], codecs or {})
     residencies = (Residency.STEP,) if any(one.experts.is_change for one in coded) else tuple(Residency)
     network = ExchangeTimes(cluster=cluster, streams=schedule.streams)
@@ -216,14 +248,16 @@ def build_problem(
         copies = int(placement.holds.sum()) - experts
         coding_s = layer_coding(cluster.gpu, placement, workload, expected, coded)
         times = block_times(network, workload, placement, expected, traffic, coding_s, schedule.chunks)
-        for residency in residencies if copies else (Residency.STEP,):
-            cost = layer_cost(network, workload, times, traffic, residency, schedule)
+        chunks = schedule.chunks
+        for residency, again in product(residencies if copies else (Residency.STEP,), recompute):
+            cost = layer_cost(network, workload, replace(times, recompute=again), traffic, residency, schedule)
             layer_usd = step_usd(cluster.rent_usd_per_s, egress_usd(cluster, cost.link_bytes), cost.total_s)
-            memory = layer_memory(placement, workload, expected, traffic, residency, codecs=coded, chunks=schedule.chunks)
+            memory = layer_memory(placement, workload, expected, traffic, residency, codecs=coded, chunks=chunks, recompute=again)
             candidates.append(
                 Candidate(
                     choices=choices,
                     residency=residency,
+                    recompute=again,
                     num_copies=copies,
                     layer_s=cost.total_s,
                     layer_usd=layer_usd,

@@ -70,15 +70,16 @@ def plan_for_scenarios(
     if not scenarios or not 0 < quantile <= 1:
         raise UserError(f"planning for scenarios needs at least one, and a quantile above 0 and up to 1 (found {quantile:g})")
     schedule, free = with_most(cluster, schedule)
-    problem = site_problem(cluster, workload, schedule, constraints, codecs=codecs)
     half = Wishes(time_limit_s=time_limit_s / 2)
     nominal = plan_sites(cluster, workload, schedule=schedule, constraints=constraints, wishes=half, codecs=codecs)[0]
+    again = nominal.recomputes
+    problem = site_problem(cluster, workload, schedule, constraints, codecs=codecs, recompute=again)
     first = chosen_table(nominal)
     solution = solve_sites(
         problem,
         Wishes(
             time_limit_s=time_limit_s / 2,
-            scenarios=tuple(site_problem(one, workload, schedule, codecs=codecs) for one in scenarios),
+            scenarios=tuple(site_problem(one, workload, schedule, codecs=codecs, recompute=again) for one in scenarios),
             quantile=quantile,
             seeds=() if first is None else (first[0],),
         ),

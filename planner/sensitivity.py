@@ -83,7 +83,8 @@ def upgrades(
         )
     table, configuration = chosen
     schedule, _ = with_most(plan.cluster, plan.schedule.model_copy(update={"streams": dict(streams or {})}))
-    problem = site_problem(plan.cluster, plan.workload, schedule, constraints, codecs=plan.codecs)
+    again = plan.recomputes
+    problem = site_problem(plan.cluster, plan.workload, schedule, constraints, codecs=plan.codecs, recompute=again)
     present = _searched(problem, [table])
     present_s = min(evaluate(plan)[0].step_s, _step_s(present))
     found = []

@@ -76,6 +76,8 @@ class _Layer:
     residency: Residency
     expert_s: FloatArray
     """[G]: of one part, where tokens travel in parts; so are their exchanges."""
+    backward_cost: int
+    """Of the experts, in forwards of theirs."""
     exchanges: Exchanges
     between: Mapping[Op, Between]
     """Between sites, where that was asked for."""
@@ -242,8 +244,10 @@ class _Walk:
         ops = {key.op for _, layer in self._groups for key in layer.exchanges.pairs}
         first_s = float(forward(is_first=True).max()) if Op.EXPERT_GATHER in ops else forward_s
         last_s = float(backward(there, is_last=True).max()) - forward_s if ops & _AT_LAST else backward_s
-        blocks_s = [count * (self._pre_expert_s + layer.expert_s) for count, layer in self._groups]
-        compute_s = 3 * float((sum(blocks_s, start=np.zeros(1)) + head_s).max())
+        blocks_s = [
+            count * (3 * self._pre_expert_s + (1 + layer.backward_cost) * layer.expert_s) for count, layer in self._groups
+        ]
+        compute_s = float((sum(blocks_s, start=np.zeros(1)) + 3 * head_s).max())
         return PassTimes(
             computing=min(compute_s / (forward_s + backward_s), 1.0),
             gather_s=max(first_s - forward_s, 0.0),
@@ -336,7 +340,7 @@ class _Walk:
             ready_s = exchanges.hops(Op.EXPERT_GATHER, ready_s, inwards=True)
         out = partial(exchanges.hops, Op.COMBINE_BACKWARD, inwards=True)
         back = partial(exchanges.hops, Op.DISPATCH_BACKWARD, inwards=False)
-        ready_s = self._through_experts(ready_s, out, 2 * layer.expert_s, back)
+        ready_s = self._through_experts(ready_s, out, layer.backward_cost * layer.expert_s, back)
         returned_s, begin_s = ready_s, ready_s
         if each_time or is_last:
             returned_s = exchanges.hops(Op.GRADIENT_RETURN, ready_s, inwards=False)
@@ -356,6 +360,7 @@ class _Walk:
         coding = token_coding(placement, workload, rows, codecs, gating) | copy_coding(placement, workload, codecs)
         return _Layer(
             residency=layers.group.residency,
+            backward_cost=layers.group.backward_cost,
             expert_s=self._compute.expert_s(served / chunks, held),
             exchanges=self._exchanges(traffic, coding),
             between=between,

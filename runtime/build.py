@@ -84,11 +84,12 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
         padded = None
         if model.pad_expert_input_to_capacity:
             padded = torch.from_numpy(served_copies(placement, layers.gating)[mesh.rank].astype(np.int64)).to(mesh.device)
-        parts = (model, home, exchange, dispatchers[id(placement)], spans)
+        parts, again = (model, home, exchange, dispatchers[id(placement)], spans), group.recompute
         if tokens is not None:
-            routed.append(ChunkedExperts(*parts, layer=layer, chunks=mesh.plan.schedule.chunks, tokens=tokens))
+            chunks = mesh.plan.schedule.chunks
+            routed.append(ChunkedExperts(*parts, layer=layer, recompute=again, chunks=chunks, tokens=tokens))
         else:
-            routed.append(DistributedExperts(*parts, layer=layer, padded_E=padded))
+            routed.append(DistributedExperts(*parts, layer=layer, recompute=again, padded_E=padded))
         return routed[-1]
 
     transformer = Transformer(workload, make, dtype=mesh.dtype)

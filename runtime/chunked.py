@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from runtime.dispatch import Counts, Hop
-from runtime.routed import DistributedExperts, Over
+from runtime.routed import Computed, DistributedExperts, Over
 from runtime.spans import BACKWARD, EXPERT
 from runtime.worker import Worker
 
@@ -65,10 +65,9 @@ class ChunkedExperts(DistributedExperts):
 
 
 class _Part(NamedTuple):
-    """What backward needs of one part: the experts' own small graph (``routed._Experts``) and where rows came from."""
+    """What backward needs of one part: of the experts, and where rows came from."""
 
-    inputs: list[Tensor]
-    output: Tensor
+    computed: Computed
     hops: list[Hop]
 
 
@@ -90,13 +89,13 @@ class _Chunks(torch.autograd.Function):
             if number == layer.chunks:
                 layer.arrived(overs if learns else [])
             layer.spans.begin(EXPERT, layer.name)
-            inputs = [tensor.detach().requires_grad_(learns) for tensor in (x_NH, weights_NK, home_nP, copies.data)]
-            with torch.set_grad_enabled(learns):
-                y_NH = layer.compute(inputs[0], inputs[1], ids_NK, inputs[2], inputs[3])
-            layer.spans.end()
-            leaving.append(layer.tokens.submit(partial(layer.combine, y_NH.detach(), hops)))
             if learns:
-                parts.append(_Part(inputs, y_NH, hops))
+                y_NH, computed = layer.compute(x_NH, weights_NK, ids_NK, home_nP, copies)
+                parts.append(_Part(computed, hops))
+            else:
+                y_NH = layer.weighted(ids_NK, x_NH, weights_NK, home_nP, copies)
+            layer.spans.end()
+            leaving.append(layer.tokens.submit(partial(layer.combine, y_NH, hops)))
         layer.exchange.release()
         ctx.parts, ctx.layer = parts, layer
         return torch.cat([result.result() for result in leaving])
@@ -116,11 +115,11 @@ class _Chunks(torch.autograd.Function):
             layer.below.announce_backward()
         leaving, shared = [], None
         for arrival in arriving:
-            inputs, output, hops = parts.pop(0)
+            computed, hops = parts.pop(0)
             arrived_NH = arrival.result()
             layer.spans.begin(EXPERT + BACKWARD, layer.name)
-            x, weights, *held = torch.autograd.grad(output, inputs, arrived_NH, allow_unused=True, materialize_grads=True)
-            del inputs, output, arrived_NH
+            x, weights, *held = layer.gradients(computed, arrived_NH)
+            del computed, arrived_NH
             if shared is None:
                 shared = held
             else:

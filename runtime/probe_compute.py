@@ -185,7 +185,7 @@ def _experts(workload: Workload, number: int, rows: int, transport: Transport, t
     none = home.new_empty(0, home.shape[1])
 
     def work() -> None:
-        y = experts.compute(hidden, weights, ids, home, none)
+        y = experts.weighted(ids, hidden, weights, home, none)
         torch.autograd.grad(y, [hidden, weights, home], torch.ones_like(y))
 
     return timed(work)

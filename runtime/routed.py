@@ -26,6 +26,16 @@ class Over(NamedTuple):
     like_NK: Tensor
 
 
+class Computed(NamedTuple):
+    """What the experts' backward needs."""
+
+    inputs: list[Tensor]
+    """Rows, weights, experts at home and copies."""
+    ids_NK: Tensor
+    output_NH: Tensor | None
+    """With its graph; None where experts compute again."""
+
+
 class DistributedExperts(RoutedExperts):
     """One layer's experts on one rank. ``home`` [n_home, P] are the experts whose master weights live here."""
 
@@ -38,9 +48,11 @@ class DistributedExperts(RoutedExperts):
         spans: SpanRecorder,
         *,
         layer: int,
+        recompute: bool = False,
         padded_E: Tensor | None = None,
     ) -> None:
-        """``padded_E``: how many rows each expert computes here, whatever arrives; None: those that arrive."""
+        """``recompute``: as ``LayerGroup.recompute``. ``padded_E``: how many rows each expert computes here, whatever arrives;
+        None: those that arrive."""
         super().__init__()
         self.spans, self.name = spans, f"layer {layer}"
         self.home = home
@@ -66,6 +78,7 @@ class DistributedExperts(RoutedExperts):
         self._overs: deque[Sequence[Over]] = deque()
         """Of each forward, in order, until its backward is announced."""
         self._ffn, self._padded_E = model.ffn, padded_E
+        self._recompute = recompute
         place_E = torch.full((model.num_experts,), -1, dtype=torch.int32)
         place_E[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held), dtype=torch.int32)
         self._place_E = place_E.to(home.device)
@@ -125,8 +138,28 @@ class DistributedExperts(RoutedExperts):
             self.exchange.start_return()
         self.spans.begin(PRE_EXPERT + BACKWARD, self.name)
 
-    def compute(self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:
-        """[N, H]: for each row the weighted sum over its experts that are served here."""
+    def compute(
+        self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home_nP: Tensor, copies_mP: Tensor
+    ) -> tuple[Tensor, Computed]:
+        """[N, H]: for each row the weighted sum over its experts that are served here; and what ``gradients`` needs, a small graph
+        of its own, so that forward can free the copies' memory and backward can fetch them again."""
+        # The copies' storage is emptied and refilled between forward and backward; ``data`` has a version of its own, so autograd
+        # does not take the refill for a change of saved values.
+        inputs = [tensor.detach().requires_grad_() for tensor in (x_NH, weights_NK, home_nP, copies_mP.data)]
+        with torch.set_grad_enabled(not self._recompute):
+            y_NH = self.weighted(ids_NK, *inputs)
+        return y_NH.detach(), Computed(inputs, ids_NK, None if self._recompute else y_NH)
+
+    def gradients(self, computed: Computed, gradient_NH: Tensor) -> tuple[Tensor, ...]:
+        """Of rows, weights, experts at home and copies."""
+        inputs, ids_NK, y_NH = computed
+        if y_NH is None:
+            with torch.enable_grad():
+                y_NH = self.weighted(ids_NK, *inputs)
+        return torch.autograd.grad(y_NH, inputs, gradient_NH, allow_unused=True, materialize_grads=True)
+
+    def weighted(self, ids_NK: Tensor, x_NH: Tensor, weights_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:
+        """[N, H], in whatever graph is open."""
         if self._padded_E is None:
             return weighted_experts(x_NH, weights_NK, ids_NK, self._place_E, home, copies, ffn=self._ffn)
         number = len(x_NH)
@@ -145,27 +178,20 @@ def _padded(x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, rows_E: Tensor) ->
 
 
 class _Experts(torch.autograd.Function):
-    """The experts' computation with its own small graph, so that forward can free the copies' memory and backward can
-    fetch them again and hand over their gradient the moment it is complete."""
+    """The experts' computation, whose backward hands over the copies' gradient the moment it is complete."""
 
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, weights_NK: Tensor, home_nP: Tensor, ids_NK: Tensor, layer: DistributedExperts) -> Tensor:
         copies = layer.exchange.copies()
         layer.spans.begin(EXPERT, layer.name)
         if not any(ctx.needs_input_grad):
-            y_NH = layer.compute(x_NH, weights_NK, ids_NK, home_nP, copies)
-            layer.spans.end()
-            layer.exchange.release()
-            return y_NH
-        # Inputs of the inner graph. The copies' storage is emptied and refilled between forward and backward; ``data``
-        # has a version of its own, so autograd does not take the refill for a change of saved values.
-        inputs = [tensor.detach().requires_grad_() for tensor in (x_NH, weights_NK, home_nP, copies.data)]
-        with torch.enable_grad():
-            y_NH = layer.compute(inputs[0], inputs[1], ids_NK, inputs[2], inputs[3])
-        ctx.inputs, ctx.output, ctx.layer = inputs, y_NH, layer
+            y_NH = layer.weighted(ids_NK, x_NH, weights_NK, home_nP, copies)
+        else:
+            y_NH, ctx.computed = layer.compute(x_NH, weights_NK, ids_NK, home_nP, copies)
+            ctx.layer = layer
         layer.spans.end()
         layer.exchange.release()
-        return y_NH.detach()
+        return y_NH
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -176,10 +202,8 @@ class _Experts(torch.autograd.Function):
         if ctx.layer.below is not None:
             ctx.layer.below.announce_backward()
         spans.begin(EXPERT + BACKWARD, ctx.layer.name)
-        x, weights, home, copies = torch.autograd.grad(
-            ctx.output, ctx.inputs, gradients[0], allow_unused=True, materialize_grads=True
-        )
-        ctx.inputs = ctx.output = None
+        x, weights, home, copies = ctx.layer.gradients(ctx.computed, gradients[0])
+        ctx.computed = None
         spans.end()
         exchange.release()
         exchange.return_gradient(copies)

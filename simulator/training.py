@@ -44,12 +44,10 @@ class _Pass(NamedTuple):
     out: Op
     back: Op
     label: str
-    cost: float
-    """Of the experts' computation, in forwards."""
 
 
-_FORWARDS = _Pass(Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, EXPERT, 1.0)
-_BACKWARDS = _Pass(Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD, EXPERT + BACKWARD, _BACKWARD_COST)
+_FORWARDS = _Pass(Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE, EXPERT)
+_BACKWARDS = _Pass(Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD, EXPERT + BACKWARD)
 
 
 class _Step(NamedTuple):
@@ -64,6 +62,8 @@ class _Step(NamedTuple):
     regather: bool
     give_back: bool
     is_last: bool
+    expert_backward: float
+    """What the experts' backward takes, in forwards of theirs."""
 
 
 def step_program(
@@ -234,6 +234,7 @@ class Passes:
             regather=each_time,
             give_back=each_time or is_last,
             is_last=is_last,
+            expert_backward=float(layers.group.backward_cost),
         )
 
     def _reconfigure(self, block: Block, after: Sequence[int], name: str) -> list[int]:
@@ -308,10 +309,17 @@ class Passes:
             begin = self._coded_beside(block, Op.EXPERT_GATHER, after, name) if step.gather else after
         ready = self.compute(PRE_EXPERT, self._blocks.pre_expert_s, begin, name)
         held = self._gathered.get(step.layer, [])
-        return self._through_experts(block, _FORWARDS, [ready, *gathered], held, circuits, name)
+        return self._through_experts(block, _FORWARDS, block.expert_s, [ready, *gathered], held, circuits, name)
 
     def _through_experts(
-        self, block: Block, one_pass: _Pass, after: list[int], held: Sequence[int], circuits: list[int] | None, name: str
+        self,
+        block: Block,
+        one_pass: _Pass,
+        expert_s: FloatArray,
+        after: list[int],
+        held: Sequence[int],
+        circuits: list[int] | None,
+        name: str,
     ) -> list[int]:
         """Tokens to the experts and back, chunk by chunk; computation waits for `held` copies, too, and what is inside sites
         for `circuits`, ends of their setting (None: they are set once the first counts have told what will move)."""
@@ -326,7 +334,7 @@ class Passes:
                 if level == 1:
                     last = [*last, *circuits]
                 last = self._hops(block, one_pass.out, [level], last, name)
-            computed = [self.compute(one_pass.label, block.expert_s * one_pass.cost, [*last, *computed], name)]
+            computed = [self.compute(one_pass.label, expert_s, [*last, *computed], name)]
             results += computed
         if self._blocks.chunks == 1:
             last = computed
@@ -342,7 +350,7 @@ class Passes:
         begin = gathered = self._hops(block, Op.EXPERT_GATHER, self._levels, after, name) if step.regather else after
         if self._plan.schedule.overlap:
             begin = self._coded_beside(block, Op.EXPERT_GATHER, after, name) if step.regather else after
-        last = self._through_experts(block, _BACKWARDS, begin, gathered, circuits, name)
+        last = self._through_experts(block, _BACKWARDS, block.expert_s * step.expert_backward, begin, gathered, circuits, name)
         if step.give_back and self._is_early(step) and self._plan.workload.training.micro_batches > 1:
             self._late.append(step)
             last = self._coded_beside(block, Op.GRADIENT_RETURN, last, name)
@@ -368,7 +376,7 @@ class Passes:
         # Gradients that the runtime does not keep while it makes new ones: with copies per micro-batch, memory is short.
         above = self._returned.get(step.layer + self._prefetch + 1, [])
         last = [*last, *self._gathered.get(step.layer, []), *above]
-        last = [self.compute(EXPERT + BACKWARD, block.expert_s * _BACKWARD_COST, last, name)]
+        last = [self.compute(EXPERT + BACKWARD, block.expert_s * step.expert_backward, last, name)]
         if step.give_back:
             returned = self._queued(step, Op.GRADIENT_RETURN, self._levels[::-1], last)
             if step.is_last:

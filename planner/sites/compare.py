@@ -30,7 +30,8 @@ def compare_planners(plan: Plan, constraints: Constraints | None = None) -> dict
     as if they were equally popular, and are costed with the popularity that the plan has. Raises UserError for one site."""
     if plan.cluster.sizes[0] < 2:
         raise UserError(f"cluster {plan.cluster.name}: comparing planners between sites needs two sites")
-    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
+    again = plan.recomputes
+    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs, recompute=again)
     step_s = plan.prediction.step if plan.prediction is not None else evaluate(plan)[0].step_s
     others = {}
     for name in OTHERS:

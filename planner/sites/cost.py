@@ -28,7 +28,7 @@ from planner.memory import (
     kept_by_codecs,
     lasting_copy_bytes,
     passing_bytes,
-    routed_activation_bytes,
+    routed_bytes,
     unsent_dense_bytes,
 )
 from planner.price import step_usd
@@ -114,7 +114,8 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     coding_s = {}
     if gpu.coding is not None and any(one.lossy for one in problem.codecs):
         coding_s = by_op(coded_s(gpu, _coding(problem, layer), problem.codecs))
-    return timed_block(problem.compute, layer.served, problem.at_home + layer.copies_held, times, coding_s, chunks)
+    held = problem.at_home + layer.copies_held
+    return timed_block(problem.compute, layer.served, held, times, coding_s, chunks, recompute=problem.recompute)
 
 
 def _coding(problem: SiteProblem, layer: LayerExchanges) -> Coding:
@@ -223,8 +224,9 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
     largest = [exchange.both * wire_of(problem, exchange).dispatch_row_bytes for exchange in layer.rows]
     largest += [exchange.out * wire_of(problem, exchange).expert_bytes for exchange in layer.copies]
     largest += [exchange.both for exchange in shared_exchanges(problem, layer)]
+    routed = routed_bytes(work, layer.served, layer.arrived, recompute=problem.recompute)
     lasting = {
-        ACTIVATIONS: routed_activation_bytes(work, layer.served, layer.arrived),
+        ACTIVATIONS: routed.kept,
         COPIES: lasting_copy_bytes(work, layer.copies_held, residency),
     }
     if any(one.lossy for one in problem.codecs) and (kept := _codec_state_bytes(problem, layer)).any():
@@ -240,6 +242,7 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
             layer.copies_held,
             problem.at_home,
             residency,
+            routed.again,
             problem.schedule.chunks,
         ),
     )

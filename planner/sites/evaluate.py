@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,18 +32,20 @@ def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
     popularity, copies that set out ahead of their blocks)."""
     if plan.popularity or plan.schedule.prefetch or any(group.homes for group in plan.layers):
         return None
-    problem = site_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs)
+    plain = site_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs)
+    again = replace(plain, recompute=True)
     costs: list[tuple[int, Cost]] = []
     memories: list[tuple[int, LayerMemory]] = []
     for _, num_layers, group, placement, _ in plan.placed:
         inside = inside_of(plan, group)
         if inside is None:
             return None
+        problem = again if group.recompute else plain
         layer = layer_exchanges(problem, placement.serve[0], inside)
         costs.append((num_layers, _layer_cost(problem, layer, group)))
         memories.append((num_layers, _flat(layer_memory(problem, layer, group.residency))))
-    cost = combine(ExchangeTimes(cluster=plan.cluster), _fixed_cost(problem), costs)
-    return cost, total_memory(plan.cluster, _fixed_memory(problem), memories)
+    cost = combine(ExchangeTimes(cluster=plan.cluster), _fixed_cost(plain), costs)
+    return cost, total_memory(plan.cluster, _fixed_memory(plain), memories)
 
 
 def inside_of(plan: Plan, group: LayerGroup) -> tuple[Inside, ...] | None:
@@ -73,7 +76,7 @@ def _layer_cost(problem: SiteProblem, layer: LayerExchanges, group: LayerGroup) 
         hidden_s=times.hidden_s,
         link_bytes=_link_bytes(problem, moved),
         wan_bytes=bytes_between(moved),
-        compute_s=3 * batches * block.compute_s,
+        compute_s=batches * block.compute_s,
     )
 
 

@@ -8,9 +8,9 @@ from itertools import islice, product
 import numpy as np
 
 from hybridep.placement import IntArray
-from hybridep.plan import Objective, Residency
+from hybridep.plan import Objective, Residency, backward_cost
 from hybridep.traffic import COUNT_BYTES, FloatArray, gathers_and_returns
-from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, passing_bytes, routed_activation_bytes
+from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, passing_bytes, routed_bytes
 from planner.sites.cost import cost_of, fixed_cost
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, Inside, SiteProblem
@@ -119,17 +119,20 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     computed = np.einsum("d,ndh->nh", problem.rows_per_choice, served)
     alone = computed * each.expert_s_per_row[:, 0] + held.sum(axis=2) * each.expert_overhead_s[:, 0]
     waited = alone.mean(axis=1, keepdims=True) * (1 - 1 / each.sharing)
-    compute = problem.block_s + (alone / each.sharing + waited).max(axis=1)
-    steps_s = fixed_cost(problem).total_s + layers * (batches * (exchanges + 3 * compute) + moving)
+    passes = 1 + backward_cost(recompute=problem.recompute)
+    compute = 3 * problem.block_s + passes * (alone / each.sharing + waited).max(axis=1)
+    steps_s = fixed_cost(problem).total_s + layers * (batches * (exchanges + compute) + moving)
 
     fixed = fixed_cost(problem)
     arrived = (problem.tokens[:, None] * problem.hit[served]).sum(axis=1)
     kept = (held.sum(axis=2) - at_home.sum(axis=1)).astype(np.float64)
     moved = rows.sum(axis=1) + rows.sum(axis=2)
     largest = np.maximum(moved * wire.dispatch_row_bytes, copies.sum(axis=2) * wire.expert_bytes)
-    lasting = routed_activation_bytes(work, computed, arrived) + lasting_copy_bytes(work, kept, residency)
+    routed = routed_bytes(work, computed, arrived, recompute=problem.recompute)
+    lasting = routed.kept + lasting_copy_bytes(work, kept, residency)
     ahead = Ahead(rows.sum(axis=1) * wire.combine_row_bytes, rows.sum(axis=2) * wire.dispatch_gradient_row_bytes)
-    passing = passing_bytes(work, each.share[:, 0], largest, ahead, computed, kept, problem.at_home[:, 0], residency)
+    homes = problem.at_home[:, 0]
+    passing = passing_bytes(work, each.share[:, 0], largest, ahead, computed, kept, homes, residency, routed.again)
     memory = fixed.lasting_bytes[:, 0] + layers * lasting + np.maximum(sum(passing.values()), fixed.passing_bytes[:, 0])
 
     one_way = batches * (rows * wire.row_there_bytes + COUNT_BYTES * ((served > 0) & away))

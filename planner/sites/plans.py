@@ -19,14 +19,15 @@ from hybridep.workload import Workload
 from planner.chunks import best_of_searches, tables_in_parts
 from planner.clock import elapsed_s, now_s
 from planner.constraints import Constraints
+from planner.domains import layer_group
 from planner.evaluate import MOST_RANKS
 from planner.goal import FASTEST, Goal
-from planner.plans import layer_group, plan_domains, predict, solver_report
+from planner.plans import plan_domains, predict, solver_report
 from planner.sites.cost import SiteCost
 from planner.sites.evaluate import nearest_inside
 from planner.sites.problem import Configuration, SiteProblem, site_problem
 from planner.sites.search import Found
-from planner.sites.solution import Wishes, solve_sites
+from planner.sites.solution import SiteSolution, Wishes, solve_sites
 from planner.solve import over_budget, too_small
 
 
@@ -45,8 +46,8 @@ def plan_sites(
     """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
     layers, or equal domains where those win.
 
-    The first has a bound that holds for every serving table that keeps the rules, whatever it costs and the choice inside sites,
-    used in all layers, and for the integer program's mixtures of equal domains; and where tokens travel in any number of parts up
+    Experts compute again in backward (``LayerGroup.recompute``) in all layers where no table fits otherwise. The first has a bound
+    that holds for every serving table that keeps the rules, whatever it costs and the choice inside sites, used in all layers, and for the integer program's mixtures of equal domains; and where tokens travel in any number of parts up
     to ``most_chunks`` (tables are searched for tokens in one piece). Raises InfeasibleError, NoSolutionError and UserError.
     """
     wishes = wishes or Wishes()
@@ -64,9 +65,21 @@ def plan_sites(
             [domains] = best_of_searches(search, problem.schedule, most_chunks)
         except (InfeasibleError, NoSolutionError):
             domains = None
-    left_s = max(wishes.time_limit_s - (now_s() - started), 0.1)
-    solution = solve_sites(problem, replace(wishes, time_limit_s=left_s, paced_by_s=wishes.time_limit_s))
-    fits = solution.found.rank[0] == 0
+
+    def solved(problem: SiteProblem) -> SiteSolution:
+        left_s = max(wishes.time_limit_s - (now_s() - started), 0.1)
+        return solve_sites(problem, replace(wishes, time_limit_s=left_s, paced_by_s=wishes.time_limit_s))
+
+    solution = solved(problem)
+    bounds_s = [solution.bound_s]
+    if not solution.proofs:
+        # Nothing fits, or every table was tried: with less memory for each, others may fit.
+        again = replace(problem, recompute=True)
+        other = solved(again)
+        bounds_s = [other.bound_s, *(bounds_s if solution.fits else ())]
+        if other.found.rank < solution.found.rank:
+            problem, solution = again, other
+    fits = solution.fits
     if not fits and domains is None:
         domains = _cheapest(problem, constraints, solution.found, wishes)
     more = [table_plan(problem, one.table, _configuration(one)) for one in solution.pool if one is not solution.found]
@@ -75,7 +88,8 @@ def plan_sites(
         more = [one for one in more if goal.value_of(one) > goal.value_of(best)]
     else:
         best = table_plan(problem, solution.found.table, _configuration(solution.found))
-    bounds_s, bounds_usd = [solution.bound_s, best.predicted.step], [solution.bound_usd, best.predicted.cost_usd]
+    bounds_s.append(best.predicted.step)
+    bounds_usd = [solution.bound_usd, best.predicted.cost_usd]
     if domains is not None and domains.solver is not None:
         bounds_s.append(domains.solver.bound)
         bounds_usd += [] if domains.solver.cost_bound is None else [domains.solver.cost_bound]
@@ -119,7 +133,8 @@ def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Foun
 def table_plan(problem: SiteProblem, table: IntArray, configuration: Configuration) -> Plan:
     """The plan with this serving table ([D, E]) in all MoE layers, with its prediction and without a solver's report."""
     choices, serving = problem.choices(configuration.inside), serving_groups(problem.cluster, table)
-    group = layer_group(0, problem.workload.model.num_moe_layers, choices, configuration.residency, serving)
+    layers, residency = problem.workload.model.num_moe_layers, configuration.residency
+    group = layer_group(0, layers, choices, residency, serving, recompute=problem.recompute)
     made = Plan(
         cluster=problem.cluster,
         workload=problem.workload,

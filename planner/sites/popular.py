@@ -26,11 +26,11 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import elapsed_s, now_s
 from planner.cost import block_times, layer_coding, layer_cost, layer_traffic
-from planner.domains import all_choices
+from planner.domains import all_choices, layer_group
 from planner.exchange import ExchangeTimes
 from planner.measured import plans_measured
 from planner.memory import memory_use
-from planner.plans import layer_group, predict, solver_report
+from planner.plans import predict, solver_report
 from planner.problem import MAX_COPY_STEPS
 from planner.sites.plans import chosen_table, plan_sites
 from planner.sites.popular_bound import least_s

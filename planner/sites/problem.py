@@ -72,6 +72,8 @@ class SiteProblem:
     """Per level; exact ones where left out."""
     most_chunks: int = 1
     """Parts in which tokens may travel: bounds hold for any number up to this, or to the schedule's."""
+    recompute: bool = False
+    """Of all layers' experts (``LayerGroup.recompute``). Bounds leave it out."""
     least_hit: FloatArray | None = None
     """[E + 1], for bounds only: where experts are not equally popular, the ``hit`` that holds for any n of them."""
 
@@ -295,6 +297,7 @@ def site_problem(
     goal: Goal = FASTEST,
     codecs: Mapping[str, Codecs] | None = None,
     most_chunks: int = 1,
+    recompute: bool = False,
 ) -> SiteProblem:
     """Raises InfeasibleError for rules that clash."""
     up, down = cluster.access_bytes_per_s
@@ -311,4 +314,5 @@ def site_problem(
         goal=goal,
         codecs=level_codecs([level.name for level in cluster.levels], codecs or {}),
         most_chunks=most_chunks,
+        recompute=recompute,
     )

@@ -12,7 +12,7 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray
-from planner.memory import routed_activation_bytes
+from planner.memory import routed_bytes
 from planner.sites.cost import rank_memory_bytes
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Inside, SiteProblem
@@ -75,4 +75,4 @@ def _saved_bytes(problem: SiteProblem, site: int, held: int) -> FloatArray:
     counts, n = np.arange(held + 1), problem.num_inside
     served = counts * (n * problem.rows_per_choice[site])
     arrived = n * problem.tokens[site] * (problem.hit[held] - problem.hit[held - counts])
-    return problem.num_layers * routed_activation_bytes(problem.workload, served, arrived)
+    return problem.num_layers * routed_bytes(problem.workload, served, arrived, recompute=problem.recompute).kept

@@ -8,7 +8,7 @@ import numpy as np
 
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
-from planner.memory import lasting_copy_bytes, routed_activation_bytes
+from planner.memory import lasting_copy_bytes, routed_bytes
 from planner.sites.cost import rank_memory_bytes
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem
@@ -34,7 +34,8 @@ def room_of(problem: SiteProblem, table: IntArray, configuration: Configuration)
     # Of the experts' backward: gradients of what they hold, and of three times their rows.
     held = problem.num_layers * lasting_copy_bytes(work, one, configuration.residency) + work.expert_bytes
     arrived = one * float(layer.arrived.sum() / layer.served.sum())
-    rows = problem.num_layers * routed_activation_bytes(work, one, arrived) + 3 * work.combine_row_bytes
+    kept, again = routed_bytes(work, one, arrived, recompute=problem.recompute)
+    rows = problem.num_layers * kept + again + 3 * work.combine_row_bytes
     copies = float(layer.copies[0].into.sum())
     return Room(
         left_bytes=(problem.compute.memory_bytes - needs).min(axis=1),

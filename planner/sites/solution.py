@@ -63,6 +63,11 @@ class SiteSolution:
     pool: tuple[Found, ...] = ()
     """The best plans that fit and differ, as many as were asked for."""
 
+    @property
+    def fits(self) -> bool:
+        """What was found has room."""
+        return self.found.rank[0] == 0
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Wishes:
@@ -87,7 +92,7 @@ class Wishes:
 
 def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolution:
     """The best serving table found and a proven bound on all; on KeyboardInterrupt the best so far, as when the time is over.
-    Raises NoSolutionError when the time was over before one table was tried."""
+    Nothing is proven where none fits and experts could still compute again (``SiteProblem.recompute``). Raises NoSolutionError when the time was over before one table was tried."""
     wishes = wishes or Wishes()
     few = _few_tables(problem, wishes.paced_by_s or wishes.time_limit_s)
     if not few and walks_help(problem):
@@ -137,7 +142,8 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     assert search.best.cost is not None
     best_s, scenarios = search.best.cost.step_s if in_dollars else search.best.rank[1], search.scenarios
     proofs: list[Proof] = []
-    for number, one in enumerate(scenarios):
+    worth_proving = search.best.rank[0] == 0 or problem.recompute
+    for number, one in enumerate(scenarios if worth_proving else ()):
         share = SEARCHED + (PROVEN - SEARCHED) * (number + 1) / len(scenarios)
         deadline_s = 0.0 if interrupted else started + share * limit_s
         told = None if report is None or len(scenarios) > 1 else lambda seconds: report("bound", seconds)
@@ -157,7 +163,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         interrupted |= proof.interrupted
         proofs.append(proof)
     # Each step is at least its scenario's bound, so the steps at a quantile are at least the bounds there.
-    bound_s = min(at_quantile([one.bound_s for one in proofs], wishes.quantile), best_s)
+    bound_s = min(at_quantile([one.bound_s for one in proofs], wishes.quantile), best_s) if proofs else 0.0
     return SiteSolution(
         found=search.best,
         bound_s=bound_s,

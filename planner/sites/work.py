@@ -131,7 +131,9 @@ def _weights(problem: SiteProblem, residency: Residency) -> tuple[float, float, 
             expert_s=expert_s,
             overhead_s=float(compute.overhead_s.flat[compute.slowest]),
             exchanges_s=dict.fromkeys(Op, 0.0) | (exchanges_s or {}),
-            compute_s=np.zeros(1),
+            others_s=np.zeros(1),
+            experts_s=np.zeros(1),
+            recompute=problem.recompute,
         )
         return layer_times(block, batches, residency, problem.schedule).total_s
 

@@ -20,10 +20,9 @@ from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from planner.choose import plan
 from planner.constraints import Constraints, Permissions
-from planner.domains import divisors
+from planner.domains import divisors, layer_group
 from planner.goal import FASTEST, Goal
 from planner.memory import ACTIVATIONS, MemoryUse, StepMemory, memory_use, step_memory
-from planner.plans import layer_group
 from planner.price import egress_usd, step_usd
 from planner.stages.rules import permitted_group
 from planner.staggered import Dense, PassTimes, dense_of, pass_times
@@ -128,9 +127,13 @@ def without_search(
     store: Store | None = None,
     allowed: Permissions | None = None,
 ) -> Inside:
-    """The best of a few placements by `Inside.rank`; the one that comes nearest to fitting, if none does.
-    ``allowed``: what rules leave possible."""
+    """The best of a few placements by `Inside.rank`, whose experts compute again in backward where memory asks for that; the one
+    that comes nearest to fitting, if none does. ``allowed``: what rules leave possible."""
     number, store, every = stage.workload.training.micro_batches, store or Store(), list[Inside]()
+
+    def value(one: Inside) -> float:
+        return one.value(number, rent_usd_per_s)
+
     choices: Iterable[list[LayerGroup]] = _placements(stage)
     if allowed is not None:
         # What rules leave of copies everywhere may let tokens travel after all.
@@ -138,10 +141,23 @@ def without_search(
         choices = [[permitted_group(one, stage.cluster, experts, allowed) for groups in choices for one in groups]]
     for groups in choices:
         every += [placed(stage, (group,), room, store) for group in groups]
-        for one in sorted(every, key=lambda one: one.value(number, rent_usd_per_s)):
+        if not min(every, key=value).memory.fits:
+            every += [placed(stage, (computing_again(group),), room, store) for group in groups]
+        for one in sorted(every, key=value):
             if one.memory.fits:
                 return one
     return min(every, key=lambda one: one.rank(number, rent_usd_per_s))
+
+
+def computing_again(group: LayerGroup) -> LayerGroup:
+    """The same, whose experts compute again in backward."""
+    return group.model_copy(update={"recompute": True})
+
+
+def fitting(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Store) -> Inside:
+    """With these placements, whose experts compute again in backward only where that is what it takes to fit."""
+    kept = placed(stage, tuple(group.model_copy(update={"recompute": False}) for group in layers), room, store)
+    return kept if kept.memory.fits else placed(stage, tuple(map(computing_again, layers)), room, store)
 
 
 def layers_in_room(one: Plan, two: Plan, room: Room) -> int:
@@ -149,7 +165,7 @@ def layers_in_room(one: Plan, two: Plan, room: Room) -> int:
     most = 0.0
     for first, second in zip(chain(*_placements(one)), chain(*_placements(two)), strict=True):
         used = [
-            step_memory(stage.with_layers(group)).use(room.in_flight, room.beside_bytes)
+            step_memory(stage.with_layers(computing_again(group))).use(room.in_flight, room.beside_bytes)
             for stage, group in ((one, first), (two, second))
         ]
         if used[0].fits:

@@ -32,7 +32,7 @@ from planner.stages.batches import BATCHES, FEW_BATCHES, number_about, numbers_a
 from planner.stages.bound import least_s, least_usd
 from planner.stages.candidates import AHEAD, OFTEN, Candidate, Candidates
 from planner.stages.costs import Costed, costed, predicted, rooms, without_stages
-from planner.stages.inside import Inside, of_alike, placed, searched
+from planner.stages.inside import Inside, fitting, of_alike, searched
 from planner.stages.rules import StageRules
 from planner.stages.walk import prepare
 from planner.stages.wander import Sketch, wander
@@ -317,8 +317,8 @@ class _Search:
         """The pipeline with its stages running so far ahead."""
         plan, inside = plan.running_ahead(ahead), []
         for stage, room in zip(plan.plans, rooms(plan), strict=True):
-            inside.append(placed(stage, stage.layers, room, self.candidates.store))
-        return costed(plan, inside)
+            inside.append(fitting(stage, stage.layers, room, self.candidates.store))
+        return costed(plan.with_layers([one.layers for one in inside]), inside)
 
     def _left_s(self, share: float) -> float:
         """Seconds left of such a share of the time limit; negative where it is over."""

@@ -21,7 +21,7 @@ from planner.cost import block_times, layer_traffic, step_cost
 from planner.domains import all_choices, divisors
 from planner.exchange import ExchangeTimes
 from planner.layer_times import EXPERTS, BlockTimes
-from planner.plans import layer_group
+from planner.domains import layer_group
 from planner.problem import build_problem
 
 

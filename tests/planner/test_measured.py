@@ -13,7 +13,7 @@ from hybridep.plan import Plan, Schedule, Status
 from planner.check import check
 from planner.choose import plan, plans
 from planner.cost import step_cost
-from planner.plans import layer_group
+from planner.domains import layer_group
 from planner.problem import build_problem
 
 

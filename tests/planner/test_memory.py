@@ -11,7 +11,7 @@ from hybridep.topology import Cluster
 from hybridep.traffic import Op, step_traffic
 from hybridep.workload import Workload
 from planner.memory import dense_activation_bytes, fits, memory_use
-from planner.plans import layer_group
+from planner.domains import layer_group
 from planner.problem import build_problem
 
 

@@ -13,7 +13,7 @@ from hybridep.plan import Plan, Schedule
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
-from planner.plans import layer_group
+from planner.domains import layer_group
 from planner.sites.boxes import Box
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem, site_problem
