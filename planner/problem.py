@@ -220,8 +220,8 @@ def build_problem(
     recompute: bool | None = None,
 ) -> Problem:
     """All candidates of a cluster and workload with their times and memory, for a layer whose experts have this popularity (all
-    alike where it is not given); also those whose experts ``recompute``, where that is asked for, or memory is short and nothing is
-    said. ``codecs`` by level name, exact where absent."""
+    alike where it is not given). ``codecs`` by level name, exact where absent. ``recompute``: also those whose experts compute
+    again in backward; where memory is short, if nothing is said."""
     make = partial(_problem, cluster, workload, schedule, popularity, codecs, goal)
     problem = make((False, True) if recompute else (False,))
     return make((False, True)) if recompute is None and problem.is_short_of_memory else problem

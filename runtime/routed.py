@@ -141,8 +141,8 @@ class DistributedExperts(RoutedExperts):
     def compute(
         self, x_NH: Tensor, weights_NK: Tensor, ids_NK: Tensor, home_nP: Tensor, copies_mP: Tensor
     ) -> tuple[Tensor, Computed]:
-        """[N, H]: for each row the weighted sum over its experts that are served here; and what ``gradients`` needs, a small graph
-        of its own, so that forward can free the copies' memory and backward can fetch them again."""
+        """[N, H]: for each row the weighted sum over its experts that are served here; and what ``gradients`` needs, with a small
+        graph of its own, so that forward can free the copies' memory and backward can fetch them again."""
         # The copies' storage is emptied and refilled between forward and backward; ``data`` has a version of its own, so autograd
         # does not take the refill for a change of saved values.
         inputs = [tensor.detach().requires_grad_() for tensor in (x_NH, weights_NK, home_nP, copies_mP.data)]

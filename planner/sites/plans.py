@@ -46,9 +46,10 @@ def plan_sites(
     """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
     layers, or equal domains where those win.
 
-    Experts compute again in backward (``LayerGroup.recompute``) in all layers where no table fits otherwise. The first has a bound
-    that holds for every serving table that keeps the rules, whatever it costs and the choice inside sites, used in all layers, and for the integer program's mixtures of equal domains; and where tokens travel in any number of parts up
-    to ``most_chunks`` (tables are searched for tokens in one piece). Raises InfeasibleError, NoSolutionError and UserError.
+    Experts compute again in backward (``LayerGroup.recompute``) in all layers where no table fits otherwise. The first has a
+    bound that holds for every serving table that keeps the rules, whatever it costs and the choice inside sites, used in all
+    layers, and for the integer program's mixtures of equal domains; and where tokens travel in any number of parts up to
+    ``most_chunks`` (tables are searched for tokens in one piece). Raises InfeasibleError, NoSolutionError and UserError.
     """
     wishes = wishes or Wishes()
     started, asked_s = now_s(), elapsed_s()
@@ -70,15 +71,12 @@ def plan_sites(
         left_s = max(wishes.time_limit_s - (now_s() - started), 0.1)
         return solve_sites(problem, replace(wishes, time_limit_s=left_s, paced_by_s=wishes.time_limit_s))
 
-    solution = solved(problem)
-    bounds_s = [solution.bound_s]
-    if not solution.proofs:
+    tried = [(problem, solved(problem))]
+    if not tried[0][1].proofs:
         # Nothing fits, or every table was tried: with less memory for each, others may fit.
         again = replace(problem, recompute=True)
-        other = solved(again)
-        bounds_s = [other.bound_s, *(bounds_s if solution.fits else ())]
-        if other.found.rank < solution.found.rank:
-            problem, solution = again, other
+        tried = [*tried, (again, solved(again))][not tried[0][1].fits :]
+    problem, solution = min(tried, key=lambda one: one[1].found.rank)
     fits = solution.fits
     if not fits and domains is None:
         domains = _cheapest(problem, constraints, solution.found, wishes)
@@ -88,8 +86,8 @@ def plan_sites(
         more = [one for one in more if goal.value_of(one) > goal.value_of(best)]
     else:
         best = table_plan(problem, solution.found.table, _configuration(solution.found))
-    bounds_s.append(best.predicted.step)
-    bounds_usd = [solution.bound_usd, best.predicted.cost_usd]
+    bounds_s = [best.predicted.step, *(one.bound_s for _, one in tried)]
+    bounds_usd = [best.predicted.cost_usd, *(one.bound_usd for _, one in tried)]
     if domains is not None and domains.solver is not None:
         bounds_s.append(domains.solver.bound)
         bounds_usd += [] if domains.solver.cost_bound is None else [domains.solver.cost_bound]

@@ -92,7 +92,8 @@ class Wishes:
 
 def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolution:
     """The best serving table found and a proven bound on all; on KeyboardInterrupt the best so far, as when the time is over.
-    Nothing is proven where none fits and experts could still compute again (``SiteProblem.recompute``). Raises NoSolutionError when the time was over before one table was tried."""
+    Nothing is proven where none fits and experts could still compute again (``SiteProblem.recompute``).
+    Raises NoSolutionError when the time was over before one table was tried."""
     wishes = wishes or Wishes()
     few = _few_tables(problem, wishes.paced_by_s or wishes.time_limit_s)
     if not few and walks_help(problem):

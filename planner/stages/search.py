@@ -363,7 +363,8 @@ def _layers(plan: PipelinePlan) -> list[int]:
 
 def _but_for_ahead(plan: PipelinePlan) -> str:
     """A text that is equal for pipelines of one search which differ at most in how far ahead they run."""
-    return f"{plan.micro_batches} {plan.stages}"
+    placed = [[group.model_copy(update={"recompute": False}) for group in stage.layers] for stage in plan.stages]
+    return f"{plan.micro_batches} {[(stage.sites, stage.num_layers) for stage in plan.stages]} {placed}"
 
 
 def _first_by_number(candidates: Sequence[Candidate]) -> list[Candidate]:

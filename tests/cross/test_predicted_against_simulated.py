@@ -34,6 +34,7 @@ def plans(cluster, workload, residency, schedule):
                 domains={level.name: outer, inner.name: size},
                 migration={},
                 residency=residency,
+                recompute=(outer + size) % 2 == 1,
             )
             yield Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule)
 

@@ -18,10 +18,9 @@ from hybridep.traffic import Op, link_bytes, step_traffic
 from hybridep.workload import Workload
 from planner import paper
 from planner.cost import block_times, layer_traffic, step_cost
-from planner.domains import all_choices, divisors
+from planner.domains import all_choices, divisors, layer_group
 from planner.exchange import ExchangeTimes
 from planner.layer_times import EXPERTS, BlockTimes
-from planner.domains import layer_group
 from planner.problem import build_problem
 
 

@@ -14,8 +14,8 @@ from hybridep.plan import Plan, Residency, Schedule, Status
 from hybridep.traffic import Op
 from planner.cost import step_cost
 from planner.depths import depths
-from planner.memory import memory_use
 from planner.domains import layer_group
+from planner.memory import memory_use
 from planner.problem import build_problem
 
 # Computation and copies take about as long: there is something to hide, and something to hide it under.

@@ -109,7 +109,12 @@ def walked_s(made, cost):
 
 def plan_of(cluster, workload, domain, residency=Residency.STEP, schedule=None, codecs=None):
     group = LayerGroup(
-        first_layer=0, num_layers=workload.model.num_moe_layers, domains={"dc": domain}, migration={}, residency=residency
+        first_layer=0,
+        num_layers=workload.model.num_moe_layers,
+        domains={"dc": domain},
+        migration={},
+        residency=residency,
+        recompute=domain % 2 == 0,
     )
     return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule or Schedule(), codecs=codecs or {})
 

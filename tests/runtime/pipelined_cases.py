@@ -37,6 +37,8 @@ class Case:
     ahead: int = 1
     migration: float = 1.0
     residency: Residency = Residency.STEP
+    recompute: tuple[int, ...] = ()
+    """Stages whose experts do."""
     overlap: bool = True
     streams: int = 1
     codecs: tuple[tuple[str, str], ...] = ()
@@ -45,7 +47,7 @@ class Case:
 
     def __str__(self) -> str:
         stages = "_".join("".join(map(str, sites)) for sites in self.stages)
-        return f"{self.sizes[0]}x{self.sizes[1]}-{stages}-{self.model}-n{self.micro_batches}-a{self.ahead}-{self.residency.value}"
+        return f"{self.sizes[0]}x{self.sizes[1]}-{stages}-{self.model}-n{self.micro_batches}-a{self.ahead}-{self.residency.value}{'-recompute' if self.recompute else ''}"
 
     def plan(self) -> PipelinePlan:
         levels = [
@@ -64,7 +66,7 @@ class Case:
         model = (MODELS | DEEP)[self.model]
         workload = build(Workload, {"name": "test", "model": model, "training": training}, "workload")
         stages, first = [], 0
-        for members, layers, domains in zip(self.stages, self.layers, self.domains, strict=True):
+        for stage, (members, layers, domains) in enumerate(zip(self.stages, self.layers, self.domains, strict=True)):
             dense = min(max(workload.model.num_dense_layers - first, 0), layers)
             group = LayerGroup(
                 first_layer=0,
@@ -72,6 +74,7 @@ class Case:
                 domains={"dc": 1, "gpu": 1} | domains,
                 migration=dict.fromkeys(domains, self.migration),
                 residency=self.residency,
+                recompute=stage in self.recompute,
             )
             stages.append({"sites": [f"s{dc}" for dc in members], "num_layers": layers, "layers": (group,)})
             first += layers
@@ -91,7 +94,16 @@ NONE: dict[str, int] = {}
 TWO, COPIED = {"dc": 2}, {"gpu": 2}
 CASES = [
     Case(sizes=(2, 2), stages=((0,), (1,)), layers=(3, 2), domains=(NONE, NONE), micro_batches=2),
-    Case(sizes=(2, 2), stages=((1,), (0,)), layers=(3, 2), domains=(COPIED, NONE), micro_batches=4, model="deep-dense", ahead=2),
+    Case(
+        sizes=(2, 2),
+        stages=((1,), (0,)),
+        layers=(3, 2),
+        domains=(COPIED, NONE),
+        micro_batches=4,
+        model="deep-dense",
+        ahead=2,
+        recompute=(0,),
+    ),
     Case(sizes=(4, 1), stages=((0,), (2,), (1,), (3,)), layers=(2, 1, 1, 1), domains=(NONE,) * 4, micro_batches=8, ahead=2),
     Case(sizes=(4, 1), stages=((0, 2), (3, 1)), layers=(2, 3), domains=(TWO, NONE), micro_batches=4, migration=0.5, streams=2),
     Case(
@@ -101,6 +113,7 @@ CASES = [
         domains=(TWO, TWO),
         micro_batches=4,
         residency=Residency.MICROBATCH,
+        recompute=(0, 1),
         ahead=3,
     ),
     Case(

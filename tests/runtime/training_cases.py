@@ -72,6 +72,7 @@ class Case:
     model: str = "plain"
     migration: tuple[float, ...] = ()
     residency: Residency = Residency.STEP
+    recompute: bool = False
     micro_batches: int = 1
     overlap: bool = True
     prefetch: int = 0
@@ -99,6 +100,7 @@ class Case:
         text += "".join(f"-{level}-{'-'.join(str(value) for _, value in pairs)}" for level, pairs in self.codecs)
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
         text += f"-{self.residency.value}-m{self.micro_batches}"
+        text += "-recompute" if self.recompute else ""
         text += f"-t{self.tokens}" if self.tokens else ""
         text += f"-pods{self.pods}" if self.pods else ""
         text += f"-s{self.streams}" if self.streams > 1 else ""
@@ -139,6 +141,7 @@ class Case:
             domains=domains,
             migration=dict(zip(names, self.migration, strict=False)),
             residency=self.residency,
+            recompute=self.recompute,
             serving=serving,
         )
         codecs = {level: build(Codecs, dict(pairs), "codecs") for level, pairs in self.codecs}
@@ -164,6 +167,7 @@ def wild_plan(cluster: Cluster, workload: Workload, seed: int, schedule: Schedul
                 domains=domains,
                 migration={name: float(rng.choice([0.3, 0.5, 0.7, 1.0])) for name in domains},
                 residency=Residency(rng.choice([residency.value for residency in Residency])),
+                recompute=seed % 3 == 0,
                 serving=serving,
                 # Some ranks own much, some nothing.
                 homes=homes_text(cluster, rng.integers(cluster.num_gpus, size=num_experts)),

@@ -149,7 +149,7 @@ def test_stages_keep_within_memory() -> None:
         plan_pipeline(tiny, workload, time_limit_s=10)
 
 
-def test_where_memory_is_short_the_first_stages_have_fewer_layers_or_micro_batches_are_small(
+def test_where_memory_is_short_first_stages_compute_again_or_have_fewer_layers_or_micro_batches_are_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first stages keep the activations of most micro-batches: 174 MB with as many layers as balance them."""
@@ -161,9 +161,14 @@ def test_where_memory_is_short_the_first_stages_have_fewer_layers_or_micro_batch
         assert all(one.memory.fits for one in costed(plan).inside)
         return plan
 
-    assert planned(100).micro_batches > 64
+    def again(memory_mb: int) -> list[bool]:
+        return [stage.recomputes for stage in planned(memory_mb).plans]
+
+    assert again(180) == [False] * 4
+    assert again(160) == [True, False, False, False]
+    assert planned(130).micro_batches > 64
     monkeypatch.setattr("planner.stages.candidates.MANY_BATCHES", ())
-    for memory_mb in (150, 120):
+    for memory_mb in (130, 100):
         layers = [stage.num_layers for stage in planned(memory_mb).stages]
         assert sum(layers) == 12 and layers[0] < layers[-1]
     with pytest.raises(InfeasibleError, match=r"needs 173\.9 MB and has 100 MB"):
