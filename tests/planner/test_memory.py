@@ -106,7 +106,7 @@ def test_experts_that_compute_again_keep_what_arrived_and_make_the_rest_in_backw
 
 
 def test_when_a_layer_runs_backward_activations_above_it_are_gone() -> None:
-    """Rank 0's experts are all that tokens choose, in one of two layers; with several micro-batches in flight one of them goes."""
+    """In one of two layers tokens choose rank 0's experts only; of several micro-batches in flight one goes."""
     workload = make_workload(layers=2, experts=4, top_k=1, ffn=1024)
     even, skewed = (0.25,) * 4, (0.4999, 0.4999, 0.0001, 0.0001)
     kept = plan(make_cluster(2), workload, {})

@@ -46,8 +46,9 @@ class Case:
     dtype: str = "fp64"
 
     def __str__(self) -> str:
-        stages = "_".join("".join(map(str, sites)) for sites in self.stages)
-        return f"{self.sizes[0]}x{self.sizes[1]}-{stages}-{self.model}-n{self.micro_batches}-a{self.ahead}-{self.residency.value}{'-recompute' if self.recompute else ''}"
+        again = "".join(map(str, self.recompute))
+        stages = "_".join("".join(map(str, sites)) for sites in self.stages) + (f"-again{again}" if again else "")
+        return f"{self.sizes[0]}x{self.sizes[1]}-{stages}-{self.model}-n{self.micro_batches}-a{self.ahead}-{self.residency.value}"
 
     def plan(self) -> PipelinePlan:
         levels = [

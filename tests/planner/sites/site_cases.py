@@ -170,7 +170,8 @@ def random_table(rng: np.random.Generator, problem: SiteProblem) -> IntArray:
 
 def as_plan(problem: SiteProblem, table: IntArray, configuration: Configuration) -> Plan:
     choices, serving = problem.choices(configuration.inside), serving_groups(problem.cluster, table)
-    group = layer_group(0, problem.workload.model.num_moe_layers, choices, configuration.residency, serving)
+    layers, residency = problem.workload.model.num_moe_layers, configuration.residency
+    group = layer_group(0, layers, choices, residency, serving, recompute=problem.recompute)
     return Plan(
         cluster=problem.cluster,
         workload=problem.workload,

@@ -13,6 +13,10 @@ from hybridep.config import build
 from hybridep.errors import ConfigError, InfeasibleError
 from hybridep.topology import Cluster
 from planner.constraints import Constraints, Kind, Rule
+from planner.sites.cost import site_cost
+from planner.sites.others import rank_order_domains
+from planner.sites.plans import chosen_table
+from planner.sites.problem import site_problem
 from planner.sites.search import Search
 from planner.sites.solution import AMPLE_S
 from simulator.step import simulate_step
@@ -43,6 +47,31 @@ def test_memory_that_fits_nothing_says_what_is_missing() -> None:
     rng = np.random.default_rng(3)
     with pytest.raises(InfeasibleError, match="missing"):
         planner.plan(uneven_cluster(rng, 4, 2, memory="10 kB"), small_workload(rng, 8), time_limit_s=5)
+
+
+@pytest.mark.parametrize(("sites", "experts"), [(3, 2), (5, 12)])
+def test_experts_compute_again_where_nothing_fits_otherwise(sites: int, experts: int) -> None:
+    """All tables tried, and searched."""
+    rng = np.random.default_rng(3)
+    workload = small_workload(rng, experts)
+    training = workload.training.model_copy(update={"micro_batch_size": 64})
+    workload = workload.model_copy(update={"training": training})
+
+    def planned(memory: str) -> planner.Plan:
+        made = planner.plan(uneven_cluster(np.random.default_rng(5), sites, 1, memory=memory), workload, time_limit_s=4)
+        planner.check(made)
+        return made
+
+    roomy = planned("1 TB")
+    assert not roomy.recomputes
+    assert (chosen := chosen_table(roomy)) is not None
+    problem = site_problem(roomy.cluster, workload)
+    tables = [*rank_order_domains(problem), chosen[0]]
+    least = min(site_cost(problem, one, each).memory_bytes for one in tables for each in problem.configurations())
+    tight = planned(f"{0.8 * least:.0f} B")
+    assert tight.recomputes and tight.predicted.memory_bytes <= 0.8 * least * (1 + 1e-4)
+    assert tight.predicted.step >= roomy.predicted.step and tight.solver is not None
+    assert tight.solver.bound <= tight.solver.objective
 
 
 @pytest.mark.turns(2)
