@@ -65,8 +65,8 @@ class Explanation:
     plan: Alternative
     baselines: tuple[Alternative, ...]
     neighbours: tuple[Alternative, ...]
-    """The next smaller and larger domain of each level, full migration where it is partial, the other residency, tokens in parts
-    or not, copies ahead of their blocks or not."""
+    """The next smaller and larger domain of each level, full migration where it is partial, the other residency, activations
+    kept where experts compute again, tokens in parts or not, copies ahead of their blocks or not."""
     alone: Alternative | None
     """One site by itself, with the whole global batch (``planner.alone``), named after it; None where none has room or keeps the
     rules, and where sites' shares differ."""
@@ -182,28 +182,35 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
     """All layers in one configuration that is one move away from that of the largest group."""
     base = max(plan.layers, key=lambda group: group.num_layers)
     layers = plan.workload.model.num_moe_layers
+
+    def like(choices: dict[str, LevelChoice]) -> LayerGroup:
+        return layer_group(0, layers, choices, base.residency, recompute=base.recompute)
+
     if len(plan.layers) > 1:
         yield "same in all layers", base.model_copy(update={"first_layer": 0, "num_layers": layers})
     if base.serving:
         inside = {name: choice for name, choice in base.choices.items() if name != plan.cluster.levels[0].name}
         for size in divisors(plan.cluster.levels[0].size):
             choices = {plan.cluster.levels[0].name: LevelChoice(domain_size=size)} | inside
-            yield f"{plan.cluster.levels[0].name} {size} in rank order", layer_group(0, layers, choices, base.residency)
+            yield f"{plan.cluster.levels[0].name} {size} in rank order", like(choices)
     for level in plan.cluster.levels if not base.serving else ():
         sizes = divisors(level.size)
         here = sizes.index(base.choices.get(level.name, LevelChoice()).domain_size)
         for place in (here - 1, here + 1):
             if 0 <= place < len(sizes):
                 choices = base.choices | {level.name: LevelChoice(domain_size=sizes[place])}
-                yield f"{level.name} {sizes[place]}", layer_group(0, layers, choices, base.residency)
+                yield f"{level.name} {sizes[place]}", like(choices)
     partial = {name: ratio for name, ratio in base.migration.items() if ratio < 1 and base.domains[name] > 1}
     for name in partial:
         choices = base.choices | {name: LevelChoice(domain_size=base.domains[name])}
-        yield f"{name} {base.domains[name]}, all experts", layer_group(0, layers, choices, base.residency)
+        yield f"{name} {base.domains[name]}, all experts", like(choices)
     changes = any(codecs.experts.is_change for codecs in plan.codecs.values())  # those need copies that stay
     if (base.serving or any(size > 1 for size in base.domains.values())) and not changes:
         other = Residency.MICROBATCH if base.residency is Residency.STEP else Residency.STEP
         yield f"copies per {other.value}", base.model_copy(update={"first_layer": 0, "num_layers": layers, "residency": other})
+    if base.recompute:
+        kept = {"first_layer": 0, "num_layers": layers, "recompute": False}
+        yield "activations kept", base.model_copy(update=kept)
 
 
 def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:

@@ -214,7 +214,10 @@ def _same(chosen: Plan, made: Plan) -> bool:
     """Do both compute every expert at the same places and keep copies as long?"""
 
     def tables(one: Plan) -> list[Any]:
-        return [(group.residency, [serve.tolist() for serve in placed.serve]) for _, group, placed in one.each_layer()]
+        return [
+            (group.residency, group.recompute, [serve.tolist() for serve in placed.serve])
+            for _, group, placed in one.each_layer()
+        ]
 
     return tables(chosen) == tables(made)
 

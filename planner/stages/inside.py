@@ -160,6 +160,22 @@ def fitting(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Stor
     return kept if kept.memory.fits else placed(stage, tuple(map(computing_again, layers)), room, store)
 
 
+def with_fewest_again(inside: Inside, store: Store) -> Inside:
+    """The same, where all layers with experts compute again, in no more of them than it takes to fit."""
+    stage, [group, *others] = inside.known.stage, inside.layers
+    if others or not group.recompute:
+        return inside
+    kept = group.model_copy(update={"recompute": False})
+    for again in range(1, group.num_layers):
+        layers = (
+            group.model_copy(update={"num_layers": again}),
+            kept.model_copy(update={"first_layer": again, "num_layers": group.num_layers - again}),
+        )
+        if step_memory(stage.with_layers(*layers)).use(inside.room.in_flight, inside.room.beside_bytes).fits:
+            return placed(stage, layers, inside.room, store)
+    return inside
+
+
 def layers_in_room(one: Plan, two: Plan, room: Room) -> int:
     """How many layers with experts a stage has room for, in whatever placement takes least; ``one``, ``two``: with so many."""
     most = 0.0

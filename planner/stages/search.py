@@ -32,7 +32,7 @@ from planner.stages.batches import BATCHES, FEW_BATCHES, number_about, numbers_a
 from planner.stages.bound import least_s, least_usd
 from planner.stages.candidates import AHEAD, OFTEN, Candidate, Candidates
 from planner.stages.costs import Costed, costed, predicted, rooms, without_stages
-from planner.stages.inside import Inside, fitting, of_alike, searched
+from planner.stages.inside import Inside, fitting, of_alike, searched, with_fewest_again
 from planner.stages.rules import StageRules
 from planner.stages.walk import prepare
 from planner.stages.wander import Sketch, wander
@@ -161,7 +161,7 @@ class _Search:
         of_each = list({len(one.plan.stages): one for one in reversed(every)}.values())
         first = sorted(of_each, key=self._worth)[: max(number // 2, 1)]
         rest = [one for one in every if one not in first][: number - len(first)]
-        return [self._least_ahead(one) for one in sorted([*first, *rest], key=self._worth)]
+        return [self._least_again(self._least_ahead(one)) for one in sorted([*first, *rest], key=self._worth)]
 
     def _search(self, numbers: Sequence[int]) -> None:
         candidates = self.candidates.made(numbers, lambda: self._left_s(_FOUND_BY), self.first_by_s)
@@ -194,6 +194,11 @@ class _Search:
         same = [one for one in self._found if _but_for_ahead(one.plan) == _but_for_ahead(best.plan)]
         good = [one for one in same if not self._is_better(best, one)]
         return min(good, key=lambda one: (one.plan.ahead, self._worth(one)))
+
+    def _least_again(self, found: Costed) -> Costed:
+        """With no more layers whose experts compute again than it takes to fit, unless that is slower: then, others wait."""
+        inside = [with_fewest_again(one, self.candidates.store) for one in found.inside]
+        return min(costed(found.plan.with_layers([one.layers for one in inside]), inside), found, key=self._worth)
 
     def _worth(self, one: Costed) -> Worth:
         return self.candidates.wishes.goal.worth(one.times.step_s, one.step_usd)

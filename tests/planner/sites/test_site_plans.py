@@ -64,7 +64,8 @@ def test_experts_compute_again_where_nothing_fits_otherwise(sites: int, experts:
 
     roomy = planned("1 TB")
     assert not roomy.recomputes
-    assert (chosen := chosen_table(roomy)) is not None
+    chosen = chosen_table(roomy)
+    assert chosen is not None
     problem = site_problem(roomy.cluster, workload)
     tables = [*rank_order_domains(problem), chosen[0]]
     least = min(site_cost(problem, one, each).memory_bytes for one in tables for each in problem.configurations())
