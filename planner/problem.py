@@ -178,10 +178,10 @@ class Problem:
 
     @property
     def is_short_of_memory(self) -> bool:
-        """What is best of all does not fit."""
-        values = self.layer_value
-        best = [c for c in range(len(self.candidates)) if values[c] <= values.min() * (1 + TIE)]
-        return not any(self.fits(self.uniform(c)) for c in best)
+        """Some configuration is better than the best that fits, and does not."""
+        best, values = self.best_uniform(), self.layer_value
+        better = values < (np.inf if best is None else values[best] * (1 - TIE))
+        return any(not self.fits(self.uniform(c)) for c in np.flatnonzero(better).tolist())
 
     def best_uniform(self) -> int | None:
         """The best candidate that fits, and the budget allows, when all layers use it; of equal ones the preferred; None when

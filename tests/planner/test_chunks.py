@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -109,14 +110,22 @@ def test_parts_that_do_not_fit_the_memory_are_left_out() -> None:
 
 
 def test_numbers_of_parts_that_are_not_possible_are_left_out() -> None:
-    """Memory has no room for parts; or the budget none for tokens in one piece, which take longer."""
-    tight = shipped_cluster("lab-4dc", "gpu.memory=60.5 MB"), shipped_workload("tiny")
-    assert planner.plan(*tight, most_chunks=4).schedule.chunks == 1
-    with pytest.raises(InfeasibleError):
-        planner.plan(shipped_cluster("lab-4dc", "gpu.memory=50 MB"), tight[1], most_chunks=4)
+    """Memory has no room for parts, or none for tokens in one piece, or the budget has none for these, which take longer."""
+    for length, memory_mb, room_for in ((4, 13.45, {1}), (16, 16.0, {2, 4}), (16, 15.0, set())):
+        workload = shipped_workload("tiny", f"training.sequence_length={length}")
+        cluster, possible = shipped_cluster("lab-4dc", f"gpu.memory={memory_mb} MB"), set()
+        for number in numbers(4):
+            with suppress(InfeasibleError):
+                possible.add(planner.plan_domains(cluster, workload, schedule=Schedule(chunks=number)).schedule.chunks)
+        assert possible == room_for
+        if possible:
+            assert planner.plan(cluster, workload, most_chunks=4).schedule.chunks in possible
+            continue
+        with pytest.raises(InfeasibleError):
+            planner.plan(cluster, workload, most_chunks=4)
     sites = "sites=[{name: a}, {name: b}, {name: c, up: 150 Mbps}, {name: d}]"
     for more in ([], [sites]):
-        rented = shipped_cluster("lab-4dc", "gpu.price=36 $/h", *more), tight[1]
+        rented = shipped_cluster("lab-4dc", "gpu.price=36 $/h", *more), shipped_workload("tiny")
         cheapest = planner.plan(*rented, most_chunks=4, goal=Goal(objective=Objective.DOLLARS), time_limit_s=0.3)
         budget_usd = cheapest.predicted.cost_usd * 1.001
         assert cheapest.schedule.chunks > 1 and evaluate(in_parts(cheapest, 1))[0].step_usd > 1.05 * budget_usd

@@ -43,7 +43,7 @@ FOUR = [
     Case(sizes=(2, 2), domains=(2, 1), recompute=True, micro_batches=2),
     Case(sizes=(2, 2), domains=(2, 2), recompute=True, residency=Residency.MICROBATCH, prefetch=1, model="top4-tied-gqa"),
     Case(sizes=(2, 2), domains=(1, 2), recompute=True, chunks=3, residency=Residency.MICROBATCH, micro_batches=2),
-    Case(sizes=(2, 2), domains=(2, 1), recompute=True, model="drop-padded"),
+    Case(sizes=(2, 2), domains=(2, 1), recompute=True, model="drop-padded", random_serving=3),
     Case(sizes=(2, 2), domains=(1, 2), chunks=2, micro_batches=2),
     Case(sizes=(2, 2), domains=(1, 1), chunks=5, residency=Residency.MICROBATCH, model="top4-tied-gqa"),
     Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), chunks=3, residency=Residency.MICROBATCH, micro_batches=2),
