@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -54,6 +55,11 @@ class Candidate:
     least: Worth
     """What it is worth at best."""
 
+    @property
+    def recomputes(self) -> bool:
+        """Experts of some stages compute again in backward."""
+        return any(stage.recomputes for stage in self.plan.plans)
+
 
 @dataclass
 class Candidates:
@@ -79,7 +85,7 @@ class Candidates:
     _stages: dict[tuple[tuple[int, ...], tuple[int, int, int], int], Plan] = field(default_factory=dict)
     """What ``_stage`` made."""
     _in_room: dict[str, int] = field(default_factory=dict)
-    """Kind of stage with one layer with experts, and its room -> how many it has room for."""
+    """Kind of stage with one layer with experts, its room, and whether experts recompute -> how many it has room for."""
     _best_inside: dict[str, tuple[Plan, Inside]] = field(default_factory=dict)
     """Kind of stage -> a stage of it, and the best placement found there."""
 
@@ -139,7 +145,8 @@ class Candidates:
             candidates = self._of_number(number, goes_on, tight=tight)
             if (first := next(candidates, None)) is not None:
                 begun[number] = candidates
-                found.append(first)
+                # The same sites with fewer layers in first stages, where these would compute again.
+                found += [first, *islice(candidates, first.recomputes and not tight)]
                 tried.append(number)
         if found or tight or not self.lacking:
             return found
@@ -180,10 +187,15 @@ class Candidates:
                 for micro_batches in sorted(choices, key=lambda number: (about_s[number], -number)):
                     if not goes_on():
                         return
-                    mine = self._layers_that_fit(path, micro_batches) if tight else layers
+                    mine = self._layers_that_fit(path, micro_batches, recompute=True) if tight else layers
                     candidate = None if mine is None else self.of(path, mine, micro_batches)
                     if candidate is not None:
                         yield candidate
+                        if candidate.recomputes and not tight:
+                            fewer = self._layers_that_fit(path, micro_batches, recompute=False)
+                            candidate = None if fewer is None else self.of(path, fewer, micro_batches)
+                            if candidate is not None:
+                                yield candidate
                         break
 
     def _layers(self, layer_s: Sequence[float], head_s: float, most: Sequence[int] | None = None) -> list[int]:
@@ -293,9 +305,9 @@ class Candidates:
         made = plan.with_layers([one.layers for one in inside])
         return Candidate(plan=made, inside=tuple(inside), least=self.wishes.goal.worth(step_s, usd))
 
-    def _layers_that_fit(self, path: Groups, micro_batches: int) -> list[int] | None:
-        """[stages]: layers that suit these sites, and take no more memory than they have; None where there are none. The first
-        stages keep the activations of most micro-batches, so they have fewer layers then."""
+    def _layers_that_fit(self, path: Groups, micro_batches: int, *, recompute: bool) -> list[int] | None:
+        """[stages]: layers that suit these sites, and take no more memory than they have, with experts that ``recompute`` or not;
+        None where there are none. The first stages keep the activations of most micro-batches, so they have fewer layers then."""
         model, last = self.workload.model, len(path) - 1
         layers = self.layers(path, micro_batches)
         plan = None if layers is None else self._pipeline(path, layers, micro_batches)
@@ -309,9 +321,9 @@ class Candidates:
                 first, second = (self._stage(group, place, micro_batches) for place in places)
             except ValueError:
                 return None
-            key = f"{first.alike} {room}"
+            key = f"{first.alike} {room} {recompute}"
             if key not in self._in_room:
-                self._in_room[key] = layers_in_room(first, second, room)
+                self._in_room[key] = layers_in_room(first, second, room, recompute=recompute)
             most.append(one - 1 + self._in_room[key])
         return self.layers(path, micro_batches, most)
 

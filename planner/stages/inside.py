@@ -176,12 +176,15 @@ def with_fewest_again(inside: Inside, store: Store) -> Inside:
     return inside
 
 
-def layers_in_room(one: Plan, two: Plan, room: Room) -> int:
-    """How many layers with experts a stage has room for, in whatever placement takes least; ``one``, ``two``: with so many."""
+def layers_in_room(one: Plan, two: Plan, room: Room, *, recompute: bool) -> int:
+    """How many layers with experts a stage has room for, in whatever placement takes least, where experts ``recompute`` or not;
+    ``one``, ``two``: with so many."""
     most = 0.0
     for first, second in zip(chain(*_placements(one)), chain(*_placements(two)), strict=True):
         used = [
-            step_memory(stage.with_layers(computing_again(group))).use(room.in_flight, room.beside_bytes)
+            step_memory(stage.with_layers(group.model_copy(update={"recompute": recompute}))).use(
+                room.in_flight, room.beside_bytes
+            )
             for stage, group in ((one, first), (two, second))
         ]
         if used[0].fits:
