@@ -11,9 +11,10 @@ from torch.optim.adamw import adamw
 from hybridep.run import Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_BATCH = 1 << 20
+_BATCH, _BATCH_ON_DEVICE = 1 << 20, 1 << 24
 """Elements that are updated together. Their gradients in fp32, and what AdamW makes of them, come beside all that stays: 13 MB at
-most, where all of a rank's bf16 gradients had been made fp32 at once."""
+most, where all of a rank's bf16 gradients had been made fp32 at once. A device with gigabytes takes more, since its kernels are
+short."""
 
 
 class HomeOptimizer:
@@ -64,10 +65,11 @@ class HomeOptimizer:
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None
             whole = [parameter, self.masters[name], parameter.grad, *self._moments[name].values()]
-            cut = [torch.split(one.view(-1), _BATCH) if parameter.numel() > _BATCH else (one,) for one in whole]
+            most = _BATCH if parameter.is_cpu else _BATCH_ON_DEVICE
+            cut = [torch.split(one.view(-1), most) if parameter.numel() > most else (one,) for one in whole]
             for piece in zip(*cut, strict=True):
                 held += piece[0].numel()
-                if held > _BATCH:
+                if held > most:
                     yield batch
                     batch, held = [], piece[0].numel()
                 batch.append(piece)
