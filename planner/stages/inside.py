@@ -160,9 +160,9 @@ def fitting(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Stor
     return kept if kept.memory.fits else placed(stage, tuple(map(computing_again, layers)), room, store)
 
 
-def with_fewest_again(inside: Inside, store: Store) -> Inside:
-    """The same, where all layers with experts compute again, in no more of them than it takes to fit."""
-    stage, [group, *others] = inside.known.stage, inside.layers
+def with_fewest_again(stage: Plan, inside: Inside, store: Store) -> Inside:
+    """What was found of a stage, where all layers with experts compute again, in no more of them than it takes to fit."""
+    group, *others = inside.layers
     if others or not group.recompute:
         return inside
     kept = group.model_copy(update={"recompute": False})

@@ -197,7 +197,8 @@ class _Search:
 
     def _least_again(self, found: Costed) -> Costed:
         """With no more layers whose experts compute again than it takes to fit, unless that is slower: then, others wait."""
-        inside = [with_fewest_again(one, self.candidates.store) for one in found.inside]
+        both, store = zip(found.plan.plans, found.inside, strict=True), self.candidates.store
+        inside = [with_fewest_again(stage, one, store) for stage, one in both]
         return min(costed(found.plan.with_layers([one.layers for one in inside]), inside), found, key=self._worth)
 
     def _worth(self, one: Costed) -> Worth:
