@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     default=None,
     help="Of several plans, choose the one whose simulated step is shortest. Without --top: of 48, simulated for two layers, of "
     "those that cost no more than what any other planner would do, within the time limit; so also without this option where up "
-    "to 64 sites differ, since where links rule and ranks fall out of step a simulation knows more than the cost that is "
-    "minimised. Where much computation shares processors it knows less. With --top: of these plans, all of the step; with "
-    "--compare of those that cost no more than any other planner's (without --routing, which those know nothing of).",
+    "to 64 sites differ (with at most 1600 micro-batches of nine of them, 36 of sixty), since where links rule and ranks fall "
+    "out of step a simulation knows more than the cost that is minimised. Where much computation shares processors it knows "
+    "less. With --top: of these plans, all of the step; with --compare of those that cost no more than any other planner's "
+    "(without --routing, which those know nothing of).",
 )
 @click.option("--constraints", type=click.Path(path_type=Path), help="YAML file with rules that the plan must keep.")
 @click.option("--figure", type=OUTPUT, help="PNG, PDF or SVG: who computes for whom, who copies from whom, link loads.")
