@@ -95,6 +95,10 @@ class LayerGroup(Strict):
         """What the experts' backward takes, in forwards of theirs."""
         return backward_cost(recompute=self.recompute)
 
+    def recomputing(self, recompute: bool = True) -> LayerGroup:
+        """The same placement, whose experts do or do not ``recompute``."""
+        return self.model_copy(update={"recompute": recompute})
+
     @property
     def choices(self) -> dict[str, LevelChoice]:
         """Domain size and ratio by level, as ``placement.place`` takes them."""

@@ -209,8 +209,7 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
         other = Residency.MICROBATCH if base.residency is Residency.STEP else Residency.STEP
         yield f"copies per {other.value}", base.model_copy(update={"first_layer": 0, "num_layers": layers, "residency": other})
     if base.recompute:
-        kept = {"first_layer": 0, "num_layers": layers, "recompute": False}
-        yield "activations kept", base.model_copy(update=kept)
+        yield "activations kept", base.model_copy(update={"first_layer": 0, "num_layers": layers, "recompute": False})
 
 
 def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:

@@ -341,15 +341,12 @@ class StepMemory(NamedTuple):
     fixed: LayerMemory
     groups: tuple[tuple[int, LayerMemory], ...]
     """(Number of layers, what each keeps)."""
-    dense_layer_bytes: FloatArray
-    """[G]: activations of one layer and micro-batch without routed experts."""
 
     def use(self, in_flight: int = 1, beside_bytes: float = 0.0) -> MemoryUse:
         """Arguments as `memory_use`."""
         fixed = _in_flight(self.fixed, in_flight)
         fixed.lasting[ACTIVATIONS] = fixed.lasting[ACTIVATIONS] + beside_bytes
-        groups = [(count, _in_flight(memory, in_flight)) for count, memory in self.groups]
-        return total_memory(self.cluster, fixed, groups, self.dense_layer_bytes, in_flight)
+        return total_memory(self.cluster, fixed, [(count, _in_flight(memory, in_flight)) for count, memory in self.groups])
 
 
 def _in_flight(memory: LayerMemory, number: int) -> LayerMemory:
@@ -375,32 +372,37 @@ def step_memory(plan: Plan) -> StepMemory:
         )
         groups.append((num_layers, memory))
     fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs)
-    return StepMemory(plan.cluster, fixed, tuple(groups), fixed.lasting[ACTIVATIONS] / plan.workload.model.num_layers)
+    if plan.popularity:
+        _less_above(groups, fixed.lasting[ACTIVATIONS] / plan.workload.model.num_layers)
+    return StepMemory(plan.cluster, fixed, tuple(groups))
 
 
-def total_memory(
-    cluster: Cluster,
-    fixed: LayerMemory,
-    groups: Sequence[tuple[int, LayerMemory]],
-    dense_layer_bytes: FloatArray,
-    in_flight: int = 1,
-) -> MemoryUse:
-    """Of (number of layers, their memory) groups, from the lowest on, and the fixed part. ``dense_layer_bytes``: as
-    ``StepMemory.dense_layer_bytes``. When a layer runs backward, activations of those above it are gone."""
-    lasting, gone = dict(fixed.lasting), np.zeros(cluster.num_gpus)
-    moments = [(fixed, gone)]
+def _less_above(groups: Sequence[tuple[int, LayerMemory]], dense_layer_bytes: FloatArray) -> None:
+    """When a layer runs backward, activations of one micro-batch of the layers above it are gone. Not counted where experts are
+    alike, since the integer program, whose layers have no order, does not either. ``dense_layer_bytes`` [G]: activations of one
+    layer without routed experts."""
+    gone = np.zeros_like(dense_layer_bytes)
     for count, memory in reversed(groups):
-        moments.append((memory, gone))
-        gone = gone + count * (memory.lasting[ACTIVATIONS] / in_flight + dense_layer_bytes)
+        memory.passing[BUFFERS] = memory.passing[BUFFERS] - gone
+        gone = gone + count * (memory.lasting[ACTIVATIONS] + dense_layer_bytes)
+
+
+def total_memory(cluster: Cluster, fixed: LayerMemory, groups: Iterable[tuple[int, LayerMemory]]) -> MemoryUse:
+    """Of (number of layers, their memory) groups and the fixed part."""
+    lasting = dict(fixed.lasting)
+    largest = fixed
+    groups = list(groups)
+    for count, memory in groups:
         for name, value in memory.lasting.items():
             lasting[name] = lasting.get(name, np.zeros(cluster.num_gpus)) + count * value
-    passing = np.array([memory.passing_bytes - less for memory, less in moments])
-    total = _total(lasting.values()) + passing.max(axis=0)
+    passing = np.maximum.reduce([fixed.passing_bytes, *(memory.passing_bytes for _, memory in groups)])
+    total = _total(lasting.values()) + passing
     capacity = cluster.of_ranks(lambda gpu: gpu.memory)
     rank = int((total / capacity).argmax())
-    largest, less = moments[int(passing[:, rank].argmax())]
+    for _, memory in groups:
+        if memory.passing_bytes[rank] > largest.passing_bytes[rank]:
+            largest = memory
     parts = {name: float(value[rank]) for name, value in lasting.items()}
-    parts[ACTIVATIONS] -= float(less[rank])
     for name, value in largest.passing.items():
         parts[name] = parts.get(name, 0.0) + float(value[rank])
     return MemoryUse(

@@ -13,7 +13,6 @@ from planner.cost import Cost, StepCost, combine
 from planner.exchange import ExchangeTimes
 from planner.layer_times import layer_times
 from planner.memory import (
-    ACTIVATIONS,
     BUFFERS,
     DENSE,
     LayerMemory,
@@ -46,9 +45,7 @@ def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
         costs.append((num_layers, _layer_cost(problem, layer, group)))
         memories.append((num_layers, _flat(layer_memory(problem, layer, group.residency))))
     cost = combine(ExchangeTimes(cluster=plan.cluster), _fixed_cost(plain), costs)
-    fixed = _fixed_memory(plain)
-    layer_bytes = fixed.lasting[ACTIVATIONS] / plan.workload.model.num_layers
-    return cost, total_memory(plan.cluster, fixed, memories, layer_bytes)
+    return cost, total_memory(plan.cluster, _fixed_memory(plain), memories)
 
 
 def inside_of(plan: Plan, group: LayerGroup) -> tuple[Inside, ...] | None:

@@ -142,22 +142,17 @@ def without_search(
     for groups in choices:
         every += [placed(stage, (group,), room, store) for group in groups]
         if not min(every, key=value).memory.fits:
-            every += [placed(stage, (computing_again(group),), room, store) for group in groups]
+            every += [placed(stage, (group.recomputing(),), room, store) for group in groups]
         for one in sorted(every, key=value):
             if one.memory.fits:
                 return one
     return min(every, key=lambda one: one.rank(number, rent_usd_per_s))
 
 
-def computing_again(group: LayerGroup) -> LayerGroup:
-    """The same, whose experts compute again in backward."""
-    return group.model_copy(update={"recompute": True})
-
-
 def fitting(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Store) -> Inside:
     """With these placements, whose experts compute again in backward only where that is what it takes to fit."""
-    kept = placed(stage, tuple(group.model_copy(update={"recompute": False}) for group in layers), room, store)
-    return kept if kept.memory.fits else placed(stage, tuple(map(computing_again, layers)), room, store)
+    kept = placed(stage, tuple(group.recomputing(False) for group in layers), room, store)
+    return kept if kept.memory.fits else placed(stage, tuple(group.recomputing() for group in layers), room, store)
 
 
 def with_fewest_again(stage: Plan, inside: Inside, store: Store) -> Inside:
@@ -165,7 +160,7 @@ def with_fewest_again(stage: Plan, inside: Inside, store: Store) -> Inside:
     group, *others = inside.layers
     if others or not group.recompute:
         return inside
-    kept = group.model_copy(update={"recompute": False})
+    kept = group.recomputing(False)
     for again in range(1, group.num_layers):
         layers = (
             group.model_copy(update={"num_layers": again}),
@@ -182,9 +177,7 @@ def layers_in_room(one: Plan, two: Plan, room: Room, *, recompute: bool) -> int:
     most = 0.0
     for first, second in zip(chain(*_placements(one)), chain(*_placements(two)), strict=True):
         used = [
-            step_memory(stage.with_layers(group.model_copy(update={"recompute": recompute}))).use(
-                room.in_flight, room.beside_bytes
-            )
+            step_memory(stage.with_layers(group.recomputing(recompute))).use(room.in_flight, room.beside_bytes)
             for stage, group in ((one, first), (two, second))
         ]
         if used[0].fits:

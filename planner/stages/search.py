@@ -369,7 +369,7 @@ def _layers(plan: PipelinePlan) -> list[int]:
 
 def _but_for_ahead(plan: PipelinePlan) -> str:
     """A text that is equal for pipelines of one search which differ at most in how far ahead they run."""
-    placed = [[group.model_copy(update={"recompute": False}) for group in stage.layers] for stage in plan.stages]
+    placed = [[group.recomputing(False) for group in stage.layers] for stage in plan.stages]
     return f"{plan.micro_batches} {[(stage.sites, stage.num_layers) for stage in plan.stages]} {placed}"
 
 

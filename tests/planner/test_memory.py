@@ -94,7 +94,7 @@ def test_experts_that_compute_again_keep_what_arrived_and_make_the_rest_in_backw
     """Everything is at every rank, so each has its own tokens: two rows of the experts for each, SwiGLU, fp32."""
     workload = make_workload(layers=3, experts=16, ffn=128)
     kept = plan(make_cluster(2), workload, {"l0": 2})
-    again = kept.with_layers(kept.layers[0].model_copy(update={"recompute": True}))
+    again = kept.with_layers(kept.layers[0].recomputing())
     parts, less = (memory_use(one).parts_bytes for one in (kept, again))
     row, tokens = workload.combine_row_bytes, workload.training.tokens
     made = tokens * (row + 2 * (2 * row + 4 * 128 * 4 + 16))
@@ -110,12 +110,11 @@ def test_when_a_layer_runs_backward_activations_above_it_are_gone() -> None:
     workload = make_workload(layers=2, experts=4, top_k=1, ffn=1024)
     even, skewed = (0.25,) * 4, (0.4999, 0.4999, 0.0001, 0.0001)
     kept = plan(make_cluster(2), workload, {})
-    base = kept.with_layers(kept.layers[0].model_copy(update={"recompute": True}))
+    base = kept.with_layers(kept.layers[0].recomputing())
     low, high = (base.with_popularity(popularity) for popularity in ((skewed, even), (even, skewed)))
     for in_flight in (1, 3):
         lower, higher = (memory_use(one, in_flight) for one in (low, high))
         assert lower.fullest_rank == higher.fullest_rank == 0
-        assert lower.parts_bytes["buffers"] == higher.parts_bytes["buffers"]
         routed = routed_bytes(workload, *(np.full(1, workload.training.tokens),) * 2, recompute=True).kept
         gone = float(routed[0]) + dense_activation_bytes(workload) / 2
         assert higher.fullest_bytes - lower.fullest_bytes == pytest.approx(gone)
@@ -178,12 +177,7 @@ def test_the_problem_sums_memory_as_the_plan_does(rng: np.random.Generator) -> N
             groups.append(made.group(first, int(counts[candidate])))
             first += int(counts[candidate])
         use = memory_use(Plan(cluster=cluster, workload=workload, layers=tuple(groups)))
-        summed = problem.memory_bytes(counts.tolist())
-        if len(groups) == 1:
-            np.testing.assert_allclose(summed, use.total_bytes, rtol=1e-12)
-        # The sum has each layer's largest need beside activations of all, also those above it.
-        assert (use.total_bytes <= summed * (1 + 1e-12)).all()
-        assert (use.total_bytes >= 0.9 * summed).all()
+        np.testing.assert_allclose(problem.memory_bytes(counts.tolist()), use.total_bytes, rtol=1e-12)
         assert sum(use.parts_bytes.values()) == pytest.approx(use.fullest_bytes)
 
 

@@ -19,7 +19,7 @@ from hybridep.serving import parse_experts
 from planner import Constraints, StageWishes, plan_pipeline
 from planner.stages.candidates import AHEAD, Candidates
 from planner.stages.costs import costed
-from planner.stages.inside import Room, Store, computing_again, of_alike, searched, with_fewest_again
+from planner.stages.inside import Room, Store, of_alike, searched, with_fewest_again
 from planner.stages.rules import StageRules
 
 pytestmark = pytest.mark.timeout(120)
@@ -198,7 +198,7 @@ def test_what_is_found_of_a_stage_is_told_to_one_that_is_alike_by_its_own_sites(
     tables = [one.layers[0].placement(plan.cluster, EXPERTS).serve[0] for one, plan in ((found, stage), (told, other))]
     assert (tables[0] == tables[1]).all() and of_alike(found, stage, stage) is found
     assert replace(told, layers=found.layers) == found
-    again = replace(told, layers=tuple(map(computing_again, told.layers)))
+    again = replace(told, layers=tuple(group.recomputing() for group in told.layers))
     fewest = with_fewest_again(other, again, Store())
     assert [group.recompute for group in fewest.layers] == [True, False] and fewest.memory.fits
     with pytest.raises(ValueError, match="no site 't"):
