@@ -119,6 +119,9 @@ class Run(Strict):
     steps: int = Field(ge=1)
     seed: int = Field(default=0, ge=0)
     device: Device = Device.AUTO
+    weights: Path | None = None
+    """Folder of a public model to begin with (``config.json`` and safetensors files, as Hugging Face keeps them), on every
+    machine that has ranks; random ones from the seed when absent."""
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     checkpoints: Checkpoints = Checkpoints()

@@ -79,6 +79,13 @@ class Model(Strict):
     num_kv_heads: int | None = Field(default=None, ge=1)
     """Grouped-query attention; as many as ``num_heads`` when absent."""
     head_dim: int | None = Field(default=None, ge=1)
+    attention_bias: bool = False
+    """Of query, key and value (Qwen2)."""
+    qk_norm: bool = False
+    """Each head of queries and keys is normalised before it is rotated (Qwen3)."""
+    rope_theta: float = Field(default=10000.0, gt=1, allow_inf_nan=False)
+    """Base of the rotary embeddings' wavelengths."""
+    norm_eps: float = Field(default=1e-6, gt=0, lt=1)
     vocab_size: int = Field(ge=2)
     tie_embeddings: bool = False
     num_experts: int = Field(ge=1)
@@ -87,6 +94,10 @@ class Model(Strict):
     ffn: Ffn = Ffn.SWIGLU
     shared_ffn_size: int = Field(default=0, ge=0)
     """Intermediate size of the shared expert that every token passes; 0 for none."""
+    shared_expert_gate: bool = False
+    """What the shared expert makes of a token is scaled by a sigmoid of the token (Qwen2-MoE)."""
+    norm_topk_prob: bool = True
+    """The chosen experts' probabilities are scaled to add up to one (Mixtral, Qwen3; not Qwen2-MoE)."""
     num_dense_layers: int = Field(default=0, ge=0)
     dense_ffn_size: int = Field(default=0, ge=0)
     attention_params: int | None = Field(default=None, ge=1)
@@ -114,6 +125,10 @@ class Model(Strict):
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} must divide num_heads {self.num_heads}")
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(f"num_dense_layers: {self.num_dense_layers} leaves no MoE block in {self.num_layers} layers")
+        if self.shared_expert_gate and not self.shared_ffn_size:
+            raise ValueError("shared_expert_gate: needs a shared expert (shared_ffn_size)")
+        if self.attention_params is not None and (self.attention_bias or self.qk_norm):
+            raise ValueError("attention_params: is all that another kind of attention has; remove attention_bias and qk_norm")
         if self.pad_expert_input_to_capacity and self.capacity_factor is None:
             raise ValueError("pad_expert_input_to_capacity: needs a capacity_factor")
         if self.num_dense_layers and not self.dense_ffn_size:
@@ -145,12 +160,16 @@ class Model(Strict):
         return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
 
     @property
+    def kv_width(self) -> int:
+        """Width of all key heads, and of all value heads, together."""
+        return self.attention_width // self.num_heads * (self.num_kv_heads or self.num_heads)
+
+    @property
     def attention_block_params(self) -> int:
         """Parameters of one attention block (query, key, value and output projections)."""
         if self.attention_params is not None:
             return self.attention_params
-        kv_width = self.attention_width // self.num_heads * (self.num_kv_heads or self.num_heads)
-        return self.hidden_size * (2 * self.attention_width + 2 * kv_width)
+        return self.hidden_size * (2 * self.attention_width + 2 * self.kv_width)
 
     @property
     def expert_params(self) -> int:
@@ -167,8 +186,11 @@ class Model(Strict):
         """Parameters outside the experts, replicated on every rank: embeddings, attention, gates, shared experts, norms."""
         ends = 1 if self.tie_embeddings else self.has_embedding + self.has_head
         embeddings = self.vocab_size * self.hidden_size * ends
-        per_layer = self.attention_block_params + 2 * self.hidden_size
-        moe = self.num_moe_layers * (self.num_experts * self.hidden_size + self.shared_params)
+        bias = self.attention_bias * (self.attention_width + 2 * self.kv_width)
+        heads = self.qk_norm * 2 * (self.attention_width // self.num_heads)
+        per_layer = self.attention_block_params + bias + heads + 2 * self.hidden_size
+        gates = (self.num_experts + self.shared_expert_gate) * self.hidden_size
+        moe = self.num_moe_layers * (gates + self.shared_params)
         dense = self.num_dense_layers * self.ffn.num_matrices * self.hidden_size * self.dense_ffn_size
         return embeddings + self.num_layers * per_layer + moe + dense + self.hidden_size * self.has_head
 

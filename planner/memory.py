@@ -113,10 +113,14 @@ def dense_activation_bytes(workload: Workload) -> float:
     # Two norms, each with its input and the normalised input, in fp32 at least, and the output of the first; then query, key,
     # value (for all query heads) and the attention's output, before and after its heads are joined.
     attention = 4 * model.hidden_size * wide + model.hidden_size * width + 5 * model.attention_width * width
+    if model.qk_norm:
+        attention += 2 * (model.attention_width + model.kv_width) * wide
     dense_layer = attention + (model.hidden_size + _inner_width(workload, model.dense_ffn_size)) * width
     # The gate keeps its input, the scores and what it chose.
     gate = (model.hidden_size + model.num_experts) * wide + model.top_k * (8 + 2 * wide)
     shared_input = model.hidden_size * width if model.shared_ffn_size and width < wide else 0
+    if model.shared_expert_gate:
+        shared_input += (model.hidden_size + 1) * width
     moe_layer = attention + gate + shared_input + _inner_width(workload, model.shared_ffn_size) * width
     return float(workload.training.tokens * (model.num_dense_layers * dense_layer + model.num_moe_layers * moe_layer))
 

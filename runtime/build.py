@@ -16,11 +16,12 @@ from runtime.checkpoint import expert_name
 from runtime.chunked import ChunkedExperts
 from runtime.dispatch import Dispatcher
 from runtime.expert_exchange import CopyStream, ExpertExchange
+from runtime.initial_weights import InitialWeights
 from runtime.mesh import Mesh
 from runtime.moe import RoutedExperts
 from runtime.routed import DistributedExperts
 from runtime.spans import SpanRecorder
-from runtime.transformer import Transformer, initial_expert
+from runtime.transformer import Transformer
 from runtime.transport import Transport
 from runtime.worker import Worker
 
@@ -58,8 +59,10 @@ class RankModel:
         return {expert_name(self.first_moe_layer + layer): experts.home for layer, experts in enumerate(self.routed)}
 
 
-def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans: SpanRecorder, *, seed: int) -> RankModel:
-    """Build and initialise; the same values for a parameter whatever the number of ranks."""
+def build_rank_model(
+    mesh: Mesh, transport: Transport, stream: CopyStream, spans: SpanRecorder, weights: InitialWeights
+) -> RankModel:
+    """Build and initialise."""
     workload = mesh.plan.workload
     model = workload.model
     placed = {layers.first_layer + offset: layers for layers in mesh.plan.placed for offset in range(layers.num_layers)}
@@ -72,7 +75,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
         group, placement = layers.group, layers.placement
 
         def first_weights(expert: int) -> torch.Tensor:
-            return initial_expert(seed, mesh.first_moe_layer + layer, expert, model.expert_params)
+            return weights.expert(mesh.first_moe_layer + layer, expert)
 
         experts = np.flatnonzero(placement.home == mesh.rank).tolist()
         home = nn.Parameter(torch.empty(len(experts), model.expert_params, dtype=mesh.dtype, device=mesh.device))
@@ -93,7 +96,7 @@ def build_rank_model(mesh: Mesh, transport: Transport, stream: CopyStream, spans
         return routed[-1]
 
     transformer = Transformer(workload, make, dtype=mesh.dtype)
-    transformer.initialise(seed)
+    transformer.initialise(weights)
     # In place: the experts are there already, and exchanges hold their parameters.
     transformer.to(mesh.device)
     for below, above in pairwise(routed):

@@ -251,6 +251,30 @@ class SavedExperts:
         return {key: value[row] for key, value in saved.items()}
 
 
+class SavedWeights:
+    """All weights of a checkpoint, as a whole model's: master weights where the model's own are bf16."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError where it cannot be read, or other sites have parts of it."""
+        manifest, self._path = _read_manifest(path), path
+        with _reading(path):
+            self.workload = Workload.model_validate(manifest["workload"])
+            shards = [path / shard for shard in manifest.get("dense", [DENSE])]
+        self._experts = SavedExperts(path)
+        self._dense = {name: value for shard in shards if shard.exists() for name, value in _read(shard).items()}
+
+    def dense(self, name: str) -> Tensor:
+        """Of a parameter outside the routed experts."""
+        if name not in self._dense:
+            raise UserError(f"checkpoint {self._path}: {name} is not here; {_ELSEWHERE}")
+        weight: Tensor = self._dense[name]["weight"]
+        return weight
+
+    def expert(self, layer: int, expert: int) -> Tensor:
+        """[P]: of one expert of a MoE layer."""
+        return self._experts.state(layer, expert)["weight"]
+
+
 def _load_experts(path: Path, mesh: Mesh, optimizer: HomeOptimizer) -> None:
     saved = SavedExperts(path)
     for own, _, placement in mesh.plan.each_layer():
@@ -276,12 +300,13 @@ def layer_homes(plan: Plan | PipelinePlan) -> list[IntArray]:
 
 
 def _require_same_model(path: Path, saved: dict[str, Any], workload: Workload) -> None:
-    now = workload.model_dump(mode="json")
+    # With what older versions did not write.
+    before, now = (Workload.model_validate(saved).model_dump(mode="json"), workload.model_dump(mode="json"))
     pairs = [("model", key) for key in now["model"]] + [("training", "dtype")]
     for section, key in pairs:
-        if saved[section].get(key) != now[section][key]:
+        if before[section][key] != now[section][key]:
             raise UserError(
-                f"checkpoint {path}: {section}.{key} was {saved[section].get(key)!r} when it was written, now it is "
+                f"checkpoint {path}: {section}.{key} was {before[section][key]!r} when it was written, now it is "
                 f"{now[section][key]!r}; continue with the old value or start without --resume"
             )
 

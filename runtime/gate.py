@@ -18,7 +18,7 @@ class Gated(NamedTuple):
     """Decision of the gate for [T] tokens of [B] sequences."""
 
     weights_TK: Tensor
-    """Softmax over all experts, renormalised over the chosen ones (Mixtral, Eq. 2 of arXiv:2401.04088)."""
+    """Softmax over all experts, unless told otherwise renormalised over the chosen ones (Mixtral, Eq. 2 of arXiv:2401.04088)."""
     ids_TK: Tensor
     """int64 expert ids, best first; -1 (and weight 0) where the expert had no room."""
     chosen_TK: Tensor
@@ -37,19 +37,21 @@ class Gate(nn.Module):
         num_experts: int,
         top_k: int,
         dtype: torch.dtype,
+        renormalise: bool = True,
         capacity: int | None = None,
         policy: DropPolicy = DropPolicy.PROBS,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype))
-        self.top_k, self.capacity, self.policy = top_k, capacity, policy
+        self.top_k, self.renormalise, self.capacity, self.policy = top_k, renormalise, capacity, policy
 
     def forward(self, x_BSH: Tensor) -> Gated:
         """Scores in at least fp32: bf16 rounding would make ties, and ties would make routing arbitrary."""
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         scores_BSE = F.softmax(F.linear(x_BSH.to(wide), self.weight.to(wide)), dim=-1)
         weights_BSK, ids_BSK = scores_BSE.topk(self.top_k, dim=-1)
-        weights_BSK = weights_BSK / weights_BSK.sum(dim=-1, keepdim=True)
+        if self.renormalise:
+            weights_BSK = weights_BSK / weights_BSK.sum(dim=-1, keepdim=True)
         balance_B = balance_loss(scores_BSE, ids_BSK)
         kept_BSK = ids_BSK
         if self.capacity is not None:

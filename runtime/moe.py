@@ -56,12 +56,16 @@ class MoeBlock(nn.Module):
             num_experts=model.num_experts,
             top_k=model.top_k,
             dtype=dtype,
+            renormalise=model.norm_topk_prob,
             capacity=workload.expert_capacity,
             policy=model.token_drop_policy,
         )
         self.shared: FeedForward | None = None
         if model.shared_ffn_size:
             self.shared = FeedForward(hidden_size=model.hidden_size, ffn_size=model.shared_ffn_size, ffn=model.ffn, dtype=dtype)
+        self.shared_gate: nn.Linear | None = None
+        if model.shared_expert_gate:
+            self.shared_gate = nn.Linear(model.hidden_size, 1, bias=False, dtype=dtype)
         self.routed = routed
         self.routing_hook: RoutingHook | None = None
 
@@ -76,5 +80,7 @@ class MoeBlock(nn.Module):
             self.routing_hook(self.layer, gated)
         # The shared expert runs before the exchange: it is part of what hides the arrival of copies.
         shared_BSH = self.shared(x_BSH)[0] if self.shared is not None else None
+        if shared_BSH is not None and self.shared_gate is not None:
+            shared_BSH = shared_BSH * torch.sigmoid(self.shared_gate(x_BSH))
         y_BSH = self.routed(x_BSH.flatten(0, 1), gated.weights_TK, gated.ids_TK).view_as(x_BSH)
         return (y_BSH if shared_BSH is None else y_BSH + shared_BSH), gated.balance_B

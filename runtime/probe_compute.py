@@ -25,6 +25,7 @@ from runtime.barrier import Barrier
 from runtime.build import RankModel, build_rank_model
 from runtime.device import CPU, settle
 from runtime.expert_exchange import CopyStream
+from runtime.initial_weights import Seeded
 from runtime.mesh import TORCH_DTYPE, Mesh
 from runtime.moe import MoeBlock
 from runtime.optimizer import HomeOptimizer
@@ -170,7 +171,7 @@ def local_mesh(workload: Workload, device: torch.device) -> Mesh:
 
 def _local_model(workload: Workload, transport: Transport, device: torch.device) -> RankModel:
     mesh = local_mesh(workload, device)
-    return build_rank_model(mesh, transport, CopyStream(overlap=False), SpanRecorder(mesh), seed=0)
+    return build_rank_model(mesh, transport, CopyStream(overlap=False), SpanRecorder(mesh), Seeded(workload.model, 0))
 
 
 def _experts(workload: Workload, number: int, rows: int, transport: Transport, timed: Timing) -> float:

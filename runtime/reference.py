@@ -17,20 +17,21 @@ from hybridep.shares import batch_sequences
 from hybridep.workload import Ffn, Model
 from runtime.codecs import RowCoder, row_coder
 from runtime.data import training_batches
+from runtime.initial_weights import InitialWeights, initial_weights
 from runtime.mesh import TORCH_DTYPE
 from runtime.moe import RoutedExperts
 from runtime.optimizer import HomeOptimizer
 from runtime.trainable import check_trainable
-from runtime.transformer import Transformer, initial_expert
+from runtime.transformer import Transformer
 
 
 class LocalExperts(RoutedExperts):
     """All experts of a layer, one after the other over all tokens."""
 
-    def __init__(self, model: Model, layer: int, *, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, layer: int, weights: InitialWeights, dtype: torch.dtype) -> None:
         super().__init__()
         self._model = model
-        rows = [initial_expert(seed, layer, expert, model.expert_params) for expert in range(model.num_experts)]
+        rows = [weights.expert(layer, expert) for expert in range(model.num_experts)]
         self.weights_EP = nn.Parameter(torch.stack(rows).to(dtype))
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
@@ -91,11 +92,9 @@ class ReferenceTrainer:
             check_trainable(one.workload)
         self._workload, self._batch_sequences = plan.workload, batch_sequences(plan.cluster, plan.workload)
         dtype = TORCH_DTYPE[plan.workload.training.dtype]
-        model = plan.workload.model
-        self.transformer = Transformer(
-            plan.workload, lambda layer: LocalExperts(model, layer, seed=run.seed, dtype=dtype), dtype=dtype
-        )
-        self.transformer.initialise(run.seed)
+        model, weights = plan.workload.model, initial_weights(run, plan.workload)
+        self.transformer = Transformer(plan.workload, lambda layer: LocalExperts(model, layer, weights, dtype), dtype=dtype)
+        self.transformer.initialise(weights)
         self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
         if isinstance(plan, PipelinePlan):
             begins = np.cumsum([stage.num_layers for stage in plan.stages])[:-1].tolist()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from hybridep.errors import UserError
+from hybridep.hugging_face import require_same_model
 from hybridep.run import Run
 from hybridep.workload import Workload
 from runtime.data import training_batches
 
 
 def check_run(run: Run, workload: Workload) -> None:
-    """Raises UserError for a model that this runtime cannot train, and DataError for data that do not suit it."""
+    """Raises UserError for a model that this runtime cannot train, or weights of another, and DataError for data that do not suit
+    it."""
     check_trainable(workload)
+    if run.weights is not None:
+        require_same_model(run.weights, workload.model)
     training_batches(run, workload)
 
 

@@ -32,6 +32,7 @@ from runtime.dense_reduce import DenseReduce, flat_gradients
 from runtime.device import choose_device, peak_bytes, settle
 from runtime.device_links import device_links
 from runtime.expert_exchange import CopyStream
+from runtime.initial_weights import initial_weights
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, mesh_of
 from runtime.optimizer import HomeOptimizer
 from runtime.recorder import RoutingRecorder
@@ -85,7 +86,8 @@ class RankTrainer:
             self._neighbours = Neighbours(mesh, self._between)
         self._barrier = Barrier(rank=mesh.run_rank, world_size=mesh.whole.cluster.num_gpus, groups=groups)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)
-        self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, seed=run.seed)
+        weights = initial_weights(run, mesh.whole.workload)
+        self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, weights)
         if self._model_config.has_head:
             self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
         self.dense = self.model.transformer.dense_parameters()
@@ -269,6 +271,9 @@ def train(
     require_writable("checkpoints.folder", run.checkpoint_folder)
     # One thread per rank: ranks on one machine share its cores, and results do not depend on how many there are.
     torch.set_num_threads(1)
+    if resume:
+        # A checkpoint's take their place at once.
+        run = run.model_copy(update={"weights": None})
     mesh = mesh_of(plan, rank, choose_device(run.device, rank))
     fault = fault_from_environment()
     with process_groups(mesh, store, JOIN_TIMEOUT_S) as groups:

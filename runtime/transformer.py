@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,27 +9,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridep.workload import Model, Workload
+from runtime.initial_weights import InitialWeights
 from runtime.moe import FeedForward, MoeBlock, RoutedExperts
-
-ROPE_BASE = 10000.0
-INIT_STD = 0.02
 
 MakeRouted = Callable[[int], RoutedExperts]
 """MoE layer index -> its routed experts."""
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary embeddings; query, key, value and output projections without bias."""
+    """Causal self-attention with rotary embeddings."""
 
     def __init__(self, model: Model, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
         self.head_dim = model.attention_width // model.num_heads
-        width, kv_width = model.attention_width, self.num_kv_heads * self.head_dim
-        self.query = nn.Linear(model.hidden_size, width, bias=False, dtype=dtype)
-        self.key = nn.Linear(model.hidden_size, kv_width, bias=False, dtype=dtype)
-        self.value = nn.Linear(model.hidden_size, kv_width, bias=False, dtype=dtype)
+        self.rope_theta = model.rope_theta
+        width, bias = model.attention_width, model.attention_bias
+        self.query = nn.Linear(model.hidden_size, width, bias=bias, dtype=dtype)
+        self.key = nn.Linear(model.hidden_size, model.kv_width, bias=bias, dtype=dtype)
+        self.value = nn.Linear(model.hidden_size, model.kv_width, bias=bias, dtype=dtype)
         self.output = nn.Linear(width, model.hidden_size, bias=False, dtype=dtype)
+        self.query_norm: nn.Module = nn.Identity()
+        self.key_norm: nn.Module = nn.Identity()
+        if model.qk_norm:
+            self.query_norm, self.key_norm = (nn.RMSNorm(self.head_dim, eps=model.norm_eps, dtype=dtype) for _ in range(2))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H]."""
@@ -39,8 +41,8 @@ class Attention(nn.Module):
         def heads(projected: Tensor, number: int) -> Tensor:
             return projected.view(num_sequences, length, number, self.head_dim).transpose(1, 2)
 
-        query = rotate(heads(self.query(x_BSH), self.num_heads))
-        key = rotate(heads(self.key(x_BSH), self.num_kv_heads))
+        query = rotate(self.query_norm(heads(self.query(x_BSH), self.num_heads)), self.rope_theta)
+        key = rotate(self.key_norm(heads(self.key(x_BSH), self.num_kv_heads)), self.rope_theta)
         value = heads(self.value(x_BSH), self.num_kv_heads)
         if self.num_kv_heads != self.num_heads:
             repeats = self.num_heads // self.num_kv_heads
@@ -50,11 +52,11 @@ class Attention(nn.Module):
         return projected
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, theta: float) -> Tensor:
     """Rotary position embedding of [..., S, D]: element i turns with element i + D/2 (Su et al., arXiv:2104.09864)."""
     length, width = x.shape[-2:]
     wide = torch.promote_types(x.dtype, torch.float32)
-    frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=wide, device=x.device) / width)
+    frequency = theta ** (-torch.arange(0, width, 2, dtype=wide, device=x.device) / width)
     angle = torch.arange(length, dtype=wide, device=x.device)[:, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
@@ -66,9 +68,9 @@ class Layer(nn.Module):
 
     def __init__(self, model: Model, feed_forward: FeedForward | MoeBlock, dtype: torch.dtype) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.hidden_size, eps=1e-6, dtype=dtype)
+        self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
         self.attention = Attention(model, dtype)
-        self.feed_forward_norm = nn.RMSNorm(model.hidden_size, eps=1e-6, dtype=dtype)
+        self.feed_forward_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
         self.feed_forward = feed_forward
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +102,7 @@ class Transformer(nn.Module):
             layers[str(first + index)] = Layer(model, part, dtype)
         self.layers = nn.ModuleDict(layers)
         if model.has_head:
-            self.norm = nn.RMSNorm(model.hidden_size, eps=1e-6, dtype=dtype)
+            self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
             self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, dtype=dtype)
             if model.tie_embeddings:
                 self.head.weight = self.embedding.weight
@@ -134,22 +136,7 @@ class Transformer(nn.Module):
         return {name: parameter for name, parameter in self.named_parameters() if id(parameter) not in routed}
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Dense parameters from the seed and their names alone. Norms start at one."""
+    def initialise(self, weights: InitialWeights) -> None:
+        """The dense parameters."""
         for name, parameter in self.dense_parameters().items():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.copy_(seeded_normal(parameter.numel(), seed, name).view_as(parameter))
-
-
-def seeded_normal(number: int, seed: int, name: str) -> Tensor:
-    """[number] normal values that depend on (seed, name) only, so on no count of ranks or order of creation."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.randn(number, generator=generator, dtype=torch.float64) * INIT_STD
-
-
-def initial_expert(seed: int, layer: int, expert: int, num_params: int) -> Tensor:
-    """[P]: the first weights of one expert."""
-    return seeded_normal(num_params, seed, f"layer{layer}.expert{expert}")
+            parameter.copy_(weights.dense(name, parameter.shape))

@@ -23,10 +23,11 @@ from runtime.codecs.experts import ChangeCoder
 from runtime.data import training_batches
 from runtime.dense_reduce import flat_gradients
 from runtime.experts import grouped_feed_forward
+from runtime.initial_weights import Seeded
 from runtime.mesh import TORCH_DTYPE
 from runtime.moe import RoutedExperts
 from runtime.optimizer import HomeOptimizer
-from runtime.transformer import Transformer, initial_expert
+from runtime.transformer import Transformer
 
 
 class EmulatedSites:
@@ -38,14 +39,15 @@ class EmulatedSites:
         codecs = plan.level_codecs[0]
         dtype = TORCH_DTYPE[plan.workload.training.dtype]
         copies = plan.layers[0].domains.get(plan.cluster.levels[0].name, 1) == self._num_sites
+        weights = Seeded(plan.workload.model, run.seed)
         self.layers: list[SiteExperts] = []
 
         def make(layer: int) -> RoutedExperts:
-            self.layers.append(SiteExperts(plan, codecs, partial(initial_expert, run.seed, layer), copies=copies))
+            self.layers.append(SiteExperts(plan, codecs, partial(weights.expert, layer), copies=copies))
             return self.layers[-1]
 
         self.transformer = Transformer(plan.workload, make, dtype=dtype)
-        self.transformer.initialise(run.seed)
+        self.transformer.initialise(weights)
         self.dense = self.transformer.dense_parameters()
         self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
         self._dense_gradient = flat_gradients(list(self.dense.values()))

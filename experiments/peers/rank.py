@@ -31,10 +31,11 @@ from planner import baseline
 from runtime.data import training_batches
 from runtime.dense_reduce import DenseReduce, flat_gradients
 from runtime.experts import feed_forward, grouped_feed_forward
+from runtime.initial_weights import Seeded, initial_expert
 from runtime.mesh import Mesh, host_store, join_store, open_process_group
 from runtime.moe import MoeBlock, RoutedExperts
 from runtime.optimizer import HomeOptimizer
-from runtime.transformer import Transformer, initial_expert
+from runtime.transformer import Transformer
 from runtime.transport import Transport
 
 AllToAll = Callable[[Tensor, Tensor, Sequence[int], Sequence[int]], None]
@@ -177,7 +178,7 @@ def build_peer(
         return _TorchtitanExperts(workload, expert_parameters[f"layer {layer}"], exchange)
 
     transformer = Transformer(workload, make, dtype=torch.float32)
-    transformer.initialise(seed)
+    transformer.initialise(Seeded(model, seed))
     if peer == "deepspeed":
         for index, layer in enumerate(list(transformer.layers.values())):
             block = layer.feed_forward

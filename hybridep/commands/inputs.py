@@ -11,6 +11,7 @@ from pathlib import Path
 import hybridep
 from hybridep.config import Strict, apply_override, build, load
 from hybridep.errors import DataError, UserError
+from hybridep.hugging_face import CONFIG_FILE, config_file, workload_data
 from hybridep.matrix import matrix_profile
 from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.plan import Plan
@@ -50,8 +51,11 @@ def config_names(kind: Kind) -> list[str]:
 
 
 def find(kind: Kind, text: str) -> Path:
-    """The file that ``text`` names: a path, or a shipped config's name. Raises UserError with the nearest name."""
+    """The file that ``text`` names: a path, or a shipped config's name; of a model also the folder of a public one, whose
+    ``config.json`` it is. Raises UserError with the nearest name."""
     try:
+        if kind is Kind.WORKLOAD and (public := config_file(Path(text))) is not None:
+            return public
         if Path(text).is_file():
             return Path(text)
     except OSError as error:
@@ -74,8 +78,12 @@ def load_cluster(text: str, overrides: Iterable[str] = ()) -> Cluster:
 
 
 def load_workload(text: str, overrides: Iterable[str] = ()) -> Workload:
-    """A workload from a YAML file."""
-    return load(Workload, find(Kind.WORKLOAD, text), overrides)
+    """A workload from a YAML file, or with the model of a ``config.json`` (see ``hybridep.hugging_face``)."""
+    path = find(Kind.WORKLOAD, text)
+    if path.name != CONFIG_FILE:
+        return load(Workload, path, overrides)
+    data = workload_data(path)
+    return build(Workload, data, str(path), {apply_override(data, override): f"--set {override}" for override in overrides})
 
 
 def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
@@ -86,13 +94,17 @@ def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
     more = [f"{kind.prefix}.{entry}" for kind in (Kind.CLUSTER, Kind.WORKLOAD) for entry in sorted_out[kind]]
     data = run.data.model_copy(update={"path": run.data.path and _absolute("data.path", run.data.path)})
     if data.path is not None:
-        _check_readable(data.path)
+        _check_readable("data.path", data.path)
+    weights = run.weights and _absolute("weights", run.weights)
+    if weights is not None:
+        _check_readable("weights", weights)
     folder = run.checkpoints.folder
     checkpoints = run.checkpoints.model_copy(update={"folder": folder and _absolute("checkpoints.folder", folder)})
     return run.model_copy(
         update={
             "overrides": (*run.overrides, *more),
             "output": _absolute("output", run.output),
+            "weights": weights,
             "data": data,
             "checkpoints": checkpoints,
         }
@@ -109,13 +121,13 @@ def _absolute(key: str, path: Path) -> Path:
         raise UserError(f"{key}: {str(path)!r} is no path ({error})") from None
 
 
-def _check_readable(path: Path) -> None:
+def _check_readable(key: str, path: Path) -> None:
     """Ranks would find out, too, but only once all of them have started."""
     try:
         with os.scandir(path) if path.is_dir() else path.open("rb"):
             pass
     except OSError as error:
-        raise DataError(f"data.path: {path} cannot be read ({error.strerror})") from None
+        raise DataError(f"{key}: {path} cannot be read ({error.strerror})") from None
 
 
 def cluster_and_workload(cluster: str, workload: str, overrides: Iterable[str]) -> tuple[Cluster, Workload]:

@@ -12,18 +12,26 @@ from typing import TYPE_CHECKING
 import click
 
 from hybridep.commands.common import emit, note, set_option, stdout_console, verb
+from hybridep.errors import UserError
 from hybridep.units import counted
 
 if TYPE_CHECKING:
     from hybridep.launch.controller import StepRecord
+    from hybridep.run import Run
 
 
 @verb(name="train")
 @click.argument("run")
 @click.option("--local", is_flag=True, help="Plain processes instead of Ray actors; unshaped outside `hybridep lab`.")
 @click.option("--resume", is_flag=True, help="Continue from the last complete checkpoint of this run.")
+@click.option(
+    "--export",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Train nothing: write the weights of this run's last checkpoint as Hugging Face keeps them (config.json, safetensors).",
+)
 @set_option
-def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_json: bool) -> int:
+def command(run: str, local: bool, resume: bool, export: Path | None, overrides: tuple[str, ...], as_json: bool) -> int:
     """Train RUN: a shipped run config's name, or the path of one.
 
     With RAY_ADDRESS set: on that Ray cluster, whose nodes carry the label dc=<site>. Without: a cluster of up to 16 ranks is
@@ -41,6 +49,8 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
     from runtime.trainable import check_run
 
     config = load_run(run, overrides)
+    if export is not None:
+        return _export(config, export, as_json)
     require_writable("output", config.output)
     check_run(config, cluster_and_workload(config.cluster, config.workload, config.overrides)[1])
     plan = resolve_plan(config)
@@ -73,6 +83,21 @@ def command(run: str, local: bool, resume: bool, overrides: tuple[str, ...], as_
         emit(summary)
     else:
         _print(summary)
+    return 0
+
+
+def _export(run: Run, folder: Path, as_json: bool) -> int:
+    from hybridep.launch.folders import checkpoints
+    from runtime.public_weights import export_weights
+
+    found = sorted(checkpoints(run.checkpoint_folder))
+    if not found:
+        raise UserError(f"checkpoints.folder: {run.checkpoint_folder} holds no complete checkpoint; train first")
+    parameters = export_weights(found[-1], folder, run.weights)
+    if as_json:
+        emit({"checkpoint": str(found[-1]), "folder": str(folder), "parameters": parameters})
+    else:
+        stdout_console().print(f"{counted(parameters, 'parameter')} of {found[-1].name} written to {folder}")
     return 0
 
 

@@ -11,16 +11,18 @@ from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.workload import Ffn, Model, Training, Workload
 from runtime.experts import feed_forward, grouped_feed_forward, split_row
+from runtime.initial_weights import Seeded, initial_expert
 from runtime.mesh import Mesh
 from runtime.reference import LocalExperts
-from runtime.transformer import Attention, Transformer, initial_expert, rotate
+from runtime.transformer import Attention, Transformer, rotate
 
 
 def build_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Model, Transformer]:
     model = build(Model, MODELS[name], name)
     workload = Workload(name=name, model=model, training=Training(sequence_length=6, micro_batch_size=2))
-    transformer = Transformer(workload, lambda layer: LocalExperts(model, layer, seed=seed, dtype=dtype), dtype=dtype)
-    transformer.initialise(seed)
+    weights = Seeded(model, seed)
+    transformer = Transformer(workload, lambda layer: LocalExperts(model, layer, weights, dtype), dtype=dtype)
+    transformer.initialise(weights)
     return model, transformer
 
 
@@ -72,7 +74,7 @@ def test_grouped_queries_are_repeated_keys() -> None:
 
 def test_rotation_depends_on_distance_only() -> None:
     query, key = torch.randn(2, 8, dtype=torch.float64)
-    turned_query, turned_key = rotate(query.expand(6, 8)), rotate(key.expand(6, 8))
+    turned_query, turned_key = rotate(query.expand(6, 8), 1e4), rotate(key.expand(6, 8), 1e4)
     torch.testing.assert_close(turned_query[3] @ turned_key[1], turned_query[5] @ turned_key[3])
     torch.testing.assert_close(turned_query.norm(dim=1), query.norm().expand(6))
     torch.testing.assert_close(turned_query[0], query)

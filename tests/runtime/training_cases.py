@@ -45,6 +45,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "top4-tied-gqa": PLAIN | {"top_k": 4, "tie_embeddings": True, "num_kv_heads": 1, "num_experts": 16},
     "dense-first-uneven": PLAIN
     | {"num_layers": 3, "num_dense_layers": 1, "dense_ffn_size": 12, "num_experts": 11, "head_dim": 6},
+    "qwen2": PLAIN
+    | {"top_k": 3, "norm_topk_prob": False, "attention_bias": True, "shared_ffn_size": 8, "shared_expert_gate": True},
+    "qwen3": PLAIN | {"num_kv_heads": 1, "head_dim": 4, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-5},
 }
 CROSS = {
     f"top{top_k}{'-shared' if shared else ''}": PLAIN | {"top_k": top_k, "shared_ffn_size": shared}

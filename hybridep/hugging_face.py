@@ -1,0 +1,248 @@
+"""Public models as Hugging Face transformers describes them (``config.json``): which of them are this project's transformer.
+
+Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671) and Qwen3-MoE (arXiv:2505.09388) are. Without torch: the names of their
+weights are in ``runtime.public_weights``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hybridep.config import build
+from hybridep.errors import ConfigError, UserError
+from hybridep.workload import Dtype, Ffn, Model, Workload
+
+CONFIG_FILE = "config.json"
+_DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.BF16, "float32": Dtype.FP32, "float64": Dtype.FP64}
+_LONGEST_SEQUENCE = 4096
+"""Of a batch where nothing says how long sequences are; that of the shipped models."""
+
+
+class Architecture(Enum):
+    """What ``model_type`` says."""
+
+    MIXTRAL = "mixtral"
+    QWEN2_MOE = "qwen2_moe"
+    QWEN3_MOE = "qwen3_moe"
+
+    @property
+    def class_name(self) -> str:
+        """In transformers."""
+        return {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}[self.value] + "ForCausalLM"
+
+
+def config_file(path: Path) -> Path | None:
+    """The ``config.json`` that a path is, or that a folder holds; else None."""
+    inside = path / CONFIG_FILE if path.is_dir() else path
+    return inside if inside.name == CONFIG_FILE and inside.is_file() else None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a ``config.json`` holds. Raises ConfigError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), "", f"cannot be read ({error})") from None
+    if not isinstance(data, dict):
+        raise ConfigError(str(path), "", f"must hold keys and values, found {type(data).__name__}")
+    return data
+
+
+def workload_data(path: Path) -> dict[str, Any]:
+    """What a workload's YAML file would say of the model in a ``config.json``. The batch is an assumption, as in the shipped
+    models: 8 micro-batches of one sequence of up to 4096 tokens. Raises ConfigError where the model is not trained here."""
+    config = _Config(path)
+    try:
+        return {
+            "name": path.absolute().parent.name or "model",
+            "model": _model_data(config),
+            "training": {
+                "sequence_length": min(config.get("max_position_embeddings", _LONGEST_SEQUENCE), _LONGEST_SEQUENCE),
+                "micro_batch_size": 1,
+                "micro_batches": 8,
+                "dtype": config.dtype.value,
+            },
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(str(path), "", f"holds values of other types than transformers writes ({error})") from None
+
+
+def require_same_model(folder: Path, model: Model) -> None:
+    """Raises UserError, which names the first difference, where the public model in a folder is not this one."""
+    path = folder / CONFIG_FILE
+    theirs = build(Workload, workload_data(path), str(path)).model
+    for key in Model.model_fields:
+        if key not in _OF_TRAINING and (found := _effective(theirs, key)) != (own := _effective(model, key)):
+            raise UserError(f"weights: {path} is of a model with {key} {found}, the workload's has {own}")
+
+
+_OF_TRAINING = {"balance_loss_weight", "capacity_factor", "token_drop_policy", "pad_expert_input_to_capacity"}
+"""Keys of a model that its weights know nothing of."""
+
+
+def _effective(model: Model, key: str) -> Any:
+    if key == "num_kv_heads":
+        return model.num_kv_heads or model.num_heads
+    return model.attention_width // model.num_heads if key == "head_dim" else getattr(model, key)
+
+
+def architecture_of(config: Mapping[str, Any], where: Path) -> Architecture:
+    """Raises ConfigError for a ``model_type`` that is not this project's transformer."""
+    try:
+        return Architecture(config.get("model_type"))
+    except ValueError:
+        known = ", ".join(one.value for one in Architecture)
+        raise ConfigError(str(where), "model_type", f"{config.get('model_type')!r} is none of {known}") from None
+
+
+class _Config:
+    """A ``config.json``, whose keys must be there or have a default."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.data = path, read_config(path)
+        self.architecture = architecture_of(self.data, path)
+
+    def __getitem__(self, key: str) -> Any:
+        if self.data.get(key) is None:
+            raise ConfigError(str(self.path), key, "is missing")
+        return self.data[key]
+
+    def get(self, key: str, default: Any) -> Any:
+        found = self.data.get(key)
+        return default if found is None else found
+
+    def require(self, key: str, wanted: Any, default: Any) -> None:
+        """Of what the transformer here cannot be told otherwise."""
+        if (found := self.get(key, default)) != wanted:
+            raise ConfigError(str(self.path), key, f"{found!r} is not trained here, only {wanted!r}")
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of the weights; fp16 ones are trained in bf16."""
+        name = str(self.get("dtype", self.get("torch_dtype", "bfloat16")))
+        if name not in _DTYPES:
+            raise ConfigError(str(self.path), "dtype", f"{name!r} is none of {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+
+    @property
+    def rope_theta(self) -> float:
+        """Where transformers 4 and 5 have it."""
+        rope = self.get("rope_parameters", self.get("rope_scaling", {}))
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ConfigError(str(self.path), "rope_scaling", f"{kind!r}: scaled rotary embeddings are not trained here")
+        return float(rope["rope_theta"] if "rope_theta" in rope else self["rope_theta"])
+
+
+def _model_data(config: _Config) -> dict[str, Any]:
+    kind = config.architecture
+    config.require("hidden_act", "silu", "silu")
+    for key in ("attention_dropout", "router_jitter_noise"):
+        config.require(key, 0, 0)
+    config.require("quantization_config", None, None)
+    window = config.get("sliding_window", None) if config.get("use_sliding_window", kind is Architecture.MIXTRAL) else None
+    if window and window < config["max_position_embeddings"]:
+        raise ConfigError(str(config.path), "sliding_window", f"{window}: attention here sees the whole sequence")
+    data = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config.get("num_key_value_heads", None),
+        "head_dim": config.get("head_dim", None),
+        "vocab_size": config["vocab_size"],
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "rope_theta": config.rope_theta,
+        "norm_eps": config["rms_norm_eps"],
+        "top_k": config["num_experts_per_tok"],
+        "ffn": Ffn.SWIGLU.value,
+    }
+    if kind is Architecture.MIXTRAL:
+        return data | {"num_experts": config["num_local_experts"], "expert_ffn_size": config["intermediate_size"]}
+    config.require("decoder_sparse_step", 1, 1)
+    dense = list(config.get("mlp_only_layers", []))
+    if dense != list(range(len(dense))):
+        raise ConfigError(str(config.path), "mlp_only_layers", f"{dense}: only the first layers may be without experts here")
+    data |= {
+        "num_experts": config["num_experts"] if "num_experts" in config.data else config["num_local_experts"],
+        "expert_ffn_size": config["moe_intermediate_size"],
+        "norm_topk_prob": config.get("norm_topk_prob", False),
+        "num_dense_layers": len(dense),
+        "dense_ffn_size": config["intermediate_size"] if dense else 0,
+    }
+    if kind is Architecture.QWEN3_MOE:
+        config.require("attention_bias", False, False)
+        return data | {"qk_norm": True}
+    config.require("qkv_bias", True, True)
+    return data | {
+        "attention_bias": True,
+        "shared_ffn_size": config["shared_expert_intermediate_size"],
+        "shared_expert_gate": True,
+    }
+
+
+_FEATURES = ("attention_bias", "qk_norm", "shared_expert_gate")
+_OF_ARCHITECTURE = {
+    Architecture.MIXTRAL: (False, False, False),
+    Architecture.QWEN2_MOE: (True, False, True),
+    Architecture.QWEN3_MOE: (False, True, False),
+}
+
+
+def architecture_for(model: Model) -> Architecture:
+    """Which architecture a model is of. Raises UserError where it is of none."""
+    features = tuple(bool(getattr(model, name)) for name in _FEATURES)
+    for kind, wanted in _OF_ARCHITECTURE.items():
+        if features == wanted and model.ffn is Ffn.SWIGLU and bool(model.shared_ffn_size) == model.shared_expert_gate:
+            if kind is Architecture.MIXTRAL and (model.num_dense_layers or not model.norm_topk_prob):
+                continue
+            return kind
+    raise UserError(
+        "model: is of no public architecture that can be written. Of mixtral are those of swiglu experts alone; of qwen3_moe "
+        "those with qk_norm, too; of qwen2_moe those with attention_bias, shared_ffn_size and shared_expert_gate"
+    )
+
+
+def config_for(workload: Workload) -> dict[str, Any]:
+    """The ``config.json`` of a model. Raises UserError where it is of no public architecture."""
+    model = workload.model
+    kind = architecture_for(model)
+    config: dict[str, Any] = {
+        "architectures": [kind.class_name],
+        "model_type": kind.value,
+        "hidden_act": "silu",
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads or model.num_heads,
+        "head_dim": model.attention_width // model.num_heads,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": workload.training.sequence_length,
+        "tie_word_embeddings": model.tie_embeddings,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.norm_eps,
+        "num_experts_per_tok": model.top_k,
+        # Otherwise numbers of tokens of the vocabulary, which need not have so many.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    } | dtype_keys(workload.training.dtype)
+    if kind is Architecture.MIXTRAL:
+        return config | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn_size}
+    config |= {
+        "num_experts": model.num_experts,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "intermediate_size": model.dense_ffn_size or model.expert_ffn_size,
+        "norm_topk_prob": model.norm_topk_prob,
+        "mlp_only_layers": list(range(model.num_dense_layers)),
+        "decoder_sparse_step": 1,
+    }
+    return config | ({"shared_expert_intermediate_size": model.shared_ffn_size} if kind is Architecture.QWEN2_MOE else {})
+
+
+def dtype_keys(dtype: Dtype) -> dict[str, str]:
+    """How transformers 4 and 5 are told the element type of the weights in a ``config.json``."""
+    name = next(name for name, one in _DTYPES.items() if one is dtype)
+    return {"torch_dtype": name, "dtype": name}

@@ -1,0 +1,207 @@
+"""Weights of public models, as Hugging Face keeps them: read into this project's transformer, and written from its checkpoints.
+
+A folder holds ``config.json`` (``hybridep.hugging_face``) and the weights in one or more safetensors files. Every weight there
+is one of ours, or one matrix of one of ours: feed-forward networks that are flat rows here (``runtime.experts``) are three there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybridep.config import write_text
+from hybridep.errors import UserError
+from hybridep.hugging_face import CONFIG_FILE, Architecture, architecture_for, config_for, dtype_keys, read_config
+from hybridep.workload import Model
+from runtime.checkpoint import SavedWeights
+from runtime.experts import split_row
+from runtime.mesh import TORCH_DTYPE
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_INDEX = "model.safetensors.index.json"
+_SHARD_BYTES = 5 * 10**9
+_BESIDE = ("tokenizer*", "*_token*.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json")
+"""Files of a public model that hold for whatever it is trained on."""
+
+
+class Matrix(NamedTuple):
+    """One weight of a public checkpoint: a parameter of ours, or one of the matrices of a flat row."""
+
+    name: str
+    ours: str | tuple[int, int]
+    """The parameter's name; of an expert its MoE layer and its number."""
+    part: int | None = None
+    """Which matrix of the row: gate, up or down."""
+
+
+def matrices(model: Model) -> Iterator[Matrix]:
+    """All weights of a public checkpoint of a whole model. Raises UserError where it is of no public architecture."""
+    kind = architecture_for(model)
+    yield Matrix("model.embed_tokens.weight", "embedding.weight")
+    for layer in range(model.num_layers):
+        yield from _layer(model, kind, layer)
+    yield Matrix("model.norm.weight", "norm.weight")
+    if not model.tie_embeddings:
+        yield Matrix("lm_head.weight", "head.weight")
+
+
+def _layer(model: Model, kind: Architecture, layer: int) -> Iterator[Matrix]:
+    theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
+    yield Matrix(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
+    for their_name, our_name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output")):
+        for one in ("weight", "bias") if model.attention_bias and their_name != "o" else ("weight",):
+            yield Matrix(f"{theirs}.self_attn.{their_name}_proj.{one}", f"{ours}.attention.{our_name}.{one}")
+        if model.qk_norm and their_name in "qk":
+            yield Matrix(f"{theirs}.self_attn.{their_name}_norm.weight", f"{ours}.attention.{our_name}_norm.weight")
+    yield Matrix(f"{theirs}.post_attention_layernorm.weight", f"{ours}.feed_forward_norm.weight")
+    if layer < model.num_dense_layers:
+        yield from _row(f"{theirs}.mlp", f"{ours}.feed_forward.row")
+        return
+    block = f"{theirs}.block_sparse_moe" if kind is Architecture.MIXTRAL else f"{theirs}.mlp"
+    yield Matrix(f"{block}.gate.weight", f"{ours}.feed_forward.gate.weight")
+    if model.shared_ffn_size:
+        yield from _row(f"{block}.shared_expert", f"{ours}.feed_forward.shared.row")
+        yield Matrix(f"{block}.shared_expert_gate.weight", f"{ours}.feed_forward.shared_gate.weight")
+    names = ("w1", "w3", "w2") if kind is Architecture.MIXTRAL else _NAMES
+    for expert in range(model.num_experts):
+        yield from _row(f"{block}.experts.{expert}", (layer - model.num_dense_layers, expert), names)
+
+
+def _row(theirs: str, ours: str | tuple[int, int], names: tuple[str, ...] = _NAMES) -> Iterator[Matrix]:
+    for part, name in enumerate(names):
+        yield Matrix(f"{theirs}.{name}.weight", ours, part)
+
+
+class PublicWeights:
+    """The weights of a public model in a folder, as ``runtime.initial_weights.InitialWeights``; read when they are asked for."""
+
+    def __init__(self, folder: Path, model: Model) -> None:
+        """Raises UserError where the folder cannot be read or lacks weights of the model."""
+        self._folder, self._model = folder, model
+        self._parts: dict[str | tuple[int, int], list[str]] = {}
+        with self._reading():
+            self._files = self._find()
+        for matrix in matrices(model):
+            if matrix.name not in self._files:
+                raise UserError(f"weights: {folder} has no {matrix.name}, which the model needs")
+            self._parts.setdefault(matrix.ours, []).append(matrix.name)
+        self._open: dict[str, Any] = {}
+
+    def dense(self, name: str, shape: torch.Size) -> Tensor:
+        """As ``InitialWeights.dense``. Raises UserError where it has another shape."""
+        return self._value(name, shape)
+
+    def expert(self, layer: int, expert: int) -> Tensor:
+        """As ``InitialWeights.expert``. Raises UserError where it has another shape."""
+        return self._value((layer, expert), torch.Size([self._model.expert_params]))
+
+    def _value(self, name: str | tuple[int, int], shape: torch.Size) -> Tensor:
+        parts = [self._read(part) for part in self._parts[name]]
+        value = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
+        if value.shape != shape:
+            first, found = self._parts[name][0], "x".join(map(str, parts[0].shape))
+            raise UserError(f"weights: {self._folder}: {first} is {found}, which does not suit the model's sizes")
+        return value
+
+    def _find(self) -> dict[str, str]:
+        """Name of each weight -> file."""
+        index = self._folder / _INDEX
+        if index.exists():
+            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return files
+        paths = sorted(self._folder.glob("*.safetensors"))
+        if not paths:
+            raise UserError(f"weights: {self._folder} holds no *.safetensors file")
+        found: dict[str, str] = {}
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), path.name)
+        return found
+
+    def _read(self, name: str) -> Tensor:
+        file = self._files[name]
+        with self._reading():
+            if file not in self._open:
+                self._open[file] = safe_open(self._folder / file, framework="pt")
+            tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"weights: {self._folder} cannot be read ({error})") from None
+
+
+def export_weights(checkpoint: Path, folder: Path, like: Path | None) -> int:
+    """Write a checkpoint's weights as a public model's into ``folder``, which must not exist; returns how many parameters.
+    ``like``: the folder of the public model that training began with, whose ``config.json`` and tokenizer go along. Raises
+    UserError where the model is of no public architecture, weights are not here, or something cannot be read or written."""
+    saved = SavedWeights(checkpoint)
+    workload = saved.workload
+    model, dtype = workload.model, TORCH_DTYPE[workload.training.dtype]
+    config = config_for(workload) if like is None else read_config(like / CONFIG_FILE) | dtype_keys(workload.training.dtype)
+    if folder.exists():
+        raise UserError(f"--export {folder}: exists; name a new folder")
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        files, count = _write_shards(partial, saved, model, dtype)
+        if len(set(files.values())) > 1:
+            sizes = {"total_size": count * dtype.itemsize}
+            write_text(partial / _INDEX, json.dumps({"metadata": sizes, "weight_map": files}, indent=1))
+        write_text(partial / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        for path in sorted(like.iterdir()) if like is not None else ():
+            if path.is_file() and any(fnmatch(path.name, pattern) for pattern in _BESIDE):
+                shutil.copyfile(path, partial / path.name)
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--export {folder}: cannot be written ({error})") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return count
+
+
+def _write_shards(folder: Path, saved: SavedWeights, model: Model, dtype: torch.dtype) -> tuple[dict[str, str], int]:
+    """(name of each weight -> file, number of parameters). One file's weights at a time are in memory."""
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    size = count = 0
+
+    def write() -> None:
+        shards.append(list(held))
+        save_file(held, folder / f"{len(shards)}", metadata={"format": "pt"})
+        held.clear()
+
+    for matrix in matrices(model):
+        # Master weights of bf16 ones are rounded as they are for training.
+        value = _matrix(saved, matrix, model).to(dtype, copy=True)
+        if size + value.nbytes > _SHARD_BYTES and held:
+            write()
+            size = 0
+        held[matrix.name] = value
+        size, count = size + value.nbytes, count + value.numel()
+    write()
+    files: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}").rename(folder / name)
+        files |= dict.fromkeys(names, name)
+    return files, count
+
+
+def _matrix(saved: SavedWeights, matrix: Matrix, model: Model) -> Tensor:
+    value = saved.dense(matrix.ours) if isinstance(matrix.ours, str) else saved.expert(*matrix.ours)
+    return value if matrix.part is None else split_row(value, ffn=model.ffn, hidden_size=model.hidden_size)[matrix.part]
