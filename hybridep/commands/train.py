@@ -50,6 +50,8 @@ def command(run: str, local: bool, resume: bool, export: Path | None, overrides:
 
     config = load_run(run, overrides)
     if export is not None:
+        if resume or local:
+            raise UserError(f"--export: trains nothing; leave out {'--resume' if resume else '--local'}")
         return _export(config, export, as_json)
     require_writable("output", config.output)
     check_run(config, cluster_and_workload(config.cluster, config.workload, config.overrides)[1])

@@ -135,7 +135,12 @@ def test_no_transfer_beats_its_narrowest_link(name: str, data: st.DataObject) ->
 # the input embedding counts (0.9 B of DeepSeek-V3).
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("mixtral-8x7b", 46.7e9, 12.9e9), ("qwen2-57b-a14b", 57.4e9, 14.2e9), ("deepseek-v3", 671e9, 37e9)],
+    [
+        ("mixtral-8x7b", 46.7e9, 12.9e9),
+        ("qwen2-57b-a14b", 57.4e9, 14.2e9),
+        ("qwen3-30b-a3b", 30.5e9, 3.35e9),
+        ("deepseek-v3", 671e9, 37e9),
+    ],
 )
 def test_parameters_of_public_models(name: str, total: float, active: float) -> None:
     model = workload(name).model
