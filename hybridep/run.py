@@ -47,6 +47,9 @@ class Optimizer(Strict):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
+    max_gradient_norm: float | None = Field(default=None, gt=0)
+    """Where the gradient of all parameters together is longer it is scaled down to this length; absent: never. Ranks then wait
+    for each other once more in a step: one round trip."""
     warmup_steps: int = Field(default=0, ge=0)
     """The rate rises in even steps to ``learning_rate``."""
     decay_steps: int = Field(default=0, ge=0)
@@ -159,3 +162,5 @@ class StepReport:
     """Bytes of it to other sites."""
     peak_bytes: int = 0
     """Largest memory so far: resident, or of tensors on a GPU."""
+    gradient_norm: float | None = None
+    """Of all ranks together, before it was scaled down; None without ``max_gradient_norm``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,19 @@ class Barrier:
 
     def most(self, values: Sequence[float]) -> list[float]:
         """For each position the largest value of all ranks, on all ranks."""
+        return self._combine(values, lambda all_RN: all_RN.amax(0))
+
+    def total(self, value: float) -> float:
+        """The sum of all ranks' values, to the same bits on all ranks."""
+        return self._combine([value], lambda all_RN: all_RN.sum(0))[0]
+
+    def _combine(self, values: Sequence[float], combine: Callable[[Tensor], Tensor]) -> list[float]:
         gathered = self.gather(torch.tensor(values, dtype=torch.float64))
         answer = torch.zeros(len(values), dtype=torch.float64)
         if gathered is None:
             self._transport.exchange({}, {0: answer}, _LABEL)
         else:
-            answer = torch.stack(gathered).amax(0)
+            answer = combine(torch.stack(gathered))
             self._transport.exchange(dict.fromkeys(self._others, answer), {}, _LABEL)
         return [float(value) for value in answer]
 

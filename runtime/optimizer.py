@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,11 @@ _BATCH, _BATCH_ON_DEVICE = 1 << 20, 1 << 24
 """Elements that are updated together. Their gradients in fp32, and what AdamW makes of them, come beside all that stays: 13 MB at
 most, where all of a rank's bf16 gradients had been made fp32 at once. A device with gigabytes takes more, since its kernels are
 short."""
+
+
+def clip_scale(max_norm: float, norm: float) -> float:
+    """What gradients of this norm are multiplied by; as ``torch.nn.utils.clip_grad_norm_``."""
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 class HomeOptimizer:
@@ -33,14 +38,18 @@ class HomeOptimizer:
                 parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
-    def step(self, step: int) -> None:
-        """Update from the gradients, then set them to zero. Weight decay and moments move every parameter in every step."""
+    def step(self, step: int, scale: float = 1.0) -> None:
+        """Update from the gradients times ``scale``, then set them to zero. Weight decay and moments move every parameter in
+        every step."""
         for pieces in self._batches():
             weights, masters, gradients, first, second = zip(*pieces, strict=True)
+            wide = [gradient.to(master.dtype) for gradient, master in zip(gradients, masters, strict=True)]
+            for gradient in wide if scale != 1.0 else ():
+                gradient.mul_(scale)
             # What torch.optim.AdamW calls. Making one of torch's optimizers imports torch._dynamo: two seconds of every rank.
             adamw(
                 list(masters),
-                [gradient.to(master.dtype) for gradient, master in zip(gradients, masters, strict=True)],
+                wide,
                 list(first),
                 list(second),
                 [],
@@ -58,13 +67,27 @@ class HomeOptimizer:
                     weight.copy_(master)
                 gradient.zero_()
 
+    def squared_norm(self, names: Iterable[str]) -> float:
+        """Of the gradients of some parameters together."""
+        norms = [torch.linalg.vector_norm(self._gradient(name), dtype=self.masters[name].dtype) for name in names]
+        return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+
+    def is_finite(self) -> bool:
+        """Whether all weights are."""
+        largest = [torch.linalg.vector_norm(master, ord=torch.inf) for master in self.masters.values() if master.numel()]
+        return bool(torch.stack(largest).isfinite().all())
+
+    def _gradient(self, name: str) -> Tensor:
+        gradient = self.parameters[name].grad
+        assert gradient is not None
+        return gradient
+
     def _batches(self) -> Iterator[list[tuple[Tensor, ...]]]:
         """Weights, masters, gradients and moments, or parts of them, as much at a time as may be updated together."""
         batch: list[tuple[Tensor, ...]] = []
         held = 0
         for name, parameter in self.parameters.items():
-            assert parameter.grad is not None
-            whole = [parameter, self.masters[name], parameter.grad, *self._moments[name].values()]
+            whole = [parameter, self.masters[name], self._gradient(name), *self._moments[name].values()]
             most = _BATCH if parameter.is_cpu else _BATCH_ON_DEVICE
             cut = [torch.split(one.view(-1), most) if parameter.numel() > most else (one,) for one in whole]
             for piece in zip(*cut, strict=True):

@@ -95,6 +95,7 @@ class ReferenceTrainer:
         model, weights = plan.workload.model, initial_weights(run, plan.workload)
         self.transformer = Transformer(plan.workload, lambda layer: LocalExperts(model, layer, weights, dtype), dtype=dtype)
         self.transformer.initialise(weights)
+        self._max_gradient_norm = run.optimizer.max_gradient_norm
         self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
         if isinstance(plan, PipelinePlan):
             begins = np.cumsum([stage.num_layers for stage in plan.stages])[:-1].tolist()
@@ -113,6 +114,8 @@ class ReferenceTrainer:
             loss, balance = self.transformer(tokens, targets)
             (loss / num_tokens + self._workload.model.balance_loss_weight * balance / num_sequences).backward()
             total += loss.item()
+        if (most := self._max_gradient_norm) is not None:
+            nn.utils.clip_grad_norm_(self.transformer.parameters(), most)
         self.optimizer.step(step)
         return total / num_tokens
 

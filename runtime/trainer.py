@@ -34,7 +34,7 @@ from runtime.device_links import device_links
 from runtime.expert_exchange import CopyStream
 from runtime.initial_weights import initial_weights
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, mesh_of
-from runtime.optimizer import HomeOptimizer
+from runtime.optimizer import HomeOptimizer, clip_scale
 from runtime.recorder import RoutingRecorder
 from runtime.spans import BACKWARD, HEAD, OPTIMIZER, SpanRecorder, save_trace
 from runtime.testing import Fault, fault_from_environment
@@ -116,8 +116,12 @@ class RankTrainer:
             experts.exchange.finish_return()
             experts.exchange.expire()
         self.dense_reduce(self._dense_gradient)
+        most, norm, scale = self.run.optimizer.max_gradient_norm, None, 1.0
+        if most is not None:
+            norm = self._gradient_norm(step)
+            scale = clip_scale(most, norm)
         self.spans.begin(OPTIMIZER)
-        self.optimizer.step(step)
+        self.optimizer.step(step, scale)
         self.spans.end()
         settle(self.mesh.device)
         step_s = time.perf_counter() - started_s
@@ -140,10 +144,22 @@ class RankTrainer:
             # Of a pipeline the last stage alone counts them: it has their losses.
             tokens=self._num_sequences * self._training.sequence_length * self._training.micro_batches * model.has_head,
             step_s=step_s,
+            gradient_norm=norm,
             sent_bytes=dict(sent),
             wan_bytes=wan_bytes,
             peak_bytes=peak_bytes(self.mesh.device),
         )
+
+    def _gradient_norm(self, step: int) -> float:
+        """Of all parameters of the run; all ranks call it. Raises UserError where it is not finite, before a weight changes."""
+        # Dense gradients are the same on all ranks of a stage.
+        names = [name for name in self.optimizer.parameters if name not in self.dense or self.mesh.rank == 0]
+        norm = math.sqrt(self._barrier.total(self.optimizer.squared_norm(names)))
+        if not math.isfinite(norm):
+            raise UserError(
+                f"the gradient of step {step} is not finite; resume from the last checkpoint with a lower optimizer.learning_rate"
+            )
+        return norm
 
     def _in_my_site(self, peer: int) -> bool:
         cluster = self.mesh.whole.cluster
@@ -208,7 +224,12 @@ class RankTrainer:
             self._neighbours.send(GRADIENTS, done.x.grad)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint; all ranks call it."""
+        """Write a checkpoint; all ranks call it. Raises UserError where a weight is not finite."""
+        if self._barrier.most([not self.optimizer.is_finite()])[0]:
+            raise UserError(
+                f"the weights after step {step} are not finite, so no checkpoint holds them; resume from the last one with a "
+                "lower optimizer.learning_rate, or set optimizer.max_gradient_norm"
+            )
         folder = self.run.checkpoint_folder
         save_checkpoint(
             folder,

@@ -46,6 +46,8 @@ class StepRecord:
     """``operation@level`` -> payload bytes, all ranks together."""
     peak_bytes: int
     """Most memory that any rank has had in use."""
+    gradient_norm: float | None = None
+    """Of all parameters together, before it was scaled down; None without ``optimizer.max_gradient_norm``."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, which has no number that is not finite."""
@@ -72,6 +74,7 @@ def add_up(reports: Sequence[StepReport]) -> StepRecord:
         tokens=tokens,
         step_s=step_s,
         tokens_per_s=tokens / step_s if step_s > 0 else 0.0,
+        gradient_norm=reports[0].gradient_norm,
         wan_bytes=sum(report.wan_bytes for report in reports),
         sent_bytes=dict(sorted(sent.items())),
         peak_bytes=max(report.peak_bytes for report in reports),

@@ -11,7 +11,9 @@ from shutil import copy, copytree, rmtree
 from typing import Any
 
 import numpy as np
+import pipelined_cases
 import pytest
+import torch
 from rank_pool import RankFailed, RankPool
 from training_cases import Case, losses_of, train_run, training_run
 
@@ -21,6 +23,7 @@ from hybridep.routing import load_routing
 from hybridep.run import MANIFEST, Checkpoints, Optimizer, Run, StepReport
 from hybridep.traffic import step_traffic
 from runtime import checkpoint
+from runtime.reference import ReferenceTrainer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -208,12 +211,17 @@ def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
         train_on(pool, training_run(tmp_path, steps=1), replace(CASE, sizes=(1, 1), domains=(1, 1)), resume=True)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    wild = Optimizer(learning_rate=1e300)
-    run = training_run(tmp_path, steps=4, optimizer=wild, checkpoints=Checkpoints(every_steps=1))
-    with RankPool(1, join=False) as pool, pytest.raises(RankFailed, match="the loss of step 3 is not finite"):
+@pytest.mark.parametrize(
+    ("most", "every", "what"),
+    [(None, 0, "the loss of step 3 is"), (None, 1, "the weights after step 2 are"), (1.0, 1, "the gradient of step 2 is")],
+)
+def test_what_is_not_finite_ends_the_run(tmp_path: Path, most: float | None, every: int, what: str) -> None:
+    """Before a checkpoint holds it."""
+    wild = Optimizer(learning_rate=1e300, max_gradient_norm=most)
+    run = training_run(tmp_path, steps=4, optimizer=wild, checkpoints=Checkpoints(every_steps=every))
+    with RankPool(1, join=False) as pool, pytest.raises(RankFailed, match=f"{what} not finite"):
         train_on(pool, run, replace(CASE, sizes=(1, 1), domains=(1, 1)))
-    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000001"] * every
 
 
 def test_a_folder_that_cannot_be_written_is_noticed_at_once(tmp_path: Path) -> None:
@@ -230,3 +238,32 @@ def test_a_lost_rank_is_named(tmp_path: Path) -> None:
     case = replace(CASE, sizes=(2, 1), domains=(2, 1))
     with RankPool(2, join=False) as pool, pytest.raises(RankFailed, match=r"(?s)rank 0:.*TransportError.*rank 1"):
         train_on(pool, run, case, fault="hang:rank=1,step=3")
+
+
+PIPELINE = pipelined_cases.Case(sizes=(2, 2), stages=((0,), (1,)), layers=(3, 2), domains=({}, {"gpu": 2}), micro_batches=2)
+
+
+@pytest.mark.parametrize("case", [CASE, PIPELINE], ids=str)
+def test_long_gradients_are_scaled_down_as_torch_does(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case | pipelined_cases.Case
+) -> None:
+    """Of all parameters together, whichever ranks have them."""
+    norms: list[float] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def noted(parameters: Any, most: float) -> torch.Tensor:
+        norm = clip(parameters, most)
+        norms.append(float(norm))
+        return norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
+    losses = {}
+    for most in (None, 1.5):
+        optimizer = Optimizer(learning_rate=0.1, max_gradient_norm=most)
+        run = training_run(tmp_path / f"{most}", steps=6, optimizer=optimizer)
+        reports = [one for one in ranks.run_with_store(train_run, run, case.plan()) if one is not None]
+        losses[most], trainer = losses_of(reports), ReferenceTrainer(run, case.plan())
+        assert losses[most] == pytest.approx([trainer.step(step) for step in range(1, 7)], rel=1e-10)
+        for one in reports:
+            assert [step.gradient_norm for step in one] == (pytest.approx(norms, rel=1e-10) if most else [None] * 6)
+    assert min(norms) < 1.5 < max(norms) and losses[None] != losses[1.5]
