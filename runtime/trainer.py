@@ -19,7 +19,7 @@ from hybridep.errors import UserError
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
 from hybridep.plan import Plan
 from hybridep.routing import load_routing
-from hybridep.run import Run, StepReport
+from hybridep.run import Run, StepReport, keep_last
 from hybridep.shares import batch_sequences, first_sequence, site_sequences
 from hybridep.traffic import Op
 from runtime.barrier import Barrier
@@ -241,6 +241,9 @@ class RankTrainer:
             chosen=self.recorder.chosen_by_all(self._barrier),
             barrier=self._barrier,
         )
+        if self.run.checkpoints.keep is not None:
+            # All ranks have this one by now.
+            keep_last(folder, self.run.checkpoints.keep, step)
 
     def restore(self) -> int:
         """Continue from the last complete checkpoint that all ranks have; returns the number of its steps; all ranks call it."""

@@ -103,7 +103,7 @@ class SiteExperts(RoutedExperts):
         dtype = TORCH_DTYPE[plan.workload.training.dtype]
         self._ffn, self._num_sites = model.ffn, plan.cluster.num_gpus
         self.home = torch.from_numpy(expert_homes(model.num_experts, self._num_sites))
-        rows = [initial(expert, model.expert_params) for expert in range(model.num_experts)]
+        rows = [initial(expert) for expert in range(model.num_experts)]
         self.weights_EP = nn.Parameter(torch.stack(rows).to(dtype))
         self.site = 0
         self._copies_travel = copies

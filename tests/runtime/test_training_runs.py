@@ -240,6 +240,14 @@ def test_a_lost_rank_is_named(tmp_path: Path) -> None:
         train_on(pool, run, case, fault="hang:rank=1,step=3")
 
 
+def test_only_the_last_checkpoints_are_kept(ranks: RankPool, tmp_path: Path) -> None:
+    run = training_run(tmp_path, steps=4, checkpoints=Checkpoints(every_steps=1, keep=2))
+    train_on(ranks, run, CASE)
+    assert sorted(path.name for path in run.checkpoint_folder.iterdir()) == ["step-00000003", "step-00000004"]
+    reports = train_on(ranks, run.model_copy(update={"steps": 5}), CASE, resume=True)
+    assert [report.step for report in reports[0]] == [5]
+
+
 PIPELINE = pipelined_cases.Case(sizes=(2, 2), stages=((0,), (1,)), layers=(3, 2), domains=({}, {"gpu": 2}), micro_batches=2)
 
 
