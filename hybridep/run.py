@@ -40,6 +40,16 @@ class Data(Strict):
     """Texts of a folder that are read."""
 
 
+class Validation(Strict):
+    """Held-out data, whose loss is computed now and then."""
+
+    data: Data
+    """As those that are trained on."""
+    every_steps: int = Field(ge=1)
+    batches: int = Field(default=1, ge=1)
+    """Batches of a step's size, the same sequences each time."""
+
+
 class Optimizer(Strict):
     """AdamW (Loshchilov and Hutter), run at each parameter's home."""
 
@@ -139,6 +149,7 @@ class Run(Strict):
     """Folder of a public model to begin with (``config.json`` and safetensors files, as Hugging Face keeps them), on every
     machine that has ranks; random ones from the seed when absent."""
     data: Data = Data()
+    validation: Validation | None = None
     optimizer: Optimizer = Optimizer()
     checkpoints: Checkpoints = Checkpoints()
     exchange_timeout: Duration = Field(default=20.0, gt=0, le=_LONGEST_EXCHANGE_S)
@@ -177,3 +188,6 @@ class StepReport:
     """Largest memory so far: resident, or of tensors on a GPU."""
     gradient_norm: float | None = None
     """Of all ranks together, before it was scaled down; None without ``max_gradient_norm``."""
+    validation_loss_sum: float | None = None
+    """Sum of this rank's token losses over the held-out batches, with the weights after the step; None where none was due."""
+    validation_tokens: int = 0

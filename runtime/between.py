@@ -106,10 +106,10 @@ class Neighbours:
         self._expected = dict.fromkeys(self._coming, 0)
         self._micro_batches, self._window = training.micro_batches, pipeline.ahead + 1
 
-    def begin(self) -> None:
-        """A step begins: the peers hear that its first micro-batches are awaited."""
-        self._expected = {name: self._micro_batches if self._peers(name) else 0 for name in self._coming}
-        for name in self._coming:
+    def begin(self, names: Sequence[str] = (ACTIVATIONS, GRADIENTS)) -> None:
+        """A step begins: the peers hear that its first micro-batches are awaited, of these kinds."""
+        self._expected = {name: self._micro_batches if name in names and self._peers(name) else 0 for name in self._coming}
+        for name in names:
             for _ in range(self._window):
                 self._announce(name)
 

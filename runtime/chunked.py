@@ -38,7 +38,7 @@ class ChunkedExperts(DistributedExperts):
         self.exchange.copies()
         if x_TH.requires_grad:
             x_TH.register_hook(self._dispatch_returned)  # type: ignore[no-untyped-call]
-        combined: Tensor = _Chunks.apply(x_TH, weights_TK, self.home, ids_TK, self)  # type: ignore[no-untyped-call]
+        combined: Tensor = _Chunks.apply(x_TH, weights_TK, self.learning_home, ids_TK, self)  # type: ignore[no-untyped-call]
         if combined.requires_grad:
             combined.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
         return combined

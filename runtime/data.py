@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridep.errors import DataError
-from hybridep.run import Run
+from hybridep.run import Data, Run
 from hybridep.workload import Workload
 
 if TYPE_CHECKING:
@@ -31,21 +31,31 @@ _LOOKED_AT = 10_000_000
 def training_batches(run: Run, workload: Workload) -> Batches:
     """What ``run.data`` holds, in sequences of the workload's length. Raises DataError where that cannot be read or does not suit
     the model."""
-    data, vocab_size = run.data, workload.model.vocab_size
+    return _batches("data", run.data, run.seed, workload)
+
+
+def validation_batches(run: Run, workload: Workload) -> Batches | None:
+    """The same of ``run.validation``; None without."""
+    return None if run.validation is None else _batches("validation.data", run.validation.data, run.seed, workload)
+
+
+def _batches(key: str, data: Data, seed: int, workload: Workload) -> Batches:
+    vocab_size, where = workload.model.vocab_size, f"{key}.path"
     if data.path is not None and data.path.suffix == TOKEN_FILE:
-        tokens = _token_file(data.path)
+        tokens = _token_file(where, data.path)
     elif vocab_size < BYTE_VALUES:
         raise DataError(
             f"workload {workload.name}: model.vocab_size: {vocab_size} must be at least {BYTE_VALUES}, text is read as bytes; "
-            f"raise it, or give token ids (data.path: FILE{TOKEN_FILE})"
+            f"raise it, or give token ids ({where}: FILE{TOKEN_FILE})"
         )
     else:
-        tokens = _text(data.path, data.suffixes)
-    where = "data.path" if data.path is None else f"data.path: {data.path}"
-    return Batches(tokens, length=workload.training.sequence_length, seed=run.seed, vocab_size=vocab_size, where=where)
+        tokens = _text(key, data.path, data.suffixes)
+    if data.path is not None:
+        where = f"{where}: {data.path}"
+    return Batches(tokens, length=workload.training.sequence_length, seed=seed, vocab_size=vocab_size, where=where)
 
 
-def _text(path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
+def _text(key: str, path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
     """All bytes of a file, of a folder's files in the order of their paths, or of the Python standard library's top-level
     sources."""
     # Not recursive below the standard library: installed packages live there on some systems.
@@ -57,30 +67,30 @@ def _text(path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
             next(os.scandir(folder), None)
             files = sorted(path for path in folder.glob(pattern) if path.suffix in suffixes and path.is_file())
             if not files:
-                raise DataError(f"data.path: {folder} holds no file that ends in {', '.join(suffixes)}; set data.suffixes")
+                raise DataError(f"{key}.path: {folder} holds no file that ends in {', '.join(suffixes)}; set {key}.suffixes")
         else:
             files = [folder]
         texts = [path.read_bytes() for path in files]
     except OSError as error:
-        raise DataError(f"data.path: {error.filename or folder} cannot be read ({error.strerror})") from None
+        raise DataError(f"{key}.path: {error.filename or folder} cannot be read ({error.strerror})") from None
     for file, text in zip(files, texts, strict=True):
         if b"\0" in text:
             raise DataError(
-                f"data.path: {file} is no text (it holds null bytes); token ids are in a file that ends in {TOKEN_FILE}, as "
-                "numpy.save writes it, and data.path is that file"
+                f"{key}.path: {file} is no text (it holds null bytes); token ids are in a file that ends in {TOKEN_FILE}, as "
+                f"numpy.save writes it, and {key}.path is that file"
             )
     return np.concatenate([np.frombuffer(text, dtype=np.uint8) for text in texts])
 
 
-def _token_file(path: Path) -> TokenArray:
+def _token_file(where: str, path: Path) -> TokenArray:
     """Token ids that ``numpy.save`` wrote, left on disk until they are used."""
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"data.path: {path} cannot be read ({error})") from None
+        raise DataError(f"{where}: {path} cannot be read ({error})") from None
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(
-            f"data.path: {path} holds {tokens.dtype} of shape {list(tokens.shape)}; token ids are integers in one dimension, "
+            f"{where}: {path} holds {tokens.dtype} of shape {list(tokens.shape)}; token ids are integers in one dimension, "
             "for example uint16"
         )
     return np.asarray(tokens)

@@ -31,6 +31,8 @@ class RoutingRecorder:
             block.routing_hook = self._see
 
     def _see(self, layer: int, gated: Gated) -> None:
+        if not torch.is_grad_enabled():
+            return  # of a validation
         # On a GPU nothing waits: bincount would, for its length.
         chosen = gated.chosen_TK.flatten()
         self._chosen_LE[layer].index_add_(0, chosen, torch.ones_like(chosen))

@@ -16,7 +16,7 @@ from hybridep.run import Run
 from hybridep.shares import batch_sequences
 from hybridep.workload import Ffn, Model
 from runtime.codecs import RowCoder, row_coder
-from runtime.data import training_batches
+from runtime.data import training_batches, validation_batches
 from runtime.initial_weights import InitialWeights, initial_weights
 from runtime.mesh import TORCH_DTYPE
 from runtime.moe import RoutedExperts
@@ -100,7 +100,7 @@ class ReferenceTrainer:
         if isinstance(plan, PipelinePlan):
             begins = np.cumsum([stage.num_layers for stage in plan.stages])[:-1].tolist()
             code_activations(self.transformer, begins, plan.activation_codec)
-        self._batches = training_batches(run, plan.workload)
+        self._batches, self._held_out = training_batches(run, plan.workload), validation_batches(run, plan.workload)
 
     def step(self, step: int) -> float:
         """One optimizer step over the global batch; returns its mean token loss."""
@@ -118,6 +118,16 @@ class ReferenceTrainer:
             nn.utils.clip_grad_norm_(self.transformer.parameters(), most)
         self.optimizer.step(step)
         return total / num_tokens
+
+    @torch.no_grad()
+    def validation_loss(self, batches: int) -> float:
+        """Mean token loss of the held-out batches."""
+        assert self._held_out is not None
+        training, total = self._workload.training, 0.0
+        number = self._batch_sequences * training.micro_batches
+        for batch in range(1, batches + 1):
+            total += float(self.transformer(*self._held_out(batch, 0, number))[0])
+        return total / (batches * number * training.sequence_length)
 
     def parameters(self) -> dict[str, Tensor]:
         """Dense parameters by name, and ``layer{l}.experts`` [E, P]."""

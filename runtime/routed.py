@@ -99,11 +99,16 @@ class DistributedExperts(RoutedExperts):
         counts, self._counts = self._counts, None
         x_NH, weights_NK, ids_NK, hops = self.dispatcher.dispatch(x_TH, weights_TK, ids_TK, counts)
         self.arrived([Over(hops, x_NH.detach()[:0], weights_NK.detach()[:0])] if x_NH.requires_grad else [])
-        y_NH = _Experts.apply(x_NH, weights_NK, self.home, ids_NK, self)  # type: ignore[no-untyped-call]
+        y_NH = _Experts.apply(x_NH, weights_NK, self.learning_home, ids_NK, self)  # type: ignore[no-untyped-call]
         combined = self.dispatcher.combine(y_NH, hops)
         if combined.requires_grad:
             combined.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
         return combined
+
+    @property
+    def learning_home(self) -> Tensor:
+        """[n_home, P]: so that nothing is kept for a backward where there is none."""
+        return self.home if torch.is_grad_enabled() else self.home.detach()
 
     def arrived(self, overs: Sequence[Over]) -> None:
         """All rows of a dispatch are here: peers hear of what is awaited after the combine before the combine itself. ``overs``:

@@ -6,7 +6,7 @@ from hybridep.errors import UserError
 from hybridep.hugging_face import require_same_model
 from hybridep.run import Run
 from hybridep.workload import Workload
-from runtime.data import training_batches
+from runtime.data import training_batches, validation_batches
 
 
 def check_run(run: Run, workload: Workload) -> None:
@@ -16,6 +16,7 @@ def check_run(run: Run, workload: Workload) -> None:
     if run.weights is not None:
         require_same_model(run.weights, workload.model)
     training_batches(run, workload)
+    validation_batches(run, workload)
 
 
 def check_trainable(workload: Workload) -> None:

@@ -27,7 +27,7 @@ from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
 from runtime.checkpoint import last_checkpoint, load_checkpoint, load_chosen, save_checkpoint
 from runtime.codec_state import codec_state, restore_codecs
-from runtime.data import training_batches
+from runtime.data import Batches, training_batches, validation_batches
 from runtime.dense_reduce import DenseReduce, flat_gradients
 from runtime.device import choose_device, peak_bytes, settle
 from runtime.device_links import device_links
@@ -69,7 +69,7 @@ class RankTrainer:
         sequences = site_sequences(cluster, workload)
         self._num_sequences = sequences[mesh.location[0]]
         self._first_sequence = first_sequence(cluster, workload, mesh.rank)
-        self._batches = training_batches(run, workload)
+        self._batches, self._held_out = training_batches(run, workload), validation_batches(run, workload)
         self.spans = SpanRecorder(mesh)
         self.transport = Transport(
             timeout_s=run.exchange_timeout,
@@ -176,7 +176,7 @@ class RankTrainer:
         forwards: deque[Forward] = deque()
         for forward, micro_batch in order_of_passes(mesh.stage, mesh.num_stages, number, ahead):
             if forward:
-                done = self._forward(step, micro_batch)
+                done = self._forward(self._batches, step, micro_batch)
                 forwards.append(done)
                 if self._model_config.has_head:
                     loss_sum += done.output.item()
@@ -189,12 +189,31 @@ class RankTrainer:
             self._neighbours.finish()
         return loss_sum, balance_sum
 
-    def _forward(self, step: int, micro_batch: int) -> Forward:
+    @torch.no_grad()
+    def validate(self, report: StepReport) -> StepReport:
+        """With the loss of the held-out batches, by the weights after the step; all ranks call it."""
+        assert self.run.validation is not None and self._held_out is not None
+        loss_sum, batches, number = 0.0, self.run.validation.batches, self._training.micro_batches
+        for batch in range(1, batches + 1):
+            if self._neighbours is not None:
+                self._neighbours.begin([ACTIVATIONS])
+            self.model.start_step()
+            for micro_batch in range(number):
+                done = self._forward(self._held_out, batch, micro_batch)
+                if self._model_config.has_head:
+                    loss_sum += done.output.item()
+            if self._neighbours is not None:
+                self._neighbours.finish()
+        for experts in self.model.routed:
+            experts.exchange.expire()
+        return replace(report, validation_loss_sum=loss_sum, validation_tokens=report.tokens * batches)
+
+    def _forward(self, batches: Batches, step: int, micro_batch: int) -> Forward:
         model = self._model_config
         first = micro_batch * self._batch_sequences + self._first_sequence
         x = targets = None
         if model.has_embedding or model.has_head:
-            x, targets = (part.to(self.mesh.device) for part in self._batches(step, first, self._num_sequences))
+            x, targets = (part.to(self.mesh.device) for part in batches(step, first, self._num_sequences))
         if not model.has_embedding:
             assert self._neighbours is not None
             x = self._neighbours.receive(ACTIVATIONS).requires_grad_()
@@ -319,13 +338,15 @@ def _steps(trainer: RankTrainer, done: int, fault: Fault | None, on_step: Callab
         is_whole = trainer.mesh.pipeline is None
         trainer.recorder.whole = is_whole and run.trace_step is not None and 0 <= step - run.trace_step < run.choice_steps
         report = trainer.step(step)
+        trainer.spans.active = trainer.recorder.whole = False
+        if run.validation is not None and (step == run.steps or step % run.validation.every_steps == 0):
+            report = trainer.validate(report)
         on_step(report)
         if not math.isfinite(report.loss_sum + report.balance_loss):
             raise UserError(
                 f"the loss of step {step} is not finite (rank {report.rank}: {report.loss_sum:g}, for balance "
                 f"{report.balance_loss:g}); resume from the last checkpoint with a lower optimizer.learning_rate"
             )
-        trainer.spans.active = trainer.recorder.whole = False
         if step == run.steps or (every and step % every == 0):
             trainer.save(step)
     if run.trace_step is not None and done < run.trace_step <= run.steps:

@@ -16,7 +16,7 @@ from hybridep.matrix import matrix_profile
 from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.plan import Plan
 from hybridep.provenance import provenance
-from hybridep.run import Run
+from hybridep.run import Data, Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
@@ -92,9 +92,9 @@ def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
     sorted_out = sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD, Kind.RUN))
     run = load(Run, find(Kind.RUN, text), sorted_out[Kind.RUN])
     more = [f"{kind.prefix}.{entry}" for kind in (Kind.CLUSTER, Kind.WORKLOAD) for entry in sorted_out[kind]]
-    data = run.data.model_copy(update={"path": run.data.path and _absolute("data.path", run.data.path)})
-    if data.path is not None:
-        _check_readable("data.path", data.path)
+    data, validation = _with_path("data", run.data), run.validation
+    if validation is not None:
+        validation = validation.model_copy(update={"data": _with_path("validation.data", validation.data)})
     weights = run.weights and _absolute("weights", run.weights)
     if weights is not None:
         _check_readable("weights", weights)
@@ -106,9 +106,17 @@ def load_run(text: str, overrides: Sequence[str] = ()) -> Run:
             "output": _absolute("output", run.output),
             "weights": weights,
             "data": data,
+            "validation": validation,
             "checkpoints": checkpoints,
         }
     )
+
+
+def _with_path(key: str, data: Data) -> Data:
+    path = data.path and _absolute(f"{key}.path", data.path)
+    if path is not None:
+        _check_readable(f"{key}.path", path)
+    return data.model_copy(update={"path": path})
 
 
 def _absolute(key: str, path: Path) -> Path:

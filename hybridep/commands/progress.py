@@ -63,7 +63,7 @@ class TrainingProgress(Bar):
             self._bar.update(self._task, completed=record.step, description=_text(record))
             return
         now = time.monotonic()
-        if record.step == self._steps or now - self._printed_s >= _LINE_EVERY_S:
+        if record.step == self._steps or record.validation_loss is not None or now - self._printed_s >= _LINE_EVERY_S:
             print(f"step {record.step}/{self._steps}  {_text(record)}", file=sys.stderr, flush=True)
             self._printed_s = now
 
@@ -95,7 +95,8 @@ def one_by_one(items: Sequence[_Item], what: str) -> Iterable[_Item]:
 
 
 def _text(record: StepRecord) -> str:
+    held_out = "" if record.validation_loss is None else f" (validation {record.validation_loss:.4f})"
     return (
-        f"loss {record.loss:.4f}  {format_seconds(record.step_s)}/step  {record.tokens_per_s:.0f} tokens/s  "
+        f"loss {record.loss:.4f}{held_out}  {format_seconds(record.step_s)}/step  {record.tokens_per_s:.0f} tokens/s  "
         f"WAN {format_bytes(record.wan_bytes)}/step"
     )

@@ -134,7 +134,9 @@ def _print(summary: dict[str, object]) -> None:
     planned = summary["planned_wan_bytes_per_step"]
     expected = f", planned {format_bytes(float(str(planned)))}" if planned is not None else ""
     links = "links shaped" if summary["shaped"] else "links not shaped"
-    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {counted(len(losses), 'step')} ({summary['backend']}, {links})")
+    held_out = summary["validation_loss"]
+    last = f"{losses[-1]:.4f}" + (f" (validation {held_out:.4f})" if isinstance(held_out, float) else "")
+    console.print(f"loss {losses[0]:.4f} -> {last} in {counted(len(losses), 'step')} ({summary['backend']}, {links})")
     console.print(f"step {format_seconds(step_s['median'])} (median; {format_seconds(step_s['stdev'])} spread){beside}")
     console.print(f"WAN {format_bytes(float(str(summary['wan_bytes_per_step'])))} per step{expected}")
     console.print(f"output {summary['output']}")

@@ -48,21 +48,25 @@ class StepRecord:
     """Most memory that any rank has had in use."""
     gradient_norm: float | None = None
     """Of all parameters together, before it was scaled down; None without ``optimizer.max_gradient_norm``."""
+    validation_loss: float | None = None
+    """Cross entropy per token over the held-out batches, after the step; None where it was not computed."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, which has no number that is not finite."""
-        return asdict(self) | {"loss": finite(self.loss), "balance_loss": finite(self.balance_loss)}
+        losses = {name: finite(getattr(self, name)) for name in ("loss", "balance_loss", "validation_loss")}
+        return asdict(self) | losses
 
 
-def finite(value: float) -> float | None:
+def finite(value: float | None) -> float | None:
     """The number; None where it is none, or infinite."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def add_up(reports: Sequence[StepReport]) -> StepRecord:
     """One record from the reports of all ranks about the same step."""
     tokens = sum(report.tokens for report in reports)
     step_s = max(report.step_s for report in reports)
+    held_out = [report.validation_loss_sum for report in reports if report.validation_loss_sum is not None]
     sent: dict[str, int] = {}
     for report in reports:
         for key, count in report.sent_bytes.items():
@@ -75,6 +79,7 @@ def add_up(reports: Sequence[StepReport]) -> StepRecord:
         step_s=step_s,
         tokens_per_s=tokens / step_s if step_s > 0 else 0.0,
         gradient_norm=reports[0].gradient_norm,
+        validation_loss=sum(held_out) / sum(report.validation_tokens for report in reports) if held_out else None,
         wan_bytes=sum(report.wan_bytes for report in reports),
         sent_bytes=dict(sorted(sent.items())),
         peak_bytes=max(report.peak_bytes for report in reports),

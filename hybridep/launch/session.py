@@ -91,6 +91,8 @@ class Made:
     def __init__(self) -> None:
         self.first_step: int | None = None
         self.losses: list[float | None] = []
+        self.validation_loss: float | None = None
+        """The last one."""
         self.times_s: list[float] = []
         self.tokens_per_s: list[float] = []
         self.wan_bytes = self.peak_bytes = 0
@@ -99,6 +101,8 @@ class Made:
         """Count a step."""
         self.first_step = record.step if self.first_step is None else self.first_step
         self.losses.append(finite(record.loss))
+        if record.validation_loss is not None:
+            self.validation_loss = finite(record.validation_loss)
         self.times_s.append(record.step_s)
         self.tokens_per_s.append(record.tokens_per_s)
         self.wan_bytes += record.wan_bytes
@@ -123,6 +127,7 @@ def summarise(job: Job, backend: Backend, made: Made, error: BaseException | Non
         "first_step": made.first_step,
         "steps": number,
         "losses": made.losses,
+        "validation_loss": made.validation_loss,
         "step_s": _spread(made.times_s[1:] or made.times_s),
         "predicted_step_s": prediction.expected_s if prediction else None,
         "tokens_per_s": statistics.median(rates) if rates else None,

@@ -132,7 +132,12 @@ def test_from_public_weights_and_back(inputs: Inputs, tmp_path: Path) -> None:
     other = shell("train", inputs.run, "--local", *settings, "--set", "model.rope_theta=5.0")
     assert other.code == 2 and "is of a model with rope_theta 1000000.0, the workload's has 5.0" in other.err
     assert not (inputs.output / "checkpoints").exists()
-    assert shell("train", inputs.run, "--local", *settings).code == 0
+    held_out = ["--set", "validation={data: {suffixes: [.py]}, every_steps: 5}", "--set", "optimizer.max_gradient_norm=0.1"]
+    first = shell("train", inputs.run, "--local", "--json", *settings, *held_out)
+    assert first.code == 0, first.err
+    step = lines(inputs.output / "steps.jsonl")[0]
+    assert first.json["validation_loss"] == step["validation_loss"] and 5 < step["validation_loss"] < 50
+    assert f"(validation {step['validation_loss']:.4f})" in first.err and step["gradient_norm"] > 0.1
     done = shell("train", inputs.run, "--export", str(written), "--json", *settings)
     assert done.code == 0 and done.json["parameters"] == load_workload(str(written)).model.total_params
     assert sorted(path.name for path in written.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]

@@ -18,9 +18,10 @@ from rank_pool import RankFailed, RankPool
 from training_cases import Case, losses_of, train_run, training_run
 
 from hybridep.errors import UserError
+from hybridep.launch.controller import add_up
 from hybridep.plan import Residency
 from hybridep.routing import load_routing
-from hybridep.run import MANIFEST, Checkpoints, Optimizer, Run, StepReport
+from hybridep.run import MANIFEST, Checkpoints, Data, Optimizer, Run, StepReport, Validation
 from hybridep.traffic import step_traffic
 from runtime import checkpoint
 from runtime.reference import ReferenceTrainer
@@ -275,3 +276,38 @@ def test_long_gradients_are_scaled_down_as_torch_does(
         for one in reports:
             assert [step.gradient_norm for step in one] == (pytest.approx(norms, rel=1e-10) if most else [None] * 6)
     assert min(norms) < 1.5 < max(norms) and losses[None] != losses[1.5]
+
+
+VALIDATED = [
+    CASE,
+    Case(sizes=(2, 2), domains=(2, 2), residency=Residency.MICROBATCH, prefetch=1, micro_batches=2, model="qwen2"),
+    Case(sizes=(2, 2), domains=(1, 2), chunks=3, recompute=True, micro_batches=2),
+    Case(sizes=(2, 2), domains=(2, 1), prefetch=2),
+    PIPELINE,
+]
+
+
+@pytest.mark.parametrize("case", VALIDATED, ids=str)
+def test_validation_is_that_of_one_process_and_changes_nothing(
+    ranks: RankPool, tmp_path: Path, case: Case | pipelined_cases.Case
+) -> None:
+    text = tmp_path / "held-out.txt"
+    text.write_bytes(bytes(np.random.default_rng(5).integers(1, 256, size=300, dtype=np.uint8)))
+    validation = Validation(data=Data(path=text), every_steps=3, batches=2)
+    plain = training_run(tmp_path / "plain", steps=5)
+    run = training_run(tmp_path / "validated", steps=5, validation=validation)
+    before, reports = (
+        [one for one in ranks.run_with_store(train_run, each, case.plan()) if one is not None] for each in (plain, run)
+    )
+    assert losses_of(reports) == losses_of(before)
+    assert [[step.sent_bytes for step in one] for one in reports] == [[step.sent_bytes for step in one] for one in before]
+    chosen = [load_routing(each.output / "routing.npz").chosen for each in (plain, run)]
+    np.testing.assert_array_equal(*chosen)
+    trainer = ReferenceTrainer(run, case.plan())
+    for step, records in enumerate(zip(*reports, strict=True), start=1):
+        trainer.step(step)
+        loss = add_up(records).validation_loss
+        if step not in (3, 5):
+            assert loss is None
+        else:
+            assert loss == pytest.approx(trainer.validation_loss(2), rel=1e-10)
