@@ -130,7 +130,8 @@ def moved_coding(
 
 
 def dense_coding(sizes: Sequence[int], workload: Workload, codecs: Sequence[Codecs]) -> Coding:
-    """[G] each: what the all-reduce of dense gradients codes. A sum's owner decodes it too, so that all go on with the same."""
+    """[G] each: what the sum of dense gradients codes, on the way to those who add up and, between workers of the outermost
+    level, back. A sum's owner decodes it too, so that all go on with the same."""
     coding: Coding = {}
     num_gpus = math.prod(sizes)
     coordinates = np.unravel_index(np.arange(num_gpus), tuple(sizes))
@@ -143,6 +144,7 @@ def dense_coding(sizes: Sequence[int], workload: Workload, codecs: Sequence[Code
         mine = shard // size + (own < shard % size)
         if "gradients" in codecs[level].lossy:
             coding[OpLevel(Op.DENSE_REDUCE_SCATTER, level)] = Coded((shard - mine) * each, mine * (size - 1) * each)
-            coding[OpLevel(Op.DENSE_ALL_GATHER, level)] = Coded(mine * each, shard * each)
+            if level == 0:
+                coding[OpLevel(Op.DENSE_ALL_GATHER, level)] = Coded(mine * each, shard * each)
         shard = mine
     return coding

@@ -20,7 +20,7 @@ from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
-from hybridep.workload import Workload
+from hybridep.workload import Model, Workload
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -276,7 +276,7 @@ def copy_traffic(placement: Placement, workload: Workload, codecs: Sequence[Code
         needs_shared |= wire.codecs.experts is ExpertCodec.SHARED_RESIDUAL and bool(moved.any())
     if needs_shared:
         exact = wires(workload, (), len(placement.sizes))
-        traffic |= _all_reduce_traffic(placement, workload.model.expert_params, exact, SHARED)
+        traffic |= _all_reduce_traffic(placement, workload.model.expert_params, exact, exact, SHARED)
     return traffic
 
 
@@ -290,13 +290,34 @@ def split_each(lengths: IntArray, parts: int) -> IntArray:
     return np.asarray(lengths[:, None] // parts + (np.arange(parts) < lengths[:, None] % parts))
 
 
+def dense_shard_params(model: Model, sizes: Sequence[int]) -> int:
+    """Dense parameters, at most, that one rank updates and keeps the optimizer's state of: ranks of one worker of the outermost
+    level share them out (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054)."""
+    return -(-model.dense_params // math.prod(sizes[1:]))
+
+
+def gathered_wires(workload: Workload, codecs: Sequence[Codecs], num_levels: int) -> list[Wire]:
+    """How the all-gather of what is dense travels: sums of gradients at the outermost level, and then, updated, weights, which
+    are exact."""
+    return [*wires(workload, codecs, num_levels)[:1], *wires(workload, (), num_levels)[1:]]
+
+
 def dense_traffic(placement: Placement, workload: Workload, codecs: Sequence[Codecs] = ()) -> Traffic:
-    """Bytes of the hierarchical all-reduce of the dense gradients, once per step: reduce-scatter innermost level first,
-    each rank sending every peer that peer's part; then all-gather outermost first, the same bytes reversed."""
-    return _all_reduce_traffic(placement, workload.model.dense_params, wires(workload, codecs, len(placement.sizes)), DENSE)
+    """Bytes that dense gradients and weights are, once per step: reduce-scatter of gradients innermost level first, each rank
+    sending every peer that peer's part; then all-gather outermost first, as many elements in reverse."""
+    num_levels = len(placement.sizes)
+    by_level, gathered = wires(workload, codecs, num_levels), gathered_wires(workload, codecs, num_levels)
+    return _all_reduce_traffic(placement, workload.model.dense_params, by_level, gathered, DENSE)
 
 
-def _all_reduce_traffic(placement: Placement, length: int, by_level: Sequence[Wire], ops: tuple[Op, Op]) -> Traffic:
+def _all_reduce_traffic(
+    placement: Placement, length: int, by_level: Sequence[Wire], gathered: Sequence[Wire], ops: tuple[Op, Op]
+) -> Traffic:
+    def sent(wire: Wire) -> FloatArray:
+        bytes_GC = wire.dense_bytes(parts)
+        bytes_GC[np.arange(len(own)), own] = 0.0
+        return bytes_GC
+
     traffic: Traffic = {}
     shard = np.full(placement.num_gpus, length, dtype=np.int64)
     for level in reversed(range(len(placement.sizes))):
@@ -304,10 +325,8 @@ def _all_reduce_traffic(placement: Placement, length: int, by_level: Sequence[Wi
         if size == 1:
             continue
         parts = split_each(shard, size)
-        sent = by_level[level].dense_bytes(parts)
-        sent[np.arange(len(own)), own] = 0.0
-        traffic[OpLevel(ops[0], level)] = sent
-        traffic[OpLevel(ops[1], level)] = reverse(placement, level, sent)
+        traffic[OpLevel(ops[0], level)] = sent(by_level[level])
+        traffic[OpLevel(ops[1], level)] = reverse(placement, level, sent(gathered[level]))
         shard = parts[np.arange(len(own)), own]
     return traffic
 

@@ -10,7 +10,7 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.shares import site_shares
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
+from hybridep.traffic import FloatArray, dense_shard_params
 from hybridep.workload import Workload
 
 
@@ -34,6 +34,8 @@ class Compute:
     """Forward of one micro-batch outside the MoE layers, without ``pass_overhead_s``."""
     pass_overhead_s: FloatArray
     optimizer_s_per_parameter: FloatArray
+    dense_shard: int
+    """Dense parameters that a rank updates."""
     memory_bytes: FloatArray
     """What each rank has."""
 
@@ -53,8 +55,8 @@ class Compute:
 
     def optimizer_s(self, home_experts: IntArray) -> FloatArray:
         """One step of the optimizer; ``home_experts``: experts at home, all layers together."""
-        model = self.workload.model
-        return np.asarray((model.dense_params + home_experts * float(model.expert_params)) * self.optimizer_s_per_parameter)
+        params = self.dense_shard + home_experts * float(self.workload.model.expert_params)
+        return np.asarray(params * self.optimizer_s_per_parameter)
 
 
 def compute_of_ranks(cluster: Cluster, workload: Workload) -> Compute:
@@ -87,6 +89,7 @@ def _compute(cluster: Cluster, workload: Workload, ranks: int) -> Compute:
         head_s=spread([head_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
         pass_overhead_s=spread([gpu.pass_overhead for gpu in gpus]),
         optimizer_s_per_parameter=spread([optimizer_bytes / gpu.memory_bandwidth for gpu in gpus]),
+        dense_shard=dense_shard_params(workload.model, cluster.sizes),
         memory_bytes=spread([gpu.memory for gpu in gpus]),
     )
 

@@ -19,7 +19,17 @@ from hybridep.gating import Gating
 from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray, Op, Traffic, arriving_rows, dense_traffic, rank_sequences, reverse, served_copies
+from hybridep.traffic import (
+    FloatArray,
+    Op,
+    Traffic,
+    arriving_rows,
+    dense_shard_params,
+    dense_traffic,
+    rank_sequences,
+    reverse,
+    served_copies,
+)
 from hybridep.workload import Ffn, Workload
 from planner.compute import compute_of_ranks
 from planner.cost import layer_traffic
@@ -93,10 +103,10 @@ def memory_knob(cluster: Cluster, rank: int) -> str:
     return "gpu.memory" if gpu is None or gpu.memory is None else f"sites.{cluster.site_name(dc)}.gpu.memory"
 
 
-def fixed_rank_bytes(workload: Workload, share: FloatArray) -> tuple[FloatArray, float]:
+def fixed_rank_bytes(workload: Workload, share: FloatArray, sizes: Sequence[int]) -> tuple[FloatArray, float]:
     """What ranks keep whatever the placement, and what each expert at home adds, for all layers together; ``share``: each rank's
-    tokens as a multiple of the mean, here and below."""
-    return workload.model.dense_params * _state_bytes(workload) + share * dense_activation_bytes(workload), (
+    tokens as a multiple of the mean, ``sizes``: of the cluster's levels, here and below."""
+    return _dense_bytes(workload, sizes) + share * dense_activation_bytes(workload), (
         workload.model.num_moe_layers * workload.model.expert_params * _state_bytes(workload)
     )
 
@@ -104,6 +114,12 @@ def fixed_rank_bytes(workload: Workload, share: FloatArray) -> tuple[FloatArray,
 def _state_bytes(workload: Workload) -> int:
     """Weight, gradient and optimizer state of one parameter."""
     return 2 * workload.training.dtype.num_bytes + workload.training.dtype.state_bytes
+
+
+def _dense_bytes(workload: Workload, sizes: Sequence[int]) -> float:
+    """Weights and gradients of all dense parameters, and the optimizer's state of a rank's share of them."""
+    model, dtype = workload.model, workload.training.dtype
+    return float(model.dense_params * 2 * dtype.num_bytes + dense_shard_params(model, sizes) * dtype.state_bytes)
 
 
 def dense_activation_bytes(workload: Workload) -> float:
@@ -216,15 +232,15 @@ def fixed_memory(
     each rank, all layers together."""
     reduction = exchange_bytes(placement, dense_traffic(placement, workload, codecs))
     share = compute_of_ranks(cluster, workload).share
-    lasting = fixed_lasting(workload, share, home_experts)
+    lasting = fixed_lasting(workload, share, home_experts, cluster.sizes)
     lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(cluster, workload, codecs)
     return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, share, reduction)})
 
 
-def fixed_lasting(workload: Workload, share: FloatArray, home_experts: IntArray) -> dict[str, FloatArray]:
+def fixed_lasting(workload: Workload, share: FloatArray, home_experts: IntArray, sizes: Sequence[int]) -> dict[str, FloatArray]:
     """Bytes by kind of ranks ([G]) without copies and routed tokens."""
     return {
-        DENSE: np.full(len(home_experts), float(workload.model.dense_params * _state_bytes(workload))),
+        DENSE: np.full(len(home_experts), _dense_bytes(workload, sizes)),
         HOME_EXPERTS: home_experts.astype(np.float64) * (workload.model.expert_params * _state_bytes(workload)),
         ACTIVATIONS: share * dense_activation_bytes(workload),
     }
@@ -299,12 +315,13 @@ def kept_by_codecs(wire: Wire, sent: FloatArray, received: FloatArray, present: 
 
 
 def unsent_dense_bytes(cluster: Cluster, workload: Workload, codecs: Sequence[Codecs]) -> float:
-    """Dense gradients that error feedback keeps, of one rank."""
-    shards = [
-        one.gradients is GradientCodec.TOP_K and workload.model.dense_params / cluster.stride(level)
-        for level, one in enumerate(codecs)
-    ]
-    return float(sum(shards)) * _wide(workload)
+    """Dense gradients that error feedback keeps, of one rank: of parts that it sends, and of the sums that it sends back, in
+    place of which weights travel inside a worker of the outermost level."""
+    kept = 0.0
+    for level, one in enumerate(codecs):
+        if one.gradients is GradientCodec.TOP_K:
+            kept += workload.model.dense_params / cluster.stride(level) * (1 - (level > 0) / cluster.sizes[level])
+    return kept * _wide(workload)
 
 
 def _wide(workload: Workload) -> int:

@@ -303,8 +303,10 @@ class _Walk:
         """[G]: when each rank has reduced the dense gradients and made the optimizer's step."""
         plan, dense = self._plan, self.dense.exchanges
         ready_s = dense.hops(Op.DENSE_REDUCE_SCATTER, ready_s, inwards=False)
-        ready_s = dense.hops(Op.DENSE_ALL_GATHER, ready_s, inwards=True)
-        return ready_s + self._compute.optimizer_s(plan.home_experts)
+        ready_s = dense.hop(OpLevel(Op.DENSE_ALL_GATHER, 0), ready_s) + self._compute.optimizer_s(plan.home_experts)
+        for level in range(1, len(plan.cluster.sizes)):
+            ready_s = dense.hop(OpLevel(Op.DENSE_ALL_GATHER, level), ready_s)
+        return ready_s
 
     def _forward(self, layer: _Layer, ready_s: FloatArray, *, is_first: bool) -> FloatArray:
         exchanges, gathered_s, begin_s = layer.exchanges, ready_s, ready_s

@@ -1,5 +1,5 @@
-"""Checkpoints that outlive their plan: one file per rank with its home experts, one with the dense parameters (of each
-pipeline stage), one manifest; where rank 0 is, one with what the gates chose so far.
+"""Checkpoints that outlive their plan: one file per rank with its home experts, one with each part of the dense parameters (of
+each pipeline stage), one manifest; where rank 0 is, one with what the gates chose so far.
 
 A checkpoint is written into a hidden folder that gets its name only when every rank has finished, so what is found under
 a checkpoint's name is complete. Sites need not share a file system: then each holds what its ranks wrote, with the dense
@@ -31,11 +31,14 @@ from hybridep.plan import Plan
 from hybridep.run import MANIFEST, checkpoint_name, clear_partial, is_checkpoint
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
+from runtime.dense_shard import SHARD, DenseShard
 from runtime.mesh import Mesh, first_line
-from runtime.optimizer import HomeOptimizer
+from runtime.optimizer import MOMENTS, HomeOptimizer
 
-_SCHEMA_VERSION = 2
-DENSE = "dense.pt"
+_SCHEMA_VERSION = 3
+_READ_VERSIONS = (2, _SCHEMA_VERSION)
+"""Version 2 had the dense parameters of a stage in one file."""
+_DENSE_2 = "dense.pt"
 _CHOSEN = "chosen.pt"
 _ELSEWHERE = "another site wrote it: copy what the sites' folders of this name hold into one, or go on under the plan as it was"
 _WITHOUT = "move the checkpoint away, and --resume takes the one before it"
@@ -51,13 +54,13 @@ def save_checkpoint(
     step: int,
     *,
     mesh: Mesh,
-    dense: list[str],
+    shard: DenseShard,
     optimizer: HomeOptimizer,
     codecs: CodecState,
     chosen: Tensor | None,
     barrier: Barrier,
 ) -> Path:
-    """Write the state after ``step`` steps; all ranks call it. ``dense`` names the parameters that all ranks hold alike,
+    """Write the state after ``step`` steps; all ranks call it. ``shard`` is of the parameters that all ranks hold alike,
     ``codecs`` is what this rank's codecs keep, ``chosen`` (at rank 0) how often all ranks chose each expert, ``barrier`` joins
     all ranks of the run. Raises UserError when the folder cannot be written."""
     clear_partial(folder)
@@ -72,11 +75,12 @@ def save_checkpoint(
             _write(kept, partial / _codec_shard(mesh.run_rank))
         if chosen is not None:
             _write(chosen, partial / _CHOSEN)
-        _save(optimizer, [name for name in optimizer.parameters if name not in dense], partial / _shard(mesh.run_rank))
+        _write_once(_state(optimizer, [name for name in optimizer.parameters if name != SHARD]), partial / _shard(mesh.run_rank))
     with _all_ranks(folder, partial, barrier):
         here = [rank for rank in range(mesh.whole.cluster.num_gpus) if (partial / _shard(rank)).exists()]
-        if mesh.run_rank == min(rank for rank in here if _stage(mesh.whole, rank) == mesh.stage):
-            _save(optimizer, dense, partial / _dense_shard(mesh.stage))
+        own = _dense_place(mesh.whole, mesh.run_rank)
+        if mesh.run_rank == min(rank for rank in here if _dense_place(mesh.whole, rank) == own):
+            _write_once(_pieces(shard, _state(optimizer, [SHARD])[SHARD]), partial / _dense_shard(*own))
         if mesh.run_rank == here[0]:
             write_text(partial / MANIFEST, json.dumps(_manifest(step, number, mesh.whole), indent=1))
     with _all_ranks(folder, partial, barrier):
@@ -102,9 +106,25 @@ def _all_ranks(folder: Path, partial: Path, barrier: Barrier) -> Iterator[None]:
         barrier.wait()  # for the rank that ends the run
 
 
-def _save(optimizer: HomeOptimizer, names: list[str], path: Path) -> None:
+def _state(optimizer: HomeOptimizer, names: list[str]) -> dict[str, dict[str, Tensor]]:
     # From host memory, so that a file does not remember which device it came from.
-    state = {name: {key: value.cpu() for key, value in optimizer.state(name).items()} for name in names}
+    return {name: {key: value.cpu() for key, value in optimizer.state(name).items()} for name in names}
+
+
+def _pieces(shard: DenseShard, state: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """By parameter: what of it is in the part, its first element there, and the shape of all of it."""
+    return {
+        piece.name: {
+            "first": piece.first,
+            "shape": list(piece.shape),
+            # A copy, or the file would have all of the part for each.
+            **{key: value[piece.where].clone() for key, value in state.items()},
+        }
+        for piece in shard.pieces()
+    }
+
+
+def _write_once(state: Any, path: Path) -> None:
     # Whole or not at all: of ranks that see each other's files late several may write the same one.
     own = path.with_suffix(f".{os.getpid()}")
     _write(state, own)
@@ -119,8 +139,9 @@ def _write(state: Any, path: Path) -> None:
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
-def _stage(plan: Plan | PipelinePlan, rank: int) -> int:
-    return plan.seat(rank)[0] if isinstance(plan, PipelinePlan) else 0
+def _dense_place(plan: Plan | PipelinePlan, rank: int) -> tuple[int, int]:
+    """Stage of a rank, and its place in its worker of the outermost level: which part of the dense parameters it has."""
+    return plan.seat(rank)[0] if isinstance(plan, PipelinePlan) else 0, rank % plan.cluster.ranks_per_site
 
 
 def _manifest(step: int, number: int, plan: Plan | PipelinePlan) -> dict[str, Any]:
@@ -130,7 +151,11 @@ def _manifest(step: int, number: int, plan: Plan | PipelinePlan) -> dict[str, An
         "number": number,
         "num_ranks": plan.cluster.num_gpus,
         "homes": [home.tolist() for home in layer_homes(plan)],
-        "dense": [_dense_shard(stage) for stage in range(1 if isinstance(plan, Plan) else len(plan.stages))],
+        "dense": [
+            _dense_shard(stage, part)
+            for stage in range(1 if isinstance(plan, Plan) else len(plan.stages))
+            for part in range(plan.cluster.ranks_per_site)
+        ],
         "workload": plan.workload.model_dump(mode="json"),
         "plan": plan.digest,
     }
@@ -198,23 +223,24 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest | {"step": step, "number": number}
 
 
-def load_checkpoint(path: Path, *, mesh: Mesh, dense: list[str], optimizer: HomeOptimizer) -> int:
-    """Restore weights and moments; returns the number of steps made. Only files with this rank's experts are read, and those
-    of dense parameters that are here.
+def load_checkpoint(path: Path, *, mesh: Mesh, shard: DenseShard, optimizer: HomeOptimizer) -> int:
+    """Restore weights and moments, of dense parameters those of this rank's part; returns the number of steps made. Only files
+    with this rank's experts are read, and those of dense parameters that are here.
 
     Raises UserError when the checkpoint was made for another model or element type, or cannot be read.
     """
     manifest = _read_manifest(path)
     with _reading(path):
-        if manifest["schema_version"] != _SCHEMA_VERSION:
-            raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {_SCHEMA_VERSION}")
+        if manifest["schema_version"] not in _READ_VERSIONS:
+            read = " and ".join(map(str, _READ_VERSIONS))
+            raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {read}")
         _require_same_model(path, manifest["workload"], mesh.whole.workload)
-        shards = [path / shard for shard in manifest.get("dense", [DENSE])]
-        state = {name: value for shard in shards if shard.exists() for name, value in _read(shard).items()}
-        for name in dense:
-            if name not in state:
-                raise UserError(f"checkpoint {path}: {name} is not here; {_ELSEWHERE}")
-            optimizer.load(name, state[name])
+        saved = _SavedDense(path, manifest)
+        state = {key: torch.empty_like(value) for key, value in optimizer.state(SHARD).items()}
+        for piece in shard.pieces():
+            for key, value in saved.elements(piece.name, piece.first, piece.where.stop - piece.where.start).items():
+                state[key][piece.where] = value
+        optimizer.load(SHARD, state)
         _load_experts(path, mesh, optimizer)
     return int(manifest["step"])
 
@@ -251,6 +277,43 @@ class SavedExperts:
         return {key: value[row] for key, value in saved.items()}
 
 
+class _SavedDense:
+    """Dense parameters out of a checkpoint, in whatever parts they were written."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self._path = path
+        self._pieces: dict[str, list[dict[str, Any]]] = {}
+        for file in (path / name for name in manifest.get("dense", [_DENSE_2])):
+            for name, piece in _read(file).items() if file.exists() else ():
+                self._pieces.setdefault(name, []).append(piece)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a parameter."""
+        piece = self._of(name)[0]
+        return torch.Size(piece.get("shape", piece["weight"].shape))
+
+    def elements(self, name: str, first: int, number: int) -> dict[str, Tensor]:
+        """[number]: weight and moments of a parameter, as one row, from one element on."""
+        found: dict[str, list[Tensor]] = {}
+        at = first
+        for piece in sorted(self._of(name), key=lambda piece: int(piece.get("first", 0))):
+            values = {key: piece[key].flatten() for key in ("weight", *MOMENTS)}
+            begin = int(piece.get("first", 0))
+            end = min(begin + len(values["weight"]), first + number)
+            if begin <= at < end:
+                for key, value in values.items():
+                    found.setdefault(key, []).append(value[at - begin : end - begin])
+                at = end
+        if at < first + number:
+            raise UserError(f"checkpoint {self._path}: {name} is not here; {_ELSEWHERE}")
+        return {key: torch.cat(values) for key, values in found.items()}
+
+    def _of(self, name: str) -> list[dict[str, Any]]:
+        if name not in self._pieces:
+            raise UserError(f"checkpoint {self._path}: {name} is not here; {_ELSEWHERE}")
+        return self._pieces[name]
+
+
 class SavedWeights:
     """All weights of a checkpoint, as a whole model's: master weights where the model's own are bf16."""
 
@@ -259,16 +322,13 @@ class SavedWeights:
         manifest, self._path = _read_manifest(path), path
         with _reading(path):
             self.workload = Workload.model_validate(manifest["workload"])
-            shards = [path / shard for shard in manifest.get("dense", [DENSE])]
-        self._experts = SavedExperts(path)
-        self._dense = {name: value for shard in shards if shard.exists() for name, value in _read(shard).items()}
+        self._experts, self._dense = SavedExperts(path), _SavedDense(path, manifest)
 
     def dense(self, name: str) -> Tensor:
         """Of a parameter outside the routed experts."""
-        if name not in self._dense:
-            raise UserError(f"checkpoint {self._path}: {name} is not here; {_ELSEWHERE}")
-        weight: Tensor = self._dense[name]["weight"]
-        return weight
+        with _reading(self._path):
+            shape = self._dense.shape(name)
+            return self._dense.elements(name, 0, shape.numel())["weight"].view(shape)
 
     def expert(self, layer: int, expert: int) -> Tensor:
         """[P]: of one expert of a MoE layer."""
@@ -315,8 +375,8 @@ def _shard(rank: int) -> str:
     return f"experts-{rank:05d}.pt"
 
 
-def _dense_shard(stage: int) -> str:
-    return f"dense-{stage:05d}.pt" if stage else DENSE
+def _dense_shard(stage: int, part: int) -> str:
+    return f"dense-{stage:05d}-{part:05d}.pt"
 
 
 def _codec_shard(rank: int) -> str:

@@ -1,8 +1,9 @@
 """Sum of the dense gradients over all ranks: reduce-scatter innermost level first, all-gather outermost first.
 
 Only a 1/(GPUs per DC) share of the gradient crosses a datacenter's border per GPU. Every element is summed on exactly one
-rank, in the order of coordinates, so all ranks end with the same bits. On a level with a gradient codec both halves are coded:
-each rank's parts on their way to the sums, and the sums on their way back.
+rank, in the order of coordinates, so all ranks end with the same bits. Between workers of the outermost level the sums go back;
+inside them each rank has updated the weights of its part by then, and it is these that are gathered. On a level with a gradient
+codec each rank's parts are coded on their way to the sums, and so are sums on their way back, but not weights.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridep.traffic import DENSE, Op, split_sizes
-from runtime.codecs import gradient_coder
+from runtime.codecs import GradientCoder, gradient_coder
 from runtime.mesh import Mesh
 
 Exchange = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], str], None]
@@ -21,7 +22,8 @@ Exchange = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], str], None]
 
 
 class DenseReduce:
-    """Sums over all ranks, level by level; what gradient codecs keep between steps belongs to it."""
+    """Sums over all ranks, level by level; what gradient codecs keep between steps belongs to it. A rank's part is what it has
+    after a reduce-scatter over all levels but the outermost."""
 
     def __init__(self, mesh: Mesh, exchange: Exchange, *, ops: tuple[Op, Op] = DENSE, coded: bool = True) -> None:
         self._mesh, self._send, self._ops = mesh, exchange, ops
@@ -29,14 +31,43 @@ class DenseReduce:
 
     def __call__(self, flat_D: Tensor) -> None:
         """Replace [D] by its sum over all ranks, in place."""
-        levels = [level for level, size in enumerate(self._mesh.sizes) if size > 1]
-        shards = [flat_D]
-        for level in reversed(levels):
-            shards.append(self._reduce_scatter(level, shards[-1]))
-        # Each shard is a view of the one before, so the gathered sums end up in ``flat_D`` itself.
-        for level in levels:
-            shards.pop()
-            self._all_gather(level, shards[-1])
+        self.reduce(flat_D)
+        self.gather(flat_D)
+
+    def reduce(self, flat_D: Tensor) -> None:
+        """Replace this rank's part of [D] by its sum over all ranks; the rest is left in no useful state."""
+        for level in reversed(self._inside):
+            flat_D = self._reduce_scatter(level, flat_D)
+        if self._mesh.sizes[0] > 1:
+            self._reduce_scatter(0, flat_D)
+            self._all_gather(0, flat_D, self.coders[0])
+
+    def gather(self, flat_D: Tensor) -> None:
+        """Replace other ranks' parts of [D] by what they have there, inside each worker of the outermost level."""
+        # Each is a view of the one before, so what is gathered ends up in ``flat_D`` itself.
+        views = [flat_D]
+        for level in reversed(self._inside):
+            views.append(views[-1][self._own(level, len(views[-1]))])
+        for level in self._inside:
+            views.pop()
+            self._all_gather(level, views[-1], None)
+
+    def part(self, length: int) -> slice:
+        """This rank's part of [length]."""
+        part = slice(0, length)
+        for level in reversed(self._inside):
+            own = self._own(level, part.stop - part.start)
+            part = slice(part.start + own.start, part.start + own.stop)
+        return part
+
+    @property
+    def _inside(self) -> list[int]:
+        return [level for level, size in enumerate(self._mesh.sizes) if level > 0 and size > 1]
+
+    def _own(self, level: int, length: int) -> slice:
+        sizes, own = split_sizes(length, self._mesh.sizes[level]), self._mesh.location[level]
+        first = sum(sizes[:own])
+        return slice(first, first + sizes[own])
 
     def _reduce_scatter(self, level: int, shard: Tensor) -> Tensor:
         parts = torch.split(shard, split_sizes(len(shard), self._mesh.sizes[level]))
@@ -44,7 +75,7 @@ class DenseReduce:
         coder = self.coders[level]
         sends = {c: part if coder is None else coder.encode(f"part{c}", part) for c, part in self._others(level, parts)}
         total = torch.zeros_like(parts[own])
-        arrived = self._exchange(self._ops[0], level, sends, [len(parts[own])] * len(parts), total)
+        arrived = self._exchange(self._ops[0], level, sends, [len(parts[own])] * len(parts), total, coder)
         for c in range(len(parts)):
             if c == own:
                 total += parts[own]
@@ -53,25 +84,32 @@ class DenseReduce:
         parts[own].copy_(total)
         return parts[own]
 
-    def _all_gather(self, level: int, shard: Tensor) -> None:
+    def _all_gather(self, level: int, shard: Tensor, coder: GradientCoder | None) -> None:
         parts = torch.split(shard, split_sizes(len(shard), self._mesh.sizes[level]))
         own = self._mesh.location[level]
-        coder = self.coders[level]
         mine = parts[own]
         if coder is not None and len(mine):
             # The owner keeps what the others get: all ranks go on with the same bits.
             mine = coder.encode("sum", parts[own])
             parts[own].copy_(coder.decode(mine, len(parts[own]), shard.dtype))
         sends = {c: mine for c in range(len(parts)) if c != own and len(mine)}
-        for c, part in self._exchange(self._ops[1], level, sends, [len(part) for part in parts], shard).items():
+        for c, part in self._exchange(self._ops[1], level, sends, [len(part) for part in parts], shard, coder).items():
             parts[c].copy_(part)
 
     def _others(self, level: int, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         return [(c, part) for c, part in enumerate(parts) if c != self._mesh.location[level] and len(part)]
 
-    def _exchange(self, op: Op, level: int, sends: dict[int, Tensor], lengths: Sequence[int], like: Tensor) -> dict[int, Tensor]:
+    def _exchange(
+        self,
+        op: Op,
+        level: int,
+        sends: dict[int, Tensor],
+        lengths: Sequence[int],
+        like: Tensor,
+        coder: GradientCoder | None,
+    ) -> dict[int, Tensor]:
         """The parts that arrive, by coordinate; ``lengths`` elements from each."""
-        coder, own, peer = self.coders[level], self._mesh.location[level], self._mesh.peer
+        own, peer = self._mesh.location[level], self._mesh.peer
         buffers = {
             c: like.new_empty(length)
             if coder is None

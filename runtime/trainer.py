@@ -28,7 +28,8 @@ from runtime.build import build_rank_model
 from runtime.checkpoint import last_checkpoint, load_checkpoint, load_chosen, save_checkpoint
 from runtime.codec_state import codec_state, restore_codecs
 from runtime.data import Batches, training_batches, validation_batches
-from runtime.dense_reduce import DenseReduce, flat_gradients
+from runtime.dense_reduce import DenseReduce
+from runtime.dense_shard import SHARD, DenseShard
 from runtime.device import choose_device, peak_bytes, settle
 from runtime.device_links import device_links
 from runtime.expert_exchange import CopyStream
@@ -91,8 +92,8 @@ class RankTrainer:
         if self._model_config.has_head:
             self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
         self.dense = self.model.transformer.dense_parameters()
-        self._dense_gradient = flat_gradients(list(self.dense.values()))
         self.dense_reduce = DenseReduce(mesh, self.transport.exchange)
+        self.shard = DenseShard(self.dense, self.dense_reduce)
         model = mesh.whole.workload.model
         self.recorder = RoutingRecorder(
             self.model.transformer.moe_blocks(),
@@ -105,7 +106,7 @@ class RankTrainer:
         global_sequences = self._batch_sequences * self._training.micro_batches
         self._global_tokens = global_sequences * self._training.sequence_length
         self._balance_weight = self._model_config.balance_loss_weight / global_sequences
-        self.optimizer = HomeOptimizer(run.optimizer, {**self.dense, **self.model.home_parameters()})
+        self.optimizer = HomeOptimizer(run.optimizer, {SHARD: self.shard.parameter, **self.model.home_parameters()})
 
     def step(self, step: int) -> StepReport:
         """One optimizer step. Raises TransportError when a peer is gone."""
@@ -115,7 +116,7 @@ class RankTrainer:
         for experts in self.model.routed:
             experts.exchange.finish_return()
             experts.exchange.expire()
-        self.dense_reduce(self._dense_gradient)
+        self.shard.reduce()
         most, norm, scale = self.run.optimizer.max_gradient_norm, None, 1.0
         if most is not None:
             norm = self._gradient_norm(step)
@@ -123,6 +124,7 @@ class RankTrainer:
         self.spans.begin(OPTIMIZER)
         self.optimizer.step(step, scale)
         self.spans.end()
+        self.shard.gather()
         settle(self.mesh.device)
         step_s = time.perf_counter() - started_s
         sent: Counter[str] = Counter()
@@ -152,8 +154,8 @@ class RankTrainer:
 
     def _gradient_norm(self, step: int) -> float:
         """Of all parameters of the run; all ranks call it. Raises UserError where it is not finite, before a weight changes."""
-        # Dense gradients are the same on all ranks of a stage.
-        names = [name for name in self.optimizer.parameters if name not in self.dense or self.mesh.rank == 0]
+        # All workers of a stage's outermost level have the same sums of dense gradients.
+        names = [name for name in self.optimizer.parameters if name != SHARD or self.mesh.location[0] == 0]
         norm = math.sqrt(self._barrier.total(self.optimizer.squared_norm(names)))
         if not math.isfinite(norm):
             raise UserError(
@@ -254,7 +256,7 @@ class RankTrainer:
             folder,
             step,
             mesh=self.mesh,
-            dense=list(self.dense),
+            shard=self.shard,
             optimizer=self.optimizer,
             codecs=codec_state(self.model.routed, self.dense_reduce),
             chosen=self.recorder.chosen_by_all(self._barrier),
@@ -267,7 +269,8 @@ class RankTrainer:
     def restore(self) -> int:
         """Continue from the last complete checkpoint that all ranks have; returns the number of its steps; all ranks call it."""
         path = last_checkpoint(self.run.checkpoint_folder, self._barrier)
-        step = load_checkpoint(path, mesh=self.mesh, dense=list(self.dense), optimizer=self.optimizer)
+        step = load_checkpoint(path, mesh=self.mesh, shard=self.shard, optimizer=self.optimizer)
+        self.shard.gather()
         restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)
         if self.mesh.run_rank == 0:
             self.recorder.go_on_from(load_chosen(path))

@@ -21,6 +21,7 @@ from hybridep.traffic import (
     OpLevel,
     Traffic,
     copy_traffic,
+    dense_shard_params,
     dense_traffic,
     direct_traffic,
     expected_rows,
@@ -343,9 +344,9 @@ class Blocks:
 
     def _optimizer(self) -> FloatArray:
         """[ranks of the cluster] AdamW reads weight, gradient and state and writes weight and state of the rank's own experts
-        and of all dense parameters; memory bandwidth bounds it."""
+        and of its share of the dense parameters; memory bandwidth bounds it."""
         model, dtype = self._plan.workload.model, self._plan.workload.training.dtype
-        params = self._plan.home_experts * float(model.expert_params) + model.dense_params
+        params = self._plan.home_experts * float(model.expert_params) + dense_shard_params(model, self._plan.cluster.sizes)
         size_bytes = params * (3 * dtype.num_bytes + 2 * dtype.state_bytes)
         rates = self._plan.cluster.of_ranks(lambda gpu: gpu.memory_bandwidth)
         return self.slowed(np.asarray(size_bytes / rates, dtype=np.float64))

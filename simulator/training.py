@@ -193,8 +193,9 @@ class Passes:
             self._queued(step, Op.SHARED_ALL_GATHER, self._levels, last)
         last = [*last, *self._queue]
         last = self._hops(self._blocks.reduction, Op.DENSE_REDUCE_SCATTER, self._levels[::-1], last, "")
-        last = self._hops(self._blocks.reduction, Op.DENSE_ALL_GATHER, self._levels, last, "")
-        self.compute(OPTIMIZER, self._blocks.optimizer_s, last)
+        last = self._hops(self._blocks.reduction, Op.DENSE_ALL_GATHER, self._levels[:1], last, "")
+        last = [self.compute(OPTIMIZER, self._blocks.optimizer_s, last)]
+        self._hops(self._blocks.reduction, Op.DENSE_ALL_GATHER, self._levels[1:], last, "")
 
     def _of(self, micro_batch: int) -> list[_Step]:
         if micro_batch not in self._steps:

@@ -137,16 +137,16 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
     """Head, dense all-reduce and optimizer; weights, states and the activations of the dense parts."""
     work, at_home = problem.workload, problem.at_home
     parts, compute_s = fixed_computation(problem.compute, work.model.num_moe_layers * at_home)
-    exchanges = dense_exchanges(problem)
-    moved = [(one, 1.0) for exchange in exchanges for one in (exchange, exchange.reverse)]
-    per_rank, per_home = fixed_rank_bytes(work, problem.compute.share)
-    buffers = _largest([exchange.both for exchange in exchanges], at_home.shape)
+    reduced, gathered = dense_exchanges(problem)
+    moved = [(one, 1.0) for one in (*reduced, *gathered)]
+    per_rank, per_home = fixed_rank_bytes(work, problem.compute.share, problem.cluster.sizes)
+    buffers = _largest([one.both for one, _ in moved], at_home.shape)
     unsent_bytes = unsent_dense_bytes(problem.cluster, work, problem.codecs)
     return FixedCost(
         parts_s=parts
         | {
-            Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, 1.0) for exchange in exchanges),
-            Op.DENSE_ALL_GATHER.value: sum(exchange.reverse.seconds(problem, 1.0) for exchange in exchanges),
+            Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, 1.0) for exchange in reduced),
+            Op.DENSE_ALL_GATHER.value: sum(exchange.seconds(problem, 1.0) for exchange in gathered),
             **dense_coding_part(problem.cluster, work, problem.codecs),
         },
         lasting_bytes=np.asarray(per_rank + unsent_bytes + at_home * per_home, dtype=np.float64),

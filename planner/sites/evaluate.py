@@ -82,7 +82,7 @@ def _layer_cost(problem: SiteProblem, layer: LayerExchanges, group: LayerGroup) 
 
 def _fixed_cost(problem: SiteProblem) -> Cost:
     fixed = fixed_cost(problem)
-    moved = [(one, 1.0) for exchange in dense_exchanges(problem) for one in (exchange, exchange.reverse)]
+    moved = [(one, 1.0) for exchanges in dense_exchanges(problem) for one in exchanges]
     return Cost(
         parts_s=dict(fixed.parts_s),
         hidden_s={},
@@ -118,7 +118,8 @@ def _link_bytes(problem: SiteProblem, moved: Iterable[tuple[Exchange, float]]) -
 def _fixed_memory(problem: SiteProblem) -> LayerMemory:
     at_home = np.bincount(problem.home, minlength=problem.cluster.num_gpus).astype(np.int64) * problem.num_layers
     buffers = fixed_cost(problem).passing_bytes.ravel()
-    lasting = fixed_lasting(problem.workload, np.repeat(problem.compute.share[:, 0], problem.num_inside), at_home)
+    share = np.repeat(problem.compute.share[:, 0], problem.num_inside)
+    lasting = fixed_lasting(problem.workload, share, at_home, problem.cluster.sizes)
     lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(problem.cluster, problem.workload, problem.codecs)
     return LayerMemory(lasting=lasting, passing={BUFFERS: buffers})
 

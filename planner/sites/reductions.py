@@ -11,14 +11,17 @@ from functools import lru_cache, partial
 import numpy as np
 
 from hybridep.codecs import ExpertCodec, Wire, wires
-from hybridep.traffic import FloatArray, split_each
+from hybridep.traffic import FloatArray, gathered_wires, split_each
 from planner.sites.exchange import Exchange, LayerExchanges
 from planner.sites.problem import SiteProblem
 
 
-def dense_exchanges(problem: SiteProblem) -> tuple[Exchange, ...]:
-    """Bytes of the reduce-scatter of dense gradients, innermost level first; the all-gather is the reverse."""
-    return _reduce_scatter(problem, problem.workload.model.dense_params, problem.wires)
+def dense_exchanges(problem: SiteProblem) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+    """Bytes of the reduce-scatter of dense gradients, innermost level first, and of the all-gather."""
+    work = problem.workload
+    gathered = tuple(gathered_wires(work, problem.codecs, len(problem.cluster.sizes)))
+    reduced, gathered_back = (_reduce_scatter(problem, work.model.dense_params, one) for one in (problem.wires, gathered))
+    return reduced, tuple(exchange.reverse for exchange in gathered_back)
 
 
 def shared_exchanges(problem: SiteProblem, layer: LayerExchanges) -> tuple[Exchange, ...]:

@@ -17,20 +17,31 @@ from hybridep.errors import UserError
 from hybridep.run import MANIFEST, Optimizer
 from runtime.barrier import Barrier
 from runtime.checkpoint import expert_name, last_checkpoint, load_checkpoint, save_checkpoint
+from runtime.dense_reduce import DenseReduce
+from runtime.dense_shard import SHARD, DenseShard
 from runtime.mesh import Mesh
 from runtime.optimizer import HomeOptimizer
 
 CASE = Case(sizes=(1, 1), domains=(1, 1), dtype="bf16")
 
 
-def optimizer(mesh: Mesh, seed: int) -> HomeOptimizer:
+class State(HomeOptimizer):
+    """Of a rank with one dense parameter."""
+
+    shard: DenseShard
+
+
+def optimizer(mesh: Mesh, seed: int) -> State:
     generator = torch.Generator().manual_seed(seed)
     model = mesh.plan.workload.model
     names = {"norm.weight": (16,)} | {expert_name(layer): (model.num_experts, model.expert_params) for layer in range(2)}
     parameters = {
         name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(mesh.dtype)) for name, shape in names.items()
     }
-    return HomeOptimizer(Optimizer(learning_rate=0.1), parameters)
+    shard = DenseShard({"norm.weight": parameters.pop("norm.weight")}, DenseReduce(mesh, lambda *_: None))
+    state = State(Optimizer(learning_rate=0.1), {SHARD: shard.parameter} | parameters)
+    state.shard = shard
+    return state
 
 
 def advance(state: HomeOptimizer, step: int) -> None:
@@ -58,8 +69,8 @@ class Alone(Barrier):
 ALONE = Alone()
 
 
-def save(folder: Path, mesh: Mesh, state: HomeOptimizer, step: int) -> Path:
-    return save_checkpoint(folder, step, mesh=mesh, dense=["norm.weight"], optimizer=state, codecs={}, chosen=None, barrier=ALONE)
+def save(folder: Path, mesh: Mesh, state: State, step: int) -> Path:
+    return save_checkpoint(folder, step, mesh=mesh, shard=state.shard, optimizer=state, codecs={}, chosen=None, barrier=ALONE)
 
 
 def test_state_comes_back_to_the_bit(tmp_path: Path) -> None:
@@ -68,7 +79,7 @@ def test_state_comes_back_to_the_bit(tmp_path: Path) -> None:
     first, second = optimizer(mesh, 1), optimizer(mesh, 2)
     advance(first, 1)
     path = save(tmp_path, mesh, first, 1)
-    assert load_checkpoint(path, mesh=mesh, dense=["norm.weight"], optimizer=second) == 1
+    assert load_checkpoint(path, mesh=mesh, shard=second.shard, optimizer=second) == 1
     for step in (2, 3):
         advance(first, step)
         advance(second, step)
@@ -106,7 +117,7 @@ def test_an_end_while_one_is_replaced_leaves_nothing_that_counts(tmp_path: Path,
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("shutil.rmtree", killed)
         save(tmp_path, mesh, state, 10)
-    assert load_checkpoint(last_checkpoint(tmp_path, ALONE), mesh=mesh, dense=["norm.weight"], optimizer=state)
+    assert load_checkpoint(last_checkpoint(tmp_path, ALONE), mesh=mesh, shard=state.shard, optimizer=state)
     # What has the name and is not whole, as after copying that was cut off, is in nobody's way, and kept.
     (path / MANIFEST).unlink()
     assert last_checkpoint(tmp_path, ALONE).name == "step-00000009"
@@ -143,7 +154,7 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     path = save(tmp_path, mesh, state, 1)
 
     def load() -> None:
-        load_checkpoint(path, mesh=mesh, dense=["norm.weight"], optimizer=state)
+        load_checkpoint(path, mesh=mesh, shard=state.shard, optimizer=state)
 
     other = json.loads((path / MANIFEST).read_text())
     other["workload"]["model"]["hidden_size"] = 32
@@ -172,4 +183,4 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     shard.write_bytes(whole)
     path.rename(renamed := path.with_name("step-00000007"))
     with pytest.raises(UserError, match="is of step 1; name it step-00000001"):
-        load_checkpoint(renamed, mesh=mesh, dense=["norm.weight"], optimizer=state)
+        load_checkpoint(renamed, mesh=mesh, shard=state.shard, optimizer=state)
