@@ -22,12 +22,13 @@ def plan(cluster: Cluster, workload: Workload, domains: dict[str, int], residenc
 
 
 def test_weights_gradients_and_states_by_hand() -> None:
-    """fp32: 4 + 4 bytes of weight and gradient, 8 of AdamW's moments. Copies keep a gradient where micro-batches accumulate."""
+    """fp32: 4 + 4 bytes of weight and gradient, 8 of AdamW's moments, of dense parameters half of these on either rank of a site.
+    Copies keep a gradient where micro-batches accumulate."""
     for batches, copy_bytes in ((1, 4), (2, 8)):
         cluster, workload = make_cluster(4, 2), make_workload(layers=3, experts=16, micro_batches=batches)
         model = workload.model
         parts = memory_use(plan(cluster, workload, {"l0": 2})).parts_bytes
-        assert parts["dense"] == model.dense_params * 16
+        assert parts["dense"] == model.dense_params * (8 + 8 / 2)
         assert parts["home_experts"] == 3 * 2 * model.expert_params * 16
         assert parts["copies"] == 3 * 2 * model.expert_params * copy_bytes
 

@@ -188,7 +188,8 @@ def test_stages_are_steps_of_their_own() -> None:
     first, last = found.stages[0], found.stages[3]
     blocks_s = [stage.forward_s[0] - stage.plan.workload.head_flops / plan.cluster.gpu.throughput for stage in (first, last)]
     assert blocks_s[0] == pytest.approx(blocks_s[1], rel=1e-9)
-    updated = [8 * model.num_moe_layers * model.expert_params + model.dense_params for model in models[:2]]
+    ranks = plan.cluster.ranks_per_site
+    updated = [8 * model.num_moe_layers * model.expert_params + -(-model.dense_params // ranks) for model in models[:2]]
     optimizer_s = [dict(stage.last)["optimizer"] for stage in found.stages[:2]]
     assert optimizer_s[0] / optimizer_s[1] == pytest.approx(updated[0] / updated[1], rel=1e-6)
 

@@ -36,6 +36,7 @@ def fixed_parts(plan: Plan) -> dict[str, float]:
     pre = tokens * (2 * (attention + hidden * 16 + 3 * hidden * 32) + scores) / THROUGHPUT + 1e-3
     expert = tokens * 3 * 2 * 3 * hidden * 128 / THROUGHPUT
     head = tokens * (2 * (attention + 3 * hidden * 96) + scores + 2 * 100 * hidden) / THROUGHPUT
+    dense_part = -(-plan.workload.model.dense_params // plan.cluster.ranks_per_site)
     return {
         "pre_expert": layers * pre,
         "pre_expert_backward": 2 * layers * pre,
@@ -43,8 +44,9 @@ def fixed_parts(plan: Plan) -> dict[str, float]:
         "expert_backward": 2 * layers * expert,
         "head": plan.workload.training.micro_batches * head,
         "head_backward": 2 * plan.workload.training.micro_batches * head,
-        # 3 x weight-sized and 2 x state-sized accesses of 4 and 8 bytes per parameter of the 2 layers' home experts and the rest.
-        "optimizer": (16 / plan.cluster.num_gpus * 2 * 3 * hidden * 128 + plan.workload.model.dense_params) * 28 / 1e12,
+        # 3 x weight-sized and 2 x state-sized accesses of 4 and 8 bytes per parameter of the 2 layers' home experts and of a
+        # part of the rest, which a site's ranks share out.
+        "optimizer": (16 / plan.cluster.num_gpus * 2 * 3 * hidden * 128 + dense_part) * 28 / 1e12,
     }
 
 
