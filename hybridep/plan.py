@@ -77,8 +77,8 @@ class LayerGroup(Strict):
     """Level name -> share of each home's experts that the domain's members copy."""
     residency: Residency = Residency.STEP
     recompute: bool = False
-    """Experts keep the rows that arrived and nothing else, and compute again in backward (activation recomputation; Chen et al.,
-    arXiv 1604.06174): the same results from less memory."""
+    """Experts keep the rows that arrived (shared ones their input) and nothing else, and compute again in backward (activation
+    recomputation; Chen et al., arXiv 1604.06174): the same results from less memory."""
     serving: tuple[ServingGroup, ...] = ()
     """In place of a domain size for the outermost level: which site computes which experts for tokens of which sites."""
     homes: dict[str, str] = Field(default_factory=dict)

@@ -284,6 +284,13 @@ class Workload(Strict):
         return float(self.training.tokens * (2 * weights + scores))
 
     @property
+    def shared_again_flops(self) -> float:
+        """What one MoE layer's backward computes a second time of its shared expert where that keeps nothing
+        (``LayerGroup.recompute``): its forward; without a gate not the last product, whose result nothing keeps."""
+        products = self.model.ffn.num_matrices - (not self.model.shared_expert_gate)
+        return 2.0 * self.training.tokens * products * self.model.hidden_size * self.model.shared_ffn_size
+
+    @property
     def expert_flops_per_row(self) -> float:
         """Forward of one expert on one row."""
         return 2.0 * self.model.expert_params

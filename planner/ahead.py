@@ -53,7 +53,8 @@ class Block:
 
     residency: Residency
     pre_expert_s: float
-    """With the block's overhead; forward. Backward takes twice that."""
+    """With the block's overhead; forward."""
+    pre_expert_backward_s: float
     expert_s: float
     expert_backward_s: float
     transfers: dict[OpLevel, Transfer]
@@ -235,4 +236,4 @@ def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *,
         walk.tokens(block.hops(Op.DISPATCH_BACKWARD, inwards=False))
         if each_time or is_last:
             walk.run(block.return_coding_s)
-        walk.run(2 * block.pre_expert_s)
+        walk.run(block.pre_expert_backward_s)

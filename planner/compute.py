@@ -26,6 +26,8 @@ class Compute:
     """Forward of one layer and micro-batch before the routed experts, without ``overhead_s``."""
     overhead_s: FloatArray
     """Fixed cost of one block's forward."""
+    shared_again_s: FloatArray
+    """What backward computes of one layer's shared expert where that computes again."""
     expert_s_per_row: FloatArray
     """Forward of one expert on one row."""
     expert_overhead_s: FloatArray
@@ -84,6 +86,7 @@ def _compute(cluster: Cluster, workload: Workload, ranks: int) -> Compute:
         share=spread(share),
         pre_expert_s=spread([pre_expert_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
         overhead_s=spread([gpu.block_overhead for gpu in gpus]),
+        shared_again_s=spread([workload.shared_again_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
         expert_s_per_row=spread([row_flops / gpu.expert_flops_per_s for gpu in gpus]),
         expert_overhead_s=spread([gpu.expert_overhead for gpu in gpus]),
         head_s=spread([head_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),

@@ -263,6 +263,7 @@ def _block(group: LayerGroup, times: BlockTimes, transfers: dict[OpLevel, Transf
     return Block(
         residency=group.residency,
         pre_expert_s=times.pre_expert_s + times.overhead_s,
+        pre_expert_backward_s=2 * (times.pre_expert_s + times.overhead_s) + times.again_s,
         expert_s=times.expert_s,
         expert_backward_s=times.backward_cost * times.expert_s,
         transfers=transfers,

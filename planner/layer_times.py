@@ -59,7 +59,7 @@ class BlockTimes:
     where tokens travel in parts."""
 
     pre_expert_s: float
-    """Forward; backward takes twice that."""
+    """Forward; backward takes twice that, and ``again_s``."""
     expert_s: float
     """Forward; backward takes ``backward_cost`` times that."""
     overhead_s: float
@@ -71,6 +71,8 @@ class BlockTimes:
     """Forward of each rank by itself (any shape), without ``experts_s``."""
     experts_s: FloatArray
     """And of its experts."""
+    shared_again_s: FloatArray
+    """What each rank's backward computes of the shared expert where experts ``recompute``."""
     chunks: int = 1
     """Parts in which tokens travel."""
     recompute: bool = False
@@ -82,9 +84,15 @@ class BlockTimes:
         return backward_cost(recompute=self.recompute)
 
     @property
+    def again_s(self) -> float:
+        """Backward of all but routed experts on the slowest rank, beyond twice its forward."""
+        return float((2 * self.others_s + self.shared_again_s).max() - 2 * self.others_s.max()) if self.recompute else 0.0
+
+    @property
     def compute_s(self) -> FloatArray:
         """Forward and backward of each rank: computation alone."""
-        return np.asarray(3 * self.others_s + (1 + self.backward_cost) * self.experts_s)
+        others_s = 3 * self.others_s + self.shared_again_s * self.recompute
+        return np.asarray(others_s + (1 + self.backward_cost) * self.experts_s)
 
     def forward_s(self) -> float:
         """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
@@ -114,6 +122,7 @@ def timed_block(
         exchanges_s=exchanges_s,
         others_s=compute.pre_expert_s + compute.overhead_s,
         experts_s=expert_s,
+        shared_again_s=compute.shared_again_s,
         coding_s=coding_s,
         chunks=chunks,
         recompute=recompute,
@@ -139,11 +148,12 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
     forward_gathers = min(gathers, batches)
     gather, gradient_return = times.exchanges_s[Op.EXPERT_GATHER], times.exchanges_s[Op.GRADIENT_RETURN]
     beside_s = times.pre_expert_s + times.overhead_s if schedule.overlap else 0.0
+    beside_backward_s = 2 * beside_s + times.again_s if schedule.overlap else 0.0
     hidden_gather = min(gather, beside_s)
-    hidden_return = min(gradient_return, 2 * beside_s)
+    hidden_return = min(gradient_return, beside_backward_s)
     hidden_experts = batches * _hidden_experts_s(times)
     parts = {
-        PRE_EXPERT: 3 * batches * times.pre_expert_s,
+        PRE_EXPERT: 3 * batches * times.pre_expert_s + batches * times.again_s,
         EXPERTS: max((1 + times.backward_cost) * batches * times.expert_s - hidden_experts, 0.0),
         BLOCK_OVERHEAD: 3 * batches * times.overhead_s,
         Op.EXPERT_GATHER.value: gathers * gather - forward_gathers * hidden_gather,
@@ -161,7 +171,7 @@ def layer_times(times: BlockTimes, batches: int, residency: Residency, schedule:
     if hidden_experts:
         hidden[EXPERTS] = hidden_experts
     # The layer's shared expert is renewed once per step, behind the last return and beside the same computation.
-    left_s = 2 * beside_s - hidden_return
+    left_s = beside_backward_s - hidden_return
     for op in SHARED:
         hidden[op.value] = min(times.exchanges_s[op], left_s)
         parts[op.value] = times.exchanges_s[op] - hidden[op.value]

@@ -123,7 +123,8 @@ def _dense_bytes(workload: Workload, sizes: Sequence[int]) -> float:
 
 
 def dense_activation_bytes(workload: Workload) -> float:
-    """Kept for backward by a rank with the mean number of tokens, one micro-batch, without the routed experts and the head."""
+    """Kept for backward by a rank with the mean number of tokens, one micro-batch, without experts (of shared ones their input is
+    counted) and the head."""
     model, width = workload.model, workload.training.dtype.num_bytes
     wide = max(width, 4)
     # Two norms, each with its input and the normalised input, in fp32 at least, and the output of the first; then query, key,
@@ -135,14 +136,12 @@ def dense_activation_bytes(workload: Workload) -> float:
     # The gate keeps its input, the scores and what it chose.
     gate = (model.hidden_size + model.num_experts) * wide + model.top_k * (8 + 2 * wide)
     shared_input = model.hidden_size * width if model.shared_ffn_size and width < wide else 0
-    if model.shared_expert_gate:
-        shared_input += (model.hidden_size + 1) * width
-    moe_layer = attention + gate + shared_input + _inner_width(workload, model.shared_ffn_size) * width
+    moe_layer = attention + gate + shared_input
     return float(workload.training.tokens * (model.num_dense_layers * dense_layer + model.num_moe_layers * moe_layer))
 
 
-class Routed(NamedTuple):
-    """Bytes of one layer's routed tokens."""
+class Held(NamedTuple):
+    """Bytes of one layer's routed tokens, or of its shared expert."""
 
     kept: FloatArray
     """Until backward."""
@@ -150,14 +149,22 @@ class Routed(NamedTuple):
     """Made again in backward, and held while it runs; nothing where all is kept."""
 
 
-def routed_bytes(workload: Workload, served: FloatArray, arrived: FloatArray, *, recompute: bool) -> Routed:
+def shared_expert_bytes(workload: Workload, share: FloatArray, *, recompute: bool) -> Held:
+    """Of its inner widths and, where it has a gate, its output and what the gate says."""
+    model, width = workload.model, workload.training.dtype.num_bytes
+    elements = _inner_width(workload, model.shared_ffn_size) + model.shared_expert_gate * (model.hidden_size + 1)
+    made = share * float(workload.training.tokens * elements * width)
+    return Held(np.zeros_like(made), made) if recompute else Held(made, np.zeros_like(made))
+
+
+def routed_bytes(workload: Workload, served: FloatArray, arrived: FloatArray, *, recompute: bool) -> Held:
     """Of ``arrived`` rows with their weights and ids, and the sums that go back; of each of ``served`` rows the experts' input,
     inner widths and output, and two indices. Where experts ``recompute``, what arrived is kept and nothing else."""
     model, width = workload.model, workload.training.dtype.num_bytes
     row = model.hidden_size * width
     per_served = 2 * row + _inner_width(workload, model.expert_ffn_size) * width + 16
     came, made = arrived * (row + model.top_k * (width + 4)), arrived * row + served * per_served
-    return Routed(came, made) if recompute else Routed(came + made, np.zeros_like(made))
+    return Held(came, made) if recompute else Held(came + made, np.zeros_like(made))
 
 
 def lasting_copy_bytes(workload: Workload, copies: FloatArray, residency: Residency) -> FloatArray:
@@ -186,36 +193,42 @@ def passing_bytes(
     copies: FloatArray,
     at_home: IntArray,
     residency: Residency,
-    again_bytes: FloatArray,
+    routed_again: FloatArray,
+    shared_again: FloatArray,
     chunks: int = 1,
 ) -> dict[str, FloatArray]:
-    """By kind, while one layer is computed: its largest exchange, what its experts' backward makes, or what the head holds if it
-    is the topmost; receives that are posted ahead; and copies that live for one micro-batch. ``served`` rows are computed, in
-    ``chunks`` parts, and ``again_bytes`` (``Routed.again``) made for that."""
+    """By kind, while one layer is computed: its largest exchange, what its experts' backward makes, or its shared expert's where
+    that computes again, or what the head holds if it is the topmost; receives that are posted ahead; and copies that live for one
+    micro-batch. ``served`` rows are computed, in ``chunks`` parts; ``routed_again`` and ``shared_again`` are ``Held.again``."""
     model, width = workload.model, workload.training.dtype.num_bytes
     held = copies + at_home
     gradients, row = float(workload.expert_bytes) * held, served * float(model.hidden_size * width)
     # First one expert after the other, with the gradients of all rows and of one expert's inner widths; then the experts'
     # gradients become one piece.
     inner = served / np.maximum(held, 1) * float(_inner_width(workload, model.expert_ffn_size) * width)
-    backward = again_bytes / chunks + gradients + np.maximum((3 * row + inner) / chunks, gradients + row / chunks)
+    backward = routed_again / chunks + gradients + np.maximum((3 * row + inner) / chunks, gradients + row / chunks)
     if chunks > 1:
         # To which those of further parts are added; and what earlier ones have computed is on its way.
         backward = backward + gradients + row * (1 - 1 / chunks)
     own_copies = copies * float(workload.expert_bytes if residency is Residency.MICROBATCH else 0)
+    # Later the shared expert's inner widths are there with gradients of half of them.
+    computed = np.maximum(ahead.dispatch + backward, 1.5 * shared_again)
     # Meanwhile the layer below awaits its gradients; it is taken to be like this one. At the head, where there are no copies of
     # one micro-batch, the topmost layer does.
-    largest = np.maximum.reduce([largest_exchange, ahead.dispatch + backward, share * head_bytes(workload) - own_copies])
+    largest = np.maximum.reduce([largest_exchange, computed, share * head_bytes(workload) - own_copies])
     passing = {BUFFERS: ahead.combine + ahead.dispatch + largest}
     if residency is Residency.MICROBATCH:
         passing[COPIES] = own_copies
     return passing
 
 
-def fixed_passing_bytes(workload: Workload, share: FloatArray, largest_reduction: FloatArray) -> FloatArray:
+def fixed_passing_bytes(
+    workload: Workload, share: FloatArray, largest_reduction: FloatArray, *, recompute: bool = False
+) -> FloatArray:
     """Held by the head when backward begins; or after backward, when no activations are left, by the reduction of the dense
-    gradients."""
-    reduction = largest_reduction - share * dense_activation_bytes(workload)
+    gradients. ``recompute``: experts of some layers do; shared ones are taken to keep nothing in any."""
+    shared = workload.model.num_moe_layers * shared_expert_bytes(workload, share, recompute=recompute).kept
+    reduction = largest_reduction - share * dense_activation_bytes(workload) - shared
     return np.asarray(np.maximum(share * head_bytes(workload), reduction))
 
 
@@ -226,19 +239,25 @@ def head_bytes(workload: Workload) -> float:
 
 
 def fixed_memory(
-    cluster: Cluster, workload: Workload, placement: Placement, home_experts: IntArray, codecs: Sequence[Codecs] = ()
+    cluster: Cluster,
+    workload: Workload,
+    placement: Placement,
+    home_experts: IntArray,
+    codecs: Sequence[Codecs] = (),
+    *,
+    recompute: bool = False,
 ) -> LayerMemory:
     """What does not depend on the placement of copies, for all layers together. ``home_experts`` [G]: experts at home on
-    each rank, all layers together."""
+    each rank, all layers together. ``recompute``: of some layers' experts."""
     reduction = exchange_bytes(placement, dense_traffic(placement, workload, codecs))
     share = compute_of_ranks(cluster, workload).share
     lasting = fixed_lasting(workload, share, home_experts, cluster.sizes)
     lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(cluster, workload, codecs)
-    return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, share, reduction)})
+    return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, share, reduction, recompute=recompute)})
 
 
 def fixed_lasting(workload: Workload, share: FloatArray, home_experts: IntArray, sizes: Sequence[int]) -> dict[str, FloatArray]:
-    """Bytes by kind of ranks ([G]) without copies and routed tokens."""
+    """Bytes by kind of ranks ([G]) without copies and what experts keep of tokens."""
     return {
         DENSE: np.full(len(home_experts), _dense_bytes(workload, sizes)),
         HOME_EXPERTS: home_experts.astype(np.float64) * (workload.model.expert_params * _state_bytes(workload)),
@@ -258,7 +277,7 @@ def layer_memory(
     *,
     recompute: bool = False,
 ) -> LayerMemory:
-    """What one MoE layer's copies, routed tokens and exchanges take, given ``planner.cost.layer_traffic``. With ``prefetch``,
+    """What one MoE layer's copies, experts and exchanges take, given ``planner.cost.layer_traffic``. With ``prefetch``,
     copies' gradients wait their turn to return, and copies per micro-batch of so many more layers are there or on their way.
     ``recompute``: of its experts (``LayerGroup.recompute``)."""
     copies = (placement.holds.sum(axis=1) - placement.num_at_home).astype(np.float64)
@@ -268,8 +287,9 @@ def layer_memory(
     ahead = Ahead(*(arriving_bytes(placement, traffic, op) for op in (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)))
     largest = exchange_bytes(placement, traffic)
     routed = routed_bytes(workload, served, arriving_rows(placement, gating), recompute=recompute)
-    at_home = placement.num_at_home
-    passing = passing_bytes(workload, share, largest, ahead, served, copies, at_home, residency, routed.again, chunks)
+    shared = shared_expert_bytes(workload, share, recompute=recompute)
+    at_home, again = placement.num_at_home, (routed.again, shared.again)
+    passing = passing_bytes(workload, share, largest, ahead, served, copies, at_home, residency, *again, chunks)
     both = copies * float(2 * workload.expert_bytes)
     if prefetch and residency is Residency.STEP:
         # Gradients of the last micro-batch wait where the layer's activations have been.
@@ -277,7 +297,7 @@ def layer_memory(
     elif prefetch:
         passing[COPIES] = passing.get(COPIES, 0.0) + both * min(prefetch, workload.model.num_moe_layers - 1)
     lasting: dict[str, FloatArray] = {
-        ACTIVATIONS: routed.kept,
+        ACTIVATIONS: routed.kept + shared.kept,
         COPIES: kept_copies,
     }
     kept = _codec_state_bytes(placement, workload, wires(workload, codecs, len(placement.sizes)))
@@ -392,7 +412,8 @@ def step_memory(plan: Plan) -> StepMemory:
             recompute=group.recompute,
         )
         groups.append((num_layers, memory))
-    fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs)
+    home, again = plan.home_experts, plan.recomputes
+    fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], home, plan.level_codecs, recompute=again)
     if plan.popularity:
         _less_above(groups, fixed.lasting[ACTIVATIONS] / plan.workload.model.num_layers)
     return StepMemory(plan.cluster, fixed, tuple(groups))
@@ -401,7 +422,7 @@ def step_memory(plan: Plan) -> StepMemory:
 def _less_above(groups: Sequence[tuple[int, LayerMemory]], dense_layer_bytes: FloatArray) -> None:
     """When a layer runs backward, activations of one micro-batch of the layers above it are gone. Not counted where experts are
     alike, since the integer program, whose layers have no order, does not either. ``dense_layer_bytes`` [G]: activations of one
-    layer without routed experts."""
+    layer without experts."""
     gone = np.zeros_like(dense_layer_bytes)
     for count, memory in reversed(groups):
         memory.passing[BUFFERS] = memory.passing[BUFFERS] - gone

@@ -242,6 +242,9 @@ def _problem(
     experts = workload.model.num_experts
     expected = gating(workload, popularity, cluster)
     candidates = []
+    home = place(cluster, experts, {})
+    home_experts = home.num_at_home * workload.model.num_moe_layers
+    fixed, fixed_again = (fixed_memory(cluster, workload, home, home_experts, coded, recompute=one) for one in (False, True))
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
         placement = place(cluster, experts, choices, hotness=popularity)
         traffic = layer_traffic(placement, workload, expected, coded, schedule.chunks)
@@ -264,13 +267,10 @@ def _problem(
                     chain_s=cost.chain_s,
                     link_s=network.transfer_s(cost.link_bytes),
                     lasting_bytes=memory.lasting_bytes,
-                    passing_bytes=memory.passing_bytes,
+                    passing_bytes=np.maximum(memory.passing_bytes, fixed_again.passing_bytes * again),
                 )
             )
-    placement = place(cluster, experts, {})
-    home_experts = placement.num_at_home * workload.model.num_moe_layers
-    fixed = fixed_memory(cluster, workload, placement, home_experts, coded)
-    outside = fixed_cost(network, workload, placement, home_experts, coded)
+    outside = fixed_cost(network, workload, home, home_experts, coded)
     return Problem(
         cluster=cluster,
         workload=workload,

@@ -78,6 +78,8 @@ class _Layer:
     """[G]: of one part, where tokens travel in parts; so are their exchanges."""
     backward_cost: int
     """Of the experts, in forwards of theirs."""
+    pre_expert_backward_s: FloatArray
+    """[G]."""
     exchanges: Exchanges
     between: Mapping[Op, Between]
     """Between sites, where that was asked for."""
@@ -245,7 +247,8 @@ class _Walk:
         first_s = float(forward(is_first=True).max()) if Op.EXPERT_GATHER in ops else forward_s
         last_s = float(backward(there, is_last=True).max()) - forward_s if ops & _AT_LAST else backward_s
         blocks_s = [
-            count * (3 * self._pre_expert_s + (1 + layer.backward_cost) * layer.expert_s) for count, layer in self._groups
+            count * (self._pre_expert_s + layer.pre_expert_backward_s + (1 + layer.backward_cost) * layer.expert_s)
+            for count, layer in self._groups
         ]
         compute_s = float((sum(blocks_s, start=np.zeros(1)) + 3 * head_s).max())
         return PassTimes(
@@ -350,7 +353,7 @@ class _Walk:
                 returned_s = exchanges.hops(Op.SHARED_REDUCE_SCATTER, returned_s, inwards=False)
                 returned_s = exchanges.hops(Op.SHARED_ALL_GATHER, returned_s, inwards=True)
             begin_s = ready_s + exchanges.coding_of(Op.GRADIENT_RETURN) if self._plan.schedule.overlap else returned_s
-        return np.maximum(begin_s + 2 * self._pre_expert_s, returned_s)
+        return np.maximum(begin_s + layer.pre_expert_backward_s, returned_s)
 
     def _layer(self, layers: PlacedLayers) -> _Layer:
         placement, workload, gating, codecs = layers.placement, self._plan.workload, layers.gating, self._plan.level_codecs
@@ -363,6 +366,7 @@ class _Walk:
         return _Layer(
             residency=layers.group.residency,
             backward_cost=layers.group.backward_cost,
+            pre_expert_backward_s=2 * self._pre_expert_s + self._compute.shared_again_s * layers.group.recompute,
             expert_s=self._compute.expert_s(served / chunks, held),
             exchanges=self._exchanges(traffic, coding),
             between=between,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hybridep.workload import Ffn, Workload
 from runtime.experts import feed_forward
@@ -18,6 +19,9 @@ RoutingHook = Callable[[int, Gated], None]
 
 class RoutedExperts(nn.Module, ABC):
     """y_t = sum over the chosen experts of weight * expert(x_t), wherever the experts are."""
+
+    recompute = False
+    """As ``LayerGroup.recompute``; of the layer's shared expert, too."""
 
     def prepare(self) -> None:
         """The block's forward starts: what the experts need may begin to travel."""
@@ -79,8 +83,16 @@ class MoeBlock(nn.Module):
         if self.routing_hook is not None:
             self.routing_hook(self.layer, gated)
         # The shared expert runs before the exchange: it is part of what hides the arrival of copies.
-        shared_BSH = self.shared(x_BSH)[0] if self.shared is not None else None
-        if shared_BSH is not None and self.shared_gate is not None:
-            shared_BSH = shared_BSH * torch.sigmoid(self.shared_gate(x_BSH))
+        shared_BSH = None if self.shared is None else self._pass_shared(self.shared, x_BSH)
         y_BSH = self.routed(x_BSH.flatten(0, 1), gated.weights_TK, gated.ids_TK).view_as(x_BSH)
         return (y_BSH if shared_BSH is None else y_BSH + shared_BSH), gated.balance_B
+
+    def _pass_shared(self, shared: FeedForward, x_BSH: Tensor) -> Tensor:
+        def compute(x_BSH: Tensor) -> Tensor:
+            y_BSH: Tensor = shared(x_BSH)[0]
+            return y_BSH if self.shared_gate is None else y_BSH * torch.sigmoid(self.shared_gate(x_BSH))
+
+        if not self.routed.recompute:
+            return compute(x_BSH)
+        found: Tensor = checkpoint(compute, x_BSH, use_reentrant=False, preserve_rng_state=False)
+        return found

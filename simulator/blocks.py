@@ -148,6 +148,7 @@ class Blocks:
         each_s = np.repeat(shares, plan.cluster.ranks_per_site) / rates
         overhead_s, pass_s = of_ranks(lambda gpu: gpu.block_overhead), of_ranks(lambda gpu: gpu.pass_overhead)
         self.pre_expert_s = self.slowed(workload.pre_expert_flops * each_s + overhead_s)
+        self.shared_again_s = self.slowed(workload.shared_again_flops * each_s)
         self.head_s = self.slowed(workload.head_flops * each_s + pass_s)
         self.optimizer_s = self._optimizer()
         sent = dense_traffic(plan.placements[0], workload, plan.level_codecs)
@@ -195,6 +196,7 @@ class Blocks:
             *(one.expert_s for one in self._expected_sent.values()),
             *(part for by_key in coding_s for each in by_key.values() for part in each),
             self.pre_expert_s,
+            self.shared_again_s,
             self.head_s,
         ]
 

@@ -64,6 +64,8 @@ class _Step(NamedTuple):
     is_last: bool
     expert_backward: float
     """What the experts' backward takes, in forwards of theirs."""
+    pre_expert_backward_s: FloatArray
+    """[ranks of the cluster]."""
 
 
 def step_program(
@@ -226,6 +228,7 @@ class Passes:
         each_time = layers.group.residency is Residency.MICROBATCH
         is_last = micro_batch == self._plan.workload.training.micro_batches - 1
         block = self._blocks.of(layer, layers, micro_batch)
+        again_s = self._blocks.shared_again_s * layers.group.recompute
         return _Step(
             block=block,
             layer=layer,
@@ -236,6 +239,7 @@ class Passes:
             give_back=each_time or is_last,
             is_last=is_last,
             expert_backward=float(layers.group.backward_cost),
+            pre_expert_backward_s=self._blocks.pre_expert_s * _BACKWARD_COST + again_s,
         )
 
     def _reconfigure(self, block: Block, after: Sequence[int], name: str) -> list[int]:
@@ -355,7 +359,7 @@ class Passes:
         if step.give_back and self._is_early(step) and self._plan.workload.training.micro_batches > 1:
             self._late.append(step)
             last = self._coded_beside(block, Op.GRADIENT_RETURN, last, name)
-            return [self.compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, last, name)]
+            return [self.compute(PRE_EXPERT + BACKWARD, step.pre_expert_backward_s, last, name)]
         returned = self._hops(block, Op.GRADIENT_RETURN, self._levels[::-1], last, name) if step.give_back else last
         if step.is_last:
             # Renews the layer's shared expert, where copies are coded against one.
@@ -364,7 +368,7 @@ class Passes:
         begin = returned
         if self._plan.schedule.overlap:
             begin = self._coded_beside(block, Op.GRADIENT_RETURN, last, name) if step.give_back else last
-        ready = self.compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, begin, name)
+        ready = self.compute(PRE_EXPERT + BACKWARD, step.pre_expert_backward_s, begin, name)
         return [ready, *returned]
 
     def _prefetched_backward(self, step: _Step, after: list[int]) -> list[int]:
@@ -388,4 +392,4 @@ class Passes:
         last = self._back(block, Op.DISPATCH_BACKWARD, last, name)
         if step.give_back:
             last = self._coded_beside(block, Op.GRADIENT_RETURN, last, name)
-        return [self.compute(PRE_EXPERT + BACKWARD, self._blocks.pre_expert_s * _BACKWARD_COST, last, name)]
+        return [self.compute(PRE_EXPERT + BACKWARD, step.pre_expert_backward_s, last, name)]

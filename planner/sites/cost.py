@@ -29,6 +29,7 @@ from planner.memory import (
     lasting_copy_bytes,
     passing_bytes,
     routed_bytes,
+    shared_expert_bytes,
     unsent_dense_bytes,
 )
 from planner.price import step_usd
@@ -134,7 +135,7 @@ def _coding(problem: SiteProblem, layer: LayerExchanges) -> Coding:
 
 @lru_cache(maxsize=8)
 def fixed_cost(problem: SiteProblem) -> FixedCost:
-    """Head, dense all-reduce and optimizer; weights, states and the activations of the dense parts."""
+    """Head, dense all-reduce and optimizer; weights, states and the activations of the dense parts (shared experts' not)."""
     work, at_home = problem.workload, problem.at_home
     parts, compute_s = fixed_computation(problem.compute, work.model.num_moe_layers * at_home)
     reduced, gathered = dense_exchanges(problem)
@@ -150,7 +151,7 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
             **dense_coding_part(problem.cluster, work, problem.codecs),
         },
         lasting_bytes=np.asarray(per_rank + unsent_bytes + at_home * per_home, dtype=np.float64),
-        passing_bytes=fixed_passing_bytes(work, problem.compute.share, buffers),
+        passing_bytes=fixed_passing_bytes(work, problem.compute.share, buffers, recompute=problem.recompute),
         wan_bytes=bytes_between(moved),
         egress_usd=egress_usd(problem, moved),
         compute_s=compute_s,
@@ -225,8 +226,9 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
     largest += [exchange.out * wire_of(problem, exchange).expert_bytes for exchange in layer.copies]
     largest += [exchange.both for exchange in shared_exchanges(problem, layer)]
     routed = routed_bytes(work, layer.served, layer.arrived, recompute=problem.recompute)
+    shared = shared_expert_bytes(work, problem.compute.share, recompute=problem.recompute)
     lasting = {
-        ACTIVATIONS: routed.kept,
+        ACTIVATIONS: routed.kept + shared.kept,
         COPIES: lasting_copy_bytes(work, layer.copies_held, residency),
     }
     if any(one.lossy for one in problem.codecs) and (kept := _codec_state_bytes(problem, layer)).any():
@@ -243,6 +245,7 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
             problem.at_home,
             residency,
             routed.again,
+            shared.again,
             problem.schedule.chunks,
         ),
     )

@@ -45,7 +45,7 @@ def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
         costs.append((num_layers, _layer_cost(problem, layer, group)))
         memories.append((num_layers, _flat(layer_memory(problem, layer, group.residency))))
     cost = combine(ExchangeTimes(cluster=plan.cluster), _fixed_cost(plain), costs)
-    return cost, total_memory(plan.cluster, _fixed_memory(plain), memories)
+    return cost, total_memory(plan.cluster, _fixed_memory(again if plan.recomputes else plain), memories)
 
 
 def inside_of(plan: Plan, group: LayerGroup) -> tuple[Inside, ...] | None:

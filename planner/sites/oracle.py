@@ -10,7 +10,7 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.plan import Objective, Residency, backward_cost
 from hybridep.traffic import COUNT_BYTES, FloatArray, gathers_and_returns
-from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, passing_bytes, routed_bytes
+from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, passing_bytes, routed_bytes, shared_expert_bytes
 from planner.sites.cost import cost_of, fixed_cost
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, Inside, SiteProblem
@@ -113,14 +113,14 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     late_s = gpu.jitter * copies.any(axis=(1, 2))
     gather, give_back = gather + late_s, give_back + late_s
     gathers, returns = gathers_and_returns(residency, batches)
-    beside = problem.beside_s
+    beside, beside_backward = problem.beside_s, problem.beside_backward_s
     moving = gathers * gather - min(gathers, batches) * np.minimum(gather, beside)
-    moving = moving + returns * (give_back - np.minimum(give_back, 2 * beside))
+    moving = moving + returns * (give_back - np.minimum(give_back, beside_backward))
     computed = np.einsum("d,ndh->nh", problem.rows_per_choice, served)
     alone = computed * each.expert_s_per_row[:, 0] + held.sum(axis=2) * each.expert_overhead_s[:, 0]
     waited = alone.mean(axis=1, keepdims=True) * (1 - 1 / each.sharing)
     passes = 1 + backward_cost(recompute=problem.recompute)
-    compute = 3 * problem.block_s + passes * (alone / each.sharing + waited).max(axis=1)
+    compute = problem.block_s + problem.block_backward_s + passes * (alone / each.sharing + waited).max(axis=1)
     steps_s = fixed_cost(problem).total_s + layers * (batches * (exchanges + compute) + moving)
 
     fixed = fixed_cost(problem)
@@ -129,10 +129,11 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     moved = rows.sum(axis=1) + rows.sum(axis=2)
     largest = np.maximum(moved * wire.dispatch_row_bytes, copies.sum(axis=2) * wire.expert_bytes)
     routed = routed_bytes(work, computed, arrived, recompute=problem.recompute)
-    lasting = routed.kept + lasting_copy_bytes(work, kept, residency)
+    shared = shared_expert_bytes(work, each.share[:, 0], recompute=problem.recompute)
+    lasting = routed.kept + shared.kept + lasting_copy_bytes(work, kept, residency)
     ahead = Ahead(rows.sum(axis=1) * wire.combine_row_bytes, rows.sum(axis=2) * wire.dispatch_gradient_row_bytes)
-    homes = problem.at_home[:, 0]
-    passing = passing_bytes(work, each.share[:, 0], largest, ahead, computed, kept, homes, residency, routed.again)
+    homes, again = problem.at_home[:, 0], (routed.again, shared.again)
+    passing = passing_bytes(work, each.share[:, 0], largest, ahead, computed, kept, homes, residency, *again)
     memory = fixed.lasting_bytes[:, 0] + layers * lasting + np.maximum(sum(passing.values()), fixed.passing_bytes[:, 0])
 
     one_way = batches * (rows * wire.row_there_bytes + COUNT_BYTES * ((served > 0) & away))

@@ -224,15 +224,24 @@ class SiteProblem:
 
     @cached_property
     def beside_s(self) -> float:
-        """What a gather can hide under in forward; twice that in backward."""
-        if not self.schedule.overlap:
-            return 0.0
-        return self.block_s
+        """What a gather can hide under in forward."""
+        return self.block_s if self.schedule.overlap else 0.0
+
+    @cached_property
+    def beside_backward_s(self) -> float:
+        """And a return in backward; for bounds twice ``beside_s``."""
+        return self.block_backward_s if self.schedule.overlap else 0.0
 
     @cached_property
     def block_s(self) -> float:
         """Forward of one layer and micro-batch on the slowest rank, without routed experts."""
         return float((self.compute.pre_expert_s + self.compute.overhead_s).max())
+
+    @cached_property
+    def block_backward_s(self) -> float:
+        """Backward of the same."""
+        again_s = self.compute.shared_again_s * self.recompute
+        return float((2 * (self.compute.pre_expert_s + self.compute.overhead_s) + again_s).max())
 
     @property
     def in_parts(self) -> bool:

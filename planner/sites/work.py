@@ -131,14 +131,15 @@ def _weights(problem: SiteProblem, residency: Residency) -> tuple[float, float, 
             expert_s=expert_s,
             overhead_s=float(compute.overhead_s.flat[compute.slowest]),
             exchanges_s=dict.fromkeys(Op, 0.0) | (exchanges_s or {}),
-            others_s=np.zeros(1),
+            others_s=compute.pre_expert_s + compute.overhead_s,
             experts_s=np.zeros(1),
+            shared_again_s=compute.shared_again_s,
             recompute=problem.recompute,
         )
         return layer_times(block, batches, residency, problem.schedule).total_s
 
     fixed_s, by_op = total_s(), np.zeros((len(EXCHANGES), SLOPE + KNOTS + 1))
-    ends_s = problem.beside_s * np.array([0.0, 1.0, 2.0, 2.0]) + np.array([0.0, 0.0, 0.0, 1.0])
+    ends_s = np.array([0.0, problem.beside_s, problem.beside_backward_s, problem.beside_backward_s + 1.0])
     lengths_s = np.diff(ends_s)
     for number, (op, *_) in enumerate(EXCHANGES):
         by_op[number, KNOT_S:SLOPE] = ends_s[1 : 1 + KNOTS]

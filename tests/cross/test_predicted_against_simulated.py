@@ -21,7 +21,7 @@ MEASURED = (
     "gpu.message_overhead=1.3 ms",
     "gpu.jitter=2 ms",
 )
-SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
+SMALL = ("model.num_layers=3", "model.vocab_size=256", "model.shared_ffn_size=512", "training.micro_batches=2")
 
 
 def plans(cluster, workload, residency, schedule):

@@ -106,6 +106,31 @@ def test_experts_that_compute_again_keep_what_arrived_and_make_the_rest_in_backw
     assert memory_use(in_parts).fullest_bytes - memory_use(all_kept).fullest_bytes == pytest.approx(made / 2 - 3 * made)
 
 
+def test_so_does_a_shared_expert_while_its_own_backward_runs() -> None:
+    """SwiGLU keeps four inner widths; with a gate also the output and one number."""
+    workload = make_workload(layers=3, experts=16, ffn=8)
+    for size, gated in ((1 << 16, False), (1 << 16, True)):
+        model = workload.model.model_copy(update={"shared_ffn_size": size, "shared_expert_gate": gated})
+        kept = plan(make_cluster(2), workload.model_copy(update={"model": model}), {})
+        again = kept.with_layers(kept.layers[0].recomputing())
+        parts, less = (memory_use(one).parts_bytes for one in (kept, again))
+        plain = plan(make_cluster(2), workload, {})
+        routed = [memory_use(one).parts_bytes["activations"] for one in (plain, plain.with_layers(again.layers[0]))]
+        made = workload.training.tokens * (4 * size + gated * 65) * 4
+        assert parts["activations"] - less["activations"] == pytest.approx(3 * made + routed[0] - routed[1])
+        assert less["buffers"] == pytest.approx(awaited(again, 1, 1) + 1.5 * made)
+
+
+def test_dense_gradients_are_reduced_when_no_activations_are_left() -> None:
+    """With few tokens that is what takes most; a layer that computes again keeps less until then."""
+    workload = make_workload(layers=3, experts=16, ffn=8, tokens=8)
+    model = workload.model.model_copy(update={"shared_ffn_size": 1 << 12})
+    kept = plan(make_cluster(2), workload.model_copy(update={"model": model}), {})
+    uses = [memory_use(one).parts_bytes for one in (kept, kept.with_layers(kept.layers[0].recomputing()))]
+    shared = 3 * workload.training.tokens * 4 * (1 << 12) * 4
+    assert uses[1]["buffers"] - uses[0]["buffers"] == pytest.approx(shared)
+
+
 def test_when_a_layer_runs_backward_activations_above_it_are_gone() -> None:
     """In one of two layers tokens choose rank 0's experts only; of several micro-batches in flight one goes."""
     workload = make_workload(layers=2, experts=4, top_k=1, ffn=1024)

@@ -119,7 +119,7 @@ def plan_of(cluster, workload, domain, residency=Residency.STEP, schedule=None, 
     return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule or Schedule(), codecs=codecs or {})
 
 
-SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
+SMALL = ("model.num_layers=3", "model.vocab_size=256", "model.shared_ffn_size=512", "training.micro_batches=2")
 
 
 @pytest.mark.parametrize("residency", list(Residency))

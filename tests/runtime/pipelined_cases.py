@@ -18,7 +18,11 @@ from hybridep.run import Device
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
-DEEP = {"deep": PLAIN | {"num_layers": 5}, "deep-dense": MODELS["dense-first-uneven"] | {"num_layers": 5, "num_dense_layers": 2}}
+DEEP = {
+    "deep": PLAIN | {"num_layers": 5},
+    "deep-dense": MODELS["dense-first-uneven"] | {"num_layers": 5, "num_dense_layers": 2},
+    "deep-gelu-shared": MODELS["top1-gelu-shared"] | {"num_layers": 5},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +117,7 @@ CASES = [
         layers=(3, 2),
         domains=(TWO, TWO),
         micro_batches=4,
+        model="deep-gelu-shared",
         residency=Residency.MICROBATCH,
         recompute=(0, 1),
         ahead=3,

@@ -40,7 +40,7 @@ FOUR = [
     Case(sizes=(2, 2), domains=(1, 1), tokens=(3, 1), model="top1-gelu-shared", micro_batches=2),
     Case(sizes=(2, 2), domains=(2, 1), tokens=(1, 3), model="drop-padded", residency=Residency.MICROBATCH),
     *(Case(sizes=(2, 2), domains=(2, 1), streams=3, prefetch=prefetch) for prefetch in (0, 1)),
-    Case(sizes=(2, 2), domains=(2, 1), recompute=True, micro_batches=2),
+    Case(sizes=(2, 2), domains=(2, 1), recompute=True, micro_batches=2, model="qwen2"),
     Case(sizes=(2, 2), domains=(2, 2), recompute=True, residency=Residency.MICROBATCH, prefetch=1, model="top4-tied-gqa"),
     Case(sizes=(2, 2), domains=(1, 2), recompute=True, chunks=3, residency=Residency.MICROBATCH, micro_batches=2),
     Case(sizes=(2, 2), domains=(2, 1), recompute=True, model="drop-padded", random_serving=3),

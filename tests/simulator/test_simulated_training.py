@@ -118,6 +118,15 @@ def test_copies_hide_behind_computation_as_far_as_it_lasts(overlap: bool, throug
     assert "token_dispatch" not in parts
 
 
+def test_experts_that_compute_again_take_a_forward_more_and_the_shared_one_all_but_its_last_product() -> None:
+    plan = make_plan(2, 2)
+    plain, again = (simulate_step(one).parts for one in (plan, plan.with_layers(plan.layers[0].recomputing())))
+    assert again.pop("expert_backward") == pytest.approx(1.5 * plain.pop("expert_backward"))
+    shared = 64 * 2 * 2 * 64 * 32 / THROUGHPUT
+    assert again.pop("pre_expert_backward") == pytest.approx(plain.pop("pre_expert_backward") + 2 * shared)
+    assert again == pytest.approx(plain)
+
+
 @pytest.mark.parametrize(("residency", "gathers", "returns"), [("step", 1, 1), ("microbatch", 6, 3)])
 def test_residency_decides_how_often_copies_travel(residency: str, gathers: int, returns: int) -> None:
     plan = make_plan(2, domains={"dc": 2}, residency=residency, overlap=False, micro_batches=3)

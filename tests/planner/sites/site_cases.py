@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -107,6 +108,11 @@ def access_cluster(sites: int, rates_gbps: np.ndarray | None = None, *, gpus: in
 def random_access_cluster(seed: int, sites: int, *, memory: str = "1 TB", kinds: int | None = None) -> Cluster:
     """Of one rank a site; all differ, or they are of so many kinds."""
     return access_cluster(sites, np.random.default_rng(seed).uniform(2, 16, (kinds or sites, 2)), memory=memory)
+
+
+def with_shared_expert(problem: SiteProblem, *, recompute: bool) -> SiteProblem:
+    model = problem.workload.model.model_copy(update={"shared_ffn_size": 100})
+    return replace(problem, workload=problem.workload.model_copy(update={"model": model}), recompute=recompute)
 
 
 def many_experts() -> Workload:

@@ -49,13 +49,14 @@ def test_memory_that_fits_nothing_says_what_is_missing() -> None:
         planner.plan(uneven_cluster(rng, 4, 2, memory="10 kB"), small_workload(rng, 8), time_limit_s=5)
 
 
-@pytest.mark.parametrize(("sites", "experts"), [(3, 2), (5, 12)])
-def test_experts_compute_again_where_nothing_fits_otherwise(sites: int, experts: int) -> None:
-    """All tables tried, and searched."""
+@pytest.mark.parametrize(("sites", "experts", "shared"), [(3, 2, 0), (5, 12, 0), (3, 2, 500), (5, 12, 500)])
+def test_experts_compute_again_where_nothing_fits_otherwise(sites: int, experts: int, shared: int) -> None:
+    """All tables tried, and searched; with a wide shared expert, too."""
     rng = np.random.default_rng(3)
     workload = small_workload(rng, experts)
     training = workload.training.model_copy(update={"micro_batch_size": 64})
-    workload = workload.model_copy(update={"training": training})
+    model = workload.model.model_copy(update={"shared_ffn_size": shared})
+    workload = workload.model_copy(update={"training": training, "model": model})
 
     def planned(memory: str) -> planner.Plan:
         made = planner.plan(uneven_cluster(np.random.default_rng(5), sites, 1, memory=memory), workload, time_limit_s=4)
