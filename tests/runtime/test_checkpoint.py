@@ -88,6 +88,34 @@ def test_state_comes_back_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(first.masters[name], second.masters[name])
 
 
+def test_dense_parameters_come_back_in_other_parts(tmp_path: Path) -> None:
+    """Two ranks of a site wrote a half each, one reads both; and what version 2 had in one file."""
+    mesh = Mesh(plan=CASE.plan(), rank=0)
+    first, second, third = (optimizer(mesh, seed) for seed in (1, 2, 3))
+    advance(first, 1)
+    path = save(tmp_path, mesh, first, 1)
+    piece = torch.load(path / "dense-00000-00000.pt")["norm.weight"]
+    halves = {"dense-00000-00001.pt": slice(5, 16), "dense-00000-00000.pt": slice(0, 5)}
+    for name, half in halves.items():
+        parts = {key: value[half].clone() for key, value in piece.items() if key not in ("first", "shape")}
+        torch.save({"norm.weight": {"first": half.start, "shape": [16]} | parts}, path / name)
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps(manifest | {"dense": list(halves)}))
+    load_checkpoint(path, mesh=mesh, shard=second.shard, optimizer=second)
+    whole = {key: value.view(4, 4) for key, value in piece.items() if key not in ("first", "shape")}
+    torch.save({"norm.weight": whole}, path / "dense.pt")
+    (path / MANIFEST).write_text(json.dumps({key: manifest[key] for key in manifest if key != "dense"} | {"schema_version": 2}))
+    load_checkpoint(path, mesh=mesh, shard=third.shard, optimizer=third)
+    for state in (second, third):
+        advance(state, 2)
+    advance(first, 2)
+    for name in first.parameters:
+        assert torch.equal(first.masters[name], second.masters[name]) and torch.equal(first.masters[name], third.masters[name])
+    (path / "dense.pt").unlink()
+    with pytest.raises(UserError, match=r"norm\.weight is not here; another site wrote it"):
+        load_checkpoint(path, mesh=mesh, shard=third.shard, optimizer=third)
+
+
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     mesh = Mesh(plan=CASE.plan(), rank=0)
     state = optimizer(mesh, 1)
