@@ -1,8 +1,8 @@
 """Checkpoints that outlive their plan: one file per rank with its home experts, one with each part of the dense parameters (of
 each pipeline stage), one manifest; where rank 0 is, one with what the gates chose so far.
 
-A checkpoint is written into a hidden folder that gets its name only when every rank has finished, so what is found under
-a checkpoint's name is complete. Sites need not share a file system: then each holds what its ranks wrote, with the dense
+A checkpoint is written into a hidden folder that gets its name only when every rank has finished and the power may fail, so what
+is found under a checkpoint's name is complete. Sites need not share a file system: then each holds what its ranks wrote, with the dense
 parameters and a manifest of its own, and ranks agree on the last checkpoint that all of them have. Experts are stored by number:
 another plan, or another number of ranks, reads them back, if they are in one folder.
 """
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridep.config import write_text
+from hybridep.config import sync, sync_folder, write_text
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.placement import IntArray
@@ -135,6 +135,7 @@ def _write(state: Any, path: Path) -> None:
     with path.open("wb") as stream:
         try:
             torch.save(state, stream)
+            sync(stream)
         except RuntimeError as error:  # which torch makes of a full disk
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
@@ -168,7 +169,9 @@ def _give_name(partial: Path, final: Path, number: int) -> None:
     if os.path.lexists(final):
         # Before it is deleted, so that what has the name is complete at any time; what never was a checkpoint stays.
         final.rename(partial.with_name(f"{partial.name}-before" if is_checkpoint(final) else f"{final.name}.other-{number:x}"))
+    sync_folder(partial)
     partial.rename(final)
+    sync_folder(final.parent)
     clear_partial(final.parent)
 
 

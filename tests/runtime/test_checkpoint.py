@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import copytree
@@ -124,6 +125,32 @@ def test_an_end_while_one_is_replaced_leaves_nothing_that_counts(tmp_path: Path,
     save(tmp_path, mesh, state, 10)
     assert last_checkpoint(tmp_path, ALONE) == path and not list(tmp_path.glob(".step-*"))
     assert len(list(tmp_path.glob("step-00000010.other-*/experts-00000.pt"))) == 1
+
+
+def test_what_has_the_name_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, and their names in the folder, are on the disk before it gets its name, and that is before anything is deleted."""
+    mesh = Mesh(plan=CASE.plan(), rank=0)
+    state = optimizer(mesh, 1)
+    advance(state, 1)
+    save(tmp_path, mesh, state, 1)
+    synced, told = set[int](), list[bool]()
+    sync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
+
+    def renamed(source: Path, target: Path) -> Path:
+        if target.name == "step-00000001":
+            told.append({path.stat().st_ino for path in (source, *source.iterdir())} <= synced and len(synced) == 4)
+            synced.clear()
+        return rename(source, target)
+
+    def deleted(folder: Path, **how: bool) -> None:
+        told.append(tmp_path.stat().st_ino in synced)
+        rmtree(folder, **how)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.add(os.fstat(handle).st_ino), sync(handle)))
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(shutil, "rmtree", deleted)
+    save(tmp_path, mesh, state, 1)
+    assert told == [True, True]
 
 
 @pytest.mark.parametrize("full", ["experts-00000", "dense", MANIFEST])
