@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import difflib
+import errno
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from typing import IO, Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
@@ -158,8 +159,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically: where the path is a link, the file that it leads to; a device or a pipe is written to as it is.
-    Raises UserError when it cannot be written."""
+    """Write a file atomically, also where the power fails: where the path is a link, the file that it leads to; a device or a
+    pipe is written to as it is. Raises UserError when it cannot be written."""
     try:
         if path.exists() and not path.is_file():
             with path.open("wb") as stream:
@@ -173,6 +174,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
+            sync(stream)
         # mkstemp makes files that only the owner reads; results are meant to be shared like any other file.
         umask = os.umask(0)
         os.umask(umask)
@@ -183,6 +185,24 @@ def write_bytes(path: Path, content: bytes) -> None:
         if isinstance(error, OSError):
             raise UserError(f"{path}: cannot be written ({error.strerror})") from None
         raise
+
+
+def sync(stream: IO[bytes]) -> None:
+    """Return when what was written would outlive a power cut. Raises OSError."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """The same for the names in a folder, where its file system can do that. Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(handle)
 
 
 def require_writable(key: str, folder: Path) -> None:

@@ -191,3 +191,5 @@ class StepReport:
     validation_loss_sum: float | None = None
     """Sum of this rank's token losses over the held-out batches, with the weights after the step; None where none was due."""
     validation_tokens: int = 0
+    damaged: list[str] = field(default_factory=list)
+    """What this rank found wrong with checkpoints before the first step of a resumed run, which goes on from one before them."""

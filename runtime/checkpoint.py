@@ -1,10 +1,11 @@
 """Checkpoints that outlive their plan: one file per rank with its home experts, one with each part of the dense parameters (of
 each pipeline stage), one manifest; where rank 0 is, one with what the gates chose so far.
 
-A checkpoint is written into a hidden folder that gets its name only when every rank has finished, so what is found under
-a checkpoint's name is complete. Sites need not share a file system: then each holds what its ranks wrote, with the dense
-parameters and a manifest of its own, and ranks agree on the last checkpoint that all of them have. Experts are stored by number:
-another plan, or another number of ranks, reads them back, if they are in one folder.
+A checkpoint is written into a hidden folder that gets its name only when every rank has finished and the power may fail, so what
+is found under a checkpoint's name is complete. What copying or a disk did to it later shows in the sizes of its files, which the
+manifest has: such a one is passed over. Sites need not share a file system: then each holds what its ranks wrote, with the dense
+parameters and a manifest of its own, and ranks agree on the last checkpoint that all of them have whole. Experts are stored by
+number: another plan, or another number of ranks, reads them back, if they are in one folder.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridep.config import write_text
+from hybridep.config import sync, sync_folder, write_text
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.placement import IntArray
@@ -41,7 +42,8 @@ _READ_VERSIONS = (2, _SCHEMA_VERSION)
 _DENSE_2 = "dense.pt"
 _CHOSEN = "chosen.pt"
 _ELSEWHERE = "another site wrote it: copy what the sites' folders of this name hold into one, or go on under the plan as it was"
-_WITHOUT = "move the checkpoint away, and --resume takes the one before it"
+_WITHOUT = "move the checkpoint away, and the one before it counts"
+_TOGETHER = "give all sites one that was written together, or start without --resume"
 _KNOWN = 64
 """Checkpoints of a folder of which others are told, the last ones."""
 
@@ -81,8 +83,10 @@ def save_checkpoint(
         own = _dense_place(mesh.whole, mesh.run_rank)
         if mesh.run_rank == min(rank for rank in here if _dense_place(mesh.whole, rank) == own):
             _write_once(_pieces(shard, _state(optimizer, [SHARD])[SHARD]), partial / _dense_shard(*own))
+    with _all_ranks(folder, partial, barrier):
         if mesh.run_rank == here[0]:
-            write_text(partial / MANIFEST, json.dumps(_manifest(step, number, mesh.whole), indent=1))
+            sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("*.pt"))}
+            write_text(partial / MANIFEST, json.dumps(_manifest(step, number, mesh.whole) | {"bytes": sizes}, indent=1))
     with _all_ranks(folder, partial, barrier):
         if mesh.run_rank == here[0]:
             _give_name(partial, final, number)
@@ -135,6 +139,7 @@ def _write(state: Any, path: Path) -> None:
     with path.open("wb") as stream:
         try:
             torch.save(state, stream)
+            sync(stream)
         except RuntimeError as error:  # which torch makes of a full disk
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
@@ -168,32 +173,68 @@ def _give_name(partial: Path, final: Path, number: int) -> None:
     if os.path.lexists(final):
         # Before it is deleted, so that what has the name is complete at any time; what never was a checkpoint stays.
         final.rename(partial.with_name(f"{partial.name}-before" if is_checkpoint(final) else f"{final.name}.other-{number:x}"))
+    sync_folder(partial)
     partial.rename(final)
+    sync_folder(final.parent)
     clear_partial(final.parent)
 
 
-def complete_checkpoints(folder: Path) -> dict[int, int]:
-    """Steps of the complete checkpoints in a folder, and the number that tells each from others of the same step."""
-    manifests = [_read_manifest(path) for path in folder.glob("step-*") if is_checkpoint(path)]
-    return {manifest["step"]: manifest["number"] for manifest in manifests}
+class LastCheckpoint(NamedTuple):
+    """What to go on from."""
+
+    path: Path
+    damaged: list[str]
+    """What is wrong with later ones, as this rank sees them."""
 
 
-def last_checkpoint(folder: Path, barrier: Barrier) -> Path:
-    """The complete checkpoint with the most steps that all ranks have; all ranks call it. Raises UserError when there is none."""
-    mine = complete_checkpoints(folder)
-    told = torch.full((_KNOWN, 2), -1, dtype=torch.int64)
-    for place, one in enumerate(sorted(mine.items())[-_KNOWN:]):
-        told[place] = torch.tensor(one)
-    everyone = barrier.gather(told)
-    step = int(barrier.agree(-1.0 if everyone is None else float(_last_of_all(everyone))))
+def last_checkpoint(folder: Path, barrier: Barrier) -> LastCheckpoint:
+    """The checkpoint with the most steps that all ranks have whole; all ranks call it. Raises UserError when there is none."""
+    mine, damage = dict[int, int](), dict[str, str]()
+    for path in folder.glob("step-*"):
+        if is_checkpoint(path):
+            try:
+                manifest = _read_manifest(path)
+                mine[manifest["step"]] = manifest["number"]
+            except _UnreadableError as error:
+                damage[path.name] = error.args[0]
+    while True:
+        told = torch.full((_KNOWN, 2), -1, dtype=torch.int64)
+        for place, one in enumerate(sorted(mine.items())[-_KNOWN:]):
+            told[place] = torch.tensor(one)
+        everyone = barrier.gather(told)
+        step = int(barrier.agree(-1.0 if everyone is None else float(_last_of_all(everyone))))
+        name = checkpoint_name(step)
+        if step < 0:
+            break
+        # Of this one only: stores of many checkpoints hold many files.
+        wrong = _damage(folder / name)
+        if wrong is not None:
+            damage[name] = wrong
+        if not barrier.most([wrong is not None])[0]:
+            return LastCheckpoint(folder / name, [damage[later] for later in sorted(damage) if later > name])
+        del mine[step]
+    if barrier.most([bool(damage)])[0] and not damage:
+        barrier.wait()  # for the rank that ends the run
+    if damage:
+        found = "; ".join(damage[name] for name in sorted(damage))
+        raise UserError(f"checkpoints.folder: {folder} holds no checkpoint that all ranks have whole ({found}); {_TOGETHER}")
     if not mine:
         raise UserError(f"checkpoints.folder: {folder} holds no complete checkpoint; start without --resume")
-    if step < 0:
-        raise UserError(
-            f"checkpoints.folder: {folder} holds checkpoints of steps {', '.join(map(str, sorted(mine)))}, none of which all "
-            "ranks have; give all sites one that was written together, or start without --resume"
-        )
-    return folder / checkpoint_name(step)
+    steps = ", ".join(map(str, sorted(mine)))
+    raise UserError(f"checkpoints.folder: {folder} holds checkpoints of steps {steps}, none of which all ranks have; {_TOGETHER}")
+
+
+def _damage(path: Path) -> str | None:
+    """What of a checkpoint's files is not as it was written; their contents are not read."""
+    sizes = _read_manifest(path)["bytes"]
+    with _reading(path):
+        for name, size in sizes.items():
+            if not os.path.lexists(path / name):
+                return f"checkpoint {path}: {name} is gone"
+            found = (path / name).stat().st_size
+            if found != size:
+                return f"checkpoint {path}: {name} has {found} bytes, and had {size}"
+    return None
 
 
 def _last_of_all(everyone: Sequence[Tensor]) -> int:
@@ -202,25 +243,35 @@ def _last_of_all(everyone: Sequence[Tensor]) -> int:
     return max((step for step, _ in common), default=-1)
 
 
+class _UnreadableError(UserError):
+    """A checkpoint's contents are not what was written."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}; {_WITHOUT}"
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """What goes wrong inside becomes a UserError that names the file, or the checkpoint."""
     try:
         yield
     except UnpicklingError:  # whose advice is to trust the file
-        raise UserError(f"checkpoint {path}: is damaged; {_WITHOUT}") from None
-    except (OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError) as error:
+        raise _UnreadableError(f"checkpoint {path}: is damaged") from None
+    except OSError as error:
+        raise UserError(f"checkpoint {path}: cannot be read ({first_line(error)})") from None
+    except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError) as error:
         # What torch goes on to say is about how it was built.
-        raise UserError(f"checkpoint {path}: cannot be read ({first_line(error).split('. ')[0]}); {_WITHOUT}") from None
+        raise _UnreadableError(f"checkpoint {path}: cannot be read ({first_line(error).split('. ')[0]})") from None
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     with _reading(path / MANIFEST):
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         step, number = int(manifest["step"]), int(manifest.get("number", 0))
+        sizes = dict(manifest.get("bytes", {}))
     if path.name != checkpoint_name(step):
         raise UserError(f"checkpoint {path}: is of step {step}; name it {checkpoint_name(step)}")
-    return manifest | {"step": step, "number": number}
+    return manifest | {"step": step, "number": number, "bytes": sizes}
 
 
 def load_checkpoint(path: Path, *, mesh: Mesh, shard: DenseShard, optimizer: HomeOptimizer) -> int:

@@ -71,6 +71,7 @@ class RankTrainer:
         self._num_sequences = sequences[mesh.location[0]]
         self._first_sequence = first_sequence(cluster, workload, mesh.rank)
         self._batches, self._held_out = training_batches(run, workload), validation_batches(run, workload)
+        self._damaged: list[str] = []
         self.spans = SpanRecorder(mesh)
         self.transport = Transport(
             timeout_s=run.exchange_timeout,
@@ -138,6 +139,7 @@ class RankTrainer:
                 sent[label] += number
                 wan_bytes += 0 if self._in_my_site(peer) else number
         model = self._model_config
+        damaged, self._damaged = self._damaged, []
         return StepReport(
             rank=self.mesh.run_rank,
             step=step,
@@ -150,6 +152,7 @@ class RankTrainer:
             sent_bytes=dict(sent),
             wan_bytes=wan_bytes,
             peak_bytes=peak_bytes(self.mesh.device),
+            damaged=damaged,
         )
 
     def _gradient_norm(self, step: int) -> float:
@@ -268,7 +271,7 @@ class RankTrainer:
 
     def restore(self) -> int:
         """Continue from the last complete checkpoint that all ranks have; returns the number of its steps; all ranks call it."""
-        path = last_checkpoint(self.run.checkpoint_folder, self._barrier)
+        path, self._damaged = last_checkpoint(self.run.checkpoint_folder, self._barrier)
         step = load_checkpoint(path, mesh=self.mesh, shard=self.shard, optimizer=self.optimizer)
         self.shard.gather()
         restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)

@@ -31,6 +31,9 @@ from simulator.columns import (
 _BLOCK = 64
 """Links that share one minimum in the search for the next."""
 
+_FEW = 16
+"""Sorting entries of links is faster than looking at every flow where these are so many times as many."""
+
 _LEFT, _LOAD = 0, 1
 
 
@@ -169,18 +172,34 @@ def _fill_rows(
         num_filled += 1
 
 
+@allocating
+def _active(flows: FlowColumns, links: LinkColumns) -> Int32Array:
+    """Flows that are on links, in order. Of very many that wait, only those on links are looked at."""
+    num_entries = 0
+    for link in range(links.order.size):
+        num_entries += links.num_members[link]
+    if num_entries * _FEW > flows.status.size:
+        return np.flatnonzero(flows.status == ACTIVE).astype(np.int32)
+    found, num_found = np.empty(num_entries, np.int32), 0
+    for link in range(links.order.size):
+        for entry in range(links.first[link], links.first[link] + links.num_members[link]):
+            if flows.links[links.members[entry], 0] == link:
+                found[num_found] = links.members[entry]
+                num_found += 1
+    return np.sort(found[:num_found])
+
+
 @compiled
-def _hand_over(flows: FlowColumns, links: LinkColumns) -> None:
+def _hand_over(flows: FlowColumns, links: LinkColumns, active: Int32Array) -> None:
     """Fix all active flows by the first links of their paths."""
-    paths, places, due, full_link, status = flows.links, flows.places, flows.due, flows.full_link, flows.status
+    paths, places, due, full_link = flows.links, flows.places, flows.due, flows.full_link
     order, position, served, least_due = links.order, links.position, links.served, links.least_due
     first, num_fixed, members, fixed_by, weights = links.first, links.num_fixed, links.members, links.fixed_by, links.weights
-    for flow in range(status.size):
+    for flow in active:
         earliest = order.size
-        if status[flow] == ACTIVE:
-            for hop in range(paths.shape[1]):
-                if paths[flow, hop] >= 0:
-                    earliest = min(earliest, position[paths[flow, hop]])
+        for hop in range(paths.shape[1]):
+            if paths[flow, hop] >= 0:
+                earliest = min(earliest, position[paths[flow, hop]])
         if earliest == order.size or order[earliest] == full_link[flow]:
             continue
         link, before = order[earliest], full_link[flow]
@@ -208,7 +227,9 @@ def fill(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
     """Find the rates of all active flows and the order of the links. What is written is little where little has changed."""
     num_links, at = links.order.size, 0
     level, load, order = np.full(num_links, np.inf), np.zeros(num_links), links.order
-    is_open = (flows.status == ACTIVE).astype(np.int8)
+    active, is_open = _active(flows, links), np.zeros(flows.status.size, np.int8)
+    for flow in active:
+        is_open[flow] = 1
     for priority in range(links.priority.max() + 1 if num_links else 0):
         rows = np.flatnonzero(links.priority == priority).astype(np.int32)
         if rows.size:
@@ -222,7 +243,7 @@ def fill(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
     links.position[order] = np.arange(num_links).astype(np.int32)
     links.since_s[:], links.level[:], links.load[:] = now_s, level, load
     links.changed[:] = 0
-    _hand_over(flows, links)
+    _hand_over(flows, links, active)
     for link in range(num_links):
         if links.num_fixed[link] == 0:
             links.least_due[link] = links.least_early[link] = np.inf

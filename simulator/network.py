@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.arrays import FloatArray, IntArray
 from simulator.columns import DONE, LATER, WAITING, FlowColumns, Int32Array, LinkColumns
@@ -19,6 +22,11 @@ from simulator.indexing import by_priority, compress, links_that_can_fill, longe
 
 OnComplete = Callable[[IntArray, IntArray], None]
 """Takes groups that are complete, and for each the position of the flow that arrived last."""
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+
+_SHORT = 16
+"""Rows that are fewer than this at a time, on average, are copied one by one."""
 
 EXACT = 1e-9
 """Flows that are equal by symmetry differ by rounding; with this share of their bytes left they end together."""
@@ -203,17 +211,17 @@ class Network:
         """Drop rows that are done, add those of new batches, and see anew which links matter."""
         old = self._flows
         unfix(old, self._links, float(self._clock.now_s[0]))
-        alive = np.flatnonzero(old.status != DONE)
-        status, due = old.status[alive], old.due[alive]
+        runs = _runs(np.flatnonzero(old.status != DONE))
+        status, due = _column([old.status], runs), _column([old.due], runs)
         # Of millions of rows one table at a time is enough.
         del old, self._flows, self._links
-        parts, self._arrivals = [_select(self._cargo, alive), *self._arrivals], []
+        parts, self._arrivals = [self._cargo, *self._arrivals], []
         del self._cargo
-        self._cargo = _join(parts)
+        self._cargo = _join(parts, runs)
         del parts
         self._flows, self._links = _index(self._cargo, self._capacity, self._tolerance + self._late)
         flows = self._flows
-        flows.status[: alive.size], flows.due[: alive.size] = status, due
+        flows.status[: status.size], flows.due[: due.size] = status, due
         self._clock.counts[:4] = (flows.status.size, 0, 1, 1)
         put_on_links(flows, self._links)
 
@@ -306,42 +314,44 @@ def _cargo_of(transfers: Transfers, serial: int) -> Cargo:
     )
 
 
-def _select(cargo: Cargo, rows: IntArray) -> Cargo:
-    weights = cargo.weights[rows] if len(cargo.weights) else cargo.weights
-    return Cargo(
-        path=cargo.path[rows],
-        weights=weights,
-        size_bytes=cargo.size_bytes[rows],
-        latency_s=cargo.latency_s[rows],
-        limit_bytes_per_s=cargo.limit_bytes_per_s[rows],
-        priority=cargo.priority[rows],
-        tickets=cargo.tickets[rows],
-        position=cargo.position[rows],
-        batch=cargo.batch[rows],
-    )
+def _runs(rows: IntArray) -> list[slice | IntArray]:
+    """What to index a column by for these rows, which are in order: those that follow each other at a time, since copying them
+    together is several times as fast."""
+    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+    if cuts.size * _SHORT > rows.size:
+        return [rows]
+    ends = [0, *cuts.tolist(), rows.size] if rows.size else [0]
+    return [slice(int(rows[begin]), int(rows[end - 1]) + 1) for begin, end in pairwise(ends)]
 
 
-def _join(parts: list[Cargo]) -> Cargo:
-    """One table of several, as wide as the widest."""
-    parts = [part for part in parts if part.size_bytes.size] or parts[:1]
-    if len(parts) == 1:
-        return parts[0]
+def _column(parts: Sequence[NDArray[ScalarT]], runs: Sequence[slice | IntArray]) -> NDArray[ScalarT]:
+    """The runs of the first part, and all of the others."""
+    return np.concatenate([parts[0][:0], *(parts[0][run] for run in runs), *parts[1:]])
+
+
+def _join(parts: list[Cargo], runs: Sequence[slice | IntArray]) -> Cargo:
+    """One table of the first part's runs and of all other parts, as wide as the widest."""
+    if not runs and len(parts) > 1:
+        parts, runs = parts[1:], [slice(None)]
+        if len(parts) == 1:
+            return parts[0]
     width = max(part.path.shape[1] for part in parts)
     per_flow = max(part.tickets.shape[1] for part in parts)
     if len({part.tickets.shape[1] for part in parts}) > 1:
         raise SimulationError(f"batches in flight with different numbers of groups per flow, up to {per_flow}")
-    weighted = any(len(part.weights) for part in parts)
-    paths, weights = [], []
-    for part in parts:
-        wider = ((0, 0), (0, width - part.path.shape[1]))
-        paths.append(np.pad(part.path, wider, constant_values=-1))
-        if weighted:
-            mine = part.weights if len(part.weights) else np.ones(part.path.shape)
-            weights.append(np.pad(mine, wider, constant_values=1.0))
+    weights = np.zeros((0, 0))
+    if any(len(part.weights) for part in parts):
+        some = [part.weights if len(part.weights) else np.ones(part.path.shape) for part in parts]
+        weights = _column([_wide(one, width, 1.0) for one in some], runs)
+    path = _column([_wide(part.path, width, -1) for part in parts], runs)
     rest = {
-        name: np.concatenate([getattr(part, name) for part in parts]) for name in Cargo._fields if name not in ("path", "weights")
+        name: _column([getattr(part, name) for part in parts], runs) for name in Cargo._fields if name not in ("path", "weights")
     }
-    return Cargo(path=np.concatenate(paths), weights=np.concatenate(weights) if weighted else np.zeros((0, 0)), **rest)
+    return Cargo(path=path, weights=weights, **rest)
+
+
+def _wide(table: NDArray[ScalarT], width: int, value: float) -> NDArray[ScalarT]:
+    return table if table.shape[1] == width else np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=value)
 
 
 def _with_limits(cargo: Cargo, capacity: FloatArray) -> tuple[Int32Array, FloatArray, FloatArray]:
@@ -367,7 +377,8 @@ def _index(cargo: Cargo, capacity: FloatArray, spare: float) -> tuple[FlowColumn
     num_shared = capacity.size
     all_paths, all_weights, capacity = _with_limits(cargo, capacity)
     first, members = members_by_link(all_paths, capacity.size)
-    kept = np.flatnonzero(links_that_can_fill(all_paths, all_weights, first, members, capacity, num_shared))
+    can_fill = links_that_can_fill(all_paths, all_weights, first, members, capacity, num_shared) == 1
+    kept = np.flatnonzero(can_fill)
     num_flows, num_links = cargo.size_bytes.size, kept.size
     # Paths are the cargo's own where nothing is left out; they are not written to.
     paths, weights = all_paths, all_weights
@@ -382,8 +393,10 @@ def _index(cargo: Cargo, capacity: FloatArray, spare: float) -> tuple[FlowColumn
         paths = paths.copy()
         priority, link_of, above = by_priority(paths, cargo.priority, num_links)
         kept, num_links = kept[link_of], priority.size
-    if paths is not all_paths:
         first, members = members_by_link(paths, num_links)
+    elif paths is not all_paths:
+        number = np.diff(first)
+        members, first = members[np.repeat(can_fill, number)], np.concatenate([first[:1], number[kept].cumsum()])
     is_limit = (kept >= num_shared).astype(np.int8)
     above[is_limit[: above.size] == 1] = -1  # a limit is of each flow, there is nothing to leave
     flows = FlowColumns(

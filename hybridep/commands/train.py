@@ -104,13 +104,16 @@ def _export(run: Run, folder: Path, as_json: bool) -> int:
 
 
 def _naming_unused(folder: Path, progress: Callable[[StepRecord], None]) -> Callable[[StepRecord], None]:
-    """``progress``; before the first step checkpoints are named that this machine has of later steps, but not all ranks."""
+    """``progress``; before the first step checkpoints are named that are damaged, or that this machine has of later steps but
+    other ranks lack."""
     from hybridep.launch.folders import checkpoints
     from hybridep.run import checkpoint_name
 
     here = sorted(path.name for path in checkpoints(folder))
 
     def on_step(record: StepRecord) -> None:
+        for what, rank in record.damaged.items():
+            note(f"hybridep train: {what} (rank {rank})")
         later = [name for name in here if name >= checkpoint_name(record.step)]
         if later:
             why = f"not all ranks have all of {', '.join(later)}, which will be replaced"

@@ -54,14 +54,18 @@ def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
     assert [step["loss"] for step in steps] == summary["losses"]
     assert "step 4/4" in whole.err
 
-    # The same steps in two parts, the second one under another plan.
+    # The same steps in two parts, the second one under another plan, and the last checkpoint in between damaged.
     parts = ("--set", f"output={inputs.folder / 'parts'}")
-    first = shell("train", inputs.run, "--local", "--json", *parts, "--set", "steps=2", "--set", "trace_step=3")
+    less = ("--set", "steps=2", "--set", "trace_step=3", "--set", "checkpoints.every_steps=1")
+    first = shell("train", inputs.run, "--local", "--json", *parts, *less)
     assert first.code == 0 and first.json["losses"] == summary["losses"][:2]
     assert "no timeline, since trace_step 3 is beyond the last of 2 steps" in first.err
+    (dense := inputs.folder / "parts" / "checkpoints" / "step-00000002" / "dense-00000-00000.pt").unlink()
     second = shell("train", inputs.run, "--local", "--json", *parts, "--set", "plan=full_gather", "--resume")
     assert second.code == 0, second.err
-    assert second.json["first_step"] == 3 and second.json["losses"] == pytest.approx(summary["losses"][2:], rel=1e-4)
+    assert f"checkpoint {dense.parent}: {dense.name} is gone (rank 0)\n" in second.err
+    assert "goes on from step-00000001, since not all ranks have all of step-00000002, which will be replaced" in second.err
+    assert second.json["first_step"] == 2 and second.json["losses"] == pytest.approx(summary["losses"][1:], rel=1e-4)
     assert [step["step"] for step in lines(inputs.folder / "parts" / "steps.jsonl")] == [1, 2, 3, 4]
     assert left_running(inputs) == []
 

@@ -198,11 +198,11 @@ def test_a_resume_names_checkpoints_that_it_does_not_use(tmp_path: Path, capsys:
         checkpoint(tmp_path, f"step-0000000{step}")
     shown: list[StepRecord] = []
     on_step = _naming_unused(tmp_path, shown.append)
-    for step in (3, 4):
-        on_step(record(step))
+    on_step(replace(record(3), damaged={"step 6 is gone": 1}))
+    on_step(record(4))
     assert [one.step for one in shown] == [3, 4]
     expected = "goes on from step-00000002, since not all ranks have all of step-00000004, step-00000006, which will be replaced"
-    assert capsys.readouterr().err == f"hybridep train: {expected}\n"
+    assert capsys.readouterr().err == f"hybridep train: step 6 is gone (rank 1)\nhybridep train: {expected}\n"
 
 
 def test_a_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:

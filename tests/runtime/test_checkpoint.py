@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import copytree
@@ -126,7 +128,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     (tmp_path / "step-00000012").mkdir()
     copytree(tmp_path / "step-00000010", tmp_path / "step-00000010.bak")
     (tmp_path / "step-00000010.bak" / MANIFEST).write_text("")
-    assert last_checkpoint(tmp_path, ALONE).name == "step-00000010"
+    assert last_checkpoint(tmp_path, ALONE).path.name == "step-00000010"
     assert save(tmp_path, mesh, state, 10).is_dir()
     assert not list(tmp_path.glob(".step-*")), "what an earlier run left is cleared away"
 
@@ -145,13 +147,83 @@ def test_an_end_while_one_is_replaced_leaves_nothing_that_counts(tmp_path: Path,
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("shutil.rmtree", killed)
         save(tmp_path, mesh, state, 10)
-    assert load_checkpoint(last_checkpoint(tmp_path, ALONE), mesh=mesh, shard=state.shard, optimizer=state)
+    assert load_checkpoint(last_checkpoint(tmp_path, ALONE).path, mesh=mesh, shard=state.shard, optimizer=state)
     # What has the name and is not whole, as after copying that was cut off, is in nobody's way, and kept.
     (path / MANIFEST).unlink()
-    assert last_checkpoint(tmp_path, ALONE).name == "step-00000009"
+    assert last_checkpoint(tmp_path, ALONE).path.name == "step-00000009"
     save(tmp_path, mesh, state, 10)
-    assert last_checkpoint(tmp_path, ALONE) == path and not list(tmp_path.glob(".step-*"))
+    assert last_checkpoint(tmp_path, ALONE) == (path, []) and not list(tmp_path.glob(".step-*"))
     assert len(list(tmp_path.glob("step-00000010.other-*/experts-00000.pt"))) == 1
+
+
+def test_what_has_the_name_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, and their names in the folder, are on the disk before it gets its name, and that is before anything is deleted."""
+    mesh = Mesh(plan=CASE.plan(), rank=0)
+    state = optimizer(mesh, 1)
+    advance(state, 1)
+    save(tmp_path, mesh, state, 1)
+    synced, told = set[int](), list[bool]()
+    sync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
+
+    def renamed(source: Path, target: Path) -> Path:
+        if target.name == "step-00000001":
+            told.append({path.stat().st_ino for path in (source, *source.iterdir())} <= synced and len(synced) == 4)
+            synced.clear()
+        return rename(source, target)
+
+    def deleted(folder: Path, **how: bool) -> None:
+        told.append(tmp_path.stat().st_ino in synced)
+        rmtree(folder, **how)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.add(os.fstat(handle).st_ino), sync(handle)))
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(shutil, "rmtree", deleted)
+    save(tmp_path, mesh, state, 1)
+    assert told == [True, True]
+
+
+def damaged(path: Path, how: str) -> str:
+    """Damage a checkpoint; returns what is said of it."""
+    shard = path / "experts-00000.pt"
+    if how == "cut off":
+        shard.write_bytes(whole := shard.read_bytes()[:-1])
+        return rf"{path}: experts-00000\.pt has {len(whole)} bytes, and had {len(whole) + 1}"
+    if how == "gone":
+        shard.unlink()
+        return rf"{path}: experts-00000\.pt is gone"
+    (path / MANIFEST).write_text((path / MANIFEST).read_text()[:50])
+    return rf"{path}/manifest\.json: cannot be read \(.*\)"
+
+
+@pytest.mark.parametrize("how", ["cut off", "gone", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, how: str) -> None:
+    mesh = Mesh(plan=CASE.plan(), rank=0)
+    state = optimizer(mesh, 1)
+    advance(state, 1)
+    before, after = save(tmp_path, mesh, state, 9), save(tmp_path, mesh, state, 10)
+    said = damaged(after, how)
+    path, [why] = last_checkpoint(tmp_path, ALONE)
+    assert path == before and re.fullmatch(f"checkpoint {said}", why)
+    # As soon as none is whole that is an error.
+    damaged(before, "gone")
+    with pytest.raises(
+        UserError, match=rf"holds no checkpoint that all ranks have whole \(.*9: experts.*; checkpoint {said}\); give"
+    ):
+        last_checkpoint(tmp_path, ALONE)
+    # Its step replaces it.
+    assert last_checkpoint(save(tmp_path, mesh, state, 10).parent, ALONE) == (after, [])
+
+
+def test_a_checkpoint_that_does_not_know_its_sizes_counts(tmp_path: Path) -> None:
+    mesh = Mesh(plan=CASE.plan(), rank=0)
+    state = optimizer(mesh, 1)
+    advance(state, 1)
+    path = save(tmp_path, mesh, state, 9)
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["bytes"]
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    damaged(path, "cut off")
+    assert last_checkpoint(tmp_path, ALONE) == (path, [])
 
 
 @pytest.mark.parametrize("full", ["experts-00000", "dense", MANIFEST])
@@ -190,9 +262,9 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     (path / MANIFEST).write_text(json.dumps(other))
     with pytest.raises(UserError, match=r"model\.hidden_size was 32 when it was written, now it is 16"):
         load()
-    unnumbered = json.dumps(json.loads(original) | {"number": None})
-    for damaged in (original[:50], "[]", unnumbered):
-        (path / MANIFEST).write_text(damaged)
+    unnumbered, unsized = (json.dumps(json.loads(original) | {key: None}) for key in ("number", "bytes"))
+    for text in (original[:50], "[]", unnumbered, unsized):
+        (path / MANIFEST).write_text(text)
         with pytest.raises(UserError, match=r"manifest\.json: cannot be read"):
             load()
         with pytest.raises(UserError, match=r"manifest\.json: cannot be read"):

@@ -141,6 +141,21 @@ def test_sites_need_not_share_a_file_system(ranks: RankPool, tmp_path: Path) -> 
     assert [step.step for step in train_on(ranks, one, replace(APART, sizes=(1, 1), domains=(1, 1)), resume=True)[0]] == [7]
 
 
+def test_all_sites_pass_over_what_is_damaged_at_one(ranks: RankPool, tmp_path: Path) -> None:
+    run = training_run(tmp_path, steps=4, checkpoints=Checkpoints(every_steps=2))
+    whole = losses_of(train_on(ranks, run, APART, job=run_apart))
+    for step in (4, 2):
+        (tmp_path / "site1" / f"step-0000000{step}" / "experts-00001.pt").write_bytes(b"")
+        if step == 4:
+            reports = train_on(ranks, run, APART, resume=True, job=run_apart)
+            assert losses_of(reports) == whole[2:]
+            first, *others = [report.damaged for one in reversed(reports) for report in one]
+            assert len(first) == 1 and "step-00000004: experts-00001.pt has 0 bytes, and had" in first[0] and not any(others)
+            rmtree(tmp_path / "site1" / "step-00000004")
+    with RankPool(2, join=False) as pool, pytest.raises(RankFailed, match=r"rank 1:(?s:.)*all ranks have whole .*2: experts"):
+        train_on(pool, run, APART, resume=True, job=run_apart)
+
+
 def run_with_one_full_disk(rank: int, *arguments: Any) -> list[StepReport] | None:
     def full(state: Any, path: Path) -> None:
         path.write_bytes(b"part")

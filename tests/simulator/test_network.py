@@ -207,3 +207,22 @@ def test_misuse_names_the_value() -> None:
         send(network, [([0], 0.0, -1.0)], lambda groups, last: None)
     with pytest.raises(SimulationError, match=r"tolerance 0\.5"):
         Network(engine, [1.0], tolerance=0.5)
+
+
+def test_flows_that_wait_change_nothing() -> None:
+    """To the bit, however many the table holds between those that move."""
+
+    def arrivals(apart: int) -> dict[tuple[str, int], float]:
+        engine, number = Engine(), 6 * apart
+        network, log = Network(engine, [3.0, 7.0, 11.0, 5.0]), Log(engine)
+        row = np.arange(number) // apart
+        paths = np.stack([row % 3, np.full(number, 3)], axis=1)
+        transfers = Transfers(links=paths, latency_s=np.zeros(number), size_bytes=10.0 + row)
+        batch = network.prepare(transfers, lambda rows, last: log.on("a")(rows // apart, last))
+        for at in range(6):
+            engine.at(at / 3, lambda at=at: network.start(batch, np.array([at * apart])))  # type: ignore[misc]
+            engine.at(at * 1.5, lambda at=at: send(network, [([0, 3], 0.1, 2.0), ([1], 0.0, 3.0)], log.on(f"b{at}")))  # type: ignore[misc]
+        engine.run()
+        return log.arrivals
+
+    assert arrivals(200) == arrivals(2) and len(arrivals(2)) == 18
