@@ -49,6 +49,8 @@ class Op(Enum):
 
 DENSE = (Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER)
 """The all-reduce of dense gradients."""
+DENSE_PIECE = 1 << 22
+"""Elements of a part that travel at once inside sites, where latencies are short: what arrives takes memory."""
 SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)
 """What keeps a layer's shared expert in step, where copies are coded against one."""
 MOVES = (Op.EXPERT_GATHER, Op.GRADIENT_RETURN, *SHARED)

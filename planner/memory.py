@@ -20,12 +20,12 @@ from hybridep.placement import IntArray, Placement
 from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
 from hybridep.traffic import (
+    DENSE_PIECE,
     FloatArray,
     Op,
     Traffic,
     arriving_rows,
     dense_shard_params,
-    dense_traffic,
     rank_sequences,
     reverse,
     served_copies,
@@ -222,8 +222,22 @@ def passing_bytes(
     return passing
 
 
+def dense_reduction_bytes(sizes: Sequence[int], workload: Workload, codecs: Sequence[Codecs]) -> float:
+    """Most that a rank holds beside all gradients while they are reduced (``runtime.dense_reduce``): what arrives of a part, or
+    of a piece of it; messages both ways where they are coded."""
+    most, shard = 0.0, workload.model.dense_params
+    for level, wire in reversed(list(enumerate(wires(workload, codecs, len(sizes))))):
+        part = -(-shard // sizes[level])
+        if "gradients" in wire.codecs.lossy:
+            held = 2 * float(wire.dense_bytes(np.array([part]))[0])
+        else:
+            held = float((min(part, DENSE_PIECE) if level > 0 else part) * workload.training.dtype.num_bytes)
+        most, shard = max(most, (sizes[level] - 1) * held), part
+    return most
+
+
 def fixed_passing_bytes(
-    workload: Workload, share: FloatArray, largest_reduction: FloatArray, *, recompute: bool = False
+    workload: Workload, share: FloatArray, largest_reduction: float, *, recompute: bool = False
 ) -> FloatArray:
     """Held by the head when backward begins; or after backward, when no activations are left, by the reduction of the dense
     gradients. ``recompute``: experts of some layers do; shared ones are taken to keep nothing in any."""
@@ -249,7 +263,7 @@ def fixed_memory(
 ) -> LayerMemory:
     """What does not depend on the placement of copies, for all layers together. ``home_experts`` [G]: experts at home on
     each rank, all layers together. ``recompute``: of some layers' experts."""
-    reduction = exchange_bytes(placement, dense_traffic(placement, workload, codecs))
+    reduction = dense_reduction_bytes(cluster.sizes, workload, codecs)
     share = compute_of_ranks(cluster, workload).share
     lasting = fixed_lasting(workload, share, home_experts, cluster.sizes)
     lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(cluster, workload, codecs)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybridep.traffic import DENSE, Op, split_sizes
+from hybridep.traffic import DENSE, DENSE_PIECE, Op, split_sizes
 from runtime.codecs import GradientCoder, gradient_coder
 from runtime.mesh import Mesh
 
@@ -27,6 +27,7 @@ class DenseReduce:
 
     def __init__(self, mesh: Mesh, exchange: Exchange, *, ops: tuple[Op, Op] = DENSE, coded: bool = True) -> None:
         self._mesh, self._send, self._ops = mesh, exchange, ops
+        self.piece = DENSE_PIECE
         self.coders = [gradient_coder(codecs) if coded else None for codecs in mesh.plan.level_codecs]
 
     def __call__(self, flat_D: Tensor) -> None:
@@ -70,61 +71,82 @@ class DenseReduce:
         return slice(first, first + sizes[own])
 
     def _reduce_scatter(self, level: int, shard: Tensor) -> Tensor:
-        parts = torch.split(shard, split_sizes(len(shard), self._mesh.sizes[level]))
+        parts = self._parts(level, shard)
+        own, coder = self._mesh.location[level], self.coders[level]
+        if coder is not None:
+            self._sum_coded(level, parts, coder)
+            return parts[own]
+        # All that exchange parts here have as many of them, and so as many rounds.
+        piece = self.piece if level > 0 else len(shard)
+        for first in range(0, max(map(len, parts)), piece):
+            self._sum(level, [part[first : first + piece] for part in parts])
+        return parts[own]
+
+    def _sum(self, level: int, parts: Sequence[Tensor]) -> None:
         own = self._mesh.location[level]
-        coder = self.coders[level]
-        sends = {c: part if coder is None else coder.encode(f"part{c}", part) for c, part in self._others(level, parts)}
+        mine = parts[own]
+        arrived = {c: torch.empty_like(mine) for c in range(len(parts)) if c != own and len(mine)}
+        self._exchange(self._ops[0], level, self._others(level, parts), arrived)
+        first, *others = [mine if c == own else arrived.get(c, mine) for c in range(len(parts))]
+        for value in others if len(mine) else ():
+            first += value
+        if first is not mine:
+            mine.copy_(first)
+
+    def _sum_coded(self, level: int, parts: Sequence[Tensor], coder: GradientCoder) -> None:
+        own = self._mesh.location[level]
+        sends = {c: coder.encode(f"part{c}", part) for c, part in self._others(level, parts).items()}
         total = torch.zeros_like(parts[own])
-        arrived = self._exchange(self._ops[0], level, sends, [len(parts[own])] * len(parts), total, coder)
+        arrived = self._decoded(self._ops[0], level, sends, dict.fromkeys(range(len(parts)), total), coder)
         for c in range(len(parts)):
             if c == own:
                 total += parts[own]
             elif c in arrived:
                 total += arrived[c]
         parts[own].copy_(total)
-        return parts[own]
 
     def _all_gather(self, level: int, shard: Tensor, coder: GradientCoder | None) -> None:
-        parts = torch.split(shard, split_sizes(len(shard), self._mesh.sizes[level]))
+        parts = self._parts(level, shard)
         own = self._mesh.location[level]
-        mine = parts[own]
-        if coder is not None and len(mine):
+        mine, others = parts[own], [c for c in range(len(parts)) if c != own]
+        if coder is None:
+            sends = dict.fromkeys(others, mine) if len(mine) else {}
+            self._exchange(self._ops[1], level, sends, self._others(level, parts))
+            return
+        sends = {}
+        if len(mine):
             # The owner keeps what the others get: all ranks go on with the same bits.
-            mine = coder.encode("sum", parts[own])
-            parts[own].copy_(coder.decode(mine, len(parts[own]), shard.dtype))
-        sends = {c: mine for c in range(len(parts)) if c != own and len(mine)}
-        for c, part in self._exchange(self._ops[1], level, sends, [len(part) for part in parts], shard, coder).items():
+            message = coder.encode("sum", mine)
+            mine.copy_(coder.decode(message, len(mine), shard.dtype))
+            sends = dict.fromkeys(others, message)
+        for c, part in self._decoded(self._ops[1], level, sends, dict(enumerate(parts)), coder).items():
             parts[c].copy_(part)
 
-    def _others(self, level: int, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        return [(c, part) for c, part in enumerate(parts) if c != self._mesh.location[level] and len(part)]
+    def _parts(self, level: int, shard: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(shard, split_sizes(len(shard), self._mesh.sizes[level]))
 
-    def _exchange(
-        self,
-        op: Op,
-        level: int,
-        sends: dict[int, Tensor],
-        lengths: Sequence[int],
-        like: Tensor,
-        coder: GradientCoder | None,
+    def _others(self, level: int, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        return {c: part for c, part in enumerate(parts) if c != self._mesh.location[level] and len(part)}
+
+    def _decoded(
+        self, op: Op, level: int, sends: dict[int, Tensor], like: Mapping[int, Tensor], coder: GradientCoder
     ) -> dict[int, Tensor]:
-        """The parts that arrive, by coordinate; ``lengths`` elements from each."""
-        own, peer = self._mesh.location[level], self._mesh.peer
-        buffers = {
-            c: like.new_empty(length)
-            if coder is None
-            else torch.empty(coder.message_bytes(length, like.dtype), dtype=torch.uint8, device=like.device)
-            for c, length in enumerate(lengths)
-            if c != own and length
+        """What arrives, by coordinate: as many elements as ``like`` has."""
+        receives = {
+            c: torch.empty(coder.message_bytes(len(one), one.dtype), dtype=torch.uint8, device=one.device)
+            for c, one in like.items()
+            if c != self._mesh.location[level] and len(one)
         }
+        self._exchange(op, level, sends, receives)
+        return {c: coder.decode(message, len(like[c]), like[c].dtype) for c, message in receives.items()}
+
+    def _exchange(self, op: Op, level: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        peer = self._mesh.peer
         self._send(
             {peer(level, c): message for c, message in sends.items()},
-            {peer(level, c): buffer for c, buffer in buffers.items()},
+            {peer(level, c): buffer for c, buffer in receives.items()},
             self._mesh.label(op, level),
         )
-        if coder is None:
-            return buffers
-        return {c: coder.decode(buffer, lengths[c], like.dtype) for c, buffer in buffers.items()}
 
 
 def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:

@@ -22,6 +22,7 @@ from planner.memory import (
     COPIES,
     Ahead,
     LayerMemory,
+    dense_reduction_bytes,
     fits,
     fixed_passing_bytes,
     fixed_rank_bytes,
@@ -141,7 +142,8 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
     reduced, gathered = dense_exchanges(problem)
     moved = [(one, 1.0) for one in (*reduced, *gathered)]
     per_rank, per_home = fixed_rank_bytes(work, problem.compute.share, problem.cluster.sizes)
-    buffers = _largest([one.both for one, _ in moved], at_home.shape)
+    reduction = dense_reduction_bytes(problem.cluster.sizes, work, problem.codecs)
+    passing = fixed_passing_bytes(work, problem.compute.share, reduction, recompute=problem.recompute)
     unsent_bytes = unsent_dense_bytes(problem.cluster, work, problem.codecs)
     return FixedCost(
         parts_s=parts
@@ -151,7 +153,7 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
             **dense_coding_part(problem.cluster, work, problem.codecs),
         },
         lasting_bytes=np.asarray(per_rank + unsent_bytes + at_home * per_home, dtype=np.float64),
-        passing_bytes=fixed_passing_bytes(work, problem.compute.share, buffers, recompute=problem.recompute),
+        passing_bytes=np.broadcast_to(passing, at_home.shape),
         wan_bytes=bytes_between(moved),
         egress_usd=egress_usd(problem, moved),
         compute_s=compute_s,

@@ -118,6 +118,19 @@ def test_the_complete_cross_of_factors_equals_the_reference(pools: Pools, case: 
     pools.check(case)
 
 
+def in_small_pieces(trainer: Any) -> None:
+    trainer.dense_reduce.piece = 700
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 2)], ids=str)
+def test_dense_gradients_in_pieces_equal_the_reference(pools: Pools, sizes: tuple[int, ...]) -> None:
+    """As those of large models travel inside sites: parts are not multiples of a piece, nor all as long."""
+    case = Case(sizes=sizes, domains=(1,) * len(sizes), model="qwen2", micro_batches=1)
+    outcomes = pools.train(case, in_small_pieces)
+    check_fidelity(case, outcomes)
+    check_bytes(case, outcomes)
+
+
 WILD_PLANS = wild_cases(20)
 
 
