@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from math import cos, pi
@@ -117,16 +116,6 @@ def clear_partial(folder: Path) -> None:
         if path.is_symlink():
             path.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def keep_last(folder: Path, number: int, step: int) -> None:
-    """Remove complete checkpoints of up to ``step`` steps but the last ``number``. Several ranks may do so at once; what has a
-    checkpoint's name is complete at any time."""
-    found = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*") if is_checkpoint(path)}
-    for old in sorted(one for one in found if one <= step)[:-number]:
-        with suppress(OSError):  # another rank has been here
-            found[old].rename(folder / f".{found[old].name}.partial-old")
-    clear_partial(folder)
 
 
 class Run(Strict):

@@ -1,7 +1,7 @@
 """The closed-form cost of one training step: what the planner minimises.
 
 A step is a sum over layers, micro-batches and operations, with the overlaps that the runtime has (``planner.layer_times``); then
-the dense all-reduce and the optimizer.
+the sum of dense gradients, the optimizer, and the weights that it has updated.
 
 With a prefetch depth copies set out ahead of their blocks and give way to tokens: then the chain of computation and
 tokens counts, and of copies what ``planner.ahead`` finds to show.

@@ -224,15 +224,15 @@ def passing_bytes(
 
 def dense_reduction_bytes(sizes: Sequence[int], workload: Workload, codecs: Sequence[Codecs]) -> float:
     """Most that a rank holds beside all gradients while they are reduced (``runtime.dense_reduce``): what arrives of a part, or
-    of a piece of it; messages both ways where they are coded."""
+    of a piece of it; where that is coded, messages both ways, the sum, and one that is decoded."""
     most, shard = 0.0, workload.model.dense_params
     for level, wire in reversed(list(enumerate(wires(workload, codecs, len(sizes))))):
         part = -(-shard // sizes[level])
-        if "gradients" in wire.codecs.lossy:
-            held = 2 * float(wire.dense_bytes(np.array([part]))[0])
-        else:
-            held = float((min(part, DENSE_PIECE) if level > 0 else part) * workload.training.dtype.num_bytes)
-        most, shard = max(most, (sizes[level] - 1) * held), part
+        width, others = workload.training.dtype.num_bytes, sizes[level] - 1
+        held = float(others * (min(part, DENSE_PIECE) if level > 0 else part) * width)
+        if others and "gradients" in wire.codecs.lossy:
+            held = 2 * others * float(wire.dense_bytes(np.array([part]))[0]) + 2 * part * width
+        most, shard = max(most, held), part
     return most
 
 

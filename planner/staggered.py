@@ -303,7 +303,7 @@ class _Walk:
         return Dense(self._exchanges(traffic, coding), tuple(between))
 
     def _after(self, ready_s: FloatArray) -> FloatArray:
-        """[G]: when each rank has reduced the dense gradients and made the optimizer's step."""
+        """[G]: when each rank has reduced the dense gradients, made the optimizer's step, and got the others' weights."""
         plan, dense = self._plan, self.dense.exchanges
         ready_s = dense.hops(Op.DENSE_REDUCE_SCATTER, ready_s, inwards=False)
         ready_s = dense.hop(OpLevel(Op.DENSE_ALL_GATHER, 0), ready_s) + self._compute.optimizer_s(plan.home_experts)

@@ -14,7 +14,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -40,6 +40,8 @@ _SCHEMA_VERSION = 3
 _READ_VERSIONS = (2, _SCHEMA_VERSION)
 """Version 2 had the dense parameters of a stage in one file."""
 _DENSE_2 = "dense.pt"
+_LAYOUT = "layout"
+_KEPT = ("weight", *MOMENTS)
 _CHOSEN = "chosen.pt"
 _ELSEWHERE = "another site wrote it: copy what the sites' folders of this name hold into one, or go on under the plan as it was"
 _WITHOUT = "move the checkpoint away, and the one before it counts"
@@ -82,7 +84,7 @@ def save_checkpoint(
         here = [rank for rank in range(mesh.whole.cluster.num_gpus) if (partial / _shard(rank)).exists()]
         own = _dense_place(mesh.whole, mesh.run_rank)
         if mesh.run_rank == min(rank for rank in here if _dense_place(mesh.whole, rank) == own):
-            _write_once(_pieces(shard, _state(optimizer, [SHARD])[SHARD]), partial / _dense_shard(*own))
+            _write_once(_dense_state(shard, optimizer), partial / _dense_shard(*own))
     with _all_ranks(folder, partial, barrier):
         if mesh.run_rank == here[0]:
             sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("*.pt"))}
@@ -115,17 +117,16 @@ def _state(optimizer: HomeOptimizer, names: list[str]) -> dict[str, dict[str, Te
     return {name: {key: value.cpu() for key, value in optimizer.state(name).items()} for name in names}
 
 
-def _pieces(shard: DenseShard, state: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """By parameter: what of it is in the part, its first element there, and the shape of all of it."""
-    return {
-        piece.name: {
-            "first": piece.first,
-            "shape": list(piece.shape),
-            # A copy, or the file would have all of the part for each.
-            **{key: value[piece.where].clone() for key, value in state.items()},
-        }
+def _dense_state(shard: DenseShard, optimizer: HomeOptimizer) -> dict[str, Any]:
+    """What the optimizer keeps of the part, and where what parameters are in it."""
+    state = _state(optimizer, [SHARD])[SHARD]
+    layout = {
+        piece.name: {"first": piece.first, "begin": piece.where.start, "end": piece.where.stop, "shape": list(piece.shape)}
         for piece in shard.pieces()
     }
+    # A view of all weights would be written with all of them.
+    whole = {key: value if value.untyped_storage().nbytes() == value.nbytes else value.clone() for key, value in state.items()}
+    return {_LAYOUT: layout, **whole}
 
 
 def _write_once(state: Any, path: Path) -> None:
@@ -237,6 +238,24 @@ def _damage(path: Path) -> str | None:
     return None
 
 
+def keep_last(folder: Path, number: int, step: int) -> None:
+    """Remove checkpoints of up to ``step`` steps that are older than the last ``number`` whole ones. Several ranks may do so at
+    once; what has a checkpoint's name is complete at any time."""
+    found = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*") if is_checkpoint(path)}
+    whole = sorted(one for one in found if one <= step and _is_whole(found[one]))
+    for old in [one for one in found if one < whole[-number]] if len(whole) >= number else []:
+        with suppress(OSError):  # another rank has been here
+            found[old].rename(folder / f".{found[old].name}.partial-old")
+    clear_partial(folder)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _damage(path) is None
+    except UserError:
+        return False
+
+
 def _last_of_all(everyone: Sequence[Tensor]) -> int:
     """Step of the last checkpoint that all ranks have, or -1. everyone: [K, 2] steps and numbers of each rank's."""
     common = set.intersection(*({(int(step), int(number)) for step, number in one if step >= 0} for one in everyone))
@@ -282,15 +301,12 @@ def load_checkpoint(path: Path, *, mesh: Mesh, shard: DenseShard, optimizer: Hom
     """
     manifest = _read_manifest(path)
     with _reading(path):
-        if manifest["schema_version"] not in _READ_VERSIONS:
-            read = " and ".join(map(str, _READ_VERSIONS))
-            raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {read}")
+        _require_known_version(path, manifest)
         _require_same_model(path, manifest["workload"], mesh.whole.workload)
         saved = _SavedDense(path, manifest)
-        state = {key: torch.empty_like(value) for key, value in optimizer.state(SHARD).items()}
+        state = optimizer.state(SHARD)
         for piece in shard.pieces():
-            for key, value in saved.elements(piece.name, piece.first, piece.where.stop - piece.where.start).items():
-                state[key][piece.where] = value
+            saved.copy_to(piece.name, piece.first, {key: value[piece.where] for key, value in state.items()})
         optimizer.load(SHARD, state)
         _load_experts(path, mesh, optimizer)
     return int(manifest["step"])
@@ -328,38 +344,53 @@ class SavedExperts:
         return {key: value[row] for key, value in saved.items()}
 
 
+class _Piece(NamedTuple):
+    """Of one parameter, as one row."""
+
+    first: int
+    shape: torch.Size
+    """Of the whole parameter."""
+    values: dict[str, Tensor]
+    """[n]: weight and moments."""
+
+
 class _SavedDense:
     """Dense parameters out of a checkpoint, in whatever parts they were written."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self._path = path
-        self._pieces: dict[str, list[dict[str, Any]]] = {}
+        self._pieces: dict[str, list[_Piece]] = {}
         for file in (path / name for name in manifest.get("dense", [_DENSE_2])):
-            for name, piece in _read(file).items() if file.exists() else ():
-                self._pieces.setdefault(name, []).append(piece)
+            content = _read(file) if file.exists() else {}
+            if _LAYOUT in content:
+                for name, at in content[_LAYOUT].items():
+                    values = {key: content[key][at["begin"] : at["end"]] for key in _KEPT}
+                    self._add(name, _Piece(at["first"], torch.Size(at["shape"]), values))
+            else:
+                for name, kept in content.items():
+                    self._add(name, _Piece(0, kept["weight"].shape, {key: kept[key].flatten() for key in _KEPT}))
 
-    def shape(self, name: str) -> torch.Size:
+    def _add(self, name: str, piece: _Piece) -> None:
+        self._pieces.setdefault(name, []).append(piece)
+
+    def shape_and_type(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Of a parameter."""
         piece = self._of(name)[0]
-        return torch.Size(piece.get("shape", piece["weight"].shape))
+        return piece.shape, piece.values["weight"].dtype
 
-    def elements(self, name: str, first: int, number: int) -> dict[str, Tensor]:
-        """[number]: weight and moments of a parameter, as one row, from one element on."""
-        found: dict[str, list[Tensor]] = {}
-        at = first
-        for piece in sorted(self._of(name), key=lambda piece: int(piece.get("first", 0))):
-            values = {key: piece[key].flatten() for key in ("weight", *MOMENTS)}
-            begin = int(piece.get("first", 0))
-            end = min(begin + len(values["weight"]), first + number)
-            if begin <= at < end:
-                for key, value in values.items():
-                    found.setdefault(key, []).append(value[at - begin : end - begin])
+    def copy_to(self, name: str, first: int, into: Mapping[str, Tensor]) -> None:
+        """What is kept of a parameter, as one row, from one element on: as many as ``into`` ([n] each) has."""
+        at, last = first, first + len(next(iter(into.values())))
+        for piece in sorted(self._of(name), key=lambda piece: piece.first):
+            end = min(piece.first + len(piece.values["weight"]), last)
+            if piece.first <= at < end:
+                for key, target in into.items():
+                    target[at - first : end - first].copy_(piece.values[key][at - piece.first : end - piece.first])
                 at = end
-        if at < first + number:
+        if at < last:
             raise UserError(f"checkpoint {self._path}: {name} is not here; {_ELSEWHERE}")
-        return {key: torch.cat(values) for key, values in found.items()}
 
-    def _of(self, name: str) -> list[dict[str, Any]]:
+    def _of(self, name: str) -> list[_Piece]:
         if name not in self._pieces:
             raise UserError(f"checkpoint {self._path}: {name} is not here; {_ELSEWHERE}")
         return self._pieces[name]
@@ -371,15 +402,20 @@ class SavedWeights:
     def __init__(self, path: Path) -> None:
         """Raises UserError where it cannot be read, or other sites have parts of it."""
         manifest, self._path = _read_manifest(path), path
+        if (damage := _damage(path)) is not None:
+            raise UserError(f"{damage}; {_WITHOUT}")
         with _reading(path):
+            _require_known_version(path, manifest)
             self.workload = Workload.model_validate(manifest["workload"])
         self._experts, self._dense = SavedExperts(path), _SavedDense(path, manifest)
 
     def dense(self, name: str) -> Tensor:
         """Of a parameter outside the routed experts."""
         with _reading(self._path):
-            shape = self._dense.shape(name)
-            return self._dense.elements(name, 0, shape.numel())["weight"].view(shape)
+            shape, dtype = self._dense.shape_and_type(name)
+            weight = torch.empty(shape.numel(), dtype=dtype)
+            self._dense.copy_to(name, 0, {"weight": weight})
+            return weight.view(shape)
 
     def expert(self, layer: int, expert: int) -> Tensor:
         """[P]: of one expert of a MoE layer."""
@@ -408,6 +444,12 @@ def layer_homes(plan: Plan | PipelinePlan) -> list[IntArray]:
     if isinstance(plan, Plan):
         return [placement.home for _, _, placement in plan.each_layer()]
     return [ranks[home] for ranks, one in zip(plan.ranks, plan.plans, strict=True) for home in layer_homes(one)]
+
+
+def _require_known_version(path: Path, manifest: dict[str, Any]) -> None:
+    if manifest["schema_version"] not in _READ_VERSIONS:
+        read = " and ".join(map(str, _READ_VERSIONS))
+        raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {read}")
 
 
 def _require_same_model(path: Path, saved: dict[str, Any], workload: Workload) -> None:

@@ -77,7 +77,7 @@ class DenseReduce:
             self._sum_coded(level, parts, coder)
             return parts[own]
         # All that exchange parts here have as many of them, and so as many rounds.
-        piece = self.piece if level > 0 else len(shard)
+        piece = self.piece if level > 0 else max(len(shard), 1)
         for first in range(0, max(map(len, parts)), piece):
             self._sum(level, [part[first : first + piece] for part in parts])
         return parts[own]
@@ -97,12 +97,12 @@ class DenseReduce:
         own = self._mesh.location[level]
         sends = {c: coder.encode(f"part{c}", part) for c, part in self._others(level, parts).items()}
         total = torch.zeros_like(parts[own])
-        arrived = self._decoded(self._ops[0], level, sends, dict.fromkeys(range(len(parts)), total), coder)
+        arrived = self._coded(self._ops[0], level, sends, dict.fromkeys(range(len(parts)), total), coder)
         for c in range(len(parts)):
             if c == own:
                 total += parts[own]
             elif c in arrived:
-                total += arrived[c]
+                total += coder.decode(arrived[c], len(total), total.dtype)
         parts[own].copy_(total)
 
     def _all_gather(self, level: int, shard: Tensor, coder: GradientCoder | None) -> None:
@@ -119,8 +119,8 @@ class DenseReduce:
             message = coder.encode("sum", mine)
             mine.copy_(coder.decode(message, len(mine), shard.dtype))
             sends = dict.fromkeys(others, message)
-        for c, part in self._decoded(self._ops[1], level, sends, dict(enumerate(parts)), coder).items():
-            parts[c].copy_(part)
+        for c, arrived in self._coded(self._ops[1], level, sends, dict(enumerate(parts)), coder).items():
+            parts[c].copy_(coder.decode(arrived, len(parts[c]), shard.dtype))
 
     def _parts(self, level: int, shard: Tensor) -> tuple[Tensor, ...]:
         return torch.split(shard, split_sizes(len(shard), self._mesh.sizes[level]))
@@ -128,17 +128,17 @@ class DenseReduce:
     def _others(self, level: int, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         return {c: part for c, part in enumerate(parts) if c != self._mesh.location[level] and len(part)}
 
-    def _decoded(
+    def _coded(
         self, op: Op, level: int, sends: dict[int, Tensor], like: Mapping[int, Tensor], coder: GradientCoder
     ) -> dict[int, Tensor]:
-        """What arrives, by coordinate: as many elements as ``like`` has."""
+        """The messages that arrive, by coordinate, for as many elements as ``like`` has."""
         receives = {
             c: torch.empty(coder.message_bytes(len(one), one.dtype), dtype=torch.uint8, device=one.device)
             for c, one in like.items()
             if c != self._mesh.location[level] and len(one)
         }
         self._exchange(op, level, sends, receives)
-        return {c: coder.decode(message, len(like[c]), like[c].dtype) for c, message in receives.items()}
+        return receives
 
     def _exchange(self, op: Op, level: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         peer = self._mesh.peer

@@ -69,13 +69,16 @@ class HomeOptimizer:
 
     def squared_norm(self, names: Iterable[str]) -> float:
         """Of the gradients of some parameters together."""
-        norms = [torch.linalg.vector_norm(self._gradient(name), dtype=self.masters[name].dtype) for name in names]
-        return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+        total = 0.0
+        for name in names:
+            for piece in torch.split(self._gradient(name).view(-1), _BATCH_ON_DEVICE):  # a CPU makes a wide copy of each
+                total += float(torch.linalg.vector_norm(piece, dtype=self.masters[name].dtype).double().square())
+        return total
 
     def is_finite(self) -> bool:
         """Whether all weights are."""
         largest = [torch.linalg.vector_norm(master, ord=torch.inf) for master in self.masters.values() if master.numel()]
-        return bool(torch.stack(largest).isfinite().all())
+        return all(bool(value.isfinite()) for value in largest)
 
     def _gradient(self, name: str) -> Tensor:
         gradient = self.parameters[name].grad

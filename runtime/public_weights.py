@@ -22,7 +22,15 @@ from torch import Tensor
 
 from hybridep.config import write_text
 from hybridep.errors import UserError
-from hybridep.hugging_face import CONFIG_FILE, Architecture, architecture_for, config_for, dtype_keys, read_config
+from hybridep.hugging_face import (
+    CONFIG_FILE,
+    Architecture,
+    architecture_for,
+    config_for,
+    dtype_keys,
+    read_config,
+    require_same_model,
+)
 from hybridep.workload import Model
 from runtime.checkpoint import SavedWeights
 from runtime.experts import split_row
@@ -152,11 +160,16 @@ def export_weights(checkpoint: Path, folder: Path, like: Path | None) -> int:
     saved = SavedWeights(checkpoint)
     workload = saved.workload
     model, dtype = workload.model, TORCH_DTYPE[workload.training.dtype]
-    config = config_for(workload) if like is None else read_config(like / CONFIG_FILE) | dtype_keys(workload.training.dtype)
-    if folder.exists():
-        raise UserError(f"--export {folder}: exists; name a new folder")
+    if like is None:
+        config = config_for(workload)
+    else:
+        # The run may name other weights by now than those that training began with.
+        require_same_model(like, model)
+        config = read_config(like / CONFIG_FILE) | dtype_keys(workload.training.dtype)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
+        if folder.exists():
+            raise UserError(f"--export {folder}: exists; name a new folder")
         partial.mkdir(parents=True)
         files, count = _write_shards(partial, saved, model, dtype)
         if len(set(files.values())) > 1:

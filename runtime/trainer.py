@@ -19,13 +19,13 @@ from hybridep.errors import UserError
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
 from hybridep.plan import Plan
 from hybridep.routing import load_routing
-from hybridep.run import Run, StepReport, keep_last
+from hybridep.run import Run, StepReport
 from hybridep.shares import batch_sequences, first_sequence, site_sequences
 from hybridep.traffic import Op
 from runtime.barrier import Barrier
 from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
-from runtime.checkpoint import last_checkpoint, load_checkpoint, load_chosen, save_checkpoint
+from runtime.checkpoint import keep_last, last_checkpoint, load_checkpoint, load_chosen, save_checkpoint
 from runtime.codec_state import codec_state, restore_codecs
 from runtime.data import Batches, training_batches, validation_batches
 from runtime.dense_reduce import DenseReduce

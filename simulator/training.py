@@ -81,16 +81,15 @@ def step_program(
     """The operations of one training step, each rank waiting only for what it needs; and the network they run on.
 
     Per micro-batch: the MoE blocks forward, the rest of the model, the blocks backward in reverse order; then the dense
-    gradients are all-reduced and the optimizer steps. A block's gather runs beside its pre-expert forward, its gradient
-    return beside its pre-expert backward (HybridEP, Eq. 12), and a second gather beside the combine's gradients, with
-    which it shares the links; or before them where the plan's schedule does not overlap. With a prefetch depth, gathers set
-    out that many blocks ahead and are waited for by the experts, returns by the end of the step; both are one queue per rank
-    and give way to tokens. Tokens travel as `exchange` says, as the runtime has it where it is left out; chunks and a prefetch
-    depth do not go together (SimulationError).
-    Tokens are coded before a hop and decoded after it. Copies and their gradients are coded beside the rank's own chain, which
-    stands still for as long.
-    Without `routing`, rows are the number that the plan's popularity of experts lets expect (all alike where it has none).
-    The program's ranks are then the kinds of ranks that differ; with routing all do.
+    gradients are summed, the optimizer steps, and its weights are gathered. A block's gather runs beside its pre-expert
+    forward, its gradient return beside its pre-expert backward (HybridEP, Eq. 12), and a second gather beside the
+    combine's gradients, with which it shares the links; or before them where the plan's schedule does not overlap. With
+    a prefetch depth, gathers set out that many blocks ahead and are waited for by the experts, returns by the end of
+    the step; both are one queue per rank and give way to tokens. Tokens travel as `exchange` says, as the runtime has
+    it where it is left out; chunks and a prefetch depth do not go together (SimulationError). Tokens are coded before a
+    hop and decoded after it. Copies and their gradients are coded beside the rank's own chain, which stands still for
+    as long. Without `routing`, rows are the number that the plan's popularity of experts lets expect (all alike where
+    it has none). The program's ranks are then the kinds of ranks that differ; with routing all do.
     """
     conditions, exchange = conditions or Conditions(), exchange or TokenExchange()
     if plan.schedule.prefetch and exchange.chunks is not None and exchange.chunks > 1:

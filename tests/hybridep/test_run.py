@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from hybridep.config import build
 from hybridep.errors import ConfigError
-from hybridep.run import MANIFEST, Optimizer, keep_last
+from hybridep.run import Optimizer
 
 
 @pytest.mark.parametrize("warmup", [0, 5])
@@ -47,15 +45,3 @@ def test_rate_stays_without_decay() -> None:
 def test_rates_that_make_no_sense(fields: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(Optimizer, fields, "run.yaml")
-
-
-def test_checkpoints_of_later_steps_and_other_folders_stay(tmp_path: Path) -> None:
-    """A run that goes on from an earlier step replaces later ones when their steps come again."""
-    for step in (8, 9, 10, 99999999, 100000000, 100000001):
-        (tmp_path / f"step-{step:08d}").mkdir()
-        (tmp_path / f"step-{step:08d}" / MANIFEST).touch()
-    for name in ("step-00000007", ".step-00000009.partial-1", "notes"):
-        (tmp_path / name).mkdir()
-    keep_last(tmp_path, 2, 100000000)
-    left = {"notes", "step-00000007", "step-99999999", "step-100000000", "step-100000001"}
-    assert {path.name for path in tmp_path.iterdir()} == left, "the one that is not complete stays, too"

@@ -18,7 +18,7 @@ from training_cases import Case
 from hybridep.errors import UserError
 from hybridep.run import MANIFEST, Optimizer
 from runtime.barrier import Barrier
-from runtime.checkpoint import expert_name, last_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import expert_name, keep_last, last_checkpoint, load_checkpoint, save_checkpoint
 from runtime.dense_reduce import DenseReduce
 from runtime.dense_shard import SHARD, DenseShard
 from runtime.mesh import Mesh
@@ -96,16 +96,18 @@ def test_dense_parameters_come_back_in_other_parts(tmp_path: Path) -> None:
     first, second, third = (optimizer(mesh, seed) for seed in (1, 2, 3))
     advance(first, 1)
     path = save(tmp_path, mesh, first, 1)
-    piece = torch.load(path / "dense-00000-00000.pt")["norm.weight"]
+    whole = torch.load(path / "dense-00000-00000.pt")
+    layout = whole.pop("layout")
+    assert layout == {"norm.weight": {"first": 0, "begin": 0, "end": 16, "shape": [16]}}
     halves = {"dense-00000-00001.pt": slice(5, 16), "dense-00000-00000.pt": slice(0, 5)}
     for name, half in halves.items():
-        parts = {key: value[half].clone() for key, value in piece.items() if key not in ("first", "shape")}
-        torch.save({"norm.weight": {"first": half.start, "shape": [16]} | parts}, path / name)
+        place = layout["norm.weight"] | {"first": half.start, "end": half.stop - half.start}
+        parts = {key: value[half].clone() for key, value in whole.items()}
+        torch.save({"layout": {"norm.weight": place}} | parts, path / name)
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps(manifest | {"dense": list(halves)}))
     load_checkpoint(path, mesh=mesh, shard=second.shard, optimizer=second)
-    whole = {key: value.view(4, 4) for key, value in piece.items() if key not in ("first", "shape")}
-    torch.save({"norm.weight": whole}, path / "dense.pt")
+    torch.save({"norm.weight": {key: value.view(4, 4) for key, value in whole.items()}}, path / "dense.pt")
     (path / MANIFEST).write_text(json.dumps({key: manifest[key] for key in manifest if key != "dense"} | {"schema_version": 2}))
     load_checkpoint(path, mesh=mesh, shard=third.shard, optimizer=third)
     for state in (second, third):
@@ -284,3 +286,18 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     path.rename(renamed := path.with_name("step-00000007"))
     with pytest.raises(UserError, match="is of step 1; name it step-00000001"):
         load_checkpoint(renamed, mesh=mesh, shard=state.shard, optimizer=state)
+
+
+def test_checkpoints_of_later_steps_and_other_folders_stay(tmp_path: Path) -> None:
+    """A run that goes on from an earlier step replaces later ones when their steps come again."""
+    for step in (8, 9, 10, 99999999, 100000000, 100000001):
+        (tmp_path / f"step-{step:08d}").mkdir()
+        (tmp_path / f"step-{step:08d}" / MANIFEST).write_text(json.dumps({"step": step}))
+    for name in ("step-00000007", ".step-00000009.partial-1", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000011").mkdir()
+    (tmp_path / "step-00000011" / MANIFEST).write_text("cut of")
+    (tmp_path / "step-100000000" / MANIFEST).write_text(json.dumps({"step": 100000000, "bytes": {"gone.pt": 1}}))
+    keep_last(tmp_path, 2, 100000000)
+    left = {"notes", "step-00000007", "step-00000010", "step-00000011", "step-99999999", "step-100000000", "step-100000001"}
+    assert {path.name for path in tmp_path.iterdir()} == left, "damaged ones do not count, and what never was one stays"

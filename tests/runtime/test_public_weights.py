@@ -202,10 +202,14 @@ def test_what_cannot_be_written(trained: dict[str, Path], tmp_path: Path) -> Non
     (tmp_path / "there").mkdir()
     with pytest.raises(UserError, match=r"--export .*there: exists; name a new folder"):
         export_weights(checkpoint, tmp_path / "there", None)
+    with pytest.raises(UserError, match="is of a model with "):
+        export_weights(checkpoint, tmp_path / "public", PUBLIC / "qwen3_moe")
+    with pytest.raises(UserError, match=r"--export .*: cannot be written"):
+        export_weights(checkpoint, tmp_path / ("x" * 300), None)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--export .*public: cannot be written"):
         export_weights(checkpoint, tmp_path / "file" / "public", None)
     (checkpoint / "experts-00002.pt").unlink()
-    with pytest.raises(UserError, match=r"experts-00002\.pt is not here; another site wrote it"):
+    with pytest.raises(UserError, match=r"experts-00002\.pt is gone; move the checkpoint away"):
         export_weights(checkpoint, tmp_path / "public", None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", checkpoint.name, "there"], "no half"
