@@ -184,22 +184,16 @@ def _model_data(config: _Config) -> dict[str, Any]:
     }
 
 
-_FEATURES = ("attention_bias", "qk_norm", "shared_expert_gate")
-_OF_ARCHITECTURE = {
-    Architecture.MIXTRAL: (False, False, False),
-    Architecture.QWEN2_MOE: (True, False, True),
-    Architecture.QWEN3_MOE: (False, True, False),
-}
-
-
 def architecture_for(model: Model) -> Architecture:
     """Which architecture a model is of. Raises UserError where it is of none."""
-    features = tuple(bool(getattr(model, name)) for name in _FEATURES)
-    for kind, wanted in _OF_ARCHITECTURE.items():
-        if features == wanted and model.ffn is Ffn.SWIGLU and bool(model.shared_ffn_size) == model.shared_expert_gate:
-            if kind is Architecture.MIXTRAL and (model.num_dense_layers or not model.norm_topk_prob):
-                continue
-            return kind
+    features = model.attention_bias, model.qk_norm, bool(model.shared_ffn_size), model.shared_expert_gate
+    if model.ffn is Ffn.SWIGLU:
+        if features == (False, False, False, False) and model.norm_topk_prob and not model.num_dense_layers:
+            return Architecture.MIXTRAL
+        if features == (True, False, True, True):
+            return Architecture.QWEN2_MOE
+        if features == (False, True, False, False):
+            return Architecture.QWEN3_MOE
     raise UserError(
         "model: is of no public architecture that can be written. Of mixtral are those of swiglu experts alone; of qwen3_moe "
         "those with qk_norm, too; of qwen2_moe those with attention_bias, shared_ffn_size and shared_expert_gate"

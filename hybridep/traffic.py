@@ -48,7 +48,7 @@ class Op(Enum):
 
 
 DENSE = (Op.DENSE_REDUCE_SCATTER, Op.DENSE_ALL_GATHER)
-"""The all-reduce of dense gradients."""
+"""The sum of dense gradients, and the gather of sums and weights."""
 DENSE_PIECE = 1 << 22
 """Elements of a part that travel at once inside sites, where latencies are short: what arrives takes memory."""
 SHARED = (Op.SHARED_REDUCE_SCATTER, Op.SHARED_ALL_GATHER)

@@ -12,7 +12,7 @@ from torch import nn
 
 from hybridep.plan import Residency
 from hybridep.traffic import served_copies
-from runtime.checkpoint import expert_name
+from runtime.checkpoint_files import expert_name
 from runtime.chunked import ChunkedExperts
 from runtime.dispatch import Dispatcher
 from runtime.expert_exchange import CopyStream, ExpertExchange

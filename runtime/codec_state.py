@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runtime.checkpoint import CodecState, SavedExperts, load_codecs
+from runtime.checkpoint import CodecState, load_codecs
+from runtime.checkpoint_files import SavedExperts
 from runtime.codecs.gradients import TopKCoder
 from runtime.dense_reduce import DenseReduce
 from runtime.mesh import Mesh

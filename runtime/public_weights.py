@@ -32,7 +32,7 @@ from hybridep.hugging_face import (
     require_same_model,
 )
 from hybridep.workload import Model
-from runtime.checkpoint import SavedWeights
+from runtime.checkpoint_files import SavedWeights
 from runtime.experts import split_row
 from runtime.mesh import TORCH_DTYPE
 

@@ -18,7 +18,8 @@ from training_cases import Case
 from hybridep.errors import UserError
 from hybridep.run import MANIFEST, Optimizer
 from runtime.barrier import Barrier
-from runtime.checkpoint import expert_name, keep_last, last_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import keep_last, last_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint_files import expert_name
 from runtime.dense_reduce import DenseReduce
 from runtime.dense_shard import SHARD, DenseShard
 from runtime.mesh import Mesh
