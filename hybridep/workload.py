@@ -17,6 +17,8 @@ from hybridep.config import Strict
 _MOST_PARAMS = 10**15
 _MOST_TOKENS = 10**12
 """Of one rank in one step."""
+LOSS_PART = 1 << 22
+"""Elements of the logits, about, that are made fp32 at a time."""
 
 
 class Ffn(Enum):

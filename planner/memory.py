@@ -30,7 +30,7 @@ from hybridep.traffic import (
     reverse,
     served_copies,
 )
-from hybridep.workload import Ffn, Workload
+from hybridep.workload import LOSS_PART, Ffn, Workload
 from planner.compute import compute_of_ranks
 from planner.cost import layer_traffic
 
@@ -215,7 +215,7 @@ def passing_bytes(
     computed = np.maximum(ahead.dispatch + backward, 1.5 * shared_again)
     # Meanwhile the layer below awaits its gradients; it is taken to be like this one. At the head, where there are no copies of
     # one micro-batch, the topmost layer does.
-    largest = np.maximum.reduce([largest_exchange, computed, share * head_bytes(workload) - own_copies])
+    largest = np.maximum.reduce([largest_exchange, computed, head_bytes(workload, share) - own_copies])
     passing = {BUFFERS: ahead.combine + ahead.dispatch + largest}
     if residency is Residency.MICROBATCH:
         passing[COPIES] = own_copies
@@ -243,13 +243,18 @@ def fixed_passing_bytes(
     gradients. ``recompute``: experts of some layers do; shared ones are taken to keep nothing in any."""
     shared = workload.model.num_moe_layers * shared_expert_bytes(workload, share, recompute=recompute).kept
     reduction = largest_reduction - share * dense_activation_bytes(workload) - shared
-    return np.asarray(np.maximum(share * head_bytes(workload), reduction))
+    return np.asarray(np.maximum(head_bytes(workload, share), reduction))
 
 
-def head_bytes(workload: Workload) -> float:
-    """Of a rank with the mean number of tokens: log-probabilities, their gradient and the logits', in fp32 at least."""
-    logits = workload.training.tokens * workload.model.vocab_size * workload.model.has_head
-    return float(logits * 3 * max(workload.training.dtype.num_bytes, 4))
+def head_bytes(workload: Workload, share: FloatArray) -> FloatArray:
+    """Of ranks with this share of the mean number of tokens: the logits, which become their own gradient
+    (``runtime.token_loss``), with two parts of them in fp32 at least; and then the gradients of the head's weights and input."""
+    model, width = workload.model, workload.training.dtype.num_bytes
+    tokens = share * float(workload.training.tokens * model.has_head)
+    logits = tokens * model.vocab_size
+    parts = 2 * np.minimum(logits, LOSS_PART) * max(width, 4)
+    gradients = (tokens + model.vocab_size) * (tokens > 0) * model.hidden_size * width
+    return np.asarray(logits * width + np.maximum(parts, gradients))
 
 
 def fixed_memory(

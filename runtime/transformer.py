@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hybridep.workload import Model, Workload
 from runtime.initial_weights import InitialWeights
 from runtime.moe import FeedForward, MoeBlock, RoutedExperts
+from runtime.token_loss import token_loss
 
 MakeRouted = Callable[[int], RoutedExperts]
 """MoE layer index -> its routed experts."""
@@ -119,9 +120,7 @@ class Transformer(nn.Module):
         if not self.has_head:
             return x_BSH, balance
         assert targets_BS is not None
-        logits = self.head(self.norm(x_BSH)).flatten(0, 1)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.to(wide), targets_BS.flatten(), reduction="sum"), balance
+        return token_loss(self.head(self.norm(x_BSH)).flatten(0, 1), targets_BS.flatten()), balance
 
     def moe_blocks(self) -> Iterator[MoeBlock]:
         """The MoE blocks, in order."""

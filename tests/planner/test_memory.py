@@ -40,6 +40,12 @@ def awaited(made: Plan, combines: int, dispatches: int) -> float:
     return whole / made.cluster.num_gpus / made.workload.model.num_moe_layers
 
 
+def head_bytes(workload: Workload) -> float:
+    """fp32; of the logits, and of what is larger: two parts of them, or the gradients of the head's weights and input."""
+    tokens, vocabulary, hidden = workload.training.tokens, workload.model.vocab_size, workload.model.hidden_size
+    return 4 * (tokens * vocabulary + max(2 * min(tokens * vocabulary, 1 << 22), (tokens + vocabulary) * hidden))
+
+
 def test_receives_that_are_posted_ahead_are_there_when_the_head_and_the_experts_run_backward() -> None:
     """Two ranks of 8 experts each: a token of two choices needs the other one unless both are among its own 8 of 16."""
     for vocabulary, ffn in ((1 << 14, 64), (256, 1 << 12)):
@@ -48,7 +54,7 @@ def test_receives_that_are_posted_ahead_are_there_when_the_head_and_the_experts_
         rows = tokens * (1 - (8 * 7) / (16 * 15))
         combine, dispatch = rows * workload.combine_row_bytes, rows * workload.dispatch_gradient_row_bytes
         assert awaited(made, 1, 1) == pytest.approx(combine + dispatch)
-        head = tokens * vocabulary * 12
+        head = head_bytes(workload)
         experts = dispatch + 2 * 8 * workload.expert_bytes + 2 * tokens * workload.combine_row_bytes
         assert (head > experts) == (vocabulary > 256)
         buffers = combine + dispatch + max(head, experts)
@@ -59,8 +65,8 @@ def test_at_the_head_there_are_no_copies_of_a_micro_batch() -> None:
     workload = make_workload(layers=3, experts=16, vocabulary=1 << 14)
     for residency, copies in ((Residency.STEP, 3 * 2), (Residency.MICROBATCH, 0)):
         made = plan(make_cluster(4, 2), workload, {"l0": 2}, residency)
-        parts, head = memory_use(made).parts_bytes, workload.training.tokens * (1 << 14) * 12
-        held = awaited(made, 1, 1) + head + copies * workload.expert_bytes
+        parts = memory_use(made).parts_bytes
+        held = awaited(made, 1, 1) + head_bytes(workload) + copies * workload.expert_bytes
         assert parts["buffers"] + parts["copies"] == pytest.approx(held, rel=1e-9)
 
 
