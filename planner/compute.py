@@ -106,4 +106,4 @@ def shared_s(alone_s: FloatArray, sharing: float) -> FloatArray:
 def optimizer_bytes_per_parameter(workload: Workload) -> int:
     """Memory traffic of AdamW: weight and states read and written, gradient read."""
     dtype = workload.training.dtype
-    return 2 * (dtype.num_bytes + dtype.state_bytes) + dtype.num_bytes
+    return 2 * (dtype.num_bytes + dtype.state_bytes) + workload.training.gradient_dtype.num_bytes

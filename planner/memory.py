@@ -30,7 +30,7 @@ from hybridep.traffic import (
     reverse,
     served_copies,
 )
-from hybridep.workload import LOSS_PART, Ffn, Workload
+from hybridep.workload import LOSS_PART, Ffn, Training, Workload
 from planner.compute import compute_of_ranks
 from planner.cost import layer_traffic
 
@@ -113,13 +113,19 @@ def fixed_rank_bytes(workload: Workload, share: FloatArray, sizes: Sequence[int]
 
 def _state_bytes(workload: Workload) -> int:
     """Weight, gradient and optimizer state of one parameter."""
-    return 2 * workload.training.dtype.num_bytes + workload.training.dtype.state_bytes
+    return _held_bytes(workload.training) + workload.training.dtype.state_bytes
+
+
+def _held_bytes(training: Training) -> int:
+    """Weight and gradient of one parameter."""
+    return training.dtype.num_bytes + training.gradient_dtype.num_bytes
 
 
 def _dense_bytes(workload: Workload, sizes: Sequence[int]) -> float:
     """Weights and gradients of all dense parameters, and the optimizer's state of a rank's share of them."""
-    model, dtype = workload.model, workload.training.dtype
-    return float(model.dense_params * 2 * dtype.num_bytes + dense_shard_params(model, sizes) * dtype.state_bytes)
+    model, training = workload.model, workload.training
+    states = dense_shard_params(model, sizes) * training.dtype.state_bytes
+    return float(model.dense_params * _held_bytes(training) + states)
 
 
 def dense_activation_bytes(workload: Workload) -> float:
@@ -171,7 +177,14 @@ def lasting_copy_bytes(workload: Workload, copies: FloatArray, residency: Reside
     """Of one layer's copies as long as a step lasts: their weights, and, where micro-batches accumulate, their gradient."""
     if residency is Residency.MICROBATCH:
         return np.zeros_like(copies)
-    return copies * float(workload.expert_bytes * (2 if workload.training.micro_batches > 1 else 1))
+    training = workload.training
+    width = _held_bytes(training) if training.micro_batches > 1 else training.dtype.num_bytes
+    return copies * float(workload.model.expert_params * width)
+
+
+def narrows(training: Training, residency: Residency) -> bool:
+    """Whether what the gradients of copies add up to is wider than what leaves of it."""
+    return residency is Residency.STEP and training.gradient_dtype is not training.dtype
 
 
 class Ahead(NamedTuple):
@@ -230,8 +243,10 @@ def dense_reduction_bytes(sizes: Sequence[int], workload: Workload, codecs: Sequ
         part = -(-shard // sizes[level])
         width, others = workload.training.dtype.num_bytes, sizes[level] - 1
         held = float(others * (min(part, DENSE_PIECE) if level > 0 else part) * width)
+        if workload.training.gradient_dtype is not workload.training.dtype:
+            held *= 2  # what leaves is made narrow
         if others and "gradients" in wire.codecs.lossy:
-            held = 2 * others * float(wire.dense_bytes(np.array([part]))[0]) + 2 * part * width
+            held = 2 * others * float(wire.dense_bytes(np.array([part]))[0]) + 2 * part * max(width, 4)
         most, shard = max(most, held), part
     return most
 
@@ -253,8 +268,16 @@ def head_bytes(workload: Workload, share: FloatArray) -> FloatArray:
     tokens = share * float(workload.training.tokens * model.has_head)
     logits = tokens * model.vocab_size
     parts = 2 * np.minimum(logits, LOSS_PART) * max(width, 4)
-    gradients = (tokens + model.vocab_size) * (tokens > 0) * model.hidden_size * width
-    return np.asarray(logits * width + np.maximum(parts, gradients))
+    weights = model.vocab_size * model.hidden_size * float(model.has_head)
+    gradients = (tokens * model.hidden_size + weights) * width
+    held = logits * width + np.maximum(parts, gradients)
+    # Logits are gone when autograd makes the weights' wider, where sums are.
+    return np.asarray(np.maximum(held, gradients + weights * _widened_bytes(workload.training)))
+
+
+def _widened_bytes(training: Training) -> int:
+    """Of one parameter's gradient that is to be added to sums that are wider."""
+    return training.gradient_dtype.num_bytes if training.gradient_dtype is not training.dtype else 0
 
 
 def fixed_memory(
@@ -304,7 +327,7 @@ def layer_memory(
     kept_copies = lasting_copy_bytes(workload, copies, residency)
     share = rank_sequences(placement, gating) / workload.training.micro_batch_size
     ahead = Ahead(*(arriving_bytes(placement, traffic, op) for op in (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)))
-    largest = exchange_bytes(placement, traffic)
+    largest = exchange_bytes(placement, traffic, narrowed=narrows(workload.training, residency))
     routed = routed_bytes(workload, served, arriving_rows(placement, gating), recompute=recompute)
     shared = shared_expert_bytes(workload, share, recompute=recompute)
     at_home, again = placement.num_at_home, (routed.again, shared.again)
@@ -368,15 +391,15 @@ def _wide(workload: Workload) -> int:
     return max(workload.training.dtype.num_bytes, 4)
 
 
-def exchange_bytes(placement: Placement, traffic: Traffic) -> FloatArray:
+def exchange_bytes(placement: Placement, traffic: Traffic, *, narrowed: bool) -> FloatArray:
     """[G]: what each rank's largest exchange takes beside what stays: bytes out and in; copies arrive where they stay, and their
-    gradients leave from where they are."""
+    gradients leave from where they are, unless sums are ``narrowed`` for links."""
     largest = np.zeros(placement.num_gpus)
     for key, sent in traffic.items():
-        if key.op in (Op.TOKEN_COUNTS, Op.GRADIENT_RETURN):
+        if key.op is Op.TOKEN_COUNTS or (key.op is Op.GRADIENT_RETURN and not narrowed):
             continue
         held = sent.sum(axis=1)
-        if key.op is not Op.EXPERT_GATHER:
+        if key.op not in (Op.EXPERT_GATHER, Op.GRADIENT_RETURN):
             held = held + reverse(placement, key.level, sent).sum(axis=1)
         largest = np.maximum(largest, held)
     return largest

@@ -132,4 +132,4 @@ class _Chunks(torch.autograd.Function):
         exchange.release()
         exchange.return_gradient(copies)
         xs, weight_gradients = zip(*(result.result() for result in leaving), strict=True)
-        return torch.cat(xs), torch.cat(weight_gradients), home, None, None
+        return torch.cat(xs), torch.cat(weight_gradients), layer.left_to_autograd(home), None, None

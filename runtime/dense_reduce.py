@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridep.traffic import DENSE, DENSE_PIECE, Op, split_sizes
 from runtime.codecs import GradientCoder, gradient_coder
 from runtime.mesh import Mesh
+from runtime.optimizer import set_gradient
 
 Exchange = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], str], None]
 """``Transport.exchange``."""
@@ -28,6 +29,7 @@ class DenseReduce:
     def __init__(self, mesh: Mesh, exchange: Exchange, *, ops: tuple[Op, Op] = DENSE, coded: bool = True) -> None:
         self._mesh, self._send, self._ops = mesh, exchange, ops
         self.piece = DENSE_PIECE
+        self._wire = mesh.dtype
         self.coders = [gradient_coder(codecs) if coded else None for codecs in mesh.plan.level_codecs]
 
     def __call__(self, flat_D: Tensor) -> None:
@@ -85,24 +87,26 @@ class DenseReduce:
     def _sum(self, level: int, parts: Sequence[Tensor]) -> None:
         own = self._mesh.location[level]
         mine = parts[own]
-        arrived = {c: torch.empty_like(mine) for c in range(len(parts)) if c != own and len(mine)}
-        self._exchange(self._ops[0], level, self._others(level, parts), arrived)
+        arrived = {c: torch.empty_like(mine, dtype=self._wire) for c in range(len(parts)) if c != own and len(mine)}
+        sends = {c: part.to(self._wire) for c, part in self._others(level, parts).items()}
+        self._exchange(self._ops[0], level, sends, arrived)
         first, *others = [mine if c == own else arrived.get(c, mine) for c in range(len(parts))]
+        total = first.to(mine.dtype)
         for value in others if len(mine) else ():
-            first += value
-        if first is not mine:
-            mine.copy_(first)
+            total += value
+        if total is not mine:
+            mine.copy_(total)
 
     def _sum_coded(self, level: int, parts: Sequence[Tensor], coder: GradientCoder) -> None:
         own = self._mesh.location[level]
-        sends = {c: coder.encode(f"part{c}", part) for c, part in self._others(level, parts).items()}
+        sends = {c: coder.encode(f"part{c}", part.to(self._wire)) for c, part in self._others(level, parts).items()}
         total = torch.zeros_like(parts[own])
         arrived = self._coded(self._ops[0], level, sends, dict.fromkeys(range(len(parts)), total), coder)
         for c in range(len(parts)):
             if c == own:
                 total += parts[own]
             elif c in arrived:
-                total += coder.decode(arrived[c], len(total), total.dtype)
+                total += coder.decode(arrived[c], len(total), self._wire)
         parts[own].copy_(total)
 
     def _all_gather(self, level: int, shard: Tensor, coder: GradientCoder | None) -> None:
@@ -110,17 +114,23 @@ class DenseReduce:
         own = self._mesh.location[level]
         mine, others = parts[own], [c for c in range(len(parts)) if c != own]
         if coder is None:
-            sends = dict.fromkeys(others, mine) if len(mine) else {}
-            self._exchange(self._ops[1], level, sends, self._others(level, parts))
+            # Where the wire is narrower the owner keeps what the others get, too.
+            mine.copy_(sent := mine.to(self._wire))
+            coming = self._others(level, parts)
+            if sent is not mine:
+                coming = {c: torch.empty_like(part, dtype=self._wire) for c, part in coming.items()}
+            self._exchange(self._ops[1], level, dict.fromkeys(others, sent) if len(mine) else {}, coming)
+            for c, arrived in coming.items():
+                parts[c].copy_(arrived)
             return
         sends = {}
         if len(mine):
             # The owner keeps what the others get: all ranks go on with the same bits.
-            message = coder.encode("sum", mine)
-            mine.copy_(coder.decode(message, len(mine), shard.dtype))
+            message = coder.encode("sum", mine.to(self._wire))
+            mine.copy_(coder.decode(message, len(mine), self._wire))
             sends = dict.fromkeys(others, message)
         for c, arrived in self._coded(self._ops[1], level, sends, dict(enumerate(parts)), coder).items():
-            parts[c].copy_(coder.decode(arrived, len(parts[c]), shard.dtype))
+            parts[c].copy_(coder.decode(arrived, len(parts[c]), self._wire))
 
     def _parts(self, level: int, shard: Tensor) -> tuple[Tensor, ...]:
         return torch.split(shard, split_sizes(len(shard), self._mesh.sizes[level]))
@@ -133,7 +143,7 @@ class DenseReduce:
     ) -> dict[int, Tensor]:
         """The messages that arrive, by coordinate, for as many elements as ``like`` has."""
         receives = {
-            c: torch.empty(coder.message_bytes(len(one), one.dtype), dtype=torch.uint8, device=one.device)
+            c: torch.empty(coder.message_bytes(len(one), self._wire), dtype=torch.uint8, device=one.device)
             for c, one in like.items()
             if c != self._mesh.location[level] and len(one)
         }
@@ -149,9 +159,9 @@ class DenseReduce:
         )
 
 
-def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+def flat_gradients(parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> Tensor:
     """[D] zeros of which each ``grad`` becomes a view, to stay: backward adds into it, and the sum over ranks needs no copy."""
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
     for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
-        parameter.grad = part.view_as(parameter)
+        set_gradient(parameter, part.view_as(parameter))
     return flat

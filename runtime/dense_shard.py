@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.dense_reduce import DenseReduce, flat_gradients
+from runtime.optimizer import set_gradient
 
 SHARD = "dense"
 """Name of the part among a rank's parameters."""
@@ -34,14 +35,14 @@ class Piece(NamedTuple):
 class DenseShard:
     """Dense parameters by name. ``parameter`` is this rank's part of all of them, for the optimizer."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], reduce: DenseReduce) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], reduce: DenseReduce, gradient_dtype: torch.dtype) -> None:
         self.parameters = dict(parameters)
         self._reduce = reduce
-        self._gradient = flat_gradients(list(parameters.values()))
+        self._gradient = flat_gradients(list(parameters.values()), gradient_dtype)
         self._weights = _flat_weights(list(parameters.values()))
         self._part = reduce.part(len(self._weights))
         self.parameter = nn.Parameter(self._weights[self._part])
-        self.parameter.grad = self._gradient[self._part]
+        set_gradient(self.parameter, self._gradient[self._part])
 
     def reduce(self) -> None:
         """The part's gradient becomes its sum over all ranks."""

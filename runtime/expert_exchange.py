@@ -174,7 +174,8 @@ class ExpertExchange:
             self.finish_return()
         if self._sends or self._receives:
             if self._gradient is None:
-                self._gradient = gradient_mP
+                adds_up = self._residency is Residency.STEP
+                self._gradient = gradient_mP.to(self._mesh.gradient_dtype) if adds_up else gradient_mP
             else:
                 self._gradient += gradient_mP
             self._is_due = self._residency is Residency.MICROBATCH or self.last_micro_batch
@@ -223,7 +224,7 @@ class ExpertExchange:
             sends, first = {}, 0
             for move in self._receives:
                 if move.level == level:
-                    rows = copies[first : first + len(move.experts)]
+                    rows = copies[first : first + len(move.experts)].to(home.dtype)
                     if coder is not None:
                         rows = torch.cat([coder.encode(expert, row) for expert, row in zip(move.experts, rows, strict=True)])
                     sends[move.src] = rows

@@ -90,8 +90,13 @@ class Mesh:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of tokens, experts and gradients."""
+        """Element type of tokens, experts and, on links, gradients."""
         return TORCH_DTYPE[self.plan.workload.training.dtype]
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of gradients that add up over micro-batches."""
+        return TORCH_DTYPE[self.plan.workload.training.gradient_dtype]
 
     def peer(self, level: int, coordinate: int) -> int:
         """The global rank that differs from this one only in its coordinate at ``level``."""

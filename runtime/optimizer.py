@@ -22,11 +22,20 @@ def clip_scale(max_norm: float, norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
+def set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Backward adds into ``gradient`` from now on, which may be wider than the parameter."""
+    parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient
+
+
 class HomeOptimizer:
     """AdamW over named parameters of one rank. Steps count from 1. Gradients keep their memory, so that what a rank needs is the
     same in every step, whatever order backward takes."""
 
-    def __init__(self, config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, config: Optimizer, parameters: Mapping[str, nn.Parameter], *, gradient_dtype: torch.dtype | None = None
+    ) -> None:
+        """Gradients that parameters have stay; others are made, of this type, or of each parameter's."""
         self._config = config
         self.parameters = dict(parameters)
         self.masters: dict[str, Tensor] = {
@@ -35,7 +44,7 @@ class HomeOptimizer:
         self._moments = {name: {moment: torch.zeros_like(master) for moment in MOMENTS} for name, master in self.masters.items()}
         for parameter in self.parameters.values():
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                set_gradient(parameter, torch.zeros_like(parameter, dtype=gradient_dtype))
 
     @torch.no_grad()
     def step(self, step: int, scale: float = 1.0) -> None:

@@ -245,17 +245,15 @@ def _optimizer(workload: Workload, per_home: int, transport: Transport, timed: T
     changes = {"num_experts": per_home, "top_k": 1}
     few = workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
     model = _local_model(few, transport, timed.device)
-    optimizer = HomeOptimizer(Optimizer(), {**model.transformer.dense_parameters(), **model.home_parameters()})
-    gradients = {name: torch.zeros_like(parameter) for name, parameter in optimizer.parameters.items()}
+    parameters, dtype = {**model.transformer.dense_parameters(), **model.home_parameters()}, workload.training.dtype
+    gradient_dtype = workload.training.gradient_dtype
+    optimizer = HomeOptimizer(Optimizer(), parameters, gradient_dtype=TORCH_DTYPE[gradient_dtype])
     elements = sum(parameter.numel() for parameter in optimizer.parameters.values())
 
     def work() -> None:
-        for name, parameter in optimizer.parameters.items():
-            parameter.grad = gradients[name]
         optimizer.step(1)
 
-    dtype = workload.training.dtype
-    return elements * (3 * dtype.num_bytes + 2 * dtype.state_bytes) / timed(work)
+    return elements * (2 * dtype.num_bytes + gradient_dtype.num_bytes + 2 * dtype.state_bytes) / timed(work)
 
 
 def _sharing(rank: int, timed: Timing) -> float:

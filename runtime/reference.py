@@ -96,7 +96,8 @@ class ReferenceTrainer:
         self.transformer = Transformer(plan.workload, lambda layer: LocalExperts(model, layer, weights, dtype), dtype=dtype)
         self.transformer.initialise(weights)
         self._max_gradient_norm = run.optimizer.max_gradient_norm
-        self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
+        parameters, gradient_dtype = dict(self.transformer.named_parameters()), TORCH_DTYPE[plan.workload.training.gradient_dtype]
+        self.optimizer = HomeOptimizer(run.optimizer, parameters, gradient_dtype=gradient_dtype)
         if isinstance(plan, PipelinePlan):
             begins = np.cumsum([stage.num_layers for stage in plan.stages])[:-1].tolist()
             code_activations(self.transformer, begins, plan.activation_codec)

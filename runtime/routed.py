@@ -163,6 +163,16 @@ class DistributedExperts(RoutedExperts):
                 y_NH = self.weighted(ids_NK, *inputs)
         return torch.autograd.grad(y_NH, inputs, gradient_NH, allow_unused=True, materialize_grads=True)
 
+    def left_to_autograd(self, gradient_nP: Tensor) -> Tensor | None:
+        """Of the experts at home, unless the sum over micro-batches is wider: then it is added here, one expert after the other,
+        since autograd would make it all wide at once."""
+        total_nP = self.home.grad
+        if total_nP is None or total_nP.dtype is gradient_nP.dtype:
+            return gradient_nP
+        for total, gradient in zip(total_nP, gradient_nP, strict=True):
+            total += gradient
+        return None
+
     def weighted(self, ids_NK: Tensor, x_NH: Tensor, weights_NK: Tensor, home: Tensor, copies: Tensor) -> Tensor:
         """[N, H], in whatever graph is open."""
         if self._padded_E is None:
@@ -212,4 +222,4 @@ class _Experts(torch.autograd.Function):
         spans.end()
         exchange.release()
         exchange.return_gradient(copies)
-        return x, weights, home, None, None
+        return x, weights, ctx.layer.left_to_autograd(home), None, None

@@ -94,7 +94,7 @@ class RankTrainer:
             self.model.transformer.norm.register_forward_pre_hook(lambda *_: self.spans.begin(HEAD))
         self.dense = self.model.transformer.dense_parameters()
         self.dense_reduce = DenseReduce(mesh, self.transport.exchange)
-        self.shard = DenseShard(self.dense, self.dense_reduce)
+        self.shard = DenseShard(self.dense, self.dense_reduce, mesh.gradient_dtype)
         model = mesh.whole.workload.model
         self.recorder = RoutingRecorder(
             self.model.transformer.moe_blocks(),
@@ -107,7 +107,8 @@ class RankTrainer:
         global_sequences = self._batch_sequences * self._training.micro_batches
         self._global_tokens = global_sequences * self._training.sequence_length
         self._balance_weight = self._model_config.balance_loss_weight / global_sequences
-        self.optimizer = HomeOptimizer(run.optimizer, {SHARD: self.shard.parameter, **self.model.home_parameters()})
+        parameters = {SHARD: self.shard.parameter, **self.model.home_parameters()}
+        self.optimizer = HomeOptimizer(run.optimizer, parameters, gradient_dtype=mesh.gradient_dtype)
 
     def step(self, step: int) -> StepReport:
         """One optimizer step. Raises TransportError when a peer is gone."""

@@ -50,7 +50,7 @@ class EmulatedSites:
         self.transformer.initialise(weights)
         self.dense = self.transformer.dense_parameters()
         self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
-        self._dense_gradient = flat_gradients(list(self.dense.values()))
+        self._dense_gradient = flat_gradients(list(self.dense.values()), dtype)
         self._batches = training_batches(run, plan.workload)
         self._coders = [gradient_coder(codecs) for _ in range(self._num_sites)]
 

@@ -231,7 +231,7 @@ def main() -> None:
     expert_ids = {id(parameter) for parameter in experts.values()}
     dense = {name: p for name, p in transformer.named_parameters() if id(p) not in expert_ids}
     optimizer = HomeOptimizer(run.optimizer, {**dense, **experts})
-    flat, reduce = flat_gradients(list(dense.values())), DenseReduce(mesh, transport.exchange)
+    flat, reduce = flat_gradients(list(dense.values()), mesh.dtype), DenseReduce(mesh, transport.exchange)
     training = workload.training
     batches = training_batches(run, workload)
     global_tokens = training.tokens * training.micro_batches * mesh.world_size

@@ -28,6 +28,7 @@ from planner.memory import (
     fixed_rank_bytes,
     kept_by_codecs,
     lasting_copy_bytes,
+    narrows,
     passing_bytes,
     routed_bytes,
     shared_expert_bytes,
@@ -226,6 +227,8 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
     work = problem.workload
     largest = [exchange.both * wire_of(problem, exchange).dispatch_row_bytes for exchange in layer.rows]
     largest += [exchange.out * wire_of(problem, exchange).expert_bytes for exchange in layer.copies]
+    if narrows(work.training, residency):
+        largest += [exchange.into * wire_of(problem, exchange).expert_gradient_bytes for exchange in layer.copies]
     largest += [exchange.both for exchange in shared_exchanges(problem, layer)]
     routed = routed_bytes(work, layer.served, layer.arrived, recompute=problem.recompute)
     shared = shared_expert_bytes(work, problem.compute.share, recompute=problem.recompute)

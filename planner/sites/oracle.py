@@ -10,7 +10,7 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.plan import Objective, Residency, backward_cost
 from hybridep.traffic import COUNT_BYTES, FloatArray, gathers_and_returns
-from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, passing_bytes, routed_bytes, shared_expert_bytes
+from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, narrows, passing_bytes, routed_bytes, shared_expert_bytes
 from planner.sites.cost import cost_of, fixed_cost
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, Inside, SiteProblem
@@ -128,6 +128,8 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     kept = (held.sum(axis=2) - at_home.sum(axis=1)).astype(np.float64)
     moved = rows.sum(axis=1) + rows.sum(axis=2)
     largest = np.maximum(moved * wire.dispatch_row_bytes, copies.sum(axis=2) * wire.expert_bytes)
+    if narrows(work.training, residency):
+        largest = np.maximum(largest, copies.sum(axis=1) * wire.expert_gradient_bytes)
     routed = routed_bytes(work, computed, arrived, recompute=problem.recompute)
     shared = shared_expert_bytes(work, each.share[:, 0], recompute=problem.recompute)
     lasting = routed.kept + shared.kept + lasting_copy_bytes(work, kept, residency)

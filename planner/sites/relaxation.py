@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray, gathers_and_returns
-from planner.memory import TOLERANCE
+from planner.memory import TOLERANCE, lasting_copy_bytes
 from planner.sites.boxes import Box, Boxes, over, upper_ends
 from planner.sites.classes import SiteClasses, site_classes
 from planner.sites.cost import fixed_cost
@@ -446,10 +446,10 @@ class Relaxation:
         known = self._copies_in_memory.get(residency)
         if known is not None:
             return known
-        accumulates = self.problem.workload.training.micro_batches > 1
-        # Weights and gradients of the copies of all layers, or of those of one layer; see ``planner.memory``.
-        number = self.num_layers * (2.0 if accumulates else 1.0) + 2.0 if residency is Residency.STEP else 3.0
-        weight = self.problem.workload.expert_bytes * number
+        # Weights and gradients of the copies of all layers, and of those of one layer while it runs backward.
+        work, one = self.problem.workload, np.ones(1)
+        passing = 2.0 if residency is Residency.STEP else 3.0
+        weight = self.num_layers * float(lasting_copy_bytes(work, one, residency)[0]) + passing * work.expert_bytes
         known = self.classes.best(np.where(self.room_bytes < 0, -1.0, whole(self.room_bytes / weight)))
         return self._copies_in_memory.setdefault(residency, known)
 

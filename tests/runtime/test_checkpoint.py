@@ -41,7 +41,7 @@ def optimizer(mesh: Mesh, seed: int) -> State:
     parameters = {
         name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(mesh.dtype)) for name, shape in names.items()
     }
-    shard = DenseShard({"norm.weight": parameters.pop("norm.weight")}, DenseReduce(mesh, lambda *_: None))
+    shard = DenseShard({"norm.weight": parameters.pop("norm.weight")}, DenseReduce(mesh, lambda *_: None), mesh.dtype)
     state = State(Optimizer(learning_rate=0.1), {SHARD: shard.parameter} | parameters)
     state.shard = shard
     return state

@@ -58,3 +58,15 @@ def test_steps_are_those_of_torchs_adamw(dtype: torch.dtype, monkeypatch: pytest
         for running in (optimizer, resumed):
             assert torch.equal(running.masters[name], expected)
             assert torch.equal(running.parameters[name], expected.to(dtype))
+
+
+def test_sums_wider_than_weights_keep_what_is_small() -> None:
+    """In bf16 1 + 1/512 is 1."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = HomeOptimizer(CONFIG, {"weight": weight}, gradient_dtype=torch.float32)
+    memory = weight.grad
+    for factor in (1.0, *(1 / 512,) * 256):
+        (weight * factor).sum().backward()
+    assert memory is not None and weight.grad is memory and torch.equal(memory, torch.full((3,), 1.5))
+    optimizer.step(1)
+    assert not memory.any() and weight.dtype is torch.bfloat16

@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from rank_pool import RankPool
 from training_cases import (
     CROSS,
@@ -30,6 +32,7 @@ from training_cases import (
 )
 
 from hybridep.plan import Residency
+from hybridep.run import Data
 from runtime.transport import Posted
 
 pytestmark = pytest.mark.timeout(180)
@@ -212,13 +215,57 @@ def test_fp32_follows_the_reference(pools: Pools) -> None:
     check_bytes(case, outcomes)
 
 
-def test_bf16_follows_the_reference(pools: Pools) -> None:
+@pytest.mark.parametrize("coded", [False, True], ids=["few", "many-coded"])
+def test_bf16_follows_the_reference(pools: Pools, coded: bool) -> None:
     """Its token rows put 4-byte ids after 2-byte elements: nothing may rely on alignment. Only losses are compared: where a
-    gradient is nearly zero, AdamW turns rounding into a whole step."""
-    case = replace(NARROW, dtype="bf16")
+    gradient is nearly zero, AdamW turns rounding into a whole step. Sums of many micro-batches are wider than what travels."""
+    codecs = tuple((level, (("gradients", "int8"),)) for level in ("dc", "gpu") if coded)
+    case = replace(NARROW, dtype="bf16", codecs=codecs, micro_batches=9 if coded else 2)
     outcomes = pools.train(case)
     check_losses(case, outcomes, 1e-2)
     check_bytes(case, outcomes)
+
+
+def gradients_of_equal_micro_batches(rank: int, case: Case, text: Path) -> tuple[NDArray[Any], ...]:
+    """In bf16: of dense parameters what this rank has added up, of experts at home what all ranks have."""
+    import torch
+
+    from runtime.mesh import Mesh
+    from runtime.trainer import RankTrainer
+
+    trainer = RankTrainer(training_run(data=Data(path=text)), Mesh(plan=case.plan(), rank=rank))
+    try:
+        trainer.gradients(1)
+        for experts in trainer.model.routed:
+            experts.exchange.finish_return()
+        gradients = [one.grad for one in (*trainer.dense.values(), *trainer.model.home_parameters().values())]
+        return tuple(one.to(torch.bfloat16).double().numpy().copy() for one in gradients if one is not None)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        NARROW,
+        replace(NARROW, domains=(2, 2), migration=()),
+        replace(NARROW, domains=(2, 2), migration=(), residency=Residency.MICROBATCH),
+        replace(NARROW, chunks=2, prefetch=0, model="qwen2"),
+        replace(NARROW, prefetch=1, model="top4-tied-gqa"),
+    ],
+    ids=str,
+)
+def test_gradients_of_bf16_add_up_without_loss(pools: Pools, tmp_path: Path, case: Case) -> None:
+    """Sixteen equal micro-batches have the gradient that one has, which counts sixteen times as much: three times a number of
+    bf16 may be none."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"x" * 99)
+    many, one = (
+        pools.run(gradients_of_equal_micro_batches, replace(case, dtype="bf16", micro_batches=number), text) for number in (16, 1)
+    )
+    for found, expected in zip(many, one, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert sum(gradient.any() for gradient in found) > 10
 
 
 def rehearse_gpu(rank: int, case: Case) -> Outcome:
