@@ -16,6 +16,7 @@ VERBS = {
     "plan": "Find the plan for a cluster and a model, and explain it.",
     "simulate": "Step time and link loads of a plan, by flow-level simulation.",
     "train": "Train: over Ray, in emulated datacenters, or with --local processes.",
+    "tokenize": "Texts -> token ids to train on, by a public model's tokenizer.",
     "probe": "Measure links and computation, and write a cluster file.",
     "lab": "Run a command inside emulated datacenters.",
     "demo": "A short tour: plan, simulate, train in emulated datacenters, compare.",

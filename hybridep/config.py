@@ -7,7 +7,8 @@ import difflib
 import errno
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
 from typing import IO, Annotated, Any, Self, TypeVar, Union, get_args, get_origin
@@ -159,12 +160,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically, also where the power fails: where the path is a link, the file that it leads to; a device or a
-    pipe is written to as it is. Raises UserError when it cannot be written."""
+    """Write a file atomically. Raises UserError when it cannot be written."""
+    with replacing(path) as stream:
+        stream.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A stream that becomes the file when the context ends, also where the power fails, and leaves nothing when it ends in an
+    error. Where the path is a link, the file that it leads to; a device or a pipe is written to as it is. Raises UserError when
+    it cannot be written."""
     try:
         if path.exists() and not path.is_file():
             with path.open("wb") as stream:
-                stream.write(content)
+                yield stream
             return
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +182,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
+            yield stream
             sync(stream)
         # mkstemp makes files that only the owner reads; results are meant to be shared like any other file.
         umask = os.umask(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +63,9 @@ def _text(key: str, path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
     folder = path or Path(sysconfig.get_paths()["stdlib"])
     pattern, suffixes = ("*", (".py",)) if path is None else ("**/*", suffixes)
     try:
-        if folder.is_dir():
-            # Listing a folder that may not be read finds nothing; asking for its entries says why.
-            next(os.scandir(folder), None)
-            files = sorted(path for path in folder.glob(pattern) if path.suffix in suffixes and path.is_file())
-            if not files:
-                raise DataError(f"{key}.path: {folder} holds no file that ends in {', '.join(suffixes)}; set {key}.suffixes")
-        else:
-            files = [folder]
+        files = files_of(folder, suffixes, pattern)
+        if not files:
+            raise DataError(f"{key}.path: {folder} holds no file that ends in {', '.join(suffixes)}; set {key}.suffixes")
         texts = [path.read_bytes() for path in files]
     except OSError as error:
         raise DataError(f"{key}.path: {error.filename or folder} cannot be read ({error.strerror})") from None
@@ -80,6 +76,15 @@ def _text(key: str, path: Path | None, suffixes: tuple[str, ...]) -> TokenArray:
                 f"numpy.save writes it, and {key}.path is that file"
             )
     return np.concatenate([np.frombuffer(text, dtype=np.uint8) for text in texts])
+
+
+def files_of(path: Path, suffixes: Collection[str], pattern: str = "**/*") -> list[Path]:
+    """A folder's files that end so, in the order of their paths; what is no folder itself. Raises OSError."""
+    if not path.is_dir():
+        return [path]
+    # Listing a folder that may not be read finds nothing; asking for its entries says why.
+    next(os.scandir(path), None)
+    return sorted(file for file in path.glob(pattern) if file.suffix in suffixes and file.is_file())
 
 
 def _token_file(where: str, path: Path) -> TokenArray:

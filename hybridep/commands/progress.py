@@ -1,4 +1,4 @@
-"""Live progress of training and of simulations on stderr: a bar on a terminal, a few lines elsewhere."""
+"""Live progress on stderr: a bar on a terminal, a few lines elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 
 _LINE_EVERY_S = 2.0
-_SIMULATION_LINE_EVERY_S = 10.0
+_SHARE_LINE_EVERY_S = 10.0
 
 
 class Bar:
@@ -68,14 +68,14 @@ class TrainingProgress(Bar):
             self._printed_s = now
 
 
-class SimulationProgress(Bar):
-    """A context that is told what is simulated and how much of it is done. Where stderr is no terminal, a line every ten
-    seconds."""
+class ShareProgress(Bar):
+    """A context that is told what something is done to, for example simulating, and how much of it is done. Where stderr is no
+    terminal, a line every ten seconds."""
 
-    def __init__(self) -> None:
-        self._printed_s = time.monotonic()
+    def __init__(self, doing: str) -> None:
+        self._doing, self._printed_s = doing, time.monotonic()
         if sys.stderr.isatty():
-            columns = [TextColumn("simulating {task.description}"), BarColumn(bar_width=20), TaskProgressColumn()]
+            columns = [TextColumn(f"{doing} {{task.description}}"), BarColumn(bar_width=20), TaskProgressColumn()]
             self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("", total=1.0, visible=False)
 
@@ -83,8 +83,8 @@ class SimulationProgress(Bar):
         """Show how far it is."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=what, visible=True)
-        elif time.monotonic() - self._printed_s >= _SIMULATION_LINE_EVERY_S:
-            print(f"simulating {what}: {done:.1%}", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._printed_s >= _SHARE_LINE_EVERY_S:
+            print(f"{self._doing} {what}: {done:.1%}", file=sys.stderr, flush=True)
             self._printed_s = time.monotonic()
 
 

@@ -107,11 +107,11 @@ def command(
 
 
 def _one(scenario: Scenario, trace: Path | None, as_json: bool) -> None:
-    from hybridep.commands.progress import SimulationProgress
+    from hybridep.commands.progress import ShareProgress
     from hybridep.commands.scenarios import simulate_scenario
     from hybridep.timeline import write_chrome_trace
 
-    with SimulationProgress() as progress:
+    with ShareProgress("simulating") as progress:
         result = simulate_scenario(scenario, progress)
     if trace is not None:
         write_chrome_trace(trace, result.report.step.spans())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridep.commands.plan_progress import PlanProgress
-from hybridep.commands.progress import SimulationProgress
+from hybridep.commands.progress import ShareProgress
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_lines_tell_of_compiling_at_once_and_of_gaps_now_and_then(now_s: list[fl
 
 
 def test_simulations_say_how_far_they_are_every_ten_seconds(now_s: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with SimulationProgress() as progress:
+    with ShareProgress("simulating") as progress:
         for later_s, what, done in ((0.0, "plan", 0.3), (9.0, "plan", 0.4), (2.0, "plan", 0.5), (1.0, "ep", 0.1)):
             now_s[0] += later_s
             progress(what, done)

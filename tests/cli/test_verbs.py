@@ -26,7 +26,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     program = (
         "import sys\nfrom hybridep import cli\n"
         "try:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        "print([name for name in ('torch', 'ray', 'pulp', 'numpy', 'rich', 'matplotlib') if name in sys.modules])"
+        "print([name for name in ('torch', 'ray', 'pulp', 'numpy', 'rich', 'matplotlib', 'tokenizers') if name in sys.modules])"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=30, check=True)

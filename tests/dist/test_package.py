@@ -31,7 +31,7 @@ SOLVERS = ("pulp", "highspy")
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("hybridep.cli", ("torch", "ray", *SOLVERS)),
+        ("hybridep.cli", ("torch", "ray", "tokenizers", *SOLVERS)),
         ("hybridep.launch", ("torch", "ray", *SOLVERS)),
         ("simulator", ("torch", "ray", *SOLVERS)),
         ("planner", ("torch", "ray")),
