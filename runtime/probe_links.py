@@ -98,7 +98,8 @@ def _source(transport: Transport, src: int, dst: int, peer: int, seconds: float)
         return time.perf_counter() - start_s
 
     round_trip_s(_ANSWER_BYTES, 1)
-    there_and_back_s = statistics.median(round_trip_s(_ANSWER_BYTES, 1) for _ in range(_PINGS))
+    pings_s = [round_trip_s(_ANSWER_BYTES, 1) for _ in range(_PINGS)]
+    there_and_back_s = statistics.median(pings_s)
     latency_s = there_and_back_s / 2
     points: list[PairPoint] = []
     rates: dict[int, float] = {}
@@ -110,7 +111,9 @@ def _source(transport: Transport, src: int, dst: int, peer: int, seconds: float)
             # The answer is never the slower half, whatever the pings took.
             there_s = max(taken_s - latency_s, taken_s / 2)
             points.append(PairPoint(size_bytes=size_bytes, streams=streams, bytes_per_s=size_bytes / there_s))
-            rates[streams] = size_bytes / max(taken_s - there_and_back_s, 1e-9)
+            # Of pings that waited for a processor only the shortest says how long the way is.
+            bytes_s = max(taken_s - there_and_back_s, (taken_s - min(pings_s)) / 2)
+            rates[streams] = size_bytes / (bytes_s if bytes_s > 0 else there_s)
     _tell(transport, peer, 0, 1)
     window_bytes = window(rates, there_and_back_s)
     return PairProbe(

@@ -7,11 +7,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridep.config import build
 from hybridep.plan import Plan, Schedule
@@ -55,16 +55,17 @@ def emulate_computation(trainer: RankTrainer, plan: Plan) -> None:
         module.register_forward_hook(lambda *_, seconds=seconds: time.sleep(seconds))
         module.register_full_backward_hook(lambda *_, seconds=seconds: time.sleep(2 * seconds))
     for experts in trainer.model.routed:
-        compute = experts.compute
+        experts.compute = _slow(experts.compute, expert_s)  # type: ignore[method-assign]
+        experts.gradients = _slow(experts.gradients, 2 * expert_s)  # type: ignore[method-assign]
 
-        def slow(*inputs: Tensor, compute: Any = compute) -> Tensor:
-            output: Tensor = compute(*inputs)
-            time.sleep(expert_s)
-            if output.requires_grad:
-                output.register_hook(lambda _: time.sleep(2 * expert_s))  # type: ignore[no-untyped-call]
-            return output
 
-        experts.compute = slow  # type: ignore[assignment, method-assign]
+def _slow(compute: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*inputs: Any) -> Any:
+        found = compute(*inputs)
+        time.sleep(seconds)
+        return found
+
+    return slow
 
 
 if __name__ == "__main__":

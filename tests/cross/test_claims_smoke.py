@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hybridep.baselines import Baseline, baseline_plan
+from hybridep.commands.inputs import load_cluster, load_workload
+from runtime.mesh import host_store
 
 pytestmark = pytest.mark.turns(3)
 
@@ -83,6 +88,19 @@ def test_sites_that_pay(tmp_path: Path) -> None:
     [row] = rows_of("sites-that-pay", "sites.csv", tmp_path)
     bound_s, paying_s, *others_s = (float(row[f"{way}_s"]) for way in ("bound", "paying", "alone", "without", "staged"))
     assert 0.9 * paying_s < bound_s <= paying_s <= 1.05 * min(others_s) and row["paying"] == "1"
+
+
+def test_a_step_of_link_use(tmp_path: Path) -> None:
+    """Whose ranks compute as slowly as is planned; in the lab below only with all that is slow."""
+    cluster = load_cluster("lab-4dc", ["levels.dc.size=1", "levels.gpu.size=1"])
+    plan = baseline_plan(cluster, load_workload("tiny", ["model.num_layers=1"]), Baseline.EP)
+    store = host_store("127.0.0.1", timeout_s=60)
+    settings = {"host": "127.0.0.1", "port": store.port, "num_ranks": 1, "turns": 1, "depths": [0], "steps": 1}
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(settings | {"plan": plan.model_dump(mode="json", exclude_none=True)}))
+    command = [sys.executable, str(EXPERIMENTS / "link-use" / "steps.py"), str(path), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.stdout.startswith("took [0, 0, 1"), done.stderr
 
 
 @pytest.mark.lab

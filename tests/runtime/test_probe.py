@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import permutations, product
 
 import pytest
 from rank_pool import ADDRESS, RankPool
+from torch import Tensor
 from training_cases import Case
 
 from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCodec
@@ -14,11 +16,13 @@ from hybridep.commands.probe import with_measurements, with_pairs
 from hybridep.config import build
 from hybridep.topology import Cluster
 from runtime import probe as probe_module
+from runtime import probe_links
 from runtime.barrier import PATIENCE_S
 from runtime.probe import LevelProbe, Probe, probe_of, summarise
 from runtime.probe_codecs import CodecProbe
 from runtime.probe_compute import ComputeProbe
 from runtime.probe_links import SIZES_BYTES, STREAMS, Contention, PairPoint, PairProbe, window
+from runtime.transport import Transport
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -113,6 +117,31 @@ def test_one_slow_rank_does_not_decide() -> None:
     for probe in (USUAL, replace(USUAL, pairs=(pair,), several=LEVEL, contention=both)):
         assert probe_of(asdict(probe)) == summarise([probe]) == probe
     assert summarise([replace(USUAL, pairs=(pair,)), USUAL]).pairs == (pair,)
+
+
+@pytest.mark.parametrize("late", [0, 9, 10])
+def test_pings_that_wait_for_a_processor_make_no_link_fast(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link of 1 GB/s and 2 ms each way; so many of ten pings take 10 ms more, which is what the largest message takes."""
+    now_s, pings = 0.0, 0
+
+    class Link(Transport):
+        def __init__(self) -> None:
+            pass
+
+        def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
+            nonlocal now_s, pings
+            size_bytes = sends[1].nbytes
+            if "orders" not in label:
+                now_s += 4e-3 + size_bytes / 1e9
+                if size_bytes == 8:
+                    pings += 1
+                    now_s += 1e-2 * (1 < pings <= 1 + late)  # the first opens the connection
+
+    monkeypatch.setattr(probe_links.time, "perf_counter", lambda: now_s)
+    found = probe_links._source(Link(), 0, 1, 1, seconds=0.02)
+    if not late:
+        assert (found.latency_s, found.bandwidth_bytes_per_s) == pytest.approx((2e-3, 1e9), rel=1e-5)
+    assert 1e9 / 2 < found.bandwidth_bytes_per_s < 2.01e9
 
 
 def test_a_window_is_what_holds_one_connection_and_not_several() -> None:
