@@ -133,11 +133,11 @@ def dense_activation_bytes(workload: Workload) -> float:
     counted) and the head."""
     model, width = workload.model, workload.training.dtype.num_bytes
     wide = max(width, 4)
-    # Two norms, each with its input and the normalised input, in fp32 at least, and the output of the first; then query, key,
-    # value (for all query heads) and the attention's output, before and after its heads are joined.
-    attention = 4 * model.hidden_size * wide + model.hidden_size * width + 5 * model.attention_width * width
+    # The inputs of two norms and the output of the first; then query, key, value (for all query heads) and the attention's
+    # output, before and after its heads are joined.
+    attention = (3 * model.hidden_size + 5 * model.attention_width) * width
     if model.qk_norm:
-        attention += 2 * (model.attention_width + model.kv_width) * wide
+        attention += (model.attention_width + model.kv_width) * width
     dense_layer = attention + (model.hidden_size + _inner_width(workload, model.dense_ffn_size)) * width
     # The gate keeps its input, the scores and what it chose.
     gate = (model.hidden_size + model.num_experts) * wide + model.top_k * (8 + 2 * wide)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hybridep.workload import Model, Workload
 from runtime.initial_weights import InitialWeights
 from runtime.moe import FeedForward, MoeBlock, RoutedExperts
+from runtime.norm import RmsNorm
 from runtime.token_loss import token_loss
 
 MakeRouted = Callable[[int], RoutedExperts]
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         self.query_norm: nn.Module = nn.Identity()
         self.key_norm: nn.Module = nn.Identity()
         if model.qk_norm:
-            self.query_norm, self.key_norm = (nn.RMSNorm(self.head_dim, eps=model.norm_eps, dtype=dtype) for _ in range(2))
+            self.query_norm, self.key_norm = (RmsNorm(self.head_dim, eps=model.norm_eps, dtype=dtype) for _ in range(2))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H]."""
@@ -69,9 +70,9 @@ class Layer(nn.Module):
 
     def __init__(self, model: Model, feed_forward: FeedForward | MoeBlock, dtype: torch.dtype) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
+        self.attention_norm = RmsNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
         self.attention = Attention(model, dtype)
-        self.feed_forward_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
+        self.feed_forward_norm = RmsNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
         self.feed_forward = feed_forward
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +104,7 @@ class Transformer(nn.Module):
             layers[str(first + index)] = Layer(model, part, dtype)
         self.layers = nn.ModuleDict(layers)
         if model.has_head:
-            self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
+            self.norm = RmsNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
             self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, dtype=dtype)
             if model.tie_embeddings:
                 self.head.weight = self.embedding.weight
