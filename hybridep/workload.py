@@ -20,8 +20,9 @@ _MOST_TOKENS = 10**12
 FEW_SUMMED = 8
 """Micro-batches whose gradients may add up in bf16: the sum is off by 0.3 % of its length, about what rounding it is; of 64 by
 0.8 %, of 512 by 5 %, as measured (experiments/LOG.md)."""
-LOSS_PART = 1 << 22
-"""Elements of the logits, about, that are made fp32 at a time."""
+LOSS_PART, LOSS_PARTS = 1 << 22, 16
+"""Elements of the logits, about, that are made fp32 at a time; more where that would be more than so many parts, since a device
+takes long to begin many short ones."""
 
 
 class Ffn(Enum):

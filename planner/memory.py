@@ -30,7 +30,7 @@ from hybridep.traffic import (
     reverse,
     served_copies,
 )
-from hybridep.workload import LOSS_PART, Ffn, Training, Workload
+from hybridep.workload import LOSS_PART, LOSS_PARTS, Ffn, Training, Workload
 from planner.compute import compute_of_ranks
 from planner.cost import layer_traffic
 
@@ -267,7 +267,7 @@ def head_bytes(workload: Workload, share: FloatArray) -> FloatArray:
     model, width = workload.model, workload.training.dtype.num_bytes
     tokens = share * float(workload.training.tokens * model.has_head)
     logits = tokens * model.vocab_size
-    parts = 2 * np.minimum(logits, LOSS_PART) * max(width, 4)
+    parts = 2 * np.minimum(logits, np.maximum(LOSS_PART, logits / LOSS_PARTS)) * max(width, 4)
     weights = model.vocab_size * model.hidden_size * float(model.has_head)
     gradients = (tokens * model.hidden_size + weights) * width
     held = logits * width + np.maximum(parts, gradients)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridep.workload import LOSS_PART
+from hybridep.workload import LOSS_PART, LOSS_PARTS
 
 
 def token_loss(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -25,27 +25,31 @@ def token_loss(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        wide = torch.promote_types(logits_NV.dtype, torch.float32)
         # The largest apart from the sum: what all logits have in common, which may be large, costs no digits.
-        largest_N = logits_NV.amax(dim=1).to(wide)
-        parts = _parts(logits_NV, largest_N)
-        log_sums_N = torch.cat([(part - largest[:, None]).exp_().sum(dim=1) for part, largest in parts]).log_()
-        ctx.save_for_backward(logits_NV, targets_N, largest_N, log_sums_N)
+        largest_N = logits_NV.amax(dim=1).to(torch.promote_types(logits_NV.dtype, torch.float32))
+        sums_N = torch.cat([_exponentials(*part).sum(dim=1) for part in _parts(logits_NV, largest_N)])
         chosen_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1)
-        return (log_sums_N - (chosen_N - largest_N)).sum()
+        log_shares_N = chosen_N - largest_N - sums_N.log()
+        ctx.save_for_backward(logits_NV, targets_N, largest_N, sums_N, log_shares_N)
+        return -log_shares_N.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        logits_NV, *others = ctx.saved_tensors
-        for part, targets, largest, log_sums in _parts(logits_NV, *others):
-            shares = (part - largest[:, None]).sub_(log_sums[:, None]).exp_()
-            shares[torch.arange(len(part), device=part.device), targets] -= 1
-            part.copy_(shares.mul_(gradient))
-            del shares  # before those of the next part are made
+        logits_NV, targets_N, largest_N, sums_N, log_shares_N = ctx.saved_tensors
+        for part, largest, scale in _parts(logits_NV, largest_N, gradient / sums_N):
+            torch.mul(_exponentials(part, largest), scale[:, None], out=part)
+        chosen_N = log_shares_N.expm1_().mul_(gradient)
+        logits_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N] = chosen_N.to(logits_NV.dtype)
         return logits_NV, None
 
 
+def _exponentials(part_NV: Tensor, largest_N: Tensor) -> Tensor:
+    return (part_NV - largest_N[:, None]).exp_()
+
+
 def _parts(logits_NV: Tensor, *others_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    rows = max(LOSS_PART // logits_NV.shape[1], 1)
+    """Of some rows each."""
+    number, width = logits_NV.shape
+    rows = max(LOSS_PART // width, -(-number // LOSS_PARTS), 1)
     return zip(*(torch.split(one, rows) for one in (logits_NV, *others_N)), strict=True)
