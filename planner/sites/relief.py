@@ -20,6 +20,8 @@ from planner.sites.spread import Spread, left_out, spread_table
 
 ROUNDS = 3
 """Tokens that leave need some memory themselves, for what comes back of them."""
+AT_LEAST = 0.2
+"""What is wanted grows by such a share of itself where some is still missing: a little more may change nothing."""
 
 
 def relieved_table(problem: SiteProblem, spread: Spread, table: IntArray, own: IntArray | None = None) -> IntArray | None:
@@ -35,7 +37,8 @@ def relieved_table(problem: SiteProblem, spread: Spread, table: IntArray, own: I
             return None
         table = spread_table(problem, spread, away, own)
         missing_bytes = _missing_bytes(problem, table)
-        wanted_bytes = wanted_bytes + missing_bytes
+        more_bytes = np.maximum(missing_bytes, AT_LEAST * wanted_bytes)
+        wanted_bytes = wanted_bytes + np.where(missing_bytes > 0, more_bytes, 0.0)
     return None if missing_bytes.any() else table
 
 

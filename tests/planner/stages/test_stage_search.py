@@ -152,7 +152,7 @@ def test_stages_keep_within_memory() -> None:
 def test_where_memory_is_short_first_stages_compute_again_or_have_fewer_layers_or_micro_batches_are_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first stages keep the activations of most micro-batches: 174 MB with as many layers as balance them."""
+    """The first stages keep the activations of most micro-batches: over 130 MB with as many layers as balance them."""
     workload = layered_workload(12, ffn=32, micro_batch_size=64)
 
     def planned(memory_mb: int) -> PipelinePlan:
@@ -164,15 +164,15 @@ def test_where_memory_is_short_first_stages_compute_again_or_have_fewer_layers_o
     def again(memory_mb: int) -> list[bool]:
         return [stage.recomputes for stage in planned(memory_mb).plans]
 
-    assert again(180) == [False] * 4
-    assert again(160) == [True, False, False, False]
-    assert planned(130).micro_batches > 64
+    assert again(140) == [False] * 4
+    assert again(120) == [True, False, False, False]
+    assert planned(95).micro_batches > 64
     monkeypatch.setattr("planner.stages.candidates.MANY_BATCHES", ())
-    for memory_mb in (130, 100):
+    for memory_mb in (95, 75):
         layers = [stage.num_layers for stage in planned(memory_mb).stages]
         assert sum(layers) == 12 and layers[0] < layers[-1]
-    with pytest.raises(InfeasibleError, match=r"needs 132\.6 MB and has 90 MB"):
-        planned(90)
+    with pytest.raises(InfeasibleError, match=r"needs 98\.17 MB and has 70 MB"):
+        planned(70)
 
 
 @pytest.mark.parametrize(
