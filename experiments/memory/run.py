@@ -170,9 +170,9 @@ def peak_of_rank(config: dict[str, Any], name: str, rank: int, port: int) -> dic
         layers = len(plan.stages) if isinstance(plan, PipelinePlan) else 1
         tiny = {"hidden_size": 16, "expert_ffn_size": 16, "vocab_size": 256, "num_layers": layers, "shared_ffn_size": 0}
         shrunk = config | {"model": config["model"] | tiny, "training": config["training"] | {"sequence_length": 8}}
-        shrunk = shrunk | {
-            "cases": {name: {key: value for key, value in config["cases"][name].items() if key in ("domains", "pipeline")}}
-        }
+        case = {key: value for key, value in config["cases"][name].items() if key in ("domains", "pipeline")}
+        batches = config["cases"][name].get("training", {}).get("micro_batches", 1)
+        shrunk = shrunk | {"cases": {name: case | {"training": {"micro_batches": batches}}}}
         train(plan_of(shrunk, name), 1)
         before = resident("VmRSS")
         # Forgets the largest resident size so far.
