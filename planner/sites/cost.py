@@ -14,6 +14,7 @@ from hybridep.coding import Coding, moved_coding, row_coding
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import TOKENS, FloatArray, Op, OpLevel, gathers_and_returns, is_late
+from planner.activations import routed_bytes, shared_expert_bytes
 from planner.cost import by_op, coded_s, dense_coding_part, fixed_computation
 from planner.layer_times import BlockTimes, layer_times, timed_block
 from planner.memory import (
@@ -30,8 +31,6 @@ from planner.memory import (
     lasting_copy_bytes,
     narrows,
     passing_bytes,
-    routed_bytes,
-    shared_expert_bytes,
     unsent_dense_bytes,
 )
 from planner.price import step_usd

@@ -10,7 +10,8 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.plan import Objective, Residency, backward_cost
 from hybridep.traffic import COUNT_BYTES, FloatArray, gathers_and_returns
-from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, narrows, passing_bytes, routed_bytes, shared_expert_bytes
+from planner.activations import routed_bytes, shared_expert_bytes
+from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, narrows, passing_bytes
 from planner.sites.cost import cost_of, fixed_cost
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, Inside, SiteProblem

@@ -12,7 +12,7 @@ import numpy as np
 from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.traffic import FloatArray
-from planner.memory import routed_bytes
+from planner.activations import routed_bytes
 from planner.sites.cost import rank_memory_bytes
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Inside, SiteProblem

@@ -8,7 +8,8 @@ import numpy as np
 
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray
-from planner.memory import lasting_copy_bytes, routed_bytes
+from planner.activations import routed_bytes
+from planner.memory import lasting_copy_bytes
 from planner.sites.cost import rank_memory_bytes
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem

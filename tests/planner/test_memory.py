@@ -10,7 +10,8 @@ from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, step_traffic
 from hybridep.workload import Workload
-from planner.memory import dense_activation_bytes, fits, memory_use, routed_bytes
+from planner.activations import dense_activation_bytes, routed_bytes
+from planner.memory import fits, memory_use
 from planner.problem import build_problem
 
 

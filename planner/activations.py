@@ -1,0 +1,80 @@
+"""Bytes that tokens leave on a rank from forward to backward: of attention, gate, experts and the head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridep.traffic import FloatArray
+from hybridep.workload import LOSS_PART, LOSS_PARTS, Ffn, Training, Workload
+
+
+def dense_activation_bytes(workload: Workload) -> float:
+    """Kept for backward by a rank with the mean number of tokens, one micro-batch, without experts (of shared ones their input is
+    counted) and the head."""
+    model, width = workload.model, workload.training.dtype.num_bytes
+    wide = max(width, 4)
+    # The inputs of two norms and the output of the first; then query, key, value (for all query heads) and the attention's
+    # output, before and after its heads are joined.
+    attention = (3 * model.hidden_size + 5 * model.attention_width) * width
+    if model.qk_norm:
+        attention += (model.attention_width + model.kv_width) * width
+    dense_layer = attention + (model.hidden_size + inner_width(workload, model.dense_ffn_size)) * width
+    # The gate keeps its input, the scores and what it chose.
+    gate = (model.hidden_size + model.num_experts) * wide + model.top_k * (8 + 2 * wide)
+    shared_input = model.hidden_size * width if model.shared_ffn_size and width < wide else 0
+    moe_layer = attention + gate + shared_input
+    return float(workload.training.tokens * (model.num_dense_layers * dense_layer + model.num_moe_layers * moe_layer))
+
+
+class Held(NamedTuple):
+    """Bytes of one layer's routed tokens, or of its shared expert."""
+
+    kept: FloatArray
+    """Until backward."""
+    again: FloatArray
+    """Made again in backward, and held while it runs; nothing where all is kept."""
+
+
+def shared_expert_bytes(workload: Workload, share: FloatArray, *, recompute: bool) -> Held:
+    """Of its inner widths and, where it has a gate, its output and what the gate says."""
+    model, width = workload.model, workload.training.dtype.num_bytes
+    elements = inner_width(workload, model.shared_ffn_size) + model.shared_expert_gate * (model.hidden_size + 1)
+    made = share * float(workload.training.tokens * elements * width)
+    return Held(np.zeros_like(made), made) if recompute else Held(made, np.zeros_like(made))
+
+
+def routed_bytes(workload: Workload, served: FloatArray, arrived: FloatArray, *, recompute: bool) -> Held:
+    """Of ``arrived`` rows with their weights and ids, and the sums that go back; of each of ``served`` rows the experts' input,
+    inner widths and output, and two indices. Where experts ``recompute``, what arrived is kept and nothing else."""
+    model, width = workload.model, workload.training.dtype.num_bytes
+    row = model.hidden_size * width
+    per_served = 2 * row + inner_width(workload, model.expert_ffn_size) * width + 16
+    came, made = arrived * (row + model.top_k * (width + 4)), arrived * row + served * per_served
+    return Held(came, made) if recompute else Held(came + made, np.zeros_like(made))
+
+
+def head_bytes(workload: Workload, share: FloatArray) -> FloatArray:
+    """Of ranks with this share of the mean number of tokens: the logits, which become their own gradient
+    (``runtime.token_loss``), with two parts of them in fp32 at least; and then the gradients of the head's weights and input."""
+    model, width = workload.model, workload.training.dtype.num_bytes
+    tokens = share * float(workload.training.tokens * model.has_head)
+    logits = tokens * model.vocab_size
+    parts = 2 * np.minimum(logits, np.maximum(LOSS_PART, logits / LOSS_PARTS)) * max(width, 4)
+    weights = model.vocab_size * model.hidden_size * float(model.has_head)
+    gradients = (tokens * model.hidden_size + weights) * width
+    held = logits * width + np.maximum(parts, gradients)
+    # Logits are gone when autograd makes the weights' wider, where sums are.
+    return np.asarray(np.maximum(held, gradients + weights * _widened_bytes(workload.training)))
+
+
+def _widened_bytes(training: Training) -> int:
+    """Of one parameter's gradient that is to be added to sums that are wider."""
+    return training.gradient_dtype.num_bytes if training.gradient_dtype is not training.dtype else 0
+
+
+def inner_width(workload: Workload, ffn_size: int) -> int:
+    """Elements per token kept between a feed-forward's matrices: what enters the activation and what comes out; SwiGLU also keeps
+    the other factor and the product."""
+    return (2 if workload.model.ffn is Ffn.GELU else 4) * ffn_size
