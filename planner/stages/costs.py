@@ -14,7 +14,7 @@ from planner.evaluate import evaluate
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, dollars, seconds
 from planner.price import egress_usd, step_usd
-from planner.stages.inside import Inside, Room, placed
+from planner.stages.inside import Inside, Room, Store, placed
 from planner.stages.schedule import PipelineTimes, with_coding
 
 WORK, BUBBLE, ACTIVATIONS = "stage_work", "bubble", "activations"
@@ -57,10 +57,11 @@ def rooms(plan: PipelinePlan) -> list[Room]:
     return found
 
 
-def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None) -> Costed:
-    """What a pipeline plan costs; ``inside``: its stages' own costs, where they are known."""
+def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None, store: Store | None = None) -> Costed:
+    """What a pipeline plan costs; ``inside``: its stages' own costs, where they are known; ``store``: what was found of stages
+    before, and is now."""
     if inside is None:
-        inside = [placed(stage, stage.layers, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
+        inside = [placed(stage, stage.layers, room, store) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
     most = [int(plan.sequences(stage).max()) for stage in range(len(plan.stages))]
     stages = with_coding(plan.activation_speed, plan.workload, most, [one.times for one in inside])
     times = PipelineTimes(plan=plan, stages=stages)
