@@ -95,13 +95,14 @@ class Staged:
         return self.asked.worth_of(self.chosen)
 
     def top(self, number: int) -> list[StageChoice]:
-        """The best plan and the next ones of different plans, ``number`` at most: what was simulated, then the rest."""
+        """The best plan and the next ones of different plans, ``number`` at most: what was simulated, then the rest. Plans that
+        differ only in which of several like sites does what are one."""
         if number == 1:
             return [self.chosen]
         others = sorted(self.chosen.others, key=lambda one: (one.simulated_s is None, self.asked.worth_of(one)))
         different = dict[str, StageChoice]()
         for one in (self.chosen, *others):
-            different.setdefault(one.plan.digest, one)
+            different.setdefault(_alike(one.plan), one)
         return list(different.values())[:number]
 
 
@@ -285,6 +286,14 @@ def _better(asked: Asked, one: StageChoice, other: StageChoice, within_s: float 
     if best.plan.cluster.site_names != worse.plan.cluster.site_names:
         return best
     return replace(best, others=(*best.others, replace(worse, others=()), *worse.others))
+
+
+def _alike(plan: AnyPlan) -> str:
+    """A text that is the same for plans which differ in the names of sites that are alike."""
+    if not isinstance(plan, PipelinePlan):
+        return plan.digest
+    said, stages = plan.predicted, [(len(stage.sites), stage.num_layers) for stage in plan.stages]
+    return f"{said.expected_s:.9g} {said.memory_bytes:.9g} {plan.micro_batches} {plan.ahead} {stages}"
 
 
 def _is_far(one: Worth, other: Worth) -> bool:
