@@ -17,6 +17,7 @@ from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
 from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
 from planner.stages.fewer import least_of_any, sites_that_pay
+from planner.stages.matrices import StageMatrices, stage_matrices
 from planner.stages.report import pipeline_summary
 from planner.stages.search import plan_pipeline, plan_pipelines
 from planner.stages.wishes import StageWishes
@@ -34,6 +35,7 @@ __all__ = [
     "PlanMatrices",
     "PooledPlan",
     "RobustPlan",
+    "StageMatrices",
     "StageWishes",
     "StepCost",
     "Upgrade",
@@ -59,6 +61,7 @@ __all__ = [
     "plans",
     "predict",
     "sites_that_pay",
+    "stage_matrices",
     "step_cost",
     "summary",
     "upgrades",
