@@ -149,9 +149,9 @@ def search_on(
     store: Store | None = None,
 ) -> list[Costed]:
     """The best pipelines over ``cluster``, at most ``number``, that a search of small steps finds, which no time limit ends: the
-    ``starts``, which keep the rules, at its rates, and what becomes of the best of them in other micro-batches, farther ahead, and by changes of sites
-    and layers, of which so many are looked at and tried. Only what fits; so there may be none. ``store``: what was found of
-    stages before, and is now."""
+    ``starts``, which keep the rules, at its rates; and what becomes of the best of them in other micro-batches, at other depths,
+    and by changes of sites and layers, of which so many are looked at and tried. Only what fits; so there may be none.
+    ``store``: what was found of stages before, and is now."""
     candidates = _candidates(cluster, starts[0].workload, wishes, store)
     search = _Search(candidates, now_s(), math.inf, lambda what, seconds: None, changes=tries, looks=looks)
     search.go_on([one.at_rates(cluster, candidates.schedule) for one in starts])
