@@ -15,7 +15,7 @@ from hybridep.plan import Objective
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hybridep.commands.sites_choice import Asked, Staged
+    from hybridep.commands.sites_choice import Asked, Staged, Tell
     from hybridep.commands.stage_choice import StageChoice
     from hybridep.pipeline import AnyPlan
     from hybridep.plan import Plan
@@ -67,15 +67,18 @@ def write_in_stages(request: StagesRequest) -> None:
     from hybridep.commands.stage_choice import StageChoice
     from hybridep.shares import unequal_shares
 
+    def tell(words: str) -> None:
+        note(f"hybridep plan: {words}")
+
     cluster, workload, asked = request.cluster, request.workload, request.asked
-    robust = _for_scenarios(request, asked) if request.scenarios else None
+    robust = _for_scenarios(request, asked, tell) if request.scenarios else None
     if robust is None:
         made = plan_sites(
             asked,
             or_without=request.text == AUTO,
             fewer=request.fewer,
             time_limit_s=request.time_limit_s,
-            tell=lambda words: note(f"hybridep plan: {words}"),
+            tell=tell,
             shown=True,
             top=request.top,
         )
@@ -116,22 +119,17 @@ def write_in_stages(request: StagesRequest) -> None:
         told.show()
 
 
-def _for_scenarios(request: StagesRequest, asked: Asked) -> RobustPipeline | RobustPlan:
+def _for_scenarios(request: StagesRequest, asked: Asked, tell: Tell) -> RobustPipeline | RobustPlan:
     """The best plan for rates that are not known, without stages only where no number was asked for."""
     import planner
     from hybridep.commands.plan_progress import PlanProgress
 
-    made = planner.staged_for_scenarios if request.text == AUTO else planner.pipeline_for_scenarios
+    what = (asked.cluster, asked.workload, request.scenarios, asked.wishes)
+    how: dict[str, Any] = {"quantile": request.quantile, "time_limit_s": request.time_limit_s}
     with PlanProgress() as progress:
-        return made(
-            asked.cluster,
-            asked.workload,
-            request.scenarios,
-            asked.wishes,
-            quantile=request.quantile,
-            time_limit_s=request.time_limit_s,
-            report=progress,
-        )
+        if request.text == AUTO:
+            return planner.staged_for_scenarios(*what, **how, report=progress, tell=tell)
+        return planner.pipeline_for_scenarios(*what, **how, report=progress)
 
 
 def _upgrades(plan: AnyPlan, wishes: StageWishes) -> list[Upgrade]:

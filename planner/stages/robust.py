@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from hybridep.codecs import EXACT
-from hybridep.errors import HybridEPError
-from hybridep.pipeline import PipelinePlan, codecs_inside
-from hybridep.plan import Plan
+from hybridep.errors import HybridEPError, UserError
+from hybridep.pipeline import AnyPlan, PipelinePlan, codecs_inside
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.choose import Report
@@ -23,7 +22,7 @@ from planner.stages.bound import least_s
 from planner.stages.costs import costed
 from planner.stages.fewer import without_stages
 from planner.stages.inside import Store
-from planner.stages.search import plan_pipelines, reported, search_on
+from planner.stages.search import plan_pipeline, plan_pipelines, reported, search_on
 from planner.stages.wishes import StageWishes
 
 _CANDIDATES = 24
@@ -37,10 +36,11 @@ _ROUNDS, _MET = 3, 8
 """Times that the best one is searched on from, in the scenario that counts then, and pipelines of each that are costed in all."""
 _TRIES, _LOOKS = 30, 6000
 """Changes that are tried in a round, and that are looked at, times sites: the more sites, the longer each look takes."""
-_LOOK, _STAGED = 0.1, 0.6
-"""Shares of the time limit for a first look at plans without stages, and for pipelines, where either may be."""
+_LOOK, _EACH = 0.1, 0.5
+"""Share of the time limit for a first look at pipelines, and one at plans without stages; and of what is left then for pipelines,
+where plans without stages have the rest."""
 _FAR = 1.5
-"""Plans without stages that take so many times as long at the quantile after the first look have no more time."""
+"""What takes over so many times as long at the quantile after the first look has no more time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,31 +103,45 @@ def staged_for_scenarios(
     quantile: float = 1.0,
     time_limit_s: float = 60.0,
     report: Report | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> RobustPipeline | RobustPlan:
     """What ``pipeline_for_scenarios`` finds, or ``planner.plan_for_scenarios``: whichever is expected to take less at the
-    quantile. Plans without stages that take far longer after a first look have no more time. Raises the reason of the latter
-    where neither is possible."""
-    began_s, pipeline = now_s(), None
-    with suppress(HybridEPError):
-        pipeline = pipeline_for_scenarios(
-            cluster, workload, scenarios, wishes, quantile=quantile, time_limit_s=_STAGED * time_limit_s, report=report
-        )
+    quantile. After a first look at both what takes far longer has no more time. ``tell``: why there is no pipeline, if none is
+    possible and a plan without stages is. Raises the reason of the latter where neither is possible, and UserError for measured
+    popularity."""
+    if wishes.popularity:
+        raise UserError("plans for scenarios know no popularity of experts; leave --routing out")
+    wishes, began_s, look_s = replace(wishes, goal=FASTEST), now_s(), _LOOK * time_limit_s
     scenarios = at_their_rates(cluster, scenarios, quantile)
 
-    def of_step_s(plan: Plan) -> float:
-        return at_quantile([expected_s(plan.model_copy(update={"cluster": one})) for one in scenarios], quantile)
+    def left_s(share: float) -> float:
+        return max(share * (time_limit_s - (now_s() - began_s)), look_s)
 
+    def of_step_s(plan: AnyPlan) -> float:
+        return at_quantile([_step_s(plan, one) for one in scenarios], quantile)
+
+    ours_s, other_s, why_not = math.inf, math.inf, ""
     try:
-        if pipeline is not None:
-            look = without_stages(cluster, workload, replace(wishes, goal=FASTEST), _LOOK * time_limit_s)
-            if of_step_s(look) > _FAR * pipeline.step_s:
-                return pipeline
+        ours_s = of_step_s(plan_pipeline(cluster, workload, wishes, time_limit_s=look_s))
+    except HybridEPError as error:
+        why_not = str(error)
+    with suppress(HybridEPError):
+        other_s = of_step_s(without_stages(cluster, workload, wishes, look_s))
+    pipeline: RobustPipeline | None = None
+    if ours_s < math.inf and ours_s <= _FAR * other_s:
+        limit_s = left_s(1.0 if other_s > _FAR * ours_s else _EACH)
+        pipeline = pipeline_for_scenarios(
+            cluster, workload, scenarios, wishes, quantile=quantile, time_limit_s=limit_s, report=report
+        )
+        if other_s > _FAR * ours_s:
+            return pipeline
+    try:
         without = plan_for_scenarios(
             cluster,
             workload,
             scenarios,
             quantile=quantile,
-            time_limit_s=max(time_limit_s - (now_s() - began_s), _LOOK * time_limit_s),
+            time_limit_s=left_s(1.0),
             schedule=wishes.schedule,
             constraints=wishes.constraints,
             codecs=codecs_inside(wishes.codecs),
@@ -136,7 +150,16 @@ def staged_for_scenarios(
         if pipeline is None:
             raise
         return pipeline
+    if why_not and tell is not None:
+        tell(why_not)
     return without if pipeline is None or of_step_s(without.plan) < pipeline.step_s else pipeline
+
+
+def _step_s(plan: AnyPlan, cluster: Cluster, store: Store | None = None) -> float:
+    """What is expected of a step at a cluster's rates."""
+    if isinstance(plan, PipelinePlan):
+        return costed(plan.at_rates(cluster), store=store).times.step_s
+    return expected_s(plan.model_copy(update={"cluster": cluster}))
 
 
 def _search(choice: _Choice, workload: Workload, wishes: StageWishes, time_limit_s: float) -> None:
@@ -188,7 +211,7 @@ class _Choice:
 
     def begin(self, plan: PipelinePlan) -> None:
         """With this one."""
-        self.plan, self.steps_s = plan, tuple(self._step_s(plan, one) for one in self.scenarios)
+        self.plan, self.steps_s = plan, tuple(_step_s(plan, one, self.store) for one in self.scenarios)
 
     def consider(self, plans: Iterable[PipelinePlan]) -> None:
         """Take those that are better than the best before."""
@@ -203,11 +226,8 @@ class _Choice:
         left = len(self.scenarios) - math.ceil(self.quantile * len(self.scenarios) - 1e-9)
         found = dict[int, float]()
         for place in sorted(range(len(self.scenarios)), key=lambda place: -self.steps_s[place]):
-            found[place] = self._step_s(plan, self.scenarios[place])
+            found[place] = _step_s(plan, self.scenarios[place], self.store)
             left -= found[place] >= self.step_s
             if left < 0:
                 return None
         return tuple(found[place] for place in range(len(self.scenarios)))
-
-    def _step_s(self, plan: PipelinePlan, scenario: Cluster) -> float:
-        return costed(plan.at_rates(scenario), store=self.store).times.step_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
@@ -51,6 +52,8 @@ _MET = 5
 """Pipelines met by random changes of one, that are costed."""
 _UNSURE = 0.03
 """Share by which a pipeline with other micro-batches may be sketched to take longer than the best one, and is tried."""
+_NEAR = 1.2
+"""Numbers of stages whose best pipeline takes over so many times as long as the best of all are not searched on from."""
 _FOUND_BY, _WALKED_BY, _VARIED_BY, _CHANGED_BY = 0.35, 0.5, 0.6, 0.8
 """Shares of the time limit after which no more pipelines are made, walked through, given other micro-batches, and changed."""
 
@@ -146,15 +149,16 @@ def search_on(
     *,
     tries: int,
     looks: int,
+    fresh: int = 0,
     store: Store | None = None,
 ) -> list[Costed]:
-    """The best pipelines over ``cluster``, at most ``number``, that a search of small steps finds, which no time limit ends: the
-    ``starts``, which keep the rules, at its rates; and what becomes of the best of them in other micro-batches, at other depths,
-    and by changes of sites and layers, of which so many are looked at and tried. Only what fits; so there may be none.
-    ``store``: what was found of stages before, and is now."""
+    """The best pipelines over ``cluster``, at most ``number``, that a short search finds, which no time limit ends: the
+    ``starts``, which keep the rules, at its rates; about so many ``fresh`` ones, of various numbers of stages; and what the best
+    of these numbers become in other micro-batches, by changes of sites and layers, of which so many are looked at and tried, and
+    at other depths. Only what fits; so there may be none. ``store``: what was found of stages before, and is now."""
     candidates = _candidates(cluster, starts[0].workload, wishes, store)
     search = _Search(candidates, now_s(), math.inf, lambda what, seconds: None, changes=tries, looks=looks)
-    search.go_on([one.at_rates(cluster, candidates.schedule) for one in starts])
+    search.go_on([one.at_rates(cluster, candidates.schedule) for one in starts], fresh)
     return search.best(number)
 
 
@@ -188,14 +192,19 @@ class _Search:
                 raise
         return self.best(number)
 
-    def go_on(self, starts: Sequence[PipelinePlan]) -> None:
-        """Search from these pipelines on, the best of them first of all in other micro-batches."""
-        for one in starts:
-            self._keep(costed(one, store=self.candidates.store))
-        if self._found:
-            self._with_other_batches(self._best(1)[0])
-            self._improve(self._best(1)[0], math.inf, sketched=self._is_sketched)
-            self._at_other_depths(self._best(1)[0])
+    def go_on(self, starts: Sequence[PipelinePlan], fresh: int) -> None:
+        """Search from these pipelines on, and from about so many fresh ones."""
+        for start in starts:
+            self._keep(costed(start, store=self.candidates.store))
+        if fresh:
+            stages, left = self.candidates.wishes.stages, count(fresh, -1)
+            numbers = range(2, self.candidates.cluster.sizes[0] + 1) if stages is None else (stages,)
+            self._walk_best(self.candidates.made(numbers, lambda: float(next(left))))
+        for search in (self._with_other_batches, self._in_small_steps, self._at_other_depths):
+            every = self._best_by_number()
+            for one in every:
+                if one.times.step_s <= _NEAR * every[0].times.step_s:
+                    search(one)
 
     def best(self, number: int) -> list[Costed]:
         """The best pipelines that were found, at most so many, the fastest first."""
@@ -211,14 +220,7 @@ class _Search:
         if not candidates:
             why = self.candidates.lacking or self.candidates.barred or self.candidates.why or "none was found in time"
             raise InfeasibleError(f"pipeline over {self.candidates.cluster.name}: no number of stages is possible; {why}")
-        for candidate in sorted(candidates, key=lambda one: one.least):
-            if self._found and (candidate.least >= min(map(self._worth, self._found)) or self._left_s(_WALKED_BY) < 0):
-                break
-            self._walk(candidate)
-        for candidate in _first_by_number(candidates)[:_KEPT]:
-            if all(len(one.plan.stages) != len(candidate.plan.stages) for one in self._found):
-                # It cannot be the best, but what sites that change stages make of it can.
-                self._walk(candidate)
+        self._walk_best(candidates)
         for one in self._best():
             self._with_other_batches(one)
         if self._is_sketched:
@@ -229,6 +231,20 @@ class _Search:
             self._keep(self._refined(one, self._left_s(1.0) / (_KEPT - place)))
         for one in self._best():
             self._at_other_depths(one)
+
+    def _walk_best(self, candidates: Sequence[Candidate]) -> None:
+        """Walk through those that could still be best, and through one of each of the best numbers of stages."""
+        for candidate in sorted(candidates, key=lambda one: one.least):
+            if self._found and (candidate.least >= min(map(self._worth, self._found)) or self._left_s(_WALKED_BY) < 0):
+                break
+            self._walk(candidate)
+        for candidate in _first_by_number(candidates)[:_KEPT]:
+            if all(len(one.plan.stages) != len(candidate.plan.stages) for one in self._found):
+                # It cannot be the best, but what sites that change stages make of it can.
+                self._walk(candidate)
+
+    def _in_small_steps(self, found: Costed) -> None:
+        self._improve(found, math.inf, sketched=self._is_sketched)
 
     def _at_other_depths(self, found: Costed) -> None:
         for ahead in AHEAD:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import product
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -87,6 +88,30 @@ def every_pipeline(cluster: Cluster, workload: Workload) -> list[PipelinePlan]:
     return made
 
 
+@pytest.mark.parametrize("quantile", [0.01, 0.4, 0.5, 0.75, 1.0])
+def test_the_best_at_the_quantile_is_taken(monkeypatch: pytest.MonkeyPatch, quantile: float) -> None:
+    """However few scenarios each is costed in; and what counts next is the scenario at the quantile."""
+    rng, costed_in = np.random.default_rng(0), list[int]()
+
+    def step_s(plan: Any, cluster: Any, store: object = None) -> float:
+        costed_in.append(cluster)
+        return float(table[plan, cluster])
+
+    monkeypatch.setattr(robust, "_step_s", step_s)
+    for _ in range(20):
+        table = rng.permutation(200).reshape(25, 8).astype(float)
+        choice = robust._Choice(cast(Any, range(8)), quantile, np.inf)
+        choice.begin(cast(Any, 0))
+        choice.consider(cast(Any, range(1, 25)))
+        best = min(range(25), key=lambda plan: at_quantile(list(table[plan]), quantile))
+        assert choice.plan == best and choice.steps_s == tuple(table[best])
+        order = [table[best, place] for place in choice.from_quantile]
+        assert order[0] == choice.step_s and sorted(choice.from_quantile) == list(range(8))
+        slower = sum(step > choice.step_s for step in table[best])
+        assert order[: 8 - slower] == sorted(order[: 8 - slower], reverse=True)
+    assert len(costed_in) < 20 * 25 * 8 * (0.9 if quantile == 1 else 1.0)
+
+
 @pytest.mark.turns(2)
 def test_near_the_best_of_all_at_the_quantile() -> None:
     nominal, *scenarios = drawn(range(10, 13), 3)
@@ -138,4 +163,9 @@ def test_stages_that_are_not_possible_are_left_out() -> None:
     scenarios = interval_scenarios(cluster, 0.2, draws=1)
     with pytest.raises(InfeasibleError, match="no number of stages is possible"):
         pipeline_for_scenarios(cluster, workload, scenarios, time_limit_s=1)
-    assert isinstance(staged_for_scenarios(cluster, workload, scenarios, StageWishes(), time_limit_s=1).plan, Plan)
+    told = list[str]()
+    found = staged_for_scenarios(cluster, workload, scenarios, StageWishes(), time_limit_s=1, tell=told.append)
+    assert isinstance(found.plan, Plan) and len(told) == 1 and "no number of stages is possible" in told[0]
+    alike = ((1 / workload.model.num_experts,) * workload.model.num_experts,) * workload.model.num_moe_layers
+    with pytest.raises(UserError, match="leave --routing out"):
+        staged_for_scenarios(cluster, workload, scenarios, StageWishes(popularity=alike))

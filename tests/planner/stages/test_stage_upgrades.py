@@ -132,6 +132,17 @@ def test_what_is_searched_on_fits_and_costs_what_it_says() -> None:
         assert one.fits and step_s(again) == pytest.approx(one.times.step_s, rel=1e-9)
 
 
+def test_fresh_ones_have_other_numbers_of_stages() -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(8)
+    poor = plan_pipeline(cluster, workload, StageWishes(stages=2), time_limit_s=2)
+    best_s = plan_pipeline(cluster, workload, time_limit_s=20).predicted.step
+    for stages, fresh in ((None, 0), (None, 16), (2, 16)):
+        [found] = search_on(cluster, [poor], StageWishes(stages=stages), tries=20, looks=500, fresh=fresh)
+        if stages is None and fresh:
+            assert found.times.step_s < 0.9 * poor.predicted.step and found.times.step_s == pytest.approx(best_s, rel=0.05)
+        assert (len(found.plan.stages) == 2) == (stages == 2 or not fresh)
+
+
 def test_what_is_searched_on_keeps_rules() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(4), 4, 1, "pairs"), layered_workload(6)
     rules = build(Constraints, {"rules": [{"name": "r", "kind": "forbid", "sites": ["s0"], "experts": "0-3"}]}, "rules")
