@@ -199,7 +199,7 @@ class _Search:
         if fresh:
             stages, left = self.candidates.wishes.stages, count(fresh, -1)
             numbers = range(2, self.candidates.cluster.sizes[0] + 1) if stages is None else (stages,)
-            self._walk_best(self.candidates.made(numbers, lambda: float(next(left))))
+            self._walk_best(self.candidates.made(numbers, lambda: float(next(left)), -math.inf))
         for search in (self._with_other_batches, self._in_small_steps, self._at_other_depths):
             every = self._best_by_number()
             for one in every:
