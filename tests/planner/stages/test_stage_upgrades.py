@@ -85,15 +85,19 @@ def test_no_other_link_brings_more_to_the_plan_as_it_is(found: PipelinePlan, upg
             assert step_s(with_double(found, name)) >= worst_s * (1 - 1e-9)
 
 
-def test_of_many_links_the_busiest_are_doubled(found: PipelinePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_links_the_busiest_are_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upgrades_of_stages, "_SCREENED", 1)
     monkeypatch.setattr(upgrades_of_stages, "search_on", lambda *_, **__: [])
-    told = {one.name for one in pipeline_upgrades(found)}
-    table = zip(found.cluster.link_table, pipeline_link_bytes(found), strict=True)
-    busy_s = {link.name: size_bytes / link.bandwidth_bytes_per_s for link, size_bytes in table if "/" not in link.name}
-    up, down = (max((name for name in busy_s if name.endswith(way)), key=busy_s.__getitem__) for way in (" up", " down"))
-    pair = max((name for name in busy_s if "->" in name), key=busy_s.__getitem__)
-    assert told == {f"up link of {up.split()[0]}", f"down link of {down.split()[0]}", f"link {pair}", "memory of every rank"}
+    apart = 0
+    for seed in range(8):
+        plan = random_pipeline(seed, least_stages=2)
+        told = {one.name for one in pipeline_upgrades(plan)}
+        table = zip(plan.cluster.link_table, pipeline_link_bytes(plan), strict=True)
+        busy_s = {link.name: size_bytes / link.bandwidth_bytes_per_s for link, size_bytes in table if "/" not in link.name}
+        up, down = (max((name for name in busy_s if name.endswith(way)), key=busy_s.__getitem__) for way in (" up", " down"))
+        assert {f"up link of {up.split()[0]}", f"down link of {down.split()[0]}"} <= told and len(told) <= 4
+        apart += up.split()[0] != down.split()[0]
+    assert apart
 
 
 def test_no_more_changes_are_looked_at_than_said(found: PipelinePlan, monkeypatch: pytest.MonkeyPatch) -> None:
