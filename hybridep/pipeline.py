@@ -212,6 +212,17 @@ class PipelinePlan(PlanFile):
         made.__dict__["plans"] = self.plans
         return made
 
+    def at_rates_of(self, cluster: Cluster) -> PipelinePlan:
+        """The plan on a cluster that differs from its own in the rates between sites alone; without checks."""
+        made = self.model_copy(update={"cluster": cluster})
+        plans = []
+        for one, stage in zip(self.plans, self.stages, strict=True):
+            # A copy would keep what was found at the old rates.
+            values = {name: getattr(one, name) for name in Plan.model_fields}
+            plans.append(Plan.model_construct(**(values | {"cluster": by_themselves(cluster, stage.sites)})))
+        made.__dict__["plans"] = tuple(plans)
+        return made
+
     def with_layers(self, layers: Sequence[tuple[LayerGroup, ...]]) -> PipelinePlan:
         """The plan with these placements inside its stages, [stages] each as ``StagePlan.layers``."""
         stages = tuple(one.model_copy(update={"layers": own}) for one, own in zip(self.stages, layers, strict=True))
