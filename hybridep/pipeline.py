@@ -287,20 +287,31 @@ def between_link_bytes(plan: PipelinePlan) -> FloatArray:
     """[number of links]: bytes of a step that pass between stages."""
     cluster = plan.cluster
     loads = np.zeros(len(cluster.link_table))
-    inside = cluster.ranks_per_site
-    between = np.zeros((cluster.sizes[0], cluster.sizes[0]))
+    for source, destination, size_bytes in _passed(plan):
+        for depth in range(len(cluster.sizes)):
+            width = cluster.stride(depth)
+            np.add.at(loads, cluster.up_link(depth, 0) + 2 * (source // width), size_bytes)
+            np.add.at(loads, cluster.down_link(depth, 0) + 2 * (destination // width), size_bytes)
+    if cluster.links or cluster.trunks:
+        add_between_sites(cluster, loads, between_sites_bytes(plan))
+    return loads
+
+
+def between_sites_bytes(plan: PipelinePlan) -> FloatArray:
+    """[DCs, DCs]: bytes of a step that pass between stages, from row to column."""
+    inside, between = plan.cluster.ranks_per_site, np.zeros((plan.cluster.sizes[0], plan.cluster.sizes[0]))
+    for source, destination, size_bytes in _passed(plan):
+        np.add.at(between, (source // inside, destination // inside), size_bytes)
+    return between
+
+
+def _passed(plan: PipelinePlan) -> Iterator[tuple[IntArray, IntArray, FloatArray]]:
+    """(Ranks from which, ranks to which, bytes of a step) [n] each, between a stage and the next, there and back."""
     for earlier in range(len(plan.stages) - 1):
         ways = plan.ways(earlier)
-        for source, destination in ((ways.source, ways.destination), (ways.destination, ways.source)):
-            size_bytes = ways.number.astype(np.float64) * plan.sequence_bytes * plan.micro_batches
-            np.add.at(between, (source // inside, destination // inside), size_bytes)
-            for depth in range(len(cluster.sizes)):
-                width = cluster.stride(depth)
-                np.add.at(loads, cluster.up_link(depth, 0) + 2 * (source // width), size_bytes)
-                np.add.at(loads, cluster.down_link(depth, 0) + 2 * (destination // width), size_bytes)
-    if cluster.links or cluster.trunks:
-        add_between_sites(cluster, loads, between)
-    return loads
+        size_bytes = ways.number.astype(np.float64) * plan.sequence_bytes * plan.micro_batches
+        yield ways.source, ways.destination, size_bytes
+        yield ways.destination, ways.source, size_bytes
 
 
 def stage_workload(

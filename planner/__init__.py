@@ -19,6 +19,7 @@ from planner.sites.compare import OtherPlan, compare_planners
 from planner.stages.difference import PipelineDifference, compare_pipelines
 from planner.stages.explain import PipelineAlternative, PipelineExplanation, explain_pipeline
 from planner.stages.fewer import least_of_any, sites_that_pay
+from planner.stages.matrices import StageMatrices, stage_matrices
 from planner.stages.report import pipeline_summary
 from planner.stages.search import plan_pipeline, plan_pipelines
 from planner.stages.wishes import StageWishes
@@ -39,6 +40,7 @@ __all__ = [
     "PlanMatrices",
     "PooledPlan",
     "RobustPlan",
+    "StageMatrices",
     "StageWishes",
     "StepCost",
     "Upgrade",
@@ -66,6 +68,7 @@ __all__ = [
     "plans",
     "predict",
     "sites_that_pay",
+    "stage_matrices",
     "step_cost",
     "summary",
     "upgrades",

@@ -106,6 +106,11 @@ def stdout_console(least_width: int = 0) -> Console:
     return made
 
 
+def further_files(output: Path, number: int) -> list[Path]:
+    """Files of the second to the last of so many plans, after the one of the best."""
+    return [output.with_stem(f"{output.stem}-{place}") for place in range(2, number + 1)]
+
+
 def emit(result: Mapping[str, Any]) -> None:
     """Print the one JSON object of ``--json``."""
     print(json.dumps(result), flush=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, Finite, emit, require_figure, require_place, set_option, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, further_files, require_figure, require_place, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def command(
     from hybridep.commands.inputs import cluster_and_workload
     from hybridep.commands.interrupts import hurried_by_interrupts
     from hybridep.commands.plan_request import PlanRequest, make
-    from hybridep.commands.stages import write_in_stages
+    from hybridep.commands.stages import StagesRequest, write_in_stages
     from hybridep.routing import load_routing
 
     given = plan_options.given_options()
@@ -195,8 +195,20 @@ def command(
             goal=goal,
             constraints=rules,
         )
+        in_stages = StagesRequest(
+            cluster=site,
+            workload=work,
+            wishes=wishes,
+            text=stages,
+            fewer=fewer,
+            time_limit_s=time_limit_s,
+            top=top,
+            output=output,
+            figure=figure,
+            as_json=as_json,
+        )
         with hurried_by_interrupts():
-            write_in_stages(site, work, stages, output, wishes, fewer=fewer, time_limit_s=time_limit_s, as_json=as_json)
+            write_in_stages(in_stages)
         return
     request = PlanRequest(
         cluster=site,
@@ -223,7 +235,7 @@ def command(
     with hurried_by_interrupts():
         made = make(request)
     best = made.best
-    numbered = [output.with_stem(f"{output.stem}-{number}") for number in range(2, len(made.plans) + 1)]
+    numbered = further_files(output, len(made.plans))
     place = next(at for at, one in enumerate(made.plans) if one is best)
     files = [*numbered[:place], output, *numbered[place:]]
     # Before anything is written: what is asked of a plan may have no answer.
@@ -245,12 +257,9 @@ def command(
         raise
     _write(made.plans, files)
     if figure is not None:
-        from hybridep.commands.plots import plot_plan
+        from hybridep.commands.plots import draw
 
-        try:
-            plot_plan(figure, planner.plan_matrices(best))
-        except OSError as error:
-            raise UserError(f"--figure {figure}: cannot be written ({error})") from None
+        draw(figure, best)
     if as_json:
         emit(report.to_json())
     else:

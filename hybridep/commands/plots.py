@@ -17,8 +17,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from hybridep.errors import UserError
+from hybridep.pipeline import PipelinePlan
+
 if TYPE_CHECKING:
+    from hybridep.pipeline import AnyPlan
+    from hybridep.traffic import FloatArray
     from planner import PlanMatrices
+    from planner.stages.matrices import StageMatrices
 
 MAX_ROWS = 40
 """A timeline with more rows than this shows the first ones only."""
@@ -75,36 +81,79 @@ def plot_timeline(path: Path, trace: Path, title: str) -> None:
     _save(figure, path)
 
 
+def draw(path: Path, plan: AnyPlan) -> None:
+    """A plan, in stages or without. Raises UserError where the file cannot be written."""
+    import planner
+
+    try:
+        if isinstance(plan, PipelinePlan):
+            plot_stages(path, planner.stage_matrices(plan))
+        else:
+            plot_plan(path, planner.plan_matrices(plan))
+    except OSError as error:
+        raise UserError(f"--figure {path}: cannot be written ({error})") from None
+
+
 def plot_plan(path: Path, matrices: PlanMatrices) -> None:
     """Who computes for whom, who copies from whom, and how long links between sites are busy in a step, site by site."""
-    size = len(matrices.sites)
-    named = size <= MAX_ROWS
-    side = max(4.0, 0.22 * size) if named else 6.0
-    figure, panels = plt.subplots(1, 3, figsize=(3 * side + 2, side + 1), layout="constrained")
+    figure, panels, names = _site_panels(matrices.sites)
     titles = (
         ("experts computed at ... for tokens of", "computed at", "tokens of", matrices.served),
         ("copies of experts from ... held at", "held at", "home", matrices.copied),
     )
     for axes, (title, across, down, values) in zip(panels, titles, strict=False):
-        image = axes.imshow(np.ma.masked_equal(values, 0.0), cmap="viridis", interpolation="nearest", vmin=0)
-        axes.set(title=title, xlabel=across, ylabel=down)
-        figure.colorbar(image, ax=axes, shrink=0.7, label="experts per layer")
-        _name_sites(axes, matrices.sites if named else (), both=True)
-    axes = panels[2]
+        _matrix(axes, values, label="experts per layer", title=title, xlabel=across, ylabel=down)
+        _name_sites(axes, names, both=True)
+    _busy_links(panels[2], names, matrices)
+    _save(figure, path)
+
+
+def plot_stages(path: Path, matrices: StageMatrices) -> None:
+    """Which layers each site has, who sends how much to whom, and how long links between sites are busy in a step; sites in the
+    order of the stages."""
+    figure, panels, names = _site_panels(matrices.sites)
+    axes = panels[0]
+    _matrix(axes, 100 * matrices.layers, label="% of the sequences", title="layers of each site", xlabel="layer", ylabel="site")
+    axes.set_aspect("auto")
+    _name_sites(axes, names, both=False)
+    axes = panels[1]
+    _matrix(axes, matrices.sent_bytes / 1e9, label="GB", title="bytes sent in a step", xlabel="to", ylabel="from")
+    _name_sites(axes, names, both=True)
+    _busy_links(panels[2], names, matrices)
+    for border in np.flatnonzero(np.diff(matrices.stage)) + 0.5:
+        for axes in panels:
+            axes.axhline(border, color="0.6", linewidth=0.6)
+    _save(figure, path)
+
+
+def _site_panels(sites: Sequence[str]) -> tuple[Figure, Sequence[Axes], Sequence[str]]:
+    """(A figure, its three panels for so many sites, their names; none where these are too many)."""
+    named = len(sites) <= MAX_ROWS
+    side = max(4.0, 0.22 * len(sites)) if named else 6.0
+    figure, panels = plt.subplots(1, 3, figsize=(3 * side + 2, side + 1), layout="constrained")
+    return figure, panels, sites if named else ()
+
+
+def _matrix(axes: Axes, values: FloatArray, *, label: str, colours: str = "viridis", **texts: str) -> None:
+    """Values by colour, those of zero in none."""
+    image = axes.imshow(np.ma.masked_equal(values, 0.0), cmap=colours, interpolation="nearest", vmin=0)
+    axes.set(**texts)
+    axes.figure.colorbar(image, ax=axes, shrink=0.7, label=label)
+
+
+def _busy_links(axes: Axes, names: Sequence[str], matrices: PlanMatrices | StageMatrices) -> None:
+    """Seconds of a step: of links per pair where there are any, else of access links."""
     if matrices.pair_s is not None:
-        image = axes.imshow(np.ma.masked_equal(matrices.pair_s, 0.0), cmap="magma", interpolation="nearest", vmin=0)
-        axes.set(title="seconds that links are busy in a step", xlabel="to", ylabel="from")
-        figure.colorbar(image, ax=axes, shrink=0.7, label="s")
-        _name_sites(axes, matrices.sites if named else (), both=True)
+        title = "seconds that links are busy in a step"
+        _matrix(axes, matrices.pair_s, label="s", colours="magma", title=title, xlabel="to", ylabel="from")
     else:
-        places = np.arange(size)
+        places = np.arange(len(matrices.sites))
         axes.barh(places - 0.2, matrices.up_s, 0.4, label="up")
         axes.barh(places + 0.2, matrices.down_s, 0.4, label="down")
         axes.invert_yaxis()
         axes.set(title="access links, per step", xlabel="seconds busy")
         axes.legend(frameon=False)
-        _name_sites(axes, matrices.sites if named else (), both=False)
-    _save(figure, path)
+    _name_sites(axes, names, both=matrices.pair_s is not None)
 
 
 def _name_sites(axes: Axes, sites: Sequence[str], *, both: bool) -> None:

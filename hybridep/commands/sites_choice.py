@@ -94,6 +94,17 @@ class Staged:
         """What the best plan is worth: simulated where it was, else as expected."""
         return self.asked.worth_of(self.chosen)
 
+    def top(self, number: int) -> list[StageChoice]:
+        """The best plan and the next ones of different plans, ``number`` at most: what was simulated, then the rest. Plans that
+        differ only in which of several like sites does what are one."""
+        if number == 1:
+            return [self.chosen]
+        others = sorted(self.chosen.others, key=lambda one: (one.simulated_s is None, self.asked.worth_of(one)))
+        different = dict[str, StageChoice]()
+        for one in (self.chosen, *others):
+            different.setdefault(_alike(one.plan), one)
+        return list(different.values())[:number]
+
 
 def plan_sites(
     asked: Asked,
@@ -103,11 +114,14 @@ def plan_sites(
     time_limit_s: float = 60.0,
     tell: Tell | None = None,
     shown: bool = False,
+    top: int = 1,
 ) -> Staged:
     """The best that was found in stages, or without where they may be left out. ``fewer``: for the sites that pay only. ``tell``:
-    what is decided on the way, in words. ``shown``: with searches' progress on stderr. Of interrupted searches the best so far.
-    Raises what the planner raises, where nothing is possible."""
-    return _Choice(asked, or_without, tell or (lambda text: None), shown, time_limit_s).run(fewer and len(asked.sites) > 1)
+    what is decided on the way, in words. ``shown``: with searches' progress on stderr. ``top``: how many plans are wanted, the
+    others in ``StageChoice.others``. Of interrupted searches the best so far. Raises what the planner raises, where nothing is
+    possible."""
+    choice = _Choice(asked, or_without, tell or (lambda text: None), shown, time_limit_s, top)
+    return choice.run(fewer and len(asked.sites) > 1)
 
 
 @dataclass
@@ -117,6 +131,7 @@ class _Choice:
     tell: Tell
     shown: bool
     time_limit_s: float
+    top: int = 1
     _began_s: float = field(default_factory=now_s)
 
     def run(self, fewer: bool) -> Staged:
@@ -157,7 +172,7 @@ class _Choice:
         asked, left_out = self.every.among(sites), self._left_out(sites)
         if left_out:
             self.tell(self._for(sites))
-        chosen, without = _with_and_without(asked, limit_s, self.tell, self.or_without, self.shown)
+        chosen, without = _with_and_without(asked, limit_s, self.tell, self.or_without, self.shown, self.top)
         return Staged(asked=asked, chosen=chosen, without=without, left_out=left_out)
 
     def _again(self, made: Staged, sites: tuple[str, ...]) -> Staged | None:
@@ -167,7 +182,7 @@ class _Choice:
         if left_s < _LEFT * self.time_limit_s:
             return None
         try:
-            choice = in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=left_s, shown=self.shown)
+            choice = in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=left_s, shown=self.shown, top=self.top)
         except (HybridEPError, KeyboardInterrupt):
             return None
         return self._if_better(choice, made)
@@ -202,14 +217,14 @@ class _Choice:
 
 
 def _with_and_without(
-    asked: Asked, time_limit_s: float, tell: Tell, or_without: bool, shown: bool
+    asked: Asked, time_limit_s: float, tell: Tell, or_without: bool, shown: bool, top: int
 ) -> tuple[StageChoice, Plan | None]:
     """(The best plan, the one without stages if it may be): a short look at each, and the rest of the time for what is better, or
     for both. Raises the reason of the latter where neither is possible."""
     began_s = now_s()
 
     def staged(limit_s: float, known: PipelinePlan | None = None) -> StageChoice:
-        return in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=limit_s, shown=shown, known=known)
+        return in_stages(asked.cluster, asked.workload, asked.wishes, time_limit_s=limit_s, shown=shown, known=known, top=top)
 
     def left_s(share: float = 1.0) -> float:
         return max(share * (time_limit_s - (now_s() - began_s)), _LOOK * time_limit_s)
@@ -257,14 +272,28 @@ def _with_and_without(
 
 def _better(asked: Asked, one: StageChoice, other: StageChoice, within_s: float = 0.0) -> StageChoice:
     """Like is compared with like: where one is simulated the other is, too, if that takes up to ``within_s``. Else what is
-    expected of both decides, and one that is simulated is kept unless ``_UNSURE`` more is expected of the other."""
+    expected of both decides, and one that is simulated is kept unless ``_UNSURE`` more is expected of the other. What is not
+    chosen is one of the others of what is, if it is for the same sites."""
     if (one.simulated_s is None) != (other.simulated_s is None):
         one, other = (_simulated(choice, within_s) for choice in (one, other))
     if (one.simulated_s is None) == (other.simulated_s is None):
-        return min(one, other, key=asked.worth_of)
-    known, guess = (other, one) if one.simulated_s is None else (one, other)
-    (over, value), (guess_over, guess_value) = (asked.worth(choice.plan) for choice in (known, guess))
-    return guess if (guess_over, guess_value) < (over, value * (1 - _UNSURE)) else known
+        best, worse = sorted((one, other), key=asked.worth_of)
+    else:
+        known, guess = (other, one) if one.simulated_s is None else (one, other)
+        (over, value), (guess_over, guess_value) = (asked.worth(choice.plan) for choice in (known, guess))
+        surely = (guess_over, guess_value) < (over, value * (1 - _UNSURE))
+        best, worse = (guess, known) if surely else (known, guess)
+    if best.plan.cluster.site_names != worse.plan.cluster.site_names:
+        return best
+    return replace(best, others=(*best.others, replace(worse, others=()), *worse.others))
+
+
+def _alike(plan: AnyPlan) -> str:
+    """A text that is the same for plans which differ in the names of sites that are alike."""
+    if not isinstance(plan, PipelinePlan):
+        return plan.digest
+    said, stages = plan.predicted, [(len(stage.sites), stage.num_layers) for stage in plan.stages]
+    return f"{said.expected_s:.9g} {said.memory_bytes:.9g} {plan.micro_batches} {plan.ahead} {stages}"
 
 
 def _is_far(one: Worth, other: Worth) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +40,8 @@ class StageChoice:
     """Seconds of the plan's simulated step; None where it was not simulated."""
     simulated: int = 0
     """Pipelines that were simulated."""
+    others: tuple[StageChoice, ...] = ()
+    """What else was found for the same sites, the best first: what was simulated, then the rest."""
 
     @property
     def step_s(self) -> float:
@@ -55,11 +57,13 @@ def in_stages(
     time_limit_s: float = 60.0,
     shown: bool = False,
     known: PipelinePlan | None = None,
+    top: int = 1,
 ) -> StageChoice:
     """What ``hybridep plan --stages`` makes: of the fastest pipelines by the planner's expectation the one that is fastest in a
     simulation of all ranks; the planner's own best between more than ``MOST_SITES`` sites, and where ranks share processors, as
     in a lab. With a ``goal`` the cheapest, or the fastest within a budget. ``shown``: with the search's progress on stderr.
-    ``known``: one more to choose from. Raises what the planner raises."""
+    ``known``: one more to choose from. ``top``: how many are wanted, the others in ``StageChoice.others``. Raises what the
+    planner raises."""
     from hybridep.commands.plan_progress import PlanProgress
     from planner import StageWishes, plan_pipelines
 
@@ -68,17 +72,18 @@ def in_stages(
     started_s, share = now_s(), SEARCHED if number > 1 else 1.0
     # It ends before simulations show theirs.
     with PlanProgress() if shown else nullcontext() as progress:
-        made = plan_pipelines(cluster, workload, wishes, number, time_limit_s=share * time_limit_s, report=progress)
+        made = plan_pipelines(cluster, workload, wishes, max(number, top), time_limit_s=share * time_limit_s, report=progress)
     if known is not None:
         made.append(known)
         made.sort(key=lambda one: wishes.goal.worth(one.predicted.expected_s, one.predicted.cost_usd))
-    if number == 1:
-        return StageChoice(plan=made[0])
+    near = made
     if not wishes.goal.needs_prices:
-        made = [one for one in made if one.predicted.expected_s <= _FAR * made[0].predicted.expected_s]
-    chosen = first_in_time(_differing_first(made), time_limit_s)
-    found = best_simulated(chosen, wishes.goal, until_s=ends_s(started_s, time_limit_s))
-    return found or StageChoice(plan=made[0])
+        near = [one for one in made if one.predicted.expected_s <= _FAR * made[0].predicted.expected_s]
+    chosen = first_in_time(_differing_first(near), time_limit_s) if number > 1 else []
+    found = best_simulated(chosen, wishes.goal, until_s=ends_s(started_s, time_limit_s)) or StageChoice(plan=made[0])
+    known_so = [found.plan, *(other.plan for other in found.others)]
+    rest = [StageChoice(plan=one) for one in made if not any(one is other for other in known_so)]
+    return replace(found, others=(*found.others, *rest))
 
 
 def _differing_first(plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:
@@ -139,5 +144,5 @@ def best_simulated(plans: Sequence[PipelinePlan], goal: Goal, *, until_s: float)
         found.append((goal.worth(step_s, usd), step_s, place))
     if not found:
         return None
-    _, step_s, place = min(found)
-    return StageChoice(plan=plans[place], simulated_s=step_s, simulated=len(found))
+    best, *others = (StageChoice(plan=plans[place], simulated_s=step_s, simulated=1) for _, step_s, place in sorted(found))
+    return replace(best, simulated=len(found), others=tuple(others))

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import emit, note, stdout_console
+from hybridep.commands.common import emit, further_files, note
 from hybridep.errors import UserError
 from hybridep.plan import Objective
 
 if TYPE_CHECKING:
     from hybridep.commands.sites_choice import Staged
     from hybridep.commands.stage_choice import StageChoice
-    from hybridep.pipeline import AnyPlan, PipelinePlan
+    from hybridep.pipeline import AnyPlan
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
@@ -24,36 +24,50 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
-def write_in_stages(
-    cluster: Cluster,
-    workload: Workload,
-    text: str,
-    output: Path,
-    wishes: StageWishes,
-    *,
-    fewer: bool,
-    time_limit_s: float,
-    as_json: bool,
-) -> None:
-    """``--stages TEXT``: the pipeline is written and shown, or a plan without stages where that is better and no number was asked
-    for. ``fewer``: for the sites that pay only."""
+@dataclass(frozen=True, kw_only=True)
+class StagesRequest:
+    """What is asked of a plan in stages, and how it is told."""
+
+    cluster: Cluster
+    workload: Workload
+    wishes: StageWishes
+    text: str
+    """``auto``, or how many stages."""
+    fewer: bool
+    """For the sites that pay only."""
+    time_limit_s: float
+    top: int
+    """How many plans."""
+    output: Path
+    """Plan file of the best one."""
+    figure: Path | None
+    as_json: bool
+
+
+def write_in_stages(request: StagesRequest) -> None:
+    """The pipeline is written and shown, or a plan without stages where that is better and no number was asked for."""
     import planner
     from hybridep.commands.sites_choice import Asked, plan_sites
     from hybridep.shares import unequal_shares
 
-    asked = Asked(cluster=cluster, workload=workload, wishes=replace(wishes, stages=_read_stages(text)))
+    cluster, workload = request.cluster, request.workload
+    asked = Asked(cluster=cluster, workload=workload, wishes=replace(request.wishes, stages=_read_stages(request.text)))
     made = plan_sites(
         asked,
-        or_without=text == AUTO,
-        fewer=fewer,
-        time_limit_s=time_limit_s,
+        or_without=request.text == AUTO,
+        fewer=request.fewer,
+        time_limit_s=request.time_limit_s,
         tell=lambda words: note(f"hybridep plan: {words}"),
         shown=True,
+        top=request.top,
     )
-    made.best.save(output)
+    top = made.top(request.top)
+    files = [request.output, *further_files(request.output, len(top))]
+    for one, path in zip(top, files, strict=True):
+        one.plan.save(path)
     least, alone, wishes = None, None, asked.wishes
     try:
-        if fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
+        if request.fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
             least = planner.least_of_any(cluster, workload, wishes)
         if len(made.asked.sites) > 1:
             # Of all sites and their micro-batches: what fewer sites have are smaller, and would slow it down.
@@ -61,13 +75,17 @@ def write_in_stages(
                 cluster, workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints
             )
     except KeyboardInterrupt:
-        note(f"hybridep plan: interrupted; plan written to {output}")
+        note(f"hybridep plan: interrupted; plan written to {request.output}")
         raise
-    told = _Told(made=made, alone=alone, least=least, goal=asked.wishes.goal)
-    if as_json:
-        emit(told.to_json() | {"output": str(output)})
+    if request.figure is not None:
+        from hybridep.commands.plots import draw
+
+        draw(request.figure, made.best)
+    told = _Told(made=made, top=top, files=files, alone=alone, least=least, goal=asked.wishes.goal)
+    if request.as_json:
+        emit(told.to_json() | {"output": str(request.output)})
     else:
-        told.show(output)
+        told.show()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +93,10 @@ class _Told:
     """What was planned, and what is told of it."""
 
     made: Staged
+    top: list[StageChoice]
+    """The best plan, and the next ones that were asked for."""
+    files: list[Path]
+    """Of these."""
     alone: Plan | None
     """One site by itself; None where that is not possible, or all there is."""
     least: float | None
@@ -92,15 +114,20 @@ class _Told:
         more: dict[str, Any] = {"left_out": list(made.left_out), "alone_s": _expected_s(self.alone)}
         if self.least is not None:
             more[f"least_of_any_sites_{'usd' if self.goal.objective is Objective.DOLLARS else 's'}"] = self.least
+        if len(self.top) > 1:
+            more["plans"] = [
+                {"step_s": one.plan.predicted.expected_s, "simulated_s": one.simulated_s, "output": str(path)}
+                for one, path in zip(self.top, self.files, strict=True)
+            ]
         if not isinstance(best, PipelinePlan):
             return {**planner.summary(best), "stages": [], "digest": best.digest, **more, "lossy_codecs": lossy_codecs(best)}
         more |= {"without_stages_s": _expected_s(made.without), "simulated_s": made.chosen.simulated_s}
         return {**planner.pipeline_summary(best), **more, "lossy_codecs": lossy_codecs(best)}
 
-    def show(self, output: Path) -> None:
+    def show(self) -> None:
         """Prints it for people."""
         import planner
-        from hybridep.commands import plan_text
+        from hybridep.commands import plan_text, stage_text
         from hybridep.commands.codecs import codec_lines
         from hybridep.pipeline import PipelinePlan
         from hybridep.units import format_dollars
@@ -111,18 +138,25 @@ class _Told:
             for line in codec_lines(best):
                 click.echo(line)
             self._show_least()
-            click.echo(f"\nplan written to {output}, without stages")
+            self._show_files(", without stages")
             return
         others_s = {"without stages": _expected_s(made.without)}
         if self.alone is not None:
             others_s[f"{self.alone.cluster.site_name(0)} alone"] = _expected_s(self.alone)
-        _show_pipeline(best, made.chosen, {name: other_s for name, other_s in others_s.items() if other_s is not None})
+        stage_text.show_pipeline(best, made.chosen, {name: other_s for name, other_s in others_s.items() if other_s is not None})
         self._show_least()
         if self.alone is not None and made.asked.worth(self.alone) < made.worth:
             dollars = made.asked.wishes.goal.objective is Objective.DOLLARS
             better = f"cheaper ({format_dollars(self.alone.predicted.cost_usd)})" if dollars else "faster"
             click.echo(f"{self.alone.cluster.site_name(0)} alone is {better}: the other sites do not pay {plan_text.FEWER}")
-        click.echo(f"\nplan written to {output}")
+        self._show_files("")
+
+    def _show_files(self, what: str) -> None:
+        from hybridep.commands import stage_text
+
+        if len(self.top) > 1:
+            stage_text.show_top(self.top, self.files)
+        click.echo(f"\nplan written to {', '.join(map(str, self.files))}{what}")
 
     def _show_least(self) -> None:
         from hybridep.units import format_dollars, format_seconds
@@ -148,60 +182,3 @@ def _read_stages(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 2:
         raise UserError(f"--stages {text}: write auto, or a number from 2")
     return int(text)
-
-
-def _show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, float]) -> None:
-    """Print it for people; ``choice``: the same, as it was simulated. ``others_s``: steps of other plans."""
-    from rich.table import Table
-
-    from hybridep.commands.codecs import codec_lines
-    from hybridep.commands.plan_text import few, placed_text
-    from hybridep.units import counted, format_bytes, format_dollars, format_seconds
-    from planner.stages.report import pipeline_summary
-
-    found, console = pipeline_summary(plan), stdout_console()
-    cluster, step_s = plan.cluster, found["step_s"]
-    console.print(
-        f"[bold]{plan.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {counted(cluster.num_gpus, 'rank')}, "
-        f"{counted(len(plan.stages), 'stage')}, {counted(plan.micro_batches, 'micro-batch')}, "
-        f"each stage up to {counted(plan.ahead, 'forward')} ahead for each stage behind it"
-    )
-    table = Table("stage", "sites", "layers", "a micro-batch", "sequences", "in flight", "memory", box=None, pad_edge=False)
-    for number, stage in enumerate(found["stages"]):
-        both_s = stage["forward_s"] + stage["backward_s"]
-        cells = (
-            str(number),
-            few(stage["sites"]),
-            str(stage["num_layers"]),
-            format_seconds(both_s),
-            " or ".join(str(number) for number in sorted(set(stage["sequences"]))),
-            str(stage["in_flight"]),
-        )
-        table.add_row(*cells, format_bytes(stage["memory_bytes"]))
-    console.print(table)
-    inside: dict[str, list[str]] = {}
-    for number, one in enumerate(plan.stages):
-        text = " | ".join(placed_text(cluster.levels[0].name, group) for group in one.layers)
-        inside.setdefault(text, []).append(str(number))
-    for text, stages in inside.items():
-        console.print(f"  inside stage {', '.join(stages)}: {text}")
-    parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in found["parts_s"].items())
-    console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
-    if choice.simulated_s is not None:
-        among = f", the best of {choice.simulated} pipelines" if choice.simulated > 1 else ""
-        console.print(f"  simulated: {format_seconds(choice.simulated_s)}{among}")
-    else:
-        console.print("  not simulated here; hybridep simulate does it")
-    fit = {*found["baselines_that_fit"], *others_s}
-    for name, other_s in (dict(found["baselines"]) | others_s).items():
-        console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f}){'' if name in fit else ', does not fit'}")
-    if found["lower_bound_s"] is not None:
-        console.print(f"no schedule of this plan is faster than {format_seconds(found['lower_bound_s'])}")
-    console.print(f"no pipeline is faster than {format_seconds(found['bound_s'])} (gap {found['gap']:.0%})")
-    console.print(
-        f"WAN {format_bytes(found['wan_bytes'])} per step; memory of the fullest rank {format_bytes(found['memory_bytes'])}"
-    )
-    if plan.prediction is not None and plan.prediction.cost is not None:
-        console.print(f"price of a step: {format_dollars(plan.prediction.cost)}")
-    for line in codec_lines(plan):
-        click.echo(line)

@@ -13,7 +13,7 @@ perfectly, takes its time.
 Where sites may be left out each adds what it can, or nothing; and some may have all layers together, without stages, so that no
 activations pass.
 
-Links of pairs, latencies, micro-batches, memory and trunks are left out.
+Links of pairs, latencies, micro-batches, memory and trunks are left out, and what waits for what.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ OPTIONS = (
 WITH_STAGES = (
     ("--fewer-sites",),
     ("--explain",),
+    ("--top", "3"),
     ("--streams", "dc=2"),
     ("--objective", "dollars"),
     ("--budget", "0.001 $"),

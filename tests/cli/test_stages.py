@@ -496,4 +496,7 @@ def test_a_simulated_pipeline_is_kept_unless_another_is_expected_to_be_clearly_b
     for share, chosen in ((0.97, False), (0.9, True)):
         prediction = plan.predicted.model_copy(update={"expected": share * plan.predicted.expected_s})
         guess = StageChoice(plan=plan.model_copy(update={"prediction": prediction}), simulated_s=None)
-        assert {_better(asked, known, guess) is guess, _better(asked, guess, known) is guess} == {chosen}
+        for one, other in ((known, guess), (guess, known)):
+            best = _better(asked, one, other)
+            assert (best.plan is guess.plan) == chosen
+            assert [one.plan for one in best.others] == [known.plan if chosen else guess.plan]

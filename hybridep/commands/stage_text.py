@@ -1,0 +1,92 @@
+"""What ``hybridep plan --stages`` prints for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hybridep.commands.common import stdout_console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hybridep.commands.stage_choice import StageChoice
+    from hybridep.pipeline import PipelinePlan
+
+
+def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, float]) -> None:
+    """Print it for people; ``choice``: the same, as it was simulated. ``others_s``: steps of other plans."""
+    from rich.table import Table
+
+    from hybridep.commands.codecs import codec_lines
+    from hybridep.commands.plan_text import few, placed_text
+    from hybridep.units import counted, format_bytes, format_dollars, format_seconds
+    from planner.stages.report import pipeline_summary
+
+    found, console = pipeline_summary(plan), stdout_console()
+    cluster, step_s = plan.cluster, found["step_s"]
+    console.print(
+        f"[bold]{plan.workload.name}[/bold] on [bold]{cluster.name}[/bold]: {counted(cluster.num_gpus, 'rank')}, "
+        f"{counted(len(plan.stages), 'stage')}, {counted(plan.micro_batches, 'micro-batch')}, "
+        f"each stage up to {counted(plan.ahead, 'forward')} ahead for each stage behind it"
+    )
+    table = Table("stage", "sites", "layers", "a micro-batch", "sequences", "in flight", "memory", box=None, pad_edge=False)
+    for number, stage in enumerate(found["stages"]):
+        both_s = stage["forward_s"] + stage["backward_s"]
+        cells = (
+            str(number),
+            few(stage["sites"]),
+            str(stage["num_layers"]),
+            format_seconds(both_s),
+            " or ".join(str(number) for number in sorted(set(stage["sequences"]))),
+            str(stage["in_flight"]),
+        )
+        table.add_row(*cells, format_bytes(stage["memory_bytes"]))
+    console.print(table)
+    inside: dict[str, list[str]] = {}
+    for number, one in enumerate(plan.stages):
+        text = " | ".join(placed_text(cluster.levels[0].name, group) for group in one.layers)
+        inside.setdefault(text, []).append(str(number))
+    for text, stages in inside.items():
+        console.print(f"  inside stage {', '.join(stages)}: {text}")
+    parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in found["parts_s"].items())
+    console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
+    if choice.simulated_s is not None:
+        among = f", the best of {choice.simulated} pipelines" if choice.simulated > 1 else ""
+        console.print(f"  simulated: {format_seconds(choice.simulated_s)}{among}")
+    else:
+        console.print("  not simulated here; hybridep simulate does it")
+    fit = {*found["baselines_that_fit"], *others_s}
+    for name, other_s in (dict(found["baselines"]) | others_s).items():
+        console.print(f"  {name}: {format_seconds(other_s)} (x {other_s / step_s:.2f}){'' if name in fit else ', does not fit'}")
+    if found["lower_bound_s"] is not None:
+        console.print(f"no schedule of this plan is faster than {format_seconds(found['lower_bound_s'])}")
+    console.print(f"no pipeline is faster than {format_seconds(found['bound_s'])} (gap {found['gap']:.0%})")
+    console.print(
+        f"WAN {format_bytes(found['wan_bytes'])} per step; memory of the fullest rank {format_bytes(found['memory_bytes'])}"
+    )
+    if plan.prediction is not None and plan.prediction.cost is not None:
+        console.print(f"price of a step: {format_dollars(plan.prediction.cost)}")
+    for line in codec_lines(plan):
+        click.echo(line)
+
+
+def show_top(found: Sequence[StageChoice], files: Sequence[Path]) -> None:
+    """The chosen plan and the next ones, each with its file."""
+    from hybridep.commands.plan_text import few
+    from hybridep.pipeline import PipelinePlan
+    from hybridep.units import counted, format_bytes, format_dollars, format_seconds
+
+    for number, (one, path) in enumerate(zip(found, files, strict=True), start=1):
+        plan, said = one.plan, one.plan.predicted
+        simulated = "" if one.simulated_s is None else f", simulated {format_seconds(one.simulated_s)}"
+        price = "" if said.cost is None else f", {format_dollars(said.cost)}"
+        told = f"{format_seconds(said.expected_s)}{simulated}{price}, memory {format_bytes(said.memory_bytes)}"
+        click.echo(f"  {number}. {path}: {told}")
+        if isinstance(plan, PipelinePlan):
+            stages = " | ".join(f"{few(stage.sites)}: {stage.num_layers}" for stage in plan.stages)
+            click.echo(f"     {counted(plan.micro_batches, 'micro-batch')}, {plan.ahead} ahead; sites and layers: {stages}")
+        else:
+            click.echo("     without stages")

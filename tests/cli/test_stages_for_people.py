@@ -1,0 +1,94 @@
+"""Several pipelines, and figures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import permutations
+
+import pytest
+import yaml
+from cli_cases import CLUSTER, Inputs, Result
+
+from hybridep.commands.sites_choice import Asked, Staged
+from hybridep.commands.stage_choice import StageChoice
+from hybridep.pipeline import PipelinePlan, StagePlan, load_any_plan
+from hybridep.plan import load_plan
+from planner import StageWishes
+
+pytestmark = pytest.mark.timeout(120)
+
+Call = Callable[..., Result]
+
+FOUR = CLUSTER.replace("100 Mbps", "1 Mbps").replace("name: dc, size: 2", "name: dc, size: 4")
+BATCH = ("--set", "training.micro_batches=4", "--set", "model.num_layers=4")
+
+
+def planned(inputs: Inputs, call: Call, *more: object, cluster: str = FOUR) -> Result:
+    site = inputs.write("four.yaml", cluster)
+    path = inputs.folder / "plan.yaml"
+    return call("plan", site, inputs.workload, *BATCH, "-o", path, "--time-limit", "5", *more)
+
+
+def test_several_pipelines_are_written_the_best_first(inputs: Inputs, call: Call) -> None:
+    result = planned(inputs, call, "--stages", "auto", "--top", "3", "--json")
+    assert result.code == 0, result.err
+    told = result.json["plans"]
+    files = [inputs.folder / name for name in ("plan.yaml", "plan-2.yaml", "plan-3.yaml")]
+    assert [one["output"] for one in told] == [str(path) for path in files] == sorted(map(str, files), key=len)
+    made = [load_any_plan(path) for path in files]
+    assert len({one.digest for one in made}) == 3
+    assert [one["step_s"] for one in told] == [one.predicted.expected_s for one in made]
+    # Those that are expected to take much longer than the best are not simulated.
+    simulated = [one["simulated_s"] for one in told if one["simulated_s"] is not None]
+    assert simulated == sorted(simulated) and simulated[0] == result.json["simulated_s"] == told[0]["simulated_s"]
+    rest = [one["step_s"] for one in told[len(simulated) :]]
+    assert rest == sorted(rest)
+    again = [call("simulate", path, "--json").json["step_s"] for path in files[: len(simulated)]]
+    assert again == pytest.approx(simulated)
+    shown = planned(inputs, call, "--stages", "2", "--top", "2")
+    assert shown.code == 0 and f"2. {files[1]}: " in shown.out and "sites and layers: dc" in shown.out, shown.err
+    assert all(len(load_any_plan(path).stages) == 2 for path in files[:2])  # type: ignore[union-attr]
+
+
+def test_what_was_not_simulated_comes_last_and_nothing_twice(inputs: Inputs, call: Call) -> None:
+    assert planned(inputs, call, "--stages", "2").code == 0
+    plan = load_any_plan(inputs.folder / "plan.yaml")
+    assert isinstance(plan, PipelinePlan)
+    asked = Asked(cluster=plan.cluster, workload=plan.workload, wishes=StageWishes())
+
+    def taking(expected_s: float, stages: tuple[StagePlan, ...] = plan.stages) -> PipelinePlan:
+        prediction = plan.predicted.model_copy(update={"expected": expected_s})
+        return plan.model_copy(update={"prediction": prediction, "stages": stages})
+
+    best, slow, guess, late = (taking(expected_s) for expected_s in (1.0, 4.0, 2.0, 3.0))
+    others = (StageChoice(plan=late), StageChoice(plan=best), StageChoice(plan=guess), StageChoice(plan=slow, simulated_s=2.0))
+    staged = Staged(asked=asked, chosen=StageChoice(plan=best, simulated_s=1.0, others=others), without=None)
+    assert [one.plan for one in staged.top(9)] == [best, slow, guess, late]
+    assert [one.plan for one in staged.top(2)] == [best, slow] and [one.plan for one in staged.top(1)] == [best]
+    # All sites are alike, so it is no other plan where they change places; with other layers it is.
+    last = dict(zip(plan.cluster.site_names, plan.cluster.site_names[::-1], strict=True))
+    turned = tuple(stage.model_copy(update={"sites": tuple(map(last.__getitem__, stage.sites))}) for stage in plan.stages)
+    again = tuple(stage.model_copy(update={"num_layers": stage.num_layers + 1}) for stage in plan.stages)
+    like, different = taking(2.0, turned), taking(2.0, again)
+    chosen = StageChoice(plan=best, others=tuple(StageChoice(plan=one) for one in (like, different, guess)))
+    found = [one.plan for one in Staged(asked=asked, chosen=chosen, without=None).top(9)]
+    assert found == [best, like, different]
+
+
+def test_stages_are_drawn_and_so_is_what_has_none(inputs: Inputs, call: Call) -> None:
+    drawn = inputs.folder / "drawn.png"
+    assert planned(inputs, call, "--stages", "2", "--figure", drawn).code == 0
+    size = drawn.stat().st_size
+    assert drawn.read_bytes().startswith(b"\x89PNG") and size > 10_000
+    busy = inputs.write("busy.yaml", CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS"))
+    options = ("--stages", "auto", "--figure", drawn, "--time-limit", "5", "--json")
+    result = call("plan", busy, inputs.workload, "-o", inputs.folder / "plan.yaml", *options)
+    assert result.code == 0 and result.json["stages"] == [] and load_plan(inputs.folder / "plan.yaml"), result.err
+    assert drawn.read_bytes().startswith(b"\x89PNG") and drawn.stat().st_size != size
+    names = [f"dc{site}" for site in range(4)]
+    pairs = [{"src": src, "dst": dst, "bandwidth": "2 Mbps", "latency": "1 ms"} for src, dst in permutations(names, 2)]
+    links = yaml.safe_dump({"sites": [{"name": name} for name in names], "links": pairs})
+    vector = inputs.folder / "drawn.svg"
+    assert planned(inputs, call, "--stages", "2", "--figure", vector, cluster=FOUR + links).code == 0
+    # A matrix of links per pair, in place of bars with a legend of their own.
+    assert "legend" not in vector.read_text(encoding="utf-8")
