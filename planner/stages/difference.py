@@ -32,8 +32,8 @@ class PipelineDifference:
     step_s: tuple[float, float]
     """Seconds of the expected step."""
     parts_s: dict[str, tuple[float | None, float | None]]
-    """Seconds by kind, the largest first; None where a plan has no such part. Those of a plan without stages add up to its cost,
-    of which its expected step may be less."""
+    """Seconds by kind, the largest first, without kinds that take none; None where a plan has no such part. Those of a plan
+    without stages add up to its cost, of which its expected step may be less."""
     wan_bytes: tuple[float, float]
     """Between sites, of a step."""
     memory_bytes: tuple[float, float]
@@ -66,6 +66,7 @@ def compare_pipelines(first: AnyPlan, second: AnyPlan) -> PipelineDifference:
     few.require(many.cluster, many.workload, "the first plan" if few is first else "the second plan")
     a, b = _figures(first), _figures(second)
     parts = {name: (a.parts_s.get(name), b.parts_s.get(name)) for name in {**a.parts_s, **b.parts_s}}
+    parts = {name: both for name, both in parts.items() if any(both)}
     held = _held(first), _held(second)
     moved = {name: (held[0].get(name), held[1].get(name)) for name in many.cluster.site_names}
     return PipelineDifference(
