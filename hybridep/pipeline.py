@@ -212,22 +212,23 @@ class PipelinePlan(PlanFile):
         made.__dict__["plans"] = self.plans
         return made
 
-    def at_rates_of(self, cluster: Cluster) -> PipelinePlan:
-        """The plan on a cluster that differs from its own in the rates between sites alone; without checks."""
-        made = self.model_copy(update={"cluster": cluster})
-        plans = []
-        for one, stage in zip(self.plans, self.stages, strict=True):
-            # A copy would keep what was found at the old rates.
-            values = {name: getattr(one, name) for name in Plan.model_fields}
-            plans.append(Plan.model_construct(**(values | {"cluster": by_themselves(cluster, stage.sites)})))
-        made.__dict__["plans"] = tuple(plans)
-        return made
-
     def with_layers(self, layers: Sequence[tuple[LayerGroup, ...]]) -> PipelinePlan:
         """The plan with these placements inside its stages, [stages] each as ``StagePlan.layers``."""
         stages = tuple(one.model_copy(update={"layers": own}) for one, own in zip(self.stages, layers, strict=True))
         made = self.model_copy(update={"stages": stages})
         made.__dict__["plans"] = tuple(one.with_layers(*own) for one, own in zip(self.plans, layers, strict=True))
+        return made
+
+    def at_rates(self, cluster: Cluster, schedule: Schedule | None = None) -> PipelinePlan:
+        """The plan over the same sites where a ``cluster`` has other links or memory, with what is predicted left out; with
+        another ``schedule``, if one is given."""
+        schedule, plans = schedule or self.schedule, list[Plan]()
+        for stage, own in zip(self.stages, self.plans, strict=True):
+            sites = by_themselves(cluster, stage.sites)
+            is_same = sites == own.cluster and schedule == own.schedule
+            plans.append(own if is_same else own.model_copy(update={"cluster": sites, "schedule": schedule}))
+        made = self.model_copy(update={"cluster": cluster, "schedule": schedule, "prediction": None, "solver": None})
+        made.__dict__["plans"] = tuple(plans)
         return made
 
     def in_flight(self, stage: int) -> int:

@@ -90,7 +90,7 @@ def expected_at(plan: AnyPlan, factor: float) -> float:
     """Seconds of the expected step with all bandwidths between sites times ``factor``."""
     cluster = scaled(plan.cluster, factor)
     if isinstance(plan, PipelinePlan):
-        return costed(plan.at_rates_of(cluster)).times.step_s
+        return costed(plan.at_rates(cluster)).times.step_s
     return expected_s(plan.model_copy(update={"cluster": cluster}))
 
 

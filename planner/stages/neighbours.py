@@ -109,7 +109,7 @@ class Neighbours:
             self._kept(),
             *(self._placed_as(baseline) for baseline in _INSIDE),
             self._changed(self._moved()),
-            self._changed(self._split()),
+            self._likeliest(self._split()),
             self._likeliest(self._exchanged()),
             self._likeliest(self._joined()),
         ]
@@ -254,8 +254,6 @@ class Neighbours:
     def _changed(self, changes: Iterable[_Change]) -> Iterator[Neighbour]:
         """As far ahead as the plan; where that does not fit, also as far ahead as does."""
         for change in changes:
-            if self._walks_left <= 0:
-                break
             for ahead in (self.plan.ahead, *(one for one in reversed(AHEAD) if one < self.plan.ahead)):
                 made = self._candidates.whole(change.path, change.layers, change.micro_batches, ahead)
                 if made is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from stage_cases import layered_workload, random_pipeline, sites_cluster
@@ -16,7 +18,7 @@ from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import compare_pipelines
-from planner.difference import scaled
+from planner.difference import scaled, switch_at
 from planner.evaluate import evaluate, expected_s
 from planner.stages.costs import costed, predicted
 from planner.stages.difference import SiteLayers, expected_at
@@ -54,7 +56,7 @@ def test_a_step_at_other_rates_is_that_of_a_plan_for_them(seed: int, factor: flo
     assert expected_at(plan, factor) == pytest.approx(slower_by(plan, factor), rel=1e-12)
     assert expected_at(plan, 1.0) == pytest.approx(before_s, rel=1e-12) == costed(plan).times.step_s
     cluster = plan.cluster.model_copy(update={"levels": scaled(plan.cluster, factor).levels})
-    assert plan.at_rates_of(cluster).plans[0].cluster.levels[0].bandwidth == cluster.levels[0].bandwidth
+    assert plan.at_rates(cluster).plans[0].cluster.levels[0].bandwidth == cluster.levels[0].bandwidth
 
 
 def test_what_moved_between_two_pipelines() -> None:
@@ -123,6 +125,17 @@ def test_equally_fast_where_switching_pays() -> None:
         here = slower_by(first, 1.0) - slower_by(second, 1.0)
         assert here * (sides[0] if factor > 1 else sides[1]) > 0
     assert found >= 2
+
+
+def test_the_factor_nearest_to_one() -> None:
+    """Between 0.6 and 1.9 times the rates the first is the faster one."""
+
+    def steps(low: float, high: float) -> Callable[[float], float]:
+        return lambda factor: 2.0 if low < factor < high else 0.5
+
+    assert switch_at(lambda factor: 1.0, steps(0.6, 1.9), 20) == pytest.approx(0.6, rel=1e-5)
+    assert switch_at(lambda factor: 1.0, steps(0.51, 1.6), 20) == pytest.approx(1.6, rel=1e-5)
+    assert switch_at(lambda factor: 1.0, steps(0.01, 100.0)) is None
 
 
 def test_a_plan_for_fewer_sites_and_for_other_ones() -> None:

@@ -18,9 +18,10 @@ from hybridep.workload import Workload
 from planner import Constraints, PipelineAlternative, PipelineExplanation, explain_pipeline
 from planner.goal import Goal
 from planner.plans import solver_report
-from planner.stages import neighbours
-from planner.stages.costs import WORTH, costed
+from planner.stages import neighbours, schedule, sketch
+from planner.stages.costs import WORTH, costed, predicted
 from planner.stages.neighbours import merged, resized
+from planner.stages.schedule import paced_s
 
 
 def lone_sites(
@@ -92,6 +93,10 @@ def test_alternatives_are_plans_that_take_what_is_said(seed: int) -> None:
     found = explain_pipeline(plan)
     require_true(found, plan)
     assert all(one.allowed for one in found.alternatives) and found.to_json()["alternatives"]
+    fastest = found.links[0]
+    bound_by = fastest.name if fastest.busy_s > found.stage.busy_s else f"stage {found.stage.number}"
+    lacking = any(one.step_s < found.plan.step_s * (1 - WORTH) for one in found.alternatives if not one.fits)
+    assert found.binds == bound_by or lacking
     # The walk knows links from what passes exchange, without the counts of tokens that go before.
     busiest = {link.name: link for link in found.links}
     times = costed(plan).times
@@ -193,17 +198,55 @@ def test_memory_binds_where_activations_would_be_kept() -> None:
     require_true(found, tight)
 
 
+def test_the_rank_that_lacks_memory_is_not_the_fullest() -> None:
+    """The second stage of two whose experts would keep what they now compute again, while the first is the fullest."""
+    kept = lone_sites(kind="even", layers=(4, 5, 1))
+    data = kept.model_dump(mode="json", exclude_none=True)
+    data["stages"][1]["layers"][0]["recompute"] = True
+    plan = build(PipelinePlan, data, "pipeline")
+    most, least = (costed(one).inside[1].memory.fullest_bytes for one in (kept, plan))
+    full_bytes = costed(plan).fullest.fullest_bytes
+    assert least < full_bytes < most
+    found = explain_pipeline(with_memory(plan, (full_bytes + most) / 2))
+    assert (found.fullest_stage, found.fullest_rank, found.binds) == (0, "s0/gpu0", "memory of s1/gpu0")
+    assert named(found, "activations kept").fullest_rank == "s1/gpu0"
+
+
 def test_what_does_not_fit_runs_less_far_ahead() -> None:
-    plan = lone_sites(kind="even", ahead=4)
+    even = lone_sites(kind="even")
+    given = even.cluster, even.workload, [stage.sites for stage in even.stages], (3, 2, 2)
+    plan = of(*given, ahead=4, recompute=True)
     number = plan.micro_batches // 2
-    other = of(plan.cluster, plan.workload, [one.sites for one in plan.stages], (3, 2, 2), micro_batches=number, ahead=4)
-    room = (costed(plan).fullest.fullest_bytes + costed(other).fullest.fullest_bytes) / 2
-    tight = with_memory(plan, room)
-    assert costed(tight).fits and not costed(with_memory(other, room)).fits
+    half = [of(*given, ahead=ahead, micro_batches=number, recompute=True) for ahead in (4, 2)]
+    full_bytes, *others = (costed(one).fullest.fullest_bytes for one in (plan, *half))
+    assert full_bytes < min(others)
+    tight = with_memory(plan, (full_bytes + min(others)) / 2)
     found = explain_pipeline(tight)
     require_true(found, tight)
-    fitting = [one for one in found.alternatives if one.name.startswith(f"{number} micro-batches") and one.fits]
-    assert len(fitting) == 1 and (fitting[0].plan.ahead < 4 or any(stage.recomputes for stage in fitting[0].plan.plans))
+    told = {one.name: one for one in found.alternatives if one.name.startswith(f"{number} micro-batches")}
+    less = told.pop(f"{number} micro-batches, 1 forward ahead")
+    assert less.fits and less.plan.ahead == 1
+    assert all(not one.fits and one.step_s < found.plan.step_s for one in told.values())
+
+
+def test_placements_that_a_search_found_stay() -> None:
+    """No quick placement of the first stage is as good, so it keeps its own also with a layer less, or in other micro-batches."""
+    cluster = sites_cluster(np.random.default_rng(0), 5, 2, "even", throughput="1 TFLOPS")
+    workload = layered_workload(6, ffn=1024, micro_batch_size=4, micro_batches=4)
+    domains, ways = {"dc": 4, "gpu": 1}, of(cluster, workload, [("s0", "s1", "s3", "s4"), ("s2",)], (3, 3))
+    own = LayerGroup(first_layer=0, num_layers=3, domains=domains, migration={})
+    plan = ways.with_layers([(own,), ways.stages[1].layers])
+    found = explain_pipeline(plan)
+    require_true(found, plan)
+    for words in ("a layer of stage", "micro-batches", "exchanged"):
+        assert {
+            str(group.domains)
+            for one in found.alternatives
+            if words in one.name
+            for stage in one.plan.stages
+            if len(stage.sites) == 4
+            for group in stage.layers
+        } == {str(domains)}
 
 
 def test_rules_that_alternatives_would_break() -> None:
@@ -238,31 +281,80 @@ def test_layers_without_experts_and_measured_popularity(more: dict[str, Any]) ->
     }
 
 
+def test_what_is_better_but_breaks_a_rule_is_told_beside_what_does_not() -> None:
+    plan = lone_sites(3, layers=(3, 2, 2, 1))
+    best = named(explain_pipeline(plan), "exchanged")
+    assert best.name == "stages 1 and 2 exchanged" and best.name in explain_pipeline(plan).better
+    rule = {"name": "apart", "kind": "no_link", "sites": ["s0"], "to": ["s2"]}
+    found = explain_pipeline(plan, build(Constraints, {"rules": [rule]}, "rules"))
+    told = {one.name: one for one in found.alternatives if "exchanged" in one.name}
+    assert {name: one.allowed for name, one in told.items()} == {
+        "stages 2 and 3 exchanged": True,
+        "stages 1 and 2 exchanged": False,
+    }
+    assert told[best.name].step_s == best.step_s and best.name not in found.better and "memory" not in found.binds
+
+
+def test_a_stage_of_two_sites_is_split_the_better_way() -> None:
+    seen = set()
+    for seed in range(4):
+        cluster = sites_cluster(np.random.default_rng(seed), 3, 1, "pairs")
+        workload = layered_workload(6, micro_batch_size=8, micro_batches=4)
+        plan = of(cluster, workload, [("s0", "s1"), ("s2",)], (4, 2))
+        split = named(explain_pipeline(plan), "split in two")
+        number = plan.micro_batches
+        both = {
+            order: step_s(of(cluster, workload, [(order[0],), (order[1],), ("s2",)], (2, 2, 2), micro_batches=number))
+            for order in (("s0", "s1"), ("s1", "s0"))
+        }
+        assert split.step_s == pytest.approx(min(both.values()))
+        seen.add(min(both, key=lambda order: both[order]))
+    assert len(seen) == 2
+
+
 def test_prices_choose_where_they_are_to_be_small() -> None:
-    """The cheapest exchange is told where dollars were to be few."""
-    data = lone_sites(3, layers=(2, 1, 1, 1), kind="access").model_dump(mode="json", exclude_none=True)
-    for site, price in zip(data["cluster"]["sites"], ("0 $/GB", "5 $/GB", "0 $/GB", "1 $/GB"), strict=True):
+    """What a site sends leaves it once at an end, and twice between others; so the dear one is to be at an end."""
+    data = lone_sites(3, layers=(2, 1, 1, 1)).model_dump(mode="json", exclude_none=True)
+    for site, price in zip(data["cluster"]["sites"], ("0 $/GB", "5 $/GB", "0 $/GB", "0 $/GB"), strict=True):
         site["egress"] = price
     plan = build(PipelinePlan, data, "pipeline")
     told = {}
-    for objective in ("time", "dollars"):
-        goal = Goal(objective=Objective(objective))
+    for objective in Objective:
+        goal = Goal(objective=objective)
         how = solver_report(
             solver="highs", goal=goal, objective_s=1.0, bound_s=1.0, cost_usd=1.0, bound_usd=1.0, solve_s=0.0, proven=False
         )
-        told[objective] = named(explain_pipeline(plan.model_copy(update={"solver": how})), "exchanged")
-    fast, cheap = told["time"], told["dollars"]
-    assert fast.step_usd is not None and cheap.step_usd is not None
-    assert cheap.step_usd <= fast.step_usd and cheap.step_s >= fast.step_s
-    assert cheap.step_usd == pytest.approx(costed(again(cheap.plan)).step_usd)
+        made = plan.model_copy(update={"solver": how, "prediction": predicted(costed(plan), {})})
+        found = explain_pipeline(made)
+        told[objective] = named(found, "exchanged")
+        if objective is Objective.TIME:
+            require_true(found, made)
+        else:
+            assert told[objective].name in found.better
+    fast, cheap = told[Objective.TIME], told[Objective.DOLLARS]
+    assert fast.name == "stages 1 and 2 exchanged" and cheap.name == "stages 0 and 1 exchanged"
+    assert fast.step_usd is not None and cheap.step_usd is not None and fast.step_s < cheap.step_s
+    assert cheap.step_usd < fast.step_usd and cheap.step_usd == pytest.approx(costed(again(cheap.plan)).step_usd)
 
 
 def test_among_many_stages_what_comes_last_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = lone_sites(layers=(2, 2, 2, 2))
+    plan = lone_sites(layers=(2, 1, 1, 2, 1, 1, 2, 1))
     whole = explain_pipeline(plan).alternatives
-    monkeypatch.setattr(neighbours, "_WALKS", 7 * 16)
-    few = explain_pipeline(plan).alternatives
-    assert few == whole[: len(few)] and 2 <= len(few) < len(whole)
+    walks = list[None]()
+
+    def counted(*arguments: Any) -> float:
+        walks.append(None)
+        return paced_s(*arguments)
+
+    for module in (schedule, sketch):
+        monkeypatch.setattr(module, "paced_s", counted)
+    for most in (5, 20, 40):
+        monkeypatch.setattr(neighbours, "_WALKS", most * 64)
+        few = explain_pipeline(plan).alternatives
+        # Of the last kind up to three are costed.
+        assert few == whole[: len(few)] and len(few) >= 2 and len(walks) <= most + 6
+        assert (len(few) < len(whole)) == (most < 40)
+        walks.clear()
 
 
 def test_sketches_choose_what_is_costed(monkeypatch: pytest.MonkeyPatch) -> None:
