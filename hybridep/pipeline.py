@@ -219,6 +219,18 @@ class PipelinePlan(PlanFile):
         made.__dict__["plans"] = tuple(one.with_layers(*own) for one, own in zip(self.plans, layers, strict=True))
         return made
 
+    def at_rates(self, cluster: Cluster, schedule: Schedule | None = None) -> PipelinePlan:
+        """The plan over the same sites where a ``cluster`` has other links or memory, with what is predicted left out; with
+        another ``schedule``, if one is given."""
+        schedule, plans = schedule or self.schedule, list[Plan]()
+        for stage, own in zip(self.stages, self.plans, strict=True):
+            sites = by_themselves(cluster, stage.sites)
+            is_same = sites == own.cluster and schedule == own.schedule
+            plans.append(own if is_same else own.model_copy(update={"cluster": sites, "schedule": schedule}))
+        made = self.model_copy(update={"cluster": cluster, "schedule": schedule, "prediction": None, "solver": None})
+        made.__dict__["plans"] = tuple(plans)
+        return made
+
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage keeps at a time."""
         return min(1 + forwards_ahead(stage, len(self.stages), self.micro_batches, self.ahead), self.micro_batches)

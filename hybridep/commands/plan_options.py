@@ -9,7 +9,7 @@ import click
 from hybridep.errors import UserError
 
 _RATES, _PRICES = ("--scenario", "--within"), ("--objective", "--budget")
-_ONE_PLAN = ("--compare", "--simulate", "--no-simulate", "--explain", "--upgrades", *_RATES, "--pool")
+_ONE_PLAN = ("--compare", "--simulate", "--no-simulate", "--upgrades", *_RATES, "--pool")
 NOT_TOGETHER: tuple[tuple[Sequence[str], Sequence[str], str], ...] = (
     ((*_ONE_PLAN, "--fabric", "--max-loss", "--prefetch", "--chunks"), ("--stages",), ""),
     (("--top", "--max-loss", "--pool", "--simulate"), _RATES, "plans for scenarios are one plan, not for known rates"),

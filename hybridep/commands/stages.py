@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import Goal, StageWishes
+    from planner import Explanation, Goal, PipelineExplanation, StageWishes
 
 AUTO = "auto"
 
@@ -41,6 +41,8 @@ class StagesRequest:
     output: Path
     """Plan file of the best one."""
     figure: Path | None
+    explain: bool
+    """Also why each alternative was rejected."""
     as_json: bool
 
 
@@ -66,6 +68,7 @@ def write_in_stages(request: StagesRequest) -> None:
     for one, path in zip(top, files, strict=True):
         one.plan.save(path)
     least, alone, wishes = None, None, asked.wishes
+    explanation = None
     try:
         if request.fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
             least = planner.least_of_any(cluster, workload, wishes)
@@ -74,6 +77,7 @@ def write_in_stages(request: StagesRequest) -> None:
             alone = planner.alone(
                 cluster, workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints
             )
+        explanation = _explained(request, made, alone)
     except KeyboardInterrupt:
         note(f"hybridep plan: interrupted; plan written to {request.output}")
         raise
@@ -81,11 +85,22 @@ def write_in_stages(request: StagesRequest) -> None:
         from hybridep.commands.plots import draw
 
         draw(request.figure, made.best)
-    told = _Told(made=made, top=top, files=files, alone=alone, least=least, goal=asked.wishes.goal)
+    told = _Told(made=made, top=top, files=files, alone=alone, least=least, goal=asked.wishes.goal, explanation=explanation)
     if request.as_json:
         emit(told.to_json() | {"output": str(request.output)})
     else:
-        told.show()
+        told.show(whole=request.explain)
+
+
+def _explained(request: StagesRequest, made: Staged, alone: Plan | None) -> Explanation | PipelineExplanation | None:
+    """Why the best plan; of a pipeline, for which it may take seconds, only if asked for. ``alone``: the plan for one site."""
+    import planner
+    from hybridep.pipeline import PipelinePlan
+
+    rules = made.asked.wishes.constraints
+    if isinstance(made.best, PipelinePlan):
+        return planner.explain_pipeline(made.best, rules) if request.explain else None
+    return planner.explain(made.best, rules, one_site=alone) if request.explain or not request.as_json else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +118,8 @@ class _Told:
     """What no choice of sites is better than, if that was asked for: seconds, or dollars where the goal is these."""
     goal: Goal
     """Of all sites: those that were chosen may have no prices."""
+    explanation: Explanation | PipelineExplanation | None
+    """Why the best plan, as far as that is told."""
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -119,22 +136,25 @@ class _Told:
                 {"step_s": one.plan.predicted.expected_s, "simulated_s": one.simulated_s, "output": str(path)}
                 for one, path in zip(self.top, self.files, strict=True)
             ]
+        if self.explanation is not None:
+            more["explanation"] = self.explanation.to_json()
         if not isinstance(best, PipelinePlan):
             return {**planner.summary(best), "stages": [], "digest": best.digest, **more, "lossy_codecs": lossy_codecs(best)}
         more |= {"without_stages_s": _expected_s(made.without), "simulated_s": made.chosen.simulated_s}
         return {**planner.pipeline_summary(best), **more, "lossy_codecs": lossy_codecs(best)}
 
-    def show(self) -> None:
-        """Prints it for people."""
+    def show(self, *, whole: bool) -> None:
+        """Prints it for people; of a plan without stages the ``whole`` explanation, or what matters most of it."""
         import planner
-        from hybridep.commands import plan_text, stage_text
+        from hybridep.commands import plan_text, stage_explain_text, stage_text
         from hybridep.commands.codecs import codec_lines
         from hybridep.pipeline import PipelinePlan
         from hybridep.units import format_dollars
 
         made, best = self.made, self.made.best
         if not isinstance(best, PipelinePlan):
-            plan_text.show(best, planner.explain(best, made.asked.wishes.constraints, one_site=self.alone))
+            assert isinstance(self.explanation, planner.Explanation)
+            plan_text.show(best, self.explanation, whole=whole)
             for line in codec_lines(best):
                 click.echo(line)
             self._show_least()
@@ -149,6 +169,8 @@ class _Told:
             dollars = made.asked.wishes.goal.objective is Objective.DOLLARS
             better = f"cheaper ({format_dollars(self.alone.predicted.cost_usd)})" if dollars else "faster"
             click.echo(f"{self.alone.cluster.site_name(0)} alone is {better}: the other sites do not pay {plan_text.FEWER}")
+        if isinstance(self.explanation, planner.PipelineExplanation):
+            stage_explain_text.show_explanation(self.explanation)
         self._show_files("")
 
     def _show_files(self, what: str) -> None:
