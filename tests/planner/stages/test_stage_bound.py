@@ -313,8 +313,8 @@ def test_sites_that_copy_all_from_each_other_meet_it(any_sites: bool) -> None:
 
 
 def test_sites_without_stages_send_what_they_copy() -> None:
-    """One site alone computes for long, and activations are many, so two sites with all layers copy everything; a third one, which
-    is slow, may be left out."""
+    """One site alone computes for long, and activations are many, so two sites with all layers copy everything. A third one is
+    slow, and left out."""
     even = sites_cluster(np.random.default_rng(1), 3, 1, "even", throughput="20 TFLOPS")
     slow = [{"name": "s0", "up": "1 Mbps", "down": "1 Mbps"}, {"name": "s1"}, {"name": "s2"}]
     cluster = build(Cluster, even.model_dump(mode="json", exclude_none=True) | {"sites": slow}, "sites")
