@@ -16,6 +16,8 @@ from planner.pool import PooledPlan, plan_pool
 from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
 from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
+from planner.stages.difference import PipelineDifference, compare_pipelines
+from planner.stages.explain import PipelineAlternative, PipelineExplanation, explain_pipeline
 from planner.stages.fewer import least_of_any, sites_that_pay
 from planner.stages.matrices import StageMatrices, stage_matrices
 from planner.stages.report import pipeline_summary
@@ -33,6 +35,9 @@ __all__ = [
     "LinkLoad",
     "MemoryUse",
     "OtherPlan",
+    "PipelineAlternative",
+    "PipelineDifference",
+    "PipelineExplanation",
     "PlanDifference",
     "PlanMatrices",
     "PooledPlan",
@@ -45,10 +50,12 @@ __all__ = [
     "alone",
     "baseline",
     "check",
+    "compare_pipelines",
     "compare_planners",
     "compare_plans",
     "expected_s",
     "explain",
+    "explain_pipeline",
     "interval_scenarios",
     "least_of_any",
     "load_constraints",

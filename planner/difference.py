@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,11 @@ from planner.evaluate import evaluate
 
 WIDEST = 64.0
 """Switching is looked for between a WAN this many times slower and faster."""
+HALVINGS = 24
+"""Of a range of factors, to find where two plans take equally long."""
+
+StepAt = Callable[[float], float]
+"""Factor on all bandwidths between sites -> seconds of a plan's step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +79,13 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifference:
         copies_gained=gained,
         copies_lost=lost,
         most_changed={first.cluster.site_name(dc): float(moved[dc]) for dc in changed},
-        switch_at=switch_at(first, second),
+        switch_at=switch_at(partial(step_at, first), partial(step_at, second)),
     )
 
 
-def switch_at(first: Plan, second: Plan) -> float | None:
-    """The factor on all bandwidths between sites, nearest to 1 in ratio, at which both plans take equally long."""
+def switch_at(first: StepAt, second: StepAt, halvings: int = HALVINGS) -> float | None:
+    """The factor on all bandwidths between sites, nearest to 1 in ratio, at which both plans take equally long; None where one is
+    faster at every factor that is looked at."""
 
     def ahead(factor: float) -> float:
         return _ahead(first, second, factor)
@@ -89,17 +96,17 @@ def switch_at(first: Plan, second: Plan) -> float | None:
     steps = [2.0**power for power in range(1, int(np.log2(WIDEST)) + 1)]
     for inner, outer in zip([1.0, *steps], steps, strict=False):
         crossed = [side for side in (1, -1) if ahead(outer**side) * here < 0]
-        found = [equal_at(first, second, inner**side, outer**side) for side in crossed]
+        found = [equal_at(first, second, inner**side, outer**side, halvings) for side in crossed]
         if found:
             return min(found, key=lambda factor: abs(np.log(factor)))
     return None
 
 
-def equal_at(first: Plan, second: Plan, low: float, high: float) -> float:
+def equal_at(first: StepAt, second: StepAt, low: float, high: float, halvings: int = HALVINGS) -> float:
     """The factor between ``low`` and ``high`` at which both plans take equally long; one is faster at the one end and the other
-    at the other."""
+    at the other. Found by so many ``halvings``."""
     here = _ahead(first, second, low)
-    for _ in range(24):
+    for _ in range(halvings):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if _ahead(first, second, middle) * here < 0 else (middle, high)
     return high
@@ -110,9 +117,9 @@ def step_at(plan: Plan, factor: float) -> float:
     return evaluate(plan.model_copy(update={"cluster": scaled(plan.cluster, factor)}))[0].step_s
 
 
-def _ahead(first: Plan, second: Plan, factor: float) -> float:
+def _ahead(first: StepAt, second: StepAt, factor: float) -> float:
     """By what share of its step the second is faster."""
-    return 1 - step_at(second, factor) / step_at(first, factor)
+    return 1 - second(factor) / first(factor)
 
 
 def scaled(cluster: Cluster, factor: float) -> Cluster:

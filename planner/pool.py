@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ def plan_pool(
     steps_s = np.array([[step_at(plan, factor) for factor in looked] for plan in plans])
     best = _fastest(steps_s)
     edges = [at for at in range(1, LOOKED_AT) if best[at] != best[at - 1]]
-    thresholds = [equal_at(plans[best[at - 1]], plans[best[at]], looked[at - 1], looked[at]) for at in edges]
+    steps_at = [partial(step_at, plan) for plan in plans]
+    thresholds = [equal_at(steps_at[best[at - 1]], steps_at[best[at]], looked[at - 1], looked[at]) for at in edges]
     starts, ends = [looked[0], *thresholds], [*thresholds, looked[-1]]
     pool = []
     for first, pays_from, pays_to in zip([0, *edges], starts, ends, strict=True):

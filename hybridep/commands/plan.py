@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     help="With two plan files in place of CLUSTER and MODEL: how they differ, and from which bandwidth on the other one is the "
     "faster. Else: also cost what other planners would do.",
 )
-@click.option("--explain", "whole", is_flag=True, help="Every group of sites, and why each alternative was rejected.")
+@click.option(
+    "--explain",
+    "whole",
+    is_flag=True,
+    help="Every group of sites, and why each alternative was rejected; of a plan in stages also what else it could have been.",
+)
 @click.option("--top", type=click.IntRange(min=1), default=1, show_default=True, help="Different plans, one file each.")
 @click.option(
     "--simulate/--no-simulate",
@@ -209,6 +214,7 @@ def command(
             upgrades=upgrades,
             scenarios=rates,
             quantile=quantile,
+            explain=whole,
             as_json=as_json,
         )
         with hurried_by_interrupts():
@@ -400,28 +406,34 @@ def _goal(objective: str, budget: str | None) -> Goal:
 
 
 def _are_plans(first: str, second: str) -> bool:
-    """Both name files that hold plans. Raises UserError where one is in stages."""
+    """Both name files that hold plans, in stages or not."""
     from hybridep.config import read_yaml
     from hybridep.pipeline import is_pipeline
 
     paths = [Path(first), Path(second)]
     if not all(os.path.isfile(path) and path.suffix in (".yaml", ".yml") for path in paths):
         return False
-    held = [read_yaml(path) for path in paths]
-    for path, data in zip(paths, held, strict=True):
-        if is_pipeline(data):
-            raise UserError(f"--compare {path}: a plan in stages; `hybridep simulate` says what each takes")
-    return all("layers" in data for data in held)
+    return all("layers" in data or is_pipeline(data) for data in map(read_yaml, paths))
 
 
 def _compare(first: str, second: str, as_json: bool) -> None:
     """Two plan files side by side."""
     from hybridep.commands.plan_text import show_difference
-    from hybridep.plan import load_plan
-    from planner import compare_plans
+    from hybridep.commands.stage_explain_text import show_pipeline_difference
+    from hybridep.pipeline import PipelinePlan, load_any_plan
+    from planner import compare_pipelines, compare_plans
 
-    difference = compare_plans(load_plan(Path(first)), load_plan(Path(second)))
+    one, other = (load_any_plan(Path(path)) for path in (first, second))
+    names = Path(first).name, Path(second).name
+    if isinstance(one, PipelinePlan) or isinstance(other, PipelinePlan):
+        found = compare_pipelines(one, other)
+        if as_json:
+            emit(found.to_json())
+        else:
+            show_pipeline_difference(names, found)
+        return
+    difference = compare_plans(one, other)
     if as_json:
         emit(difference.to_json())
     else:
-        show_difference((Path(first).name, Path(second).name), difference)
+        show_difference(names, difference)

@@ -9,7 +9,7 @@ import click
 from hybridep.errors import UserError
 
 _RATES, _PRICES = ("--scenario", "--within"), ("--objective", "--budget")
-_ONE_PLAN = ("--compare", "--simulate", "--no-simulate", "--explain", "--pool")
+_ONE_PLAN = ("--compare", "--simulate", "--no-simulate", "--pool")
 NOT_TOGETHER: tuple[tuple[Sequence[str], Sequence[str], str], ...] = (
     ((*_ONE_PLAN, "--fabric", "--max-loss", "--prefetch", "--chunks"), ("--stages",), ""),
     (("--fewer-sites",), (*_RATES, "--upgrades"), "which sites pay changes with their links"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -16,11 +16,21 @@ if TYPE_CHECKING:
 
     from hybridep.commands.plan_choice import SimulatedChoice
     from hybridep.plan import LayerGroup, Plan, SolverReport
-    from planner import Alternative, Explanation, OtherPlan, PlanDifference, PooledPlan, Upgrade
+    from planner import (
+        Alternative,
+        Explanation,
+        LinkLoad,
+        OtherPlan,
+        PipelineAlternative,
+        PlanDifference,
+        PooledPlan,
+        Upgrade,
+    )
     from planner.robust import OverScenarios
 
 FEWER = "(--stages auto --fewer-sites leaves out those that do not)"
 """Said where one site alone is faster than a plan for all."""
+_Option = TypeVar("_Option", "Alternative", "PipelineAlternative")
 _TOLD = 1e-3
 """Share of a step below which two figures need not both be shown."""
 
@@ -88,23 +98,30 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
             f"{format_dollars(rent_usd)} for ranks"
         )
     for option in (*explanation.baselines, *explanation.neighbours) if whole else ():
-        console.print(f"  {option.name}: {_reason(chosen, option)}")
+        console.print(f"  {option.name}: {reason(chosen, option)}")
 
     bound, binds = format_seconds(explanation.lower_bound_s), explanation.binds
     console.print(f"\nno schedule of this plan is faster than {bound} ({explanation.lower_bound_by}); what binds: {binds}")
     for title, parts_s in (("step", explanation.parts_s), ("hidden", explanation.hidden_s)):
-        shown = [f"{name} {format_seconds(value)}" for name, value in _largest(parts_s) if value > 0]
+        shown = [f"{name} {format_seconds(value)}" for name, value in largest(parts_s) if value > 0]
         if shown:
             console.print(f"{title}: {', '.join(shown)}")
-    links = Table("busiest links", "bytes", "busy", "of the step", box=None, pad_edge=False)
-    for link in explanation.links:
-        links.add_row(link.name, format_bytes(link.total_bytes), format_seconds(link.busy_s), f"{link.share:.0%}")
-    console.print(links)
-    memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in _largest(explanation.memory_parts_bytes) if value > 0)
+    show_links(explanation.links)
+    memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in largest(explanation.memory_parts_bytes) if value > 0)
     console.print(
         f"memory of the fullest rank ({explanation.fullest_rank}): {format_bytes(chosen.memory_bytes)} of "
         f"{format_bytes(explanation.memory_capacity_bytes)}: {memory}"
     )
+
+
+def show_links(links: Sequence[LinkLoad]) -> None:
+    """The busiest links."""
+    from rich.table import Table
+
+    table = Table("busiest links", "bytes", "busy", "of the step", box=None, pad_edge=False)
+    for link in links:
+        table.add_row(link.name, format_bytes(link.total_bytes), format_seconds(link.busy_s), f"{link.share:.0%}")
+    stdout_console().print(table)
 
 
 def _worth(made: Plan, option: Alternative) -> tuple[float, float]:
@@ -161,18 +178,19 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
+def largest(parts: dict[str, float]) -> list[tuple[str, float]]:
+    """The parts of a sum, the largest first."""
     return sorted(parts.items(), key=lambda item: -item[1])
 
 
-def _reason(chosen: Alternative, option: Alternative) -> str:
+def reason(chosen: _Option, option: _Option) -> str:
     """Why an alternative was not chosen: it does not fit, or the parts of the step that grow most."""
     if not option.allowed and option.step_s < chosen.step_s:
         return f"faster by {format_seconds(chosen.step_s - option.step_s)}, but breaks a rule"
     if not option.fits and option.step_s < chosen.step_s:
         return f"faster by {format_seconds(chosen.step_s - option.step_s)}, but does not fit"
     grown = {name: seconds - chosen.parts_s.get(name, 0.0) for name, seconds in option.parts_s.items()}
-    longer = [f"{name} +{format_seconds(more)}" for name, more in _largest(grown)[:2] if more > 0]
+    longer = [f"{name} +{format_seconds(more)}" for name, more in largest(grown)[:2] if more > 0]
     saved = -sum(more for more in grown.values() if more < 0)
     more = option.step_s - chosen.step_s
     if abs(more) <= 1e-9 * chosen.step_s:
@@ -253,10 +271,14 @@ def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:
     if difference.most_changed:
         sites = ", ".join(f"{site} {share:.0%}" for site, share in difference.most_changed.items())
         console.print(f"most changed: {sites}")
-    if difference.switch_at is None:
-        console.print("the faster one stays faster however fast the links between sites are (1/64 to 64 times)")
-    else:
-        console.print(f"equally fast with links between sites at {difference.switch_at:.3g} times their rates")
+    console.print(switch_text(difference.switch_at))
+
+
+def switch_text(switch_at: float | None) -> str:
+    """From which rates on the other one of two plans is the faster one."""
+    if switch_at is None:
+        return "the faster one stays faster however fast the links between sites are (1/64 to 64 times)"
+    return f"equally fast with links between sites at {switch_at:.3g} times their rates"
 
 
 def show_upgrades(found: Sequence[Upgrade]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import Goal, RobustPipeline, RobustPlan, StageWishes, Upgrade
+    from planner import Explanation, Goal, PipelineExplanation, RobustPipeline, RobustPlan, StageWishes, Upgrade
 
 AUTO = "auto"
 
@@ -49,6 +49,8 @@ class StagesRequest:
     """The cluster at other rates, where these are not known."""
     quantile: float
     """Of these."""
+    explain: bool
+    """Also why each alternative was rejected."""
     as_json: bool
 
     @property
@@ -92,6 +94,7 @@ def write_in_stages(request: StagesRequest) -> None:
             one.plan.save(path)
 
     least, alone, wishes = None, None, asked.wishes
+    explanation = None
     try:
         # Before anything is written: of a plan without stages there may be no answer.
         upgrades = _upgrades(made.best, wishes) if request.upgrades else None
@@ -103,6 +106,7 @@ def write_in_stages(request: StagesRequest) -> None:
             alone = planner.alone(
                 cluster, workload, popularity=wishes.popularity, goal=wishes.goal, constraints=wishes.constraints
             )
+        explanation = _explained(request, made, alone)
     except KeyboardInterrupt:
         save()
         note(f"hybridep plan: interrupted; plan written to {request.output}")
@@ -111,12 +115,32 @@ def write_in_stages(request: StagesRequest) -> None:
         from hybridep.commands.plots import draw
 
         draw(request.figure, made.best)
-    goal = asked.wishes.goal
-    told = _Told(made=made, top=top, files=files, alone=alone, least=least, goal=goal, upgrades=upgrades, robust=robust)
+    told = _Told(
+        made=made,
+        top=top,
+        files=files,
+        alone=alone,
+        least=least,
+        goal=asked.wishes.goal,
+        explanation=explanation,
+        upgrades=upgrades,
+        robust=robust,
+    )
     if request.as_json:
         emit(told.to_json() | {"output": str(request.output)})
     else:
-        told.show()
+        told.show(whole=request.explain)
+
+
+def _explained(request: StagesRequest, made: Staged, alone: Plan | None) -> Explanation | PipelineExplanation | None:
+    """Why the best plan; of a pipeline, for which it may take seconds, only if asked for. ``alone``: the plan for one site."""
+    import planner
+    from hybridep.pipeline import PipelinePlan
+
+    rules = made.asked.wishes.constraints
+    if isinstance(made.best, PipelinePlan):
+        return planner.explain_pipeline(made.best, rules) if request.explain else None
+    return planner.explain(made.best, rules, one_site=alone) if request.explain or not request.as_json else None
 
 
 def _for_scenarios(request: StagesRequest, asked: Asked, tell: Tell) -> RobustPipeline | RobustPlan:
@@ -162,6 +186,8 @@ class _Told:
     """What to buy next, the most useful first; None unless asked for."""
     robust: RobustPipeline | RobustPlan | None
     """How the plan does over scenarios; None for known rates."""
+    explanation: Explanation | PipelineExplanation | None
+    """Why the best plan, as far as that is told."""
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -182,22 +208,25 @@ class _Told:
             more["upgrades"] = [one.to_json() for one in self.upgrades]
         if self.robust is not None:
             more["robust"] = self.robust.to_json()
+        if self.explanation is not None:
+            more["explanation"] = self.explanation.to_json()
         if not isinstance(best, PipelinePlan):
             return {**planner.summary(best), "stages": [], "digest": best.digest, **more, "lossy_codecs": lossy_codecs(best)}
         more |= {"without_stages_s": _expected_s(made.without), "simulated_s": made.chosen.simulated_s}
         return {**planner.pipeline_summary(best), **more, "lossy_codecs": lossy_codecs(best)}
 
-    def show(self) -> None:
-        """Prints it for people."""
+    def show(self, *, whole: bool) -> None:
+        """Prints it for people; of a plan without stages the ``whole`` explanation, or what matters most of it."""
         import planner
-        from hybridep.commands import plan_text, stage_text
+        from hybridep.commands import plan_text, stage_explain_text, stage_text
         from hybridep.commands.codecs import codec_lines
         from hybridep.pipeline import PipelinePlan
         from hybridep.units import format_dollars
 
         made, best = self.made, self.made.best
         if not isinstance(best, PipelinePlan):
-            plan_text.show(best, planner.explain(best, made.asked.wishes.constraints, one_site=self.alone))
+            assert isinstance(self.explanation, planner.Explanation)
+            plan_text.show(best, self.explanation, whole=whole)
             for line in codec_lines(best):
                 click.echo(line)
             self._show_least()
@@ -212,6 +241,8 @@ class _Told:
             dollars = made.asked.wishes.goal.objective is Objective.DOLLARS
             better = f"cheaper ({format_dollars(self.alone.predicted.cost_usd)})" if dollars else "faster"
             click.echo(f"{self.alone.cluster.site_name(0)} alone is {better}: the other sites do not pay {plan_text.FEWER}")
+        if isinstance(self.explanation, planner.PipelineExplanation):
+            stage_explain_text.show_explanation(self.explanation)
         self._show_rest("")
 
     def _show_rest(self, what: str) -> None:

@@ -19,7 +19,7 @@ Links of pairs, latencies, micro-batches, memory and trunks are left out, and wh
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import comb
 
 import numpy as np
@@ -37,8 +37,8 @@ _CLOSE = 1e-6
 """The bound is found to this share."""
 _WHOLE = 1e-9
 """A layer that lacks only this share counts as whole."""
-_PRICES = 24
-"""Prices of being first or last that are tried for each time, about."""
+_PRICES, _FEW_PRICES = 40, 5
+"""Prices of being first or last that are tried for each time, and where there is more to do."""
 _MANY = 2**15
 """Sites times sizes of stages above which fewer prices are tried, and near shares of the sequences count as one."""
 _NEAR = 1.5
@@ -96,18 +96,30 @@ class _Sites:
         copy_bytes = (wire.expert_gradient_bytes, wire.expert_bytes)
         # [up or down, ways]: of one layer.
         self._layer_bytes = np.zeros((2, sizes.size))
+        self._numbers, self._sent_bytes = np.arange(1, most + 1), np.zeros(most)
+        """``_numbers``: the sizes of stages; ``_sent_bytes``: what a site of each sends of one layer at least, mean over its
+        stage's sites."""
         if alike and model.capacity_factor is None:
-            for size in np.unique(sizes[sizes > 1]):
+            for size in self._numbers[1:].tolist():
                 mine = sizes == size
                 own = tokens * share[mine]
-                self._layer_bytes[:, mine] = _least_bytes(model.num_experts, model.top_k, int(size), own, rows_bytes, copy_bytes)
+                self._layer_bytes[:, mine] = _least_bytes(model.num_experts, model.top_k, size, own, rows_bytes, copy_bytes)
+                self._sent_bytes[size - 1] = _least_sent_bytes(
+                    model.num_experts, model.top_k, size, float(own.min()), sum(rows_bytes), sum(copy_bytes)
+                )
+        dense_bytes = _dense_bytes(cluster, wire, self._numbers)
+        self._layer_bytes += dense_bytes[sizes - 1]
+        self._sent_bytes += dense_bytes
         self._attention_flops = 3 * workload.pre_expert_flops / training.tokens * tokens * share
         # Figures of ranks that share processors are those while all of them compute.
         sharing = cluster.gpu.sharing * cluster.num_gpus / number
         gpus = [cluster.site_gpus[site] for site in range(number)]
         speeds = np.array([[gpu.throughput, max(gpu.throughput, gpu.expert_flops_per_s)] for gpu in gpus]) * sharing
         self._whole_flops = 3 * (workload.pre_expert_flops + _expert_flops(workload)) / training.tokens * tokens
-        every, self._count = np.unique(np.column_stack([*cluster.access_bytes_per_s, speeds]), axis=0, return_counts=True)
+        access = np.array(cluster.access_bytes_per_s)
+        self._most_access = np.cumsum(-np.sort(-access, axis=1), axis=1)[:, :most]
+        """[up or down, numbers]: bytes/s of so many sites together, the ones with the widest links."""
+        every, self._count = np.unique(np.column_stack([*access, speeds]), axis=0, return_counts=True)
         self._access, self._speed = every.T[:2], every[:, 2:3]
         fastest = np.concatenate([[0.0], np.cumsum(-np.sort(-speeds[:, 1]))])
         self._all_computed_s = _all_flops(cluster, workload) / fastest[sizes]
@@ -131,7 +143,10 @@ class _Sites:
     def could_together(self, step_s: float) -> bool:
         """Whether ``step_s`` is not too short for some number of the sites that have all layers, without stages."""
         able = (self._carried(step_s)[2] >= self._layers) * self._count[:, None]
-        return bool(((able.sum(axis=0) >= self._sizes) & (self._all_computed_s <= step_s)).any())
+        sent = (self._layers * self._numbers * self._sent_bytes <= step_s * self._most_access).all(axis=0)
+        return bool(
+            ((able.sum(axis=0) >= self._sizes) & np.asarray(sent)[self._sizes - 1] & (self._all_computed_s <= step_s)).any()
+        )
 
     def could(self, step_s: float, *, idle: bool = False) -> bool:
         """Whether ``step_s`` is not too short for any pipeline, as far as is known here. ``idle``: sites may be left out."""
@@ -139,29 +154,46 @@ class _Sites:
         able = np.where(carried >= 1, carried, 0.0 if idle else -np.inf)
         if not np.isfinite(able.max(axis=(0, 2))).all():
             return False
-        return self._could(able, self._most_share) and self._could(able, 1 / self._sizes)
+        if not (self._could(able, self._most_share) and self._could(able, 1 / self._sizes)):
+            return False
+        return all(self._could(mean, 1 / self._numbers) for mean in self._on_average(step_s, carried, idle=idle))
+
+    def _on_average(self, step_s: float, carried: FloatArray, *, idle: bool) -> Iterator[FloatArray]:
+        """[sites in the middle or at an end, sites, numbers], for links up and down: layers of which no stage has more than the
+        mean of its sites', if each sends what comes to it, too. ``carried``: by themselves, with each share."""
+        alone = np.maximum.reduceat(carried, np.searchsorted(self._sizes, self._numbers), axis=2)
+        sends = self._sent_bytes > 0
+        for rates in self._access:
+            means = alone.copy()
+            for end, passes in enumerate((2, 1)):
+                left_bytes = step_s * rates[:, None] - passes * self._step_bytes / self._numbers[sends]
+                means[end][:, sends] = left_bytes / self._sent_bytes[sends]
+            means = np.where(alone >= 1, means, -np.inf)
+            yield np.maximum(means, 0.0) if idle else means
 
     def _could(self, able: FloatArray, counts: FloatArray) -> bool:
         """``able``: layers as `_carried` has them; ``counts`` [ways]: how much each of them counts, which makes one for all of a
         stage's sites together, so that each of its layers counts once."""
-        worth = able * counts
+        worth, finite = able * counts, able[np.isfinite(able)]
 
-        def most(price: float) -> float:
-            """Layers of all sites together, if being first or last costs that much for a whole stage, or earns it below zero."""
-            best = np.maximum(worth[0].max(axis=1), (worth[1] - price * counts).max(axis=1))
-            return float((self._count * best).sum()) + 2 * price
+        def most(price: float) -> tuple[float, float]:
+            """(Layers of all sites together, if being first or last costs that much for a whole stage, or earns it below zero; by
+            how much that grows with the price)."""
+            middle, ends = worth[0], worth[1] - price * counts
+            end = ends.argmax(axis=1)
+            best, best_end = middle.max(axis=1), ends[np.arange(len(end)), end]
+            ended = float((self._count * counts[end])[best_end > best].sum())
+            return float((self._count * np.maximum(best, best_end)).sum()) + 2 * price, 2 - ended
 
         # Of any price, what sites do at best is no less than what any pipeline does.
-        high, least = float(self._layers * self._count.sum()), self._layers * (1 - _WHOLE)
-        low = -high
-        if most(0.0) < least:
-            return False
-        for _ in range(_PRICES if able.size <= _MANY else 2):
-            third = (high - low) / 3
-            one, other = (most(price) for price in (low + third, high - third))
-            if min(one, other) < least:
+        high, least = float(np.abs(finite).max() * self._count.sum()), self._layers * (1 - _WHOLE)
+        low, price = -high, 0.0
+        for _ in range(_PRICES if able.size <= _MANY else _FEW_PRICES):
+            layers, slope = most(price)
+            if layers < least:
                 return False
-            low, high = (low, high - third) if one < other else (low + third, high)
+            low, high = (low, price) if slope > 0 else (price, high)
+            price = (low + high) / 2
         return True
 
 
@@ -193,6 +225,27 @@ def _least_bytes(
     copies = (held - home).clip(0)[:, None]
     both = [copies * copy + np.outer(away, tokens) * rows for copy, rows in zip(copy_bytes, rows_bytes, strict=True)]
     return np.stack([one.min(axis=0) for one in both])
+
+
+def _least_sent_bytes(experts: int, top_k: int, size: int, tokens: float, row_bytes: int, copy_bytes: int) -> float:
+    """Of one layer, all that the sites of a stage of so many send each other, over their number; whatever they hold. ``tokens``:
+    of each, at least; ``row_bytes`` there and back, ``copy_bytes`` of a copy and its gradient."""
+    each, more = divmod(experts, size)
+    held = np.arange(each, experts + 1)
+    away_bytes = tokens * row_bytes * np.array([1 - comb(number, top_k) / comb(experts, top_k) for number in held.tolist()])
+    least = [float(((held - home) * copy_bytes + away_bytes)[home - each :].min()) for home in (each, each + (more > 0))]
+    return ((size - more) * least[0] + more * least[1]) / size
+
+
+def _dense_bytes(cluster: Cluster, wire: Wire, sizes: IntArray) -> FloatArray:
+    """[sizes of stages]: what a site sends, and what comes to it, of one layer's dense gradients: the other sites' parts of its
+    own, and its part of all; a little less, for parts that are not equal, and codecs that have larger parts of some lengths."""
+    model, many = wire.workload.model, 2**30
+    params = model.model_copy(update={"num_layers": 2, "num_dense_layers": 0, "part": None}).dense_params
+    params -= model.model_copy(update={"num_layers": 1, "num_dense_layers": 0, "part": None}).dense_params
+    element_bytes = float(wire.dense_bytes(np.array([many]))[0]) / many * (1 - 1e-6)
+    parts = (params * (sizes - 1) / sizes - cluster.ranks_per_site * sizes).clip(0)
+    return np.asarray(2 * element_bytes * np.where(sizes > 1, parts, 0.0))
 
 
 def _all_computation_s(cluster: Cluster, workload: Workload) -> float:

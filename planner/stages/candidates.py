@@ -259,13 +259,33 @@ class Candidates:
         plan = self._pipeline(path, layers, micro_batches)
         return None if plan is None else self._candidate(plan, [self._one_layer(group, micro_batches) for group in path])
 
+    def whole(
+        self, path: Groups, layers: Sequence[int], micro_batches: int, ahead: int
+    ) -> tuple[PipelinePlan, list[Inside]] | None:
+        """With these layers, so far ahead, and with placements for its stages, whether or not it fits and keeps the rules between
+        them; None where it is not possible."""
+        possible = all(self.rules.possible(group) for group in path)
+        plan = self._built(path, layers, micro_batches) if possible else None
+        if plan is None:
+            return None
+        plan = plan.running_ahead(ahead)
+        return plan, self._inside(plan, [self._one_layer(group, micro_batches) for group in path])
+
     def _pipeline(self, path: Groups, layers: Sequence[int], micro_batches: int) -> PipelinePlan | None:
+        plan = self._built(path, layers, micro_batches)
+        if plan is not None and not self.rules.passes(plan):
+            rules = ", ".join(map(repr, self.rules.of_links))
+            self.barred = f"in {len(path)} stages no order was found in which none passes tokens where rules ({rules}) forbid it"
+            return None
+        return plan
+
+    def _built(self, path: Groups, layers: Sequence[int], micro_batches: int) -> PipelinePlan | None:
         try:
             own = [
                 self._stage(group, (number, sum(layers[:number]), mine), micro_batches)
                 for number, (group, mine) in enumerate(zip(path, layers, strict=True))
             ]
-            plan = PipelinePlan.of_stages(
+            return PipelinePlan.of_stages(
                 own,
                 [stage.cluster.site_names for stage in own],
                 cluster=self.cluster,
@@ -278,11 +298,6 @@ class Candidates:
         except ValueError as error:
             self.why = str(error)
             return None
-        if not self.rules.passes(plan):
-            rules = ", ".join(map(repr, self.rules.of_links))
-            self.barred = f"in {len(path)} stages no order was found in which none passes tokens where rules ({rules}) forbid it"
-            return None
-        return plan
 
     def _candidate(self, plan: PipelinePlan, alone: Sequence[Inside]) -> Candidate | None:
         """As far ahead as memory allows; None where it does not fit. ``alone``: [stages] placements of one layer."""

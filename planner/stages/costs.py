@@ -8,17 +8,23 @@ from dataclasses import dataclass
 from hybridep.baselines import baseline_like
 from hybridep.pipeline import AnyPlan, PipelinePlan, between_link_bytes, pipeline_link_bytes
 from hybridep.plan import Prediction
+from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from planner.cost import StepCost
-from planner.evaluate import evaluate
+from planner.evaluate import evaluate, expected_s
+from planner.goal import Worth
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, dollars, seconds
 from planner.price import egress_usd, step_usd
-from planner.stages.inside import Inside, Room, Store, placed
+from planner.stages.inside import Inside, Room, Store, placed, with_fewest_again
 from planner.stages.schedule import PipelineTimes, with_coding
 
 WORK, BUBBLE, ACTIVATIONS = "stage_work", "bubble", "activations"
 """Parts of a step: the busiest stage, what waiting for other stages adds, and what the way between stages adds."""
+
+
+WORTH = 1e-3
+"""Share of a step up to which another pipeline is not worth a change: what is expected errs by more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,11 @@ class Costed:
     times: PipelineTimes
     egress_usd: float
     """Dollars of a step for what leaves sites, inside stages and between them."""
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of a step by kind; they add up to it."""
+        return {WORK: self.times.work_s, BUBBLE: self.times.bubble_s, ACTIVATIONS: self.times.activations_s}
 
     @property
     def step_usd(self) -> float:
@@ -45,6 +56,12 @@ class Costed:
     def fullest(self) -> MemoryUse:
         """Memory of the stage with the rank that needs most of what it has."""
         return max((one.memory for one in self.inside), key=lambda use: use.fullest_bytes / use.capacity_bytes)
+
+
+def is_better(one: Worth, other: Worth) -> bool:
+    """Whether one pipeline is better than another by more than ``WORTH``."""
+    (over, value), (others_over, others_value) = one, other
+    return over < others_over or (over == others_over and value < others_value * (1 - WORTH))
 
 
 def rooms(plan: PipelinePlan) -> list[Room]:
@@ -68,6 +85,19 @@ def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None, store: St
     return Costed(plan=plan, inside=tuple(inside), times=times, egress_usd=pipeline_egress_usd(plan, inside))
 
 
+def least_again(found: Costed, store: Store) -> Costed:
+    """With no more layers whose experts compute again than it takes to fit. ``store``: what was found of stages before."""
+    inside = [with_fewest_again(stage, one, store) for stage, one in zip(found.plan.plans, found.inside, strict=True)]
+    return costed(found.plan.with_layers([one.layers for one in inside]), inside)
+
+
+def expected_over(plan: AnyPlan, cluster: Cluster, store: Store | None = None) -> float:
+    """Seconds of the expected step of a plan over the same sites at a cluster's rates. ``store`` as in `costed`."""
+    if isinstance(plan, PipelinePlan):
+        return costed(plan.at_rates(cluster), store=store).times.step_s
+    return expected_s(plan.model_copy(update={"cluster": cluster}))
+
+
 def pipeline_egress_usd(plan: PipelinePlan, inside: Sequence[Inside]) -> float:
     """Dollars of a step for what leaves sites, inside stages and between them."""
     if not plan.cluster.has_egress_prices:
@@ -86,11 +116,10 @@ def predicted(found: Costed, baselines: Mapping[str, float]) -> Prediction:
     """What is expected of one step; ``baselines``: seconds of those of others."""
     plan, times = found.plan, found.times
     costs = [evaluate(stage)[0] for stage in plan.plans]
-    parts = {WORK: times.work_s, BUBBLE: times.bubble_s, ACTIVATIONS: times.activations_s}
     return Prediction(
         step=seconds(times.step_s),
         bound=seconds(max(found.times.busiest_link_s, *(one.bound_s for one in costs))),
-        parts={name: seconds(value) for name, value in parts.items()},
+        parts={name: seconds(value) for name, value in found.parts_s.items()},
         wan_bytes=sum(one.wan_bytes for one in costs) + activation_bytes(plan),
         memory_bytes=found.fullest.fullest_bytes,
         baselines={name: seconds(step_s) for name, step_s in baselines.items()},

@@ -245,13 +245,15 @@ def with_less_memory(cluster: Cluster, less_bytes: float) -> Cluster:
 
 def _placements(stage: Plan) -> Iterator[list[LayerGroup]]:
     """The baselines; and domains of some of the sites, with expert parallelism inside each. Between several sites those with the
-    fewest bytes on a site's links. Copies of all experts everywhere come first, by themselves, where
-    they are clearly the fewest bytes: tokens that cross sites would wait for each other in every layer, too."""
+    fewest bytes on a site's links, and copies of all experts everywhere: tokens that cross sites wait for each other in every
+    layer, which may take longer than many more bytes. Such copies come first, by themselves, where they are clearly the fewest
+    bytes, too."""
     cluster, outer, *inner = stage.cluster, *stage.cluster.levels
-    sizes = sorted(divisors(outer.size), key=lambda size: (_bytes_of_site(stage, size), size))[:_MOST_DOMAINS]
+    sizes = sorted(divisors(outer.size), key=lambda size: (_bytes_of_site(stage, size), size))
     alone = sizes[0] == outer.size and (
         len(sizes) == 1 or _bytes_of_site(stage, sizes[1]) >= _CLEARLY * _bytes_of_site(stage, sizes[0])
     )
+    sizes = list(dict.fromkeys([*sizes[:_MOST_DOMAINS], outer.size]))
     domains = [
         layer_group(0, stage.workload.model.num_moe_layers, _domain(outer.name, size, inner), Residency.STEP) for size in sizes
     ]

@@ -41,11 +41,7 @@ def pipeline_summary(plan: PipelinePlan) -> dict[str, Any]:
         "memory_bytes": found.fullest.fullest_bytes,
         "fullest_rank": found.fullest.fullest_name,
         "step_s": found.times.step_s,
-        "parts_s": {
-            "stage_work": found.times.work_s,
-            "bubble": found.times.bubble_s,
-            "activations": found.times.activations_s,
-        },
+        "parts_s": found.parts_s,
         "lower_bound_s": prediction.bound if prediction else None,
         "wan_bytes": prediction.wan_bytes if prediction else None,
         "step_usd": found.step_usd if plan.cluster.has_prices else None,

@@ -14,12 +14,11 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.choose import Report
 from planner.clock import elapsed_s, now_s
-from planner.evaluate import expected_s
 from planner.goal import FASTEST
 from planner.robust import OverScenarios, RobustPlan, at_their_rates, plan_for_scenarios
 from planner.sites.search import at_quantile
 from planner.stages.bound import least_s
-from planner.stages.costs import costed
+from planner.stages.costs import costed, expected_over
 from planner.stages.fewer import without_stages
 from planner.stages.inside import Store
 from planner.stages.search import plan_pipeline, plan_pipelines, reported, search_on
@@ -118,7 +117,7 @@ def staged_for_scenarios(
         return max(share * (time_limit_s - (now_s() - began_s)), look_s)
 
     def of_step_s(plan: AnyPlan) -> float:
-        return at_quantile([_step_s(plan, one) for one in scenarios], quantile)
+        return at_quantile([expected_over(plan, one) for one in scenarios], quantile)
 
     ours_s, other_s, why_not = math.inf, math.inf, ""
     try:
@@ -153,13 +152,6 @@ def staged_for_scenarios(
     if why_not and tell is not None:
         tell(why_not)
     return without if pipeline is None or of_step_s(without.plan) < pipeline.step_s else pipeline
-
-
-def _step_s(plan: AnyPlan, cluster: Cluster, store: Store | None = None) -> float:
-    """What is expected of a step at a cluster's rates."""
-    if isinstance(plan, PipelinePlan):
-        return costed(plan.at_rates(cluster), store=store).times.step_s
-    return expected_s(plan.model_copy(update={"cluster": cluster}))
 
 
 def _search(choice: _Choice, workload: Workload, wishes: StageWishes, time_limit_s: float) -> None:
@@ -211,7 +203,7 @@ class _Choice:
 
     def begin(self, plan: PipelinePlan) -> None:
         """With this one."""
-        self.plan, self.steps_s = plan, tuple(_step_s(plan, one, self.store) for one in self.scenarios)
+        self.plan, self.steps_s = plan, tuple(expected_over(plan, one, self.store) for one in self.scenarios)
 
     def consider(self, plans: Iterable[PipelinePlan]) -> None:
         """Take those that are better than the best before."""
@@ -226,7 +218,7 @@ class _Choice:
         left = len(self.scenarios) - math.ceil(self.quantile * len(self.scenarios) - 1e-9)
         found = dict[int, float]()
         for place in sorted(range(len(self.scenarios)), key=lambda place: -self.steps_s[place]):
-            found[place] = _step_s(plan, self.scenarios[place], self.store)
+            found[place] = expected_over(plan, self.scenarios[place], self.store)
             left -= found[place] >= self.step_s
             if left < 0:
                 return None

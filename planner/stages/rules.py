@@ -110,6 +110,16 @@ class StageRules:
         every = [plan.ways(stage) for stage in range(len(plan.stages) - 1)]
         return not any(self.apart[ways.source // inside, ways.destination // inside].any() for ways in every)
 
+    def kept(self, plan: PipelinePlan) -> bool:
+        """Whether a pipeline, of any origin, keeps the rules inside its stages and between them."""
+        if not self._rules:
+            return True
+        for stage in plan.plans:
+            allowed = self.permitted(stage.cluster)
+            if allowed is not None and not all(allowed.keeps(one.serve[0]) for one in stage.placements):
+                return False
+        return self.passes(plan)
+
     def _lack(self, group: Iterable[int]) -> int:
         """Experts that can be computed nowhere, counted for each site of the stage."""
         allowed = self._of(group)[1]

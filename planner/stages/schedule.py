@@ -56,6 +56,11 @@ class PipelineTimes:
         """The busiest stage's own passes, copies, reductions and optimizer."""
         return max(one.busy_s(self.plan.micro_batches) for one in self.stages)
 
+    @property
+    def busiest_stage(self) -> int:
+        """Number of the stage that ``work_s`` is of."""
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].busy_s(self.plan.micro_batches))
+
     @cached_property
     def bubble_s(self) -> float:
         """What stages that wait for each other add to ``work_s``."""
@@ -73,8 +78,7 @@ class PipelineTimes:
         cluster, held_s = self.plan.cluster, _held_s(self.plan.micro_batches, *self._ways, self._inside)
         link = max(held_s, key=lambda link: (held_s[link], -link), default=-1)
         if held_s.get(link, 0.0) < self.work_s:
-            stage = max(range(len(self.stages)), key=lambda stage: self.stages[stage].busy_s(self.plan.micro_batches))
-            return set((self.plan.ranks[stage] // cluster.ranks_per_site).tolist())
+            return set((self.plan.ranks[self.busiest_stage] // cluster.ranks_per_site).tolist())
         if link < cluster.pair_links.start:
             return {link // 2}
         if link >= cluster.pair_links.stop:

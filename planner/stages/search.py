@@ -32,8 +32,8 @@ from planner.stages.batches import BATCHES, FEW_BATCHES, number_about, numbers_a
 from planner.stages.bound import least_s, least_usd
 from planner.stages.candidates import AHEAD, OFTEN, Candidate, Candidates
 from planner.stages.changes import changed, turn
-from planner.stages.costs import Costed, costed, predicted, rooms, without_stages
-from planner.stages.inside import Inside, Store, fitting, of_alike, searched, with_fewest_again
+from planner.stages.costs import WORTH, Costed, costed, is_better, least_again, predicted, rooms, without_stages
+from planner.stages.inside import Inside, Store, fitting, of_alike, searched
 from planner.stages.rules import StageRules
 from planner.stages.walk import prepare
 from planner.stages.wander import Sketch, wander
@@ -42,8 +42,6 @@ from planner.streams import with_most
 
 _SHORT = 4
 """Stages up to which fewer micro-batches than stages are tried: of more most wait, whatever else."""
-_WORTH = 1e-3
-"""Share of the step that running less far ahead may add."""
 _KEPT = 3
 """Pipelines whose stages are planned by a search."""
 _CHANGES = 100
@@ -259,17 +257,13 @@ class _Search:
 
     def _least_again(self, found: Costed) -> Costed:
         """With no more layers whose experts compute again than it takes to fit, unless that is slower: then, others wait."""
-        both, store = zip(found.plan.plans, found.inside, strict=True), self.candidates.store
-        inside = [with_fewest_again(stage, one, store) for stage, one in both]
-        return min(costed(found.plan.with_layers([one.layers for one in inside]), inside), found, key=self._worth)
+        return min(least_again(found, self.candidates.store), found, key=self._worth)
 
     def _worth(self, one: Costed) -> Worth:
         return self.candidates.wishes.goal.worth(one.times.step_s, one.step_usd)
 
     def _is_better(self, one: Costed, other: Costed) -> bool:
-        """Whether ``one`` is better than ``other`` by more than ``_WORTH``."""
-        (over, value), (others_over, others_value) = self._worth(one), self._worth(other)
-        return over < others_over or (over == others_over and value < others_value * (1 - _WORTH))
+        return is_better(self._worth(one), self._worth(other))
 
     def _with_other_batches(self, found: Costed) -> None:
         """Walk through the stages with other numbers of micro-batches, the best by sketches first."""
@@ -359,7 +353,7 @@ class _Search:
             return None
         if about_s < math.inf:
             change_s = self.candidates.sketch_s(path, layers, micro_batches, best.plan.ahead)
-            if change_s >= about_s * (1 - _WORTH):
+            if change_s >= about_s * (1 - WORTH):
                 return None
         candidate = self.candidates.of(path, layers, micro_batches)
         if candidate is None or candidate.least >= self._worth(best):

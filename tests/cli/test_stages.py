@@ -167,7 +167,7 @@ def test_coded_activations_and_what_they_cost(inputs: Inputs, call: Call) -> Non
         (("--stages", "3"), "3 stages for 2 sites"),
         (("--stages", "2", "--prefetch"), "--prefetch: not with --stages"),
         (("--stages", "2", "--chunks", "2"), "--chunks: not with --stages"),
-        (("--stages", "2", "--explain"), "--explain: not with --stages"),
+        (("--stages", "2", "--compare"), "--compare: not with --stages"),
         (("--stages", "2", "--simulate"), "--simulate: not with --stages"),
         (("--stages", "2", "--no-simulate"), "--no-simulate: not with --stages"),
         (("--stages", "2", "--codec", "gpu.activations=int8"), "give dc.activations, and --stages"),
@@ -300,8 +300,6 @@ def test_simulations_of_stages_say_what_they_cannot(inputs: Inputs, call: Call) 
     path, _ = in_stages(inputs, call, "--stages", "2")
     result = call("simulate", path, "--fabric", "ring-100g")
     assert result.code == 2 and "not simulated over a fabric" in result.err
-    result = call("plan", "--compare", path, path)
-    assert result.code == 2 and "a plan in stages" in result.err
     result = call("simulate", path, "--set", "micro_batches=7")
     assert result.code == 2 and "micro-batches leave" in result.err
     damaged = inputs.write("damaged.yaml", path.read_text().replace("num_layers: 1", "num_layers: 2", 1))

@@ -1,8 +1,10 @@
-"""Several pipelines, figures of them, what to buy next for one, and one for rates that are not known."""
+"""Several pipelines, figures of them, reasons, differences, what to buy next, and plans for rates that are not known."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -11,9 +13,11 @@ from cli_cases import CLUSTER, Inputs, Result
 
 from hybridep.commands.sites_choice import Asked, Staged
 from hybridep.commands.stage_choice import StageChoice
+from hybridep.commands.stage_explain_text import show_explanation
 from hybridep.pipeline import PipelinePlan, StagePlan, load_any_plan
 from hybridep.plan import load_plan
-from planner import StageWishes
+from hybridep.units import format_seconds
+from planner import StageWishes, compare_pipelines, explain_pipeline, load_constraints
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -147,3 +151,85 @@ def test_which_sites_pay_is_asked_of_links_as_they_are(inputs: Inputs, call: Cal
     result = planned(inputs, call, "--stages", "auto", "--fewer-sites", option)
     assert result.code == 2 and f"--fewer-sites: not with {option.split('=')[0]}: which sites pay" in result.err
     assert not (inputs.folder / "plan.yaml").exists()
+
+
+def test_reasons_for_a_pipeline_are_told(inputs: Inputs, call: Call) -> None:
+    rules = inputs.write("rules.yaml", "rules: [{name: apart, kind: no_link, sites: [dc0], to: [dc3]}]\n")
+    result = planned(inputs, call, "--stages", "2", "--explain", "--json", "--constraints", rules)
+    assert result.code == 0, result.err
+    plan, told = load_any_plan(inputs.folder / "plan.yaml"), result.json["explanation"]
+    assert isinstance(plan, PipelinePlan)
+    assert told == json.loads(json.dumps(explain_pipeline(plan, load_constraints(rules)).to_json()))
+    assert told["plan"]["step_s"] == result.json["step_s"] and told["plan"]["allowed"] and told["alternatives"]
+    assert "explanation" not in planned(inputs, call, "--stages", "2", "--json").json
+    shown = planned(inputs, call, "--stages", "2", "--explain", "--constraints", rules)
+    assert shown.code == 0, shown.err
+    # Found by a search with a time limit, it may be another plan.
+    plan = load_any_plan(inputs.folder / "plan.yaml")
+    assert isinstance(plan, PipelinePlan)
+    again = explain_pipeline(plan, load_constraints(rules))
+    for one in again.alternatives:
+        lines = [line for line in shown.out.splitlines() if line.strip().startswith(one.name)]
+        assert any(format_seconds(one.step_s) in line and f"x {one.ratio:.2f}" in line for line in lines), one.name
+        assert any(f"{one.name}: " in line and any(word in line for word in ("longer", "shorter", "fast")) for line in lines)
+    assert f"what binds: {again.binds}; busiest stage: {again.stage.number}, for" in shown.out
+    assert again.links[0].name in shown.out and f"({again.fullest_rank}, stage {again.fullest_stage})" in shown.out
+    plain = planned(inputs, call, "--stages", "2").out
+    assert "what binds" not in plain and "alternatives" not in plain
+
+
+def test_reasons_where_no_stages_are_better(inputs: Inputs, call: Call) -> None:
+    busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
+    site, path = inputs.write("busy.yaml", busy), inputs.folder / "plan.yaml"
+    words = ("plan", site, inputs.workload, "-o", path, "--time-limit", "2", "--stages", "auto")
+    assert "longer" not in call(*words).out
+    whole = call(*words, "--explain")
+    assert whole.code == 0 and "longer: " in whole.out and "without stages" in whole.out
+    told = call(*words, "--explain", "--json").json
+    assert told["stages"] == [] and {"neighbours", "baselines"} <= set(told["explanation"])
+    assert "explanation" not in call(*words, "--json").json
+
+
+def test_what_would_be_better_is_said(capfd: pytest.CaptureFixture[str], inputs: Inputs, call: Call) -> None:
+    """Of a plan that runs less far ahead than it should, and of one for dollars."""
+    assert planned(inputs, call, "--stages", "4").code == 0
+    made = load_any_plan(inputs.folder / "plan.yaml")
+    assert isinstance(made, PipelinePlan)
+    found = explain_pipeline(made.running_ahead(1))
+    best = min(found.alternatives, key=lambda one: one.step_s)
+    slow = replace(found, better=(best.name,), plan=replace(found.plan, step_s=best.step_s + 2.0))
+    show_explanation(slow)
+    assert f"{best.name} is expected to be faster by 2 s: the search" in capfd.readouterr().out
+    cheap = replace(best, step_s=found.plan.step_s + 1, step_usd=1.0, fits=False, allowed=False)
+    dear = replace(found.plan, step_usd=3.0)
+    show_explanation(replace(found, better=(cheap.name,), plan=dear, alternatives=(cheap,)))
+    out = capfd.readouterr().out
+    assert f"{cheap.name} is expected to be cheaper by 2 $" in out and "does not fit breaks a rule" in out and "price" in out
+
+
+def test_plans_in_stages_are_compared_with_any(inputs: Inputs, call: Call) -> None:
+    path, other, soon = inputs.folder / "plan.yaml", inputs.folder / "other.yaml", ("--time-limit", "1")
+    assert planned(inputs, call, *soon, "--stages", "4").code == 0
+    path.rename(other)
+    assert planned(inputs, call, *soon, "--stages", "2").code == 0
+    first, second = load_any_plan(other), load_any_plan(path)
+    found = call("plan", "--compare", other, path, "--json")
+    assert found.code == 0, found.err
+    assert found.json == json.loads(json.dumps(compare_pipelines(first, second).to_json()))
+    assert found.json["stages"] == [4, 2] and found.json["step_s"][0] == first.predicted.expected_s
+    shown = call("plan", "--compare", other, path)
+    for words in ("other.yaml", "plan.yaml", "micro-batches", "forwards ahead", "(stage 2) -> ", "at other sites", "fast"):
+        assert words in shown.out, words
+    flat = inputs.folder / "flat.yaml"
+    assert call("plan", inputs.folder / "four.yaml", inputs.workload, *BATCH, "-o", flat, *soon).code == 0
+    mixed = call("plan", "--compare", flat, path)
+    assert mixed.code == 0 and "-> layer" in mixed.out and "stage_work" in mixed.out and "pre_expert" in mixed.out
+    fewer = planned(inputs, call, *soon, "--stages", "auto", "--fewer-sites", "--json")
+    assert fewer.json["left_out"]
+    less = call("plan", "--compare", other, path)
+    assert less.code == 0 and "-> left out" in less.out, less.err
+    refused = call("plan", "--compare", other, path, "--stages", "2")
+    assert refused.code == 2 and "not where --compare is given two plan files" in refused.err
+    assert planned(inputs, call, *soon, "--stages", "2", "--set", "model.num_experts=8").code == 0
+    refused = call("plan", "--compare", other, path)
+    assert refused.code == 2 and "num_experts" in refused.err and len(refused.err.strip().splitlines()) == 1

@@ -9,19 +9,31 @@ import numpy as np
 import pytest
 from stage_cases import KINDS, layered_workload, random_pipeline, random_pipeline_over, sites_cluster
 
-from hybridep.codecs import EXACT, Codecs, ExpertCodec, TokenCodec
+from hybridep.codecs import EXACT, Codecs, ExpertCodec, GradientCodec, TokenCodec, Wire
 from hybridep.config import build
-from hybridep.pipeline import PipelinePlan
-from hybridep.plan import LayerGroup
+from hybridep.pipeline import PipelinePlan, codecs_inside
+from hybridep.plan import LayerGroup, Plan
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
+from hybridep.traffic import DENSE, link_bytes, step_traffic
 from hybridep.workload import Workload
 from planner import StageWishes, plan_pipeline
-from planner.stages.bound import _least_bytes, _Sites, least_of_any_s, least_s, least_usd_of_any
+from planner.stages.bound import (
+    _dense_bytes,
+    _least_bytes,
+    _least_sent_bytes,
+    _Sites,
+    least_of_any_s,
+    least_s,
+    least_usd_of_any,
+)
 from planner.stages.costs import costed
 from planner.stages.schedule import least_step_s
 
 CODED = Codecs(activations=TokenCodec.INT8, tokens=TokenCodec.INT8, experts=ExpertCodec.CHANGE_INT8)
+SHORT_GRADIENTS = tuple(
+    CODED.model_copy(update={"gradients": codec}) for codec in (GradientCodec.INT8, GradientCodec.TOP_K, GradientCodec.BF16)
+)
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
@@ -34,9 +46,10 @@ def test_no_pipeline_is_below_it(first: int) -> None:
         for stages in range(2, len(plan.stages) + 1):
             assert least_s(plan.cluster, plan.workload, stages) <= least * (1 + 1e-9), seed
         if all(group.residency.value == "step" for stage in plan.stages for group in stage.layers):
-            coded = build(PipelinePlan, plan.model_dump(mode="json") | {"codecs": {"dc": CODED}}, "pipeline")
+            codecs = (CODED, *SHORT_GRADIENTS)[seed % 4]
+            coded = build(PipelinePlan, plan.model_dump(mode="json") | {"codecs": {"dc": codecs}}, "pipeline")
             least = least_step_s(coded, [one.times for one in costed(coded).inside])
-            assert least_s(plan.cluster, plan.workload, 2, CODED) <= least * (1 + 1e-9), seed
+            assert least_s(plan.cluster, plan.workload, 2, codecs) <= least * (1 + 1e-9), seed
 
 
 def uneven(rng: np.random.Generator, cluster: Cluster) -> Cluster:
@@ -165,10 +178,13 @@ def test_a_site_may_have_a_sequence_less_than_its_stages_others(slow: str) -> No
 def test_sites_pass_on_their_shares_and_no_more() -> None:
     """Two stages of two sites, or of one and three: all are ends, and each passes half of what crosses, on average."""
     cluster = sites_cluster(np.random.default_rng(1), 4, 1, "even", throughput="1000 TFLOPS")
-    workload = layered_workload(4, micro_batch_size=3)
+    workload = layered_workload(4, micro_batch_size=30)
     training, found = workload.training, least_s(cluster, workload, alike=False)
     passed_bytes = training.tokens * training.micro_batches * cluster.num_gpus * workload.combine_row_bytes
-    assert found == pytest.approx(passed_bytes / 2 / cluster.levels[0].bandwidth, rel=1e-3)
+    # Two of the four layers' dense gradients, half of each there and back.
+    dense_bytes = 2 * _dense_bytes(cluster, Wire(workload=workload), np.array([2]))[0]
+    assert 0.01 * passed_bytes < dense_bytes < passed_bytes / 2
+    assert found == pytest.approx((passed_bytes / 2 + dense_bytes) / cluster.levels[0].bandwidth, rel=1e-3)
 
 
 def test_a_site_sends_rows_of_its_own_sequences() -> None:
@@ -176,9 +192,14 @@ def test_a_site_sends_rows_of_its_own_sequences() -> None:
     sites = _Sites(cluster, layered_workload(4, ffn=4096), EXACT, 3, alike=True)
     two = sites._sizes == 2
     up_bytes, share = sites._layer_bytes[0, two], sites._share[two]
+    up_bytes = up_bytes - _dense_bytes(cluster, Wire(workload=layered_workload(4, ffn=4096)), np.array([2]))
     assert share.min() == 1 / 3 and share.max() == 2 / 3
     # Nothing is worth copying.
     np.testing.assert_allclose(up_bytes / share, up_bytes[0] / share[0])
+    # Of any two sites' shares each is at least the least one.
+    dense_bytes = sites._layer_bytes[0, two] - up_bytes
+    both_bytes = sites._layer_bytes[:, two].sum(axis=0) - 2 * dense_bytes
+    assert sites._sent_bytes[1] - dense_bytes[0] == pytest.approx(both_bytes[share.argmin()])
 
 
 def test_layers_are_whole_ones() -> None:
@@ -235,3 +256,71 @@ def test_a_site_has_as_many_experts_of_its_own_as_homes_may_give_it() -> None:
     assert found[:, 0].tolist() == [500.0, 50.0] and found[:, 1].max() < 1e-5
     # Of 28 pairs of experts three are among its own, so 25 bytes in 28 leave; or all five others come.
     assert _least_bytes(8, 2, 3, np.array([1.0]), (28, 28), (1000, 2)).tolist() == [[25.0], [10.0]]
+
+
+def test_what_sites_send_each_other_is_counted_for_both() -> None:
+    """Every way to hold five experts at three sites with homes of two, two and one: what is sent is fetched, so counts once."""
+    experts, top_k, tokens, row_bytes, copy_bytes = 5, 2, 7.0, 3, 10
+    sets = [frozenset(found) for number in range(experts + 1) for found in combinations(range(experts), number)]
+
+    def sent(home: frozenset[int], held: frozenset[int]) -> float:
+        """What one site fetches, gives back, and what its tokens are there and back."""
+        chosen = list(combinations(range(experts), top_k))
+        away = sum(not set(some) <= held for some in chosen) / len(chosen)
+        return len(held - home) * copy_bytes + away * tokens * row_bytes
+
+    for copy_bytes in (1, 4, 10, 1000):
+        homes = [frozenset({0, 1}), frozenset({2, 3}), frozenset({4})]
+        least = sum(min(sent(home, held) for held in sets if home <= held) for home in homes) / 3
+        assert _least_sent_bytes(experts, top_k, 3, tokens, row_bytes, copy_bytes) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("codecs", [EXACT, *SHORT_GRADIENTS])
+@pytest.mark.parametrize("sites", [2, 3, 4])
+def test_dense_gradients_are_those_of_a_layer(sites: int, codecs: Codecs) -> None:
+    """What one more layer adds to what each site of a stage sends."""
+    cluster = sites_cluster(np.random.default_rng(0), sites, 2, "even")
+
+    def sent(layers: int) -> float:
+        plan = build(
+            Plan,
+            {
+                "cluster": cluster,
+                "workload": layered_workload(layers),
+                "layers": [LayerGroup(first_layer=0, num_layers=layers, domains={}, migration={})],
+                "codecs": codecs_inside({"dc": codecs}),
+            },
+            "plan",
+        )
+        traffic = {key: rows for key, rows in step_traffic(plan).items() if key.op in DENSE and key.level == 0}
+        up = link_bytes(cluster, traffic)[: 2 * sites].reshape(sites, 2)
+        assert len(traffic) == 2 and np.ptp(up) < 0.01 * up.max()
+        return float(up.min())
+
+    counted = float(_dense_bytes(cluster, Wire(workload=layered_workload(3), codecs=codecs), np.array([sites]))[0])
+    assert counted == pytest.approx((sent(11) - sent(1)) / 10, rel=0.005) and 11 * counted < sent(11)
+
+
+@pytest.mark.parametrize("any_sites", [False, True])
+def test_sites_that_copy_all_from_each_other_meet_it(any_sites: bool) -> None:
+    """Two stages of two sites, which copy what the other one has: half of the experts come, and as many go."""
+    cluster = sites_cluster(np.random.default_rng(1), 4, 1, "even", throughput="1000 TFLOPS")
+    workload = layered_workload(4, micro_batches=400, micro_batch_size=1)
+    plan = in_stages(cluster, workload, [(["s0", "s1"], 2, 2), (["s2", "s3"], 2, 2)], 200)
+    least = least_step_s(plan, [one.times for one in costed(plan).inside])
+    found = least_of_any_s(cluster, workload, 2) if any_sites else least_s(cluster, workload)
+    assert 0.9 * least < found <= least
+
+
+def test_sites_without_stages_send_what_they_copy() -> None:
+    """One site alone computes for long, and activations are many, so two sites with all layers copy everything. A third one is
+    slow, and left out."""
+    even = sites_cluster(np.random.default_rng(1), 3, 1, "even", throughput="20 TFLOPS")
+    slow = [{"name": "s0", "up": "1 Mbps", "down": "1 Mbps"}, {"name": "s1"}, {"name": "s2"}]
+    cluster = build(Cluster, even.model_dump(mode="json", exclude_none=True) | {"sites": slow}, "sites")
+    workload = layered_workload(4, ffn=1024, micro_batches=64, micro_batch_size=8)
+    two, work = on_sites(cluster, workload, ["s1", "s2"])
+    found = costed(in_stages(two, work, [(["s1", "s2"], 4, 2)], work.training.micro_batches))
+    for least in (least_of_any_s(cluster, workload), least_of_any_s(two, work)):
+        assert 1.3 * least_s(two, work, 1) < least < 0.8 * least_of_any_s(two, work, 2)
+        assert 0.95 * found.times.busiest_link_s < least <= found.times.busiest_link_s

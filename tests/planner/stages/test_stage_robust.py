@@ -97,7 +97,7 @@ def test_the_best_at_the_quantile_is_taken(monkeypatch: pytest.MonkeyPatch, quan
         costed_in.append(cluster)
         return float(table[plan, cluster])
 
-    monkeypatch.setattr(robust, "_step_s", step_s)
+    monkeypatch.setattr(robust, "expected_over", step_s)
     for _ in range(20):
         table = rng.permutation(200).reshape(25, 8).astype(float)
         choice = robust._Choice(cast(Any, range(8)), quantile, np.inf)

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 from stage_cases import KINDS, all_groups, layered_workload, sites_cluster
 
-from hybridep.baselines import Baseline, baseline_plan
+from hybridep.baselines import Baseline, baseline_group, baseline_plan
 from hybridep.commands import stage_choice
 from hybridep.commands.stage_choice import in_stages
 from hybridep.config import build
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, possible_micro_batches
+from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Prediction, Residency, Status
 from hybridep.topology import Cluster
 from hybridep.workload import Model
 from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline, plan_pipelines
 from planner.constraints import Permissions
+from planner.domains import layer_group
 from planner.stages.bound import least_s
 from planner.stages.candidates import AHEAD
 from planner.stages.costs import Costed, costed, predicted, rooms
@@ -287,6 +289,23 @@ def test_few_placements_are_enough(kind: str) -> None:
             assert found.value(batches) == pytest.approx(best_s, rel=1e-12)
             asked.append((allowed is None, len(store.placed) < len({str(group) for group in every})))
     assert (True, True) in asked and (False, True) not in asked
+
+
+def test_few_placements_are_about_as_good_as_all_domains() -> None:
+    """Also where tokens are fewer bytes than copies: they wait for links' latencies in every layer."""
+    rng, room, worse = np.random.default_rng(5), Room(in_flight=1, beside_bytes=0.0), list[float]()
+    for place in range(45):
+        sites = int(rng.choice([4, 6, 8, 9, 12]))
+        cluster = sites_cluster(rng, sites, int(rng.choice([1, 2, 8])), KINDS[place % 3])
+        ffn, batch = int(rng.choice([64, 256, 1024, 4096])), int(rng.choice([1, 4, 16]))
+        workload = layered_workload(1, ffn=ffn, micro_batches=int(rng.integers(1, 9)), micro_batch_size=batch)
+        stage, batches, store = baseline_plan(cluster, workload, Baseline.EP), workload.training.micro_batches, Store()
+        choices = [LevelChoice(domain_size=size) for size in range(1, sites + 1) if sites % size == 0]
+        every = [layer_group(0, 1, {"dc": choice, "gpu": LevelChoice()}, Residency.STEP) for choice in choices]
+        every += [baseline_group(cluster, workload, one) for one in (Baseline.EP, Baseline.FULL_GATHER)]
+        best_s = min(placed(stage, (group,), room, store).value(batches) for group in every)
+        worse.append(without_search(stage, room, store=store).value(batches) / best_s)
+    assert np.quantile(worse, 0.9) < 1.01 and max(worse) < 1.4
 
 
 def test_a_plan_file_holds_what_the_summary_says(tmp_path: Path) -> None:
