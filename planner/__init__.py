@@ -21,7 +21,9 @@ from planner.stages.explain import PipelineAlternative, PipelineExplanation, exp
 from planner.stages.fewer import least_of_any, sites_that_pay
 from planner.stages.matrices import StageMatrices, stage_matrices
 from planner.stages.report import pipeline_summary
+from planner.stages.robust import RobustPipeline, pipeline_for_scenarios, staged_for_scenarios
 from planner.stages.search import plan_pipeline, plan_pipelines
+from planner.stages.upgrades import pipeline_upgrades
 from planner.stages.wishes import StageWishes
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "PlanDifference",
     "PlanMatrices",
     "PooledPlan",
+    "RobustPipeline",
     "RobustPlan",
     "StageMatrices",
     "StageWishes",
@@ -57,7 +60,9 @@ __all__ = [
     "least_of_any",
     "load_constraints",
     "memory_use",
+    "pipeline_for_scenarios",
     "pipeline_summary",
+    "pipeline_upgrades",
     "plan",
     "plan_domains",
     "plan_for_scenarios",
@@ -69,6 +74,7 @@ __all__ = [
     "predict",
     "sites_that_pay",
     "stage_matrices",
+    "staged_for_scenarios",
     "step_cost",
     "summary",
     "upgrades",

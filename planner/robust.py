@@ -26,17 +26,16 @@ from planner.streams import with_fewest, with_most
 
 
 @dataclass(frozen=True, kw_only=True)
-class RobustPlan:
-    """A plan, and how it does beside the one made for the nominal bandwidths."""
+class OverScenarios:
+    """How a plan does over scenarios, and beside it the one made for the nominal bandwidths."""
 
-    plan: Plan
     quantile: float
     steps_s: tuple[float, ...]
-    """Of ``plan`` in each scenario."""
+    """Of the plan in each scenario."""
     nominal_steps_s: tuple[float, ...]
-    """Of the plan made for the cluster as it is given, in each scenario."""
+    """Of the one made for the cluster as it is given, in each scenario."""
     step_s: float
-    """Of ``plan`` at the quantile."""
+    """Of the plan at the quantile."""
     nominal_step_s: float
     bound_s: float
     """No plan does better at the quantile."""
@@ -50,6 +49,13 @@ class RobustPlan:
         """Without the plan."""
         names = ("quantile", "step_s", "bound_s", "gap", "steps_s", "nominal_step_s", "nominal_steps_s")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustPlan(OverScenarios):
+    """A plan, and how it does."""
+
+    plan: Plan
 
 
 def plan_for_scenarios(
@@ -66,9 +72,7 @@ def plan_for_scenarios(
     """The plan whose step at ``quantile`` of the scenarios (1: in the worst) is shortest; never worse there than the plan for
     ``cluster`` itself. Of the scenarios count the rates between sites; all else, and with it what fits, is as in ``cluster``.
     Raises UserError for scenarios with other sites, and what ``plan`` raises."""
-    scenarios = [with_rates_of(cluster, one) for one in scenarios]
-    if not scenarios or not 0 < quantile <= 1:
-        raise UserError(f"planning for scenarios needs at least one, and a quantile above 0 and up to 1 (found {quantile:g})")
+    scenarios = at_their_rates(cluster, scenarios, quantile)
     schedule, free = with_most(cluster, schedule)
     half = Wishes(time_limit_s=time_limit_s / 2)
     nominal = plan_sites(cluster, workload, schedule=schedule, constraints=constraints, wishes=half, codecs=codecs)[0]
@@ -101,6 +105,14 @@ def plan_for_scenarios(
         nominal_step_s=at_quantile(nominal_steps_s, quantile),
         bound_s=min(solution.bound_s, at_quantile(steps_s, quantile)),
     )
+
+
+def at_their_rates(cluster: Cluster, scenarios: Sequence[Cluster], quantile: float) -> list[Cluster]:
+    """``cluster`` at the rates between sites that each of the scenarios gives them. Raises UserError for scenarios with other
+    sites, for none, and for a quantile that is none."""
+    if not scenarios or not 0 < quantile <= 1:
+        raise UserError(f"planning for scenarios needs at least one, and a quantile above 0 and up to 1 (found {quantile:g})")
+    return [with_rates_of(cluster, one) for one in scenarios]
 
 
 def interval_scenarios(cluster: Cluster, share: float, *, draws: int = 8) -> list[Cluster]:

@@ -190,6 +190,7 @@ def command(
         record.require_model(work, Path(str(routing)))
     rules = planner.load_constraints(constraints) if constraints else None
     levels = [level.name for level in site.levels]
+    rates = _scenarios(site, scenarios, within, fabric)
     schedule, goal = _schedule(streams, levels), _goal(objective, budget)
     if stages is not None:
         wishes = planner.StageWishes(
@@ -210,6 +211,9 @@ def command(
             top=top,
             output=output,
             figure=figure,
+            upgrades=upgrades,
+            scenarios=rates,
+            quantile=quantile,
             explain=whole,
             as_json=as_json,
         )
@@ -231,8 +235,7 @@ def command(
         top=top,
         simulate=simulate,
         compare=compare,
-        scenarios=tuple(_scenario(site, one, fabric) for one in scenarios),
-        within=within,
+        scenarios=rates,
         quantile=quantile,
         pool=pool,
         record=record,
@@ -353,6 +356,14 @@ def _on_fabric(cluster: Cluster, name: str) -> Cluster:
             f"--fabric {name}: plans know what joins sites (wan), and nothing of what is inside them; simulate the rest"
         )
     return with_fabric(cluster, found.wan)
+
+
+def _scenarios(cluster: Cluster, paths: Sequence[str], within: float | None, fabric: str | None) -> tuple[Cluster, ...]:
+    """The cluster at the rates of each file, and at such as are ``within`` that share of its own."""
+    import planner
+
+    drawn = [] if within is None else planner.interval_scenarios(cluster, within)
+    return (*(_scenario(cluster, path, fabric) for path in paths), *drawn)
 
 
 def _scenario(cluster: Cluster, path: str, fabric: str | None) -> Cluster:

@@ -39,7 +39,7 @@ class PlanRequest:
     """None leaves it to ``plan_choice.decides``."""
     compare: bool
     scenarios: tuple[Cluster, ...]
-    within: float | None
+    """The cluster at other rates, where these are not known."""
     quantile: float
     pool: float | None
     max_loss: float | None
@@ -49,7 +49,7 @@ class PlanRequest:
     @property
     def for_scenarios(self) -> bool:
         """Rates are not known."""
-        return bool(self.scenarios) or self.within is not None
+        return bool(self.scenarios)
 
     @property
     def _by_time(self) -> bool:
@@ -127,12 +127,10 @@ def make(request: PlanRequest) -> MadePlans:
 def _for_scenarios(request: PlanRequest) -> MadePlans:
     import planner
 
-    others = list(request.scenarios)
-    others += planner.interval_scenarios(request.cluster, request.within) if request.within is not None else []
     robust = planner.plan_for_scenarios(
         request.cluster,
         request.workload,
-        others,
+        request.scenarios,
         quantile=request.quantile,
         time_limit_s=request.time_limit_s,
         schedule=request.schedule,

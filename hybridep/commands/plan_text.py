@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         PipelineAlternative,
         PlanDifference,
         PooledPlan,
-        RobustPlan,
         Upgrade,
     )
+    from planner.robust import OverScenarios
 
 FEWER = "(--stages auto --fewer-sites leaves out those that do not)"
 """Said where one site alone is faster than a plan for all."""
@@ -294,11 +294,11 @@ def show_upgrades(found: Sequence[Upgrade]) -> None:
         )
 
 
-def show_robust(found: RobustPlan) -> None:
-    """The plan for scenarios beside the one for the nominal rates."""
+def show_robust(found: OverScenarios, what: str = "plan") -> None:
+    """The plan for scenarios beside the one for the nominal rates; ``what``: of what kind none is below the bound."""
     worst = max(found.steps_s), max(found.nominal_steps_s)
     click.echo(
         f"over {counted(len(found.steps_s), 'scenario')}, at quantile {found.quantile:g}: {format_seconds(found.step_s)} "
-        f"(no plan below {format_seconds(found.bound_s)}, gap {found.gap:.1%}), worst {format_seconds(worst[0])}; the plan "
+        f"(no {what} below {format_seconds(found.bound_s)}, gap {found.gap:.1%}), worst {format_seconds(worst[0])}; the plan "
         f"for the nominal rates: {format_seconds(found.nominal_step_s)}, worst {format_seconds(worst[1])}"
     )

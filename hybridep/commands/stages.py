@@ -13,13 +13,15 @@ from hybridep.errors import UserError
 from hybridep.plan import Objective
 
 if TYPE_CHECKING:
-    from hybridep.commands.sites_choice import Staged
+    from collections.abc import Sequence
+
+    from hybridep.commands.sites_choice import Asked, Staged, Tell
     from hybridep.commands.stage_choice import StageChoice
     from hybridep.pipeline import AnyPlan
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import Explanation, Goal, PipelineExplanation, StageWishes
+    from planner import Explanation, Goal, PipelineExplanation, RobustPipeline, RobustPlan, StageWishes, Upgrade
 
 AUTO = "auto"
 
@@ -41,35 +43,62 @@ class StagesRequest:
     output: Path
     """Plan file of the best one."""
     figure: Path | None
+    upgrades: bool
+    """Also what to buy next."""
+    scenarios: Sequence[Cluster]
+    """The cluster at other rates, where these are not known."""
+    quantile: float
+    """Of these."""
     explain: bool
     """Also why each alternative was rejected."""
     as_json: bool
+
+    @property
+    def asked(self) -> Asked:
+        """What is planned for. Raises UserError for a number of stages that is none."""
+        from hybridep.commands.sites_choice import Asked
+
+        wishes = replace(self.wishes, stages=_read_stages(self.text))
+        return Asked(cluster=self.cluster, workload=self.workload, wishes=wishes)
 
 
 def write_in_stages(request: StagesRequest) -> None:
     """The pipeline is written and shown, or a plan without stages where that is better and no number was asked for."""
     import planner
-    from hybridep.commands.sites_choice import Asked, plan_sites
+    from hybridep.commands.sites_choice import Staged, plan_sites
+    from hybridep.commands.stage_choice import StageChoice
     from hybridep.shares import unequal_shares
 
-    cluster, workload = request.cluster, request.workload
-    asked = Asked(cluster=cluster, workload=workload, wishes=replace(request.wishes, stages=_read_stages(request.text)))
-    made = plan_sites(
-        asked,
-        or_without=request.text == AUTO,
-        fewer=request.fewer,
-        time_limit_s=request.time_limit_s,
-        tell=lambda words: note(f"hybridep plan: {words}"),
-        shown=True,
-        top=request.top,
-    )
+    def tell(words: str) -> None:
+        note(f"hybridep plan: {words}")
+
+    cluster, workload, asked = request.cluster, request.workload, request.asked
+    robust = _for_scenarios(request, asked, tell) if request.scenarios else None
+    if robust is None:
+        made = plan_sites(
+            asked,
+            or_without=request.text == AUTO,
+            fewer=request.fewer,
+            time_limit_s=request.time_limit_s,
+            tell=tell,
+            shown=True,
+            top=request.top,
+        )
+    else:
+        made = Staged(asked=asked, chosen=StageChoice(plan=robust.plan), without=None)
     top = made.top(request.top)
     files = [request.output, *further_files(request.output, len(top))]
-    for one, path in zip(top, files, strict=True):
-        one.plan.save(path)
+
+    def save() -> None:
+        for one, path in zip(top, files, strict=True):
+            one.plan.save(path)
+
     least, alone, wishes = None, None, asked.wishes
     explanation = None
     try:
+        # Before anything is written: of a plan without stages there may be no answer.
+        upgrades = _upgrades(made.best, wishes) if request.upgrades else None
+        save()
         if request.fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
             least = planner.least_of_any(cluster, workload, wishes)
         if len(made.asked.sites) > 1:
@@ -79,13 +108,24 @@ def write_in_stages(request: StagesRequest) -> None:
             )
         explanation = _explained(request, made, alone)
     except KeyboardInterrupt:
+        save()
         note(f"hybridep plan: interrupted; plan written to {request.output}")
         raise
     if request.figure is not None:
         from hybridep.commands.plots import draw
 
         draw(request.figure, made.best)
-    told = _Told(made=made, top=top, files=files, alone=alone, least=least, goal=asked.wishes.goal, explanation=explanation)
+    told = _Told(
+        made=made,
+        top=top,
+        files=files,
+        alone=alone,
+        least=least,
+        goal=asked.wishes.goal,
+        explanation=explanation,
+        upgrades=upgrades,
+        robust=robust,
+    )
     if request.as_json:
         emit(told.to_json() | {"output": str(request.output)})
     else:
@@ -103,6 +143,30 @@ def _explained(request: StagesRequest, made: Staged, alone: Plan | None) -> Expl
     return planner.explain(made.best, rules, one_site=alone) if request.explain or not request.as_json else None
 
 
+def _for_scenarios(request: StagesRequest, asked: Asked, tell: Tell) -> RobustPipeline | RobustPlan:
+    """The best plan for rates that are not known, without stages only where no number was asked for."""
+    import planner
+    from hybridep.commands.plan_progress import PlanProgress
+
+    what = (asked.cluster, asked.workload, request.scenarios, asked.wishes)
+    how: dict[str, Any] = {"quantile": request.quantile, "time_limit_s": request.time_limit_s}
+    with PlanProgress() as progress:
+        if request.text == AUTO:
+            return planner.staged_for_scenarios(*what, **how, report=progress, tell=tell)
+        return planner.pipeline_for_scenarios(*what, **how, report=progress)
+
+
+def _upgrades(plan: AnyPlan, wishes: StageWishes) -> list[Upgrade]:
+    """What to buy next for it."""
+    import planner
+    from hybridep.pipeline import PipelinePlan
+
+    if isinstance(plan, PipelinePlan):
+        return planner.pipeline_upgrades(plan, wishes)
+    streams = {} if wishes.schedule is None else wishes.schedule.streams
+    return planner.upgrades(plan, constraints=wishes.constraints, streams=streams)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Told:
     """What was planned, and what is told of it."""
@@ -118,6 +182,10 @@ class _Told:
     """What no choice of sites is better than, if that was asked for: seconds, or dollars where the goal is these."""
     goal: Goal
     """Of all sites: those that were chosen may have no prices."""
+    upgrades: list[Upgrade] | None
+    """What to buy next, the most useful first; None unless asked for."""
+    robust: RobustPipeline | RobustPlan | None
+    """How the plan does over scenarios; None for known rates."""
     explanation: Explanation | PipelineExplanation | None
     """Why the best plan, as far as that is told."""
 
@@ -136,6 +204,10 @@ class _Told:
                 {"step_s": one.plan.predicted.expected_s, "simulated_s": one.simulated_s, "output": str(path)}
                 for one, path in zip(self.top, self.files, strict=True)
             ]
+        if self.upgrades is not None:
+            more["upgrades"] = [one.to_json() for one in self.upgrades]
+        if self.robust is not None:
+            more["robust"] = self.robust.to_json()
         if self.explanation is not None:
             more["explanation"] = self.explanation.to_json()
         if not isinstance(best, PipelinePlan):
@@ -158,7 +230,7 @@ class _Told:
             for line in codec_lines(best):
                 click.echo(line)
             self._show_least()
-            self._show_files(", without stages")
+            self._show_rest(", without stages")
             return
         others_s = {"without stages": _expected_s(made.without)}
         if self.alone is not None:
@@ -171,11 +243,16 @@ class _Told:
             click.echo(f"{self.alone.cluster.site_name(0)} alone is {better}: the other sites do not pay {plan_text.FEWER}")
         if isinstance(self.explanation, planner.PipelineExplanation):
             stage_explain_text.show_explanation(self.explanation)
-        self._show_files("")
+        self._show_rest("")
 
-    def _show_files(self, what: str) -> None:
-        from hybridep.commands import stage_text
+    def _show_rest(self, what: str) -> None:
+        from hybridep.commands import plan_text, stage_text
+        from hybridep.pipeline import PipelinePlan
 
+        if self.upgrades is not None:
+            plan_text.show_upgrades(self.upgrades)
+        if self.robust is not None:
+            plan_text.show_robust(self.robust, "pipeline" if isinstance(self.made.best, PipelinePlan) else "plan")
         if len(self.top) > 1:
             stage_text.show_top(self.top, self.files)
         click.echo(f"\nplan written to {', '.join(map(str, self.files))}{what}")

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from hybridep.baselines import baseline_like
 from hybridep.pipeline import AnyPlan, PipelinePlan, between_link_bytes, pipeline_link_bytes
 from hybridep.plan import Prediction
+from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from planner.cost import StepCost
-from planner.evaluate import evaluate
+from planner.evaluate import evaluate, expected_s
 from planner.goal import Worth
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, dollars, seconds
@@ -73,10 +74,11 @@ def rooms(plan: PipelinePlan) -> list[Room]:
     return found
 
 
-def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None) -> Costed:
-    """What a pipeline plan costs; ``inside``: its stages' own costs, where they are known."""
+def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None, store: Store | None = None) -> Costed:
+    """What a pipeline plan costs; ``inside``: its stages' own costs, where they are known; ``store``: what was found of stages
+    before, and is now."""
     if inside is None:
-        inside = [placed(stage, stage.layers, room) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
+        inside = [placed(stage, stage.layers, room, store) for stage, room in zip(plan.plans, rooms(plan), strict=True)]
     most = [int(plan.sequences(stage).max()) for stage in range(len(plan.stages))]
     stages = with_coding(plan.activation_speed, plan.workload, most, [one.times for one in inside])
     times = PipelineTimes(plan=plan, stages=stages)
@@ -87,6 +89,13 @@ def least_again(found: Costed, store: Store) -> Costed:
     """With no more layers whose experts compute again than it takes to fit. ``store``: what was found of stages before."""
     inside = [with_fewest_again(stage, one, store) for stage, one in zip(found.plan.plans, found.inside, strict=True)]
     return costed(found.plan.with_layers([one.layers for one in inside]), inside)
+
+
+def expected_over(plan: AnyPlan, cluster: Cluster, store: Store | None = None) -> float:
+    """Seconds of the expected step of a plan over the same sites at a cluster's rates. ``store`` as in `costed`."""
+    if isinstance(plan, PipelinePlan):
+        return costed(plan.at_rates(cluster), store=store).times.step_s
+    return expected_s(plan.model_copy(update={"cluster": cluster}))
 
 
 def pipeline_egress_usd(plan: PipelinePlan, inside: Sequence[Inside]) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from planner.difference import scaled, switch_at
 from planner.evaluate import evaluate, expected_s
-from planner.stages.costs import costed, predicted
+from planner.stages.costs import costed, expected_over, predicted
 
 _HALVINGS = 10
 """Of a factor of two, which find where plans take equally long to a thousandth."""
@@ -88,10 +88,7 @@ def compare_pipelines(first: AnyPlan, second: AnyPlan) -> PipelineDifference:
 
 def expected_at(plan: AnyPlan, factor: float) -> float:
     """Seconds of the expected step with all bandwidths between sites times ``factor``."""
-    cluster = scaled(plan.cluster, factor)
-    if isinstance(plan, PipelinePlan):
-        return costed(plan.at_rates(cluster)).times.step_s
-    return expected_s(plan.model_copy(update={"cluster": cluster}))
+    return expected_over(plan, scaled(plan.cluster, factor))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ is compared is the whole step, walked through (``planner.stages.schedule``), wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, permutations
+from itertools import count
 
 import numpy as np
 
@@ -31,8 +31,9 @@ from planner.sites.grouping import Groups
 from planner.stages.batches import BATCHES, FEW_BATCHES, number_about, numbers_about, unevenness
 from planner.stages.bound import least_s, least_usd
 from planner.stages.candidates import AHEAD, OFTEN, Candidate, Candidates
+from planner.stages.changes import changed, turn
 from planner.stages.costs import WORTH, Costed, costed, is_better, least_again, predicted, rooms, without_stages
-from planner.stages.inside import Inside, fitting, of_alike, searched
+from planner.stages.inside import Inside, Store, fitting, of_alike, searched
 from planner.stages.rules import StageRules
 from planner.stages.walk import prepare
 from planner.stages.wander import Sketch, wander
@@ -49,6 +50,8 @@ _MET = 5
 """Pipelines met by random changes of one, that are costed."""
 _UNSURE = 0.03
 """Share by which a pipeline with other micro-batches may be sketched to take longer than the best one, and is tried."""
+_NEAR = 1.2
+"""Numbers of stages whose best pipeline takes over so many times as long as the best of all are not searched on from."""
 _FOUND_BY, _WALKED_BY, _VARIED_BY, _CHANGED_BY = 0.35, 0.5, 0.6, 0.8
 """Shares of the time limit after which no more pipelines are made, walked through, given other micro-batches, and changed."""
 
@@ -98,10 +101,7 @@ def plan_pipelines(
     outer, goal, stages = wishes.codecs.get(cluster.levels[0].name, EXACT), wishes.goal, wishes.stages
     bound_s = least_s(cluster, workload, stages or 2, outer, alike=not wishes.popularity)
     told("bound", bound_s)
-    schedule = with_most(cluster, wishes.schedule)[0] or Schedule()
-    rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
-    candidates = Candidates(cluster, workload, schedule, wishes, rules)
-    search = _Search(candidates, begun_s, time_limit_s, told, begun_s + patience_s)
+    search = _Search(_candidates(cluster, workload, wishes), begun_s, time_limit_s, told, begun_s + patience_s)
     found = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
     if goal.overdraft(found[0].step_usd):
         assert goal.budget_usd is not None
@@ -111,29 +111,59 @@ def plan_pipelines(
             f"cheapest costs {cheapest}; raise --budget"
         )
     took_s = elapsed_s() - asked_s
-
-    def reported(found: Sequence[Costed]) -> list[PipelinePlan]:
-        made, baselines = [], {name: cost.step_s for name, (cost, _) in without_stages(found[0].plan).items()}
-        for one in found:
-            how = solver_report(
-                solver=wishes.solver,
-                goal=goal,
-                objective_s=one.times.step_s,
-                bound_s=bound_s,
-                cost_usd=one.step_usd,
-                bound_usd=least_usd(cluster, workload, bound_s, outer),
-                solve_s=took_s,
-                proven=False,
-            )
-            more = {"prediction": predicted(one, baselines), "solver": how, "provenance": provenance()}
-            made.append(one.plan.model_copy(update=more))
-        return made
-
     try:
-        return reported(found)
+        return reported(found, wishes, bound_s, took_s)
     except KeyboardInterrupt:
         # Among many sites reports take seconds.
-        return reported(found[:1])
+        return reported(found[:1], wishes, bound_s, took_s)
+
+
+def reported(found: Sequence[Costed], wishes: StageWishes, bound_s: float, took_s: float) -> list[PipelinePlan]:
+    """Pipelines for one cluster and workload with what is predicted of them, and how they were found: in ``took_s``, where none
+    takes less than ``bound_s``."""
+    made, baselines = [], {name: cost.step_s for name, (cost, _) in without_stages(found[0].plan).items()}
+    for one in found:
+        cluster = one.plan.cluster
+        how = solver_report(
+            solver=wishes.solver,
+            goal=wishes.goal,
+            objective_s=one.times.step_s,
+            bound_s=bound_s,
+            cost_usd=one.step_usd,
+            bound_usd=least_usd(cluster, one.plan.workload, bound_s, wishes.codecs.get(cluster.levels[0].name, EXACT)),
+            solve_s=took_s,
+            proven=False,
+        )
+        more = {"prediction": predicted(one, baselines), "solver": how, "provenance": provenance()}
+        made.append(one.plan.model_copy(update=more))
+    return made
+
+
+def search_on(
+    cluster: Cluster,
+    starts: Sequence[PipelinePlan],
+    wishes: StageWishes,
+    number: int = 1,
+    *,
+    tries: int,
+    looks: int,
+    fresh: int = 0,
+    store: Store | None = None,
+) -> list[Costed]:
+    """The best pipelines over ``cluster``, at most ``number``, that a short search finds, which no time limit ends: the
+    ``starts``, which keep the rules, at its rates; about so many ``fresh`` ones, of various numbers of stages; and what the best
+    of these numbers become in other micro-batches, by changes of sites and layers, of which so many are looked at and tried, and
+    at other depths. Only what fits; so there may be none. ``store``: what was found of stages before, and is now."""
+    candidates = _candidates(cluster, starts[0].workload, wishes, store)
+    search = _Search(candidates, now_s(), math.inf, lambda what, seconds: None, changes=tries, looks=looks)
+    search.go_on([one.at_rates(cluster, candidates.schedule) for one in starts], fresh)
+    return search.best(number)
+
+
+def _candidates(cluster: Cluster, workload: Workload, wishes: StageWishes, store: Store | None = None) -> Candidates:
+    schedule = with_most(cluster, wishes.schedule)[0] or Schedule()
+    rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
+    return Candidates(cluster, workload, schedule, wishes, rules, store=store or Store())
 
 
 @dataclass
@@ -143,6 +173,10 @@ class _Search:
     time_limit_s: float
     report: Report
     first_by_s: float = math.inf
+    changes: int = _CHANGES
+    """Tries to make one pipeline better."""
+    looks: float = math.inf
+    """How many changes are looked at, to be tried."""
     _found: list[Costed] = field(default_factory=list)
     _searched: dict[str, tuple[Plan, Inside | None]] = field(default_factory=dict)
     """Kind of stage -> the stage for which it was planned, and what was found; None where that is nothing that fits."""
@@ -154,6 +188,24 @@ class _Search:
         except KeyboardInterrupt:
             if not self._found:
                 raise
+        return self.best(number)
+
+    def go_on(self, starts: Sequence[PipelinePlan], fresh: int) -> None:
+        """Search from these pipelines on, and from about so many fresh ones."""
+        for start in starts:
+            self._keep(costed(start, store=self.candidates.store))
+        if fresh:
+            stages, left = self.candidates.wishes.stages, count(fresh, -1)
+            numbers = range(2, self.candidates.cluster.sizes[0] + 1) if stages is None else (stages,)
+            self._walk_best(self.candidates.made(numbers, lambda: float(next(left)), -math.inf))
+        for search in (self._with_other_batches, self._in_small_steps, self._at_other_depths):
+            every = self._best_by_number()
+            for one in every:
+                if one.times.step_s <= _NEAR * every[0].times.step_s:
+                    search(one)
+
+    def best(self, number: int) -> list[Costed]:
+        """The best pipelines that were found, at most so many, the fastest first."""
         every = self._best(len(self._found))
         # What is expected of them errs more between numbers of stages than between pipelines of one.
         of_each = list({len(one.plan.stages): one for one in reversed(every)}.values())
@@ -166,14 +218,7 @@ class _Search:
         if not candidates:
             why = self.candidates.lacking or self.candidates.barred or self.candidates.why or "none was found in time"
             raise InfeasibleError(f"pipeline over {self.candidates.cluster.name}: no number of stages is possible; {why}")
-        for candidate in sorted(candidates, key=lambda one: one.least):
-            if self._found and (candidate.least >= min(map(self._worth, self._found)) or self._left_s(_WALKED_BY) < 0):
-                break
-            self._walk(candidate)
-        for candidate in _first_by_number(candidates)[:_KEPT]:
-            if all(len(one.plan.stages) != len(candidate.plan.stages) for one in self._found):
-                # It cannot be the best, but what sites that change stages make of it can.
-                self._walk(candidate)
+        self._walk_best(candidates)
         for one in self._best():
             self._with_other_batches(one)
         if self._is_sketched:
@@ -183,9 +228,26 @@ class _Search:
         for place, one in enumerate(self._best()):
             self._keep(self._refined(one, self._left_s(1.0) / (_KEPT - place)))
         for one in self._best():
-            for ahead in AHEAD:
-                if ahead != one.plan.ahead:
-                    self._keep(self._ahead(one.plan, ahead))
+            self._at_other_depths(one)
+
+    def _walk_best(self, candidates: Sequence[Candidate]) -> None:
+        """Walk through those that could still be best, and through one of each of the best numbers of stages."""
+        for candidate in sorted(candidates, key=lambda one: one.least):
+            if self._found and (candidate.least >= min(map(self._worth, self._found)) or self._left_s(_WALKED_BY) < 0):
+                break
+            self._walk(candidate)
+        for candidate in _first_by_number(candidates)[:_KEPT]:
+            if all(len(one.plan.stages) != len(candidate.plan.stages) for one in self._found):
+                # It cannot be the best, but what sites that change stages make of it can.
+                self._walk(candidate)
+
+    def _in_small_steps(self, found: Costed) -> None:
+        self._improve(found, math.inf, sketched=self._is_sketched)
+
+    def _at_other_depths(self, found: Costed) -> None:
+        for ahead in AHEAD:
+            if ahead != found.plan.ahead:
+                self._keep(self._ahead(found.plan, ahead))
 
     def _least_ahead(self, best: Costed) -> Costed:
         """The pipeline that runs least far ahead of those that differ from ``best`` in nothing else and are about as fast."""
@@ -251,18 +313,19 @@ class _Search:
     def _improve(self, best: Costed, until_s: float, *, sketched: bool) -> None:
         """Sites, stages and layers change places while that makes the pipeline faster, a number of times, until ``until_s``;
         then in other numbers of micro-batches. ``sketched``: only what is sketched to be faster is tried."""
-        rng, left, first, improved = np.random.default_rng(0), _CHANGES, best, True
+        rng, left, looks, first, improved = np.random.default_rng(0), self.changes, self.looks, best, True
         # To list all changes among a thousand sites takes seconds.
         while improved and now_s() <= until_s:
             own, busy, improved = _groups(best.plan), best.times.busiest_sites, False
-            changes = list(_changed(own, _layers(best.plan)))
+            changes = list(changed(own, _layers(best.plan)))
             about_s = math.inf
             if sketched:
                 plan = best.plan
                 about_s = self.candidates.sketch_s(_groups(plan), _layers(plan), plan.micro_batches, plan.ahead)
-            for place in sorted(rng.permutation(len(changes)), key=lambda place: _turn(changes[place][0], own, busy)):
-                if not left or now_s() > until_s:
+            for place in sorted(rng.permutation(len(changes)), key=lambda place: turn(changes[place][0], own, busy)):
+                if not left or not looks or now_s() > until_s:
                     return
+                looks -= 1
                 path, layers = changes[place]
                 found = self._with_change(best, path, layers, about_s)
                 left -= found is not None
@@ -373,43 +436,3 @@ def _first_by_number(candidates: Sequence[Candidate]) -> list[Candidate]:
     for one in sorted(candidates, key=lambda one: one.least):
         kept.setdefault(len(one.plan.stages), one)
     return list(kept.values())
-
-
-def _turn(path: Groups, own: Groups, busy: set[int]) -> int:
-    """When a change is tried: first stages of the same sites, quick to sketch, then what changes ``busy`` ones."""
-    kept = set(map(id, own))  # what does not change is the same tuple: among many sites to compare them takes long
-    new = {site for group in path if id(group) not in kept for site in group}
-    return 0 if not new else 1 if new & busy else 2
-
-
-def _changed(groups: Groups, layers: Sequence[int]) -> Iterator[tuple[Groups, list[int] | None]]:
-    """(Sites of stages, their layers; None for those that suit the sites) after each change: a layer goes to another stage, or
-    one of `_other_sites`."""
-    for giver, taker in permutations(range(len(layers)), 2):
-        if layers[giver] > 1:
-            yield groups, [number - (stage == giver) + (stage == taker) for stage, number in enumerate(layers)]
-    for path in _other_sites(groups):
-        yield path, None
-
-
-def _other_sites(groups: Groups) -> Iterator[Groups]:
-    """Two sites of different stages change places, or one goes to another stage; stages in a row are turned round."""
-    sites = [(stage, site) for stage, group in enumerate(groups) for site in group]
-
-    def with_sites(of: dict[int, tuple[int, ...]]) -> Groups:
-        return tuple(tuple(sorted(of[stage])) if stage in of else group for stage, group in enumerate(groups))
-
-    for (stage, site), (other, another) in combinations(sites, 2):
-        if stage != other:
-            yield with_sites(
-                {
-                    stage: (*(one for one in groups[stage] if one != site), another),
-                    other: (*(one for one in groups[other] if one != another), site),
-                }
-            )
-    for stage, site in sites:
-        for other in range(len(groups)):
-            if other != stage and len(groups[stage]) > 1:
-                yield with_sites({stage: tuple(one for one in groups[stage] if one != site), other: (*groups[other], site)})
-    for first, last in combinations(range(len(groups)), 2):
-        yield (*groups[:first], *groups[first : last + 1][::-1], *groups[last + 1 :])

@@ -36,6 +36,8 @@ OPTIONS = (
 )
 WITH_STAGES = (
     ("--fewer-sites",),
+    ("--upgrades",),
+    ("--within", "0.2"),
     ("--explain",),
     ("--top", "3"),
     ("--streams", "dc=2"),

@@ -1,4 +1,4 @@
-"""Several pipelines, figures of them, why they are as they are, and how they differ from other plans."""
+"""Several pipelines, figures of them, reasons, differences, what to buy next, and plans for rates that are not known."""
 
 from __future__ import annotations
 
@@ -96,6 +96,61 @@ def test_stages_are_drawn_and_so_is_what_has_none(inputs: Inputs, call: Call) ->
     assert planned(inputs, call, "--stages", "2", "--figure", vector, cluster=FOUR + links).code == 0
     # A matrix of links per pair, in place of bars with a legend of their own.
     assert "legend" not in vector.read_text(encoding="utf-8")
+
+
+def test_what_to_buy_next_for_a_pipeline(inputs: Inputs, call: Call) -> None:
+    slow = FOUR + "sites: [{name: a, up: 0.2 Mbps}, {name: b}, {name: c}, {name: d}]\n"
+    result = planned(inputs, call, "--stages", "2", "--upgrades", "--json", cluster=slow)
+    assert result.code == 0, result.err
+    first, *others = result.json["upgrades"]
+    assert first["name"] == "up link of a" and first["gain_s"] > max(one["gain_s"] for one in others)
+    assert (first["before"], first["after"]) == ("200 kbps", "400 kbps")
+    # A plan for it, made from nothing, takes about as long.
+    bought = slow.replace("up: 0.2 Mbps", "up: 0.4 Mbps")
+    anew = planned(inputs, call, "--stages", "2", "--json", cluster=bought)
+    assert first["planned_anew_s"] == pytest.approx(anew.json["step_s"], rel=0.05)
+    shown = planned(inputs, call, "--stages", "2", "--upgrades", cluster=slow)
+    assert shown.code == 0 and "what to buy next" in shown.out and "up link of a, 200 kbps to 400 kbps: " in shown.out
+    assert "stage  sites" in shown.out and "plan written to" in shown.out
+
+
+def test_what_to_buy_next_where_stages_do_not_pay(inputs: Inputs, call: Call) -> None:
+    busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
+    result = planned(inputs, call, "--stages", "auto", "--upgrades", "--within", "0.1", "--json", cluster=busy)
+    assert result.code == 0 and result.json["stages"] == [], result.err
+    assert {one["name"] for one in result.json["upgrades"]} >= {"up link of dc0", "memory of every rank"}
+    assert len(result.json["robust"]["steps_s"]) == 9
+
+
+def test_an_interrupted_search_for_upgrades_leaves_the_plan(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.pipeline_upgrades", interrupted)
+    result = planned(inputs, call, "--stages", "2", "--upgrades")
+    assert result.code == 130 and load_any_plan(inputs.folder / "plan.yaml") and "interrupted; plan written" in result.err
+
+
+def test_pipelines_for_rates_that_are_not_known(inputs: Inputs, call: Call) -> None:
+    other = inputs.write("other.yaml", FOUR.replace("bandwidth: 1 Mbps", "bandwidth: 0.3 Mbps"))
+    result = planned(inputs, call, "--stages", "2", "--scenario", other, "--within", "0.5", "--quantile", "0.9", "--json")
+    assert result.code == 0, result.err
+    told = result.json["robust"]
+    assert len(told["steps_s"]) == len(told["nominal_steps_s"]) == 10 and told["quantile"] == 0.9
+    assert told["bound_s"] <= told["step_s"] <= told["nominal_step_s"] and told["step_s"] == sorted(told["steps_s"])[8]
+    assert told["steps_s"][0] == max(told["steps_s"]) > 2 * result.json["step_s"]
+    plan = load_any_plan(inputs.folder / "plan.yaml")
+    assert isinstance(plan, PipelinePlan) and plan.cluster.levels[0].bandwidth == 1e6 / 8
+    shown = planned(inputs, call, "--stages", "auto", "--within", "0.5")
+    assert shown.code == 0 and "over 9 scenarios, at quantile 1: " in shown.out and "(no pipeline below " in shown.out
+    assert "the plan for the nominal rates: " in shown.out, shown.err
+
+
+@pytest.mark.parametrize("option", ["--upgrades", "--within=0.2", "--scenario=other.yaml"])
+def test_which_sites_pay_is_asked_of_links_as_they_are(inputs: Inputs, call: Call, option: str) -> None:
+    result = planned(inputs, call, "--stages", "auto", "--fewer-sites", option)
+    assert result.code == 2 and f"--fewer-sites: not with {option.split('=')[0]}: which sites pay" in result.err
+    assert not (inputs.folder / "plan.yaml").exists()
 
 
 def test_reasons_for_a_pipeline_are_told(inputs: Inputs, call: Call) -> None:

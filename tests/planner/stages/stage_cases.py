@@ -48,6 +48,12 @@ def sites_cluster(
     return build(Cluster, data, "sites")
 
 
+def uneven_cluster(seed: int, num_sites: int, gpus: int) -> Cluster:
+    """Sites that differ in their access links and in their links per pair."""
+    pairs, access = (sites_cluster(np.random.default_rng(seed), num_sites, gpus, kind) for kind in ("pairs", "access"))
+    return build(Cluster, pairs.model_dump(mode="json", exclude_none=True) | {"sites": access.sites}, "uneven")
+
+
 def layered_workload(layers: int, *, ffn: int = 256, micro_batches: int = 2, micro_batch_size: int = 4) -> Workload:
     model = {
         "num_layers": layers,

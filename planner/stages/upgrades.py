@@ -1,0 +1,85 @@
+"""Which link, or how much memory, to buy next for a pipeline: what an upgrade brings to it as it is, and after planning anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hybridep.errors import UserError
+from hybridep.pipeline import PipelinePlan, pipeline_link_bytes
+from hybridep.topology import Cluster
+from hybridep.traffic import FloatArray
+from planner.goal import FASTEST
+from planner.sensitivity import Upgrade
+from planner.stages.costs import Costed, costed
+from planner.stages.inside import Store
+from planner.stages.search import search_on
+from planner.stages.wishes import StageWishes
+from planner.upgrade_options import Option, Rates, link_options, memory_options
+
+_TRIES, _LOOKS = 16, 4000
+"""Changes that are tried when planning anew for one upgrade, and that are looked at, times sites: the more sites, the longer each
+look takes."""
+_FRESH = 16
+"""Fresh pipelines, about, where memory is bought, since with more of it other numbers of stages may be better, and without."""
+_SCREENED = 64
+"""Links of one sort at most that are doubled for the plan as it is: those that are busy longest."""
+
+
+def pipeline_upgrades(plan: PipelinePlan, wishes: StageWishes | None = None, *, top: int = 3) -> list[Upgrade]:
+    """What can be bought (``planner.upgrade_options``), the most useful first; of sites with pods the trunks are what joins them
+    to others. Of each sort the ``top`` ones by what they bring to the plan as it is are verified by planning anew, from the plan
+    and what is found without an upgrade on (``planner.stages.search.search_on``); others, and links that the plan does not use,
+    are left out. Of the ``wishes`` the number of stages, rules and connections count. By the step's time, which no upgrade makes
+    longer: where a walk says so, by less than a percent, the step without it is told. Raises UserError for one site."""
+    if plan.cluster.sizes[0] < 2:
+        raise UserError(f"cluster {plan.cluster.name}: upgrades are priced for plans between sites")
+    asked = replace(wishes or StageWishes(), popularity=plan.popularity, codecs=plan.codecs, goal=FASTEST)
+    store, rates = Store(), Rates.of(plan.cluster)
+
+    def found_from(cluster: Cluster, starts: Sequence[PipelinePlan], *, fresh: bool) -> list[Costed]:
+        looks = max(_LOOKS // cluster.sizes[0], 1)
+        return search_on(cluster, starts, asked, tries=_TRIES, looks=looks, fresh=_FRESH * fresh, store=store)
+
+    own_s = costed(plan, store=store).times.step_s
+    present = found_from(plan.cluster, [plan], fresh=True)
+    present_s = min([own_s, *(one.times.step_s for one in present)])
+    busy_s, made = _busy_s(plan), list[Upgrade]()
+    for options in (*link_options(rates), memory_options(rates)):
+        priced = list[tuple[float, Option]]()
+        for option in _busiest(options, busy_s):
+            with_it_s = costed(plan.at_rates(option.rates.applied), store=store).times.step_s
+            priced.append((min(with_it_s, own_s), option))
+        for as_it_is_s, option in sorted(priced, key=lambda entry: entry[0])[:top]:
+            starts = [plan, *(one.plan for one in present)]
+            anew = found_from(option.rates.applied, starts, fresh=option.link is None)
+            anew_s = min([as_it_is_s, present_s, *(one.times.step_s for one in anew)])
+            made.append(
+                Upgrade(
+                    name=option.name,
+                    before=option.before,
+                    after=option.after,
+                    as_it_is_s=as_it_is_s,
+                    present_s=present_s,
+                    planned_anew_s=anew_s,
+                    gain_s=present_s - anew_s,
+                )
+            )
+    return sorted(made, key=lambda upgrade: -upgrade.gain_s)
+
+
+def _busy_s(plan: PipelinePlan) -> FloatArray:
+    """[links of ``Cluster.link_table``]: seconds for which a step keeps each busy."""
+    rates = np.array([link.bandwidth_bytes_per_s for link in plan.cluster.link_table])
+    return np.asarray(pipeline_link_bytes(plan) / rates)
+
+
+def _busiest(options: Iterable[Option], busy_s: FloatArray) -> list[Option]:
+    """Those of links that the plan uses, the busiest first, at most ``_SCREENED``; and what is no link."""
+
+    def busy(option: Option) -> float:
+        return np.inf if option.link is None else float(busy_s[option.link])
+
+    return sorted((one for one in options if busy(one) > 0), key=lambda one: -busy(one))[:_SCREENED]
