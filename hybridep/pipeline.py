@@ -284,6 +284,11 @@ def pipeline_link_bytes(plan: PipelinePlan) -> FloatArray:
     return loads
 
 
+def pipeline_link_s(plan: PipelinePlan) -> FloatArray:
+    """[number of links]: seconds for which one step's bytes keep each entry of ``cluster.link_table`` busy, at its full rate."""
+    return np.asarray(pipeline_link_bytes(plan) / np.array([link.bandwidth_bytes_per_s for link in plan.cluster.link_table]))
+
+
 def between_link_bytes(plan: PipelinePlan) -> FloatArray:
     """[number of links]: bytes of a step that pass between stages."""
     cluster = plan.cluster

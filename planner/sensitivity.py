@@ -43,6 +43,19 @@ class Upgrade:
     gain_s: float
     """Between these two."""
 
+    @classmethod
+    def of(cls, option: Option, *, as_it_is_s: float, present_s: float, planned_anew_s: float) -> Upgrade:
+        """What an option brings."""
+        return cls(
+            name=option.name,
+            before=option.before,
+            after=option.after,
+            as_it_is_s=as_it_is_s,
+            present_s=present_s,
+            planned_anew_s=planned_anew_s,
+            gain_s=present_s - planned_anew_s,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
@@ -80,17 +93,7 @@ def upgrades(
     for option in found:
         as_it_is_s = evaluate(plan.model_copy(update={"cluster": option.rates.applied}))[0].step_s
         anew_s = min(_step_s(_searched(_at(problem, option.rates), [table, present.table])), as_it_is_s, present_s)
-        made.append(
-            Upgrade(
-                name=option.name,
-                before=option.before,
-                after=option.after,
-                as_it_is_s=as_it_is_s,
-                present_s=present_s,
-                planned_anew_s=anew_s,
-                gain_s=present_s - anew_s,
-            )
-        )
+        made.append(Upgrade.of(option, as_it_is_s=as_it_is_s, present_s=present_s, planned_anew_s=anew_s))
     return sorted(made, key=lambda upgrade: -upgrade.gain_s)
 
 

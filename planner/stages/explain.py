@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hybridep.pipeline import PipelinePlan, pipeline_link_bytes
+import numpy as np
+
+from hybridep.pipeline import PipelinePlan, pipeline_link_bytes, pipeline_link_s
 from planner.constraints import Constraints
 from planner.explain import NUM_LINKS, LinkLoad
 from planner.stages.costs import Costed
@@ -138,17 +140,17 @@ def _alternative(one: Neighbour, plan: Costed) -> PipelineAlternative:
 
 
 def _busiest_links(found: Costed) -> tuple[LinkLoad, ...]:
-    table, loads = found.plan.cluster.link_table, pipeline_link_bytes(found.plan)
-    every = [
+    plan, step_s = found.plan, found.times.step_s
+    loads, busy_s = pipeline_link_bytes(plan), pipeline_link_s(plan)
+    return tuple(
         LinkLoad(
-            name=link.name,
-            total_bytes=float(size_bytes),
-            busy_s=float(size_bytes) / link.bandwidth_bytes_per_s,
-            share=float(size_bytes) / link.bandwidth_bytes_per_s / found.times.step_s,
+            name=plan.cluster.link_table[link].name,
+            total_bytes=float(loads[link]),
+            busy_s=float(busy_s[link]),
+            share=float(busy_s[link]) / step_s,
         )
-        for link, size_bytes in zip(table, loads, strict=True)
-    ]
-    return tuple(sorted(every, key=lambda link: -link.busy_s)[:NUM_LINKS])
+        for link in np.argsort(-busy_s, kind="stable")[:NUM_LINKS]
+    )
 
 
 def _fullness(found: Costed, stage: int) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridep.pipeline import PipelinePlan, between_sites_bytes, pipeline_link_bytes
+from hybridep.pipeline import PipelinePlan, between_sites_bytes, pipeline_link_s
 from hybridep.placement import IntArray
 from hybridep.traffic import FloatArray, step_traffic
 
@@ -43,8 +43,7 @@ def stage_matrices(plan: PipelinePlan) -> StageMatrices:
         for (_, level), rows in step_traffic(plan.plans[number]).items():
             if level == 0:
                 sent[np.ix_(sites, sites)] += rows.reshape(len(sites), -1, len(sites)).sum(axis=1)
-    busy_s = pipeline_link_bytes(plan) / np.array([link.bandwidth_bytes_per_s for link in cluster.link_table])
-    pair_s = None
+    busy_s, pair_s = pipeline_link_s(plan), None
     if cluster.links:
         pairs = np.zeros((size, size))
         pairs[~np.eye(size, dtype=np.bool_)] = busy_s[cluster.pair_links]

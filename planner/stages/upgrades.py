@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from hybridep.errors import UserError
-from hybridep.pipeline import PipelinePlan, pipeline_link_bytes
+from hybridep.pipeline import PipelinePlan, pipeline_link_s
 from hybridep.topology import Cluster
 from hybridep.traffic import FloatArray
 from planner.goal import FASTEST
@@ -46,7 +46,7 @@ def pipeline_upgrades(plan: PipelinePlan, wishes: StageWishes | None = None, *, 
     own_s = costed(plan, store=store).times.step_s
     present = found_from(plan.cluster, [plan], fresh=True)
     present_s = min([own_s, *(one.times.step_s for one in present)])
-    busy_s, made = _busy_s(plan), list[Upgrade]()
+    busy_s, made = pipeline_link_s(plan), list[Upgrade]()
     for options in (*link_options(rates), memory_options(rates)):
         priced = list[tuple[float, Option]]()
         for option in _busiest(options, busy_s):
@@ -56,28 +56,12 @@ def pipeline_upgrades(plan: PipelinePlan, wishes: StageWishes | None = None, *, 
             starts = [plan, *(one.plan for one in present)]
             anew = found_from(option.rates.applied, starts, fresh=option.link is None)
             anew_s = min([as_it_is_s, present_s, *(one.times.step_s for one in anew)])
-            made.append(
-                Upgrade(
-                    name=option.name,
-                    before=option.before,
-                    after=option.after,
-                    as_it_is_s=as_it_is_s,
-                    present_s=present_s,
-                    planned_anew_s=anew_s,
-                    gain_s=present_s - anew_s,
-                )
-            )
+            made.append(Upgrade.of(option, as_it_is_s=as_it_is_s, present_s=present_s, planned_anew_s=anew_s))
     return sorted(made, key=lambda upgrade: -upgrade.gain_s)
 
 
-def _busy_s(plan: PipelinePlan) -> FloatArray:
-    """[links of ``Cluster.link_table``]: seconds for which a step keeps each busy."""
-    rates = np.array([link.bandwidth_bytes_per_s for link in plan.cluster.link_table])
-    return np.asarray(pipeline_link_bytes(plan) / rates)
-
-
 def _busiest(options: Iterable[Option], busy_s: FloatArray) -> list[Option]:
-    """Those of links that the plan uses, the busiest first, at most ``_SCREENED``; and what is no link."""
+    """Those of links that the plan uses, the busiest first, at most ``_SCREENED``; and what is no link. ``busy_s``: [links]."""
 
     def busy(option: Option) -> float:
         return np.inf if option.link is None else float(busy_s[option.link])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import permutations, product
 from typing import Any
 
@@ -81,6 +82,24 @@ def all_groups(size: int) -> list[Groups]:
         if used == list(range(len(used))):
             found.add(tuple(tuple(site for site in range(size) if label[site] == stage) for stage in used))
     return sorted(found)
+
+
+def every_pipeline(cluster: Cluster, workload: Workload) -> Iterator[PipelinePlan]:
+    """All partitions, orders, layers and numbers of micro-batches of two stages or more, with domains of one site or all."""
+    layers = workload.model.num_layers
+    for groups in all_groups(cluster.sizes[0]):
+        for cuts in product(range(1, layers + 1), repeat=len(groups)):
+            if len(groups) == 1 or sum(cuts) != layers:
+                continue
+            for domains in product(*({1, len(group)} for group in groups)):
+                stages = []
+                for group, number, size in zip(groups, cuts, domains, strict=True):
+                    placed = LayerGroup(first_layer=0, num_layers=number, domains={"dc": size, "gpu": 1}, migration={})
+                    names = [cluster.site_name(site) for site in group]
+                    stages.append({"sites": names, "num_layers": number, "layers": [placed]})
+                for micro_batches in possible_micro_batches(workload, cluster, [len(group) for group in groups]):
+                    data = {"cluster": cluster, "workload": workload, "micro_batches": micro_batches, "stages": stages}
+                    yield build(PipelinePlan, data, "pipeline")
 
 
 def random_pipeline(seed: int, least_stages: int = 1) -> PipelinePlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from stage_cases import layered_workload, random_pipeline, sites_cluster
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
 from hybridep.pipeline import PipelinePlan, pipeline_link_bytes, possible_micro_batches
-from hybridep.plan import LayerGroup, Objective
+from hybridep.plan import LayerGroup, Objective, Plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import Constraints, PipelineAlternative, PipelineExplanation, explain_pipeline
@@ -229,8 +230,13 @@ def test_what_does_not_fit_runs_less_far_ahead() -> None:
     assert all(not one.fits and one.step_s < found.plan.step_s for one in told.values())
 
 
-def test_placements_that_a_search_found_stay() -> None:
-    """No quick placement of the first stage is as good, so it keeps its own also with a layer less, or in other micro-batches."""
+def test_placements_that_a_search_found_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No quick placement of the first stage is as good here, so it keeps its own, also with a layer less."""
+
+    def tokens_travel(stage: Plan) -> Iterator[list[LayerGroup]]:
+        yield [baseline_group(stage.cluster, stage.workload, Baseline.EP)]
+
+    monkeypatch.setattr("planner.stages.inside._placements", tokens_travel)
     cluster = sites_cluster(np.random.default_rng(0), 5, 2, "even", throughput="1 TFLOPS")
     workload = layered_workload(6, ffn=1024, micro_batch_size=4, micro_batches=4)
     domains, ways = {"dc": 4, "gpu": 1}, of(cluster, workload, [("s0", "s1", "s3", "s4"), ("s2",)], (3, 3))

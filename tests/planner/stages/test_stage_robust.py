@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from itertools import product
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from stage_cases import all_groups, layered_workload, sites_cluster, uneven_cluster
+from stage_cases import every_pipeline, layered_workload, sites_cluster, uneven_cluster
 
 from hybridep.codecs import Codecs
 from hybridep.config import build
 from hybridep.errors import InfeasibleError, UserError
-from hybridep.pipeline import PipelinePlan, possible_micro_batches
-from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.pipeline import PipelinePlan
+from hybridep.plan import Plan
 from hybridep.topology import Cluster
-from hybridep.workload import Workload
 from planner import StageWishes, interval_scenarios
 from planner.clock import timed_by
 from planner.evaluate import expected_s
@@ -57,37 +55,6 @@ def test_never_worse_than_the_plan_for_the_nominal_rates(quantile: float) -> Non
     assert found.to_json()["gap"] == pytest.approx(1 - found.bound_s / found.step_s)
 
 
-def every_pipeline(cluster: Cluster, workload: Workload) -> list[PipelinePlan]:
-    """All partitions, orders, layers and numbers of micro-batches, with domains of one site or all, some depths ahead."""
-    made, layers = [], workload.model.num_layers
-    for groups in all_groups(cluster.sizes[0]):
-        for cuts in product(range(1, layers + 1), repeat=len(groups)):
-            if len(groups) == 1 or sum(cuts) != layers:
-                continue
-            for domains in product(*({1, len(group)} for group in groups)):
-                stages = [
-                    {
-                        "sites": [f"s{site}" for site in group],
-                        "num_layers": number,
-                        "layers": [
-                            LayerGroup(
-                                first_layer=0,
-                                num_layers=number,
-                                domains={"dc": size, "gpu": 1},
-                                migration={},
-                                residency=Residency.STEP,
-                            )
-                        ],
-                    }
-                    for group, number, size in zip(groups, cuts, domains, strict=True)
-                ]
-                for micro_batches in possible_micro_batches(workload, cluster, [len(group) for group in groups]):
-                    data = {"cluster": cluster, "workload": workload, "micro_batches": micro_batches, "stages": stages}
-                    plan = build(PipelinePlan, data, "pipeline")
-                    made += [plan.running_ahead(ahead) for ahead in (1, 4)]
-    return made
-
-
 @pytest.mark.parametrize("quantile", [0.01, 0.4, 0.5, 0.75, 1.0])
 def test_the_best_at_the_quantile_is_taken(monkeypatch: pytest.MonkeyPatch, quantile: float) -> None:
     """However few scenarios each is costed in; and what counts next is the scenario at the quantile."""
@@ -116,7 +83,8 @@ def test_the_best_at_the_quantile_is_taken(monkeypatch: pytest.MonkeyPatch, quan
 def test_near_the_best_of_all_at_the_quantile() -> None:
     nominal, *scenarios = drawn(range(10, 13), 3)
     workload = layered_workload(3, micro_batches=2, micro_batch_size=1)
-    best_s = min(max(costed(plan.at_rates(one)).times.step_s for one in scenarios) for plan in every_pipeline(nominal, workload))
+    every = [plan.running_ahead(ahead) for plan in every_pipeline(nominal, workload) for ahead in (1, 4)]
+    best_s = min(max(costed(plan.at_rates(one)).times.step_s for one in scenarios) for plan in every)
     with timed_by(time.process_time):
         found = pipeline_for_scenarios(nominal, workload, scenarios, time_limit_s=5)
     assert found.step_s <= best_s * 1.03

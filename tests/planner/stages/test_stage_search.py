@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, permutations, product
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
-from stage_cases import KINDS, all_groups, layered_workload, sites_cluster
+from stage_cases import KINDS, every_pipeline, layered_workload, sites_cluster
 
 from hybridep.baselines import Baseline, baseline_group, baseline_plan
 from hybridep.commands import stage_choice
 from hybridep.commands.stage_choice import in_stages
 from hybridep.config import build
 from hybridep.errors import InfeasibleError
-from hybridep.pipeline import PipelinePlan, possible_micro_batches
+from hybridep.pipeline import PipelinePlan
 from hybridep.placement import LevelChoice
-from hybridep.plan import LayerGroup, Prediction, Residency, Status
+from hybridep.plan import Prediction, Residency, Status
 from hybridep.topology import Cluster
 from hybridep.workload import Model
 from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline, plan_pipelines
@@ -39,42 +39,13 @@ def best_of_all(seed: int, num_sites: int, layers: int) -> tuple[float, float]:
     cluster = sites_cluster(rng, num_sites, 1, KINDS[seed % len(KINDS)])
     workload = layered_workload(layers, ffn=int(rng.choice([64, 1024])), micro_batch_size=2, micro_batches=2)
     best = np.inf
-    for groups in all_groups(num_sites):
-        stages = len(groups)
-        if stages == 1 or stages > layers:
-            continue
-        for cuts in permutations_of_layers(layers, stages):
-            for micro_batches in possible_micro_batches(workload, cluster, [len(group) for group in groups]):
-                for domains in product(*([size for size in (1, len(group))] for group in groups)):
-                    stage_data = [
-                        {
-                            "sites": [f"s{site}" for site in group],
-                            "num_layers": number,
-                            "layers": [
-                                LayerGroup(
-                                    first_layer=0,
-                                    num_layers=number,
-                                    domains={"dc": size, "gpu": 1},
-                                    migration={},
-                                    residency=Residency.STEP,
-                                )
-                            ],
-                        }
-                        for group, number, size in zip(groups, cuts, domains, strict=True)
-                    ]
-                    data = {"cluster": cluster, "workload": workload, "micro_batches": micro_batches, "stages": stage_data}
-                    plan = build(PipelinePlan, data, "pipeline")
-                    inside = [placed(one, one.layers, Room(in_flight=1, beside_bytes=0.0)) for one in plan.plans]
-                    for ahead in AHEAD:
-                        best = min(best, costed(plan.model_copy(update={"ahead": ahead}), inside).times.step_s)
+    for plan in every_pipeline(cluster, workload):
+        inside = [placed(one, one.layers, Room(in_flight=1, beside_bytes=0.0)) for one in plan.plans]
+        for ahead in AHEAD:
+            best = min(best, costed(plan.running_ahead(ahead), inside).times.step_s)
     found = plan_pipeline(cluster, workload, time_limit_s=10)
     assert least_s(cluster, workload) <= best
     return found.predicted.step, best
-
-
-def permutations_of_layers(layers: int, stages: int) -> list[tuple[int, ...]]:
-    """All ways to share layers out."""
-    return [one for one in product(range(1, layers + 1), repeat=stages) if sum(one) == layers]
 
 
 @pytest.mark.turns(2)
