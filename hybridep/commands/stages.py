@@ -179,7 +179,8 @@ class _Told:
     alone: Plan | None
     """One site by itself; None where that is not possible, or all there is."""
     least: float | None
-    """What no choice of sites is better than, if that was asked for: seconds, or dollars where the goal is these."""
+    """What no choice of sites is better than, in as many stages as were asked for, or more; None unless sites may be left out.
+    Seconds, or dollars where the goal is these."""
     goal: Goal
     """Of all sites: those that were chosen may have no prices."""
     upgrades: list[Upgrade] | None
@@ -267,7 +268,10 @@ class _Told:
         text = f"cheaper than {format_dollars(least)}" if dollars else f"faster than {format_seconds(least)}"
         # One site may cost nothing where only bytes have a price.
         gap = 1 - least / value if value > 0 else 0.0
-        click.echo(f"no plan for any of the sites is {text} (gap {gap:.0%})")
+        # Of a number of stages that was asked for the seconds hold for pipelines only: one site alone may be faster.
+        stages = None if dollars else self.made.asked.wishes.stages
+        what = "plan" if stages is None else f"pipeline of {stages} stages or more"
+        click.echo(f"no {what} for any of the sites is {text} (gap {gap:.0%})")
 
 
 def _expected_s(plan: AnyPlan | None) -> float | None:
