@@ -119,6 +119,7 @@ def write_in_stages(request: StagesRequest) -> None:
         made=made,
         top=top,
         files=files,
+        several=request.top > 1,
         alone=alone,
         least=least,
         goal=asked.wishes.goal,
@@ -176,6 +177,8 @@ class _Told:
     """The best plan, and the next ones that were asked for."""
     files: list[Path]
     """Of these."""
+    several: bool
+    """More than one plan was asked for."""
     alone: Plan | None
     """One site by itself; None where that is not possible, or all there is."""
     least: float | None
@@ -200,7 +203,7 @@ class _Told:
         more: dict[str, Any] = {"left_out": list(made.left_out), "alone_s": _expected_s(self.alone)}
         if self.least is not None:
             more[f"least_of_any_sites_{'usd' if self.goal.objective is Objective.DOLLARS else 's'}"] = self.least
-        if len(self.top) > 1:
+        if self.several:
             more["plans"] = [
                 {"step_s": one.plan.predicted.expected_s, "simulated_s": one.simulated_s, "output": str(path)}
                 for one, path in zip(self.top, self.files, strict=True)
@@ -254,7 +257,7 @@ class _Told:
             plan_text.show_upgrades(self.upgrades)
         if self.robust is not None:
             plan_text.show_robust(self.robust, "pipeline" if isinstance(self.made.best, PipelinePlan) else "plan")
-        if len(self.top) > 1:
+        if self.several:
             stage_text.show_top(self.top, self.files)
         click.echo(f"\nplan written to {', '.join(map(str, self.files))}{what}")
 
