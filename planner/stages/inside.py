@@ -27,8 +27,6 @@ from planner.price import egress_usd, step_usd
 from planner.stages.rules import permitted_group
 from planner.staggered import Dense, PassTimes, dense_of, pass_times
 
-_MOST_DOMAINS = 2
-"""Sizes of domains among a stage's sites."""
 _CLEARLY = 1.25
 """Times as many bytes as copies everywhere, from which on a size of domains is not asked for its time: in one of 377 random
 stages it would have been less (by 5 %)."""
@@ -245,15 +243,15 @@ def with_less_memory(cluster: Cluster, less_bytes: float) -> Cluster:
 
 def _placements(stage: Plan) -> Iterator[list[LayerGroup]]:
     """The baselines; and domains of some of the sites, with expert parallelism inside each. Between several sites those with the
-    fewest bytes on a site's links, and copies of all experts everywhere: tokens that cross sites wait for each other in every
-    layer, which may take longer than many more bytes. Such copies come first, by themselves, where they are clearly the fewest
-    bytes, too."""
+    fewest bytes on a site's links, and copies of all experts everywhere, or the second fewest where those are the same: tokens
+    that cross sites wait for each other in every layer, which may take longer than many more bytes. Such copies come first, by
+    themselves, where they are clearly the fewest bytes, too."""
     cluster, outer, *inner = stage.cluster, *stage.cluster.levels
     sizes = sorted(divisors(outer.size), key=lambda size: (_bytes_of_site(stage, size), size))
     alone = sizes[0] == outer.size and (
         len(sizes) == 1 or _bytes_of_site(stage, sizes[1]) >= _CLEARLY * _bytes_of_site(stage, sizes[0])
     )
-    sizes = list(dict.fromkeys([*sizes[:_MOST_DOMAINS], outer.size]))
+    sizes = sizes[:2] if outer.size in sizes[:2] else [sizes[0], outer.size]
     domains = [
         layer_group(0, stage.workload.model.num_moe_layers, _domain(outer.name, size, inner), Residency.STEP) for size in sizes
     ]
