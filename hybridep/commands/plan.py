@@ -425,7 +425,8 @@ def _compare(first: str, second: str, as_json: bool) -> None:
 
     one, other = (load_any_plan(Path(path)) for path in (first, second))
     names = Path(first).name, Path(second).name
-    if isinstance(one, PipelinePlan) or isinstance(other, PipelinePlan):
+    are_for_same = one.cluster.site_names == other.cluster.site_names
+    if isinstance(one, PipelinePlan) or isinstance(other, PipelinePlan) or not are_for_same:
         found = compare_pipelines(one, other)
         if as_json:
             emit(found.to_json())

@@ -37,7 +37,8 @@ def show_explanation(found: PipelineExplanation) -> None:
     for option in found.alternatives:
         console.print(f"  {option.name}: {reason(chosen, option)}")
     for option in found.alternatives:
-        if option.name in found.better:
+        # One that is not possible may have the same name.
+        if option.name in found.better and option.fits and option.allowed:
             told = f"[bold]{option.name}[/bold] is expected to be {_better_by(chosen, option)}"
             console.print(f"{told}: the search did not try it, or a simulation preferred the plan")
     stage, busy = found.stage, f"{format_seconds(found.stage.busy_s)}, {found.stage.share:.0%} of the step"

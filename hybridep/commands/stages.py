@@ -119,6 +119,7 @@ def write_in_stages(request: StagesRequest) -> None:
         made=made,
         top=top,
         files=files,
+        several=request.top > 1,
         alone=alone,
         least=least,
         goal=asked.wishes.goal,
@@ -176,10 +177,13 @@ class _Told:
     """The best plan, and the next ones that were asked for."""
     files: list[Path]
     """Of these."""
+    several: bool
+    """More than one plan was asked for."""
     alone: Plan | None
     """One site by itself; None where that is not possible, or all there is."""
     least: float | None
-    """What no choice of sites is better than, if that was asked for: seconds, or dollars where the goal is these."""
+    """What no choice of sites is better than, in as many stages as were asked for, or more; None unless sites may be left out.
+    Seconds, or dollars where the goal is these."""
     goal: Goal
     """Of all sites: those that were chosen may have no prices."""
     upgrades: list[Upgrade] | None
@@ -199,7 +203,7 @@ class _Told:
         more: dict[str, Any] = {"left_out": list(made.left_out), "alone_s": _expected_s(self.alone)}
         if self.least is not None:
             more[f"least_of_any_sites_{'usd' if self.goal.objective is Objective.DOLLARS else 's'}"] = self.least
-        if len(self.top) > 1:
+        if self.several:
             more["plans"] = [
                 {"step_s": one.plan.predicted.expected_s, "simulated_s": one.simulated_s, "output": str(path)}
                 for one, path in zip(self.top, self.files, strict=True)
@@ -253,7 +257,7 @@ class _Told:
             plan_text.show_upgrades(self.upgrades)
         if self.robust is not None:
             plan_text.show_robust(self.robust, "pipeline" if isinstance(self.made.best, PipelinePlan) else "plan")
-        if len(self.top) > 1:
+        if self.several:
             stage_text.show_top(self.top, self.files)
         click.echo(f"\nplan written to {', '.join(map(str, self.files))}{what}")
 
@@ -267,7 +271,10 @@ class _Told:
         text = f"cheaper than {format_dollars(least)}" if dollars else f"faster than {format_seconds(least)}"
         # One site may cost nothing where only bytes have a price.
         gap = 1 - least / value if value > 0 else 0.0
-        click.echo(f"no plan for any of the sites is {text} (gap {gap:.0%})")
+        # Of a number of stages that was asked for the seconds hold for pipelines only: one site alone may be faster.
+        stages = None if dollars else self.made.asked.wishes.stages
+        what = "plan" if stages is None else f"pipeline of {stages} stages or more"
+        click.echo(f"no {what} for any of the sites is {text} (gap {gap:.0%})")
 
 
 def _expected_s(plan: AnyPlan | None) -> float | None:

@@ -154,7 +154,7 @@ class _Sites:
         able = np.where(carried >= 1, carried, 0.0 if idle else -np.inf)
         if not np.isfinite(able.max(axis=(0, 2))).all():
             return False
-        if not (self._could(able, self._most_share) and self._could(able, 1 / self._sizes)):
+        if not (self._could(able, self._most_share, self._share) and self._could(able, 1 / self._sizes)):
             return False
         return all(self._could(mean, 1 / self._numbers) for mean in self._on_average(step_s, carried, idle=idle))
 
@@ -171,19 +171,24 @@ class _Sites:
             means = np.where(alone >= 1, means, -np.inf)
             yield np.maximum(means, 0.0) if idle else means
 
-    def _could(self, able: FloatArray, counts: FloatArray) -> bool:
+    def _could(self, able: FloatArray, counts: FloatArray, fewest: FloatArray | None = None) -> bool:
         """``able``: layers as `_carried` has them; ``counts`` [ways]: how much each of them counts, which makes one for all of a
-        stage's sites together, so that each of its layers counts once."""
-        worth, finite = able * counts, able[np.isfinite(able)]
+        stage's sites together, so that each of its layers counts once. ``fewest`` [ways]: how much at least, where it may be
+        less; then ``counts`` are the most."""
+        middle, finite = (able[0] * counts).max(axis=1), able[np.isfinite(able)]
+        fewest = counts if fewest is None else fewest
 
         def most(price: float) -> tuple[float, float]:
             """(Layers of all sites together, if being first or last costs that much for a whole stage, or earns it below zero; by
             how much that grows with the price)."""
-            middle, ends = worth[0], worth[1] - price * counts
+            # What costs more than it is worth is taken as seldom as may be.
+            taken = np.where(able[1] >= price, counts, fewest)
+            ends = (able[1] - price) * taken
             end = ends.argmax(axis=1)
-            best, best_end = middle.max(axis=1), ends[np.arange(len(end)), end]
-            ended = float((self._count * counts[end])[best_end > best].sum())
-            return float((self._count * np.maximum(best, best_end)).sum()) + 2 * price, 2 - ended
+            rows = np.arange(len(end))
+            best_end = ends[rows, end]
+            ended = float((self._count * taken[rows, end])[best_end > middle].sum())
+            return float((self._count * np.maximum(middle, best_end)).sum()) + 2 * price, 2 - ended
 
         # Of any price, what sites do at best is no less than what any pipeline does.
         high, least = float(np.abs(finite).max() * self._count.sum()), self._layers * (1 - _WHOLE)

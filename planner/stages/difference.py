@@ -1,4 +1,4 @@
-"""Two plans for the same work, of which one or both are in stages, side by side."""
+"""Two plans for the same work side by side, of which one or both are in stages, or one leaves sites out."""
 
 from __future__ import annotations
 

@@ -71,26 +71,37 @@ def pipeline_for_scenarios(
     limit_s = _NOMINAL * time_limit_s
     made = plan_pipelines(cluster, workload, wishes, _CANDIDATES, time_limit_s=limit_s, report=report)
     nominal, choice = made[0], _Choice(scenarios, quantile, until_s)
-    choice.begin(nominal)
+    try:
+        choice.begin(nominal)
+    except KeyboardInterrupt:
+        # Among many sites that, and what is told at the end, takes seconds.
+        choice.begin(nominal)
+        choice.until_s = -math.inf
     nominal_steps_s = choice.steps_s
     with suppress(KeyboardInterrupt):
         choice.consider(made[1:])
         _search(choice, workload, wishes, time_limit_s)
-    outer = wishes.codecs.get(cluster.levels[0].name, EXACT)
-    best = nominal
-    if choice.plan is not nominal:
-        bound_s = least_s(cluster, workload, wishes.stages or 2, outer, alike=not wishes.popularity)
-        [best] = reported([costed(choice.plan.at_rates(cluster))], wishes, bound_s, elapsed_s() - asked_s)
-    bounds_s = [least_s(one, workload, wishes.stages or 2, outer, alike=not wishes.popularity) for one in scenarios]
-    return RobustPipeline(
-        plan=best,
-        quantile=quantile,
-        steps_s=choice.steps_s,
-        nominal_steps_s=nominal_steps_s,
-        step_s=choice.step_s,
-        nominal_step_s=at_quantile(nominal_steps_s, quantile),
-        bound_s=min(at_quantile(bounds_s, quantile), choice.step_s),
-    )
+
+    def told() -> RobustPipeline:
+        outer, best = wishes.codecs.get(cluster.levels[0].name, EXACT), nominal
+        if choice.plan is not nominal:
+            bound_s = least_s(cluster, workload, wishes.stages or 2, outer, alike=not wishes.popularity)
+            [best] = reported([costed(choice.plan.at_rates(cluster))], wishes, bound_s, elapsed_s() - asked_s)
+        bounds_s = [least_s(one, workload, wishes.stages or 2, outer, alike=not wishes.popularity) for one in scenarios]
+        return RobustPipeline(
+            plan=best,
+            quantile=quantile,
+            steps_s=choice.steps_s,
+            nominal_steps_s=nominal_steps_s,
+            step_s=choice.step_s,
+            nominal_step_s=at_quantile(nominal_steps_s, quantile),
+            bound_s=min(at_quantile(bounds_s, quantile), choice.step_s),
+        )
+
+    try:
+        return told()
+    except KeyboardInterrupt:
+        return told()
 
 
 def staged_for_scenarios(
@@ -124,8 +135,13 @@ def staged_for_scenarios(
         ours_s = of_step_s(plan_pipeline(cluster, workload, wishes, time_limit_s=look_s))
     except HybridEPError as error:
         why_not = str(error)
-    with suppress(HybridEPError):
+    try:
         other_s = of_step_s(without_stages(cluster, workload, wishes, look_s))
+    except HybridEPError:
+        pass
+    except KeyboardInterrupt:
+        if why_not:
+            raise
     pipeline: RobustPipeline | None = None
     if ours_s < math.inf and ours_s <= _FAR * other_s:
         limit_s = left_s(1.0 if other_s > _FAR * ours_s else _EACH)

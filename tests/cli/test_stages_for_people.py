@@ -15,7 +15,7 @@ from hybridep.commands.sites_choice import Asked, Staged
 from hybridep.commands.stage_choice import StageChoice
 from hybridep.commands.stage_explain_text import show_explanation
 from hybridep.pipeline import PipelinePlan, StagePlan, load_any_plan
-from hybridep.plan import load_plan
+from hybridep.plan import Plan, load_plan
 from hybridep.units import format_seconds
 from planner import StageWishes, compare_pipelines, explain_pipeline, load_constraints
 
@@ -49,6 +49,9 @@ def test_several_pipelines_are_written_the_best_first(inputs: Inputs, call: Call
     assert rest == sorted(rest)
     again = [call("simulate", path, "--json").json["step_s"] for path in files[: len(simulated)]]
     assert again == pytest.approx(simulated)
+    # Four stages of like sites are one plan, and the only one that was asked for is one of several, too.
+    only = planned(inputs, call, "--stages", "4", "--top", "3", "--json").json
+    assert only["plans"][0] == {"step_s": only["step_s"], "simulated_s": only["simulated_s"], "output": only["output"]}
     shown = planned(inputs, call, "--stages", "2", "--top", "2")
     assert shown.code == 0 and f"2. {files[1]}: " in shown.out and "sites and layers: dc" in shown.out, shown.err
     assert all(len(load_any_plan(path).stages) == 2 for path in files[:2])  # type: ignore[union-attr]
@@ -200,11 +203,14 @@ def test_what_would_be_better_is_said(capfd: pytest.CaptureFixture[str], inputs:
     slow = replace(found, better=(best.name,), plan=replace(found.plan, step_s=best.step_s + 2.0))
     show_explanation(slow)
     assert f"{best.name} is expected to be faster by 2 s: the search" in capfd.readouterr().out
-    cheap = replace(best, step_s=found.plan.step_s + 1, step_usd=1.0, fits=False, allowed=False)
+    cheap = replace(best, step_s=found.plan.step_s + 1, step_usd=1.0)
+    none = replace(cheap, step_usd=0.5, fits=False, allowed=False)
     dear = replace(found.plan, step_usd=3.0)
-    show_explanation(replace(found, better=(cheap.name,), plan=dear, alternatives=(cheap,)))
+    # One that is possible and one that is not may have the same name.
+    show_explanation(replace(found, better=(cheap.name,), plan=dear, alternatives=(cheap, none)))
     out = capfd.readouterr().out
     assert f"{cheap.name} is expected to be cheaper by 2 $" in out and "does not fit breaks a rule" in out and "price" in out
+    assert out.count("is expected to be") == 1
 
 
 def test_plans_in_stages_are_compared_with_any(inputs: Inputs, call: Call) -> None:
@@ -228,6 +234,12 @@ def test_plans_in_stages_are_compared_with_any(inputs: Inputs, call: Call) -> No
     assert fewer.json["left_out"]
     less = call("plan", "--compare", other, path)
     assert less.code == 0 and "-> left out" in less.out, less.err
+    one = load_any_plan(path)
+    assert isinstance(one, Plan)
+    less = call("plan", "--compare", flat, path, "--json")
+    assert less.code == 0 and less.json["sites"] == [4, len(one.cluster.site_names)], less.err
+    assert [*less.json["stages"], *less.json["ahead"]] == [1, 1, None, None]
+    assert less.json["step_s"][1] == one.predicted.expected_s
     refused = call("plan", "--compare", other, path, "--stages", "2")
     assert refused.code == 2 and "not where --compare is given two plan files" in refused.err
     assert planned(inputs, call, *soon, "--stages", "2", "--set", "model.num_experts=8").code == 0

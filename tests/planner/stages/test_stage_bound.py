@@ -18,6 +18,7 @@ from hybridep.topology import Cluster
 from hybridep.traffic import DENSE, link_bytes, step_traffic
 from hybridep.workload import Workload
 from planner import StageWishes, plan_pipeline
+from planner.stages import bound
 from planner.stages.bound import (
     _dense_bytes,
     _least_bytes,
@@ -299,6 +300,20 @@ def test_dense_gradients_are_those_of_a_layer(sites: int, codecs: Codecs) -> Non
 
     counted = float(_dense_bytes(cluster, Wire(workload=layered_workload(3), codecs=codecs), np.array([sites]))[0])
     assert counted == pytest.approx((sent(11) - sent(1)) / 10, rel=0.005) and 11 * counted < sent(11)
+
+
+def test_near_shares_that_count_as_one_leave_every_pipeline_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven sequences of three sites, two of which share them as three and four: together they are one end, not 8/7 of one."""
+    monkeypatch.setattr(bound, "_MANY", 0)
+    seven = sites_cluster(np.random.default_rng(1), 7, 1, "access")
+    cluster, workload = on_sites(seven, layered_workload(2, micro_batches=1, micro_batch_size=1), ["s0", "s1", "s2"])
+    sites = _Sites(cluster, workload, EXACT, 2, alike=True)
+    assert sites._sizes.tolist() == [1, 2] and sites._share[1] * 7 == 3 and sites._most_share[1] * 7 == 4
+    # One layer each in a stage of one site, and of two, and nothing else: neither other sizes nor the middle.
+    able = np.full((2, 3, 2), -np.inf)
+    able[1, [0, 1, 2], [0, 1, 1]] = 1.0
+    assert sites._could(able, sites._most_share, sites._share)
+    assert not sites._could(np.where(able == 1, 0.9, able), sites._most_share, sites._share)
 
 
 @pytest.mark.parametrize("any_sites", [False, True])

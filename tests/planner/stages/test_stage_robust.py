@@ -110,6 +110,40 @@ def test_an_interrupt_leaves_the_plan_for_the_nominal_rates(monkeypatch: pytest.
     assert found.steps_s == pytest.approx(over(found.plan, scenarios), rel=1e-9) and found.step_s <= found.nominal_step_s
 
 
+@pytest.mark.parametrize("what", ["least_s", "expected_over", "without_stages"])
+def test_an_interrupt_beside_the_search_leaves_it_too(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """While the nominal plan is costed, while all is told at the end, and in the first look at plans without stages."""
+    usual, calls = getattr(robust, what), list[object]()
+
+    def interrupted_once(*given: Any, **more: Any) -> Any:
+        calls.append(what)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return usual(*given, **more)
+
+    monkeypatch.setattr(robust, what, interrupted_once)
+    nominal, *scenarios = drawn(range(3), 3)
+    if what == "without_stages":
+        found = staged_for_scenarios(nominal, layered_workload(4), scenarios, StageWishes(), time_limit_s=2)
+    else:
+        found = pipeline_for_scenarios(nominal, layered_workload(4), scenarios, time_limit_s=2)
+    assert isinstance(found.plan, PipelinePlan) and calls
+    assert found.steps_s == pytest.approx(over(found.plan, scenarios), rel=1e-9) and found.step_s <= found.nominal_step_s
+    if what == "expected_over":
+        # No more is searched after the interrupt.
+        assert len(calls) == 1 + len(scenarios) and found.steps_s == found.nominal_steps_s
+
+
+def test_an_interrupt_before_there_is_a_plan_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(robust, "without_stages", interrupted)
+    cluster = sites_cluster(np.random.default_rng(0), 2, 1, "access")
+    with pytest.raises(KeyboardInterrupt):
+        staged_for_scenarios(cluster, layered_workload(1), interval_scenarios(cluster, 0.2), StageWishes(), time_limit_s=1)
+
+
 @pytest.mark.parametrize(("throughput", "stages"), [("30 TFLOPS", True), ("0.01 TFLOPS", False)])
 def test_with_or_without_stages(throughput: str, stages: bool) -> None:
     """Where computation is all that counts, what stages save is less than their bubble."""
