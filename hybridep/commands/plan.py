@@ -406,14 +406,22 @@ def _goal(objective: str, budget: str | None) -> Goal:
 
 
 def _are_plans(first: str, second: str) -> bool:
-    """Both name files that hold plans, in stages or not."""
+    """Both name files that hold plans, in stages or not. Raises UserError where only one does: as clusters or models others would
+    not be plans."""
     from hybridep.config import read_yaml
     from hybridep.pipeline import is_pipeline
 
-    paths = [Path(first), Path(second)]
-    if not all(os.path.isfile(path) and path.suffix in (".yaml", ".yml") for path in paths):
-        return False
-    return all("layers" in data or is_pipeline(data) for data in map(read_yaml, paths))
+    def is_plan(path: str) -> bool:
+        if not os.path.isfile(path) or Path(path).suffix not in (".yaml", ".yml"):
+            return False
+        data = read_yaml(Path(path))
+        return "layers" in data or is_pipeline(data)
+
+    plans = [is_plan(path) for path in (first, second)]
+    if plans[0] != plans[1]:
+        one, other = (first, second) if plans[0] else (second, first)
+        raise UserError(f"--compare {other}: holds no plan, as {one} does; give two plan files, or a cluster and a model")
+    return plans[0]
 
 
 def _compare(first: str, second: str, as_json: bool) -> None:

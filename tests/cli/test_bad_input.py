@@ -135,6 +135,9 @@ def test_two_plan_files_are_compared_as_they_are(inputs: Inputs, call: Call) -> 
     for more in (("--set", "gpu.memory=1 GB"), ("--stages", "auto"), ("--top", "2"), ("-o", inputs.folder / "other.yaml")):
         assert "not where --compare is given two plan files" in one_line(call("plan", "--compare", path, path, *more))
     assert call("plan", "--compare", path, path, "--json").code == 0
+    for other in (inputs.folder / "missing.yaml", inputs.cluster):
+        for both in ((path, other), (other, path)):
+            assert f"--compare {other}: holds no plan, as {path} does" in one_line(call("plan", "--compare", *both))
 
 
 def test_wrong_runs(inputs: Inputs, call: Call) -> None:
