@@ -19,7 +19,7 @@ from hybridep.plan import Plan, load_plan
 from hybridep.units import format_seconds
 from planner import StageWishes, compare_pipelines, explain_pipeline, load_constraints
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(2)]
 
 Call = Callable[..., Result]
 

@@ -37,6 +37,7 @@ SHORT_GRADIENTS = tuple(
 )
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("first", range(0, 400, 50))
 def test_no_pipeline_is_below_it(first: int) -> None:
     """Not even the busiest of its links, or its busiest stage."""

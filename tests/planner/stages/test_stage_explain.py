@@ -24,6 +24,8 @@ from planner.stages.costs import WORTH, costed, predicted
 from planner.stages.neighbours import merged, resized
 from planner.stages.schedule import paced_s
 
+pytestmark = pytest.mark.turns(2)
+
 
 def lone_sites(
     seed: int = 0, *, layers: tuple[int, ...] = (3, 2, 2), ahead: int = 2, kind: str = "pairs", **model: Any

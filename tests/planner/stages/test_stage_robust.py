@@ -24,7 +24,7 @@ from planner.stages.bound import least_s
 from planner.stages.costs import costed
 from planner.stages.robust import RobustPipeline, pipeline_for_scenarios, staged_for_scenarios
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(2)]
 
 
 def over(plan: PipelinePlan, scenarios: list[Cluster]) -> list[float]:

@@ -22,7 +22,7 @@ from planner.stages.costs import costed
 from planner.stages.search import search_on
 from planner.stages.upgrades import pipeline_upgrades
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(2)]
 
 
 TWO = StageWishes(stages=2)
