@@ -98,6 +98,8 @@ class Checkpoints(Strict):
     """0: only at the end."""
     keep: int | None = Field(default=None, ge=1)
     """So many of the last ones stay; all when absent."""
+    copies: int = Field(default=0, ge=0)
+    """So many other sites keep a copy of what a site writes, where sites share no file system: that many may be lost for good."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -180,5 +182,5 @@ class StepReport:
     validation_loss_sum: float | None = None
     """Sum of this rank's token losses over the held-out batches, with the weights after the step; None where none was due."""
     validation_tokens: int = 0
-    damaged: list[str] = field(default_factory=list)
-    """What this rank found wrong with checkpoints before the first step of a resumed run, which goes on from one before them."""
+    remarks: list[str] = field(default_factory=list)
+    """Before the first step of a resumed run: what this rank found wrong with checkpoints, and what was brought of one."""

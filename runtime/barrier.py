@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from runtime.transport import Transport
 
 _LABEL = "barrier"
 _GATHER_LABEL = "gather at rank 0"
+_SHARE_LABEL = "share of rank 0"
 PATIENCE_S = 600.0
 """Ranks write checkpoints at different speeds, and wait while others measure slow links; one that dies meanwhile is noticed at
 once all the same."""
@@ -77,3 +80,19 @@ class Barrier:
         if lengths is None or gathered is None:
             return None
         return [one[: int(length)].numpy().tobytes() for one, length in zip(gathered, lengths, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any] | None:
+        """At rank 0 what all ranks give, plain data, in the order of ranks; elsewhere None."""
+        gathered = self.gather_bytes(json.dumps(value).encode())
+        return None if gathered is None else [json.loads(one) for one in gathered]
+
+    def share_json(self, value: Any) -> Any:
+        """Rank 0's value, plain data, on all ranks."""
+        text = json.dumps(value).encode() if self._rank == 0 else b""
+        message = torch.zeros(int(self.agree(float(len(text)))), dtype=torch.uint8)
+        if self._rank:
+            self._transport.exchange({}, {0: message}, _SHARE_LABEL)
+        else:
+            message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            self._transport.exchange(dict.fromkeys(self._others, message), {}, _SHARE_LABEL)
+        return json.loads(message.numpy().tobytes())

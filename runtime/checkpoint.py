@@ -3,9 +3,9 @@ each pipeline stage), one manifest; where rank 0 is, one with what the gates cho
 
 A checkpoint is written into a hidden folder that gets its name only when every rank has finished and the power may fail, so what
 is found under a checkpoint's name is complete. What copying or a disk did to it later shows in the sizes of its files, which the
-manifest has: such a one is passed over. Sites need not share a file system: then each holds what its ranks wrote, with the dense
-parameters and a manifest of its own, and ranks agree on the last checkpoint that all of them have whole. Experts are stored by
-number: another plan, or another number of ranks, reads them back, if they are in one folder.
+manifest has: such files do not count. Sites need not share a file system: then each holds what its ranks wrote, with the dense
+parameters and a manifest of its own, and as many other sites' files as are to outlive the loss of a site. Experts are stored by
+number: another plan, or another number of ranks, reads them back (``runtime.checkpoint_search`` brings what a site lacks).
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,13 +30,12 @@ from hybridep.run import MANIFEST, checkpoint_name, clear_partial, is_checkpoint
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
 from runtime.checkpoint_files import (
+    CHOSEN,
     LAYOUT,
     SCHEMA_VERSION,
     SavedDense,
     SavedExperts,
-    UnreadableError,
     codec_shard,
-    damage_of,
     dense_shard,
     expert_name,
     expert_shard,
@@ -48,14 +45,11 @@ from runtime.checkpoint_files import (
     reading,
     require_known_version,
 )
+from runtime.checkpoint_travel import Roads, Transfer, arrival, carry, kept, together
 from runtime.dense_shard import SHARD, DenseShard
-from runtime.mesh import Mesh, first_line
+from runtime.mesh import Mesh
 from runtime.optimizer import HomeOptimizer
-
-_CHOSEN = "chosen.pt"
-_TOGETHER = "give all sites one that was written together, or start without --resume"
-_KNOWN = 64
-"""Checkpoints of a folder of which others are told, the last ones."""
+from runtime.transport import Transport
 
 CodecState = dict[str, dict[str, Tensor]]
 """Part of the model -> what its codecs keep, by name."""
@@ -71,54 +65,58 @@ def save_checkpoint(
     codecs: CodecState,
     chosen: Tensor | None,
     barrier: Barrier,
+    transport: Transport,
+    copies: int = 0,
 ) -> Path:
     """Write the state after ``step`` steps; all ranks call it. ``shard`` is of the parameters that all ranks hold alike,
-    ``codecs`` is what this rank's codecs keep, ``chosen`` (at rank 0) how often all ranks chose each expert, ``barrier`` joins
-    all ranks of the run. Raises UserError when the folder cannot be written."""
+    ``codecs`` is what this rank's codecs keep, ``chosen`` (at rank 0) how often all ranks chose each expert, ``barrier`` and
+    ``transport`` join all ranks of the run, and so many other sites keep what one has written. Raises UserError when the folder
+    cannot be written."""
     clear_partial(folder)
     # The same number at all sites, and no other checkpoint's, also of this step. All ranks have cleared when they have it.
     number = int(barrier.agree(float(random.SystemRandom().getrandbits(52))))
     final = folder / checkpoint_name(step)
     partial = folder / f".{final.name}.partial-{number:x}"
-    with _all_ranks(folder, partial, barrier):
+    with together(folder, partial, barrier):
         partial.mkdir(parents=True, exist_ok=True)
         if codecs:
             kept = {part: {name: value.cpu() for name, value in values.items()} for part, values in codecs.items()}
             _write(kept, partial / codec_shard(mesh.run_rank))
         if chosen is not None:
-            _write(chosen, partial / _CHOSEN)
+            _write(chosen, partial / CHOSEN)
         experts = [name for name in optimizer.parameters if name != SHARD]
         _write_once(_state(optimizer, experts), partial / expert_shard(mesh.run_rank))
-    with _all_ranks(folder, partial, barrier):
+    with together(folder, partial, barrier):
         here = [rank for rank in range(mesh.whole.cluster.num_gpus) if (partial / expert_shard(rank)).exists()]
         own = _dense_place(mesh.whole, mesh.run_rank)
         if mesh.run_rank == min(rank for rank in here if _dense_place(mesh.whole, rank) == own):
             _write_once(_dense_state(shard, optimizer), partial / dense_shard(*own))
-    with _all_ranks(folder, partial, barrier):
+    if copies:
+        transfers = _to_other_sites(partial, here, copies, mesh, barrier)
+        with together(folder, partial, barrier):
+            for one in carry(transfers, partial, partial, rank=mesh.run_rank, transport=transport, cluster=mesh.whole.cluster):
+                (partial / arrival(one.name, mesh.run_rank)).replace(partial / one.name)
+    with together(folder, partial, barrier):
         if mesh.run_rank == here[0]:
             sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("*.pt"))}
             write_text(partial / MANIFEST, json.dumps(_manifest(step, number, mesh.whole) | {"bytes": sizes}, indent=1))
-    with _all_ranks(folder, partial, barrier):
+    with together(folder, partial, barrier):
         if mesh.run_rank == here[0]:
             _give_name(partial, final, number)
     return final
 
 
-@contextmanager
-def _all_ranks(folder: Path, partial: Path, barrier: Barrier) -> Iterator[None]:
-    """Ends when all ranks have written what they write inside. Where one cannot, nothing of the checkpoint stays, since the next
-    one may need the room."""
-    failed = None
-    try:
-        yield
-    except (OSError, RuntimeError, UserError) as error:
-        failed = UserError(f"checkpoints.folder: {folder} cannot be written ({first_line(error)})")
-    if barrier.most([failed is not None])[0]:
-        shutil.rmtree(partial, ignore_errors=True)
-        barrier.wait()
-        if failed is not None:
-            raise failed
-        barrier.wait()  # for the rank that ends the run
+def _to_other_sites(partial: Path, here: list[int], copies: int, mesh: Mesh, barrier: Barrier) -> list[Transfer]:
+    """Of all files, until so many sites beside one have each. ``here``: the ranks that see the folder."""
+    mine = {path.name: path.stat().st_size for path in partial.glob("*.pt")} if mesh.run_rank == here[0] else {}
+    told = barrier.gather_json([here[0], mine])
+    transfers = list[Transfer]()
+    if told is not None:
+        roads = Roads(mesh.whole.cluster, [leader for leader, _ in told])
+        for name, file in kept({rank: files for rank, (_, files) in enumerate(told)}).items():
+            roads.copy(name, file, copies)
+        transfers = roads.transfers
+    return [Transfer(*one) for one in barrier.share_json(transfers)]
 
 
 def _state(optimizer: HomeOptimizer, names: list[str]) -> dict[str, dict[str, Tensor]]:
@@ -189,51 +187,6 @@ def _give_name(partial: Path, final: Path, number: int) -> None:
     clear_partial(final.parent)
 
 
-class LastCheckpoint(NamedTuple):
-    """What to go on from."""
-
-    path: Path
-    damaged: list[str]
-    """What is wrong with later ones, as this rank sees them."""
-
-
-def last_checkpoint(folder: Path, barrier: Barrier) -> LastCheckpoint:
-    """The checkpoint with the most steps that all ranks have whole; all ranks call it. Raises UserError when there is none."""
-    mine, damage = dict[int, int](), dict[str, str]()
-    for path in folder.glob("step-*"):
-        if is_checkpoint(path):
-            try:
-                manifest = read_manifest(path)
-                mine[manifest["step"]] = manifest["number"]
-            except UnreadableError as error:
-                damage[path.name] = error.args[0]
-    while True:
-        told = torch.full((_KNOWN, 2), -1, dtype=torch.int64)
-        for place, one in enumerate(sorted(mine.items())[-_KNOWN:]):
-            told[place] = torch.tensor(one)
-        everyone = barrier.gather(told)
-        step = int(barrier.agree(-1.0 if everyone is None else float(_last_of_all(everyone))))
-        name = checkpoint_name(step)
-        if step < 0:
-            break
-        # Of this one only: stores of many checkpoints hold many files.
-        wrong = damage_of(folder / name)
-        if wrong is not None:
-            damage[name] = wrong
-        if not barrier.most([wrong is not None])[0]:
-            return LastCheckpoint(folder / name, [damage[later] for later in sorted(damage) if later > name])
-        del mine[step]
-    if barrier.most([bool(damage)])[0] and not damage:
-        barrier.wait()  # for the rank that ends the run
-    if damage:
-        found = "; ".join(damage[name] for name in sorted(damage))
-        raise UserError(f"checkpoints.folder: {folder} holds no checkpoint that all ranks have whole ({found}); {_TOGETHER}")
-    if not mine:
-        raise UserError(f"checkpoints.folder: {folder} holds no complete checkpoint; start without --resume")
-    steps = ", ".join(map(str, sorted(mine)))
-    raise UserError(f"checkpoints.folder: {folder} holds checkpoints of steps {steps}, none of which all ranks have; {_TOGETHER}")
-
-
 def keep_last(folder: Path, number: int, step: int) -> None:
     """Remove checkpoints of up to ``step`` steps that are older than the last ``number`` whole ones. Several ranks may do so at
     once; what has a checkpoint's name is complete at any time."""
@@ -243,12 +196,6 @@ def keep_last(folder: Path, number: int, step: int) -> None:
         with suppress(OSError):  # another rank has been here
             found[old].rename(folder / f".{found[old].name}.partial-old")
     clear_partial(folder)
-
-
-def _last_of_all(everyone: Sequence[Tensor]) -> int:
-    """Step of the last checkpoint that all ranks have, or -1. everyone: [K, 2] steps and numbers of each rank's."""
-    common = set.intersection(*({(int(step), int(number)) for step, number in one if step >= 0} for one in everyone))
-    return max((step for step, _ in common), default=-1)
 
 
 def load_checkpoint(path: Path, *, mesh: Mesh, shard: DenseShard, optimizer: HomeOptimizer) -> int:
@@ -279,7 +226,7 @@ def load_codecs(path: Path, mesh: Mesh) -> CodecState | None:
 
 def load_chosen(path: Path) -> Tensor | None:
     """How often all ranks had chosen each expert; None where the checkpoint does not say so here."""
-    return read_file(path / _CHOSEN) if (path / _CHOSEN).exists() else None
+    return read_file(path / CHOSEN) if (path / CHOSEN).exists() else None
 
 
 def _load_experts(path: Path, mesh: Mesh, optimizer: HomeOptimizer) -> None:

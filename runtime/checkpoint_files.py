@@ -26,10 +26,12 @@ from runtime.optimizer import MOMENTS
 SCHEMA_VERSION = 3
 _READ_VERSIONS = (2, SCHEMA_VERSION)
 _DENSE_2 = "dense.pt"
+CHOSEN = "chosen.pt"
+"""File with what all gates chose so far; where rank 0 is."""
 LAYOUT = "layout"
 """In a file of dense parameters: where each is in the part, by name."""
 _KEPT = ("weight", *MOMENTS)
-_ELSEWHERE = "another site wrote it: copy what the sites' folders of this name hold into one, or go on under the plan as it was"
+_ELSEWHERE = "another site wrote it: copy what the sites' folders of this name hold into one"
 _WITHOUT = "move the checkpoint away, and the one before it counts"
 
 
@@ -59,10 +61,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     with reading(path / MANIFEST):
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         step, number = int(manifest["step"]), int(manifest.get("number", 0))
-        sizes = dict(manifest.get("bytes", {}))
+        sizes, dense = dict(manifest.get("bytes", {})), list(manifest.get("dense", [_DENSE_2]))
     if path.name != checkpoint_name(step):
         raise UserError(f"checkpoint {path}: is of step {step}; name it {checkpoint_name(step)}")
-    return manifest | {"step": step, "number": number, "bytes": sizes}
+    return manifest | {"step": step, "number": number, "bytes": sizes, "dense": dense}
 
 
 def damage_of(path: Path) -> str | None:
@@ -84,6 +86,27 @@ def is_whole(path: Path) -> bool:
         return damage_of(path) is None
     except UserError:
         return False
+
+
+def whole_files(path: Path) -> dict[str, int]:
+    """Those that are here, and as they were written as far as their sizes tell: how many bytes each has."""
+    sizes = read_manifest(path)["bytes"]
+    with reading(path):
+        here = {one.name: one.stat().st_size for one in sorted(path.glob("*.pt"))}
+    return {name: size for name, size in here.items() if sizes.get(name, size) == size}
+
+
+def needed_files(manifest: Mapping[str, Any]) -> set[str]:
+    """Without which a model is not whole."""
+    return {expert_shard(rank) for rank in {rank for homes in manifest["homes"] for rank in homes}} | set(manifest["dense"])
+
+
+def dense_pieces(file: Path) -> dict[str, tuple[int, int]]:
+    """What of which parameter, as one row, is in a file of dense parameters: the first element, and the one after the last."""
+    content = read_file(file)
+    if LAYOUT not in content:
+        return {name: (0, kept["weight"].numel()) for name, kept in content.items()}
+    return {name: (at["first"], at["first"] + at["end"] - at["begin"]) for name, at in content[LAYOUT].items()}
 
 
 def require_known_version(path: Path, manifest: dict[str, Any]) -> None:
@@ -129,7 +152,7 @@ class SavedDense:
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self._path = path
         self._pieces: dict[str, list[_Piece]] = {}
-        for file in (path / name for name in manifest.get("dense", [_DENSE_2])):
+        for file in (path / name for name in manifest["dense"]):
             content = read_file(file) if file.exists() else {}
             if LAYOUT in content:
                 for name, at in content[LAYOUT].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybridep.errors import UserError
 from hybridep.hugging_face import require_same_model
 from hybridep.run import Run
+from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from runtime.data import training_batches, validation_batches
 
@@ -17,6 +18,16 @@ def check_run(run: Run, workload: Workload) -> None:
         require_same_model(run.weights, workload.model)
     training_batches(run, workload)
     validation_batches(run, workload)
+
+
+def check_copies(run: Run, cluster: Cluster) -> None:
+    """Raises UserError where fewer sites train than are to keep copies of one's checkpoints."""
+    others = len({cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])}) - 1
+    if run.checkpoints.copies > others:
+        raise UserError(
+            f"checkpoints.copies: {run.checkpoints.copies} other sites are to keep what one writes, but {cluster.name} has only "
+            f"{others} others; write at most {others}"
+        )
 
 
 def check_trainable(workload: Workload) -> None:

@@ -22,10 +22,11 @@ from hybridep.routing import load_routing
 from hybridep.run import Run, StepReport
 from hybridep.shares import batch_sequences, first_sequence, site_sequences
 from hybridep.traffic import Op
-from runtime.barrier import Barrier
+from runtime.barrier import PATIENCE_S, Barrier
 from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
-from runtime.checkpoint import keep_last, last_checkpoint, load_checkpoint, load_chosen, save_checkpoint
+from runtime.checkpoint import keep_last, load_checkpoint, load_chosen, save_checkpoint
+from runtime.checkpoint_search import bring, last_checkpoint, shared_folder
 from runtime.codec_state import codec_state, restore_codecs
 from runtime.data import Batches, training_batches, validation_batches
 from runtime.dense_reduce import DenseReduce
@@ -71,7 +72,7 @@ class RankTrainer:
         self._num_sequences = sequences[mesh.location[0]]
         self._first_sequence = first_sequence(cluster, workload, mesh.rank)
         self._batches, self._held_out = training_batches(run, workload), validation_batches(run, workload)
-        self._damaged: list[str] = []
+        self._remarks: list[str] = []
         self.spans = SpanRecorder(mesh)
         self.transport = Transport(
             timeout_s=run.exchange_timeout,
@@ -87,6 +88,7 @@ class RankTrainer:
             self._between = between_transport(mesh, groups, run.exchange_timeout, self.spans.transfer)
             self._neighbours = Neighbours(mesh, self._between)
         self._barrier = Barrier(rank=mesh.run_rank, world_size=mesh.whole.cluster.num_gpus, groups=groups)
+        self._files = Transport(timeout_s=PATIENCE_S, streams=mesh.plan.schedule.streams, groups=groups)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)
         weights = initial_weights(run, mesh.whole.workload)
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, weights)
@@ -140,7 +142,7 @@ class RankTrainer:
                 sent[label] += number
                 wan_bytes += 0 if self._in_my_site(peer) else number
         model = self._model_config
-        damaged, self._damaged = self._damaged, []
+        remarks, self._remarks = self._remarks, []
         return StepReport(
             rank=self.mesh.run_rank,
             step=step,
@@ -153,7 +155,7 @@ class RankTrainer:
             sent_bytes=dict(sent),
             wan_bytes=wan_bytes,
             peak_bytes=peak_bytes(self.mesh.device),
-            damaged=damaged,
+            remarks=remarks,
         )
 
     def _gradient_norm(self, step: int) -> float:
@@ -265,15 +267,22 @@ class RankTrainer:
             codecs=codec_state(self.model.routed, self.dense_reduce),
             chosen=self.recorder.chosen_by_all(self._barrier),
             barrier=self._barrier,
+            transport=self._files,
+            copies=self.run.checkpoints.copies,
         )
         if self.run.checkpoints.keep is not None:
             # All ranks have this one by now.
             keep_last(folder, self.run.checkpoints.keep, step)
 
     def restore(self) -> int:
-        """Continue from the last complete checkpoint that all ranks have; returns the number of its steps; all ranks call it."""
-        path, self._damaged = last_checkpoint(self.run.checkpoint_folder, self._barrier)
-        step = load_checkpoint(path, mesh=self.mesh, shard=self.shard, optimizer=self.optimizer)
+        """Continue from the last checkpoint that is whole, wherever its files are; returns the number of its steps; all ranks
+        call it."""
+        mesh, barrier = self.mesh, self._barrier
+        with shared_folder(self.run.checkpoint_folder, mesh.run_rank, barrier) as folder:
+            found = last_checkpoint(folder, mesh.run_rank, barrier)
+            brought = bring(found, folder, mesh=mesh, shard=self.shard, barrier=barrier, transport=self._files)
+        path, self._remarks = found.path, found.remarks + brought
+        step = load_checkpoint(path, mesh=mesh, shard=self.shard, optimizer=self.optimizer)
         self.shard.gather()
         restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)
         if self.mesh.run_rank == 0:

@@ -46,7 +46,7 @@ def command(run: str, local: bool, resume: bool, export: Path | None, overrides:
     from hybridep.launch.session import PLAN_FILE, train
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
     from hybridep.launch.worker import Job
-    from runtime.trainable import check_run
+    from runtime.trainable import check_copies, check_run
 
     config = load_run(run, overrides)
     if export is not None:
@@ -56,6 +56,7 @@ def command(run: str, local: bool, resume: bool, export: Path | None, overrides:
     require_writable("output", config.output)
     check_run(config, cluster_and_workload(config.cluster, config.workload, config.overrides)[1])
     plan = resolve_plan(config)
+    check_copies(config, plan.cluster)
     for line in codec_lines(plan):
         note(f"hybridep train: {line}")
     if not local and not in_lab() and not os.environ.get("RAY_ADDRESS"):
@@ -112,7 +113,7 @@ def _naming_unused(folder: Path, progress: Callable[[StepRecord], None]) -> Call
     here = sorted(path.name for path in checkpoints(folder))
 
     def on_step(record: StepRecord) -> None:
-        for what, rank in record.damaged.items():
+        for what, rank in record.remarks.items():
             note(f"hybridep train: {what} (rank {rank})")
         later = [name for name in here if name >= checkpoint_name(record.step)]
         if later:

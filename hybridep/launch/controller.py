@@ -50,13 +50,13 @@ class StepRecord:
     """Of all parameters together, before it was scaled down; None without ``optimizer.max_gradient_norm``."""
     validation_loss: float | None = None
     """Cross entropy per token over the held-out batches, after the step; None where it was not computed."""
-    damaged: dict[str, int] = field(default_factory=dict)
-    """What is wrong with checkpoints that a resumed run passed over before this step -> the first rank that found it so."""
+    remarks: dict[str, int] = field(default_factory=dict)
+    """On the checkpoints of a resumed run, before its first step -> the first rank that has them."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, which has no number that is not finite."""
         losses = {name: finite(getattr(self, name)) for name in ("loss", "balance_loss", "validation_loss")}
-        return {key: value for key, value in (asdict(self) | losses).items() if key != "damaged"}
+        return {key: value for key, value in (asdict(self) | losses).items() if key != "remarks"}
 
 
 def finite(value: float | None) -> float | None:
@@ -85,7 +85,7 @@ def add_up(reports: Sequence[StepReport]) -> StepRecord:
         wan_bytes=sum(report.wan_bytes for report in reports),
         sent_bytes=dict(sorted(sent.items())),
         peak_bytes=max(report.peak_bytes for report in reports),
-        damaged={what: one.rank for one in sorted(reports, key=lambda one: -one.rank) for what in one.damaged},
+        remarks={what: one.rank for one in sorted(reports, key=lambda one: -one.rank) for what in one.remarks},
     )
 
 

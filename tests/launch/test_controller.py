@@ -132,8 +132,8 @@ def test_an_interrupt_stops_the_workers() -> None:
 
 def test_adding_up_keeps_the_fullest_rank_and_the_first_that_saw_damage() -> None:
     reports = [
-        StepReport(rank=rank, step=3, loss_sum=1.0, balance_loss=0.0, tokens=1, step_s=0.5, peak_bytes=peak, damaged=damaged)
-        for rank, (peak, damaged) in enumerate([(5, []), (9, ["a"]), (2, ["a", "b"])])
+        StepReport(rank=rank, step=3, loss_sum=1.0, balance_loss=0.0, tokens=1, step_s=0.5, peak_bytes=peak, remarks=remarks)
+        for rank, (peak, remarks) in enumerate([(5, []), (9, ["a"]), (2, ["a", "b"])])
     ]
     assert add_up(reports).peak_bytes == 9 and add_up(reports).tokens_per_s == 6.0
-    assert add_up(reports).damaged == {"a": 1, "b": 2} and "damaged" not in add_up(reports).as_dict()
+    assert add_up(reports).remarks == {"a": 1, "b": 2} and "remarks" not in add_up(reports).as_dict()

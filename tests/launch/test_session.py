@@ -198,7 +198,7 @@ def test_a_resume_names_checkpoints_that_it_does_not_use(tmp_path: Path, capsys:
         checkpoint(tmp_path, f"step-0000000{step}")
     shown: list[StepRecord] = []
     on_step = _naming_unused(tmp_path, shown.append)
-    on_step(replace(record(3), damaged={"step 6 is gone": 1}))
+    on_step(replace(record(3), remarks={"step 6 is gone": 1}))
     on_step(record(4))
     assert [one.step for one in shown] == [3, 4]
     expected = "goes on from step-00000002, since not all ranks have all of step-00000004, step-00000006, which will be replaced"

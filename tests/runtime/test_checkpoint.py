@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ from training_cases import Case
 from hybridep.errors import UserError
 from hybridep.run import MANIFEST, Optimizer
 from runtime.barrier import Barrier
-from runtime.checkpoint import keep_last, last_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import keep_last, load_checkpoint, save_checkpoint
 from runtime.checkpoint_files import expert_name
+from runtime.checkpoint_search import last_checkpoint, shared_folder
 from runtime.dense_reduce import DenseReduce
 from runtime.dense_shard import SHARD, DenseShard
 from runtime.mesh import Mesh
 from runtime.optimizer import HomeOptimizer
+from runtime.transport import Transport
 
 CASE = Case(sizes=(1, 1), domains=(1, 1), dtype="bf16")
 
@@ -65,15 +68,43 @@ class Alone(Barrier):
     def most(self, values: Sequence[float]) -> list[float]:
         return list(values)
 
-    def gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+    def gather_json(self, value: Any) -> list[Any]:
         return [value]
+
+    def share_json(self, value: Any) -> Any:
+        return value
 
 
 ALONE = Alone()
 
 
+class Nowhere(Transport):
+    """Of one rank, which sends to none."""
+
+    def __init__(self) -> None:
+        pass
+
+
 def save(folder: Path, mesh: Mesh, state: State, step: int) -> Path:
-    return save_checkpoint(folder, step, mesh=mesh, shard=state.shard, optimizer=state, codecs={}, chosen=None, barrier=ALONE)
+    return save_checkpoint(
+        folder,
+        step,
+        mesh=mesh,
+        shard=state.shard,
+        optimizer=state,
+        codecs={},
+        chosen=None,
+        barrier=ALONE,
+        transport=Nowhere(),
+        copies=1,
+    )
+
+
+def last(folder: Path) -> tuple[Path, list[str]]:
+    """The last checkpoint, and what there is to say."""
+    with shared_folder(folder, 0, ALONE) as shared:
+        found = last_checkpoint(shared, 0, ALONE)
+    return found.path, found.remarks
 
 
 def test_state_comes_back_to_the_bit(tmp_path: Path) -> None:
@@ -131,7 +162,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     (tmp_path / "step-00000012").mkdir()
     copytree(tmp_path / "step-00000010", tmp_path / "step-00000010.bak")
     (tmp_path / "step-00000010.bak" / MANIFEST).write_text("")
-    assert last_checkpoint(tmp_path, ALONE).path.name == "step-00000010"
+    assert last(tmp_path)[0].name == "step-00000010"
     assert save(tmp_path, mesh, state, 10).is_dir()
     assert not list(tmp_path.glob(".step-*")), "what an earlier run left is cleared away"
 
@@ -150,12 +181,12 @@ def test_an_end_while_one_is_replaced_leaves_nothing_that_counts(tmp_path: Path,
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("shutil.rmtree", killed)
         save(tmp_path, mesh, state, 10)
-    assert load_checkpoint(last_checkpoint(tmp_path, ALONE).path, mesh=mesh, shard=state.shard, optimizer=state)
+    assert load_checkpoint(last(tmp_path)[0], mesh=mesh, shard=state.shard, optimizer=state)
     # What has the name and is not whole, as after copying that was cut off, is in nobody's way, and kept.
     (path / MANIFEST).unlink()
-    assert last_checkpoint(tmp_path, ALONE).path.name == "step-00000009"
+    assert last(tmp_path)[0].name == "step-00000009"
     save(tmp_path, mesh, state, 10)
-    assert last_checkpoint(tmp_path, ALONE) == (path, []) and not list(tmp_path.glob(".step-*"))
+    assert last(tmp_path) == (path, []) and not list(tmp_path.glob(".step-*"))
     assert len(list(tmp_path.glob("step-00000010.other-*/experts-00000.pt"))) == 1
 
 
@@ -205,16 +236,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, how: str) -> None:
     advance(state, 1)
     before, after = save(tmp_path, mesh, state, 9), save(tmp_path, mesh, state, 10)
     said = damaged(after, how)
-    path, [why] = last_checkpoint(tmp_path, ALONE)
+    path, [why] = last(tmp_path)
     assert path == before and re.fullmatch(f"checkpoint {said}", why)
     # As soon as none is whole that is an error.
     damaged(before, "gone")
-    with pytest.raises(
-        UserError, match=rf"holds no checkpoint that all ranks have whole \(.*9: experts.*; checkpoint {said}\); give"
-    ):
-        last_checkpoint(tmp_path, ALONE)
+    with pytest.raises(UserError, match=rf"holds no checkpoint that is whole, .*\(.*9: experts.*; checkpoint {said}\); bring"):
+        last(tmp_path)
     # Its step replaces it.
-    assert last_checkpoint(save(tmp_path, mesh, state, 10).parent, ALONE) == (after, [])
+    assert last(save(tmp_path, mesh, state, 10).parent) == (after, [])
 
 
 def test_a_checkpoint_that_does_not_know_its_sizes_counts(tmp_path: Path) -> None:
@@ -226,7 +255,7 @@ def test_a_checkpoint_that_does_not_know_its_sizes_counts(tmp_path: Path) -> Non
     del manifest["bytes"]
     (path / MANIFEST).write_text(json.dumps(manifest))
     damaged(path, "cut off")
-    assert last_checkpoint(tmp_path, ALONE) == (path, [])
+    assert last(tmp_path) == (path, [])
 
 
 @pytest.mark.parametrize("full", ["experts-00000", "dense", MANIFEST])
@@ -250,7 +279,7 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     mesh = Mesh(plan=CASE.plan(), rank=0)
     state = optimizer(mesh, 1)
     with pytest.raises(UserError, match="holds no complete checkpoint"):
-        last_checkpoint(tmp_path / "nowhere", ALONE)
+        last(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"checkpoints\.folder: .*file cannot be written"):
         save(tmp_path / "file", mesh, state, 1)
@@ -271,7 +300,7 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"manifest\.json: cannot be read"):
             load()
         with pytest.raises(UserError, match=r"manifest\.json: cannot be read"):
-            last_checkpoint(tmp_path, ALONE)
+            last(tmp_path)
     (path / MANIFEST).write_text(json.dumps(json.loads(original) | {"homes": None}))
     with pytest.raises(UserError, match="cannot be read"):
         load()

@@ -233,6 +233,13 @@ def train_run(rank: int, port: int, run: Run, plan: AnyPlan, resume: bool = Fals
     return reports
 
 
+def run_apart(rank: int, port: int, run: Run, plan: AnyPlan, *arguments: Any) -> list[StepReport] | None:
+    """With a folder of its own for each site."""
+    output = run.output / f"site{rank // plan.cluster.ranks_per_site}"
+    own = run.model_copy(update={"output": output, "checkpoints": run.checkpoints.model_copy(update={"folder": output})})
+    return train_run(rank, port, own, plan, *arguments)
+
+
 def losses_of(reports: Sequence[Sequence[StepReport]]) -> list[float]:
     """Of each step, given all ranks' reports."""
     return [sum(step.loss_sum for step in steps) / sum(step.tokens for step in steps) for steps in zip(*reports, strict=True)]

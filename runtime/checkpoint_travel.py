@@ -1,0 +1,194 @@
+"""A checkpoint's files on their way between sites that share no file system: from where to where, and bringing them there.
+
+A *folder* is what some ranks see alike, called by the lowest of them. Rank 0 decides for all, since it alone hears what all have.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridep.config import sync
+from hybridep.errors import UserError
+from hybridep.topology import Cluster
+from runtime.barrier import Barrier
+from runtime.mesh import first_line
+from runtime.transport import Transport
+
+_PIECE_BYTES = 8 << 20
+
+
+class Transfer(NamedTuple):
+    """One file on its way, from one rank of the run to another."""
+
+    name: str
+    size_bytes: int
+    source: int
+    destination: int
+
+
+class Kept(NamedTuple):
+    """One file of a checkpoint."""
+
+    size_bytes: int
+    holders: list[int]
+    """Folders that have it."""
+
+
+def kept(have: Mapping[int, Mapping[str, int]]) -> dict[str, Kept]:
+    """By name, the largest first. have: folder -> file -> bytes."""
+    files: dict[str, Kept] = {}
+    for leader in sorted(have):
+        for name, size_bytes in have[leader].items():
+            files.setdefault(name, Kept(size_bytes, [])).holders.append(leader)
+    return {name: files[name] for name in sorted(files, key=lambda name: (-files[name].size_bytes, name))}
+
+
+class Roads:
+    """Takes each file over the links that are the first to be done with it."""
+
+    def __init__(self, cluster: Cluster, leaders: Sequence[int]) -> None:
+        """``leaders``: of each rank the lowest that sees its folder."""
+        self._ranks = {leader: [rank for rank, other in enumerate(leaders) if other == leader] for leader in sorted(set(leaders))}
+        self._dc = {leader: int(cluster.coordinates[leader][0]) for leader in self._ranks}
+        self._site = np.array([cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])])
+        self._access, self._pairs = cluster.access_bytes_per_s, cluster.pair_bytes_per_s
+        size = cluster.sizes[0]
+        self._access_bytes, self._pair_bytes = np.zeros((2, size)), np.zeros((size, size))
+        """That go up from and down to each, and between two of them."""
+        self._sent, self._received = Counter[int](), Counter[int]()
+        """Bytes by rank."""
+        self.transfers: list[Transfer] = []
+
+    def bring(self, name: str, file: Kept, wanted: Collection[int]) -> None:
+        """To each of some folders, from one that has it."""
+        for leader in sorted(set(wanted) - set(file.holders)):
+            self._take(name, file, [leader])
+
+    def copy(self, name: str, file: Kept, copies: int) -> None:
+        """To other sites, until that many beside one have it, or all."""
+        sites = {self._site[self._dc[leader]] for leader in file.holders}
+        while len(sites) <= copies:
+            free = [leader for leader, dc in self._dc.items() if self._site[dc] not in sites]
+            if not free:
+                return
+            sites.add(self._site[self._dc[self._take(name, file, free)]])
+
+    def _take(self, name: str, file: Kept, free: Sequence[int]) -> int:
+        """The folder that gets it."""
+        size_bytes, sources = file
+        begins, ends = (np.array([self._dc[leader] for leader in leaders]) for leaders in (sources, free))
+        up_s, down_s = (self._access_bytes + size_bytes) / self._access
+        done_s = np.maximum(up_s[begins][:, None], down_s[ends])
+        if self._pairs is not None:
+            where = np.ix_(begins, ends)
+            done_s = np.maximum(done_s, (self._pair_bytes[where] + size_bytes) / self._pairs[where])
+        done_s[self._site[begins][:, None] == self._site[ends]] = 0.0
+        first, last = divmod(int(done_s.argmin()), len(free))
+        if done_s[first, last] > 0:
+            self._access_bytes[0, begins[first]] += size_bytes
+            self._access_bytes[1, ends[last]] += size_bytes
+            self._pair_bytes[begins[first], ends[last]] += size_bytes
+        sender = min(self._ranks[sources[first]], key=lambda rank: (self._sent[rank], rank))
+        receiver = min(self._ranks[free[last]], key=lambda rank: (self._received[rank], rank))
+        self._sent[sender] += size_bytes
+        self._received[receiver] += size_bytes
+        self.transfers.append(Transfer(name, size_bytes, sender, receiver))
+        return free[last]
+
+
+def carry(
+    transfers: Sequence[Transfer], source: Path, target: Path, *, rank: int, transport: Transport, cluster: Cluster
+) -> list[Transfer]:
+    """Send and receive what a rank has part in; returns what arrived, each in ``target`` by its :func:`arrival` name and on the
+    disk. All ranks call it with the same transfers. Raises OSError, after the last piece, so that nobody waits for this rank."""
+    mine = [one for one in transfers if one.destination == rank]
+    leaving = _queues((one.destination, one) for one in transfers if one.source == rank)
+    coming = _queues((one.source, one) for one in mine)
+    failed, label = None, f"checkpoint@{cluster.levels[0].name}"
+    while leaving or coming:
+        sends = {peer: torch.zeros(queue[0].stop - queue[0].start, dtype=torch.uint8) for peer, queue in leaving.items()}
+        receives = {peer: torch.zeros(queue[0].stop - queue[0].start, dtype=torch.uint8) for peer, queue in coming.items()}
+        try:
+            for peer, piece in sends.items():
+                _read(source / leaving[peer][0].name, leaving[peer][0].start, piece)
+        except OSError as error:
+            failed = error
+        transport.exchange(sends, receives, label)
+        try:
+            for peer, piece in receives.items() if failed is None else ():
+                _append(target / arrival(coming[peer][0].name, rank), coming[peer][0].start, piece)
+        except OSError as error:
+            failed = error
+        leaving, coming = _without_first(leaving), _without_first(coming)
+    if failed is not None:
+        raise failed
+    for one in mine:
+        with (target / arrival(one.name, rank)).open("ab") as stream:
+            sync(stream)
+    return mine
+
+
+@contextmanager
+def together(folder: Path, partial: Path, barrier: Barrier) -> Iterator[None]:
+    """Ends when all ranks have written what they write inside. Where one cannot, nothing of ``partial`` stays, since the next
+    one may need the room."""
+    failed = None
+    try:
+        yield
+    except (OSError, RuntimeError, UserError) as error:
+        failed = UserError(f"checkpoints.folder: {folder} cannot be written ({first_line(error)})")
+    if barrier.most([failed is not None])[0]:
+        shutil.rmtree(partial, ignore_errors=True)
+        barrier.wait()
+        if failed is not None:
+            raise failed
+        barrier.wait()  # for the rank that ends the run
+
+
+def arrival(name: str, rank: int) -> str:
+    """Name of a file that is not all there yet: of ranks that see each other's files late several may bring the same one."""
+    return f"{name}.{rank}"
+
+
+class _Piece(NamedTuple):
+    name: str
+    start: int
+    stop: int
+
+
+def _queues(files: Iterable[tuple[int, Transfer]]) -> dict[int, deque[_Piece]]:
+    """By peer: the pieces of all files, in order."""
+    queues: dict[int, deque[_Piece]] = {}
+    for peer, one in files:
+        for start in range(0, one.size_bytes, _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, one.size_bytes)
+            queues.setdefault(peer, deque()).append(_Piece(one.name, start, stop))
+    return queues
+
+
+def _without_first(queues: Mapping[int, deque[_Piece]]) -> dict[int, deque[_Piece]]:
+    for queue in queues.values():
+        queue.popleft()
+    return {peer: queue for peer, queue in queues.items() if queue}
+
+
+def _read(path: Path, start: int, piece: Tensor) -> None:
+    with path.open("rb") as stream:
+        stream.seek(start)
+        if stream.readinto(piece.numpy().data) != len(piece):
+            raise OSError(f"{path} ends before its {start + len(piece)} bytes")
+
+
+def _append(path: Path, start: int, piece: Tensor) -> None:
+    with path.open("r+b" if start else "wb") as stream:
+        stream.seek(start)
+        stream.write(piece.numpy().data)

@@ -1,0 +1,287 @@
+"""Checkpoints of sites that share no file system: copies that outlive a site, and files that come from sites that have them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from errno import ENOSPC
+from pathlib import Path
+from shutil import copytree, rmtree
+from typing import Any
+
+import pipelined_cases
+import pytest
+import torch
+from rank_pool import RankFailed, RankPool
+from training_cases import Case, losses_of, run_apart, train_run, training_run
+
+from hybridep.config import build
+from hybridep.pipeline import AnyPlan
+from hybridep.run import MANIFEST, Checkpoints, Run, StepReport
+from hybridep.topology import Cluster
+from runtime import checkpoint_travel
+from runtime.checkpoint_travel import Kept, Roads, Transfer, arrival
+
+pytestmark = pytest.mark.timeout(120)
+
+THREE = Case(sizes=(3, 1), domains=(3, 1))
+"""Three sites of one rank."""
+FOUR = Case(sizes=(2, 2), domains=(2, 1), codecs=(("dc", (("experts", "change-int8"), ("gradients", "int8"))),))
+"""Two sites of two ranks, whose codecs keep something."""
+STAGES = pipelined_cases.CASES[0]
+"""Each of two sites a stage."""
+LAST = "step-00000002"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(4, join=False) as pool:
+        yield pool
+
+
+def train(ranks: RankPool, run: Run, plan: AnyPlan, resume: bool = False, job: Any = run_apart) -> list[list[StepReport]]:
+    """What each rank of the plan reports."""
+    return [reports for reports in ranks.run_with_store(job, run, plan, resume) if reports is not None]
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in (folder / LAST).glob("*.pt")}
+
+
+@pytest.fixture(scope="module")
+def written(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Path, list[float]]]:
+    """By plan and number of copies: the folder of a run of two steps, and the losses of four."""
+    made = {}
+    for name, plan, most in (("three", THREE.plan(), 2), ("four", FOUR.plan(), 1), ("stages", STAGES.plan(), 1)):
+        whole = losses_of(train(ranks, training_run(tmp_path_factory.mktemp("whole"), steps=4), plan))
+        for copies in range(most + 1):
+            run = training_run(output := tmp_path_factory.mktemp(name), steps=2, checkpoints=Checkpoints(copies=copies))
+            assert losses_of(train(ranks, run, plan)) == whole[:2], "copies change nothing in the training"
+            made[name, copies] = output, whole
+    return made
+
+
+Written = dict[tuple[str, int], tuple[Path, list[float]]]
+
+
+def again(source: Path, target: Path, lost: int | None = None) -> Run:
+    """A run that goes on from copies of the folders of all sites but one."""
+    copytree(source, target, dirs_exist_ok=True)
+    if lost is not None:
+        rmtree(target / f"site{lost}")
+    return training_run(target, steps=4)
+
+
+@pytest.mark.parametrize(("name", "copies"), [("three", 0), ("three", 1), ("three", 2), ("four", 1), ("stages", 1)])
+def test_so_many_other_sites_keep_each_file(written: Written, name: str, copies: int) -> None:
+    folders = sorted(written[name, copies][0].glob("site*"))
+    sites = Counter(file for folder in folders for file in files(folder))
+    dense_parts = {"three": 1, "four": 2, "stages": 4}[name]
+    ranks, codecs = len(folders) * (1 if name == "three" else 2), 4 if name == "four" else 0
+    assert len(sites) == ranks + dense_parts + codecs + 1
+    for file, found in sites.items():
+        everywhere = file.startswith("dense") and name != "stages"
+        assert found == (len(folders) if everywhere else copies + 1), file
+    for folder in folders:
+        sizes = {path.name: path.stat().st_size for path in (folder / LAST).glob("*.pt")}
+        assert json.loads((folder / LAST / MANIFEST).read_text())["bytes"] == sizes
+        assert {path.name for path in folder.iterdir()} == {LAST, "routing.npz"} - (
+            {"routing.npz"} if folder != folders[0] else set()
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "copies", "lost"),
+    [("three", 1, 0), ("three", 1, 1), ("three", 2, 2), ("four", 1, 0), ("four", 1, 1), ("stages", 1, 0), ("stages", 1, 1)],
+)
+def test_a_site_that_lost_its_disk_gets_its_files_back(
+    ranks: RankPool, written: Written, tmp_path: Path, name: str, copies: int, lost: int
+) -> None:
+    """To the bit, also where codecs keep something."""
+    source, whole = written[name, copies]
+    plan = {"three": THREE, "four": FOUR, "stages": STAGES}[name].plan()
+    reports = train(ranks, again(source, tmp_path, lost), plan, resume=True)
+    assert losses_of(reports) == whole[2:]
+    [said] = reports[0][0].remarks
+    assert f"{LAST}: " in said and said.endswith(" went to sites that lacked them")
+    assert not any(report.remarks for one in reports[1:] for report in one)
+    back, was = tmp_path / f"site{lost}", source / f"site{lost}"
+    needed = {file for file in files(was) if (back / LAST / file).exists()}
+    assert needed and all((back / LAST / file).read_bytes() == (was / LAST / file).read_bytes() for file in needed)
+    assert json.loads((back / LAST / MANIFEST).read_text())["bytes"].keys() == files(back)
+    assert not list(tmp_path.glob("site*/.step*"))
+
+
+@pytest.mark.parametrize(("name", "lost"), [("three", 1), ("stages", 0)])
+def test_without_copies_what_is_lost_is_named(written: Written, tmp_path: Path, name: str, lost: int) -> None:
+    run, plan = again(written[name, 0][0], tmp_path, lost), {"three": THREE, "stages": STAGES}[name].plan()
+    gone = f"experts-{lost * (1 if name == 'three' else 2):05d}" if name == "three" else "dense-00000-00000"
+    with (
+        RankPool(plan.cluster.num_gpus, join=False) as pool,
+        pytest.raises(RankFailed, match=rf"no site has {gone}\.pt of {LAST}\); bring"),
+    ):
+        train(pool, run, plan, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "copies", "other"),
+    [
+        ("three", 1, Case(sizes=(2, 1), domains=(1, 1))),
+        ("three", 0, replace(THREE, domains=(1, 1), wild=3)),
+        ("four", 1, Case(sizes=(1, 2), domains=(1, 1))),
+        ("stages", 1, pipelined_cases.Case(sizes=(1, 2), stages=((0,),), layers=(5,), domains=({},), micro_batches=1)),
+        ("stages", 0, replace(STAGES, stages=((1,), (0,)), layers=(2, 3))),
+    ],
+    ids=str,
+)
+def test_another_plan_goes_on_with_what_the_sites_have(
+    ranks: RankPool, written: Written, tmp_path: Path, name: str, copies: int, other: Any
+) -> None:
+    """For fewer sites, other homes, other stages: as from one folder with everything."""
+    source, plan = written[name, copies][0], other.plan()
+    sites = plan.cluster.num_gpus // plan.cluster.ranks_per_site
+    run = again(source, tmp_path / "apart")
+    for left in range(sites, 3):
+        rmtree(tmp_path / "apart" / f"site{left}", ignore_errors=True)
+    found = train(ranks, run, plan, resume=True)
+    for folder in sorted(source.glob("site*")):
+        copytree(folder, tmp_path / "one" / "checkpoints", dirs_exist_ok=True)
+    expected = train(ranks, training_run(tmp_path / "one", steps=4), plan, resume=True, job=train_run)
+    assert losses_of(found) == losses_of(expected) and len(found[0]) == 2
+    assert len(found[0][0].remarks) == (sites > 1) and not expected[0][0].remarks, "where all is in one folder nothing is lacking"
+
+
+def test_damaged_files_are_replaced_and_others_put_aside(ranks: RankPool, written: Written, tmp_path: Path) -> None:
+    """A file that was cut off; and a checkpoint of the same step of another run."""
+    source, whole = written["three", 1]
+    run = again(source, tmp_path)
+    cut, stale = tmp_path / "site1" / LAST / "experts-00001.pt", tmp_path / "site2" / LAST
+    original = cut.read_bytes()
+    cut.write_bytes(original[:-1])
+    manifest = json.loads((stale / MANIFEST).read_text())
+    (stale / MANIFEST).write_text(json.dumps(manifest | {"number": manifest["number"] + 1}))
+    reports = train(ranks, run, THREE.plan(), resume=True)
+    assert losses_of(reports) == whole[2:] and cut.read_bytes() == original
+    assert [remark for remark in reports[1][0].remarks if "experts-00001.pt has" in remark]
+    assert [path.name.partition(".other-")[0] for path in tmp_path.glob("site2/step-00000002*")].count(LAST) == 2
+
+
+def run_in_folders(rank: int, port: int, run: Run, plan: AnyPlan, *arguments: Any) -> list[StepReport] | None:
+    """Of four ranks in two sites the second two have a folder each, which are two machines."""
+    output = run.output / f"folder{max(rank - 1, 0)}"
+    own = run.model_copy(update={"output": output, "checkpoints": run.checkpoints.model_copy(update={"folder": output})})
+    return train_run(rank, port, own, plan, *arguments)
+
+
+def test_copies_are_at_other_sites_not_only_on_other_machines(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(sizes=(2, 2), domains=(2, 1))
+    whole = losses_of(train(ranks, training_run(tmp_path / "whole", steps=4), case.plan()))
+    run = training_run(tmp_path, steps=2, checkpoints=Checkpoints(copies=1))
+    train(ranks, run, case.plan(), job=run_in_folders)
+    first, *second = (files(tmp_path / f"folder{number}") for number in range(3))
+    assert first == second[0] | second[1] and {"experts-00002.pt", "experts-00003.pt"} <= first
+    rmtree(tmp_path / "folder1")
+    rmtree(tmp_path / "folder2")
+    assert losses_of(train(ranks, training_run(tmp_path, steps=4), case.plan(), resume=True, job=run_in_folders)) == whole[2:]
+
+
+def run_where_one_cannot_take_copies(rank: int, *arguments: Any) -> list[StepReport] | None:
+    def full(path: Path, start: int, piece: torch.Tensor) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    if rank == 1:
+        checkpoint_travel._append = full
+    return run_apart(rank, *arguments)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_no_part_stays_where_a_copy_finds_no_room(written: Written, tmp_path: Path, resume: bool) -> None:
+    run = training_run(tmp_path, steps=2, checkpoints=Checkpoints(copies=1))
+    if resume:
+        run = again(written["three", 1][0], tmp_path, lost=1)
+    before = {path.relative_to(tmp_path) for path in tmp_path.glob("*/*")}
+    with (
+        RankPool(3, join=False) as pool,
+        pytest.raises(RankFailed, match=r"rank 1:(?s:.)*site1 cannot be written \(.*No space left"),
+    ):
+        train(pool, run, THREE.plan(), resume=resume, job=run_where_one_cannot_take_copies)
+    assert {path.relative_to(tmp_path) for path in tmp_path.glob("*/*")} == before
+
+
+def run_where_pieces_are_small(rank: int, *arguments: Any) -> list[StepReport] | None:
+    checkpoint_travel._PIECE_BYTES = 1000
+    return run_apart(rank, *arguments)
+
+
+def test_large_files_travel_in_pieces(ranks: RankPool, written: Written, tmp_path: Path) -> None:
+    source, whole = written["three", 1]
+    with RankPool(3, join=False) as pool:
+        run = again(source, tmp_path, lost=1)
+        assert losses_of(train(pool, run, THREE.plan(), resume=True, job=run_where_pieces_are_small)) == whole[2:]
+    assert all((tmp_path / "site1" / LAST / name).stat().st_size > 5000 for name in files(tmp_path / "site1") - {"chosen.pt"})
+
+
+def cluster(**changes: Any) -> Cluster:
+    levels = [
+        {"name": "dc", "size": 4, "bandwidth": "1 Gbps", "latency": "1 ms"},
+        {"name": "gpu", "size": 2, "bandwidth": "10 Gbps", "latency": "1 us"},
+    ]
+    gpu = {"throughput": "10 GFLOPS", "memory": "1 GiB", "memory_bandwidth": "5 GB/s"}
+    return build(Cluster, {"name": "test", "levels": levels, "gpu": gpu} | changes, "cluster")
+
+
+LEADERS = [0, 0, 2, 2, 4, 4, 6, 6]
+
+
+def test_copies_go_where_links_are_free() -> None:
+    roads = Roads(cluster(), LEADERS)
+    for file in range(8):
+        roads.copy(f"file{file}", Kept(100, [LEADERS[file]]), 1)
+    assert Counter(one.source for one in roads.transfers) == dict.fromkeys(range(8), 1), "both ranks of a site send one"
+    assert Counter(one.destination for one in roads.transfers) == dict.fromkeys(range(8), 1)
+    assert all(one.source // 2 != one.destination // 2 for one in roads.transfers)
+
+
+def test_copies_go_over_the_fastest_links() -> None:
+    names = [f"s{dc}" for dc in range(4)]
+    fast = {(0, 3), (3, 1), (1, 2), (2, 0)}
+    links = [
+        {"src": names[src], "dst": names[dst], "bandwidth": "900 Mbps" if (src, dst) in fast else "10 Mbps", "latency": "1 ms"}
+        for src in range(4)
+        for dst in range(4)
+        if src != dst
+    ]
+    roads = Roads(cluster(sites=[{"name": name} for name in names], links=links), LEADERS)
+    for leader in (0, 2, 4, 6):
+        roads.copy(f"file{leader}", Kept(100, [leader]), 1)
+    assert {(one.source // 2, one.destination // 2) for one in roads.transfers} == fast
+    roads.bring("wanted", Kept(100, [0, 4, 6]), {2, 4})
+    assert roads.transfers[-1][2:] == (7, 3), "the site with the fast link, the ranks that have done less"
+
+
+def test_pods_of_a_site_are_lost_together() -> None:
+    pods = cluster(
+        levels=[
+            {
+                "name": "dc",
+                "size": 2,
+                "bandwidth": "1 Gbps",
+                "latency": "1 ms",
+                "pods": {"bandwidth": "9 Gbps", "latency": "1 us"},
+            },
+            {"name": "gpu", "size": 2, "bandwidth": "10 Gbps", "latency": "1 us"},
+        ],
+        sites=[{"name": "large", "pods": 3}, {"name": "small"}],
+    )
+    roads = Roads(pods, LEADERS)
+    roads.copy("file", Kept(100, [0]), 1)
+    roads.copy("file", Kept(100, [0, 6]), 1)
+    roads.copy("other", Kept(100, [6]), 3)
+    roads.bring("file", Kept(100, [0, 6]), {2})
+    assert roads.transfers == [Transfer("file", 100, 0, 6), Transfer("other", 100, 6, 0), Transfer("file", 100, 1, 2)]
+
+
+def test_files_of_several_ranks_have_names_of_their_own() -> None:
+    assert arrival("a.pt", 1) != arrival("a.pt", 2) and not Path(arrival("a.pt", 1)).match("*.pt")
