@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from dataclasses import dataclass, field
 from enum import Enum
 from math import cos, pi
@@ -15,8 +13,6 @@ from hybridep.config import Duration, Strict
 
 _LONGEST_EXCHANGE_S = 86400.0
 """A day: what waits for several of them must still be a time that gloo can count."""
-MANIFEST = "manifest.json"
-"""In the folder of a checkpoint that is complete."""
 
 
 class Device(Enum):
@@ -100,24 +96,6 @@ class Checkpoints(Strict):
     """So many of the last ones stay; all when absent."""
     copies: int = Field(default=0, ge=0)
     """So many other sites keep a copy of what a site writes, where sites share no file system: that many may be lost for good."""
-
-
-def checkpoint_name(step: int) -> str:
-    """Of the folder with the state after so many steps."""
-    return f"step-{step:08d}"
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether it is the folder of a complete checkpoint."""
-    return re.fullmatch(r"step-\d{8,}", path.name) is not None and (path / MANIFEST).is_file()
-
-
-def clear_partial(folder: Path) -> None:
-    """Remove what runs left in a folder of checkpoints that ended while they wrote or replaced one."""
-    for path in folder.glob(".step-*.partial*"):
-        if path.is_symlink():
-            path.unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
 
 
 class Run(Strict):

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints, clear_partial, is_checkpoint
 from hybridep.config import sync, sync_folder, write_text
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.placement import IntArray
 from hybridep.plan import Plan
-from hybridep.run import MANIFEST, checkpoint_name, clear_partial, is_checkpoint
 from hybridep.workload import Workload
 from runtime.barrier import Barrier
 from runtime.checkpoint_files import (
@@ -190,7 +190,7 @@ def _give_name(partial: Path, final: Path, number: int) -> None:
 def keep_last(folder: Path, number: int, step: int) -> None:
     """Remove checkpoints of up to ``step`` steps that are older than the last ``number`` whole ones. Several ranks may do so at
     once; what has a checkpoint's name is complete at any time."""
-    found = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*") if is_checkpoint(path)}
+    found = {int(path.name.removeprefix("step-")): path for path in checkpoints(folder)}
     whole = sorted(one for one in found if one <= step and is_whole(found[one]))
     for old in [one for one in found if one < whole[-number]] if len(whole) >= number else []:
         with suppress(OSError):  # another rank has been here

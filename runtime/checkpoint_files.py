@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridep.checkpoint_folders import MANIFEST, checkpoint_name
 from hybridep.errors import UserError
-from hybridep.run import MANIFEST, checkpoint_name
 from hybridep.workload import Workload
 from runtime.mesh import first_line
 from runtime.optimizer import MOMENTS

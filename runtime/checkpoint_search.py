@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints, is_checkpoint
 from hybridep.config import sync_folder, write_text
 from hybridep.errors import UserError
-from hybridep.run import MANIFEST, checkpoint_name, is_checkpoint
 from hybridep.topology import Cluster
 from hybridep.units import counted, format_bytes
 from runtime.barrier import Barrier
@@ -84,17 +84,16 @@ def shared_folder(path: Path, rank: int, barrier: Barrier) -> Iterator[Folder]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def last_checkpoint(folder: Folder, rank: int, barrier: Barrier) -> LastCheckpoint:
-    """The checkpoint with the most steps of which every file is whole at some rank's; all ranks call it. Raises UserError when
-    there is none."""
+def last_checkpoint(folder: Folder, rank: int, barrier: Barrier, *, required: bool = True) -> LastCheckpoint | None:
+    """The checkpoint with the most steps of which every file is whole at some rank's; all ranks call it. None where there is
+    none, or UserError where one is ``required``."""
     mine, damage = dict[int, int](), dict[str, str]()
-    for path in folder.path.glob("step-*") if rank == folder.leader else ():
-        if is_checkpoint(path):
-            try:
-                manifest = read_manifest(path)
-                mine[manifest["step"]] = manifest["number"]
-            except UnreadableError as error:
-                damage[path.name] = error.args[0]
+    for path in checkpoints(folder.path) if rank == folder.leader else ():
+        try:
+            manifest = read_manifest(path)
+            mine[manifest["step"]] = manifest["number"]
+        except UnreadableError as error:
+            damage[path.name] = error.args[0]
     told = barrier.gather_json(sorted(mine.items())[-_KNOWN:])
     candidates = sorted({(step, number) for one in told or [] for step, number in one})
     lacking = list[str]()
@@ -119,6 +118,8 @@ def last_checkpoint(folder: Folder, rank: int, barrier: Barrier) -> LastCheckpoi
         if not answer["gone"]:
             return LastCheckpoint(path, answer["manifest"], [damage[name] for name in sorted(damage) if name >= path.name])
         lacking.append(f"no site has {answer['gone'][0]} of {path.name}")
+    if not required:
+        return None
     if barrier.most([bool(damage)])[0] and not damage:
         barrier.wait()  # for the rank that ends the run
     missing = "; ".join(damage[name] for name in sorted(damage)) or "; ".join(lacking[:1])

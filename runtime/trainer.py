@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridep.checkpoint_folders import put_aside
 from hybridep.config import require_writable
 from hybridep.errors import UserError
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan, order_of_passes
@@ -274,12 +275,20 @@ class RankTrainer:
             # All ranks have this one by now.
             keep_last(folder, self.run.checkpoints.keep, step)
 
-    def restore(self) -> int:
+    def begin(self) -> None:
+        """From the start: what earlier runs left of checkpoints is put aside, in every folder; all ranks call it."""
+        with shared_folder(self.run.checkpoint_folder, self.mesh.run_rank, self._barrier) as folder:
+            if self.mesh.run_rank == folder.leader:
+                put_aside(folder.path)
+
+    def restore(self, *, or_begin: bool = False) -> int:
         """Continue from the last checkpoint that is whole, wherever its files are; returns the number of its steps; all ranks
-        call it."""
+        call it. Where there is none, ``or_begin`` with the weights as they are, else it raises UserError."""
         mesh, barrier = self.mesh, self._barrier
         with shared_folder(self.run.checkpoint_folder, mesh.run_rank, barrier) as folder:
-            found = last_checkpoint(folder, mesh.run_rank, barrier)
+            found = last_checkpoint(folder, mesh.run_rank, barrier, required=not or_begin)
+            if found is None:
+                return 0
             brought = bring(found, folder, mesh=mesh, shard=self.shard, barrier=barrier, transport=self._files)
         path, self._remarks = found.path, found.remarks + brought
         step = load_checkpoint(path, mesh=mesh, shard=self.shard, optimizer=self.optimizer)
@@ -318,9 +327,17 @@ class RankTrainer:
 
 
 def train(
-    run: Run, plan: Plan | PipelinePlan, *, rank: int, store: Store, on_step: Callable[[StepReport], None], resume: bool = False
+    run: Run,
+    plan: Plan | PipelinePlan,
+    *,
+    rank: int,
+    store: Store,
+    on_step: Callable[[StepReport], None],
+    resume: bool = False,
+    or_begin: bool = False,
 ) -> None:
-    """Train ``run`` as rank ``rank`` of ``plan``'s cluster; returns when all its steps are made and saved.
+    """Train ``run`` as rank ``rank`` of ``plan``'s cluster; returns when all its steps are made and saved. ``resume`` goes on
+    from the last checkpoint, ``or_begin`` from the start where there is none.
 
     ``store`` is the rendezvous (``mesh.host_store`` at rank 0, ``mesh.join_store`` elsewhere); ``on_step`` gets a report
     after each step. The process group is opened and closed here. Raises UserError for input that cannot be trained
@@ -330,7 +347,7 @@ def train(
     require_writable("checkpoints.folder", run.checkpoint_folder)
     # One thread per rank: ranks on one machine share its cores, and results do not depend on how many there are.
     torch.set_num_threads(1)
-    if resume:
+    if resume and not or_begin:
         # A checkpoint's take their place at once.
         run = run.model_copy(update={"weights": None})
     mesh = mesh_of(plan, rank, choose_device(run.device, rank))
@@ -338,7 +355,9 @@ def train(
     with process_groups(mesh, store, JOIN_TIMEOUT_S) as groups:
         trainer = RankTrainer(run, mesh, groups)
         try:
-            _steps(trainer, trainer.restore() if resume else 0, fault, on_step)
+            if not resume:
+                trainer.begin()
+            _steps(trainer, trainer.restore(or_begin=or_begin) if resume else 0, fault, on_step)
         finally:
             trainer.close()
 

@@ -90,7 +90,7 @@ def command(run: str, local: bool, resume: bool, export: Path | None, overrides:
 
 
 def _export(run: Run, folder: Path, as_json: bool) -> int:
-    from hybridep.launch.folders import checkpoints
+    from hybridep.checkpoint_folders import checkpoints
     from runtime.public_weights import export_weights
 
     found = sorted(checkpoints(run.checkpoint_folder))
@@ -107,8 +107,7 @@ def _export(run: Run, folder: Path, as_json: bool) -> int:
 def _naming_unused(folder: Path, progress: Callable[[StepRecord], None]) -> Callable[[StepRecord], None]:
     """``progress``; before the first step checkpoints are named that are damaged, or that this machine has of later steps but
     other ranks lack."""
-    from hybridep.launch.folders import checkpoints
-    from hybridep.run import checkpoint_name
+    from hybridep.checkpoint_folders import checkpoint_name, checkpoints
 
     here = sorted(path.name for path in checkpoints(folder))
 

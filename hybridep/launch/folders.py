@@ -1,4 +1,4 @@
-"""Folders of a run: each held by one run at a time, and cleared of what earlier runs left there."""
+"""Folders of a run: each held by one run at a time, or for as long as it takes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from pathlib import Path
 
 from hybridep.errors import HybridEPError, UserError
 from hybridep.launch.lab import LAB_VARIABLE
-from hybridep.run import is_checkpoint
 
 LOCK_FILE = ".hybridep.lock"
-PREVIOUS = "previous"
-"""Inside a folder of checkpoints: those of the run before."""
 
 
 @contextmanager
@@ -57,30 +54,6 @@ def _locked(key: str, path: Path) -> int:
         if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
             return lock
         os.close(lock)
-
-
-def put_aside(folder: Path) -> None:
-    """A run from the start must never be resumed from checkpoints that another one left: they move into ``previous``, in place of
-    those there. Whatever else the folder holds stays as it is. Raises UserError where that is not possible."""
-    ours, previous = checkpoints(folder), folder / PREVIOUS
-    if not ours:
-        return
-    try:
-        previous.mkdir(exist_ok=True)
-        for old in checkpoints(previous):
-            if old.is_symlink():
-                old.unlink()
-            else:
-                shutil.rmtree(old)
-        for path in ours:
-            path.rename(previous / path.name)
-    except OSError as error:
-        raise UserError(f"checkpoints.folder: {error.filename} cannot be put aside ({error.strerror})") from None
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete ones on this machine."""
-    return [path for path in folder.glob("step-*") if is_checkpoint(path)]
 
 
 @contextmanager

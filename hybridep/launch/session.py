@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from hybridep.checkpoint_folders import clear_partial, put_aside
 from hybridep.config import require_writable, write_text
 from hybridep.errors import UserError
 from hybridep.launch.controller import Controller, StepRecord, finite
-from hybridep.launch.folders import held, put_aside
+from hybridep.launch.folders import held
 from hybridep.launch.policies import Patience
 from hybridep.launch.worker import Job
 from hybridep.launch.worker_group import WorkerGroup
 from hybridep.provenance import provenance
-from hybridep.run import clear_partial
 
 STEPS_FILE = "steps.jsonl"
 SUMMARY_FILE = "summary.json"

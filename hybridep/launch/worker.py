@@ -33,6 +33,8 @@ class Job:
     run: Run
     plan: AnyPlan
     resume: bool = False
+    or_begin: bool = False
+    """To resume without a checkpoint is to begin."""
     probe_s: float | None = None
     """Instead of training, measure links and computation, each for about this long."""
     thorough: bool = False
@@ -52,7 +54,13 @@ class Job:
         """One line of JSON."""
         plan = self.plan.model_dump(mode="json", exclude={"provenance"}, exclude_none=True)
         trials = [one.model_dump(mode="json", exclude={"provenance"}, exclude_none=True) for one in self.trials]
-        more = {"resume": self.resume, "probe_s": self.probe_s, "thorough": self.thorough, "trials": trials}
+        more = {
+            "resume": self.resume,
+            "or_begin": self.or_begin,
+            "probe_s": self.probe_s,
+            "thorough": self.thorough,
+            "trials": trials,
+        }
         more |= {"recorded_steps": self.recorded_steps}
         return json.dumps({"run": self.run.model_dump(mode="json"), "plan": plan, **more})
 
@@ -125,7 +133,7 @@ def run_rank(
         def on_step(step: StepReport) -> None:
             report(Stepped(report=step))
 
-        train(job.run, job.plan, rank=rank, store=store, on_step=on_step, resume=job.resume)
+        train(job.run, job.plan, rank=rank, store=store, on_step=on_step, resume=job.resume, or_begin=job.or_begin)
         report(Finished(rank=rank))
     except Exception as error:
         _keep_traceback(job, rank)

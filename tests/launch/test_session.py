@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from launch_cases import make_job
 
+from hybridep.checkpoint_folders import put_aside
 from hybridep.commands.train import _naming_unused
 from hybridep.errors import HybridEPError, UserError, WorkerLostError
 from hybridep.launch.controller import StepRecord
-from hybridep.launch.folders import LOCK_FILE, held, put_aside, scratch_folder
+from hybridep.launch.folders import LOCK_FILE, held, scratch_folder
 from hybridep.launch.host import child_environment
 from hybridep.launch.session import Backend, StepLog, train
 from hybridep.launch.worker_group import Event, Failed, FailureKind, Finished, Stepped

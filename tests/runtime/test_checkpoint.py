@@ -16,8 +16,9 @@ import pytest
 import torch
 from training_cases import Case
 
+from hybridep.checkpoint_folders import MANIFEST
 from hybridep.errors import UserError
-from hybridep.run import MANIFEST, Optimizer
+from hybridep.run import Optimizer
 from runtime.barrier import Barrier
 from runtime.checkpoint import keep_last, load_checkpoint, save_checkpoint
 from runtime.checkpoint_files import expert_name

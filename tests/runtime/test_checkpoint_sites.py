@@ -17,9 +17,10 @@ import torch
 from rank_pool import RankFailed, RankPool
 from training_cases import Case, losses_of, run_apart, train_run, training_run
 
+from hybridep.checkpoint_folders import MANIFEST
 from hybridep.config import build
 from hybridep.pipeline import AnyPlan
-from hybridep.run import MANIFEST, Checkpoints, Run, StepReport
+from hybridep.run import Checkpoints, Run, StepReport
 from hybridep.topology import Cluster
 from runtime import checkpoint_travel
 from runtime.checkpoint_travel import Kept, Roads, Transfer, arrival
@@ -221,6 +222,29 @@ def test_large_files_travel_in_pieces(ranks: RankPool, written: Written, tmp_pat
         run = again(source, tmp_path, lost=1)
         assert losses_of(train(pool, run, THREE.plan(), resume=True, job=run_where_pieces_are_small)) == whole[2:]
     assert all((tmp_path / "site1" / LAST / name).stat().st_size > 5000 for name in files(tmp_path / "site1") - {"chosen.pt"})
+
+
+def test_what_an_earlier_run_left_is_never_gone_on_from(ranks: RankPool, written: Written, tmp_path: Path) -> None:
+    """Also not where another site has all of it: a run from the start puts it aside everywhere."""
+    again(written["three", 2][0], tmp_path)
+    with RankPool(3, join=False) as pool, pytest.raises(RankFailed, match="fault injected"):
+        run = training_run(tmp_path, steps=4)
+        pool.run_with_store(run_apart, run, THREE.plan(), False, "raise:rank=1,step=1")
+    for site in tmp_path.glob("site*"):
+        assert (site / "previous" / LAST / MANIFEST).is_file() and not list(site.glob("step-*"))
+    with RankPool(3, join=False) as pool, pytest.raises(RankFailed, match="holds no complete checkpoint"):
+        train(pool, training_run(tmp_path, steps=4), THREE.plan(), resume=True)
+
+
+def test_a_restarted_run_begins_where_there_is_no_checkpoint(ranks: RankPool, written: Written, tmp_path: Path) -> None:
+    """Nowhere, or of none that is there every file."""
+    source, whole = written["three", 0]
+    again(source, tmp_path / "lost", lost=1)
+    for folder, first in (("new", 0), ("lost", 0), ("whole", 2)):
+        if folder == "whole":
+            again(source, tmp_path / folder)
+        run = training_run(tmp_path / folder, steps=4)
+        assert losses_of(ranks.run_with_store(run_apart, run, THREE.plan(), True, "", True)[:3]) == whole[first:]
 
 
 def cluster(**changes: Any) -> Cluster:

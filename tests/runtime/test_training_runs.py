@@ -17,11 +17,12 @@ import torch
 from rank_pool import RankFailed, RankPool
 from training_cases import Case, losses_of, run_apart, train_run, training_run
 
+from hybridep.checkpoint_folders import MANIFEST
 from hybridep.errors import UserError
 from hybridep.launch.controller import add_up
 from hybridep.plan import Residency
 from hybridep.routing import load_routing
-from hybridep.run import MANIFEST, Checkpoints, Data, Optimizer, Run, StepReport, Validation
+from hybridep.run import Checkpoints, Data, Optimizer, Run, StepReport, Validation
 from hybridep.traffic import step_traffic
 from runtime import checkpoint
 from runtime.reference import ReferenceTrainer

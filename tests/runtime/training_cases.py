@@ -220,7 +220,9 @@ def training_run(output: Path = Path("unused"), **changes: Any) -> Run:
     return Run(**(values | changes))
 
 
-def train_run(rank: int, port: int, run: Run, plan: AnyPlan, resume: bool = False, fault: str = "") -> list[StepReport] | None:
+def train_run(
+    rank: int, port: int, run: Run, plan: AnyPlan, resume: bool = False, fault: str = "", or_begin: bool = False
+) -> list[StepReport] | None:
     """A whole run as one rank; None where the plan has fewer ranks."""
     from runtime.mesh import join_store
     from runtime.trainer import train
@@ -229,7 +231,8 @@ def train_run(rank: int, port: int, run: Run, plan: AnyPlan, resume: bool = Fals
         return None
     os.environ["HYBRIDEP_FAULT"] = fault
     reports: list[StepReport] = []
-    train(run, plan, rank=rank, store=join_store(ADDRESS, port, timeout_s=30), on_step=reports.append, resume=resume)
+    store = join_store(ADDRESS, port, timeout_s=30)
+    train(run, plan, rank=rank, store=store, on_step=reports.append, resume=resume, or_begin=or_begin)
     return reports
 
 
