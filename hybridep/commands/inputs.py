@@ -20,7 +20,7 @@ from hybridep.run import Data, Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
-_MADE_FOR_RUNS = ("auto", "stages", "ep", "full_gather")
+MADE_FOR_RUNS = ("auto", "stages", "ep", "full_gather")
 """Plans that a run may name in place of a file."""
 CONFIGS = Path(hybridep.__file__).resolve().parent / "configs"
 
@@ -148,7 +148,7 @@ def resolve_plan(run: Run) -> AnyPlan:
     """The plan of a run: made now (``auto``, ``stages``, ``ep``, ``full_gather``), or read from its file and compared with the
     run's cluster and workload. Raises what the planner raises, ConfigError and PlanMismatchError."""
     cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
-    if run.plan in _MADE_FOR_RUNS:
+    if run.plan in MADE_FOR_RUNS:
         from hybridep.commands.named_plans import named_plan
         from planner import predict
 
@@ -156,7 +156,7 @@ def resolve_plan(run: Run) -> AnyPlan:
         if not isinstance(made, Plan) or run.plan not in ("ep", "full_gather"):
             return made
         return made.model_copy(update={"prediction": predict(made), "provenance": provenance() | made.provenance})
-    return load_any_plan(plan_file(run.plan, _MADE_FOR_RUNS), cluster=cluster, workload=workload)
+    return load_any_plan(plan_file(run.plan, MADE_FOR_RUNS), cluster=cluster, workload=workload)
 
 
 def plan_file(text: str, names: Sequence[str]) -> Path:

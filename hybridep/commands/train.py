@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from hybridep.errors import UserError
 from hybridep.units import counted
 
 if TYPE_CHECKING:
-    from hybridep.launch.controller import StepRecord
     from hybridep.run import Run
 
 
@@ -25,13 +23,24 @@ if TYPE_CHECKING:
 @click.option("--local", is_flag=True, help="Plain processes instead of Ray actors; unshaped outside `hybridep lab`.")
 @click.option("--resume", is_flag=True, help="Continue from the last complete checkpoint of this run.")
 @click.option(
+    "--max-restarts",
+    "restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Losses of ranks or sites after which it goes on from the last checkpoint: with the sites that answer within half a "
+    "minute, and with the others again, after a checkpoint, once they are back.",
+)
+@click.option(
     "--export",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="Train nothing: write the weights of this run's last checkpoint as Hugging Face keeps them (config.json, safetensors).",
 )
 @set_option
-def command(run: str, local: bool, resume: bool, export: Path | None, overrides: tuple[str, ...], as_json: bool) -> int:
+def command(
+    run: str, local: bool, resume: bool, restarts: int, export: Path | None, overrides: tuple[str, ...], as_json: bool
+) -> int:
     """Train RUN: a shipped run config's name, or the path of one.
 
     With RAY_ADDRESS set: on that Ray cluster, whose nodes carry the label dc=<site>. Without: a cluster of up to 16 ranks is
@@ -39,19 +48,21 @@ def command(run: str, local: bool, resume: bool, export: Path | None, overrides:
     """
     from hybridep.commands.codecs import codec_lines
     from hybridep.commands.inputs import cluster_and_workload, load_run, resolve_plan
+    from hybridep.commands.restarts import train_on
     from hybridep.config import require_writable
-    from hybridep.launch.backends import backend_for, in_lab
+    from hybridep.launch.backends import in_lab
     from hybridep.launch.folders import held
     from hybridep.launch.lab import run_in_lab
-    from hybridep.launch.session import PLAN_FILE, train
+    from hybridep.launch.session import PLAN_FILE
     from hybridep.launch.shaping import lab_spec, why_not_in_lab
     from hybridep.launch.worker import Job
     from runtime.trainable import check_copies, check_run
 
     config = load_run(run, overrides)
     if export is not None:
-        if resume or local:
-            raise UserError(f"--export: trains nothing; leave out {'--resume' if resume else '--local'}")
+        given = {"--resume": resume, "--local": local, "--max-restarts": restarts}
+        if any(given.values()):
+            raise UserError(f"--export: trains nothing; leave out {next(name for name, value in given.items() if value)}")
         return _export(config, export, as_json)
     require_writable("output", config.output)
     check_run(config, cluster_and_workload(config.cluster, config.workload, config.overrides)[1])
@@ -65,7 +76,7 @@ def command(run: str, local: bool, resume: bool, export: Path | None, overrides:
             # The plan goes along, so that it is searched for once.
             with held("output", config.output):
                 plan.save(config.output / PLAN_FILE)
-            options = ["--resume"] * resume + ["--json"] * as_json
+            options = ["--resume"] * resume + ["--json"] * as_json + ["--max-restarts", str(restarts)]
             for override in (*overrides, f"run.plan={json.dumps(str(config.output / PLAN_FILE), ensure_ascii=False)}"):
                 options += ["--set", override]
             again = [sys.executable, "-m", "hybridep.cli", "train", run, *options]
@@ -74,14 +85,11 @@ def command(run: str, local: bool, resume: bool, export: Path | None, overrides:
     if config.trace_step is not None and config.trace_step > config.steps:
         last = f"the last of {counted(config.steps, 'step')}"
         note(f"hybridep train: no timeline, since trace_step {config.trace_step} is beyond {last}")
-    job = Job(run=config, plan=plan, resume=resume)
-    with backend_for(job, local=local) as backend:
-        from hybridep.commands.progress import TrainingProgress
+    from hybridep.commands.progress import TrainingProgress
 
-        ranks, links = counted(plan.cluster.num_gpus, "rank"), "shaped" if backend.shaped else "unshaped"
-        note(f"hybridep train: {ranks}, {backend.name}, {links}")
-        with TrainingProgress(config.steps) as progress:
-            summary = train(job, backend, _naming_unused(config.checkpoint_folder, progress) if resume else progress)
+    with TrainingProgress(config.steps) as progress:
+        job = Job(run=config, plan=plan, resume=resume)
+        summary = train_on(job, local=local, restarts=restarts, on_step=progress)
     if as_json:
         emit(summary)
     else:
@@ -102,26 +110,6 @@ def _export(run: Run, folder: Path, as_json: bool) -> int:
     else:
         stdout_console().print(f"{counted(parameters, 'parameter')} of {found[-1].name} written to {folder}")
     return 0
-
-
-def _naming_unused(folder: Path, progress: Callable[[StepRecord], None]) -> Callable[[StepRecord], None]:
-    """``progress``; before the first step checkpoints are named that are damaged, or that this machine has of later steps but
-    other ranks lack."""
-    from hybridep.checkpoint_folders import checkpoint_name, checkpoints
-
-    here = sorted(path.name for path in checkpoints(folder))
-
-    def on_step(record: StepRecord) -> None:
-        for what, rank in record.remarks.items():
-            note(f"hybridep train: {what} (rank {rank})")
-        later = [name for name in here if name >= checkpoint_name(record.step)]
-        if later:
-            why = f"not all ranks have all of {', '.join(later)}, which will be replaced"
-            note(f"hybridep train: goes on from {checkpoint_name(record.step - 1)}, since {why}")
-        here.clear()
-        progress(record)
-
-    return on_step
 
 
 def _print(summary: dict[str, object]) -> None:

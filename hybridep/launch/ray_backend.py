@@ -1,13 +1,15 @@
-"""Everything that imports Ray: the driver process of a run, and the process that holds a node.
+"""Everything that imports Ray: the driver process of a run, the process that holds a node, and one that asks who is there.
 
     python -m hybridep.launch.ray_backend drive PARENT_PID REPORT_FILE_DESCRIPTOR JOB_FILE ADDRESS
     python -m hybridep.launch.ray_backend node PARENT_PID OPTIONS_OF_RAY_START...
+    python -m hybridep.launch.ray_backend sites PARENT_PID ADDRESS CPUS
 
 The driver is a process of its own because Ray prints to its stdout and ends it when the head node is lost.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -22,7 +24,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hybridep.errors import HybridEPError, UserError
 from hybridep.launch.host import die_with_parent
@@ -36,6 +38,8 @@ _CONNECT_TIMEOUT_S = 30.0
 _PLACE_TIMEOUT_S = 60.0
 _LONG_POLL_S = 5.0
 _NODE_CHECK_S = 1.0
+_ANSWER_S = 20.0
+"""For a node to run a task of nothing, which starts a process there, beside others that compute."""
 _UNREACHABLE_S = 8.0
 """An actor out of reach is dead, or its node is: Ray knows which after some missed health checks."""
 
@@ -230,12 +234,40 @@ def drive(report_file: str, job_file: str, address: str) -> None:
         ray.shutdown()
 
 
+def sites(address: str, cpus: str) -> None:
+    """Prints the sites, as a JSON list, whose nodes run a task within some seconds and have so many CPUs together. What Ray knows
+    of a node that has just been lost, or hangs, is old."""
+    _connect(address)
+    asked: Any = ray.remote(_here)
+    calls, found = dict[Any, tuple[str, float]](), Counter[str]()
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["Alive"] and LABEL in node["Labels"]:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            call = asked.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote()
+            calls[call] = node["Labels"][LABEL], node["Resources"].get("CPU", 0.0)
+    done = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S)[0] if calls else []
+    for call in done:
+        try:
+            ray.get(call)
+        except RayError:
+            continue
+        found[calls[call][0]] += int(calls[call][1])
+    print(json.dumps(sorted(dc for dc, number in found.items() if number >= int(cpus))), flush=True)
+    ray.shutdown()
+
+
+def _here() -> None:
+    """A task that says no more than that somebody did it."""
+
+
 def main() -> None:
-    """Entry point of both processes."""
+    """Entry point of all three processes."""
     what, parent, *arguments = sys.argv[1:]
     die_with_parent(int(parent))
     if what == "drive":
         drive(*arguments)
+    elif what == "sites":
+        sites(*arguments)
     else:
         from ray.scripts.scripts import main as ray_main
 

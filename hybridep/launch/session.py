@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,10 +38,10 @@ class Backend:
     patience: Patience = field(default_factory=Patience)
 
 
-def train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) -> dict[str, Any]:
+def train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None], *, lost: Sequence[str] = ()) -> dict[str, Any]:
     """Run ``job`` to its end and return its summary, which is also written to ``summary.json`` beside ``plan.yaml`` and
-    ``steps.jsonl``. Raises UserError when the output cannot be written or another run has it, and what :meth:`Controller.run`
-    raises; the summary is written then, too."""
+    ``steps.jsonl``. ``lost``: losses before, after which it goes on now. Raises UserError when the output cannot be written or
+    another run has it, and what :meth:`Controller.run` raises; the summary is written then, too."""
     output, checkpoints = job.run.output, job.run.checkpoint_folder
     require_writable("output", output)
     with ExitStack() as stack:
@@ -49,10 +49,10 @@ def train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) -> 
         require_writable("checkpoints.folder", checkpoints)
         if not checkpoints.samefile(output):
             stack.enter_context(held("checkpoints.folder", checkpoints))
-        return _train(job, backend, on_step)
+        return _train(job, backend, on_step, lost)
 
 
-def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) -> dict[str, Any]:
+def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None], lost: Sequence[str]) -> dict[str, Any]:
     output = job.run.output
     if not job.resume:
         put_aside(job.run.checkpoint_folder)
@@ -73,7 +73,7 @@ def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None]) ->
     finally:
         log.close()
         clear_partial(job.run.checkpoint_folder)
-        summary = summarise(job, backend, made, error)
+        summary = summarise(job, backend, made, error) | {"lost": list(lost)}
         # A resume that finds nothing to do leaves what the run before says of its steps.
         if error is not None or made.losses or not (output / SUMMARY_FILE).exists():
             try:

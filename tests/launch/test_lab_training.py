@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(240), pytest.mark.turns(4)]
 _TIMEOUT_S = 230
 
 PRELUDE = """
-import json, os, subprocess, sys, time
+import json, os, pathlib, shutil, subprocess, sys, tempfile, time
 import psutil
 from hybridep.launch.lab import Lab
 lab = Lab.current()
@@ -97,6 +97,64 @@ def test_ray_trains_in_shaped_datacenters_and_a_dead_node_ends_the_run(run_file:
         assert len(node) == 1
         node[0].kill()
         must_end(process, 5, "rome")
+    """
+    run_in_lab(run_file, program)
+
+
+@pytest.mark.turns(8)
+def test_a_run_outlasts_a_lost_site_and_takes_it_back(run_file: Path) -> None:
+    """With the losses of a run that nothing happened to: the others train on the same batches."""
+    program = """
+        def steps(folder):
+            return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines() if line.endswith("}")]
+
+        def until(process, what):
+            for line in process.stderr:
+                print(line, end="", file=sys.stderr)
+                if what in line:
+                    return
+            raise AssertionError(f"it never said {what}")
+
+        def node(dc):
+            words = {"hybridep.launch.ray_backend", f"--labels=dc={dc}"}
+            [found] = [p for p in psutil.process_iter(["cmdline"]) if words <= set(p.info["cmdline"] or [])]
+            return found
+
+        folder = pathlib.Path(RUN).parent
+        common = ["--set", "workload.training.dtype=fp64", "--set", "checkpoints.every_steps=10", "--set", "checkpoints.keep=2"]
+        process = start("--max-restarts", "1", "--set", "steps=100000", *common)
+        until_it_trains(process)
+        while len(steps(folder / "output")) < 25:
+            time.sleep(0.1)
+        again = [word for word in node("rome").cmdline() if not word.isdigit()]
+        node("rome").kill()
+        until(process, "rome lost: its Ray node is gone or does not answer; restart 1 of 1, from the last checkpoint")
+        until(process, "goes on without rome")
+        until(process, "1 rank, ray, shaped")
+        until(process, "WAN 0 B/step")
+        # As a user would: the node is started again.
+        # Ray keeps sockets below its folder, whose path must be short.
+        place = tempfile.mkdtemp(prefix="hybridep-")
+        back = [word for word in again[again.index("--block"):] if not word.startswith("--temp-dir")] + [f"--temp-dir={place}"]
+        command = [*lab.process_prefix("rome"), sys.executable, "-m", "hybridep.launch.ray_backend", "node", str(os.getpid())]
+        holder = subprocess.Popen([*command, *back], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until(process, "lost sites are back")
+        until(process, "2 ranks, ray, shaped")
+        until_it_trains(process)
+        process.send_signal(2)
+        process.communicate()
+        holder.kill()
+        holder.wait()
+        shutil.rmtree(place, ignore_errors=True)
+        summary = json.loads((folder / "output" / "summary.json").read_text())
+        assert len(summary["lost"]) == 1 and "rome lost" in summary["lost"][0] and summary["wan_bytes_per_step"] > 0
+        made = steps(folder / "output")
+        assert [one["step"] for one in made] == list(range(1, len(made) + 1))
+        assert made[0]["wan_bytes"] > 0 == made[60]["wan_bytes"]
+        expected = start("--local", *common, "--set", "steps=60", "--set", f"run.output={folder}/unbroken")
+        assert expected.wait() == 0, expected.stderr.read()
+        for one, other in zip(made, steps(folder / "unbroken")):
+            assert abs(one["loss"] / other["loss"] - 1) < 1e-7, (one, other)
     """
     run_in_lab(run_file, program)
 
