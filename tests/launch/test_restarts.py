@@ -1,0 +1,205 @@
+"""Runs that go on after losses, with ranks that only play events and sites that are at hand as a test says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_cases import make_job
+
+from hybridep.commands import restarts
+from hybridep.commands.restarts import train_on
+from hybridep.config import build
+from hybridep.errors import InfeasibleError, UserError, WorkerLostError
+from hybridep.launch.session import Backend
+from hybridep.launch.worker import Job
+from hybridep.launch.worker_group import DcLost, Event, Finished, Stepped
+from hybridep.pipeline import PipelinePlan
+from hybridep.run import StepReport
+from hybridep.shares import batch_sequences
+
+DCS = ["dc0", "dc1", "dc2", "dc3"]
+
+
+class Played:
+    """All ranks of a job report steps, from one on, and then do ``end``; without it they finish."""
+
+    def __init__(self, job: Job, steps: range, end: Event | None = None) -> None:
+        ranks = range(job.plan.cluster.num_gpus)
+        self._events: list[list[Event]] = [[Stepped(report=report(rank, step)) for rank in ranks] for step in steps]
+        self._events.append([end] if end is not None else [Finished(rank=rank) for rank in ranks])
+
+    def start(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        return self._events.pop(0) if self._events else []
+
+
+def report(rank: int, step: int) -> StepReport:
+    return StepReport(rank=rank, step=step, loss_sum=1.0, balance_loss=0.0, tokens=1, step_s=1.0)
+
+
+Attempt = Callable[[Job], Played]
+
+
+class Stage:
+    """On which attempts are played, and what is asked for meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, attempts: list[Attempt], at_hand: list[list[str]]) -> None:
+        self.jobs: list[Job] = []
+        self._attempts, self._at_hand = attempts, at_hand
+        monkeypatch.setattr(restarts, "backend_for", self._backend)
+        monkeypatch.setattr(restarts, "sites_at_hand", self._sites)
+        monkeypatch.setattr(restarts, "_PATIENCE_S", 0.0)
+        monkeypatch.setenv("RAY_ADDRESS", "somewhere")
+
+    @contextmanager
+    def _backend(self, job: Job, *, local: bool) -> Iterator[Backend]:
+        self.jobs.append(job)
+        yield Backend(name="played", group=self._attempts.pop(0)(job), shaped=False)
+
+    def _sites(self, address: str, ranks_per_site: int) -> set[str]:
+        assert (address, ranks_per_site) == ("somewhere", 2)
+        return set(self._at_hand.pop(0) if len(self._at_hand) > 1 else self._at_hand[0])
+
+
+def lose(dc: str, steps: range) -> Attempt:
+    return lambda job: Played(job, steps, DcLost(dc=dc, why="it is gone"))
+
+
+def finish(steps: range) -> Attempt:
+    return lambda job: Played(job, steps)
+
+
+def job_of(folder: Path, **changes: Any) -> Job:
+    """Of four sites of two ranks, with a checkpoint after every second of ten steps."""
+    job = make_job(folder, resume=False)
+    values = {"name": "r", "cluster": "lab-4dc", "workload": "tiny", "output": str(folder), "steps": 10, "plan": "ep"}
+    return replace(job, run=build(type(job.run), values | {"checkpoints": {"every_steps": 2}} | changes, "run"))
+
+
+def test_the_others_go_on_with_the_same_batch_and_all_once_they_are_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(restarts._Asking, "is_so", lambda self: self._ask())
+    # At hand: after the loss, at each of six steps, and when they are back.
+    at_hand = [DCS[1:], *[DCS[1:]] * 2, *[DCS] * 4, DCS]
+    stage = Stage(monkeypatch, [lose("dc0", range(1, 4)), finish(range(3, 11)), finish(range(5, 11))], at_hand)
+    job, shown = job_of(tmp_path), list[int]()
+    summary = train_on(job, local=False, restarts=1, on_step=lambda record: shown.append(record.step))
+    first, second, third = stage.jobs
+    assert first is job and third.plan is job.plan
+    assert second.plan.cluster.site_names == ("dc1", "dc2", "dc3")
+    assert [(one.resume, one.or_begin) for one in stage.jobs] == [(False, False), (True, True), (True, True)]
+    sequences = [
+        batch_sequences(one.plan.cluster, one.plan.workload) * one.plan.workload.training.micro_batches for one in stage.jobs
+    ]
+    assert sequences[0] == sequences[1]
+    # The checkpoint of step 2 was not made by this attempt; that of step 4 is done when step 5 is reported.
+    assert shown == [1, 2, 3, 3, 4, 5, *range(5, 11)]
+    lines = (tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
+    assert summary["lost"] == ["dc0 lost: it is gone"] and summary["status"] == "finished"
+    said = capsys.readouterr().err
+    assert "dc0 lost: it is gone; restart 1 of 1" in said and "goes on without dc0\n" in said and "lost sites are back" in said
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_all_sites_go_on_by_their_plan_where_all_are_at_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    """As they are wherever they are on this machine."""
+    stage = Stage(monkeypatch, [lose("dc2", range(1, 4)), finish(range(3, 11))], [DCS[:2] if local else DCS])
+    job = job_of(tmp_path)
+    train_on(job, local=local, restarts=3, on_step=lambda record: None)
+    assert [one.plan is job.plan for one in stage.jobs] == [True, True]
+
+
+@pytest.mark.parametrize(("at_hand", "restarts_left"), [(DCS, False), ([], True), (["elsewhere"], True)])
+def test_what_cannot_go_on_ends_with_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_hand: list[str], restarts_left: bool
+) -> None:
+    attempts = [lose("dc1", range(1, 4)), lose("dc2", range(3, 6)), lose("dc3", range(3, 7))]
+    stage = Stage(monkeypatch, attempts, [at_hand])
+    with pytest.raises(WorkerLostError, match="dc1 lost" if restarts_left else "dc3 lost"):
+        train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "failed" and summary["exit"] == 5 and len(stage.jobs) == (1 if restarts_left else 3)
+
+
+@pytest.mark.parametrize("error", [InfeasibleError("too large"), UserError("unequal")])
+def test_where_no_plan_for_the_others_is_possible_the_loss_is_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    Stage(monkeypatch, [lose("dc1", range(1, 4))], [DCS[:1]])
+    monkeypatch.setattr(restarts, "named_plan", fails)
+    with pytest.raises(WorkerLostError, match="dc1 lost"):
+        train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+    assert f"the others cannot go on: {error}" in capsys.readouterr().err
+
+
+def test_other_errors_end_a_run_that_has_restarts_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(job: Job) -> Played:
+        raise UserError("no such thing")
+
+    Stage(monkeypatch, [wrong], [DCS])
+    with pytest.raises(UserError, match="no such thing"):
+        train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+
+
+def test_a_pipeline_is_followed_by_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridep.commands.inputs import cluster_and_workload
+    from hybridep.commands.named_plans import named_plan
+
+    cluster, workload = cluster_and_workload("lab-4dc", "tiny", [])
+    pipeline = named_plan("stages", cluster, workload, time_limit_s=1.0)
+    job = replace(job_of(tmp_path, plan=str(tmp_path / "plan.yaml")), plan=pipeline)
+    monkeypatch.setattr(restarts, "named_plan", lambda *what, before: named_plan(*what, before=before, time_limit_s=1.0))
+    stage = Stage(monkeypatch, [lose("dc1", range(1, 4)), finish(range(3, 11))], [["dc0", "dc2", "dc3"]])
+    train_on(job, local=False, restarts=1, on_step=lambda record: None)
+    after = stage.jobs[1].plan
+    assert isinstance(after, PipelinePlan) and "dc1" not in after.cluster.site_names
+    assert (
+        batch_sequences(after.cluster, after.workload) * after.workload.training.micro_batches
+        == batch_sequences(cluster, workload) * workload.training.micro_batches
+    )
+
+
+def test_asking_goes_on_beside_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked, go = [False, True], threading.Event(), threading.Event()
+
+    def ask() -> bool:
+        asked.set()
+        assert go.wait(10)
+        go.clear()
+        return answers.pop(0)
+
+    monkeypatch.setattr(restarts, "_ASK_EVERY_S", 0.0)
+    asking = restarts._Asking(ask)
+    for expected in (False, True):
+        asked.clear()
+        assert not asking.is_so() and asked.wait(10) and not asking.is_so()
+        go.set()
+        assert asking._thread is not None
+        asking._thread.join(10)
+        assert asking._answer is expected
+
+
+def test_a_checkpoint_that_is_not_made_yet_is_nothing_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without checkpoints but at the end the others train on to it."""
+    monkeypatch.setattr(restarts._Asking, "is_so", lambda self: True)
+    stage = Stage(monkeypatch, [lose("dc0", range(1, 4)), finish(range(1, 11))], [DCS[1:]])
+    job = job_of(tmp_path, checkpoints={"every_steps": 0})
+    train_on(job, local=False, restarts=1, on_step=lambda record: None)
+    assert len(stage.jobs) == 2
