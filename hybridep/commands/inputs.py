@@ -17,6 +17,7 @@ from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.plan import Plan
 from hybridep.provenance import provenance
 from hybridep.run import Data, Run
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
@@ -142,6 +143,19 @@ def cluster_and_workload(cluster: str, workload: str, overrides: Iterable[str]) 
     """Both, each with its share of ``overrides``."""
     sorted_out = sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD))
     return load_cluster(cluster, sorted_out[Kind.CLUSTER]), load_workload(workload, sorted_out[Kind.WORKLOAD])
+
+
+def without_sites(cluster: Cluster, workload: Workload, names: Iterable[str]) -> tuple[Cluster, Workload]:
+    """The other sites, and the global batch shared out among them; the name of a site with pods means all of them. Raises
+    UserError for a name that no site has, where none is left, and where sites have unequal shares."""
+    left = list(range(cluster.sizes[0]))
+    for name in names:
+        if not any(name in cluster.site_labels(dc) for dc in range(cluster.sizes[0])):
+            raise UserError(f"--without {name}: {cluster.name} has no such site; {_nearest(name, cluster.site_names)}")
+        left = [dc for dc in left if name not in cluster.site_labels(dc)]
+        if not left:
+            raise UserError(f"--without {name}: no site of {cluster.name} is left")
+    return on_sites(cluster, workload, [cluster.site_name(dc) for dc in left])
 
 
 def resolve_plan(run: Run) -> AnyPlan:

@@ -113,6 +113,12 @@ if TYPE_CHECKING:
     help="With --stages: leave out sites that make others send more than they do for them; the same global batch for the rest.",
 )
 @click.option(
+    "--without",
+    multiple=True,
+    metavar="SITE",
+    help="Plan for the other sites, as when this one is lost or not wanted: the same global batch for them. Repeatable.",
+)
+@click.option(
     "--streams",
     multiple=True,
     metavar="LEVEL=NUMBER",
@@ -152,6 +158,7 @@ def command(
     chunks: int,
     stages: str | None,
     fewer: bool,
+    without: tuple[str, ...],
     streams: tuple[str, ...],
     objective: str,
     budget: str | None,
@@ -166,7 +173,7 @@ def command(
     import planner
     from hybridep.commands import plan_options
     from hybridep.commands.codecs import read_codecs, read_max_loss
-    from hybridep.commands.inputs import cluster_and_workload
+    from hybridep.commands.inputs import cluster_and_workload, without_sites
     from hybridep.commands.interrupts import hurried_by_interrupts
     from hybridep.commands.plan_request import PlanRequest, make
     from hybridep.commands.stages import StagesRequest, write_in_stages
@@ -182,6 +189,8 @@ def command(
     if figure is not None:
         require_figure(figure)
     site, work = cluster_and_workload(cluster, model, overrides)
+    if without:
+        site, work = without_sites(site, work, without)
     plan_options.require_sites(given, site.name, site.sizes[0])
     if fabric is not None:
         site = _on_fabric(site, fabric)

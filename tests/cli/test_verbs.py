@@ -14,9 +14,11 @@ from cli_cases import Inputs, Result
 
 from hybridep.cli import VERBS
 from hybridep.codecs import ExpertCodec
+from hybridep.commands.inputs import cluster_and_workload
 from hybridep.launch.host import child_environment
 from hybridep.plan import load_plan
 from hybridep.routing import RoutingRecord
+from hybridep.shares import batch_sequences
 from simulator.step import simulate_step
 
 Call = Callable[..., Result]
@@ -221,6 +223,29 @@ def test_plan_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
     leaves = inputs.write("leaves.yaml", "name: leaves\ninside: {fat_tree: {workers_per_leaf: 1}}\n")
     refused = call("plan", inputs.cluster, inputs.workload, "-o", path, "--fabric", leaves)
     assert refused.code == 2 and "nothing of what is inside" in refused.err
+
+
+def test_plan_without_some_sites(inputs: Inputs, call: Call) -> None:
+    """For the whole batch; it is read as the cluster's own."""
+    plan = inputs.folder / "plan.yaml"
+    found = call("plan", "pods-4dc", "tiny", "--without", "middle", "--without", "small-a", "-o", plan, "--time-limit", 1)
+    assert found.code == 0, found.err
+    whole, other = cluster_and_workload("pods-4dc", "tiny", [])
+    made = load_plan(plan, cluster=whole, workload=other)
+    left = [dc for dc in range(whole.sizes[0]) if not {"middle", "small-a"} & set(whole.site_labels(dc))]
+    assert 0 < len(left) < whole.sizes[0] - 2 and made.cluster.site_names == tuple(whole.site_name(dc) for dc in left)
+    sequences = [
+        batch_sequences(cluster, workload) * workload.training.micro_batches
+        for cluster, workload in ((whole, other), (made.cluster, made.workload))
+    ]
+    assert sequences[0] == sequences[1]
+    for names, words in (
+        (("s9",), "--without s9: pods-4dc has no such site; "),
+        (("large", "middle", "small-a", "small-b"), "--without small-b: no site of pods-4dc is left"),
+    ):
+        options = [word for name in names for word in ("--without", name)]
+        refused = call("plan", "pods-4dc", "tiny", *options, "-o", inputs.folder / "none.yaml")
+        assert refused.code == 2 and words in refused.err and not (inputs.folder / "none.yaml").exists()
 
 
 def test_plan_for_scenarios(inputs: Inputs, call: Call) -> None:
