@@ -16,7 +16,7 @@ from hybridep.config import load
 from hybridep.errors import UserError
 from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.routing import Routing, load_routing
-from hybridep.shares import of_sites
+from hybridep.shares import of_sites, on_sites, unequal_shares
 from hybridep.topology import Cluster
 from hybridep.units import format_seconds
 
@@ -130,7 +130,9 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     if scenario.course != Course():
 
         def anew(cluster: Cluster) -> AnyPlan:
-            left = of_sites(plan.cluster, plan.workload, cluster.site_names)
+            # As training does: the sites that are left share out the batch, but where sites have shares of their own.
+            whole = plan.cluster, plan.workload
+            left = of_sites(*whole, cluster.site_names) if unequal_shares(whole[0]) else on_sites(*whole, cluster.site_names)[1]
             made = named_plan(scenario.plan, cluster, left, time_limit_s=scenario.planning_time, before=plan)
             return made.with_popularity(plan.popularity) if plan.popularity else made
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +21,12 @@ from hybridep.codecs import Codecs, TokenCodec
 from hybridep.commands import sweeps
 from hybridep.commands.inputs import load_cluster, load_workload, resolve_plan
 from hybridep.commands.named_plans import named_plan
-from hybridep.pipeline import PipelinePlan
+from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
-from hybridep.shares import on_sites
-from hybridep.topology import Cluster
+from hybridep.shares import batch_sequences, on_sites
+from hybridep.topology import Cluster, cluster_data
 from hybridep.workload import Workload
 from simulator.many_steps import without_site
 from simulator.scenario import Scenario, points
@@ -56,15 +57,29 @@ def test_a_run_that_loses_a_site(scenario: Callable[..., object], call: Call) ->
     assert "under 2 plans" in call("simulate", scenario(*lines, f"course: {course}")).out
 
 
-def test_sites_that_are_left_keep_their_sequences(inputs: Inputs, call: Call) -> None:
-    """Of three sites with eight sequences one is lost, and two cannot have 8/3 each."""
+@pytest.mark.parametrize("shares", [False, True])
+def test_sites_that_are_left_share_out_the_batch(
+    inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    """Of three sites with eight sequences one is lost; where sites have shares of their own the others keep theirs."""
     cluster = inputs.write("four.yaml", inputs.cluster.read_text().replace("name: dc, size: 2", "name: dc, size: 4"))
     workload = inputs.write("two.yaml", inputs.workload.read_text().replace("micro_batch_size: 1", "micro_batch_size: 2"))
     three = on_sites(load_cluster(str(cluster)), load_workload(str(workload)), ("dc0", "dc1", "dc2"))
+    if shares:
+        sites = [{"name": name, "tokens": tokens} for name, tokens in (("dc0", 2), ("dc1", 1), ("dc2", 1))]
+        three = (Cluster.model_validate(cluster_data(three[0]) | {"sites": sites}), three[1])
     baseline_plan(*three, Baseline.EP).save(inputs.folder / "plan.yaml")
+    batches = [batch_sequences(*three) * three[1].training.micro_batches]
+
+    def planned(name: str, cluster: Cluster, workload: Workload, **options: Any) -> AnyPlan:
+        batches.append(batch_sequences(cluster, workload) * workload.training.micro_batches)
+        return named_plan(name, cluster, workload, **options)
+
+    monkeypatch.setattr("hybridep.commands.scenarios.named_plan", planned)
     course = "course: {steps: 3, losses: [{site: dc0, at: 0 s}]}"
     result = call("simulate", inputs.write("lost.yaml", f"plan: {inputs.folder / 'plan.yaml'}\n{course}\n"), "--json")
     assert result.code == 0 and len(result.json["run"]["plans"]) == 2, result.err
+    assert batches == ([8, 4] if shares else [8, 8])
 
 
 def test_sweeps_go_on_where_they_stopped(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
