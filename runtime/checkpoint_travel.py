@@ -44,12 +44,17 @@ class Kept(NamedTuple):
 
 
 def kept(have: Mapping[int, Mapping[str, int]]) -> dict[str, Kept]:
-    """By name, the largest first. have: folder -> file -> bytes."""
+    """By name: the largest of each folder first, folders by turns. have: folder -> file -> bytes."""
     files: dict[str, Kept] = {}
     for leader in sorted(have):
         for name, size_bytes in have[leader].items():
             files.setdefault(name, Kept(size_bytes, [])).holders.append(leader)
-    return {name: files[name] for name in sorted(files, key=lambda name: (-files[name].size_bytes, name))}
+    turn, number = dict[str, tuple[int, int]](), Counter[int]()
+    for name in sorted(files, key=lambda name: (-files[name].size_bytes, name)):
+        first = files[name].holders[0]
+        turn[name] = number[first], first
+        number[first] += 1
+    return {name: files[name] for name in sorted(files, key=turn.__getitem__)}
 
 
 class Roads:
@@ -87,12 +92,15 @@ class Roads:
         size_bytes, sources = file
         begins, ends = (np.array([self._dc[leader] for leader in leaders]) for leaders in (sources, free))
         up_s, down_s = (self._access_bytes + size_bytes) / self._access
-        done_s = np.maximum(up_s[begins][:, None], down_s[ends])
+        done_s, both_s = np.maximum(up_s[begins][:, None], down_s[ends]), up_s[begins][:, None] + down_s[ends]
         if self._pairs is not None:
             where = np.ix_(begins, ends)
             done_s = np.maximum(done_s, (self._pair_bytes[where] + size_bytes) / self._pairs[where])
         done_s[self._site[begins][:, None] == self._site[ends]] = 0.0
-        first, last = divmod(int(done_s.argmin()), len(free))
+        # Where the sender's link decides, any receiver is done as soon: the one with the least to receive; of equals the next
+        # site, so that no two send to the same.
+        ahead = (ends - begins[:, None]) % len(self._site)
+        first, last = divmod(int(np.lexsort((ahead.ravel(), both_s.ravel(), done_s.ravel()))[0]), len(free))
         if done_s[first, last] > 0:
             self._access_bytes[0, begins[first]] += size_bytes
             self._access_bytes[1, ends[last]] += size_bytes

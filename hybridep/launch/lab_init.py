@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from types import FrameType
 
 from hybridep.launch import lab_links
@@ -48,7 +49,8 @@ def run_as_init(argv: list[str], environment: dict[str, str]) -> int:
         if command is None:
             early.append(number)
         else:
-            os.kill(command.pid, number)
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(command.pid, number)
 
     # Before the command starts: the kernel drops what a namespace's first process has no handler for.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -59,7 +61,8 @@ def run_as_init(argv: list[str], environment: dict[str, str]) -> int:
         print(f"hybridep lab: cannot run {argv[0]!r}: {error.strerror}", file=sys.stderr)
         return 127
     for early_number in tuple(early):
-        os.kill(command.pid, early_number)
+        with suppress(ProcessLookupError):
+            os.kill(command.pid, early_number)
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == command.pid:

@@ -23,7 +23,7 @@ from hybridep.pipeline import AnyPlan
 from hybridep.run import Checkpoints, Run, StepReport
 from hybridep.topology import Cluster
 from runtime import checkpoint_travel
-from runtime.checkpoint_travel import Kept, Roads, Transfer, arrival
+from runtime.checkpoint_travel import Kept, Roads, Transfer, arrival, kept
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -261,11 +261,21 @@ LEADERS = [0, 0, 2, 2, 4, 4, 6, 6]
 
 def test_copies_go_where_links_are_free() -> None:
     roads = Roads(cluster(), LEADERS)
-    for file in range(8):
+    for file in (0, 2, 4, 6, 1, 3, 5, 7):
         roads.copy(f"file{file}", Kept(100, [LEADERS[file]]), 1)
     assert Counter(one.source for one in roads.transfers) == dict.fromkeys(range(8), 1), "both ranks of a site send one"
     assert Counter(one.destination for one in roads.transfers) == dict.fromkeys(range(8), 1)
     assert all(one.source // 2 != one.destination // 2 for one in roads.transfers)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_sites_keep_as_many_copies_as_others(copies: int) -> None:
+    """Also where what a site sends takes longest, wherever it goes."""
+    roads = Roads(cluster(), LEADERS)
+    for name, file in kept({leader: {f"file{leader}{number}": 100 for number in range(4)} for leader in LEADERS}).items():
+        roads.copy(name, file, copies)
+    assert Counter(one.destination // 2 for one in roads.transfers) == dict.fromkeys(range(4), 4 * copies)
+    assert Counter(one.destination for one in roads.transfers) == dict.fromkeys(range(8), 2 * copies)
 
 
 def test_copies_go_over_the_fastest_links() -> None:
