@@ -158,7 +158,8 @@ def test_damaged_files_are_replaced_and_others_put_aside(ranks: RankPool, writte
     """A file that was cut off; and a checkpoint of the same step of another run."""
     source, whole = written["three", 1]
     run = again(source, tmp_path)
-    cut, stale = tmp_path / "site1" / LAST / "experts-00001.pt", tmp_path / "site2" / LAST
+    cut = tmp_path / "site1" / LAST / "experts-00001.pt"
+    [stale] = [tmp_path / site / LAST for site in ("site0", "site2") if cut.name not in files(tmp_path / site)]
     original = cut.read_bytes()
     cut.write_bytes(original[:-1])
     manifest = json.loads((stale / MANIFEST).read_text())
@@ -166,7 +167,7 @@ def test_damaged_files_are_replaced_and_others_put_aside(ranks: RankPool, writte
     reports = train(ranks, run, THREE.plan(), resume=True)
     assert losses_of(reports) == whole[2:] and cut.read_bytes() == original
     assert [remark for remark in reports[1][0].remarks if "experts-00001.pt has" in remark]
-    assert [path.name.partition(".other-")[0] for path in tmp_path.glob("site2/step-00000002*")].count(LAST) == 2
+    assert [path.name.partition(".other-")[0] for path in stale.parent.glob(f"{LAST}*")].count(LAST) == 2
 
 
 def run_in_folders(rank: int, port: int, run: Run, plan: AnyPlan, *arguments: Any) -> list[StepReport] | None:
