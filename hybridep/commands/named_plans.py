@@ -16,7 +16,12 @@ def named_plan(
 ) -> AnyPlan:
     """A baseline where ``name`` is one; with ``stages`` what ``hybridep plan --stages`` makes, and otherwise what ``hybridep
     plan`` makes. In place of the plan ``before`` it has what that one has: stages, while there are sites for them, its codecs,
-    and copies ahead or tokens in parts. Raises what the planner raises."""
+    copies ahead or tokens in parts, and what it knows of experts' popularity. Raises what the planner raises."""
+    made = _made(name, cluster, workload, time_limit_s, before)
+    return made.with_popularity(before.popularity) if before is not None and before.popularity else made
+
+
+def _made(name: str, cluster: Cluster, workload: Workload, time_limit_s: float, before: AnyPlan | None) -> AnyPlan:
     if name in BASELINES:
         return _baseline(cluster, workload, BASELINES[name])
     codecs = before.codecs if before is not None else {}

@@ -133,8 +133,7 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
             # As training does: the sites that are left share out the batch, but where sites have shares of their own.
             whole = plan.cluster, plan.workload
             left = of_sites(*whole, cluster.site_names) if unequal_shares(whole[0]) else on_sites(*whole, cluster.site_names)[1]
-            made = named_plan(scenario.plan, cluster, left, time_limit_s=scenario.planning_time, before=plan)
-            return made.with_popularity(plan.popularity) if plan.popularity else made
+            return named_plan(scenario.plan, cluster, left, time_limit_s=scenario.planning_time, before=plan)
 
         run = simulate_run(
             plan,

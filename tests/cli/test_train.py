@@ -82,6 +82,33 @@ def test_a_killed_rank_is_named(inputs: Inputs) -> None:
     assert left_running(inputs) == []
 
 
+@pytest.mark.turns(3)
+def test_a_run_goes_on_after_a_rank_was_killed(inputs: Inputs) -> None:
+    """With the losses of one in which none was; the next loss ends it."""
+    words = [sys.executable, "-m", "hybridep.cli", "train", str(inputs.run), "--local", "--max-restarts", "1"]
+    sets = ["--set", "steps=100000", "--set", "checkpoints.every_steps=10", "--set", "checkpoints.keep=2"]
+    log, last, killed = inputs.output / "steps.jsonl", 0, []
+    with subprocess.Popen([*words, *sets], env=child_environment(), stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            steps = [line["step"] for line in lines(log)] if log.exists() and log.read_text().endswith("\n") else []
+            ranks = [one for one in left_running(inputs) if "hybridep.launch.worker" in one.cmdline()]
+            if steps and steps[-1] > last + 12 and len(ranks) == 2:
+                last = int(steps[-1])
+                ranks[len(killed)].kill()
+                killed.append(last)
+            time.sleep(0.05)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 5 and "restart 1 of 1, from the last checkpoint" in said and len(killed) == 2, said
+    made = lines(log)
+    assert [line["step"] for line in made] == list(range(1, len(made) + 1)) and len(made) >= killed[1]
+    summary = json.loads((inputs.output / "summary.json").read_text(encoding="utf-8"))
+    assert len(summary["lost"]) == 1 and "rank 0 in dc0 lost" in summary["lost"][0] and "rank 1 in dc1 lost" in summary["error"]
+    whole = shell("train", inputs.run, "--local", "--json", "--set", "steps=20", "--set", f"run.output={inputs.folder / 'whole'}")
+    assert whole.json["losses"] == [line["loss"] for line in made[:20]]
+    assert left_running(inputs) == []
+
+
 @pytest.mark.turns(2)
 def test_a_rank_that_hangs_is_named(inputs: Inputs) -> None:
     result = shell("train", inputs.run, "--local", environment={"HYBRIDEP_FAULT": "hang:rank=0,step=2"})
