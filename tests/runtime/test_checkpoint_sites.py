@@ -23,6 +23,7 @@ from hybridep.pipeline import AnyPlan
 from hybridep.run import Checkpoints, Run, StepReport
 from hybridep.topology import Cluster
 from runtime import checkpoint_travel
+from runtime.checkpoint_search import _transfers
 from runtime.checkpoint_travel import Kept, Roads, Transfer, arrival, kept
 
 pytestmark = pytest.mark.timeout(120)
@@ -316,6 +317,24 @@ def test_pods_of_a_site_are_lost_together() -> None:
     roads.copy("other", Kept(100, [6]), 3)
     roads.bring("file", Kept(100, [0, 6]), {2})
     assert roads.transfers == [Transfer("file", 100, 0, 6), Transfer("other", 100, 6, 0), Transfer("file", 100, 1, 2)]
+
+
+def test_parts_of_parameters_are_brought_where_they_overlap() -> None:
+    """Whatever parts they were written in, and are read in."""
+    parts = {"a.pt": {"w": [0, 10]}, "b.pt": {"w": [10, 30], "v": [0, 5]}, "c.pt": {"v": [5, 9]}}
+    sizes = {"a.pt": 3, "b.pt": 2, "c.pt": 1}
+
+    def files(*wanted: tuple[str, int, int]) -> list[str]:
+        told = [{"leader": LEADERS[rank], "files": [], "dense": [], "have": {}, "pieces": {}} for rank in range(8)]
+        told[0] |= {"have": sizes, "pieces": parts}
+        told[3] |= {"dense": wanted}
+        transfers = _transfers(told, cluster())
+        assert all(one.source in (0, 1) and one.destination in (2, 3) for one in transfers)
+        return [one.name for one in transfers]
+
+    assert files(("w", 2, 8)) == files(("w", 0, 10)) == ["a.pt"]
+    assert files(("w", 8, 12)) == files(("w", 0, 30)) == ["a.pt", "b.pt"]
+    assert files(("w", 10, 12), ("v", 5, 9)) == ["b.pt", "c.pt"] and files(("v", 5, 6)) == ["c.pt"] and files() == []
 
 
 def test_files_of_several_ranks_have_names_of_their_own() -> None:
