@@ -42,6 +42,9 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
     whole, lost = job, list[str]()
     plan: AnyPlan | None
     ray_address = None if local else os.environ.get("RAY_ADDRESS")
+    if ray_address and restarts and job.resume:
+        # As after a loss: what ended the run may have been one.
+        job = replace(job, plan=_plan_for(whole, _wait_for_sites(ray_address, whole)) or whole.plan)
     while True:
         step = _naming_unused(job.run.checkpoint_folder, on_step) if job.resume else on_step
         if ray_address and job.plan is not whole.plan:

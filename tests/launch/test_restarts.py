@@ -123,6 +123,18 @@ def test_all_sites_go_on_by_their_plan_where_all_are_at_hand(
     assert [one.plan is job.plan for one in stage.jobs] == [True, True]
 
 
+@pytest.mark.parametrize(("restarts_left", "resume"), [(1, True), (0, True), (1, False)])
+def test_a_resumed_run_goes_on_with_the_sites_at_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts_left: int, resume: bool
+) -> None:
+    stage = Stage(monkeypatch, [finish(range(3, 11))], [DCS[1:]])
+    job = replace(job_of(tmp_path), resume=resume)
+    train_on(job, local=False, restarts=restarts_left, on_step=lambda record: None)
+    [first] = stage.jobs
+    assert first.plan.cluster.sizes[0] == (3 if restarts_left and resume else 4)
+    assert first.resume is resume and not first.or_begin, "a resumed run needs a checkpoint"
+
+
 @pytest.mark.parametrize(("at_hand", "restarts_left"), [(DCS, False), ([], True), (["elsewhere"], True)])
 def test_what_cannot_go_on_ends_with_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_hand: list[str], restarts_left: bool
