@@ -90,9 +90,9 @@ def test_the_others_go_on_with_the_same_batch_and_all_once_they_are_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(restarts._Asking, "is_so", lambda self: self._ask())
-    # At hand: after the loss, at each of six steps, and when they are back.
-    at_hand = [DCS[1:], *[DCS[1:]] * 2, *[DCS] * 4, DCS]
-    stage = Stage(monkeypatch, [lose("dc0", range(1, 4)), finish(range(3, 11)), finish(range(5, 11))], at_hand)
+    # Back as soon as the others have gone on.
+    attempts = [lose("dc0", range(1, 4)), finish(range(3, 11)), finish(range(5, 11))]
+    stage = Stage(monkeypatch, attempts, [DCS[1:], DCS])
     job, shown = job_of(tmp_path), list[int]()
     summary = train_on(job, local=False, restarts=1, on_step=lambda record: shown.append(record.step))
     first, second, third = stage.jobs
