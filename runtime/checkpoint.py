@@ -67,11 +67,12 @@ def save_checkpoint(
     barrier: Barrier,
     transport: Transport,
     copies: int = 0,
+    attempt: int = 0,
 ) -> Path:
     """Write the state after ``step`` steps; all ranks call it. ``shard`` is of the parameters that all ranks hold alike,
     ``codecs`` is what this rank's codecs keep, ``chosen`` (at rank 0) how often all ranks chose each expert, ``barrier`` and
-    ``transport`` join all ranks of the run, and so many other sites keep what one has written. Raises UserError when the folder
-    cannot be written."""
+    ``transport`` join all ranks of the run, and so many other sites keep what one has written. ``attempt`` is how often the run
+    has been resumed. Raises UserError when the folder cannot be written."""
     clear_partial(folder)
     # The same number at all sites, and no other checkpoint's, also of this step. All ranks have cleared when they have it.
     number = int(barrier.agree(float(random.SystemRandom().getrandbits(52))))
@@ -80,8 +81,8 @@ def save_checkpoint(
     with together(folder, partial, barrier):
         partial.mkdir(parents=True, exist_ok=True)
         if codecs:
-            kept = {part: {name: value.cpu() for name, value in values.items()} for part, values in codecs.items()}
-            _write(kept, partial / codec_shard(mesh.run_rank))
+            states = {part: {name: value.cpu() for name, value in values.items()} for part, values in codecs.items()}
+            _write(states, partial / codec_shard(mesh.run_rank))
         if chosen is not None:
             _write(chosen, partial / CHOSEN)
         experts = [name for name in optimizer.parameters if name != SHARD]
@@ -99,7 +100,8 @@ def save_checkpoint(
     with together(folder, partial, barrier):
         if mesh.run_rank == here[0]:
             sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("*.pt"))}
-            write_text(partial / MANIFEST, json.dumps(_manifest(step, number, mesh.whole) | {"bytes": sizes}, indent=1))
+            manifest = _manifest(step, number, mesh.whole) | {"attempt": attempt, "bytes": sizes}
+            write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
     with together(folder, partial, barrier):
         if mesh.run_rank == here[0]:
             _give_name(partial, final, number)

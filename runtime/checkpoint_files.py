@@ -60,11 +60,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Of the checkpoint in a folder. Raises UnreadableError where it is damaged, UserError where the folder is misnamed."""
     with reading(path / MANIFEST):
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        step, number = int(manifest["step"]), int(manifest.get("number", 0))
+        step, number, attempt = int(manifest["step"]), int(manifest.get("number", 0)), int(manifest.get("attempt", 0))
         sizes, dense = dict(manifest.get("bytes", {})), list(manifest.get("dense", [_DENSE_2]))
     if path.name != checkpoint_name(step):
         raise UserError(f"checkpoint {path}: is of step {step}; name it {checkpoint_name(step)}")
-    return manifest | {"step": step, "number": number, "bytes": sizes, "dense": dense}
+    return manifest | {"step": step, "number": number, "attempt": attempt, "bytes": sizes, "dense": dense}
 
 
 def damage_of(path: Path) -> str | None:

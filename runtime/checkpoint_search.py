@@ -41,8 +41,6 @@ from runtime.transport import Transport
 
 _KNOWN = 64
 """Checkpoints of a folder of which others are told, the last ones."""
-
-
 _RANKS, _STEP = "ranks", "step"
 
 
@@ -85,24 +83,25 @@ def shared_folder(path: Path, rank: int, barrier: Barrier) -> Iterator[Folder]:
 
 
 def last_checkpoint(folder: Folder, rank: int, barrier: Barrier, *, required: bool = True) -> LastCheckpoint | None:
-    """The checkpoint with the most steps of which every file is whole at some rank's; all ranks call it. None where there is
-    none, or UserError where one is ``required``."""
-    mine, damage = dict[int, int](), dict[str, str]()
+    """The checkpoint with the most steps of which every file is whole at some rank's; all ranks call it. Those that the run wrote
+    before it was last resumed come after all since, whatever their steps: a site may have been away, and steps be made anew in
+    another way. None where there is none, or UserError where one is ``required``."""
+    mine, damage = dict[int, tuple[int, int]](), dict[str, str]()
     for path in checkpoints(folder.path) if rank == folder.leader else ():
         try:
             manifest = read_manifest(path)
-            mine[manifest["step"]] = manifest["number"]
+            mine[manifest["step"]] = manifest["attempt"], manifest["number"]
         except UnreadableError as error:
             damage[path.name] = error.args[0]
-    told = barrier.gather_json(sorted(mine.items())[-_KNOWN:])
-    candidates = sorted({(step, number) for one in told or [] for step, number in one})
+    told = barrier.gather_json([(mine[step][0], step, mine[step][1]) for step in sorted(mine)][-_KNOWN:])
+    candidates = sorted({(attempt, step, number) for one in told or [] for attempt, step, number in one})
     lacking = list[str]()
     while True:
-        step, number = barrier.share_json(candidates.pop() if candidates else (-1, 0))
+        attempt, step, number = barrier.share_json(candidates.pop() if candidates else (0, -1, 0))
         if step < 0:
             break
         path, here = folder.path / checkpoint_name(step), None
-        if mine.get(step) == number:
+        if mine.get(step) == (attempt, number):
             # Of this one only: stores of many checkpoints hold many files.
             here = read_manifest(path) | {"whole": list(whole_files(path))}
             wrong = damage_of(path)

@@ -74,6 +74,7 @@ class RankTrainer:
         self._first_sequence = first_sequence(cluster, workload, mesh.rank)
         self._batches, self._held_out = training_batches(run, workload), validation_batches(run, workload)
         self._remarks: list[str] = []
+        self._attempt = 0
         self.spans = SpanRecorder(mesh)
         self.transport = Transport(
             timeout_s=run.exchange_timeout,
@@ -270,6 +271,7 @@ class RankTrainer:
             barrier=self._barrier,
             transport=self._files,
             copies=self.run.checkpoints.copies,
+            attempt=self._attempt,
         )
         if self.run.checkpoints.keep is not None:
             # All ranks have this one by now.
@@ -290,7 +292,7 @@ class RankTrainer:
             if found is None:
                 return 0
             brought = bring(found, folder, mesh=mesh, shard=self.shard, barrier=barrier, transport=self._files)
-        path, self._remarks = found.path, found.remarks + brought
+        path, self._remarks, self._attempt = found.path, found.remarks + brought, found.manifest["attempt"] + 1
         step = load_checkpoint(path, mesh=mesh, shard=self.shard, optimizer=self.optimizer)
         self.shard.gather()
         restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)

@@ -135,8 +135,7 @@ class _Asking:
 
 
 def _naming_unused(folder: Path, on_step: OnStep) -> OnStep:
-    """``on_step``; before the first step checkpoints are named that are damaged, or that this machine has of later steps but that
-    are not whole."""
+    """``on_step``; before the first step checkpoints are named that are damaged, or of later steps on this machine."""
     here = sorted(path.name for path in checkpoints(folder))
 
     def named(record: StepRecord) -> None:
@@ -144,8 +143,8 @@ def _naming_unused(folder: Path, on_step: OnStep) -> OnStep:
             note(f"hybridep train: {what} (rank {rank})")
         later = [name for name in here if name >= checkpoint_name(record.step)]
         if later:
-            why = f"no site has some files of {', '.join(later)}, which will be replaced"
-            note(f"hybridep train: goes on from {checkpoint_name(record.step - 1)}, since {why}")
+            which = f"{', '.join(later)} {'is' if len(later) == 1 else 'are'} not whole, or older, and will be replaced"
+            note(f"hybridep train: goes on from {checkpoint_name(record.step - 1)}; {which}")
         here.clear()
         on_step(record)
 

@@ -64,7 +64,7 @@ def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
     second = shell("train", inputs.run, "--local", "--json", *parts, "--set", "plan=full_gather", "--resume")
     assert second.code == 0, second.err
     assert f"checkpoint {dense.parent}: {dense.name} is gone (rank 0)\n" in second.err
-    assert "goes on from step-00000001, since no site has some files of step-00000002, which will be replaced" in second.err
+    assert "goes on from step-00000001; step-00000002 is not whole, or older, and will be replaced" in second.err
     assert second.json["first_step"] == 2 and second.json["losses"] == pytest.approx(summary["losses"][1:], rel=1e-4)
     assert [step["step"] for step in lines(inputs.folder / "parts" / "steps.jsonl")] == [1, 2, 3, 4]
     assert left_running(inputs) == []

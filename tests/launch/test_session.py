@@ -202,7 +202,7 @@ def test_a_resume_names_checkpoints_that_it_does_not_use(tmp_path: Path, capsys:
     on_step(replace(record(3), remarks={"step 6 is gone": 1}))
     on_step(record(4))
     assert [one.step for one in shown] == [3, 4]
-    expected = "goes on from step-00000002, since no site has some files of step-00000004, step-00000006, which will be replaced"
+    expected = "goes on from step-00000002; step-00000004, step-00000006 are not whole, or older, and will be replaced"
     assert capsys.readouterr().err == f"hybridep train: step 6 is gone (rank 1)\nhybridep train: {expected}\n"
 
 

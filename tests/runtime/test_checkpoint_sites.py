@@ -171,6 +171,27 @@ def test_damaged_files_are_replaced_and_others_put_aside(ranks: RankPool, writte
     assert [path.name.partition(".other-")[0] for path in stale.parent.glob(f"{LAST}*")].count(LAST) == 2
 
 
+def test_what_was_written_before_the_last_resume_comes_after_all_since(ranks: RankPool, written: Written, tmp_path: Path) -> None:
+    """A site was away with a later checkpoint, all of it, while the others went on from an earlier one in another way."""
+    source, _ = written["three", 2]
+    run = again(source, tmp_path)
+    (later := tmp_path / "site2" / "step-00000009").parent.joinpath(LAST).rename(later)
+    manifest = json.loads((later / MANIFEST).read_text())
+    (later / MANIFEST).write_text(json.dumps(manifest | {"step": 9}))
+    away = later.rename(tmp_path / "away")
+    two = Case(sizes=(2, 1), domains=(1, 1)).plan()
+    assert [report.step for report in train(ranks, run, two, resume=True)[0]] == [3, 4]
+    away.rename(later)
+    longer = run.model_copy(update={"steps": 6})
+    assert [report.step for report in train(ranks, longer, THREE.plan(), resume=True)[0]] == [5, 6]
+    assert json.loads((tmp_path / "site2" / "step-00000006" / MANIFEST).read_text())["attempt"] == 2
+    # Where nothing newer is whole it counts.
+    for site in range(3):
+        for step in (2, 4, 6):
+            rmtree(tmp_path / f"site{site}" / f"step-0000000{step}", ignore_errors=True)
+    assert [report.step for report in train(ranks, run.model_copy(update={"steps": 10}), THREE.plan(), resume=True)[0]] == [10]
+
+
 def run_in_folders(rank: int, port: int, run: Run, plan: AnyPlan, *arguments: Any) -> list[StepReport] | None:
     """Of four ranks in two sites the second two have a folder each, which are two machines."""
     output = run.output / f"folder{max(rank - 1, 0)}"
