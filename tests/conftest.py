@@ -97,7 +97,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of cases that take turns, those whose day it is; all that are asked for by name."""
+    """Of cases that take turns, those whose day it is; all that are asked for by name. First come those that start processes:
+    one worker has enough to do with them, while another one compiles what both need later."""
+    items.sort(key=lambda item: not item.nodeid.startswith(_STARTING_PROCESSES))
     if config.option.every or config.option.keyword or any("::" in argument for argument in config.args):
         return
     kept, others, seen = list[pytest.Item](), list[pytest.Item](), Counter[tuple[str, int]]()

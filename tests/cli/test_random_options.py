@@ -184,6 +184,7 @@ def test_a_plan_or_one_line(seed: int, inputs: Inputs, call: Call) -> None:
     check(seed, inputs, call)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("seed", range(2000, 2012))
 def test_stages_or_one_line(seed: int, inputs: Inputs, call: Call) -> None:
     check(seed, inputs, call, in_stages=True)

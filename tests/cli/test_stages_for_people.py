@@ -30,7 +30,7 @@ BATCH = ("--set", "training.micro_batches=4", "--set", "model.num_layers=4")
 def planned(inputs: Inputs, call: Call, *more: object, cluster: str = FOUR) -> Result:
     site = inputs.write("four.yaml", cluster)
     path = inputs.folder / "plan.yaml"
-    return call("plan", site, inputs.workload, *BATCH, "-o", path, "--time-limit", "5", *more)
+    return call("plan", site, inputs.workload, *BATCH, "-o", path, "--time-limit", "3", *more)
 
 
 def test_several_pipelines_are_written_the_best_first(inputs: Inputs, call: Call) -> None:
@@ -88,7 +88,7 @@ def test_stages_are_drawn_and_so_is_what_has_none(inputs: Inputs, call: Call) ->
     size = drawn.stat().st_size
     assert drawn.read_bytes().startswith(b"\x89PNG") and size > 10_000
     busy = inputs.write("busy.yaml", CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS"))
-    options = ("--stages", "auto", "--figure", drawn, "--time-limit", "5", "--json")
+    options = ("--stages", "auto", "--figure", drawn, "--time-limit", "3", "--json")
     result = call("plan", busy, inputs.workload, "-o", inputs.folder / "plan.yaml", *options)
     assert result.code == 0 and result.json["stages"] == [] and load_plan(inputs.folder / "plan.yaml"), result.err
     assert drawn.read_bytes().startswith(b"\x89PNG") and drawn.stat().st_size != size

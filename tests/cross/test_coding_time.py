@@ -51,6 +51,7 @@ def coded_plan(cluster: Cluster, domains: tuple[int, int], coded: tuple[str, ...
     return Plan(cluster=cluster, workload=workload, layers=(group,), codecs=by_level, schedule=Schedule(**changes))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("schedule", [{}, {"overlap": False}, {"prefetch": 1}], ids=["beside", "serial", "ahead"])
 @pytest.mark.parametrize("coded", [("dc",), ("dc", "gpu")], ids="-".join)
 def test_even_clusters_agree(coded: tuple[str, ...], schedule: dict[str, int]) -> None:

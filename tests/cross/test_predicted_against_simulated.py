@@ -39,6 +39,7 @@ def plans(cluster, workload, residency, schedule):
             yield Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "schedule",
     [Schedule(), Schedule(overlap=False), Schedule(prefetch=1), Schedule(chunks=3)],

@@ -55,6 +55,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solution, "MOST_BOXES", 4)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", FABRICS)
 @pytest.mark.parametrize("which", ["plan", "ep", "full_gather"])
 @pytest.mark.usefixtures("counted")

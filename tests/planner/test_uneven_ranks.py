@@ -89,6 +89,7 @@ def build_batch(workload: Any) -> Any:
     return workload.model_copy(update={"training": training})
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("inner", [(2,), (2, 2)], ids=["by site", "by level"])
 def test_a_rank_that_is_too_small_is_named_with_what_it_lacks(inner: tuple[int, ...]) -> None:
     workload = make_workload(layers=2, experts=4)
@@ -164,7 +165,7 @@ def test_sites_of_which_one_has_a_sequence_more_are_not_taken_for_alike() -> Non
     workload = make_workload(layers=2, experts=4, tokens=64)
     some, work = on_sites(with_sites(cluster, {}, {}, {}), workload, ["s0", "s1"])
     assert site_sequences(some, work) == (2, 1)
-    made = planner.plan(some, work, time_limit_s=3)
+    made = planner.plan(some, work, time_limit_s=1.5)
     cost = step_cost(made)
     assert made.prediction is not None and made.solver is not None and made.prediction.step == pytest.approx(cost.step_s)
     best = best_table(site_problem(some, work))

@@ -144,6 +144,7 @@ def count_coding(found: Counter[tuple[str, str]]) -> None:
             count(one, "gradients", "decode", lambda message, length, dtype: length)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_copies_and_loss(name: str, pool: RankPool) -> None:
     case, bound = CASES[name]
@@ -235,6 +236,7 @@ def resume_coded(rank: int, case: Case, other: Case, folder: Path) -> list[list[
     return losses
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", ["change-int8", "sr-and-top-k"])
 def test_resume(name: str, pool: RankPool, tmp_path: Path) -> None:
     case, bound = CASES[name]

@@ -68,6 +68,7 @@ def train_with_links(rank: int, case: Case) -> Routes:
     return Routes(train_case(rank, case, prepare), on_device, through_host)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_is_the_same(pool: RankPool, case: Case) -> None:
     """As one process trains, with the bytes of the traffic function; only counts, and what leaves a site, pass the host."""

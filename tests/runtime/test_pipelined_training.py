@@ -30,7 +30,7 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_train_the_same_model(ranks: RankPool, case: Case) -> None:
     outcomes: Sequence[Outcome] = ranks.run_with_store(train_case, case)
@@ -48,6 +48,7 @@ CODED = [
 ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", CODED, ids=lambda case: "-".join(codec for _, codec in case.codecs))
 def test_coded_activations_are_those_of_one_process_that_codes_them(ranks: RankPool, case: Case) -> None:
     outcomes: Sequence[Outcome] = ranks.run_with_store(train_case, case)
@@ -98,6 +99,7 @@ def plain(plan: PipelinePlan) -> Plan:
     return baseline_plan(plan.cluster, plan.workload, Baseline.EP_IN_DC)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("then", ["the same", "other stages", "no stages"])
 def test_a_checkpoint_goes_on_under_any_plan(ranks: RankPool, tmp_path: Path, then: str) -> None:
     case = CASES[3]
@@ -137,6 +139,7 @@ def test_what_a_run_in_stages_writes(ranks: RankPool, tmp_path: Path) -> None:
     assert {"activations", "activation_gradients", "expert", "head", "token_dispatch"} <= names
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 def test_a_lost_rank_of_a_stage_is_named_by_its_number_in_the_run(tmp_path: Path, fault: str) -> None:
     # Rank 3 is the second of its stage.

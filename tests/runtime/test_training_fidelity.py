@@ -100,7 +100,7 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_every_plan_on_four_ranks_equals_the_reference(pools: Pools, case: Case) -> None:
     pools.check(case)
@@ -125,6 +125,7 @@ def in_small_pieces(trainer: Any) -> None:
     trainer.dense_reduce.piece = 700
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 2)], ids=str)
 def test_dense_gradients_in_pieces_equal_the_reference(pools: Pools, sizes: tuple[int, ...]) -> None:
     """As those of large models travel inside sites: parts are not multiples of a piece, nor all as long."""
@@ -215,7 +216,7 @@ def test_fp32_follows_the_reference(pools: Pools) -> None:
     check_bytes(case, outcomes)
 
 
-@pytest.mark.parametrize("coded", [False, True], ids=["few", "many-coded"])
+@pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.turns(4))], ids=["few", "many-coded"])
 def test_bf16_follows_the_reference(pools: Pools, coded: bool) -> None:
     """Its token rows put 4-byte ids after 2-byte elements: nothing may rely on alignment. Only losses are compared: where a
     gradient is nearly zero, AdamW turns rounding into a whole step. Sums of many micro-batches are wider than what travels."""
@@ -244,6 +245,7 @@ def gradients_of_equal_micro_batches(rank: int, case: Case, text: Path) -> tuple
         trainer.close()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -279,6 +281,7 @@ def rehearse_gpu(rank: int, case: Case) -> Outcome:
         return train_case(rank, case)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 def test_the_path_of_a_gpu_follows_the_reference(pools: Pools, dtype: str) -> None:
     case = replace(NARROW, dtype=dtype, residency=Residency.MICROBATCH)

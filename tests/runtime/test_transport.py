@@ -209,7 +209,7 @@ def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
             for peer in peers:
                 assert torch.equal(receives[peer], message(peer, rank, 50_000) * factor)
     """
-    all_end_well(program, 4, tmp_path)
+    all_end_well(program, 3, tmp_path)
 
 
 @pytest.mark.turns(2)

@@ -171,6 +171,7 @@ def drawn_circuits(devices: Devices, rng: np.random.Generator) -> IntArray | Non
     return made
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_transfers_end_as_over_devices(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -10,6 +10,7 @@ from simulator.filling import fill
 from simulator.refilling import refill
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("block", range(5))
 def test_a_thousand_random_networks_are_max_min_fair_and_conserve_bytes(block: int, weighted: bool) -> None:
@@ -71,6 +72,7 @@ def test_the_check_tells_unfair_rates_from_fair_ones() -> None:
                 check_max_min(capacity, paths, weights, wrong)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_uneven_all_to_all_ends_when_it_should(seed: int) -> None:
     """Dense traffic, in which the order of the links changes often."""
@@ -97,6 +99,7 @@ def test_links_that_are_passed_over_several_at_a_time(seed: int) -> None:
     np.testing.assert_allclose(run.end_s, fluid_end_s(capacity, paths, np.ones(paths.shape), sizes), rtol=1e-7)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_hubs_whose_users_change_few_links_at_a_time(seed: int) -> None:
     """Most links are as they were at each end and start: levels are computed anew only where flows or their rates changed."""

@@ -28,6 +28,7 @@ def cluster_of(*sizes: int) -> Cluster:
     return make_plan(*sizes).cluster
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("plan", [pytest.param(plan, id=name) for name, plan in (PLANS | UNEVEN).items()])
 def test_each_site_is_one_kind_and_links_between_sites_carry_the_same(plan: Plan) -> None:
     exact, merged = simulate_step(plan), simulate_step(plan, precision=ONE_EACH)

@@ -39,7 +39,7 @@ KEPT = rules(
 
 def test_plans_keep_every_rule(given: tuple[Cluster, Workload]) -> None:
     cluster, workload = given
-    plan = planner.plan(cluster, workload, constraints=KEPT, time_limit_s=6)
+    plan = planner.plan(cluster, workload, constraints=KEPT, time_limit_s=3)
     serve = plan.placements[0].serve[0]
     assert np.isin(serve[:2], [0, 1]).all()
     assert not (serve[:, :3] == 3).any()
@@ -48,7 +48,7 @@ def test_plans_keep_every_rule(given: tuple[Cluster, Workload]) -> None:
     home = plan.placements[0].home_coordinates[0]
     assert not (serve[:, home == 2] == 4).any() and not (serve[:, home == 4] == 2).any()
     assert plan.solver is not None
-    free = planner.plan(cluster, workload, time_limit_s=6)
+    free = planner.plan(cluster, workload, time_limit_s=3)
     assert free.prediction is not None and free.prediction.step <= plan.solver.objective
     planner.check(plan)
 
@@ -129,7 +129,7 @@ def test_files_are_strict(tmp_path_factory: pytest.TempPathFactory) -> None:
 def test_rules_that_forbid_nothing_cost_nothing(entries: list[dict[str, object]]) -> None:
     """Here memory is so tight that layers have different domains, which plans that keep rules do not."""
     cluster, workload = cluster_and_workload("lab-4dc", "tiny", ["gpu.memory=59.6 MB"])
-    free, kept = (planner.plan(cluster, workload, constraints=one, time_limit_s=2) for one in (None, rules(*entries)))
+    free, kept = (planner.plan(cluster, workload, constraints=one, time_limit_s=1) for one in (None, rules(*entries)))
     assert len(free.layers) > 1 and kept.digest == free.digest
 
 

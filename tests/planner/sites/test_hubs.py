@@ -29,6 +29,7 @@ def link_seconds(problem: SiteProblem, table: np.ndarray) -> float:
     return batches * (there + again) + moved
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_hubs_against_every_choice(seed: int) -> None:
     problem = site_problem(random_access_cluster(seed, 4), small_workload(np.random.default_rng(seed), 10))

@@ -103,6 +103,7 @@ def with_trunks(problem: SiteProblem) -> SiteProblem:
     return site_problem(build(Cluster, data, "test"), problem.workload, problem.schedule)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("residency", Residency)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_guide_takes_what_the_exact_cost_takes(seed: int, residency: Residency) -> None:
@@ -168,7 +169,7 @@ def priced_pairs(seed: int, sites: int, experts: int) -> SiteProblem:
     return replace(priced(random_problem(seed, sites, experts), np.random.default_rng(seed)), goal=DOLLARS)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "made",
     [
@@ -183,7 +184,7 @@ def test_a_walk_s_state_is_that_of_its_table(made: SiteProblem) -> None:
     rng, near, moved = np.random.default_rng(1), near_sites(made), 0
     guide = guide_of(made, np.tile(made.home_site, (made.num_sites, 1)), Residency.STEP)
     seed_moves(1)
-    for number in range(500):
+    for number in range(300):
         if number % 50 == 0:
             restart(guide, 2 + number // 50 % 6)
         propose(guide, near)
@@ -211,6 +212,7 @@ def test_a_walk_s_state_is_that_of_its_table(made: SiteProblem) -> None:
     assert_alike(kept[:10], known(anew)[:10])
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("back", [0, 1])
 @pytest.mark.parametrize("make", [random_problem, slow_pairs, lambda *given: with_trunks(random_problem(*given))])
 def test_moves_look_at_the_busiest_link(make: Callable[[int, int, int], SiteProblem], back: int) -> None:
@@ -260,7 +262,7 @@ def walked(problem: SiteProblem, *tables: IntArray, moves: int = 1500) -> Search
     return search
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", range(6))
 def test_walks_end_near_the_best_of_all_tables(seed: int) -> None:
     problem = random_problem(seed, *[(3, 2), (2, 5)][seed % 2])

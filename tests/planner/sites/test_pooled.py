@@ -37,6 +37,7 @@ def plans_of(problem: SiteProblem) -> list[Found]:
     return search.best_apart(100, 0.0)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("kinds", "tied"), [(3, True), (3, False), (SITES, False)])
 def test_programs_are_close_below_every_plan(kinds: int, tied: bool) -> None:
     problem = problem_of(kinds, tied=tied)

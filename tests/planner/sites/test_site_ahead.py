@@ -73,10 +73,10 @@ def test_the_best_depth_of_the_best_plans_is_found(plain: list[Plan]) -> None:
 
 
 def test_plan_finds_them_also_with_rules() -> None:
-    made = planner.plan(CLUSTER, WORKLOAD, time_limit_s=2, ahead=True)
+    made = planner.plan(CLUSTER, WORKLOAD, time_limit_s=1, ahead=True)
     assert made.schedule.prefetch > 0
     rules = Constraints.model_validate({"rules": [{"name": "not s0", "kind": "forbid", "sites": ["s0"], "experts": "8-15"}]})
-    kept = planner.plan(CLUSTER, WORKLOAD, time_limit_s=2, ahead=True, constraints=rules)
+    kept = planner.plan(CLUSTER, WORKLOAD, time_limit_s=1, ahead=True, constraints=rules)
     assert kept.schedule.prefetch > 0 and not kept.placements[0].holds[0, 8:].any()
 
 
@@ -105,6 +105,7 @@ def every_step_s(problem: SiteProblem) -> tuple[float, float]:
     return float(best[0]), float(best.min())
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", [5, 9, 18, 20])
 def test_no_table_with_any_depth_is_faster_than_the_bound(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -335,7 +335,7 @@ MUTATIONS: dict[str, Change] = {
 } | {f"{side} ends too early": shortened(side) for side in SIDES}
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_box_is_caught_by_its_own_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lp, "MOST_VARIABLES", 0)

@@ -17,6 +17,7 @@ NODES = ((), (), (2,), (3,), (2, 3), (1, 2))
 """Levels between sites and ranks."""
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("seed", range(36))
 def test_equals_the_models_on_ranks(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -27,7 +27,7 @@ def given(seed: int = 1, sites: int = 5) -> tuple[Cluster, Workload]:
 
 @pytest.fixture(scope="module")
 def found() -> list[Plan]:
-    return planner.plans(*given(), 3, time_limit_s=8)
+    return planner.plans(*given(), 3, time_limit_s=4)
 
 
 def step_s(plan: Plan) -> float:
@@ -86,11 +86,12 @@ def test_plans_are_equally_fast_where_switching_pays() -> None:
     assert thresholds
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_plans_for_scenarios_are_never_worse_there(quantile: float) -> None:
     cluster, workload = given(seed=6)
     scenarios = planner.interval_scenarios(cluster, 0.6, draws=3)
-    robust = planner.plan_for_scenarios(cluster, workload, scenarios, quantile=quantile, time_limit_s=4)
+    robust = planner.plan_for_scenarios(cluster, workload, scenarios, quantile=quantile, time_limit_s=2)
     assert robust.bound_s <= robust.step_s <= robust.nominal_step_s * (1 + 1e-9)
     assert robust.step_s in robust.steps_s and len(robust.steps_s) == 4
     if quantile == 1.0:
@@ -162,7 +163,7 @@ def test_upgrades_of_a_plan_with_small_domains_inside() -> None:
 def test_upgrades_of_equal_sites_with_small_domains_inside() -> None:
     """Their best plan is no table either; a search from the nearest one finds none as fast."""
     cluster, workload = cluster_and_workload("h100-4dc", "llama-tiny", ())
-    plan = planner.plan(cluster, workload, time_limit_s=5)
+    plan = planner.plan(cluster, workload, time_limit_s=3)
     assert plan.layers[0].domains["gpu"] == 4 < cluster.sizes[-1]
     for one in planner.upgrades(plan, top=1):
         assert one.planned_anew_s <= one.present_s <= step_s(plan) and one.as_it_is_s <= step_s(plan)
@@ -178,11 +179,11 @@ def test_upgrades_have_as_many_connections_as_they_need() -> None:
         "sites": [{"name": "slow", "up": "50 Mbps"}, {"name": "fast"}],
     }
     cluster, workload = build(Cluster, data, "test"), cluster_and_workload("lab-4dc", "tiny", ())[1]
-    plan = planner.plan(cluster, workload, time_limit_s=3)
+    plan = planner.plan(cluster, workload, time_limit_s=2)
     assert plan.schedule.streams == {"dc": 1}
     first, *_ = planner.upgrades(plan, top=1)
     sites = (cluster.sites[0].model_copy(update={"up": 2 * cluster.access_bytes_per_s[0, 0]}), cluster.sites[1])
-    anew = planner.plan(with_links(cluster, sites=sites, links=(), trunks=()), workload, time_limit_s=3)
+    anew = planner.plan(with_links(cluster, sites=sites, links=(), trunks=()), workload, time_limit_s=2)
     assert first.name == "up link of slow" and anew.schedule.streams == {"dc": 2}
     assert first.planned_anew_s == pytest.approx(step_s(anew)) and first.planned_anew_s < 0.8 * first.as_it_is_s
     # Not where so many were asked for.
@@ -199,6 +200,7 @@ def test_matrices_count_experts(found: list[Plan]) -> None:
     assert max(matrices.up_s.max(), matrices.down_s.max(), matrices.pair_s.max()) <= cost.link_s.max()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("after", [("plan", 1), ("plan", 2), ("bound", 3)])
 def test_an_interrupted_search_gives_its_best_plan(after: tuple[str, int]) -> None:
     """Ctrl-C while tables are tried, and while the bound rises."""

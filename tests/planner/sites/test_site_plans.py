@@ -22,11 +22,12 @@ from planner.sites.solution import AMPLE_S
 from simulator.step import simulate_step
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_check_and_beat_equal_domains(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cluster, workload = uneven_cluster(rng, 6, 2), small_workload(rng, 12)
-    made = planner.plan(cluster, workload, time_limit_s=5)
+    made = planner.plan(cluster, workload, time_limit_s=3)
     assert made.solver is not None and made.prediction is not None
     planner.check(made)
     assert made.solver.bound <= made.solver.objective
@@ -49,7 +50,8 @@ def test_memory_that_fits_nothing_says_what_is_missing() -> None:
         planner.plan(uneven_cluster(rng, 4, 2, memory="10 kB"), small_workload(rng, 8), time_limit_s=5)
 
 
-@pytest.mark.parametrize(("sites", "experts", "shared"), [(3, 2, 0), (5, 12, 0), (3, 2, 500), (5, 12, 500)])
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(("sites", "experts", "shared"), [(3, 2, 0), (5, 12, 500), (5, 12, 0), (3, 2, 500)])
 def test_experts_compute_again_where_nothing_fits_otherwise(sites: int, experts: int, shared: int) -> None:
     """All tables tried, and searched; with a wide shared expert, too."""
     rng = np.random.default_rng(3)
@@ -59,7 +61,7 @@ def test_experts_compute_again_where_nothing_fits_otherwise(sites: int, experts:
     workload = workload.model_copy(update={"training": training, "model": model})
 
     def planned(memory: str) -> planner.Plan:
-        made = planner.plan(uneven_cluster(np.random.default_rng(5), sites, 1, memory=memory), workload, time_limit_s=4)
+        made = planner.plan(uneven_cluster(np.random.default_rng(5), sites, 1, memory=memory), workload, time_limit_s=2)
         planner.check(made)
         return made
 
@@ -80,9 +82,9 @@ def test_experts_compute_again_where_nothing_fits_otherwise(sites: int, experts:
 def test_memory_that_forbids_copies_is_respected() -> None:
     rng = np.random.default_rng(11)
     workload = small_workload(rng, 12)
-    ample = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2), workload, time_limit_s=4)
+    ample = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2), workload, time_limit_s=2)
     tight_bytes = ample.predicted.memory_bytes * 0.995
-    tight = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2, memory=f"{tight_bytes:.0f} B"), workload, time_limit_s=4)
+    tight = planner.plan(uneven_cluster(np.random.default_rng(3), 5, 2, memory=f"{tight_bytes:.0f} B"), workload, time_limit_s=2)
     assert tight.predicted.memory_bytes <= tight_bytes * (1 + 1e-4)
     assert tight.predicted.step >= ample.predicted.step
     planner.check(tight)
@@ -93,14 +95,14 @@ def test_sites_of_several_levels() -> None:
     """Planned site by site, too, with rules or without; faster than equal domains here."""
     rng = np.random.default_rng(17)
     cluster, workload = uneven_cluster(rng, 5, 2, nodes=(2,)), small_workload(rng, 12)
-    made = planner.plan(cluster, workload, time_limit_s=4)
+    made = planner.plan(cluster, workload, time_limit_s=2)
     planner.check(made)
     domains = planner.plan_domains(cluster, workload)
     assert made.solver is not None and made.prediction is not None and domains.prediction is not None
     assert made.solver.bound <= made.prediction.step < 0.99 * domains.prediction.step
     assert simulate_step(made).step_s <= made.prediction.step * 1.05
     kept = Rule(name="here", kind=Kind.KEEP_TOKENS, sites=("s0",))
-    ruled = planner.plan(cluster, workload, time_limit_s=5, constraints=Constraints(rules=(kept,)))
+    ruled = planner.plan(cluster, workload, time_limit_s=2.5, constraints=Constraints(rules=(kept,)))
     assert (ruled.placed[0].placement.serve[0][0] == 0).all()
 
 
@@ -121,6 +123,7 @@ def test_bad_profiles(change: object, message: str) -> None:
         build(Cluster, data, "test")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_few_tables_are_all_tried_for_several_plans_too(seed: int) -> None:
     rng = np.random.default_rng(seed)

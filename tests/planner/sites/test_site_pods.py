@@ -132,6 +132,7 @@ def test_trunks_are_bought_where_sites_have_pods() -> None:
     assert any(one.gain_s > 0 for one in upgrades if one.name.startswith("trunk"))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", [9, 11])
 def test_access_links_are_bought_whole_beside_pods(seed: int) -> None:
     """As if the file had said so: what joins a site to pods widens with it, and is not for sale by itself."""

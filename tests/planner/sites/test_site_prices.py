@@ -58,6 +58,7 @@ def test_the_closed_form_equals_the_model_on_ranks(seed: int) -> None:
         assert over_sites[0].step_usd == pytest.approx(expected.step_usd, rel=1e-12)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("seed", "inside"), [(0, 1), (1, 1), (2, 1), (0, 2), (3, 2)])
 def test_cheapest_table_and_bound_against_all_tables(seed: int, inside: int) -> None:
     rng = np.random.default_rng(100 + seed)

@@ -119,6 +119,7 @@ def test_users_hold_what_hubs_have_no_time_for(seed: int) -> None:
     assert copies[fewer == own].max() <= 0.8 * longest * (1 + 1e-9)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("sites", "kinds"), [(60, None), (100, None), (100, 10)])
 def test_hubs_whose_users_hold_some_are_faster_where_links_of_hubs_are_busiest(
     sites: int, kinds: int | None, monkeypatch: pytest.MonkeyPatch

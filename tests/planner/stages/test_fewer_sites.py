@@ -40,7 +40,7 @@ def step_s(cluster: Cluster, sites: tuple[str, ...]) -> float:
     workload = layered_workload(4, micro_batch_size=6)
     try:
         one, work = on_sites(cluster, workload, sites)
-        found = alone(cluster, workload) if len(sites) == 1 else plan_pipeline(one, work, time_limit_s=2)
+        found = alone(cluster, workload) if len(sites) == 1 else plan_pipeline(one, work, time_limit_s=1)
     except HybridEPError:
         return np.inf
     assert found is not None and found.prediction is not None
@@ -73,25 +73,25 @@ def test_no_other_sites_are_better(size: int, kind: str, throughput: str) -> Non
 @pytest.mark.turns(2)
 def test_links_that_are_too_slow_for_what_there_is_to_compute() -> None:
     workload = layered_workload(4, micro_batch_size=6)
-    assert len(sites_that_pay(made(["1 Mbps"] * 4, "30 TFLOPS"), workload, time_limit_s=2).sites) == 1
-    assert len(sites_that_pay(made(["100 Gbps"] * 4, "0.01 TFLOPS"), workload, time_limit_s=2).sites) == 4
+    assert len(sites_that_pay(made(["1 Mbps"] * 4, "30 TFLOPS"), workload, time_limit_s=1).sites) == 1
+    assert len(sites_that_pay(made(["100 Gbps"] * 4, "0.01 TFLOPS"), workload, time_limit_s=1).sites) == 4
     # One that nobody can reach in time.
-    found = sites_that_pay(made(["100 Gbps", "0.1 Mbps", "100 Gbps"], "0.01 TFLOPS"), workload, time_limit_s=2).sites
+    found = sites_that_pay(made(["100 Gbps", "0.1 Mbps", "100 Gbps"], "0.01 TFLOPS"), workload, time_limit_s=1).sites
     assert found == ("s0", "s2")
     # Where one site has no room, two may.
     small = made(["1 Mbps"] * 4, "30 TFLOPS").gpu.model_copy(update={"memory": 6e7})
     tight = made(["1 Mbps"] * 4, "30 TFLOPS").model_copy(update={"gpu": small})
     assert alone(tight, workload) is None
-    assert len(sites_that_pay(tight, workload, time_limit_s=2).sites) >= 2
+    assert len(sites_that_pay(tight, workload, time_limit_s=1).sites) >= 2
 
 
 def test_all_sites_pay_where_no_stages_are_possible_or_those_found_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, workload = made(["100 Gbps"] * 4, "0.01 TFLOPS"), layered_workload(4, micro_batch_size=6)
     tied = workload.model_copy(update={"model": workload.model.model_copy(update={"tie_embeddings": True})})
     for one in (layered_workload(1, micro_batch_size=6), tied):
-        assert len(sites_that_pay(cluster, one, time_limit_s=2).sites) == 4
+        assert len(sites_that_pay(cluster, one, time_limit_s=1).sites) == 4
         with pytest.raises(HybridEPError):
-            sites_that_pay(cluster, one, StageWishes(stages=2), time_limit_s=2)
+            sites_that_pay(cluster, one, StageWishes(stages=2), time_limit_s=1)
     found_by = fewer.plan_pipeline
 
     def found_late(one: Cluster, *asked: Any, **limits: Any) -> PipelinePlan:
@@ -100,8 +100,8 @@ def test_all_sites_pay_where_no_stages_are_possible_or_those_found_are_long(monk
         return found.model_copy(update={"prediction": found.predicted.model_copy(update={"step": longer_s})})
 
     monkeypatch.setattr(fewer, "plan_pipeline", found_late)
-    assert len(sites_that_pay(cluster, workload, time_limit_s=4).sites) == 4
-    assert len(sites_that_pay(cluster, workload, StageWishes(stages=2), time_limit_s=4).sites) == 2
+    assert len(sites_that_pay(cluster, workload, time_limit_s=2).sites) == 4
+    assert len(sites_that_pay(cluster, workload, StageWishes(stages=2), time_limit_s=2).sites) == 2
 
 
 def test_the_cheapest_sites_are_few() -> None:
@@ -110,14 +110,14 @@ def test_the_cheapest_sites_are_few() -> None:
     goal = Goal(objective=Objective.DOLLARS)
     one = alone(cluster, workload, goal=goal)
     assert one is not None and one.prediction is not None and one.prediction.cost is not None
-    cheapest = sites_that_pay(cluster, workload, StageWishes(goal=goal), time_limit_s=2).sites
+    cheapest = sites_that_pay(cluster, workload, StageWishes(goal=goal), time_limit_s=1).sites
     # Ranks that wait are paid for: one that computes all the time by itself costs least, though several are faster.
-    assert len(cheapest) == 1 < len(sites_that_pay(cluster, workload, time_limit_s=2).sites)
+    assert len(cheapest) == 1 < len(sites_that_pay(cluster, workload, time_limit_s=1).sites)
 
 
 def test_as_many_stages_as_are_asked_for_need_as_many_sites() -> None:
     cluster, workload = made(["1 Mbps"] * 4, "30 TFLOPS"), layered_workload(4, micro_batch_size=6)
-    assert len(sites_that_pay(cluster, workload, StageWishes(stages=3), time_limit_s=2).sites) >= 3
+    assert len(sites_that_pay(cluster, workload, StageWishes(stages=3), time_limit_s=1).sites) >= 3
 
 
 def test_rules_hold_among_those_that_are_left() -> None:
@@ -148,9 +148,9 @@ def test_no_choice_is_below_the_bound_and_one_site_meets_it() -> None:
     for rates, throughput in ((["1 Mbps"] * 4, "0.3 TFLOPS"), (["100 Gbps"] * 4, "0.01 TFLOPS"), (["1 Gbps"] * 4, "1 TFLOPS")):
         cluster = made(rates, throughput)
         least_s = least_of_any(cluster, workload, StageWishes())
-        found = sites_that_pay(cluster, workload, time_limit_s=2).sites
+        found = sites_that_pay(cluster, workload, time_limit_s=1).sites
         one, work = on_sites(cluster, workload, found)
-        plan = alone(cluster, workload) if len(found) == 1 else plan_pipeline(one, work, time_limit_s=2)
+        plan = alone(cluster, workload) if len(found) == 1 else plan_pipeline(one, work, time_limit_s=1)
         assert plan is not None and plan.prediction is not None
         assert (0.9 if len(found) == 1 else 0.3) < least_s / plan.prediction.expected_s <= 1
 

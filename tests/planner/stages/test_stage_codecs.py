@@ -57,13 +57,13 @@ def test_coding_activations_takes_its_time_in_both_answers() -> None:
 
 def test_the_search_knows_what_is_coded() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(6)
-    exact = plan_pipeline(cluster, workload, time_limit_s=2)
-    int8 = plan_pipeline(cluster, workload, StageWishes(codecs={"dc": INT8}), time_limit_s=2)
+    exact = plan_pipeline(cluster, workload, time_limit_s=1)
+    int8 = plan_pipeline(cluster, workload, StageWishes(codecs={"dc": INT8}), time_limit_s=1)
     both = plan_pipeline(
         cluster,
         workload,
         StageWishes(stages=2, codecs={"dc": Codecs(activations=TokenCodec.INT8, experts=ExpertCodec.CHANGE_INT8)}),
-        time_limit_s=2,
+        time_limit_s=1,
     )
     assert exact.prediction is not None and int8.prediction is not None
     assert int8.prediction.step < 0.9 * exact.prediction.step and int8.codecs == {"dc": INT8}

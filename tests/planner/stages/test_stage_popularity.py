@@ -23,10 +23,11 @@ def shares(layers: int, seed: int, experts: int = 8) -> tuple[tuple[float, ...],
     return tuple(tuple(float(share) for share in row / row.sum()) for row in drawn)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", ["access", "pairs"])
 def test_a_pipeline_for_measured_popularity(kind: str) -> None:
     cluster, workload, layers = sites_cluster(np.random.default_rng(2), 4, 2, kind), layered_workload(6), shares(6, 1)
-    plan = plan_pipeline(cluster, workload, StageWishes(stages=2, popularity=layers), time_limit_s=3)
+    plan = plan_pipeline(cluster, workload, StageWishes(stages=2, popularity=layers), time_limit_s=1.5)
     assert plan.popularity == layers
     seen = [row for stage in plan.plans for row in stage.popularity]
     assert seen == list(layers)

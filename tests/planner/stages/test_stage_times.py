@@ -133,6 +133,7 @@ def test_no_more_micro_batches_leave_than_the_next_stage_has_announced() -> None
     assert walked_s(3, 1, each, forth, back) == pytest.approx(21.0 + 5.0)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_expected_steps_are_those_of_simulations(seed: int) -> None:
     plan = random_pipeline(seed)

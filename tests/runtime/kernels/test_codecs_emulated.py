@@ -39,6 +39,7 @@ def wild(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
     return x.clamp(-6e4, 6e4).to(dtype)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("code", list(Code))
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("hidden", [1, 3, 64, 128, 130, 640, 1160])
@@ -75,6 +76,7 @@ def test_not_a_number_survives_quantisation(kernels: CodecKernels) -> None:
         assert y[1, 128:].isfinite().all()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("code", list(ChangeCode))
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 128, 1000, 1027, 4096])
@@ -102,6 +104,7 @@ def test_misaligned_change(kernels: CodecKernels) -> None:
     assert torch.equal(copy, other)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("order", [0, 1, 3])
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("length", [1, 7, 1000, TILE, TILE + 1, 40 * TILE + 333])

@@ -16,28 +16,23 @@ from runtime.kernels.errors import KernelBuildError
 from runtime.kernels.resources import Resources
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[tuple[str, int], Resources]:
-    """All kernels compiled for all architectures. NVRTC is among the development tools, so this is never skipped."""
+@pytest.mark.turns(3)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("arch", resources.ARCHS)
+def test_every_kernel_compiles_without_spills_to_what_the_table_says(arch: int) -> None:
+    """To the register with the compiler of the table; the same kernels with any other. NVRTC is among the development tools, so
+    this is never skipped."""
     build.nvrtc.cache_clear()
     build.nvrtc()
-    jobs = [(stem, arch) for arch in resources.ARCHS for stem in build.stems()]
     with ThreadPoolExecutor(2) as pool:
-        return {(row.kernel, row.arch): row for rows in pool.map(lambda job: resources.measure(*job), jobs) for row in rows}
-
-
-@pytest.mark.timeout(300)
-def test_every_kernel_compiles_and_none_spills(measured: dict[tuple[str, int], Resources]) -> None:
-    """For sm_80, sm_90 and sm_100."""
-    assert {arch for _, arch in measured} == set(resources.ARCHS)
-    assert [key for key, row in measured.items() if row.spill_bytes] == []
+        found = [row for rows in pool.map(lambda stem: resources.measure(stem, arch), build.stems()) for row in rows]
+    assert {row.arch for row in found} == {arch} and [row.kernel for row in found if row.spill_bytes] == []
     # Two blocks of 256 threads on a multiprocessor at least, for all.
-    assert min(row.warps for row in measured.values()) >= 16
-
-
-def test_resources_are_those_of_the_table(measured: dict[tuple[str, int], Resources]) -> None:
-    """To the register with the compiler of the table; the same kernels with any other."""
-    compiler, table = resources.read_table(RESOURCES)
+    assert min(row.warps for row in found) >= 16
+    measured = {(row.kernel, row.arch): row for row in found}
+    compiler, every = resources.read_table(RESOURCES)
+    assert {of for _, of in every} == set(resources.ARCHS)
+    table = {key: row for key, row in every.items() if key[1] == arch}
     assert measured.keys() == table.keys()
     if resources.compiler_name() == compiler:
         assert measured == table, (
