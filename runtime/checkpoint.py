@@ -27,7 +27,6 @@ from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.placement import IntArray
 from hybridep.plan import Plan
-from hybridep.workload import Workload
 from runtime.barrier import Barrier
 from runtime.checkpoint_files import (
     CHOSEN,
@@ -44,6 +43,7 @@ from runtime.checkpoint_files import (
     read_manifest,
     reading,
     require_known_version,
+    require_same_model,
 )
 from runtime.checkpoint_travel import Roads, Transfer, arrival, carry, kept, together
 from runtime.dense_shard import SHARD, DenseShard
@@ -71,8 +71,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the state after ``step`` steps; all ranks call it. ``shard`` is of the parameters that all ranks hold alike,
     ``codecs`` is what this rank's codecs keep, ``chosen`` (at rank 0) how often all ranks chose each expert, ``barrier`` and
-    ``transport`` join all ranks of the run, and so many other sites keep what one has written. ``attempt`` is how often the run
-    has been resumed. Raises UserError when the folder cannot be written."""
+    ``transport`` join all ranks of the run, and so many other sites keep what one has written. ``attempt`` is when
+    it was last started. Raises UserError when the folder cannot be written."""
     clear_partial(folder)
     # The same number at all sites, and no other checkpoint's, also of this step. All ranks have cleared when they have it.
     number = int(barrier.agree(float(random.SystemRandom().getrandbits(52))))
@@ -95,7 +95,8 @@ def save_checkpoint(
     if copies:
         transfers = _to_other_sites(partial, here, copies, mesh, barrier)
         with together(folder, partial, barrier):
-            for one in carry(transfers, partial, partial, rank=mesh.run_rank, transport=transport, cluster=mesh.whole.cluster):
+            where = {"rank": mesh.run_rank, "transport": transport, "barrier": barrier, "cluster": mesh.whole.cluster}
+            for one in carry(transfers, partial, partial, **where):
                 (partial / arrival(one.name, mesh.run_rank)).replace(partial / one.name)
     with together(folder, partial, barrier):
         if mesh.run_rank == here[0]:
@@ -209,7 +210,7 @@ def load_checkpoint(path: Path, *, mesh: Mesh, shard: DenseShard, optimizer: Hom
     manifest = read_manifest(path)
     with reading(path):
         require_known_version(path, manifest)
-        _require_same_model(path, manifest["workload"], mesh.whole.workload)
+        require_same_model(path, manifest["workload"], mesh.whole.workload)
         saved = SavedDense(path, manifest)
         state = optimizer.state(SHARD)
         for piece in shard.pieces():
@@ -248,15 +249,3 @@ def layer_homes(plan: Plan | PipelinePlan) -> list[IntArray]:
     if isinstance(plan, Plan):
         return [placement.home for _, _, placement in plan.each_layer()]
     return [ranks[home] for ranks, one in zip(plan.ranks, plan.plans, strict=True) for home in layer_homes(one)]
-
-
-def _require_same_model(path: Path, saved: dict[str, Any], workload: Workload) -> None:
-    # With what older versions did not write.
-    before, now = (Workload.model_validate(saved).model_dump(mode="json"), workload.model_dump(mode="json"))
-    pairs = [("model", key) for key in now["model"]] + [("training", "dtype")]
-    for section, key in pairs:
-        if before[section][key] != now[section][key]:
-            raise UserError(
-                f"checkpoint {path}: {section}.{key} was {before[section][key]!r} when it was written, now it is "
-                f"{now[section][key]!r}; continue with the old value or start without --resume"
-            )

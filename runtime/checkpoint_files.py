@@ -92,7 +92,7 @@ def whole_files(path: Path) -> dict[str, int]:
     """Those that are here, and as they were written as far as their sizes tell: how many bytes each has."""
     sizes = read_manifest(path)["bytes"]
     with reading(path):
-        here = {one.name: one.stat().st_size for one in sorted(path.glob("*.pt"))}
+        here = {one.name: one.stat().st_size for one in sorted(path.glob("*.pt")) if one.exists()}
     return {name: size for name, size in here.items() if sizes.get(name, size) == size}
 
 
@@ -114,6 +114,19 @@ def require_known_version(path: Path, manifest: dict[str, Any]) -> None:
     if manifest["schema_version"] not in _READ_VERSIONS:
         read = " and ".join(map(str, _READ_VERSIONS))
         raise UserError(f"checkpoint {path}: is of schema {manifest['schema_version']}, this version reads {read}")
+
+
+def require_same_model(path: Path, saved: dict[str, Any], workload: Workload) -> None:
+    """Raises UserError for the checkpoint of another model or element type."""
+    # With what older versions did not write.
+    before, now = (Workload.model_validate(saved).model_dump(mode="json"), workload.model_dump(mode="json"))
+    pairs = [("model", key) for key in now["model"]] + [("training", "dtype")]
+    for section, key in pairs:
+        if before[section][key] != now[section][key]:
+            raise UserError(
+                f"checkpoint {path}: {section}.{key} was {before[section][key]!r} when it was written, now it is "
+                f"{now[section][key]!r}; continue with the old value or start without --resume"
+            )
 
 
 class SavedExperts:
@@ -232,6 +245,11 @@ def dense_shard(stage: int, part: int) -> str:
 def codec_shard(rank: int) -> str:
     """Name of the file with what a rank's codecs keep."""
     return f"codecs-{rank:05d}.pt"
+
+
+def is_codec_shard(name: str) -> bool:
+    """Whether a file is one of these."""
+    return name.startswith("codecs-")
 
 
 def read_file(path: Path) -> Any:

@@ -30,8 +30,11 @@ from runtime.checkpoint_files import (
     damage_of,
     dense_pieces,
     expert_shard,
+    is_codec_shard,
     needed_files,
     read_manifest,
+    require_known_version,
+    require_same_model,
     whole_files,
 )
 from runtime.checkpoint_travel import Roads, Transfer, arrival, carry, kept, together
@@ -82,10 +85,13 @@ def shared_folder(path: Path, rank: int, barrier: Barrier) -> Iterator[Folder]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def last_checkpoint(folder: Folder, rank: int, barrier: Barrier, *, required: bool = True) -> LastCheckpoint | None:
+def last_checkpoint(
+    folder: Folder, rank: int, barrier: Barrier, *, plan: str = "", required: bool = True
+) -> LastCheckpoint | None:
     """The checkpoint with the most steps of which every file is whole at some rank's; all ranks call it. Those that the run wrote
     before it was last resumed come after all since, whatever their steps: a site may have been away, and steps be made anew in
-    another way. None where there is none, or UserError where one is ``required``."""
+    another way. Under the ``plan`` (its digest) that it was written, what codecs keep belongs to it. None where no site has any,
+    unless one is ``required``; UserError where there is one but none is whole."""
     mine, damage = dict[int, tuple[int, int]](), dict[str, str]()
     for path in checkpoints(folder.path) if rank == folder.leader else ():
         try:
@@ -111,13 +117,16 @@ def last_checkpoint(folder: Folder, rank: int, barrier: Barrier, *, required: bo
         answer: dict[str, Any] | None = None
         if told is not None:
             having = [one for one in told if one is not None]
-            gone = needed_files(having[0]) - {name for one in having for name in one.pop("whole")}
+            needed = needed_files(having[0])
+            if having[0]["plan"] == plan:
+                needed |= {name for one in having for name in one["bytes"] if is_codec_shard(name)}
+            gone = needed - {name for one in having for name in one.pop("whole")}
             answer = {"manifest": having[0], "gone": sorted(gone)}
         answer = barrier.share_json(answer)
         if not answer["gone"]:
             return LastCheckpoint(path, answer["manifest"], [damage[name] for name in sorted(damage) if name >= path.name])
         lacking.append(f"no site has {answer['gone'][0]} of {path.name}")
-    if not required:
+    if not required and not barrier.most([bool(lacking or damage)])[0]:
         return None
     if barrier.most([bool(damage)])[0] and not damage:
         barrier.wait()  # for the rank that ends the run
@@ -136,6 +145,8 @@ def bring(
     """What this rank reads of the checkpoint is in its folder afterwards; all ranks call it. Returns what there is to say of it.
     Raises UserError where it cannot be written."""
     rank, path, number = mesh.run_rank, found.path, found.manifest["number"]
+    require_known_version(path, found.manifest)
+    require_same_model(path, found.manifest["workload"], mesh.whole.workload)
     is_here = is_checkpoint(path) and _number(path) == number
     own: dict[str, Any] = {"leader": folder.leader, "files": sorted(_read_files(mesh, found.manifest)), "dense": []}
     own["dense"] = [(one.name, one.first, one.first + one.where.stop - one.where.start) for one in shard.pieces()]
@@ -149,7 +160,9 @@ def bring(
         return []
     target = path if is_here else folder.scratch / _STEP
     with together(folder.path, folder.scratch, barrier):
-        for one in carry(transfers, path, folder.scratch, rank=rank, transport=transport, cluster=mesh.whole.cluster):
+        for one in carry(
+            transfers, path, folder.scratch, rank=rank, transport=transport, barrier=barrier, cluster=mesh.whole.cluster
+        ):
             (folder.scratch / arrival(one.name, rank)).replace(target / one.name)
     with together(folder.path, folder.scratch, barrier):
         if rank == folder.leader:
@@ -159,7 +172,7 @@ def bring(
             sync_folder(target)
         if rank == folder.leader and not is_here:
             if os.path.lexists(path):
-                path.rename(path.with_name(f"{path.name}.other-{number:x}"))
+                path.rename(path.with_name(f"{path.name}.other-{random.SystemRandom().getrandbits(52):x}"))
             target.rename(path)
             sync_folder(path.parent)
     if rank or not transfers:
@@ -186,6 +199,9 @@ def _read_files(mesh: Mesh, manifest: Mapping[str, Any]) -> set[str]:
         files.add(CHOSEN)
     for own, _, placement in mesh.plan.each_layer():
         homes = manifest["homes"][mesh.first_moe_layer + own]
+        if mesh.whole.codecs and manifest["plan"] != mesh.whole.digest:
+            # Codecs that begin anew begin with the weights that both ends have of an expert.
+            files |= {expert_shard(home) for home in homes}
         files |= {expert_shard(homes[expert]) for expert in np.flatnonzero(placement.home == mesh.rank)}
     return files
 

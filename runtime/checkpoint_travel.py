@@ -24,6 +24,8 @@ from runtime.mesh import first_line
 from runtime.transport import Transport
 
 _PIECE_BYTES = 8 << 20
+_TURNS_APART = 4
+"""Ranks are at most so many pieces apart."""
 
 
 class Transfer(NamedTuple):
@@ -114,7 +116,14 @@ class Roads:
 
 
 def carry(
-    transfers: Sequence[Transfer], source: Path, target: Path, *, rank: int, transport: Transport, cluster: Cluster
+    transfers: Sequence[Transfer],
+    source: Path,
+    target: Path,
+    *,
+    rank: int,
+    transport: Transport,
+    barrier: Barrier,
+    cluster: Cluster,
 ) -> list[Transfer]:
     """Send and receive what a rank has part in; returns what arrived, each in ``target`` by its :func:`arrival` name and on the
     disk. All ranks call it with the same transfers. Raises OSError, after the last piece, so that nobody waits for this rank."""
@@ -122,7 +131,10 @@ def carry(
     leaving = _queues((one.destination, one) for one in transfers if one.source == rank)
     coming = _queues((one.source, one) for one in mine)
     failed, label = None, f"checkpoint@{cluster.levels[0].name}"
-    while leaving or coming:
+    for turn in range(_turns(transfers)):
+        if turn % _TURNS_APART == _TURNS_APART - 1:
+            # Ranks with little to do would wait for the others longer than a barrier lasts.
+            barrier.wait()
         sends = {peer: torch.zeros(queue[0].stop - queue[0].start, dtype=torch.uint8) for peer, queue in leaving.items()}
         receives = {peer: torch.zeros(queue[0].stop - queue[0].start, dtype=torch.uint8) for peer, queue in coming.items()}
         try:
@@ -130,7 +142,8 @@ def carry(
                 _read(source / leaving[peer][0].name, leaving[peer][0].start, piece)
         except OSError as error:
             failed = error
-        transport.exchange(sends, receives, label)
+        if sends or receives:
+            transport.exchange(sends, receives, label)
         try:
             for peer, piece in receives.items() if failed is None else ():
                 _append(target / arrival(coming[peer][0].name, rank), coming[peer][0].start, piece)
@@ -143,6 +156,14 @@ def carry(
         with (target / arrival(one.name, rank)).open("ab") as stream:
             sync(stream)
     return mine
+
+
+def _turns(transfers: Sequence[Transfer]) -> int:
+    """Pieces of the two ranks that have most for each other."""
+    pieces = Counter[tuple[int, int]]()
+    for one in transfers:
+        pieces[one.source, one.destination] += -(-one.size_bytes // _PIECE_BYTES)
+    return max(pieces.values(), default=0)
 
 
 @contextmanager

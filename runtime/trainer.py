@@ -282,17 +282,23 @@ class RankTrainer:
         with shared_folder(self.run.checkpoint_folder, self.mesh.run_rank, self._barrier) as folder:
             if self.mesh.run_rank == folder.leader:
                 put_aside(folder.path)
+        self._attempt = self._started(0)
+
+    def _started(self, after: int) -> int:
+        """Seconds since 1970, the same at all ranks: what the run writes from now on comes after what it wrote before."""
+        return int(self._barrier.agree(max(time.time(), after + 1.0)))
 
     def restore(self, *, or_begin: bool = False) -> int:
         """Continue from the last checkpoint that is whole, wherever its files are; returns the number of its steps; all ranks
         call it. Where there is none, ``or_begin`` with the weights as they are, else it raises UserError."""
         mesh, barrier = self.mesh, self._barrier
         with shared_folder(self.run.checkpoint_folder, mesh.run_rank, barrier) as folder:
-            found = last_checkpoint(folder, mesh.run_rank, barrier, required=not or_begin)
+            found = last_checkpoint(folder, mesh.run_rank, barrier, plan=mesh.whole.digest, required=not or_begin)
             if found is None:
+                self._attempt = self._started(0)
                 return 0
             brought = bring(found, folder, mesh=mesh, shard=self.shard, barrier=barrier, transport=self._files)
-        path, self._remarks, self._attempt = found.path, found.remarks + brought, found.manifest["attempt"] + 1
+        path, self._remarks, self._attempt = found.path, found.remarks + brought, self._started(found.manifest["attempt"])
         step = load_checkpoint(path, mesh=mesh, shard=self.shard, optimizer=self.optimizer)
         self.shard.gather()
         restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)

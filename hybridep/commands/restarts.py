@@ -39,7 +39,7 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
     """Train ``job`` to its end, through at most so many losses; returns the summary. After a loss the sites that are left train
     on the same global batch, by a plan for them. Raises what ``session.train`` raises, of a loss also where the others cannot go
     on."""
-    whole, lost = job, list[str]()
+    whole, lost, made = job, list[str](), list[int]()
     plan: AnyPlan | None
     ray_address = None if local else os.environ.get("RAY_ADDRESS")
     if ray_address and restarts and job.resume:
@@ -49,6 +49,7 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
         step = _naming_unused(job.run.checkpoint_folder, on_step) if job.resume else on_step
         if ray_address and job.plan is not whole.plan:
             step = _watching(ray_address, job, whole, step)
+        step = _counting(made, step)
         try:
             with backend_for(job, local=local) as backend:
                 ranks, links = counted(job.plan.cluster.num_gpus, "rank"), "shaped" if backend.shaped else "unshaped"
@@ -66,7 +67,16 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
             plan = _plan_for(whole, _wait_for_sites(ray_address, whole)) if ray_address else whole.plan
             if plan is None:
                 raise
-        job = replace(whole, resume=True, or_begin=True, plan=plan)
+        # Until a step is made, other sites may have the checkpoints of an earlier run where this one is to begin.
+        job = replace(whole, resume=True, or_begin=True, plan=plan) if made or whole.resume else replace(whole, plan=plan)
+
+
+def _counting(made: list[int], on_step: OnStep) -> OnStep:
+    def counted_step(record: StepRecord) -> None:
+        made[:] = [record.step]
+        on_step(record)
+
+    return counted_step
 
 
 def _wait_for_sites(ray_address: str, job: Job) -> set[str]:

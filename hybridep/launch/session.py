@@ -75,7 +75,7 @@ def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None], lo
         clear_partial(job.run.checkpoint_folder)
         summary = summarise(job, backend, made, error) | {"lost": list(lost)}
         # A resume that finds nothing to do leaves what the run before says of its steps.
-        if error is not None or made.losses or not (output / SUMMARY_FILE).exists():
+        if error is not None or made.losses or lost or not (output / SUMMARY_FILE).exists():
             try:
                 write_text(output / SUMMARY_FILE, json.dumps({**summary, "provenance": provenance()}, indent=1))
             except UserError:

@@ -208,6 +208,21 @@ def test_asking_goes_on_beside_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asking._answer is expected
 
 
+def test_a_loss_before_the_first_step_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sites may still have the checkpoints of an earlier run in its place."""
+    stage = Stage(monkeypatch, [lose("dc0", range(1, 1)), lose("dc0", range(1, 2)), finish(range(1, 11))], [DCS])
+    summary = train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+    assert [(one.resume, one.or_begin) for one in stage.jobs] == [(False, False), (False, False), (True, True)]
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["lost"] == summary["lost"] != []
+
+
+def test_a_restart_with_nothing_left_to_do_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Stage(monkeypatch, [lose("dc0", range(1, 11)), finish(range(11, 11))], [DCS])
+    train_on(job_of(tmp_path), local=False, restarts=1, on_step=lambda record: None)
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and len(summary["lost"]) == 1
+
+
 def test_a_checkpoint_that_is_not_made_yet_is_nothing_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without checkpoints but at the end the others train on to it."""
     monkeypatch.setattr(restarts._Asking, "is_so", lambda self: True)
