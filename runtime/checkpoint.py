@@ -95,9 +95,9 @@ def save_checkpoint(
     if copies:
         transfers = _to_other_sites(partial, here, copies, mesh, barrier)
         with together(folder, partial, barrier):
-            where = {"rank": mesh.run_rank, "transport": transport, "barrier": barrier, "cluster": mesh.whole.cluster}
-            for one in carry(transfers, partial, partial, **where):
-                (partial / arrival(one.name, mesh.run_rank)).replace(partial / one.name)
+            rank, cluster = mesh.run_rank, mesh.whole.cluster
+            for one in carry(transfers, partial, partial, rank=rank, transport=transport, barrier=barrier, cluster=cluster):
+                (partial / arrival(one.name, rank)).replace(partial / one.name)
     with together(folder, partial, barrier):
         if mesh.run_rank == here[0]:
             sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("*.pt"))}
