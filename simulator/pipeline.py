@@ -220,15 +220,14 @@ def simulate_any(
     conditions: Conditions | None = None,
     start_s: float = 0.0,
     fabric: FabricFile | None = None,
-    progress: Progress | None = None,
 ) -> StepResult:
     """One step of a plan with or without stages; arguments as `simulator.step.simulate_step`. Raises PipelineError for stages
     over a fabric, too."""
     if isinstance(plan, PipelinePlan):
         if fabric is not None:
             raise over_fabric(fabric)
-        return _together(plan, routing, precision, conditions, start_s, progress)
-    return simulate_step(plan, routing, precision, conditions, start_s, fabric, progress=progress)
+        return _together(plan, routing, precision, conditions, start_s)
+    return simulate_step(plan, routing, precision, conditions, start_s, fabric)
 
 
 def over_fabric(fabric: FabricFile) -> PipelineError:
@@ -242,7 +241,7 @@ def _together(
     precision: Precision,
     conditions: Conditions | None,
     start_s: float,
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> StepResult:
     conditions = conditions or Conditions()
     cluster, engine, wires = pipeline.cluster, Engine(), wiring(pipeline.cluster)
