@@ -84,10 +84,6 @@ class Cluster(ClusterFile):
         """Location of a global rank."""
         return tuple(int(x) for x in np.unravel_index(rank, self.sizes))
 
-    def rank(self, location: Sequence[int]) -> int:
-        """Global rank at a location."""
-        return int(np.ravel_multi_index(tuple(location), self.sizes))
-
     def peer(self, rank: int, level: int, coordinate: int) -> int:
         """The rank that differs from ``rank`` only in its coordinate at ``level``."""
         stride = self.stride(level)

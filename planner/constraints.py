@@ -76,11 +76,6 @@ class Constraints(Strict):
             raise ValueError(f"rules: names repeat: {names}")
         return self
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of all rules, in order."""
-        return tuple(rule.name for rule in self.rules)
-
 
 def load_constraints(path: Path) -> Constraints:
     """Raises ConfigError with file, line and key."""

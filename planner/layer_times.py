@@ -94,14 +94,6 @@ class BlockTimes:
         others_s = 3 * self.others_s + self.shared_again_s * self.recompute
         return np.asarray(others_s + (1 + self.backward_cost) * self.experts_s)
 
-    def forward_s(self) -> float:
-        """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
-        hops = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE)
-        gather = self.exchanges_s[Op.EXPERT_GATHER]
-        exposed = max(self.pre_expert_s + self.overhead_s, gather)
-        coding = sum(self.coding_s.get(op, 0.0) for op in (*hops, Op.EXPERT_GATHER))
-        return exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops) + coding
-
 
 def timed_block(
     compute: Compute,

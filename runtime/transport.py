@@ -168,7 +168,7 @@ class Transport:
         receive has been announced at its sender, so on a long link a receive that is posted at the last moment costs a round
         trip where one that is posted half a round trip before costs half of one."""
         if self._device_links is not None and label in self._device_links:
-            return Posted(label, partial(self._begin_on_device, self._device_links, receives, label))
+            return Posted(partial(self._begin_on_device, self._device_links, receives, label))
         now, channel = _Naming(self._names, self._rank, label), self._channels.of(label)
         rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         incoming: list[tuple[int, dist.Work]] = []
@@ -178,7 +178,7 @@ class Transport:
                 for piece in channel.pieces(room.host, _PIECE_BYTES):
                     group, tag = channel.come(now.peer)
                     incoming.append((now.peer, group.recv([piece], now.peer, tag)))
-        return Posted(label, partial(self._begin, channel, tuple(rooms.values()), incoming))
+        return Posted(partial(self._begin, channel, tuple(rooms.values()), incoming))
 
     def _begin_on_device(
         self, links: DeviceLinks, receives: Mapping[int, Tensor], label: str, sends: Mapping[int, Tensor]
@@ -300,7 +300,6 @@ class Transport:
 class Posted:
     """An exchange whose receives are announced. Those of one label must begin in the order in which they were posted."""
 
-    label: str
     begin: Callable[[Mapping[int, Tensor]], Callable[[], None]]
     """Number the messages to send; what is returned sends them, and waits until everything has arrived."""
 

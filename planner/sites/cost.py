@@ -148,8 +148,8 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
     return FixedCost(
         parts_s=parts
         | {
-            Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, 1.0) for exchange in reduced),
-            Op.DENSE_ALL_GATHER.value: sum(exchange.seconds(problem, 1.0) for exchange in gathered),
+            Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem) for exchange in reduced),
+            Op.DENSE_ALL_GATHER.value: sum(exchange.seconds(problem) for exchange in gathered),
             **dense_coding_part(problem.cluster, work, problem.codecs),
         },
         lasting_bytes=np.asarray(per_rank + unsent_bytes + at_home * per_home, dtype=np.float64),

@@ -100,10 +100,10 @@ class Exchange:
             latency_s = float((problem.latency_s * (self.pairs > 0)).max())
         return latency_s + further_s, busiest
 
-    def seconds(self, problem: SiteProblem, unit_bytes: float) -> float:
-        """With ``unit_bytes`` per row or expert: latency plus the busiest link's time."""
-        latency, per_byte = self.line(problem)
-        return latency + per_byte * unit_bytes
+    def seconds(self, problem: SiteProblem) -> float:
+        """Of one whose units are bytes: latency plus the busiest link's time."""
+        latency_s, busiest_s = self.line(problem)
+        return latency_s + busiest_s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

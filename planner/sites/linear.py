@@ -105,10 +105,6 @@ class BoxProgram:
         """Sparse [rows, variables]; at most ``right``."""
         return self.frame.inequality.matrix(self.numbers)
 
-    def value_s(self, duals: Duals) -> float:
-        """A lower bound on the program, whatever the multipliers. Raises ValueError for a negative one."""
-        return float(self.values_s([duals])[0])
-
     def values_s(self, many: Sequence[Duals]) -> FloatArray:
         """The same of many at once, [..., multipliers]."""
         prices = [_prices(self.frame, one) for one in many]
