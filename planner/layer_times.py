@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hybridep.placement import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.plan import Residency, Schedule, backward_cost
-from hybridep.traffic import MOVES, SHARED, FloatArray, Op, gathers_and_returns
+from hybridep.traffic import MOVES, SHARED, Op, gathers_and_returns
 from planner.compute import Compute
 
 PRE_EXPERT = "pre_expert"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.compiled import allocating, compiled
-from simulator.arrays import FloatArray, IntArray
 from simulator.columns import ByteArray, Int32Array
 
 

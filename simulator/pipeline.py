@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import BoolArray, FloatArray
 from hybridep.baselines import Baseline
 from hybridep.coding import Coded
 from hybridep.config import build
@@ -29,7 +30,6 @@ from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.topology import only_sites
 from hybridep.units import counted
-from simulator.arrays import BoolArray, FloatArray
 from simulator.blocks import Blocks, Place, fabric_of
 from simulator.collective import Flows, Program, Progress
 from simulator.conditions import Conditions

@@ -9,11 +9,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Wire
 from hybridep.coding import Coding, moved_coding, row_coding
-from hybridep.placement import IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import TOKENS, FloatArray, Op, OpLevel, gathers_and_returns, is_late
+from hybridep.traffic import TOKENS, Op, OpLevel, gathers_and_returns, is_late
 from planner.activations import routed_bytes, shared_expert_bytes
 from planner.cost import by_op, coded_s, dense_coding_part, fixed_computation
 from planner.layer_times import BlockTimes, layer_times, timed_block

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridep.placement import IntArray
-from hybridep.traffic import COUNT_BYTES, FloatArray
+from hybridep.arrays import BoolArray, FloatArray, IntArray
+from hybridep.traffic import COUNT_BYTES
 from planner.sites.problem import Inside, SiteProblem
 
 
@@ -326,7 +326,7 @@ def _away(pairs: FloatArray) -> FloatArray:
     return pairs
 
 
-def _all_to(receives: NDArray[np.bool_], width: int, inner: int) -> tuple[int, int]:
+def _all_to(receives: BoolArray, width: int, inner: int) -> tuple[int, int]:
     """Messages when ranks that differ at one level only send to those others of them that receive ([D, n])."""
     others = _together(receives.astype(np.float64), width, inner) - receives
     return int(others.max()), width - 1
