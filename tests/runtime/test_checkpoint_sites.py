@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
@@ -35,12 +34,6 @@ FOUR = Case(sizes=(2, 2), domains=(2, 1), codecs=(("dc", (("experts", "change-in
 STAGES = pipelined_cases.CASES[0]
 """Each of two sites a stage."""
 LAST = "step-00000002"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4, join=False) as pool:
-        yield pool
 
 
 def train(ranks: RankPool, run: Run, plan: AnyPlan, resume: bool = False, job: Any = run_apart) -> list[list[StepReport]]:
