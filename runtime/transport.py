@@ -31,7 +31,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -49,9 +49,6 @@ _SHORTEST_WAIT_S = 1e-3
 _PIECE_BYTES = 256 << 10
 _SHORT_BYTES = 1 << 10
 """What fits into a packet leaves at once: it takes no time on a link, so it need not wait for its turn."""
-_BACKGROUND_PIECE_BYTES = 256 << 10
-_BACKGROUND_WINDOW = 2
-"""Pieces that a receiver of a background exchange posts ahead, per peer and stream."""
 _BACKGROUND_PATIENCE = 1.25
 """A background exchange waits longer than the timeout: the one that it gave way to must fail first, for it names the cause."""
 
@@ -135,23 +132,7 @@ class Transport:
         if self._device_links is not None and label in self._device_links:
             self.exchange(sends, receives, label)
             return
-        start, channel = time.perf_counter(), self._channels.of(label)
-        rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
-        arrivals = Handle(lambda: self._receive_pieces({peer: room.host for peer, room in rooms.items()}, channel))
-        for peer, piece in channel.in_turn(sends, self._distance, _BACKGROUND_PIECE_BYTES):
-            self._give_way(label)
-            with self._lock:
-                group, tag = channel.to(peer)
-                self.sent_bytes[label, peer] += piece.nbytes
-            with _Naming(self._names, self._rank, label) as now:
-                now.doing, now.peer = "send to", peer
-                held = staging.outgoing(piece)
-                self._wait(group.send([held], peer, tag), now.start, _BACKGROUND_PATIENCE)
-        arrivals.wait()
-        for room in rooms.values():
-            room.deliver()
-        if self._on_span is not None:
-            self._on_span(label, start, time.perf_counter())
+        self._post(receives, label, background=True).exchange(sends)
 
     def close(self) -> None:
         """End background exchanges at their next piece; what they wait for in the network ends with its timeout."""
@@ -169,6 +150,9 @@ class Transport:
         trip where one that is posted half a round trip before costs half of one."""
         if self._device_links is not None and label in self._device_links:
             return Posted(label, partial(self._begin_on_device, self._device_links, receives, label))
+        return self._post(receives, label, background=False)
+
+    def _post(self, receives: Mapping[int, Tensor], label: str, *, background: bool) -> Posted:
         now, channel = _Naming(self._names, self._rank, label), self._channels.of(label)
         rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         incoming: list[tuple[int, dist.Work]] = []
@@ -178,7 +162,7 @@ class Transport:
                 for piece in channel.pieces(room.host, _PIECE_BYTES):
                     group, tag = channel.come(now.peer)
                     incoming.append((now.peer, group.recv([piece], now.peer, tag)))
-        return Posted(label, partial(self._begin, channel, tuple(rooms.values()), incoming))
+        return Posted(label, partial(self._begin, channel, tuple(rooms.values()), incoming, background))
 
     def _begin_on_device(
         self, links: DeviceLinks, receives: Mapping[int, Tensor], label: str, sends: Mapping[int, Tensor]
@@ -204,11 +188,13 @@ class Transport:
         channel: Channel,
         rooms: Sequence[staging.Incoming],
         incoming: Sequence[tuple[int, dist.Work]],
+        background: bool,
         sends: Mapping[int, Tensor],
     ) -> Callable[[], None]:
         """Number the messages to send; what is returned sends them, then waits for everything."""
         label = channel.label
         now = _Naming(self._names, self._rank, label)
+        start_s = now.start
         outgoing: list[tuple[int, Tensor, dist.ProcessGroup, int]] = []
         with self._lock:
             for peer, piece in channel.in_turn(sends, self._distance, _PIECE_BYTES):
@@ -216,56 +202,40 @@ class Transport:
                 self.sent_bytes[label, peer] += piece.nbytes
 
         def finish() -> None:
-            leaving: deque[tuple[int, Tensor, dist.Work]] = deque()
+            leaving = deque[tuple[int, Tensor, dist.Work]]()
+
+            def wait(work: dist.Work) -> None:
+                if background:
+                    # It may take as long as others need: what counts is that pieces come.
+                    now.start = time.perf_counter()
+                self._wait(work, now.start, _BACKGROUND_PATIENCE if background else 1.0)
 
             def let_go(most: int) -> None:
                 while len(leaving) > most:
                     now.peer, _, work = leaving.popleft()
-                    self._wait(work, now.start)
+                    wait(work)
 
             with now:
                 now.doing = "send to"
-                with self._urgently(channel.level):
+                with nullcontext() if background else self._urgently(channel.level):
                     for peer, message, group, tag in outgoing:
                         if message.nbytes > _SHORT_BYTES:
                             let_go(channel.streams - 1)
+                        if background:
+                            self._give_way(label)
                         held = staging.outgoing(message)
                         now.peer = peer
                         leaving.append((peer, held, group.send([held], peer, tag)))
                     let_go(0)
                 now.doing = "receive from"
                 for now.peer, work in incoming:
-                    self._wait(work, now.start)
+                    wait(work)
             for room in rooms:
                 room.deliver()
             if self._on_span is not None:
-                self._on_span(label, now.start, time.perf_counter())
+                self._on_span(label, start_s, time.perf_counter())
 
         return finish
-
-    def _receive_pieces(self, receives: Mapping[int, Tensor], channel: Channel) -> None:
-        """A few pieces per peer are announced at a time; what arrives makes room for the next."""
-        queue = channel.in_turn(receives, lambda peer: -self._distance(peer) % self._num_ranks, _BACKGROUND_PIECE_BYTES)
-        ahead: dict[int, deque[tuple[Tensor, dist.ProcessGroup, int]]] = {peer: deque() for peer in receives}
-        with self._lock:
-            for peer, piece in queue:
-                ahead[peer].append((piece, *channel.come(peer)))
-        posted: dict[int, deque[dist.Work]] = {peer: deque() for peer in receives}
-
-        def post(peer: int) -> None:
-            if ahead[peer]:
-                piece, group, tag = ahead[peer].popleft()
-                posted[peer].append(group.recv([piece], peer, tag))
-
-        with _Naming(self._names, self._rank, channel.label) as now:
-            now.doing = "receive from"
-            for now.peer in receives:
-                for _ in range(_BACKGROUND_WINDOW * channel.streams):
-                    post(now.peer)
-            for now.peer, _ in queue:
-                now.start = time.perf_counter()
-                self._wait(posted[now.peer].popleft(), now.start, _BACKGROUND_PATIENCE)
-                post(now.peer)
 
     @contextmanager
     def _urgently(self, level: str) -> Iterator[None]:
