@@ -126,7 +126,8 @@ def carry(
     cluster: Cluster,
 ) -> list[Transfer]:
     """Send and receive what a rank has part in; returns what arrived, each in ``target`` by its :func:`arrival` name and on the
-    disk. All ranks call it with the same transfers. Raises OSError, after the last piece, so that nobody waits for this rank."""
+    disk. All ranks call it with the same transfers. A run's own exchanges have the links first. Raises OSError, after the last
+    piece, so that nobody waits for this rank."""
     mine = [one for one in transfers if one.destination == rank]
     leaving = _queues((one.destination, one) for one in transfers if one.source == rank)
     coming = _queues((one.source, one) for one in mine)
@@ -143,7 +144,7 @@ def carry(
         except OSError as error:
             failed = error
         if sends or receives:
-            transport.exchange(sends, receives, label)
+            transport.exchange_in_background(sends, receives, label)
         try:
             for peer, piece in receives.items() if failed is None else ():
                 _append(target / arrival(coming[peer][0].name, rank), coming[peer][0].start, piece)

@@ -75,6 +75,41 @@ class Handle:
             raise self._error
 
 
+class Urgency:
+    """Which levels' links exchanges that are not in the background are sending over, on this rank; transports that share links
+    share it."""
+
+    def __init__(self) -> None:
+        self.sending: Counter[str] = Counter()
+        """Exchanges by level."""
+        self._calm = threading.Condition()
+        self._closed = False
+
+    @contextmanager
+    def urgently(self, level: str) -> Iterator[None]:
+        """What is sent meanwhile has the level's links."""
+        with self._calm:
+            self.sending[level] += 1
+        try:
+            yield
+        finally:
+            with self._calm:
+                self.sending[level] -= 1
+                self._calm.notify_all()
+
+    def give_way(self, level: str, patience_s: float) -> bool:
+        """Wait until nothing urgent is sent there, so long at most; False when it was closed."""
+        with self._calm:
+            self._calm.wait_for(lambda: self._closed or not self.sending[level], timeout=patience_s)
+            return not self._closed
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._calm:
+            self._closed = True
+            self._calm.notify_all()
+
+
 class Transport:
     """Exchanges between global ranks of the default process group, each complete or failed within ``timeout_s``.
 
@@ -92,11 +127,12 @@ class Transport:
         groups: Sequence[dist.ProcessGroup] = (),
         names: Sequence[int] = (),
         numbers: Mapping[str, int] | None = None,
+        urgency: Urgency | None = None,
     ) -> None:
         """``streams``: level (what follows the ``@`` of a label) -> connections per pair of ranks, one where absent. With more
         than one all ranks must make their transports in the same order. ``groups``: connections in place of the default process
         group's, all of them for every level. ``names``: what errors call each rank; its own number where absent. ``numbers``: see
-        ``Channels``."""
+        ``Channels``. ``urgency``: of other transports that use the same links."""
         self.timeout_s = timeout_s
         self._device_links = device_links
         if groups:
@@ -111,9 +147,7 @@ class Transport:
         self._rank, self._num_ranks = group.rank(), group.size()
         self._names = names or range(self._num_ranks)
         self._lock = threading.Lock()
-        self._urgent: Counter[str] = Counter()
-        self._calm = threading.Condition()
-        self._closed = False
+        self._urgency = urgency or Urgency()
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
         """Send ``sends[peer]`` to and fill ``receives[peer]`` from each peer (a global rank, never one's own).
@@ -136,9 +170,7 @@ class Transport:
 
     def close(self) -> None:
         """End background exchanges at their next piece; what they wait for in the network ends with its timeout."""
-        with self._calm:
-            self._closed = True
-            self._calm.notify_all()
+        self._urgency.close()
 
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> Handle:
         """As :meth:`exchange`, but in the background."""
@@ -217,7 +249,7 @@ class Transport:
 
             with now:
                 now.doing = "send to"
-                with nullcontext() if background else self._urgently(channel.level):
+                with nullcontext() if background else self._urgency.urgently(channel.level):
                     for peer, message, group, tag in outgoing:
                         if message.nbytes > _SHORT_BYTES:
                             let_go(channel.streams - 1)
@@ -237,25 +269,10 @@ class Transport:
 
         return finish
 
-    @contextmanager
-    def _urgently(self, level: str) -> Iterator[None]:
-        """What is sent meanwhile has the level's links."""
-        with self._calm:
-            self._urgent[level] += 1
-        try:
-            yield
-        finally:
-            with self._calm:
-                self._urgent[level] -= 1
-                self._calm.notify_all()
-
     def _give_way(self, label: str) -> None:
-        level = self._channels.of(label).level
-        with self._calm:
-            # Without a timeout of its own: the exchanges waited for have theirs.
-            self._calm.wait_for(lambda: self._closed or not self._urgent[level])
-            if self._closed:
-                raise TransportError(f"rank {self._names[self._rank]}", f"closed during {label!r}")
+        # Of exchanges waited for one that takes too long fails first; many in a row must not keep this one back for ever.
+        if not self._urgency.give_way(self._channels.of(label).level, self.timeout_s):
+            raise TransportError(f"rank {self._names[self._rank]}", f"closed during {label!r}")
 
     def _distance(self, peer: int) -> int:
         return (peer - self._rank) % self._num_ranks

@@ -259,7 +259,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             assert torch.equal(got, message(0, 1, size))
         if rank == 0:
             tokens = transport.start({1: message(0, 1, size)}, {}, "tokens@dc")
-            while not transport._urgent["dc"]:
+            while not transport._urgency.sending["dc"]:
                 time.sleep(0.01)
         if rank != 1:
             peers = [2 - rank]
@@ -289,7 +289,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
         # Closed while it gives way: it ends at once.
         if rank == 0:
             tokens = transport.start({1: got}, {}, "tokens@dc")
-            while not transport._urgent["dc"]:
+            while not transport._urgency.sending["dc"]:
                 time.sleep(0.01)
             threading.Timer(0.3, transport.close).start()
             try:
