@@ -112,14 +112,14 @@ def _watching(ray_address: str, job: Job, whole: Job, on_step: OnStep) -> OnStep
     """``on_step``; when a checkpoint has been made and lost sites are back, it raises _SitesBackError."""
     lost = set(whole.plan.cluster.site_names) - set(job.plan.cluster.site_names)
     asking = _Asking(lambda: bool(lost & sites_at_hand(ray_address, job.plan.cluster.ranks_per_site)))
-    every, made = job.run.checkpoints.every_steps, set[int]()
+    newest: int | None = None
 
     def watched(record: StepRecord) -> None:
+        nonlocal newest
         on_step(record)
-        saved = record.step - 1
-        if asking.is_so() and every and saved % every == 0 and saved in made:
+        before, newest = newest, record.checkpoint
+        if asking.is_so() and newest != before:
             raise _SitesBackError
-        made.add(record.step)
 
     return watched
 

@@ -20,7 +20,7 @@ from hybridep.checkpoint_folders import MANIFEST
 from hybridep.errors import UserError
 from hybridep.run import Optimizer
 from runtime.barrier import Barrier
-from runtime.checkpoint import keep_last, load_checkpoint, save_checkpoint
+from runtime.checkpoint import keep_last, load_checkpoint, rank_state, save_checkpoint
 from runtime.checkpoint_files import expert_name
 from runtime.checkpoint_search import last_checkpoint, shared_folder
 from runtime.dense_reduce import DenseReduce
@@ -90,11 +90,8 @@ def save(folder: Path, mesh: Mesh, state: State, step: int) -> Path:
     return save_checkpoint(
         folder,
         step,
+        rank_state(state.shard, state, {}, None),
         mesh=mesh,
-        shard=state.shard,
-        optimizer=state,
-        codecs={},
-        chosen=None,
         barrier=ALONE,
         transport=Nowhere(),
         copies=1,
