@@ -109,30 +109,30 @@ def save_checkpoint(
     number = int(barrier.agree(float(random.SystemRandom().getrandbits(52))))
     final = folder / checkpoint_name(step)
     partial = folder / f".{final.name}.partial-{number:x}"
-    with together(folder, partial, barrier):
+    with together(folder, barrier, partial):
         partial.mkdir(parents=True, exist_ok=True)
         if state.codecs:
             _write(state.codecs, partial / codec_shard(mesh.run_rank))
         if state.chosen is not None:
             _write(state.chosen, partial / CHOSEN)
         _write_once(state.experts, partial / expert_shard(mesh.run_rank), mesh.run_rank)
-    with together(folder, partial, barrier):
+    with together(folder, barrier, partial):
         here = [rank for rank in range(mesh.whole.cluster.num_gpus) if (partial / expert_shard(rank)).exists()]
         own = _dense_place(mesh.whole, mesh.run_rank)
         if mesh.run_rank == min(rank for rank in here if _dense_place(mesh.whole, rank) == own):
             _write_once(state.dense, partial / dense_shard(*own), mesh.run_rank)
     if copies:
         transfers = _to_other_sites(partial, here, copies, mesh, barrier)
-        with together(folder, partial, barrier):
+        with together(folder, barrier, partial):
             rank, cluster = mesh.run_rank, mesh.whole.cluster
             for one in carry(transfers, partial, partial, rank=rank, transport=transport, barrier=barrier, cluster=cluster):
                 (partial / arrival(one.name, rank)).replace(partial / one.name)
-    with together(folder, partial, barrier):
+    with together(folder, barrier, partial):
         if mesh.run_rank == here[0]:
             sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("*.pt"))}
             manifest = _manifest(step, number, mesh.whole) | {"attempt": attempt, "bytes": sizes}
             write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
-    with together(folder, partial, barrier):
+    with together(folder, barrier, partial):
         if mesh.run_rank == here[0]:
             _give_name(partial, final, number)
     return final

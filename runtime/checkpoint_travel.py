@@ -168,7 +168,7 @@ def _turns(transfers: Sequence[Transfer]) -> int:
 
 
 @contextmanager
-def together(folder: Path, partial: Path, barrier: Barrier) -> Iterator[None]:
+def together(folder: Path, barrier: Barrier, *partial: Path) -> Iterator[None]:
     """Ends when all ranks have written what they write inside. Where one cannot, nothing of ``partial`` stays, since the next
     one may need the room."""
     failed = None
@@ -177,7 +177,8 @@ def together(folder: Path, partial: Path, barrier: Barrier) -> Iterator[None]:
     except (OSError, RuntimeError, UserError) as error:
         failed = UserError(f"checkpoints.folder: {folder} cannot be written ({first_line(error)})")
     if barrier.most([failed is not None])[0]:
-        shutil.rmtree(partial, ignore_errors=True)
+        for path in partial:
+            shutil.rmtree(path, ignore_errors=True)
         barrier.wait()
         if failed is not None:
             raise failed

@@ -19,7 +19,7 @@ from hybridep.config import build
 from hybridep.errors import InfeasibleError, UserError, WorkerLostError
 from hybridep.launch.session import Backend
 from hybridep.launch.worker import Job
-from hybridep.launch.worker_group import DcLost, Event, Finished, Stepped
+from hybridep.launch.worker_group import DcLost, Event, Failed, FailureKind, Finished, Stepped
 from hybridep.pipeline import PipelinePlan
 from hybridep.run import StepReport
 from hybridep.shares import batch_sequences
@@ -233,6 +233,26 @@ def test_a_loss_before_the_first_step_begins_anew(tmp_path: Path, monkeypatch: p
     summary = train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
     assert [(one.resume, one.or_begin) for one in stage.jobs] == [(False, False), (False, False), (True, True)]
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["lost"] == summary["lost"] != []
+
+
+def refuse(why: str) -> Attempt:
+    return lambda job: Played(job, range(1, 1), Failed(rank=0, kind=FailureKind.ERROR, why=why, exit_code=UserError.exit_code))
+
+
+def test_a_site_that_is_lost_while_others_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = [lose("dc0", range(1, 4)), refuse("no Ray node is labelled dc=dc1"), finish(range(3, 11))]
+    stage = Stage(monkeypatch, attempts, [DCS[1:], DCS[2:]])
+    summary = train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+    assert [one.plan.cluster.site_names for one in stage.jobs] == [tuple(DCS), tuple(DCS[1:]), tuple(DCS[2:])]
+    assert len(summary["lost"]) == 2 and summary["lost"][1].endswith("no Ray node is labelled dc=dc1")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_wrong_with_the_input_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    attempts = [refuse("the loss of step 1 is not finite")]
+    Stage(monkeypatch, attempts if first else [lose("dc0", range(1, 4)), *attempts], [DCS[1:]])
+    with pytest.raises(UserError, match="the loss of step 1 is not finite"):
+        train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
 
 
 def test_a_restart_with_nothing_left_to_do_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

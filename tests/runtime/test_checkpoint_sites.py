@@ -10,6 +10,7 @@ from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 from shutil import copytree, rmtree
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pipelined_cases
@@ -298,6 +299,22 @@ def test_a_restarted_run_begins_where_there_is_no_checkpoint(ranks: RankPool, wr
             again(source, tmp_path / folder)
         run = training_run(tmp_path / folder, steps=4)
         assert losses_of(ranks.run_with_store(run_apart, run, THREE.plan(), True, "", True)[:3]) == whole[first:]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
+def test_a_checkpoint_behind_a_link_to_another_disk_is_mended(ranks: RankPool, written: Written, tmp_path: Path) -> None:
+    source, whole = written["three", 1]
+    run = again(source, tmp_path)
+    linked, own = tmp_path / "site1" / LAST, "experts-00001.pt"
+    with TemporaryDirectory(dir="/dev/shm") as other:
+        copytree(linked, elsewhere := Path(other) / LAST)
+        rmtree(linked)
+        linked.symlink_to(elsewhere)
+        (linked / own).unlink()
+        before = {path.name for path in linked.iterdir()}
+        assert losses_of(train(ranks, run, THREE.plan(), resume=True)) == whole[2:]
+        assert {path.name for path in linked.iterdir()} == before | {own}
+        assert (linked / own).read_bytes() == (source / "site1" / LAST / own).read_bytes()
 
 
 def run_where_writing_is_slow(rank: int, *arguments: Any) -> list[StepReport] | None:
