@@ -59,7 +59,9 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
             assert ray_address is not None
             note("hybridep train: lost sites are back")
             plan = _plan_for(whole, sites_at_hand(ray_address, whole.plan.cluster.ranks_per_site)) or job.plan
-        except WorkerLostError as error:
+        except (WorkerLostError, UserError) as error:
+            if isinstance(error, UserError) and not (lost and ray_address and _is_gone(ray_address, job)):
+                raise
             lost.append(str(error))
             if len(lost) > restarts:
                 raise
@@ -77,6 +79,11 @@ def _counting(made: list[int], on_step: OnStep) -> OnStep:
         on_step(record)
 
     return counted_step
+
+
+def _is_gone(ray_address: str, job: Job) -> bool:
+    """Whether one of the plan's sites does not answer: what ended a restarted run before its ranks had started is a loss, too."""
+    return not sites_at_hand(ray_address, job.plan.cluster.ranks_per_site).issuperset(job.plan.cluster.site_names)
 
 
 def _wait_for_sites(ray_address: str, job: Job) -> set[str]:
@@ -112,14 +119,14 @@ def _watching(ray_address: str, job: Job, whole: Job, on_step: OnStep) -> OnStep
     """``on_step``; when a checkpoint has been made and lost sites are back, it raises _SitesBackError."""
     lost = set(whole.plan.cluster.site_names) - set(job.plan.cluster.site_names)
     asking = _Asking(lambda: bool(lost & sites_at_hand(ray_address, job.plan.cluster.ranks_per_site)))
-    every, made = job.run.checkpoints.every_steps, set[int]()
+    newest: int | None = None
 
     def watched(record: StepRecord) -> None:
+        nonlocal newest
         on_step(record)
-        saved = record.step - 1
-        if asking.is_so() and every and saved % every == 0 and saved in made:
+        before, newest = newest, record.checkpoint
+        if asking.is_so() and newest != before:
             raise _SitesBackError
-        made.add(record.step)
 
     return watched
 
