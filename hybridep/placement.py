@@ -13,8 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hybridep.arrays import BoolArray
-from hybridep.arrays import IntArray as IntArray  # some import it from here
+from hybridep.arrays import BoolArray, IntArray
 from hybridep.errors import PlacementError
 from hybridep.shares import apportion
 from hybridep.topology import Cluster

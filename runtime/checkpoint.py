@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridep.arrays import IntArray
 from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints, clear_partial, is_checkpoint
 from hybridep.config import sync, sync_folder, write_text
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
-from hybridep.placement import IntArray
 from hybridep.plan import Plan
 from runtime.barrier import Barrier
 from runtime.checkpoint_files import (
