@@ -17,7 +17,8 @@ from hybridep.commands import restarts
 from hybridep.commands.restarts import train_on
 from hybridep.config import build
 from hybridep.errors import InfeasibleError, UserError, WorkerLostError
-from hybridep.launch.session import Backend
+from hybridep.launch.controller import add_up
+from hybridep.launch.session import Backend, Made
 from hybridep.launch.worker import Job
 from hybridep.launch.worker_group import DcLost, Event, Failed, FailureKind, Finished, Stepped
 from hybridep.pipeline import PipelinePlan
@@ -113,6 +114,8 @@ def test_the_others_go_on_with_the_same_batch_and_all_once_they_are_back(
     lines = (tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
     assert summary["lost"] == ["dc0 lost: it is gone"] and summary["status"] == "finished"
+    # Of the whole course, each step as it was made last.
+    assert (summary["first_step"], summary["steps"], len(summary["losses"])) == (1, 10, 10)
     said = capsys.readouterr().err
     assert "dc0 lost: it is gone; restart 1 of 1" in said and "goes on without dc0\n" in said and "lost sites are back" in said
 
@@ -235,6 +238,15 @@ def test_a_loss_before_the_first_step_begins_anew(tmp_path: Path, monkeypatch: p
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["lost"] == summary["lost"] != []
 
 
+def test_a_step_counts_as_it_was_made_last() -> None:
+    made = Made()
+    for step, loss in ((3, 5.0), (4, 4.0), (5, 3.0), (4, 4.5), (5, 3.5)):
+        made.add(add_up([replace(report(0, step, None), loss_sum=loss, step_s=loss, wan_bytes=step)]))
+    assert (made.first_step, made.losses, made.times_s, made.wan_bytes) == (3, [5.0, 4.5, 3.5], [5.0, 4.5, 3.5], [3, 4, 5])
+    made.add(add_up([report(0, 2, None)]))
+    assert (made.first_step, made.losses) == (2, [1.0])
+
+
 def refuse(why: str) -> Attempt:
     return lambda job: Played(job, range(1, 1), Failed(rank=0, kind=FailureKind.ERROR, why=why, exit_code=UserError.exit_code))
 
@@ -259,7 +271,7 @@ def test_a_restart_with_nothing_left_to_do_is_told(tmp_path: Path, monkeypatch: 
     Stage(monkeypatch, [lose("dc0", range(1, 11)), finish(range(11, 11))], [DCS])
     train_on(job_of(tmp_path), local=False, restarts=1, on_step=lambda record: None)
     summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
-    assert summary["status"] == "finished" and len(summary["lost"]) == 1
+    assert summary["status"] == "finished" and len(summary["lost"]) == 1 and summary["steps"] == 10
 
 
 def test_a_checkpoint_that_is_not_made_yet_is_nothing_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
