@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,9 +59,9 @@ CodecState = dict[str, dict[str, Tensor]]
 class RankState(NamedTuple):
     """What one rank writes, in host memory, so that a file does not remember which device it came from."""
 
-    experts: dict[str, dict[str, Tensor]]
+    experts: Callable[[], dict[str, dict[str, Tensor]]]
     """Weight and moments of its home experts, by layer."""
-    dense: dict[str, Any]
+    dense: Callable[[], dict[str, Any]]
     """What the optimizer keeps of its part of the dense parameters, and where what parameters are in it."""
     codecs: CodecState
     chosen: Tensor | None
@@ -71,23 +71,28 @@ class RankState(NamedTuple):
 def rank_state(
     shard: DenseShard, optimizer: HomeOptimizer, codecs: CodecState, chosen: Tensor | None, *, apart: bool = False
 ) -> RankState:
-    """As it is now; ``apart``: and stays, whatever training does next."""
+    """As it is when it is asked for; ``apart``: as it is now, whatever training does next."""
 
     def host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         moved = {key: value.to("cpu", copy=apart) for key, value in values.items()}
         # A view would be written with all that it is a view of.
         return {key: one if one.untyped_storage().nbytes() == one.nbytes else one.clone() for key, one in moved.items()}
 
-    layout = {
-        piece.name: {"first": piece.first, "begin": piece.where.start, "end": piece.where.stop, "shape": list(piece.shape)}
-        for piece in shard.pieces()
-    }
-    return RankState(
-        experts={name: host(optimizer.state(name)) for name in optimizer.parameters if name != SHARD},
-        dense={LAYOUT: layout, **host(optimizer.state(SHARD))},
-        codecs={part: host(values) for part, values in codecs.items()},
-        chosen=chosen,
-    )
+    def experts() -> dict[str, dict[str, Tensor]]:
+        return {name: host(optimizer.state(name)) for name in optimizer.parameters if name != SHARD}
+
+    def dense() -> dict[str, Any]:
+        layout = {
+            piece.name: {"first": piece.first, "begin": piece.where.start, "end": piece.where.stop, "shape": list(piece.shape)}
+            for piece in shard.pieces()
+        }
+        return {LAYOUT: layout, **host(optimizer.state(SHARD))}
+
+    kept = {part: host(values) for part, values in codecs.items()}
+    if not apart:
+        return RankState(experts, dense, kept, chosen)
+    own_experts, own_dense = experts(), dense()
+    return RankState(lambda: own_experts, lambda: own_dense, kept, chosen)
 
 
 def save_checkpoint(
@@ -115,12 +120,12 @@ def save_checkpoint(
             _write(state.codecs, partial / codec_shard(mesh.run_rank))
         if state.chosen is not None:
             _write(state.chosen, partial / CHOSEN)
-        _write_once(state.experts, partial / expert_shard(mesh.run_rank), mesh.run_rank)
+        _write_once(state.experts(), partial / expert_shard(mesh.run_rank), mesh.run_rank)
     with together(folder, barrier, partial):
         here = [rank for rank in range(mesh.whole.cluster.num_gpus) if (partial / expert_shard(rank)).exists()]
         own = _dense_place(mesh.whole, mesh.run_rank)
         if mesh.run_rank == min(rank for rank in here if _dense_place(mesh.whole, rank) == own):
-            _write_once(state.dense, partial / dense_shard(*own), mesh.run_rank)
+            _write_once(state.dense(), partial / dense_shard(*own), mesh.run_rank)
     if copies:
         transfers = _to_other_sites(partial, here, copies, mesh, barrier)
         with together(folder, barrier, partial):

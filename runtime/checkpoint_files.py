@@ -90,11 +90,13 @@ def is_whole(path: Path) -> bool:
 
 def last_with_all(folder: Path) -> Path | None:
     """The checkpoint that was written last (by when its run was started, then by steps) of those that have all files here; where
-    none has, of all that can be read; None where none can."""
+    none has, of all that can be read; None where none can. Raises UserError for one of
+    another version."""
     found = list[tuple[bool, int, int, Path]]()
     for path in checkpoints(folder):
         with suppress(UnreadableError):
             manifest = read_manifest(path)
+            require_known_version(path, manifest)
             found.append((needed_files(manifest) <= whole_files(path).keys(), manifest["attempt"], manifest["step"], path))
     return max(found)[-1] if found else None
 

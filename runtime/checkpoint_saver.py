@@ -56,10 +56,15 @@ class CheckpointSaver:
             keep_last(self._folder, self._settings.keep, step)
         self.complete = step
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether something was saved beside steps, and may still be; the same on all ranks."""
+        return self._under_way is not None
+
     def check(self) -> None:
         """Raises what went wrong beside the steps since."""
         if self._under_way is not None and self._under_way.done():
-            self.wait()
+            self._under_way.result()
 
     def wait(self) -> None:
         """Until what it was given last is saved; raises what went wrong."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints, is_checkpoint
+from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints, clear_partial, is_checkpoint
 from hybridep.config import sync_folder, write_text
 from hybridep.errors import UserError
 from hybridep.topology import Cluster
@@ -148,6 +148,8 @@ def bring(
     require_known_version(path, found.manifest)
     require_same_model(path, found.manifest["workload"], mesh.whole.workload)
     is_here = is_checkpoint(path) and _number(path) == number
+    if is_here and rank == folder.leader:
+        clear_partial(path)  # of a run that ended while files came
     own: dict[str, Any] = {"leader": folder.leader, "files": sorted(_read_files(mesh, found.manifest)), "dense": []}
     own["dense"] = [(one.name, one.first, one.first + one.where.stop - one.where.start) for one in shard.pieces()]
     if rank == folder.leader:
@@ -161,11 +163,15 @@ def bring(
     target = path if is_here else folder.scratch / _STEP
     # Where the checkpoint is, which may be a link to another disk.
     arrivals = target / folder.scratch.name
-    with together(folder.path, barrier, folder.scratch, arrivals):
-        arrivals.mkdir(exist_ok=True)
-        for one in carry(transfers, path, arrivals, rank=rank, transport=transport, barrier=barrier, cluster=mesh.whole.cluster):
-            (arrivals / arrival(one.name, rank)).replace(target / one.name)
-    shutil.rmtree(arrivals, ignore_errors=True)
+    try:
+        with together(folder.path, barrier, folder.scratch, arrivals):
+            arrivals.mkdir(exist_ok=True)
+            for one in carry(
+                transfers, path, arrivals, rank=rank, transport=transport, barrier=barrier, cluster=mesh.whole.cluster
+            ):
+                (arrivals / arrival(one.name, rank)).replace(target / one.name)
+    finally:
+        shutil.rmtree(arrivals, ignore_errors=True)
     with together(folder.path, barrier, folder.scratch):
         if rank == folder.leader:
             sizes = {one.name: one.size_bytes for one in transfers if _size(target / one.name) == one.size_bytes}

@@ -77,7 +77,7 @@ class RankTrainer:
         self._remarks: list[str] = []
         self._attempt = 0
         self.spans = SpanRecorder(mesh)
-        urgency = Urgency()
+        urgency = Urgency(run.exchange_timeout)
         self.transport = Transport(
             timeout_s=run.exchange_timeout,
             on_span=self.spans.transfer,
@@ -175,6 +175,7 @@ class RankTrainer:
         names = [name for name in self.optimizer.parameters if name != SHARD or self.mesh.location[0] == 0]
         norm = math.sqrt(self._barrier.total(self.optimizer.squared_norm(names)))
         if not math.isfinite(norm):
+            self._saver.wait()  # as all ranks do
             raise UserError(
                 f"the gradient of step {step} is not finite; resume from the last checkpoint with a lower optimizer.learning_rate"
             )
@@ -274,6 +275,13 @@ class RankTrainer:
         codecs, chosen = codec_state(self.model.routed, self.dense_reduce), self.recorder.chosen_by_all(self._barrier)
         state = rank_state(self.shard, self.optimizer, codecs, chosen, apart=self._saver.is_beside_steps)
         self._saver.save(step, state, self._attempt)
+
+    def finish_before_end(self, must_end: bool) -> None:
+        """A checkpoint under way is completed first where a rank must end the run; all ranks call it after each step."""
+        if self._saver.has_begun and self._barrier.most([must_end])[0]:
+            self._saver.wait()
+            if not must_end:
+                self._barrier.wait()  # for the rank that ends the run
 
     def finish_saving(self) -> None:
         """Until all checkpoints are complete; all ranks call it. Raises UserError where one could not be written."""
@@ -388,7 +396,9 @@ def _steps(trainer: RankTrainer, done: int, fault: Fault | None, on_step: Callab
         if run.validation is not None and (step == run.steps or step % run.validation.every_steps == 0):
             report = trainer.validate(report)
         on_step(report)
-        if not math.isfinite(report.loss_sum + report.balance_loss):
+        is_finite = math.isfinite(report.loss_sum + report.balance_loss)
+        trainer.finish_before_end(not is_finite)
+        if not is_finite:
             raise UserError(
                 f"the loss of step {step} is not finite (rank {report.rank}: {report.loss_sum:g}, for balance "
                 f"{report.balance_loss:g}); resume from the last checkpoint with a lower optimizer.learning_rate"

@@ -17,9 +17,8 @@ the other side has announced its receive.
 A level may have several streams: TCP connections per pair of ranks, each with a process group of its own, because one connection
 has at most a window of bytes under way per round trip. Pieces take turns on them and as many are under way at once.
 
-Background exchanges (copies that are needed later) leave in small pieces, each only while no other exchange of this rank has
-messages to send at the same level; and a receiver posts few pieces ahead, so that little of them lies in sockets and queues when
-tokens come. A rank that has sent its tokens and waits for others' is no reason to wait: where sites differ, that is most of the
+Background exchanges (copies that are needed later, checkpoints' files) leave in small pieces, each only while no other exchange of
+this rank has messages to send at the same level, for as long as a transfer may take. A rank that has sent its tokens and waits for others' is no reason to wait: where sites differ, that is most of the
 time. Waiting until no tokens come either was no faster in the lab, nor were pieces to all peers at once.
 
 Where ``runtime.device_links`` has a label, its messages go from GPU to GPU over NCCL instead, all at once.
@@ -79,7 +78,9 @@ class Urgency:
     """Which levels' links exchanges that are not in the background are sending over, on this rank; transports that share links
     share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        """``patience_s``: so long at most an exchange in the background is kept back."""
+        self.patience_s = patience_s
         self.sending: Counter[str] = Counter()
         """Exchanges by level."""
         self._calm = threading.Condition()
@@ -97,10 +98,10 @@ class Urgency:
                 self.sending[level] -= 1
                 self._calm.notify_all()
 
-    def give_way(self, level: str, patience_s: float) -> bool:
-        """Wait until nothing urgent is sent there, so long at most; False when it was closed."""
+    def give_way(self, level: str, until_s: float) -> bool:
+        """Wait until nothing urgent is sent there, or for that time (``time.perf_counter``); False when it was closed."""
         with self._calm:
-            self._calm.wait_for(lambda: self._closed or not self.sending[level], timeout=patience_s)
+            self._calm.wait_for(lambda: self._closed or not self.sending[level], timeout=max(until_s - time.perf_counter(), 0.0))
             return not self._closed
 
     def close(self) -> None:
@@ -147,7 +148,7 @@ class Transport:
         self._rank, self._num_ranks = group.rank(), group.size()
         self._names = names or range(self._num_ranks)
         self._lock = threading.Lock()
-        self._urgency = urgency or Urgency()
+        self._urgency = urgency or Urgency(timeout_s)
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
         """Send ``sends[peer]`` to and fill ``receives[peer]`` from each peer (a global rank, never one's own).
@@ -235,6 +236,7 @@ class Transport:
 
         def finish() -> None:
             leaving = deque[tuple[int, Tensor, dist.Work]]()
+            until_s = time.perf_counter() + self._urgency.patience_s
 
             def wait(work: dist.Work) -> None:
                 if background:
@@ -254,7 +256,7 @@ class Transport:
                         if message.nbytes > _SHORT_BYTES:
                             let_go(channel.streams - 1)
                         if background:
-                            self._give_way(label)
+                            self._give_way(label, until_s)
                         held = staging.outgoing(message)
                         now.peer = peer
                         leaving.append((peer, held, group.send([held], peer, tag)))
@@ -269,9 +271,9 @@ class Transport:
 
         return finish
 
-    def _give_way(self, label: str) -> None:
+    def _give_way(self, label: str, until_s: float) -> None:
         # Of exchanges waited for one that takes too long fails first; many in a row must not keep this one back for ever.
-        if not self._urgency.give_way(self._channels.of(label).level, self.timeout_s):
+        if not self._urgency.give_way(self._channels.of(label).level, until_s):
             raise TransportError(f"rank {self._names[self._rank]}", f"closed during {label!r}")
 
     def _distance(self, peer: int) -> int:

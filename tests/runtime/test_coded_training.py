@@ -89,7 +89,7 @@ def train_coded(rank: int, case: Case) -> Coded:
     def prepare(trainer: Any) -> None:
         kept.update(trainer=trainer)
         give_way = trainer.transport._give_way
-        trainer.transport._give_way = lambda label: gave_way.add(label) or give_way(label)
+        trainer.transport._give_way = lambda label, until_s: gave_way.add(label) or give_way(label, until_s)
         count_coding(coded_bytes)
         step = trainer.step
 
