@@ -32,7 +32,7 @@ from planner.sites.grouping import Groups
 from planner.stages.batches import BATCHES, FEW_BATCHES, number_about, numbers_about, unevenness
 from planner.stages.bound import least_s, least_usd
 from planner.stages.candidates import AHEAD, OFTEN, Candidate, Candidates
-from planner.stages.changes import changed, turn
+from planner.stages.changes import changed, groups_of, layers_of, turn
 from planner.stages.costs import WORTH, Costed, costed, is_better, least_again, predicted, rooms, without_stages
 from planner.stages.inside import Inside, Store, fitting, of_alike, searched
 from planner.stages.rules import StageRules
@@ -228,19 +228,18 @@ class _Search:
             self._improve_each(self._near(), _STEPPED_BY, sketched=True)
             self._wander_each(self._near(), _CHANGED_BY)
         self._improve_each(self._near(), _CHANGED_BY, sketched=False)
-        self._plan_inside()
+        self._plan_inside(self._best(1))
         for one in self._best():
             self._at_other_depths(one)
         if self._is_sketched:
             self._go_round()
+        # Mostly the next ones have the same stages.
+        self._plan_inside(self._best())
 
-    def _plan_inside(self) -> None:
-        """Plan inside the stages of the best one, and of the next ones where that helped: mostly they have the same stages."""
-        for place, one in enumerate(self._best()):
-            refined = self._refined(one, self._left_s(1.0) / (_KEPT - place))
-            self._keep(refined)
-            if not self._is_better(refined, one):
-                break
+    def _plan_inside(self, every: Sequence[Costed]) -> None:
+        """Plan inside the stages of each, as far as there is time."""
+        for place, one in enumerate(every):
+            self._keep(self._refined(one, self._left_s(1.0) / (len(every) - place)))
 
     def _go_round(self) -> None:
         """Change the best one in what is left of the time, until a round brings nothing."""
@@ -249,7 +248,8 @@ class _Search:
             [before] = self._best(1)
             self._improve_each(self._best(1), _ENDED_BY, sketched=True)
             self._wander_each(self._best(1), _ENDED_BY)
-            self._with_other_batches(*self._best(1), _ENDED_BY)
+            [after] = self._best(1)
+            self._with_other_batches(after, _ENDED_BY)
             [after] = self._best(1)
             improved = self._is_better(after, before)
             if improved:
@@ -296,7 +296,7 @@ class _Search:
         plan = found.plan
         possible = unevenness(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
         few = FEW_BATCHES if len(plan.stages) <= _SHORT else ()
-        numbers, path, layers = numbers_about(possible, len(plan.stages), (*few, *BATCHES)), _groups(plan), _layers(plan)
+        numbers, path, layers = numbers_about(possible, len(plan.stages), (*few, *BATCHES)), groups_of(plan), layers_of(plan)
         about_s = {number: self.candidates.soonest_s(path, layers, number) for number in (*numbers, plan.micro_batches)}
         least_s = min(about_s.values())
         for micro_batches in sorted(numbers, key=lambda number: (about_s[number], -number)):
@@ -324,7 +324,7 @@ class _Search:
         """Random changes of each, and what was met on the way in full, each in as much of the time that there is for it, up to
         such a share of the limit."""
         for left, one in zip(range(len(every), 0, -1), every, strict=True):
-            start = Sketch(_groups(one.plan), tuple(_layers(one.plan)), one.plan.micro_batches, one.plan.ahead)
+            start = Sketch(groups_of(one.plan), tuple(layers_of(one.plan)), one.plan.micro_batches, one.plan.ahead)
             for met in wander(self.candidates, start, _MET, self._rng, now_s() + self._left_s(share) / left):
                 if (candidate := self.candidates.of(met.path, met.layers, met.micro_batches)) is not None:
                     self._walk(candidate)
@@ -341,12 +341,12 @@ class _Search:
         rng, left, looks, first, improved = np.random.default_rng(0), self.changes, self.looks, best, True
         # To list all changes among a thousand sites takes seconds.
         while improved and now_s() <= until_s:
-            own, busy, improved = _groups(best.plan), best.times.busiest_sites, False
-            changes = list(changed(own, _layers(best.plan)))
+            own, busy, improved = groups_of(best.plan), best.times.busiest_sites, False
+            changes = list(changed(own, layers_of(best.plan)))
             about_s = math.inf
             if sketched:
                 plan = best.plan
-                about_s = self.candidates.sketch_s(_groups(plan), _layers(plan), plan.micro_batches, plan.ahead)
+                about_s = self.candidates.sketch_s(groups_of(plan), layers_of(plan), plan.micro_batches, plan.ahead)
             for place in sorted(rng.permutation(len(changes)), key=lambda place: turn(changes[place][0], own, busy)):
                 if not left or not looks or now_s() > until_s:
                     return
@@ -438,17 +438,6 @@ class _Search:
             if made is not None and made.rank(batches, rent) < inside[number].rank(batches, rent):
                 inside[number] = of_alike(made, stage, other)
         return costed(plan.with_layers([one.layers for one in inside]), inside)
-
-
-def _groups(plan: PipelinePlan) -> Groups:
-    """Sites of each stage by number."""
-    number = {name: site for site, name in enumerate(plan.cluster.site_names)}
-    return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
-
-
-def _layers(plan: PipelinePlan) -> list[int]:
-    """[stages]: layers of each."""
-    return [stage.num_layers for stage in plan.stages]
 
 
 def _but_for_ahead(plan: PipelinePlan) -> str:
