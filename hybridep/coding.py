@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs, Speed, Speeds, wires
 from hybridep.gating import Gating
-from hybridep.placement import IntArray, Placement
-from hybridep.traffic import Direct, FloatArray, Op, OpLevel, arriving_rows, each_once, rank_sequences, reverse
+from hybridep.placement import Placement
+from hybridep.traffic import Direct, Op, OpLevel, arriving_rows, each_once, rank_sequences, reverse
 from hybridep.workload import Workload
 
 _KIND = {Op.EXPERT_GATHER: "experts"} | dict.fromkeys(

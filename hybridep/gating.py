@@ -18,11 +18,10 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.shares import site_sequences
 from hybridep.topology import Cluster
 from hybridep.workload import DropPolicy, Workload
-
-FloatArray = NDArray[np.float64]
 
 _CLOSE = 1e-10
 _PARTS = 32
@@ -113,7 +112,7 @@ class Gating:
         ]
         return 1.0 - np.asarray(missed)
 
-    def hit(self, member: NDArray[np.bool_]) -> FloatArray:
+    def hit(self, member: BoolArray) -> FloatArray:
         """[N]: the probability that a token has at least one expert that takes it among each of N sets [N, E]."""
         if self.popularity is None:
             return np.asarray(self.hit_by_count[member.sum(axis=1)])
@@ -144,7 +143,7 @@ class Gating:
         return np.asarray(odds / (1 + odds))
 
 
-def _different(rows: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _different(rows: NDArray[np.uint8]) -> tuple[IntArray, IntArray]:
     """(where each different row occurs first; which of these each of the rows [N, bytes] is)."""
     # As numbers, or compared as a whole: numpy's own way compares byte by byte.
     whole = np.ascontiguousarray(np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8))))

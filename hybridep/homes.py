@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hybridep.arrays import IntArray
 from hybridep.errors import PlacementError
 from hybridep.placement import expert_homes, home_blocks
 from hybridep.serving import format_experts, parse_experts
 from hybridep.topology import Cluster
 
 
-def home_table(cluster: Cluster, num_experts: int, homes: Mapping[str, str]) -> NDArray[np.int64]:
+def home_table(cluster: Cluster, num_experts: int, homes: Mapping[str, str]) -> IntArray:
     """[E]: the rank that owns each expert. ``homes`` maps a worker of any level (``us-east``, ``us-east/gpu3``) to the experts
     that live there, as in ``0-3,8``; those of a worker with several ranks are spread over them in even blocks.
 
@@ -38,7 +38,7 @@ def home_table(cluster: Cluster, num_experts: int, homes: Mapping[str, str]) -> 
     return table
 
 
-def homes_text(cluster: Cluster, home: NDArray[np.int64]) -> dict[str, str]:
+def homes_text(cluster: Cluster, home: IntArray) -> dict[str, str]:
     """What ``home_table`` turns into ``home`` ([E] ranks): a line for each rank that has experts."""
     return {
         cluster.worker_name(cluster.location(int(rank))): format_experts(np.flatnonzero(home == rank)) for rank in np.unique(home)

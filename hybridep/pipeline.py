@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import EXACT, Codecs, Speed, TokenCodec, Wire
 from hybridep.config import Strict, build
 from hybridep.errors import ConfigError
-from hybridep.placement import IntArray
 from hybridep.plan import (
     LayerGroup,
     Plan,
@@ -33,7 +33,7 @@ from hybridep.plan import (
 )
 from hybridep.shares import batch_sequences, owners, sequences_together, site_sequences, unequal_shares
 from hybridep.topology import Cluster, by_themselves
-from hybridep.traffic import FloatArray, add_between_sites, link_bytes, step_traffic
+from hybridep.traffic import add_between_sites, link_bytes, step_traffic
 from hybridep.workload import Model, Training, Workload
 
 ACTIVATIONS, GRADIENTS = "activations", "activation_gradients"

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hybridep.arrays import BoolArray, IntArray
 from hybridep.errors import PlacementError
 from hybridep.shares import apportion
 from hybridep.topology import Cluster
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +88,7 @@ class Placement:
         return np.stack(np.unravel_index(np.arange(self.num_gpus), self.sizes), axis=1).astype(np.int64)
 
     @cached_property
-    def holds_at(self) -> tuple[NDArray[np.bool_], ...]:
+    def holds_at(self) -> tuple[BoolArray, ...]:
         """Per level: [SF_l, E], true where that coordinate is a holder (the home's own, or one that serves somebody)."""
         tables = []
         for level, serve in enumerate(self.serve):
@@ -102,7 +100,7 @@ class Placement:
         return tuple(tables)
 
     @cached_property
-    def holds(self) -> NDArray[np.bool_]:
+    def holds(self) -> BoolArray:
         """[G, E]: true where a rank has the expert's weights during a step."""
         held = np.ones((self.num_gpus, self.num_experts), dtype=np.bool_)
         for level, table in enumerate(self.holds_at):
@@ -172,7 +170,7 @@ class Placement:
         return tuple(counts)
 
     @cached_property
-    def token_links(self) -> tuple[NDArray[np.bool_], ...]:
+    def token_links(self) -> tuple[BoolArray, ...]:
         """Per level: [SF_l, SF_l], true where ranks of the first coordinate may send tokens to the second, another one."""
         links = []
         for serve in self.serve:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 import numpy as np
 from pydantic import Field, model_validator
 
+from hybridep.arrays import IntArray
 from hybridep.codecs import Codecs, level_codecs
 from hybridep.config import Duration, Price, Strict, apply_overrides, build, read_yaml, write_yaml
 from hybridep.errors import ConfigError, PlacementError, PlanMismatchError
 from hybridep.gating import Gating, gating
 from hybridep.homes import home_table
-from hybridep.placement import IntArray, LevelChoice, Placement, place
+from hybridep.placement import LevelChoice, Placement, place
 from hybridep.serving import ServingGroup, serving_table
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.config import write_bytes
 from hybridep.errors import UserError
 from hybridep.pipeline import AnyPlan
-from hybridep.placement import IntArray
 from hybridep.shares import site_sequences
 from hybridep.workload import Workload
 

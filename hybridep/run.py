@@ -96,6 +96,8 @@ class Checkpoints(Strict):
     """So many of the last ones stay; all when absent."""
     copies: int = Field(default=0, ge=0)
     """So many other sites keep a copy of what a site writes, where sites share no file system: that many may be lost for good."""
+    async_save: bool = False
+    """Checkpoints are written, and copied to other sites, while the next steps are made, from a copy in the machine's memory."""
 
 
 class Run(Strict):
@@ -160,5 +162,7 @@ class StepReport:
     validation_loss_sum: float | None = None
     """Sum of this rank's token losses over the held-out batches, with the weights after the step; None where none was due."""
     validation_tokens: int = 0
+    checkpoint: int | None = None
+    """Steps of the last checkpoint that was complete by then, of those written since the run was last started."""
     remarks: list[str] = field(default_factory=list)
     """Before the first step of a resumed run: what this rank found wrong with checkpoints, and what was brought of one."""

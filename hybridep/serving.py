@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from hybridep.arrays import IntArray
 from hybridep.config import Strict
 from hybridep.errors import PlacementError
 from hybridep.topology import Cluster
@@ -24,7 +24,7 @@ class ServingGroup(Strict):
     """Site -> the experts it computes for those tokens, as in ``0-3,8``; every expert once."""
 
 
-def serving_table(cluster: Cluster, num_experts: int, groups: Iterable[ServingGroup]) -> NDArray[np.int64]:
+def serving_table(cluster: Cluster, num_experts: int, groups: Iterable[ServingGroup]) -> IntArray:
     """[SF_0, E]: the site that computes expert e for tokens of each site.
 
     Raises PlacementError for an unknown site, one that is in no group or in two, and an expert without or with two holders.
@@ -61,7 +61,7 @@ def serving_table(cluster: Cluster, num_experts: int, groups: Iterable[ServingGr
     return table
 
 
-def serving_groups(cluster: Cluster, table: NDArray[np.int64]) -> tuple[ServingGroup, ...]:
+def serving_groups(cluster: Cluster, table: IntArray) -> tuple[ServingGroup, ...]:
     """The groups that ``serving_table`` turns into ``table`` ([SF_0, E]), in the order of their first sites."""
     members: dict[bytes, list[int]] = {}
     for dc, row in enumerate(table):
@@ -84,7 +84,7 @@ def serving_groups(cluster: Cluster, table: NDArray[np.int64]) -> tuple[ServingG
     return tuple(groups)
 
 
-def parse_experts(text: str, num_experts: int) -> NDArray[np.int64]:
+def parse_experts(text: str, num_experts: int) -> IntArray:
     """``"0-3,8"`` -> [0, 1, 2, 3, 8]. Raises PlacementError."""
     experts: list[int] = []
     for part in text.split(","):
@@ -100,7 +100,7 @@ def parse_experts(text: str, num_experts: int) -> NDArray[np.int64]:
     return np.array(experts, dtype=np.int64)
 
 
-def format_experts(experts: Sequence[int] | NDArray[np.int64]) -> str:
+def format_experts(experts: Sequence[int] | IntArray) -> str:
     """[0, 1, 2, 3, 8] -> ``"0-3,8"``; ascending input."""
     runs: list[list[int]] = []
     for expert in experts:

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from math import ceil, isqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.config import build
 from hybridep.errors import PlacementError
 from hybridep.topology import Cluster, by_themselves
@@ -16,10 +16,10 @@ from hybridep.workload import Training, Workload
 _ROUNDING = 1e-9
 
 
-def apportion(total: int, weights: NDArray[np.float64]) -> NDArray[np.int64]:
+def apportion(total: int, weights: FloatArray) -> IntArray:
     """``total`` in whole parts in proportion to ``weights`` [n]: the largest remainders are rounded up, the first of equals."""
     exact = total * weights / weights.sum()
-    whole: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
+    whole: IntArray = np.floor(exact + 1e-9).astype(np.int64)
     rest = np.argsort(np.round(whole - exact, 9), kind="stable")[: total - int(whole.sum())]
     whole[rest] += 1
     return whole
@@ -106,7 +106,7 @@ def sequences_together(batch: int, sites: int) -> list[int]:
     return sorted({one for number in small for one in (number, batch // number) if one >= sites})
 
 
-def site_shares(cluster: Cluster, workload: Workload) -> NDArray[np.float64]:
+def site_shares(cluster: Cluster, workload: Workload) -> FloatArray:
     """[DCs]: tokens of a rank of each site as a multiple of the mean."""
     return np.array(site_sequences(cluster, workload)) / workload.training.micro_batch_size
 
@@ -118,7 +118,7 @@ def first_sequence(cluster: Cluster, workload: Workload, rank: int) -> int:
     return place * sum(sequences) + sum(sequences[:dc])
 
 
-def owners(cluster: Cluster, workload: Workload) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def owners(cluster: Cluster, workload: Workload) -> tuple[IntArray, IntArray]:
     """[B] each: the rank that has each sequence of one micro-batch, and which one of its own that is. The sites' first ranks have
     the first sequences, then their second ones: so whatever sites share a batch, a sequence has the same place in all of them."""
     sequences, inside = site_sequences(cluster, workload), cluster.ranks_per_site

@@ -12,10 +12,10 @@ from itertools import permutations, product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ModelWrapValidatorHandler, model_validator
 from scipy.sparse import csr_array
 
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.gpus import Gpu, SiteGpu
 from hybridep.pods import expanded
 from hybridep.sites import ClusterFile, Level, PairLink, Site
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 Location = tuple[int, ...]
-Sites = TypeVar("Sites", int, NDArray[np.int64])
+Sites = TypeVar("Sites", int, IntArray)
 
 
 class Link(NamedTuple):
@@ -76,17 +76,13 @@ class Cluster(ClusterFile):
         return number if number < self.num_gpus else None
 
     @cached_property
-    def coordinates(self) -> NDArray[np.int64]:
+    def coordinates(self) -> IntArray:
         """[G, L]: the location of each rank."""
         return np.stack(np.unravel_index(np.arange(self.num_gpus), self.sizes), axis=1).astype(np.int64)
 
     def location(self, rank: int) -> Location:
         """Location of a global rank."""
         return tuple(int(x) for x in np.unravel_index(rank, self.sizes))
-
-    def rank(self, location: Sequence[int]) -> int:
-        """Global rank at a location."""
-        return int(np.ravel_multi_index(tuple(location), self.sizes))
 
     def peer(self, rank: int, level: int, coordinate: int) -> int:
         """The rank that differs from ``rank`` only in its coordinate at ``level``."""
@@ -120,21 +116,21 @@ class Cluster(ClusterFile):
         """Some site's GPUs differ from the cluster's."""
         return any(site.gpu is not None for site in self.sites)
 
-    def of_sites(self, figure: Callable[[Gpu], float]) -> NDArray[np.float64]:
+    def of_sites(self, figure: Callable[[Gpu], float]) -> FloatArray:
         """[DCs]: one figure of each site's GPUs."""
         return np.array([figure(gpu) for gpu in self.site_gpus], dtype=np.float64)
 
-    def of_ranks(self, figure: Callable[[Gpu], float]) -> NDArray[np.float64]:
+    def of_ranks(self, figure: Callable[[Gpu], float]) -> FloatArray:
         """[G]: one figure of each rank's GPU."""
         return np.repeat(self.of_sites(figure), self.ranks_per_site)
 
     @property
-    def token_weights(self) -> NDArray[np.float64]:
+    def token_weights(self) -> FloatArray:
         """[DCs]: tokens of a rank of each, against the others'."""
         return np.array([site.tokens or 1.0 for site in self.sites] or [1.0] * self.levels[0].size)
 
     @property
-    def home_weights(self) -> NDArray[np.float64]:
+    def home_weights(self) -> FloatArray:
         """[DCs]: experts at home in each, against the others."""
         given = [1.0 if site.experts is None else site.experts for site in self.sites]
         return np.array(given or [1.0] * self.levels[0].size)
@@ -175,12 +171,12 @@ class Cluster(ClusterFile):
         return tuple(table)
 
     @cached_property
-    def access_bytes_per_s(self) -> NDArray[np.float64]:
+    def access_bytes_per_s(self) -> FloatArray:
         """[2, DCs]: of the sites' links up, and down."""
         return np.array([link.bandwidth_bytes_per_s for link in self.link_table[: 2 * self.sizes[0]]]).reshape(-1, 2).T.copy()
 
     @cached_property
-    def pair_bytes_per_s(self) -> NDArray[np.float64] | None:
+    def pair_bytes_per_s(self) -> FloatArray | None:
         """[DCs, DCs]: of the links from the row to the column, infinite on the diagonal; None where none are given."""
         if not self.links:
             return None
@@ -196,18 +192,18 @@ class Cluster(ClusterFile):
         return slice(self._first_link[-1], self._first_link[-1] + (size * (size - 1) if self.links else 0))
 
     @cached_property
-    def outer_links(self) -> NDArray[np.bool_]:
+    def outer_links(self) -> BoolArray:
         """[links] of ``link_table``: whether one is between sites: their access links, pairs, trunks."""
         number = np.arange(len(self.link_table))
         return np.asarray((number < 2 * self.sizes[0]) | (number >= self.pair_links.start))
 
     @property
-    def pairs_in_one_site(self) -> NDArray[np.bool_]:
+    def pairs_in_one_site(self) -> BoolArray:
         """[pair links]: those that join pods of a site."""
         if not self.links:
             return np.zeros(0, dtype=np.bool_)
         names = np.array([site.labels[-1] for site in self.sites])
-        same: NDArray[np.bool_] = names[:, None] == names[None, :]
+        same: BoolArray = names[:, None] == names[None, :]
         return same[~np.eye(len(names), dtype=np.bool_)]
 
     @cached_property
@@ -230,7 +226,7 @@ class Cluster(ClusterFile):
         return {(index[link.src], index[link.dst]): link for link in self.links}
 
     @cached_property
-    def site_latency_s(self) -> NDArray[np.float64]:
+    def site_latency_s(self) -> FloatArray:
         """[DCs, DCs]: seconds one way from the row to the column, zero on the diagonal."""
         latency = np.full((self.sizes[0], self.sizes[0]), self.levels[0].latency)
         np.fill_diagonal(latency, 0.0)
@@ -263,7 +259,7 @@ class Cluster(ClusterFile):
         return self.ranks_per_site * sum(gpu.price or 0.0 for gpu in self.site_gpus)
 
     @cached_property
-    def egress_usd_per_byte(self) -> NDArray[np.float64]:
+    def egress_usd_per_byte(self) -> FloatArray:
         """[DCs, DCs]: dollars per byte from the row to the column, zero on the diagonal."""
         size = self.sizes[0]
         own = [site.egress for site in self.sites] or [None] * size

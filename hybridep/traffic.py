@@ -13,17 +13,15 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hybridep.arrays import BoolArray, IntArray
+from hybridep.arrays import FloatArray as FloatArray  # some import it from here
 from hybridep.codecs import Codecs, ExpertCodec, Wire, wires
 from hybridep.gating import Gating
-from hybridep.placement import IntArray, Placement
+from hybridep.placement import Placement
 from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
 from hybridep.workload import Model, Workload
-
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 
 COUNT_BYTES = 8
 """Before each dispatch hop a rank tells each possible destination how many rows follow (one int64)."""

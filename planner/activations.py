@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.traffic import FloatArray
+from hybridep.arrays import FloatArray
 from hybridep.workload import LOSS_PART, LOSS_PARTS, Ffn, Training, Workload
 
 

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hybridep.arrays import FloatArray
 from hybridep.plan import Residency
-from hybridep.traffic import MOVES, SHARED, FloatArray, Op, OpLevel, Traffic
+from hybridep.traffic import MOVES, SHARED, Op, OpLevel, Traffic
 from planner.exchange import ExchangeTimes
 
 _FULL = 1e-9

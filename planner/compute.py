@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridep.placement import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.shares import site_shares
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray, dense_shard_params
+from hybridep.traffic import dense_shard_params
 from hybridep.workload import Workload
 
 

@@ -14,16 +14,14 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from hybridep.arrays import BoolArray, IntArray
 from hybridep.config import Strict, load
 from hybridep.errors import InfeasibleError, PlacementError, UserError
-from hybridep.placement import IntArray, home_blocks
+from hybridep.placement import home_blocks
 from hybridep.serving import parse_experts
 from hybridep.topology import Cluster
-
-BoolArray = NDArray[np.bool_]
 
 MOST_RULES = 16
 """Up to so many rules, clashes are searched through all sets; with more, rules are left out one by one."""
@@ -75,11 +73,6 @@ class Constraints(Strict):
         if len(set(names)) != len(names):
             raise ValueError(f"rules: names repeat: {names}")
         return self
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of all rules, in order."""
-        return tuple(rule.name for rule in self.rules)
 
 
 def load_constraints(path: Path) -> Constraints:

@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs
 from hybridep.coding import Coding, copy_coding, dense_coding, speed_of, token_coding
 from hybridep.gating import Gating
 from hybridep.gpus import Gpu
-from hybridep.placement import IntArray, Placement
+from hybridep.placement import Placement
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import (
     SHARED,
     TOKENS,
-    FloatArray,
     Op,
     OpLevel,
     Traffic,

@@ -9,8 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray, OpLevel, is_late, link_bytes
+from hybridep.traffic import OpLevel, is_late, link_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hybridep.placement import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.plan import Residency, Schedule, backward_cost
-from hybridep.traffic import MOVES, SHARED, FloatArray, Op, gathers_and_returns
+from hybridep.traffic import MOVES, SHARED, Op, gathers_and_returns
 from planner.compute import Compute
 
 PRE_EXPERT = "pre_expert"
@@ -93,14 +93,6 @@ class BlockTimes:
         """Forward and backward of each rank: computation alone."""
         others_s = 3 * self.others_s + self.shared_again_s * self.recompute
         return np.asarray(others_s + (1 + self.backward_cost) * self.experts_s)
-
-    def forward_s(self) -> float:
-        """A forward whose copies are gathered beside the pre-expert computation (cf. HybridEP, Eq. 10)."""
-        hops = (Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.TOKEN_COMBINE)
-        gather = self.exchanges_s[Op.EXPERT_GATHER]
-        exposed = max(self.pre_expert_s + self.overhead_s, gather)
-        coding = sum(self.coding_s.get(op, 0.0) for op in (*hops, Op.EXPERT_GATHER))
-        return exposed + self.expert_s + sum(self.exchanges_s[op] for op in hops) + coding
 
 
 def timed_block(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.plan import Plan
-from hybridep.traffic import FloatArray
 from planner.evaluate import evaluate
 
 

@@ -14,22 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, Wire, wires
 from hybridep.gating import Gating
-from hybridep.placement import IntArray, Placement
+from hybridep.placement import Placement
 from hybridep.plan import Plan, Residency
 from hybridep.topology import Cluster
-from hybridep.traffic import (
-    DENSE_PIECE,
-    FloatArray,
-    Op,
-    Traffic,
-    arriving_rows,
-    dense_shard_params,
-    rank_sequences,
-    reverse,
-    served_copies,
-)
+from hybridep.traffic import DENSE_PIECE, Op, Traffic, arriving_rows, dense_shard_params, rank_sequences, reverse, served_copies
 from hybridep.workload import Training, Workload
 from planner.activations import dense_activation_bytes, head_bytes, inner_width, routed_bytes, shared_expert_bytes
 from planner.compute import compute_of_ranks

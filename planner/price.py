@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
 
 
 def step_usd(rent_usd_per_s: float, egress_usd: float, step_s: float) -> float:

@@ -13,12 +13,12 @@ from itertools import product
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.codecs import Codecs, level_codecs
 from hybridep.gating import gating
 from hybridep.placement import LevelChoice, place
 from hybridep.plan import LayerGroup, Objective, Residency, Schedule
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.cost import block_times, fixed_cost, layer_coding, layer_cost, layer_traffic
 from planner.domains import all_choices, layer_group

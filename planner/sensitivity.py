@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.errors import UserError
-from hybridep.placement import IntArray
 from hybridep.plan import Plan
 from planner.constraints import Constraints
 from planner.evaluate import evaluate

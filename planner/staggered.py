@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.coding import Coding, copy_coding, dense_coding, token_coding
-from hybridep.placement import IntArray
 from hybridep.plan import PlacedLayers, Plan, Residency
 from hybridep.topology import Cluster
 from hybridep.traffic import (
-    FloatArray,
     Op,
     OpLevel,
     Traffic,

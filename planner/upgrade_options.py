@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hybridep.arrays import BoolArray, FloatArray
 from hybridep.sites import Site
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
 from hybridep.units import format_bandwidth, format_bytes
 from planner.difference import with_links
 
@@ -126,7 +125,7 @@ def _access(rates: Rates, *, up: bool) -> Iterator[Option]:
         )
 
 
-def _as_access(rates: Rates) -> NDArray[np.bool_]:
+def _as_access(rates: Rates) -> BoolArray:
     """[D, D]: pairs whose links are as wide as the access links of their ends."""
     assert rates.pair_bytes_per_s is not None
     return np.asarray(rates.pair_bytes_per_s == rates.access_bytes_per_s)

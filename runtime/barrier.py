@@ -12,9 +12,6 @@ from torch import Tensor
 
 from runtime.transport import Transport
 
-_LABEL = "barrier"
-_GATHER_LABEL = "gather at rank 0"
-_SHARE_LABEL = "share of rank 0"
 PATIENCE_S = 600.0
 """Ranks write checkpoints at different speeds, and wait while others measure slow links; one that dies meanwhile is noticed at
 once all the same."""
@@ -23,8 +20,9 @@ once all the same."""
 class Barrier:
     """A meeting point of all ranks at rank 0. It has a transport of its own, because ranks may wait here for long."""
 
-    def __init__(self, *, rank: int, world_size: int, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-        """``groups``: connections in place of the default process group's."""
+    def __init__(self, *, rank: int, world_size: int, groups: Sequence[dist.ProcessGroup] = (), name: str = "barrier") -> None:
+        """``groups``: connections in place of the default process group's. Of one ``name`` there is one at a time."""
+        self._label, self._gather_label, self._share_label = name, f"{name}: gather at rank 0", f"{name}: share of rank 0"
         self._rank, self._others = rank, [other for other in range(world_size) if other != rank]
         self._transport = Transport(timeout_s=PATIENCE_S, groups=groups)
 
@@ -36,12 +34,12 @@ class Barrier:
         """Rank 0's value, on all ranks, once all have called it."""
         mine = torch.tensor([value], dtype=torch.float64)
         if self._rank == 0:
-            self._transport.exchange({}, {other: torch.zeros(1, dtype=torch.float64) for other in self._others}, _LABEL)
-            self._transport.exchange(dict.fromkeys(self._others, mine), {}, _LABEL)
+            self._transport.exchange({}, {other: torch.zeros(1, dtype=torch.float64) for other in self._others}, self._label)
+            self._transport.exchange(dict.fromkeys(self._others, mine), {}, self._label)
             return value
         answer: Tensor = torch.zeros(1, dtype=torch.float64)
-        self._transport.exchange({0: mine}, {}, _LABEL)
-        self._transport.exchange({}, {0: answer}, _LABEL)
+        self._transport.exchange({0: mine}, {}, self._label)
+        self._transport.exchange({}, {0: answer}, self._label)
         return float(answer)
 
     def most(self, values: Sequence[float]) -> list[float]:
@@ -56,19 +54,19 @@ class Barrier:
         gathered = self.gather(torch.tensor(values, dtype=torch.float64))
         answer = torch.zeros(len(values), dtype=torch.float64)
         if gathered is None:
-            self._transport.exchange({}, {0: answer}, _LABEL)
+            self._transport.exchange({}, {0: answer}, self._label)
         else:
             answer = combine(torch.stack(gathered))
-            self._transport.exchange(dict.fromkeys(self._others, answer), {}, _LABEL)
+            self._transport.exchange(dict.fromkeys(self._others, answer), {}, self._label)
         return [float(value) for value in answer]
 
     def gather(self, value: Tensor) -> list[Tensor] | None:
         """At rank 0 the tensors of all ranks, which have one shape and type, in the order of ranks; elsewhere None."""
         if self._rank:
-            self._transport.exchange({0: value.contiguous()}, {}, _GATHER_LABEL)
+            self._transport.exchange({0: value.contiguous()}, {}, self._gather_label)
             return None
         arrived = {other: torch.empty_like(value, memory_format=torch.contiguous_format) for other in self._others}
-        self._transport.exchange({}, arrived, _GATHER_LABEL)
+        self._transport.exchange({}, arrived, self._gather_label)
         return [value, *(arrived[other] for other in sorted(arrived))]
 
     def gather_bytes(self, value: bytes) -> list[bytes] | None:
@@ -91,8 +89,8 @@ class Barrier:
         text = json.dumps(value).encode() if self._rank == 0 else b""
         message = torch.zeros(int(self.agree(float(len(text)))), dtype=torch.uint8)
         if self._rank:
-            self._transport.exchange({}, {0: message}, _SHARE_LABEL)
+            self._transport.exchange({}, {0: message}, self._share_label)
         else:
             message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            self._transport.exchange(dict.fromkeys(self._others, message), {}, _SHARE_LABEL)
+            self._transport.exchange(dict.fromkeys(self._others, message), {}, self._share_label)
         return json.loads(message.numpy().tobytes())

@@ -26,7 +26,7 @@ from runtime.codecs.messages import pack, unpack
 from runtime.event_threads import waiting_their_turn
 from runtime.mesh import Mesh, close_process_group, first_line, open_process_group
 from runtime.sockets import keeping_little_unsent
-from runtime.transport import Posted, Transport
+from runtime.transport import Posted, Transport, Urgency
 from runtime.worker import Worker
 
 if TYPE_CHECKING:
@@ -74,11 +74,16 @@ def _group(mesh: Mesh, store: Store, number: int, timeout_s: float) -> dist.Proc
 
 
 def between_transport(
-    mesh: Mesh, groups: Sequence[dist.ProcessGroup], timeout_s: float, on_span: Callable[[str, float, float], None]
+    mesh: Mesh,
+    groups: Sequence[dist.ProcessGroup],
+    timeout_s: float,
+    on_span: Callable[[str, float, float], None],
+    urgency: Urgency,
 ) -> Transport:
     """Between all ranks of the run. A message waits for other stages' passes, so its timeout is longer than an exchange's."""
     numbers = {f"{name}@{mesh.plan.cluster.levels[0].name}": number for number, name in enumerate((ACTIVATIONS, GRADIENTS))}
-    return Transport(timeout_s=timeout_s * _PATIENCE * mesh.num_stages, on_span=on_span, groups=groups, numbers=numbers)
+    patience_s = timeout_s * _PATIENCE * mesh.num_stages
+    return Transport(timeout_s=patience_s, on_span=on_span, groups=groups, numbers=numbers, urgency=urgency)
 
 
 class Neighbours:

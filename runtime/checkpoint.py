@@ -13,19 +13,20 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybridep.arrays import IntArray
 from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints, clear_partial, is_checkpoint
 from hybridep.config import sync, sync_folder, write_text
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
-from hybridep.placement import IntArray
 from hybridep.plan import Plan
 from runtime.barrier import Barrier
 from runtime.checkpoint_files import (
@@ -55,55 +56,83 @@ CodecState = dict[str, dict[str, Tensor]]
 """Part of the model -> what its codecs keep, by name."""
 
 
+class RankState(NamedTuple):
+    """What one rank writes, in host memory, so that a file does not remember which device it came from."""
+
+    experts: dict[str, dict[str, Tensor]]
+    """Weight and moments of its home experts, by layer."""
+    dense: dict[str, Any]
+    """What the optimizer keeps of its part of the dense parameters, and where what parameters are in it."""
+    codecs: CodecState
+    chosen: Tensor | None
+    """At rank 0 how often all ranks chose each expert."""
+
+
+def rank_state(
+    shard: DenseShard, optimizer: HomeOptimizer, codecs: CodecState, chosen: Tensor | None, *, apart: bool = False
+) -> RankState:
+    """As it is now; ``apart``: and stays, whatever training does next."""
+
+    def host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        moved = {key: value.to("cpu", copy=apart) for key, value in values.items()}
+        # A view would be written with all that it is a view of.
+        return {key: one if one.untyped_storage().nbytes() == one.nbytes else one.clone() for key, one in moved.items()}
+
+    layout = {
+        piece.name: {"first": piece.first, "begin": piece.where.start, "end": piece.where.stop, "shape": list(piece.shape)}
+        for piece in shard.pieces()
+    }
+    return RankState(
+        experts={name: host(optimizer.state(name)) for name in optimizer.parameters if name != SHARD},
+        dense={LAYOUT: layout, **host(optimizer.state(SHARD))},
+        codecs={part: host(values) for part, values in codecs.items()},
+        chosen=chosen,
+    )
+
+
 def save_checkpoint(
     folder: Path,
     step: int,
+    state: RankState,
     *,
     mesh: Mesh,
-    shard: DenseShard,
-    optimizer: HomeOptimizer,
-    codecs: CodecState,
-    chosen: Tensor | None,
     barrier: Barrier,
     transport: Transport,
     copies: int = 0,
     attempt: int = 0,
 ) -> Path:
-    """Write the state after ``step`` steps; all ranks call it. ``shard`` is of the parameters that all ranks hold alike,
-    ``codecs`` is what this rank's codecs keep, ``chosen`` (at rank 0) how often all ranks chose each expert, ``barrier`` and
-    ``transport`` join all ranks of the run, and so many other sites keep what one has written. ``attempt`` is when
-    it was last started. Raises UserError when the folder cannot be written."""
+    """Write the state after ``step`` steps; all ranks call it. ``barrier`` and ``transport`` join all ranks of the run, and so
+    many other sites keep what one has written. ``attempt`` is when it was last started. Raises UserError when the folder cannot
+    be written."""
     clear_partial(folder)
     # The same number at all sites, and no other checkpoint's, also of this step. All ranks have cleared when they have it.
     number = int(barrier.agree(float(random.SystemRandom().getrandbits(52))))
     final = folder / checkpoint_name(step)
     partial = folder / f".{final.name}.partial-{number:x}"
-    with together(folder, partial, barrier):
+    with together(folder, barrier, partial):
         partial.mkdir(parents=True, exist_ok=True)
-        if codecs:
-            states = {part: {name: value.cpu() for name, value in values.items()} for part, values in codecs.items()}
-            _write(states, partial / codec_shard(mesh.run_rank))
-        if chosen is not None:
-            _write(chosen, partial / CHOSEN)
-        experts = [name for name in optimizer.parameters if name != SHARD]
-        _write_once(_state(optimizer, experts), partial / expert_shard(mesh.run_rank))
-    with together(folder, partial, barrier):
+        if state.codecs:
+            _write(state.codecs, partial / codec_shard(mesh.run_rank))
+        if state.chosen is not None:
+            _write(state.chosen, partial / CHOSEN)
+        _write_once(state.experts, partial / expert_shard(mesh.run_rank), mesh.run_rank)
+    with together(folder, barrier, partial):
         here = [rank for rank in range(mesh.whole.cluster.num_gpus) if (partial / expert_shard(rank)).exists()]
         own = _dense_place(mesh.whole, mesh.run_rank)
         if mesh.run_rank == min(rank for rank in here if _dense_place(mesh.whole, rank) == own):
-            _write_once(_dense_state(shard, optimizer), partial / dense_shard(*own))
+            _write_once(state.dense, partial / dense_shard(*own), mesh.run_rank)
     if copies:
         transfers = _to_other_sites(partial, here, copies, mesh, barrier)
-        with together(folder, partial, barrier):
+        with together(folder, barrier, partial):
             rank, cluster = mesh.run_rank, mesh.whole.cluster
             for one in carry(transfers, partial, partial, rank=rank, transport=transport, barrier=barrier, cluster=cluster):
                 (partial / arrival(one.name, rank)).replace(partial / one.name)
-    with together(folder, partial, barrier):
+    with together(folder, barrier, partial):
         if mesh.run_rank == here[0]:
             sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("*.pt"))}
             manifest = _manifest(step, number, mesh.whole) | {"attempt": attempt, "bytes": sizes}
             write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
-    with together(folder, partial, barrier):
+    with together(folder, barrier, partial):
         if mesh.run_rank == here[0]:
             _give_name(partial, final, number)
     return final
@@ -122,26 +151,9 @@ def _to_other_sites(partial: Path, here: list[int], copies: int, mesh: Mesh, bar
     return [Transfer(*one) for one in barrier.share_json(transfers)]
 
 
-def _state(optimizer: HomeOptimizer, names: list[str]) -> dict[str, dict[str, Tensor]]:
-    # From host memory, so that a file does not remember which device it came from.
-    return {name: {key: value.cpu() for key, value in optimizer.state(name).items()} for name in names}
-
-
-def _dense_state(shard: DenseShard, optimizer: HomeOptimizer) -> dict[str, Any]:
-    """What the optimizer keeps of the part, and where what parameters are in it."""
-    state = _state(optimizer, [SHARD])[SHARD]
-    layout = {
-        piece.name: {"first": piece.first, "begin": piece.where.start, "end": piece.where.stop, "shape": list(piece.shape)}
-        for piece in shard.pieces()
-    }
-    # A view of all weights would be written with all of them.
-    whole = {key: value if value.untyped_storage().nbytes() == value.nbytes else value.clone() for key, value in state.items()}
-    return {LAYOUT: layout, **whole}
-
-
-def _write_once(state: Any, path: Path) -> None:
+def _write_once(state: Any, path: Path, rank: int) -> None:
     # Whole or not at all: of ranks that see each other's files late several may write the same one.
-    own = path.with_suffix(f".{os.getpid()}")
+    own = path.with_suffix(f".{rank}")
     _write(state, own)
     own.replace(path)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridep.checkpoint_folders import MANIFEST, checkpoint_name
+from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints
 from hybridep.errors import UserError
 from hybridep.workload import Workload
 from runtime.mesh import first_line
@@ -86,6 +86,17 @@ def is_whole(path: Path) -> bool:
         return damage_of(path) is None
     except UserError:
         return False
+
+
+def last_with_all(folder: Path) -> Path | None:
+    """The checkpoint that was written last (by when its run was started, then by steps) of those that have all files here; where
+    none has, of all that can be read; None where none can."""
+    found = list[tuple[bool, int, int, Path]]()
+    for path in checkpoints(folder):
+        with suppress(UnreadableError):
+            manifest = read_manifest(path)
+            found.append((needed_files(manifest) <= whole_files(path).keys(), manifest["attempt"], manifest["step"], path))
+    return max(found)[-1] if found else None
 
 
 def whole_files(path: Path) -> dict[str, int]:

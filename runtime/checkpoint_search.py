@@ -159,12 +159,14 @@ def bring(
     if not barrier.most([bool(transfers) or not is_here])[0]:
         return []
     target = path if is_here else folder.scratch / _STEP
-    with together(folder.path, folder.scratch, barrier):
-        for one in carry(
-            transfers, path, folder.scratch, rank=rank, transport=transport, barrier=barrier, cluster=mesh.whole.cluster
-        ):
-            (folder.scratch / arrival(one.name, rank)).replace(target / one.name)
-    with together(folder.path, folder.scratch, barrier):
+    # Where the checkpoint is, which may be a link to another disk.
+    arrivals = target / folder.scratch.name
+    with together(folder.path, barrier, folder.scratch, arrivals):
+        arrivals.mkdir(exist_ok=True)
+        for one in carry(transfers, path, arrivals, rank=rank, transport=transport, barrier=barrier, cluster=mesh.whole.cluster):
+            (arrivals / arrival(one.name, rank)).replace(target / one.name)
+    shutil.rmtree(arrivals, ignore_errors=True)
+    with together(folder.path, barrier, folder.scratch):
         if rank == folder.leader:
             sizes = {one.name: one.size_bytes for one in transfers if _size(target / one.name) == one.size_bytes}
             known = read_manifest(target)["bytes"] if is_here else {}

@@ -126,7 +126,8 @@ def carry(
     cluster: Cluster,
 ) -> list[Transfer]:
     """Send and receive what a rank has part in; returns what arrived, each in ``target`` by its :func:`arrival` name and on the
-    disk. All ranks call it with the same transfers. Raises OSError, after the last piece, so that nobody waits for this rank."""
+    disk. All ranks call it with the same transfers. A run's own exchanges have the links first. Raises OSError, after the last
+    piece, so that nobody waits for this rank."""
     mine = [one for one in transfers if one.destination == rank]
     leaving = _queues((one.destination, one) for one in transfers if one.source == rank)
     coming = _queues((one.source, one) for one in mine)
@@ -143,7 +144,7 @@ def carry(
         except OSError as error:
             failed = error
         if sends or receives:
-            transport.exchange(sends, receives, label)
+            transport.exchange_in_background(sends, receives, label)
         try:
             for peer, piece in receives.items() if failed is None else ():
                 _append(target / arrival(coming[peer][0].name, rank), coming[peer][0].start, piece)
@@ -167,7 +168,7 @@ def _turns(transfers: Sequence[Transfer]) -> int:
 
 
 @contextmanager
-def together(folder: Path, partial: Path, barrier: Barrier) -> Iterator[None]:
+def together(folder: Path, barrier: Barrier, *partial: Path) -> Iterator[None]:
     """Ends when all ranks have written what they write inside. Where one cannot, nothing of ``partial`` stays, since the next
     one may need the room."""
     failed = None
@@ -176,7 +177,8 @@ def together(folder: Path, partial: Path, barrier: Barrier) -> Iterator[None]:
     except (OSError, RuntimeError, UserError) as error:
         failed = UserError(f"checkpoints.folder: {folder} cannot be written ({first_line(error)})")
     if barrier.most([failed is not None])[0]:
-        shutil.rmtree(partial, ignore_errors=True)
+        for path in partial:
+            shutil.rmtree(path, ignore_errors=True)
         barrier.wait()
         if failed is not None:
             raise failed

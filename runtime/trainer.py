@@ -26,7 +26,8 @@ from hybridep.traffic import Op
 from runtime.barrier import PATIENCE_S, Barrier
 from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
-from runtime.checkpoint import keep_last, load_checkpoint, load_chosen, save_checkpoint
+from runtime.checkpoint import load_checkpoint, load_chosen, rank_state
+from runtime.checkpoint_saver import CheckpointSaver
 from runtime.checkpoint_search import bring, last_checkpoint, shared_folder
 from runtime.codec_state import codec_state, restore_codecs
 from runtime.data import Batches, training_batches, validation_batches
@@ -41,7 +42,7 @@ from runtime.optimizer import HomeOptimizer, clip_scale
 from runtime.recorder import RoutingRecorder
 from runtime.spans import BACKWARD, HEAD, OPTIMIZER, SpanRecorder, save_trace
 from runtime.testing import Fault, fault_from_environment
-from runtime.transport import Transport
+from runtime.transport import Transport, Urgency
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -76,6 +77,7 @@ class RankTrainer:
         self._remarks: list[str] = []
         self._attempt = 0
         self.spans = SpanRecorder(mesh)
+        urgency = Urgency()
         self.transport = Transport(
             timeout_s=run.exchange_timeout,
             on_span=self.spans.transfer,
@@ -83,14 +85,18 @@ class RankTrainer:
             device_links=device_links(mesh, timeout_s=run.exchange_timeout),
             names=mesh.run_ranks,
             numbers=mesh.label_numbers,
+            urgency=urgency,
         )
         self._between: Transport | None = None
         self._neighbours: Neighbours | None = None
         if mesh.pipeline is not None:
-            self._between = between_transport(mesh, groups, run.exchange_timeout, self.spans.transfer)
+            self._between = between_transport(mesh, groups, run.exchange_timeout, self.spans.transfer, urgency)
             self._neighbours = Neighbours(mesh, self._between)
-        self._barrier = Barrier(rank=mesh.run_rank, world_size=mesh.whole.cluster.num_gpus, groups=groups)
-        self._files = Transport(timeout_s=PATIENCE_S, streams=mesh.plan.schedule.streams, groups=groups)
+        size = mesh.whole.cluster.num_gpus
+        self._barrier = Barrier(rank=mesh.run_rank, world_size=size, groups=groups)
+        self._files = Transport(timeout_s=PATIENCE_S, streams=mesh.plan.schedule.streams, groups=groups, urgency=urgency)
+        saving = Barrier(rank=mesh.run_rank, world_size=size, groups=groups, name="checkpoint")
+        self._saver = CheckpointSaver(run, mesh, saving, self._files)
         self.stream = CopyStream(overlap=mesh.plan.schedule.overlap, prefetch=mesh.plan.schedule.prefetch)
         weights = initial_weights(run, mesh.whole.workload)
         self.model = build_rank_model(mesh, self.transport, self.stream, self.spans, weights)
@@ -115,7 +121,9 @@ class RankTrainer:
         self.optimizer = HomeOptimizer(run.optimizer, parameters, gradient_dtype=mesh.gradient_dtype)
 
     def step(self, step: int) -> StepReport:
-        """One optimizer step. Raises TransportError when a peer is gone."""
+        """One optimizer step. Raises TransportError when a peer is gone, and what went wrong beside it when a checkpoint was
+        written."""
+        self._saver.check()
         started_s, before = time.perf_counter(), Counter(self.transport.sent_bytes)
         before_between = Counter(self._between.sent_bytes) if self._between is not None else Counter()
         loss_sum, balance = self.gradients(step)
@@ -158,6 +166,7 @@ class RankTrainer:
             wan_bytes=wan_bytes,
             peak_bytes=peak_bytes(self.mesh.device),
             remarks=remarks,
+            checkpoint=self._saver.complete,
         )
 
     def _gradient_norm(self, step: int) -> float:
@@ -253,29 +262,22 @@ class RankTrainer:
             self._neighbours.send(GRADIENTS, done.x.grad)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint; all ranks call it. Raises UserError where a weight is not finite."""
+        """Write a checkpoint, beside the next steps where the run says so; all ranks call it. Raises UserError where a weight is
+        not finite, or the checkpoint before could not be written."""
+        # Of two there is never room.
+        self._saver.wait()
         if self._barrier.most([not self.optimizer.is_finite()])[0]:
             raise UserError(
                 f"the weights after step {step} are not finite, so no checkpoint holds them; resume from the last one with a "
                 "lower optimizer.learning_rate, or set optimizer.max_gradient_norm"
             )
-        folder = self.run.checkpoint_folder
-        save_checkpoint(
-            folder,
-            step,
-            mesh=self.mesh,
-            shard=self.shard,
-            optimizer=self.optimizer,
-            codecs=codec_state(self.model.routed, self.dense_reduce),
-            chosen=self.recorder.chosen_by_all(self._barrier),
-            barrier=self._barrier,
-            transport=self._files,
-            copies=self.run.checkpoints.copies,
-            attempt=self._attempt,
-        )
-        if self.run.checkpoints.keep is not None:
-            # All ranks have this one by now.
-            keep_last(folder, self.run.checkpoints.keep, step)
+        codecs, chosen = codec_state(self.model.routed, self.dense_reduce), self.recorder.chosen_by_all(self._barrier)
+        state = rank_state(self.shard, self.optimizer, codecs, chosen, apart=self._saver.is_beside_steps)
+        self._saver.save(step, state, self._attempt)
+
+    def finish_saving(self) -> None:
+        """Until all checkpoints are complete; all ranks call it. Raises UserError where one could not be written."""
+        self._saver.wait()
 
     def begin(self) -> None:
         """From the start: what earlier runs left of checkpoints is put aside, in every folder; all ranks call it."""
@@ -330,6 +332,7 @@ class RankTrainer:
         if self._neighbours is not None:
             self._neighbours.close()
         self.transport.close()
+        self._saver.close()
         self.stream.close()
         self.model.close()
 
@@ -396,3 +399,4 @@ def _steps(trainer: RankTrainer, done: int, fault: Fault | None, on_step: Callab
         trainer.save_trace()
     if done < run.steps:
         trainer.save_routing(resumed=done > 0)
+    trainer.finish_saving()

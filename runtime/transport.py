@@ -31,7 +31,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -49,9 +49,6 @@ _SHORTEST_WAIT_S = 1e-3
 _PIECE_BYTES = 256 << 10
 _SHORT_BYTES = 1 << 10
 """What fits into a packet leaves at once: it takes no time on a link, so it need not wait for its turn."""
-_BACKGROUND_PIECE_BYTES = 256 << 10
-_BACKGROUND_WINDOW = 2
-"""Pieces that a receiver of a background exchange posts ahead, per peer and stream."""
 _BACKGROUND_PATIENCE = 1.25
 """A background exchange waits longer than the timeout: the one that it gave way to must fail first, for it names the cause."""
 
@@ -78,6 +75,41 @@ class Handle:
             raise self._error
 
 
+class Urgency:
+    """Which levels' links exchanges that are not in the background are sending over, on this rank; transports that share links
+    share it."""
+
+    def __init__(self) -> None:
+        self.sending: Counter[str] = Counter()
+        """Exchanges by level."""
+        self._calm = threading.Condition()
+        self._closed = False
+
+    @contextmanager
+    def urgently(self, level: str) -> Iterator[None]:
+        """What is sent meanwhile has the level's links."""
+        with self._calm:
+            self.sending[level] += 1
+        try:
+            yield
+        finally:
+            with self._calm:
+                self.sending[level] -= 1
+                self._calm.notify_all()
+
+    def give_way(self, level: str, patience_s: float) -> bool:
+        """Wait until nothing urgent is sent there, so long at most; False when it was closed."""
+        with self._calm:
+            self._calm.wait_for(lambda: self._closed or not self.sending[level], timeout=patience_s)
+            return not self._closed
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._calm:
+            self._closed = True
+            self._calm.notify_all()
+
+
 class Transport:
     """Exchanges between global ranks of the default process group, each complete or failed within ``timeout_s``.
 
@@ -95,11 +127,12 @@ class Transport:
         groups: Sequence[dist.ProcessGroup] = (),
         names: Sequence[int] = (),
         numbers: Mapping[str, int] | None = None,
+        urgency: Urgency | None = None,
     ) -> None:
         """``streams``: level (what follows the ``@`` of a label) -> connections per pair of ranks, one where absent. With more
         than one all ranks must make their transports in the same order. ``groups``: connections in place of the default process
         group's, all of them for every level. ``names``: what errors call each rank; its own number where absent. ``numbers``: see
-        ``Channels``."""
+        ``Channels``. ``urgency``: of other transports that use the same links."""
         self.timeout_s = timeout_s
         self._device_links = device_links
         if groups:
@@ -114,9 +147,7 @@ class Transport:
         self._rank, self._num_ranks = group.rank(), group.size()
         self._names = names or range(self._num_ranks)
         self._lock = threading.Lock()
-        self._urgent: Counter[str] = Counter()
-        self._calm = threading.Condition()
-        self._closed = False
+        self._urgency = urgency or Urgency()
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
         """Send ``sends[peer]`` to and fill ``receives[peer]`` from each peer (a global rank, never one's own).
@@ -135,29 +166,11 @@ class Transport:
         if self._device_links is not None and label in self._device_links:
             self.exchange(sends, receives, label)
             return
-        start, channel = time.perf_counter(), self._channels.of(label)
-        rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
-        arrivals = Handle(lambda: self._receive_pieces({peer: room.host for peer, room in rooms.items()}, channel))
-        for peer, piece in channel.in_turn(sends, self._distance, _BACKGROUND_PIECE_BYTES):
-            self._give_way(label)
-            with self._lock:
-                group, tag = channel.to(peer)
-                self.sent_bytes[label, peer] += piece.nbytes
-            with _Naming(self._names, self._rank, label) as now:
-                now.doing, now.peer = "send to", peer
-                held = staging.outgoing(piece)
-                self._wait(group.send([held], peer, tag), now.start, _BACKGROUND_PATIENCE)
-        arrivals.wait()
-        for room in rooms.values():
-            room.deliver()
-        if self._on_span is not None:
-            self._on_span(label, start, time.perf_counter())
+        self._post(receives, label, background=True).exchange(sends)
 
     def close(self) -> None:
         """End background exchanges at their next piece; what they wait for in the network ends with its timeout."""
-        with self._calm:
-            self._closed = True
-            self._calm.notify_all()
+        self._urgency.close()
 
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> Handle:
         """As :meth:`exchange`, but in the background."""
@@ -168,7 +181,10 @@ class Transport:
         receive has been announced at its sender, so on a long link a receive that is posted at the last moment costs a round
         trip where one that is posted half a round trip before costs half of one."""
         if self._device_links is not None and label in self._device_links:
-            return Posted(label, partial(self._begin_on_device, self._device_links, receives, label))
+            return Posted(partial(self._begin_on_device, self._device_links, receives, label))
+        return self._post(receives, label, background=False)
+
+    def _post(self, receives: Mapping[int, Tensor], label: str, *, background: bool) -> Posted:
         now, channel = _Naming(self._names, self._rank, label), self._channels.of(label)
         rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
         incoming: list[tuple[int, dist.Work]] = []
@@ -178,7 +194,7 @@ class Transport:
                 for piece in channel.pieces(room.host, _PIECE_BYTES):
                     group, tag = channel.come(now.peer)
                     incoming.append((now.peer, group.recv([piece], now.peer, tag)))
-        return Posted(label, partial(self._begin, channel, tuple(rooms.values()), incoming))
+        return Posted(partial(self._begin, channel, tuple(rooms.values()), incoming, background))
 
     def _begin_on_device(
         self, links: DeviceLinks, receives: Mapping[int, Tensor], label: str, sends: Mapping[int, Tensor]
@@ -204,11 +220,13 @@ class Transport:
         channel: Channel,
         rooms: Sequence[staging.Incoming],
         incoming: Sequence[tuple[int, dist.Work]],
+        background: bool,
         sends: Mapping[int, Tensor],
     ) -> Callable[[], None]:
         """Number the messages to send; what is returned sends them, then waits for everything."""
         label = channel.label
         now = _Naming(self._names, self._rank, label)
+        start_s = now.start
         outgoing: list[tuple[int, Tensor, dist.ProcessGroup, int]] = []
         with self._lock:
             for peer, piece in channel.in_turn(sends, self._distance, _PIECE_BYTES):
@@ -216,76 +234,45 @@ class Transport:
                 self.sent_bytes[label, peer] += piece.nbytes
 
         def finish() -> None:
-            leaving: deque[tuple[int, Tensor, dist.Work]] = deque()
+            leaving = deque[tuple[int, Tensor, dist.Work]]()
+
+            def wait(work: dist.Work) -> None:
+                if background:
+                    # It may take as long as others need: what counts is that pieces come.
+                    now.start = time.perf_counter()
+                self._wait(work, now.start, _BACKGROUND_PATIENCE if background else 1.0)
 
             def let_go(most: int) -> None:
                 while len(leaving) > most:
                     now.peer, _, work = leaving.popleft()
-                    self._wait(work, now.start)
+                    wait(work)
 
             with now:
                 now.doing = "send to"
-                with self._urgently(channel.level):
+                with nullcontext() if background else self._urgency.urgently(channel.level):
                     for peer, message, group, tag in outgoing:
                         if message.nbytes > _SHORT_BYTES:
                             let_go(channel.streams - 1)
+                        if background:
+                            self._give_way(label)
                         held = staging.outgoing(message)
                         now.peer = peer
                         leaving.append((peer, held, group.send([held], peer, tag)))
                     let_go(0)
                 now.doing = "receive from"
                 for now.peer, work in incoming:
-                    self._wait(work, now.start)
+                    wait(work)
             for room in rooms:
                 room.deliver()
             if self._on_span is not None:
-                self._on_span(label, now.start, time.perf_counter())
+                self._on_span(label, start_s, time.perf_counter())
 
         return finish
 
-    def _receive_pieces(self, receives: Mapping[int, Tensor], channel: Channel) -> None:
-        """A few pieces per peer are announced at a time; what arrives makes room for the next."""
-        queue = channel.in_turn(receives, lambda peer: -self._distance(peer) % self._num_ranks, _BACKGROUND_PIECE_BYTES)
-        ahead: dict[int, deque[tuple[Tensor, dist.ProcessGroup, int]]] = {peer: deque() for peer in receives}
-        with self._lock:
-            for peer, piece in queue:
-                ahead[peer].append((piece, *channel.come(peer)))
-        posted: dict[int, deque[dist.Work]] = {peer: deque() for peer in receives}
-
-        def post(peer: int) -> None:
-            if ahead[peer]:
-                piece, group, tag = ahead[peer].popleft()
-                posted[peer].append(group.recv([piece], peer, tag))
-
-        with _Naming(self._names, self._rank, channel.label) as now:
-            now.doing = "receive from"
-            for now.peer in receives:
-                for _ in range(_BACKGROUND_WINDOW * channel.streams):
-                    post(now.peer)
-            for now.peer, _ in queue:
-                now.start = time.perf_counter()
-                self._wait(posted[now.peer].popleft(), now.start, _BACKGROUND_PATIENCE)
-                post(now.peer)
-
-    @contextmanager
-    def _urgently(self, level: str) -> Iterator[None]:
-        """What is sent meanwhile has the level's links."""
-        with self._calm:
-            self._urgent[level] += 1
-        try:
-            yield
-        finally:
-            with self._calm:
-                self._urgent[level] -= 1
-                self._calm.notify_all()
-
     def _give_way(self, label: str) -> None:
-        level = self._channels.of(label).level
-        with self._calm:
-            # Without a timeout of its own: the exchanges waited for have theirs.
-            self._calm.wait_for(lambda: self._closed or not self._urgent[level])
-            if self._closed:
-                raise TransportError(f"rank {self._names[self._rank]}", f"closed during {label!r}")
+        # Of exchanges waited for one that takes too long fails first; many in a row must not keep this one back for ever.
+        if not self._urgency.give_way(self._channels.of(label).level, self.timeout_s):
+            raise TransportError(f"rank {self._names[self._rank]}", f"closed during {label!r}")
 
     def _distance(self, peer: int) -> int:
         return (peer - self._rank) % self._num_ranks
@@ -300,7 +287,6 @@ class Transport:
 class Posted:
     """An exchange whose receives are announced. Those of one label must begin in the order in which they were posted."""
 
-    label: str
     begin: Callable[[Mapping[int, Tensor]], Callable[[], None]]
     """Number the messages to send; what is returned sends them, and waits until everything has arrived."""
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.coding import Coded, Coding, copy_coding, dense_coding, direct_coding, speed_of, token_coding
 from hybridep.errors import UserError
 from hybridep.plan import PlacedLayers, Plan
@@ -16,7 +17,6 @@ from hybridep.topology import Cluster
 from hybridep.traffic import (
     DENSE,
     Direct,
-    FloatArray,
     Op,
     OpLevel,
     Traffic,
@@ -30,7 +30,6 @@ from hybridep.traffic import (
     served_copies,
     token_traffic,
 )
-from simulator.arrays import IntArray
 from simulator.collective import Flows
 from simulator.conditions import Conditions, LinkFactors
 from simulator.engine import Engine

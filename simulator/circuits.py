@@ -11,8 +11,8 @@ from itertools import combinations
 import networkx as nx
 import numpy as np
 
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.compiled import allocating, compiled
-from simulator.arrays import BoolArray, FloatArray, IntArray
 from simulator.fabric_file import Allocation
 
 _DEMOTED = 100.0

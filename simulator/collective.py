@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from simulator.arrays import BoolArray, FloatArray, IntArray
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from simulator.engine import Engine
 from simulator.errors import SimulationError, StuckError
 from simulator.network import Batch, Network, Transfers

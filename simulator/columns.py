@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.compiled import compiled
-from simulator.arrays import FloatArray, IntArray
 
 Int32Array = npt.NDArray[np.int32]
 Uint32Array = npt.NDArray[np.uint32]

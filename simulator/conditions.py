@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, model_validator
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.config import Duration, Size, Strict, read_csv
 from hybridep.errors import ConfigError, UserError
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact, format_seconds
-from simulator.arrays import FloatArray, IntArray
 
 _MOST_FACTOR = 1e6
 

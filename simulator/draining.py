@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.compiled import allocating, compiled
-from simulator.arrays import FloatArray, IntArray
 from simulator.columns import ACTIVE, DONE, RESIDUE, UNKNOWN, ByteArray, FlowColumns, Int32Array, LinkColumns, swap_entries
 from simulator.filling import fill
 from simulator.refilling import adopt, refill

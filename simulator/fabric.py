@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.compiled import compiled
 from hybridep.traffic import Direct
-from simulator.arrays import FloatArray, IntArray
 from simulator.collective import Flows
 from simulator.conditions import Conditions
 from simulator.engine import Engine

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.compiled import allocating, compiled
-from simulator.arrays import FloatArray
 from simulator.columns import (
     ACTIVE,
     RESIDUE,

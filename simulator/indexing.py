@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.compiled import allocating, compiled
-from simulator.arrays import FloatArray, IntArray
 from simulator.columns import ByteArray, Int32Array
 
 
@@ -45,59 +45,62 @@ def links_that_can_fill(
     Links from `num_shared` on are limits of single flows; one is idle where each of its flows has a link no faster.
     weights: [flows, width] flows of a row on one link, or [0, 0] where all are one.
     """
-    num_links = capacity.size
-    width = paths.shape[1]
-    weighted = weights.shape[0] > 0
-    keep = np.zeros(num_links, np.int8)
-    for link in range(num_links):
-        if first[link + 1] > first[link]:
+    keep = np.zeros(capacity.size, np.int8)
+    for link in range(capacity.size):
+        flows = members[first[link] : first[link + 1]]
+        if flows.size and (link < num_shared or not _all_are_slower(link, flows, paths, weights, capacity, num_shared)):
             keep[link] = 1
-    for link in range(num_shared, num_links):
-        idle = True
-        for index in range(first[link], first[link + 1]):
-            flow = members[index]
-            slower = False
-            for hop in range(width):
-                other = paths[flow, hop]
-                if other < 0:
-                    break
-                weight = weights[flow, hop] if weighted else 1.0
-                slower = slower or (other < num_shared and capacity[other] <= weight * capacity[link])
-            if not slower:
-                idle = False
-                break
-        if idle:
-            keep[link] = 0
     for link in range(num_shared):
         if not keep[link]:
             continue
-        sample = members[first[link]]
-        for candidate in range(width):
-            other = paths[sample, candidate]
+        flows = members[first[link] : first[link + 1]]
+        for other in paths[flows[0]]:
             if other < 0:
                 break
             if other == link or other >= num_shared or not keep[other]:
                 continue
-            most = 0.0
-            for index in range(first[link], first[link + 1]):
-                flow = members[index]
-                mine, theirs = 0.0, 0.0
-                for hop in range(width):
-                    if paths[flow, hop] < 0:
-                        break
-                    weight = weights[flow, hop] if weighted else 1.0
-                    if paths[flow, hop] == link:
-                        mine += weight
-                    elif paths[flow, hop] == other:
-                        theirs += weight
-                if theirs == 0.0:
-                    most = np.inf
-                    break
-                most = max(most, mine / theirs)
-            if most * capacity[other] <= capacity[link]:
+            if _load_per_load(link, other, flows, paths, weights) * capacity[other] <= capacity[link]:
                 keep[link] = 0
                 break
     return keep
+
+
+@compiled
+def _all_are_slower(
+    link: int, flows: Int32Array, paths: Int32Array, weights: FloatArray, capacity: FloatArray, num_shared: int
+) -> bool:
+    """Whether each of the flows has a shared link that is no faster."""
+    for flow in flows:
+        slower = False
+        for hop in range(paths.shape[1]):
+            other = paths[flow, hop]
+            if other < 0:
+                break
+            weight = weights[flow, hop] if weights.shape[0] else 1.0
+            slower = slower or (other < num_shared and capacity[other] <= weight * capacity[link])
+        if not slower:
+            return False
+    return True
+
+
+@compiled
+def _load_per_load(link: int, other: int, flows: Int32Array, paths: Int32Array, weights: FloatArray) -> float:
+    """The most that one of the flows puts on `link` per byte on `other`; infinite where one does not cross `other`."""
+    most = 0.0
+    for flow in flows:
+        mine, theirs = 0.0, 0.0
+        for hop in range(paths.shape[1]):
+            if paths[flow, hop] < 0:
+                break
+            weight = weights[flow, hop] if weights.shape[0] else 1.0
+            if paths[flow, hop] == link:
+                mine += weight
+            elif paths[flow, hop] == other:
+                theirs += weight
+        if theirs == 0.0:
+            return np.inf
+        most = max(most, mine / theirs)
+    return most
 
 
 @compiled

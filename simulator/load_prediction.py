@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from simulator.arrays import FloatArray
+from hybridep.arrays import FloatArray
 
 _FADING = 0.9
 """What a pair of loads counts less than one that is a micro-batch younger."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.placement import Placement
 from hybridep.traffic import Op, OpLevel, Traffic
-from simulator.arrays import FloatArray, IntArray
 from simulator.circuits import allocate, completion_bytes
 from simulator.collective import Flows
 from simulator.fabric_file import MixNet, Prediction

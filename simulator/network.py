@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.arrays import FloatArray, IntArray
+from hybridep.arrays import FloatArray, IntArray
 from simulator.columns import DONE, LATER, WAITING, FlowColumns, Int32Array, LinkColumns
 from simulator.draining import COMPACT, Cargo, Clock, Tickets, Usage, activate, drain, put_on_links
 from simulator.engine import LATE, Engine, Event

@@ -21,16 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import BoolArray, FloatArray
 from hybridep.baselines import Baseline
 from hybridep.coding import Coded
 from hybridep.config import build
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, AnyPlan, PipelinePlan, Ways
 from hybridep.plan import Plan
 from hybridep.routing import Routing
-from hybridep.timeline import Span
 from hybridep.topology import only_sites
 from hybridep.units import counted
-from simulator.arrays import BoolArray, FloatArray
 from simulator.blocks import Blocks, Place, fabric_of
 from simulator.collective import Flows, Program, Progress
 from simulator.conditions import Conditions
@@ -42,7 +41,7 @@ from simulator.precision import EXACTLY, Precision
 from simulator.sent import Sent, compact
 from simulator.stages import Stage, awaits, cut, in_turn, routing_of, time_stages
 from simulator.stages_apart import busiest_s, run_stages, without_transfers_s
-from simulator.step import LinkLoad, StepResult, run, simulate_step
+from simulator.step import StepResult, run, simulate_step
 from simulator.symmetry import Exchange
 from simulator.token_exchange import TokenExchange
 from simulator.training import CODING, MESSAGES, Jitter, Passes, jitter_of
@@ -118,20 +117,6 @@ class PipelineStep:
         ways = [self.plan.ways(stage) for stage in range(len(self.stages) - 1)]
         sequences = sum(int(way.number.sum()) for way in ways)
         return 2.0 * self.plan.micro_batches * sequences * self.plan.sequence_bytes
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds by kind of operation along the critical path."""
-        return self.result.parts
-
-    def spans(self) -> Iterator[Span]:
-        """The timeline, as of a step without stages."""
-        return self.result.spans()
-
-    @property
-    def busiest_link(self) -> LinkLoad:
-        """The link that comes nearest to its capacity, with what stages exchange inside and between them."""
-        return self.result.busiest_link
 
     @property
     def choice(self) -> str:
@@ -220,15 +205,14 @@ def simulate_any(
     conditions: Conditions | None = None,
     start_s: float = 0.0,
     fabric: FabricFile | None = None,
-    progress: Progress | None = None,
 ) -> StepResult:
     """One step of a plan with or without stages; arguments as `simulator.step.simulate_step`. Raises PipelineError for stages
     over a fabric, too."""
     if isinstance(plan, PipelinePlan):
         if fabric is not None:
             raise over_fabric(fabric)
-        return _together(plan, routing, precision, conditions, start_s, progress)
-    return simulate_step(plan, routing, precision, conditions, start_s, fabric, progress=progress)
+        return _together(plan, routing, precision, conditions, start_s)
+    return simulate_step(plan, routing, precision, conditions, start_s, fabric)
 
 
 def over_fabric(fabric: FabricFile) -> PipelineError:
@@ -242,7 +226,7 @@ def _together(
     precision: Precision,
     conditions: Conditions | None,
     start_s: float,
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> StepResult:
     conditions = conditions or Conditions()
     cluster, engine, wires = pipeline.cluster, Engine(), wiring(pipeline.cluster)

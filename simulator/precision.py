@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.topology import Cluster
-from simulator.arrays import FloatArray
 from simulator.network import EXACT
 from simulator.sent import Sent, dense
 

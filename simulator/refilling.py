@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.compiled import compiled
-from simulator.arrays import FloatArray
 from simulator.columns import UNKNOWN, FlowColumns, LinkColumns, Uint32Array, soonest_end_s, swap_entries
 
 _ROUNDING = 1e-12

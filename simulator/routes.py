@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import networkx as nx
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.config import build
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
-from simulator.arrays import FloatArray, IntArray
 from simulator.errors import FabricError
 from simulator.fabric_file import Graph, Hub, Mesh, Ring, Routing, Wan
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from scipy import sparse
 
-from simulator.arrays import FloatArray, IntArray
+from hybridep.arrays import FloatArray, IntArray
 
 Sent = FloatArray | sparse.csr_array
 """[ranks, coordinates of a level] bytes."""

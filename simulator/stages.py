@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
 from hybridep.errors import ConfigError
 from hybridep.pipeline import PipelinePlan, StagePlan, order_of_passes, stage_workload
-from hybridep.placement import IntArray
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
 from hybridep.shares import owners
 from hybridep.topology import by_themselves
-from hybridep.traffic import FloatArray, split_sizes
+from hybridep.traffic import split_sizes
 from hybridep.workload import Workload
 from simulator.conditions import Conditions
 from simulator.errors import PipelineError

@@ -9,12 +9,12 @@ from functools import cached_property
 
 import numpy as np
 
+from hybridep.arrays import BoolArray, FloatArray
 from hybridep.pipeline import AnyPlan
 from hybridep.plan import Plan
 from hybridep.routing import Routing
 from hybridep.timeline import Span
 from hybridep.units import format_seconds
-from simulator.arrays import BoolArray, FloatArray
 from simulator.collective import Changes, Execution, Operation, Program, Progress, execute
 from simulator.conditions import Conditions, LinkFactors
 from simulator.critical_path import seconds_by_label

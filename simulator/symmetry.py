@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.compiled import allocating, compiled
 from hybridep.topology import Cluster
 from hybridep.traffic import Direct
-from simulator.arrays import BoolArray, FloatArray, IntArray
 from simulator.errors import SimulationError
 from simulator.sent import Sent, blocks, dense
 from simulator.wiring import Wiring

@@ -12,14 +12,14 @@ from enum import Enum
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.baselines import Baseline, baseline_like
 from hybridep.homes import homes_text
-from hybridep.placement import IntArray, home_blocks
+from hybridep.placement import home_blocks
 from hybridep.plan import Plan, Schedule
 from hybridep.routing import Routing
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
 from hybridep.units import counted
 from simulator.errors import SimulationError
 from simulator.step import StepResult

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.plan import PlacedLayers, Plan, Residency
 from hybridep.routing import Routing
-from hybridep.traffic import MOVES, FloatArray, Op, OpLevel
-from simulator.arrays import BoolArray, IntArray
+from hybridep.traffic import MOVES, Op, OpLevel
 from simulator.blocks import Block, Blocks, fabric_of
 from simulator.collective import Flows, Program
 from simulator.conditions import Conditions

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.topology import Cluster
 from hybridep.units import counted
-from simulator.arrays import FloatArray, IntArray
 from simulator.errors import FabricError
 from simulator.fabric_file import FabricFile, Inside
 from simulator.routes import Routes, routes

@@ -2,7 +2,8 @@
 
 Two ranks in network namespaces of their own, joined by a delay line: a program that takes packets from one TUN device and hands
 them to the other after half a round trip. The kernel's TCP does the rest; its receive window is held at ``window_bytes``.
-Beside each time stands the planner's, for a cluster file as ``hybridep probe`` would write it from the measured rates.
+Beside each time stands the planner's, for a cluster file as ``hybridep probe`` would write it from the measured rates. Then, with
+the window that TCP has by default, exchanges beside those in the background.
 Needs the right to make network namespaces and TUN devices (root does).
 """
 
@@ -36,6 +37,7 @@ from runtime.probe_links import STREAMS, window
 HERE = Path(__file__).resolve().parent
 COLUMNS = ["round_trip_ms", "window_bytes", "message_bytes", "streams", "seconds", "least_s", "most_s"]
 COLUMNS += ["bytes_per_s", "cap_bytes_per_s", "predicted_s"]
+BACKGROUND_COLUMNS = ["round_trip_ms", "window_bytes", "message_bytes", "streams", "seconds", "background_s"]
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 _MTU = 9000
@@ -45,6 +47,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from runtime.transport import Transport
 rank, address, port, size, repeats, streams = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:7])
+send = sys.argv[7]
 torch.set_num_threads(1)
 store = dist.TCPStore(address, port, None, rank == 0, timeout=timedelta(seconds=60), wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -55,9 +58,9 @@ for repeat in range(repeats + 1):
     dist.barrier()
     start = time.perf_counter()
     if rank == 0:
-        transport.exchange({1: message}, {}, "message@far")
+        getattr(transport, send)({1: message}, {}, "message@far")
     else:
-        transport.exchange({}, {0: arrived}, "message@far")
+        getattr(transport, send)({}, {0: arrived}, "message@far")
         assert torch.equal(arrived, message)
         if repeat:
             print(time.perf_counter() - start)
@@ -85,8 +88,37 @@ def main() -> int:
             rows.append(one | {"predicted_s": round(predicted, 4)})
             print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     write_rows(given.results / "rows.csv", rows, COLUMNS)
+    write_rows(given.results / "background.csv", background_rows(config), BACKGROUND_COLUMNS)
     write_provenance(given.results)
     return 0
+
+
+def background_rows(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each message as an exchange, and in the background as copies that set out early, in turn."""
+    rows = []
+    for round_trip_s in config["round_trips_s"]:
+        line = DelayLine(round_trip_s / 2, config["background"]["window_bytes"])
+        try:
+            for streams in config["background"]["streams"]:
+                case = {"message_bytes": config["background"]["message_bytes"], "repeats": config["repeats"], "streams": streams}
+                plain_s, background_s = (
+                    statistics.median(line.measure(**case, port=20_000 + 2 * streams + number, send=send))
+                    for number, send in enumerate(("exchange", "exchange_in_background"))
+                )
+                rows.append(
+                    {
+                        "round_trip_ms": round(round_trip_s * 1e3, 3),
+                        "window_bytes": config["background"]["window_bytes"],
+                        "message_bytes": case["message_bytes"],
+                        "streams": streams,
+                        "seconds": round(plain_s, 4),
+                        "background_s": round(background_s, 4),
+                    }
+                )
+                print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        finally:
+            line.close()
+    return rows
 
 
 def row(config: dict[str, Any], round_trip_s: float, streams: int, taken: list[float]) -> dict[str, Any]:
@@ -131,9 +163,9 @@ class DelayLine:
             _carry([tun for _, tun in self._ends], delay_s)
             os._exit(0)
 
-    def measure(self, message_bytes: int, repeats: int, streams: int, port: int) -> list[float]:
-        """Seconds of each message from the first rank to the second."""
-        return [float(line) for line in self.run_ranks(_RANK, port, message_bytes, repeats, streams)[1].split()]
+    def measure(self, message_bytes: int, repeats: int, streams: int, port: int, send: str = "exchange") -> list[float]:
+        """Seconds of each message from the first rank to the second; ``send``: which of a transport's ways."""
+        return [float(line) for line in self.run_ranks(_RANK, port, message_bytes, repeats, streams, send)[1].split()]
 
     def run_ranks(self, program: str, port: int, *further: object) -> list[str]:
         """What ``program`` prints as each rank; its arguments: rank, address and port of the rendezvous, and ``further`` ones."""

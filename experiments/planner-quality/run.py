@@ -18,10 +18,10 @@ import click
 import numpy as np
 import yaml
 
+from hybridep.arrays import IntArray
 from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose, ends_s, most_simulated
 from hybridep.commands.tables import read_rows, write_rows
 from hybridep.config import build, load
-from hybridep.placement import IntArray
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s, plans

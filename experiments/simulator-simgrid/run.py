@@ -15,9 +15,9 @@ import click
 import numpy as np
 import yaml
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.commands.tables import write_rows
 from hybridep.provenance import provenance
-from simulator.arrays import FloatArray, IntArray
 from simulator.engine import Engine
 from simulator.network import Network, Transfers
 

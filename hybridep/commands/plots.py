@@ -21,8 +21,8 @@ from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
 
 if TYPE_CHECKING:
+    from hybridep.arrays import FloatArray
     from hybridep.pipeline import AnyPlan
-    from hybridep.traffic import FloatArray
     from planner import PlanMatrices
     from planner.stages.matrices import StageMatrices
 

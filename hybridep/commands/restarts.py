@@ -18,7 +18,7 @@ from hybridep.errors import InfeasibleError, NoSolutionError, UserError, WorkerL
 from hybridep.launch.backends import backend_for
 from hybridep.launch.controller import StepRecord
 from hybridep.launch.ray_sites import sites_at_hand
-from hybridep.launch.session import train
+from hybridep.launch.session import Made, train
 from hybridep.launch.worker import Job
 from hybridep.pipeline import AnyPlan
 from hybridep.shares import on_sites
@@ -39,7 +39,7 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
     """Train ``job`` to its end, through at most so many losses; returns the summary. After a loss the sites that are left train
     on the same global batch, by a plan for them. Raises what ``session.train`` raises, of a loss also where the others cannot go
     on."""
-    whole, lost, made = job, list[str](), list[int]()
+    whole, lost, made = job, list[str](), Made()
     plan: AnyPlan | None
     ray_address = None if local else os.environ.get("RAY_ADDRESS")
     if ray_address and restarts and job.resume:
@@ -49,17 +49,18 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
         step = _naming_unused(job.run.checkpoint_folder, on_step) if job.resume else on_step
         if ray_address and job.plan is not whole.plan:
             step = _watching(ray_address, job, whole, step)
-        step = _counting(made, step)
         try:
             with backend_for(job, local=local) as backend:
                 ranks, links = counted(job.plan.cluster.num_gpus, "rank"), "shaped" if backend.shaped else "unshaped"
                 note(f"hybridep train: {ranks}, {backend.name}, {links}")
-                return train(job, backend, step, lost=lost)
+                return train(job, backend, step, lost=lost, made=made)
         except _SitesBackError:
             assert ray_address is not None
             note("hybridep train: lost sites are back")
             plan = _plan_for(whole, sites_at_hand(ray_address, whole.plan.cluster.ranks_per_site)) or job.plan
-        except WorkerLostError as error:
+        except (WorkerLostError, UserError) as error:
+            if isinstance(error, UserError) and not (lost and ray_address and _is_gone(ray_address, job)):
+                raise
             lost.append(str(error))
             if len(lost) > restarts:
                 raise
@@ -68,15 +69,12 @@ def train_on(job: Job, *, local: bool, restarts: int, on_step: OnStep) -> dict[s
             if plan is None:
                 raise
         # Until a step is made, other sites may have the checkpoints of an earlier run where this one is to begin.
-        job = replace(whole, resume=True, or_begin=True, plan=plan) if made or whole.resume else replace(whole, plan=plan)
+        job = replace(whole, resume=True, or_begin=True, plan=plan) if made.losses or whole.resume else replace(whole, plan=plan)
 
 
-def _counting(made: list[int], on_step: OnStep) -> OnStep:
-    def counted_step(record: StepRecord) -> None:
-        made[:] = [record.step]
-        on_step(record)
-
-    return counted_step
+def _is_gone(ray_address: str, job: Job) -> bool:
+    """Whether one of the plan's sites does not answer: what ended a restarted run before its ranks had started is a loss, too."""
+    return not sites_at_hand(ray_address, job.plan.cluster.ranks_per_site).issuperset(job.plan.cluster.site_names)
 
 
 def _wait_for_sites(ray_address: str, job: Job) -> set[str]:
@@ -112,14 +110,14 @@ def _watching(ray_address: str, job: Job, whole: Job, on_step: OnStep) -> OnStep
     """``on_step``; when a checkpoint has been made and lost sites are back, it raises _SitesBackError."""
     lost = set(whole.plan.cluster.site_names) - set(job.plan.cluster.site_names)
     asking = _Asking(lambda: bool(lost & sites_at_hand(ray_address, job.plan.cluster.ranks_per_site)))
-    every, made = job.run.checkpoints.every_steps, set[int]()
+    newest: int | None = None
 
     def watched(record: StepRecord) -> None:
+        nonlocal newest
         on_step(record)
-        saved = record.step - 1
-        if asking.is_so() and every and saved % every == 0 and saved in made:
+        before, newest = newest, record.checkpoint
+        if asking.is_so() and newest != before:
             raise _SitesBackError
-        made.add(record.step)
 
     return watched
 

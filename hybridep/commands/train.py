@@ -98,17 +98,17 @@ def command(
 
 
 def _export(run: Run, folder: Path, as_json: bool) -> int:
-    from hybridep.checkpoint_folders import checkpoints
+    from runtime.checkpoint_files import last_with_all
     from runtime.public_weights import export_weights
 
-    found = sorted(checkpoints(run.checkpoint_folder))
-    if not found:
+    found = last_with_all(run.checkpoint_folder)
+    if found is None:
         raise UserError(f"checkpoints.folder: {run.checkpoint_folder} holds no complete checkpoint; train first")
-    parameters = export_weights(found[-1], folder, run.weights)
+    parameters = export_weights(found, folder, run.weights)
     if as_json:
-        emit({"checkpoint": str(found[-1]), "folder": str(folder), "parameters": parameters})
+        emit({"checkpoint": str(found), "folder": str(folder), "parameters": parameters})
     else:
-        stdout_console().print(f"{counted(parameters, 'parameter')} of {found[-1].name} written to {folder}")
+        stdout_console().print(f"{counted(parameters, 'parameter')} of {found.name} written to {folder}")
     return 0
 
 

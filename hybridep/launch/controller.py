@@ -50,13 +50,15 @@ class StepRecord:
     """Of all parameters together, before it was scaled down; None without ``optimizer.max_gradient_norm``."""
     validation_loss: float | None = None
     """Cross entropy per token over the held-out batches, after the step; None where it was not computed."""
+    checkpoint: int | None = None
+    """Steps of the last checkpoint that was complete by then, of those written since the run was last started."""
     remarks: dict[str, int] = field(default_factory=dict)
     """On the checkpoints of a resumed run, before its first step -> the first rank that has them."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, which has no number that is not finite."""
         losses = {name: finite(getattr(self, name)) for name in ("loss", "balance_loss", "validation_loss")}
-        return {key: value for key, value in (asdict(self) | losses).items() if key != "remarks"}
+        return {key: value for key, value in (asdict(self) | losses).items() if key not in {"checkpoint", "remarks"}}
 
 
 def finite(value: float | None) -> float | None:
@@ -85,6 +87,7 @@ def add_up(reports: Sequence[StepReport]) -> StepRecord:
         wan_bytes=sum(report.wan_bytes for report in reports),
         sent_bytes=dict(sorted(sent.items())),
         peak_bytes=max(report.peak_bytes for report in reports),
+        checkpoint=max((one.checkpoint for one in reports if one.checkpoint is not None), default=None),
         remarks={what: one.rank for one in sorted(reports, key=lambda one: -one.rank) for what in one.remarks},
     )
 

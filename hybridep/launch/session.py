@@ -38,10 +38,18 @@ class Backend:
     patience: Patience = field(default_factory=Patience)
 
 
-def train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None], *, lost: Sequence[str] = ()) -> dict[str, Any]:
+def train(
+    job: Job,
+    backend: Backend,
+    on_step: Callable[[StepRecord], None],
+    *,
+    lost: Sequence[str] = (),
+    made: Made | None = None,
+) -> dict[str, Any]:
     """Run ``job`` to its end and return its summary, which is also written to ``summary.json`` beside ``plan.yaml`` and
-    ``steps.jsonl``. ``lost``: losses before, after which it goes on now. Raises UserError when the output cannot be written or
-    another run has it, and what :meth:`Controller.run` raises; the summary is written then, too."""
+    ``steps.jsonl``. ``lost``: losses before, after which it goes on now; ``made``: its steps before, to which those made now are
+    added. Raises UserError when the output cannot be written or another run has it, and what :meth:`Controller.run` raises; the
+    summary is written then, too."""
     output, checkpoints = job.run.output, job.run.checkpoint_folder
     require_writable("output", output)
     with ExitStack() as stack:
@@ -49,15 +57,15 @@ def train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None], *, 
         require_writable("checkpoints.folder", checkpoints)
         if not checkpoints.samefile(output):
             stack.enter_context(held("checkpoints.folder", checkpoints))
-        return _train(job, backend, on_step, lost)
+        return _train(job, backend, on_step, lost, made or Made())
 
 
-def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None], lost: Sequence[str]) -> dict[str, Any]:
+def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None], lost: Sequence[str], made: Made) -> dict[str, Any]:
     output = job.run.output
     if not job.resume:
         put_aside(job.run.checkpoint_folder)
     job.plan.save(output / PLAN_FILE)
-    log, made = StepLog(output / STEPS_FILE, keep=job.resume), Made()
+    log = StepLog(output / STEPS_FILE, keep=job.resume)
 
     def take(record: StepRecord) -> None:
         made.add(record)
@@ -86,7 +94,7 @@ def _train(job: Job, backend: Backend, on_step: Callable[[StepRecord], None], lo
 
 
 class Made:
-    """What a summary needs of the steps made."""
+    """What a summary needs of the steps made. A step that is made again counts once, as it was made last."""
 
     def __init__(self) -> None:
         self.first_step: int | None = None
@@ -95,17 +103,21 @@ class Made:
         """The last one."""
         self.times_s: list[float] = []
         self.tokens_per_s: list[float] = []
-        self.wan_bytes = self.peak_bytes = 0
+        self.wan_bytes: list[int] = []
+        self.peak_bytes = 0
 
     def add(self, record: StepRecord) -> None:
-        """Count a step."""
-        self.first_step = record.step if self.first_step is None else self.first_step
+        """Count a step; those from it on that were made before no longer do."""
+        if self.first_step is None or record.step < self.first_step:
+            self.first_step = record.step
+        for kept in (self.losses, self.times_s, self.tokens_per_s, self.wan_bytes):
+            del kept[record.step - self.first_step :]
         self.losses.append(finite(record.loss))
         if record.validation_loss is not None:
             self.validation_loss = finite(record.validation_loss)
         self.times_s.append(record.step_s)
         self.tokens_per_s.append(record.tokens_per_s)
-        self.wan_bytes += record.wan_bytes
+        self.wan_bytes.append(record.wan_bytes)
         self.peak_bytes = max(self.peak_bytes, record.peak_bytes)
 
 
@@ -131,7 +143,7 @@ def summarise(job: Job, backend: Backend, made: Made, error: BaseException | Non
         "step_s": _spread(made.times_s[1:] or made.times_s),
         "predicted_step_s": prediction.expected_s if prediction else None,
         "tokens_per_s": statistics.median(rates) if rates else None,
-        "wan_bytes_per_step": made.wan_bytes / number if number else None,
+        "wan_bytes_per_step": sum(made.wan_bytes) / number if number else None,
         "planned_wan_bytes_per_step": prediction.wan_bytes if prediction else None,
         "peak_bytes": made.peak_bytes if number else None,
         "plan": job.plan.digest,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.config import build
 from hybridep.launch.backends import results_of
 from hybridep.launch.folders import scratch_folder
 from hybridep.launch.worker import Job
 from hybridep.pipeline import AnyPlan
-from hybridep.placement import IntArray
 from hybridep.routing import RoutingRecord
 from hybridep.run import Run
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybridep.traffic import FloatArray
+from hybridep.arrays import FloatArray
 from planner.clock import now_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered, side_by_side
 from planner.sites.linear import BoxProgram, Duals

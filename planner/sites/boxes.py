@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridep.placement import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray
 
 TIMES = ("gather_s", "return_s", "forward_s", "back_s")
 POSITIONS = ("copy_reach", "reach")

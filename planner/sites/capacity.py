@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from planner.sites.boxes import Box, Boxes, over
 from planner.sites.relaxation import SLACK, Limits, Relaxation
 

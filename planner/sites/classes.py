@@ -7,8 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from planner.sites.problem import SiteProblem
 
 MOST_SITES = 64

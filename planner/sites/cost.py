@@ -9,11 +9,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Wire
 from hybridep.coding import Coding, moved_coding, row_coding
-from hybridep.placement import IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import TOKENS, FloatArray, Op, OpLevel, gathers_and_returns, is_late
+from hybridep.traffic import TOKENS, Op, OpLevel, gathers_and_returns, is_late
 from planner.activations import routed_bytes, shared_expert_bytes
 from planner.cost import by_op, coded_s, dense_coding_part, fixed_computation
 from planner.layer_times import BlockTimes, layer_times, timed_block
@@ -148,8 +148,8 @@ def fixed_cost(problem: SiteProblem) -> FixedCost:
     return FixedCost(
         parts_s=parts
         | {
-            Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem, 1.0) for exchange in reduced),
-            Op.DENSE_ALL_GATHER.value: sum(exchange.seconds(problem, 1.0) for exchange in gathered),
+            Op.DENSE_REDUCE_SCATTER.value: sum(exchange.seconds(problem) for exchange in reduced),
+            Op.DENSE_ALL_GATHER.value: sum(exchange.seconds(problem) for exchange in gathered),
             **dense_coding_part(problem.cluster, work, problem.codecs),
         },
         lasting_bytes=np.asarray(per_rank + unsent_bytes + at_home * per_home, dtype=np.float64),

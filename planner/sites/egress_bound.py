@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridep.traffic import FloatArray, gathers_and_returns
+from hybridep.arrays import FloatArray
+from hybridep.traffic import gathers_and_returns
 from planner.sites.cost import fixed_cost
 from planner.sites.problem import SiteProblem
 

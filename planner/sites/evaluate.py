@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.plan import LayerGroup, Plan
-from hybridep.traffic import FloatArray, add_between_sites
+from hybridep.traffic import add_between_sites
 from planner.cost import Cost, StepCost, combine
 from planner.exchange import ExchangeTimes
 from planner.layer_times import layer_times

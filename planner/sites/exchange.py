@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridep.placement import IntArray
-from hybridep.traffic import COUNT_BYTES, FloatArray
+from hybridep.arrays import BoolArray, FloatArray, IntArray
+from hybridep.traffic import COUNT_BYTES
 from planner.sites.problem import Inside, SiteProblem
 
 
@@ -100,10 +100,10 @@ class Exchange:
             latency_s = float((problem.latency_s * (self.pairs > 0)).max())
         return latency_s + further_s, busiest
 
-    def seconds(self, problem: SiteProblem, unit_bytes: float) -> float:
-        """With ``unit_bytes`` per row or expert: latency plus the busiest link's time."""
-        latency, per_byte = self.line(problem)
-        return latency + per_byte * unit_bytes
+    def seconds(self, problem: SiteProblem) -> float:
+        """Of one whose units are bytes: latency plus the busiest link's time."""
+        latency_s, busiest_s = self.line(problem)
+        return latency_s + busiest_s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -326,7 +326,7 @@ def _away(pairs: FloatArray) -> FloatArray:
     return pairs
 
 
-def _all_to(receives: NDArray[np.bool_], width: int, inner: int) -> tuple[int, int]:
+def _all_to(receives: BoolArray, width: int, inner: int) -> tuple[int, int]:
     """Messages when ranks that differ at one level only send to those others of them that receive ([D, n])."""
     others = _together(receives.astype(np.float64), width, inner) - receives
     return int(others.max()), width - 1

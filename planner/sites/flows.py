@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.compiled import allocating, compiled, inlined
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
-from planner.constraints import BoolArray
 from planner.sites.problem import SiteProblem
 
 TOKENS, COPIES = range(2)

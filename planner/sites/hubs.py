@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridep.placement import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.shares import apportion
-from hybridep.traffic import FloatArray
 from planner.sites.grouping import assign, distance
 from planner.sites.problem import SiteProblem
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from planner.sites.problem import Inside, SiteProblem
 
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray, gathers_and_returns
+from hybridep.traffic import gathers_and_returns
 from planner.sites.boxes import Box, Boxes
 from planner.sites.linear import Rows
 from planner.sites.relaxation import Relaxation

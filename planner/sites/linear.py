@@ -12,12 +12,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,7 +78,7 @@ class Frame:
     """[variables, 2]: zero where a box gives them."""
 
     @cached_property
-    def scaled(self) -> tuple[NDArray[np.bool_], IntArray, IntArray]:
+    def scaled(self) -> tuple[BoolArray, IntArray, IntArray]:
         """Which of the template's pairs ([P]) have numbers of a box's; the columns with such, and where in these pairs each of
         them begins."""
         column, number, _ = self.inequality.pairs
@@ -104,10 +102,6 @@ class BoxProgram:
     def inequality(self) -> Any:
         """Sparse [rows, variables]; at most ``right``."""
         return self.frame.inequality.matrix(self.numbers)
-
-    def value_s(self, duals: Duals) -> float:
-        """A lower bound on the program, whatever the multipliers. Raises ValueError for a negative one."""
-        return float(self.values_s([duals])[0])
 
     def values_s(self, many: Sequence[Duals]) -> FloatArray:
         """The same of many at once, [..., multipliers]."""

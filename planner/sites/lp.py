@@ -20,9 +20,8 @@ from functools import lru_cache
 import numpy as np
 from scipy.sparse import coo_array
 
-from hybridep.placement import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray
 from planner.sites.boxes import Box, Boxes
 from planner.sites.capacity import SLOPES, serving_lines
 from planner.sites.layer_lp import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.compiled import compiled, inlined
-from hybridep.placement import IntArray
 from planner.sites.flows import COPIES, any_of, at_busy
 from planner.sites.problem import SiteProblem
 from planner.sites.smoothed import EXPERT, HOLDER, SITE, Guide, State

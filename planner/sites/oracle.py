@@ -7,9 +7,9 @@ from itertools import islice, product
 
 import numpy as np
 
-from hybridep.placement import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.plan import Objective, Residency, backward_cost
-from hybridep.traffic import COUNT_BYTES, FloatArray, gathers_and_returns
+from hybridep.traffic import COUNT_BYTES, gathers_and_returns
 from planner.activations import routed_bytes, shared_expert_bytes
 from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, narrows, passing_bytes
 from planner.sites.cost import cost_of, fixed_cost

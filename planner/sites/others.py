@@ -12,8 +12,8 @@ from heapq import heapreplace
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.errors import UserError
-from hybridep.placement import IntArray
 from planner.domains import divisors
 from planner.paper import best_share, domain_of_share
 from planner.sites.grouping import Share, assign, distance, groups_of, shares

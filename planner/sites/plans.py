@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError, NoSolutionError
-from hybridep.placement import IntArray
 from hybridep.plan import Objective, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.serving import serving_groups

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from scipy.sparse import coo_array
 
-from hybridep.placement import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray
 from planner.sites.boxes import Box
 from planner.sites.capacity import SLOPES, serving_lines
 from planner.sites.layer_lp import (

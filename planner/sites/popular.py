@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError
 from hybridep.gating import gating
-from hybridep.placement import IntArray
 from hybridep.plan import LayerGroup, Plan, Schedule
 from hybridep.provenance import provenance
 from hybridep.serving import serving_groups

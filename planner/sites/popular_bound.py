@@ -14,10 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.gating import Gating, gating
-from hybridep.placement import IntArray
 from hybridep.plan import Plan
-from hybridep.traffic import FloatArray
 from planner.clock import now_s
 from planner.cost import step_cost
 from planner.sites.bound import prove

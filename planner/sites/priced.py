@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray, gathers_and_returns
+from hybridep.traffic import gathers_and_returns
 from planner.sites.boxes import Box, Boxes, upper_ends
 from planner.sites.relaxation import SLACK, Limits, Relaxation
 from planner.sites.visits import row_budgets

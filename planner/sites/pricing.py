@@ -8,8 +8,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from planner.clock import now_s
 from planner.sites.boxes import Box
 from planner.sites.narrowing import narrowed

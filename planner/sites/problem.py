@@ -16,13 +16,13 @@ from itertools import product
 import numpy as np
 from scipy.sparse import csr_array
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs, Wire, level_codecs, wires
 from hybridep.gating import gating
-from hybridep.placement import IntArray, LevelChoice, home_blocks
+from hybridep.placement import LevelChoice, home_blocks
 from hybridep.plan import Residency, Schedule
 from hybridep.shares import alike_ranks
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.compute import Compute, compute_of_sites
 from planner.constraints import Constraints, Permissions, binding

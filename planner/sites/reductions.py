@@ -10,8 +10,9 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.codecs import ExpertCodec, Wire, wires
-from hybridep.traffic import FloatArray, gathered_wires, split_each
+from hybridep.traffic import gathered_wires, split_each
 from planner.sites.exchange import Exchange, LayerExchanges
 from planner.sites.problem import SiteProblem
 

@@ -19,11 +19,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hybridep.placement import IntArray
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray, gathers_and_returns
+from hybridep.traffic import gathers_and_returns
 from planner.memory import TOLERANCE, lasting_copy_bytes
 from planner.sites.boxes import Box, Boxes, over, upper_ends
 from planner.sites.classes import SiteClasses, site_classes
@@ -64,7 +63,7 @@ class Limits:
         """Of some of the boxes."""
         return Limits(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
 
-    def possible(self, classes: SiteClasses) -> NDArray[np.bool_]:
+    def possible(self, classes: SiteClasses) -> BoolArray:
         """Every site can hold its own experts and as many as it must, all together no more than homes have and send. And copies
         of what sites must hold of each home can come from there."""
         kinds = classes.kinds
@@ -198,7 +197,7 @@ class Relaxation:
         return np.concatenate([[0.0], np.unique(self.classes.latency_s[self._copied])])
 
     @cached_property
-    def _copied(self) -> NDArray[np.bool_]:
+    def _copied(self) -> BoolArray:
         """[C, C]: whether sites of the row's class have experts that others of the column's may copy."""
         return np.asarray((self.classes.others > 0) & (self.classes.homes > 0)[:, None])
 
@@ -475,7 +474,7 @@ def stacked(limits: Sequence[Limits]) -> Limits:
     return Limits(**{one.name: np.stack([getattr(each, one.name) for each in limits]) for one in fields(Limits)})
 
 
-def _within(far_s: FloatArray, reaches_s: FloatArray, position: int | IntArray) -> NDArray[np.bool_]:
+def _within(far_s: FloatArray, reaches_s: FloatArray, position: int | IntArray) -> BoolArray:
     """[K, C]: what is no farther than a position says, of which the first one is nobody's."""
     return far_s <= over(np.where(np.asarray(position) > 0, reaches_s[position], -1.0), 2)
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridep.placement import IntArray
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray
 from planner.activations import routed_bytes
 from planner.sites.cost import rank_memory_bytes
 from planner.sites.exchange import layer_exchanges

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from planner.activations import routed_bytes
 from planner.memory import lasting_copy_bytes
 from planner.sites.cost import rank_memory_bytes

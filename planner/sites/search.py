@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hybridep.placement import IntArray
+from hybridep.arrays import IntArray
 from planner.clock import now_s
 from planner.layer_times import BlockTimes
 from planner.sites.cost import SiteCost, block_times, cost_of

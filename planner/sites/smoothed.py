@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.compiled import compiled, inlined
-from hybridep.placement import IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray
-from planner.constraints import BoolArray
 from planner.sites.flows import (
     COPIES,
     RECEIVED,

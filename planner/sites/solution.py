@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.errors import NoSolutionError
-from hybridep.placement import IntArray
 from hybridep.plan import Objective
 from planner.clock import elapsed_s, now_s
 from planner.price import step_usd

@@ -18,8 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from planner.sites.hubs import HubPlan, hubs_within, layer_bytes
 from planner.sites.problem import SiteProblem
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hybridep.traffic import FloatArray
+from hybridep.arrays import BoolArray, FloatArray
 from planner.sites.boxes import Box, Boxes, over
 from planner.sites.relaxation import SLACK, Limits, Relaxation
 
@@ -52,7 +51,7 @@ def _sending_s(
     experts, count, rows_per_s = relaxation.problem.num_experts, relaxation.classes.kinds.count, rates / relaxation.kind_rows
     room = total * (1 + SLACK)
 
-    def enough(time_s: FloatArray) -> NDArray[np.bool_]:
+    def enough(time_s: FloatArray) -> BoolArray:
         needed = experts + 1 - relaxation.hit.searchsorted(over(time_s * (1 + SLACK), 1) * rows_per_s, side="right")
         return np.asarray((needed <= limits.most_held).all(axis=-1) & (needed @ count <= room))
 

@@ -21,9 +21,8 @@ from functools import cached_property
 import numpy as np
 from scipy.optimize import linprog
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.compiled import allocating, compiled
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
 from planner.sites.relaxation import SLACK
 
 STEPS, TRIED, SMALL = (3.0, 7.5), 200, 8

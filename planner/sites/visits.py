@@ -13,8 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
+from hybridep.arrays import FloatArray, IntArray
 from planner.sites.boxes import Box, Boxes, over
 from planner.sites.capacity import most_served
 from planner.sites.relaxation import SLACK, Limits, Relaxation

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.compiled import compiled, told_of_compiling
-from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from planner.sites.cost import site_cost
 from planner.sites.flows import SHARPEST

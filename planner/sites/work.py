@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.placement import IntArray
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray, Op, gathers_and_returns
+from hybridep.traffic import Op, gathers_and_returns
 from planner.compute import shared_s
-from planner.constraints import BoolArray
 from planner.layer_times import BlockTimes, layer_times
 from planner.price import step_usd
 from planner.sites.flows import COPIES, TOKENS

@@ -24,12 +24,11 @@ from math import comb
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import EXACT, Codecs, Wire
 from hybridep.pipeline import sequences_of_place
-from hybridep.placement import IntArray
 from hybridep.shares import sequences_together
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.price import step_usd
 

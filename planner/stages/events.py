@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.compiled import compiled
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
-from planner.constraints import BoolArray
 
 
 class Ways(NamedTuple):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.pipeline import PipelinePlan, between_sites_bytes, pipeline_link_s
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray, step_traffic
+from hybridep.traffic import step_traffic
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hybridep.placement import IntArray
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
-from planner.constraints import BoolArray
 from planner.sites.grouping import Groups, grown_groups, nearest_groups
 
 _STARTS = 4

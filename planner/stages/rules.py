@@ -11,12 +11,13 @@ from glob import escape
 
 import numpy as np
 
+from hybridep.arrays import BoolArray
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import LayerGroup
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster, by_themselves
-from planner.constraints import BoolArray, Constraints, Kind, Permissions, Rule, permissions, require_possible, rule_sites
+from planner.constraints import Constraints, Kind, Permissions, Rule, permissions, require_possible, rule_sites
 from planner.sites.grouping import Groups
 
 _MOST_TRIES = 2000

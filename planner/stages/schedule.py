@@ -16,13 +16,11 @@ from math import ceil, inf
 
 import numpy as np
 
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.codecs import Speed
 from hybridep.pipeline import PipelinePlan, Ways, forwards_ahead
-from hybridep.placement import IntArray
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
-from planner.constraints import BoolArray
 from planner.exchange import ExchangeTimes
 from planner.stages.walk import NOTHING, Links, Sent, StageLinks, Way, walked_s
 from planner.staggered import Between, PassTimes, crossed

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Speed
 from hybridep.pipeline import sequences_of_place
-from hybridep.placement import IntArray
 from hybridep.plan import LayerGroup
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
 from hybridep.workload import Workload
 from planner.exchange import ExchangeTimes
 from planner.sites.grouping import Groups

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.compiled import told_of_compiling
 from hybridep.pipeline import order_of_passes
-from hybridep.placement import IntArray
-from hybridep.traffic import FloatArray
 from planner.stages.events import Passes, Ways, begun, run
 from planner.staggered import PassTimes
 

@@ -20,25 +20,9 @@ from runtime.kernels.reference import Route
 from runtime.kernels.tokens import TokenKernels
 
 
-def route(
-    ids: Tensor,
-    group_of: Tensor,
-    num_groups: int,
-    *,
-    multiple: int = 1,
-    capacity: int | None = None,
-    stride: int = 0,
-    first: int = 0,
-    deduplicate: bool = False,
-    source_counts: Tensor | None = None,
-    source_rows: int = 1,
-) -> Route:
-    """Rows for (row, expert) pairs; see ``reference.route``. Without ``capacity`` a packed route has room for any routing
-    (``launch.worst_case_rows``) and drops nothing; with it, ``Route.status`` says what did not fit."""
-    if capacity is None:
-        capacity = worst_case_rows(ids.numel(), num_groups, multiple)
-    flat = (multiple, capacity, stride, first, deduplicate, source_counts, source_rows)
-    return Route(*_route(ids, group_of, num_groups, *flat))
+def route(ids: Tensor, group_of: Tensor, num_groups: int, *, multiple: int = 1) -> Route:
+    """Rows for (row, expert) pairs, with room for any routing (``launch.worst_case_rows``); see ``reference.route``."""
+    return Route(*_route(ids, group_of, num_groups, multiple, worst_case_rows(ids.numel(), num_groups, multiple)))
 
 
 def dispatch(x: Tensor, route: Route, num_rows: int, *, multiple: int = 1) -> Tensor:
@@ -53,56 +37,23 @@ def combine(y: Tensor, route: Route, weights: Tensor | None = None, *, multiple:
     return result
 
 
-def carry(ids: Tensor, weights: Tensor, group_of: Tensor, route: Route, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(ids [R, K], weights [R, K]) that travel with rows deduplicated by ``group_of``; see ``reference.carry``.
-    Differentiable in ``weights``."""
-    out_ids, out_weights = _carry(ids, weights, group_of, route.slot, num_rows)
-    return out_ids, out_weights
-
-
 def _kernels() -> TokenKernels:
     return TokenKernels(cuda_driver())
 
 
 @torch.library.custom_op("hybridep::route", mutates_args=(), device_types="cpu")
-def _route(
-    ids: Tensor,
-    group_of: Tensor,
-    num_groups: int,
-    multiple: int,
-    capacity: int,
-    stride: int,
-    first: int,
-    deduplicate: bool,
-    source_counts: Tensor | None,
-    source_rows: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    keywords = _keywords(multiple, capacity, stride, first, deduplicate, source_counts, source_rows)
-    return tuple(reference.route(ids, group_of, num_groups, **keywords))  # type: ignore[return-value]
+def _route(ids: Tensor, group_of: Tensor, num_groups: int, multiple: int, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(reference.route(ids, group_of, num_groups, multiple=multiple, capacity=capacity))  # type: ignore[return-value]
 
 
 @_route.register_kernel("cuda")
-def _route_cuda(ids: Tensor, group_of: Tensor, num_groups: int, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(_kernels().route(ids, group_of, num_groups, **_keywords(*rest)))
+def _route_cuda(ids: Tensor, group_of: Tensor, num_groups: int, multiple: int, capacity: int) -> tuple[Tensor, ...]:
+    return tuple(_kernels().route(ids, group_of, num_groups, multiple=multiple, capacity=capacity))
 
 
 @_route.register_fake
-def _route_shapes(ids: Tensor, group_of: Tensor, num_groups: int, *rest: Any) -> tuple[Tensor, ...]:
+def _route_shapes(ids: Tensor, group_of: Tensor, num_groups: int, multiple: int, capacity: int) -> tuple[Tensor, ...]:
     return torch.empty_like(ids), ids.new_empty(num_groups), ids.new_empty(num_groups + 1), ids.new_empty(2)
-
-
-def _keywords(
-    multiple: int, capacity: int, stride: int, first: int, deduplicate: bool, source_counts: Tensor | None, source_rows: int
-) -> dict[str, Any]:
-    sources = {"source_counts": source_counts, "source_rows": source_rows}
-    return {
-        "multiple": multiple,
-        "capacity": capacity,
-        "stride": stride,
-        "first": first,
-        "deduplicate": deduplicate,
-        **sources,
-    }
 
 
 @torch.library.custom_op("hybridep::dispatch", mutates_args=(), device_types="cpu")
@@ -188,46 +139,3 @@ def _combine_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _combine.register_autograd(_combine_gradient, setup_context=_save_combine)
-
-
-@torch.library.custom_op("hybridep::carry", mutates_args=(), device_types="cpu")
-def _carry(ids: Tensor, weights: Tensor, group_of: Tensor, slot: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    return reference.carry(ids, weights, group_of, slot, num_rows)
-
-
-@_carry.register_kernel("cuda")
-def _carry_cuda(ids: Tensor, weights: Tensor, group_of: Tensor, slot: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    return _kernels().carry(ids, weights.contiguous(), group_of, slot, num_rows)
-
-
-@_carry.register_fake
-def _carry_shapes(ids: Tensor, weights: Tensor, group_of: Tensor, slot: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    return ids.new_empty(num_rows, ids.shape[1]), weights.new_empty(num_rows, ids.shape[1])
-
-
-@torch.library.custom_op("hybridep::carry_back", mutates_args=(), device_types="cpu")
-def _carry_back(grads: Tensor, ids: Tensor, group_of: Tensor, slot: Tensor) -> Tensor:
-    return reference.carry_back(grads, ids, group_of, slot)
-
-
-@_carry_back.register_kernel("cuda")
-def _carry_back_cuda(grads: Tensor, ids: Tensor, group_of: Tensor, slot: Tensor) -> Tensor:
-    return _kernels().carry_back(grads, ids, group_of, slot)
-
-
-@_carry_back.register_fake
-def _carry_back_shapes(grads: Tensor, ids: Tensor, group_of: Tensor, slot: Tensor) -> Tensor:
-    return grads.new_empty(ids.shape)
-
-
-def _save_carry(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ids, _, group_of, slot, _ = inputs
-    ctx.save_for_backward(ids, group_of, slot)
-    ctx.mark_non_differentiable(output[0])
-
-
-def _carry_gradient(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return None, _carry_back(grad.contiguous(), *ctx.saved_tensors), None, None, None
-
-
-_carry.register_autograd(_carry_gradient, setup_context=_save_carry)

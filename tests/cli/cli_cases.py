@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ class Result:
         found = json.loads(self.out)
         assert isinstance(found, dict)
         return found
+
+
+Call = Callable[..., Result]
+"""Runs a verb in this process (the fixture ``call``)."""
 
 
 def shell(*arguments: object, environment: dict[str, str] | None = None, timeout_s: float = 100.0) -> Result:

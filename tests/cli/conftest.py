@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_cases import Inputs, Result
+from cli_cases import Call, Inputs, Result
 
 from hybridep import cli
 
@@ -17,7 +16,7 @@ def inputs(tmp_path: Path) -> Inputs:
 
 
 @pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
     """Run a verb in this process: for what starts no ranks."""
 
     def run(*arguments: object) -> Result:

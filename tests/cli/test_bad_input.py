@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cli_cases import Inputs, Result
+from cli_cases import Call, Inputs, Result
 
 from hybridep.commands.demo import _own
 from hybridep.commands.inputs import load_cluster, load_run
 from hybridep.errors import UserError
 from hybridep.launch import lab, shaping
 from hybridep.topology import Cluster
-
-Call = Callable[..., Result]
-
 
 ONE_SITE = (("--compare",), ("--pool", "2"), ("--upgrades",))
 """What is asked about what joins sites."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
-from cli_cases import Inputs, Result
+from cli_cases import Call, Inputs
 
 from hybridep.commands.interrupts import hurried_by_interrupts, terminate
 from hybridep.commands.plan_progress import PlanProgress
@@ -15,8 +14,6 @@ from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, load_any_plan
 from hybridep.plan import Plan, load_plan
 from planner.clock import elapsed_s, now_s
-
-Call = Callable[..., Result]
 
 
 def test_a_second_sigterm_does_not_end_the_way_out() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
-from cli_cases import Inputs, Result
+from cli_cases import Call, Inputs
 
 import planner
 from hybridep.commands.inputs import cluster_and_workload
@@ -28,7 +26,6 @@ from hybridep.topology import Cluster
 from planner.clock import now_s
 from simulator.step import simulate_step
 
-Call = Callable[..., Result]
 SHORT = ("--set", "model.num_layers=2")
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from cli_cases import Inputs, Result
+from cli_cases import Call, Inputs
 
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.commands.plan_choice import SimulatedChoice
 from hybridep.commands.plan_text import show, show_choice
 from hybridep.config import build
 from planner import Constraints, baseline, explain
-
-Call = Callable[..., Result]
 
 
 def test_one_site_alone_has_a_price_where_plans_for_all_have_one(inputs: Inputs, call: Call) -> None:

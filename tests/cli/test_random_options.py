@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from cli_cases import Inputs, Result
+from cli_cases import Call, Inputs
 
 from hybridep.pipeline import load_any_plan
 
-Call = Callable[..., Result]
 LIMIT_S = 0.5
 OPTIONS = (
     ("--compare",),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_cases import Inputs, Result
+from cli_cases import Call, Inputs
 
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.codecs import Codecs, TokenCodec
@@ -30,8 +30,6 @@ from hybridep.topology import Cluster, cluster_data
 from hybridep.workload import Workload
 from simulator.many_steps import without_site
 from simulator.scenario import Scenario, points
-
-Call = Callable[..., Result]
 
 
 @pytest.fixture

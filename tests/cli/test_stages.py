@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_cases import CLUSTER, Inputs, Result, shell
+from cli_cases import CLUSTER, Call, Inputs, Result, shell
 
 from hybridep.commands.sites_choice import Asked, Staged, _better, in_one, plan_sites
 from hybridep.commands.stage_choice import StageChoice, best_simulated, simulated_s
@@ -31,7 +30,6 @@ from simulator.precision import EXACTLY, Precision
 
 pytestmark = pytest.mark.timeout(120)
 
-Call = Callable[..., Result]
 
 SLOW = CLUSTER.replace("100 Mbps", "1 Mbps")
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
 import pytest
 import yaml
-from cli_cases import CLUSTER, Inputs, Result
+from cli_cases import CLUSTER, Call, Inputs, Result
 
 from hybridep.commands.sites_choice import Asked, Staged
 from hybridep.commands.stage_choice import StageChoice
@@ -25,7 +24,6 @@ from planner.stages.costs import costed
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(2)]
 
-Call = Callable[..., Result]
 
 FOUR = CLUSTER.replace("100 Mbps", "1 Mbps").replace("name: dc, size: 2", "name: dc, size: 4")
 BATCH = ("--set", "training.micro_batches=4", "--set", "model.num_layers=4")

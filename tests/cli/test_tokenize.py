@@ -11,14 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_cases import Inputs, Result
+from cli_cases import Call, Inputs
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from hybridep.commands import tokenize
 from hybridep.commands.inputs import load_run, load_workload
 from runtime.data import training_batches
-
-Call = Callable[..., Result]
 
 END = "</s>"
 TEXTS = ["The quick brown fox jumps over the lazy dog.\n", "  Straße, naïve 漢字 🦊\r\n\tdef f(x):\n", "fox </s> dog dog"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_cases import Inputs, Result
+from cli_cases import Call, Inputs
 
 from hybridep.cli import VERBS
 from hybridep.codecs import ExpertCodec
@@ -20,8 +19,6 @@ from hybridep.plan import load_plan
 from hybridep.routing import RoutingRecord
 from hybridep.shares import batch_sequences
 from simulator.step import simulate_step
-
-Call = Callable[..., Result]
 
 
 def test_help_is_quick_and_loads_nothing_heavy() -> None:

@@ -48,7 +48,7 @@ def with_pairs(data: dict[str, Any]) -> dict[str, Any]:
 def loads(cluster: Cluster, src: int, dst: int) -> dict[str, float]:
     """Bytes per link when the first rank of one pod sends 8 to the other pod."""
     sent = np.zeros((cluster.num_gpus, cluster.sizes[0]))
-    sent[cluster.rank((src, 0)), dst] = 8.0
+    sent[src * cluster.sizes[1], dst] = 8.0
     found = link_bytes(cluster, {OpLevel(Op.TOKEN_DISPATCH, 0): sent})
     return {link.name: number for link, number in zip(cluster.link_table, found, strict=True) if number}
 

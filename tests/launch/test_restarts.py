@@ -17,9 +17,10 @@ from hybridep.commands import restarts
 from hybridep.commands.restarts import train_on
 from hybridep.config import build
 from hybridep.errors import InfeasibleError, UserError, WorkerLostError
-from hybridep.launch.session import Backend
+from hybridep.launch.controller import add_up
+from hybridep.launch.session import Backend, Made
 from hybridep.launch.worker import Job
-from hybridep.launch.worker_group import DcLost, Event, Finished, Stepped
+from hybridep.launch.worker_group import DcLost, Event, Failed, FailureKind, Finished, Stepped
 from hybridep.pipeline import PipelinePlan
 from hybridep.run import StepReport
 from hybridep.shares import batch_sequences
@@ -28,11 +29,16 @@ DCS = ["dc0", "dc1", "dc2", "dc3"]
 
 
 class Played:
-    """All ranks of a job report steps, from one on, and then do ``end``; without it they finish."""
+    """All ranks of a job report steps, from one on, and then do ``end``; without it they finish. Checkpoints are complete so many
+    steps ``late``."""
 
-    def __init__(self, job: Job, steps: range, end: Event | None = None) -> None:
+    def __init__(self, job: Job, steps: range, end: Event | None = None, late: int = 0) -> None:
         ranks = range(job.plan.cluster.num_gpus)
-        self._events: list[list[Event]] = [[Stepped(report=report(rank, step)) for rank in ranks] for step in steps]
+        self._events: list[list[Event]] = []
+        for step in steps:
+            complete = (step - 1 - late) // every * every if (every := job.run.checkpoints.every_steps) else 0
+            checkpoint = complete if complete >= steps[0] else None
+            self._events.append([Stepped(report=report(rank, step, checkpoint)) for rank in ranks])
         self._events.append([end] if end is not None else [Finished(rank=rank) for rank in ranks])
 
     def start(self) -> None: ...
@@ -43,8 +49,8 @@ class Played:
         return self._events.pop(0) if self._events else []
 
 
-def report(rank: int, step: int) -> StepReport:
-    return StepReport(rank=rank, step=step, loss_sum=1.0, balance_loss=0.0, tokens=1, step_s=1.0)
+def report(rank: int, step: int, checkpoint: int | None) -> StepReport:
+    return StepReport(rank=rank, step=step, loss_sum=1.0, balance_loss=0.0, tokens=1, step_s=1.0, checkpoint=checkpoint)
 
 
 Attempt = Callable[[Job], Played]
@@ -75,8 +81,8 @@ def lose(dc: str, steps: range) -> Attempt:
     return lambda job: Played(job, steps, DcLost(dc=dc, why="it is gone"))
 
 
-def finish(steps: range) -> Attempt:
-    return lambda job: Played(job, steps)
+def finish(steps: range, late: int = 0) -> Attempt:
+    return lambda job: Played(job, steps, late=late)
 
 
 def job_of(folder: Path, **changes: Any) -> Job:
@@ -108,8 +114,24 @@ def test_the_others_go_on_with_the_same_batch_and_all_once_they_are_back(
     lines = (tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
     assert summary["lost"] == ["dc0 lost: it is gone"] and summary["status"] == "finished"
+    # Of the whole course, each step as it was made last.
+    assert (summary["first_step"], summary["steps"], len(summary["losses"])) == (1, 10, 10)
     said = capsys.readouterr().err
     assert "dc0 lost: it is gone; restart 1 of 1" in said and "goes on without dc0\n" in said and "lost sites are back" in said
+
+
+def test_a_checkpoint_that_is_still_written_is_nothing_to_take_sites_back_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one from which others have gone on for steps."""
+    monkeypatch.setattr(restarts._Asking, "is_so", lambda self: self._ask())
+    # Back when step 8 is asked for.
+    attempts, asked = [lose("dc0", range(1, 4)), finish(range(3, 11), late=1), finish(range(7, 11))], [DCS[1:]] * 6
+    stage, shown = Stage(monkeypatch, attempts, [*asked, DCS]), list[int]()
+    train_on(job_of(tmp_path), local=False, restarts=1, on_step=lambda record: shown.append(record.step))
+    # That of step 4 was complete when step 6 was reported, that of step 6 with step 8.
+    assert shown == [1, 2, 3, *range(3, 9), *range(7, 11)]
+    assert stage.jobs[2].plan is stage.jobs[0].plan
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -216,11 +238,40 @@ def test_a_loss_before_the_first_step_begins_anew(tmp_path: Path, monkeypatch: p
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["lost"] == summary["lost"] != []
 
 
+def test_a_step_counts_as_it_was_made_last() -> None:
+    made = Made()
+    for step, loss in ((3, 5.0), (4, 4.0), (5, 3.0), (4, 4.5), (5, 3.5)):
+        made.add(add_up([replace(report(0, step, None), loss_sum=loss, step_s=loss, wan_bytes=step)]))
+    assert (made.first_step, made.losses, made.times_s, made.wan_bytes) == (3, [5.0, 4.5, 3.5], [5.0, 4.5, 3.5], [3, 4, 5])
+    made.add(add_up([report(0, 2, None)]))
+    assert (made.first_step, made.losses) == (2, [1.0])
+
+
+def refuse(why: str) -> Attempt:
+    return lambda job: Played(job, range(1, 1), Failed(rank=0, kind=FailureKind.ERROR, why=why, exit_code=UserError.exit_code))
+
+
+def test_a_site_that_is_lost_while_others_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = [lose("dc0", range(1, 4)), refuse("no Ray node is labelled dc=dc1"), finish(range(3, 11))]
+    stage = Stage(monkeypatch, attempts, [DCS[1:], DCS[2:]])
+    summary = train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+    assert [one.plan.cluster.site_names for one in stage.jobs] == [tuple(DCS), tuple(DCS[1:]), tuple(DCS[2:])]
+    assert len(summary["lost"]) == 2 and summary["lost"][1].endswith("no Ray node is labelled dc=dc1")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_wrong_with_the_input_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    attempts = [refuse("the loss of step 1 is not finite")]
+    Stage(monkeypatch, attempts if first else [lose("dc0", range(1, 4)), *attempts], [DCS[1:]])
+    with pytest.raises(UserError, match="the loss of step 1 is not finite"):
+        train_on(job_of(tmp_path), local=False, restarts=2, on_step=lambda record: None)
+
+
 def test_a_restart_with_nothing_left_to_do_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Stage(monkeypatch, [lose("dc0", range(1, 11)), finish(range(11, 11))], [DCS])
     train_on(job_of(tmp_path), local=False, restarts=1, on_step=lambda record: None)
     summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
-    assert summary["status"] == "finished" and len(summary["lost"]) == 1
+    assert summary["status"] == "finished" and len(summary["lost"]) == 1 and summary["steps"] == 10
 
 
 def test_a_checkpoint_that_is_not_made_yet_is_nothing_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

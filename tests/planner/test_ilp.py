@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pulp
 import pytest
+from brute_force import brute_force, distributions
 from planner_cases import make_cluster, make_workload, random_cluster, random_problem, random_workload
 
 from hybridep.errors import HybridEPError, InfeasibleError, NoSolutionError, UserError
 from hybridep.plan import Schedule, Status
-from planner.brute_force import brute_force, distributions
 from planner.ilp import build_program
 from planner.problem import Problem, build_problem
 from planner.solve import gap, outcome, solve

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from brute_force import brute_force
 from planner_cases import make_cluster, make_workload, shipped_cluster, shipped_workload
 
 import planner
 from hybridep.errors import InfeasibleError
 from hybridep.plan import Residency, Schedule, Status, load_plan
-from planner.brute_force import brute_force
 from planner.plans import plan_of
 from planner.problem import build_problem
 from planner.solve import solve

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from brute_force import brute_force
 from planner_cases import make_cluster, make_workload, mixing_case, random_cluster, random_workload
 
 import planner
@@ -15,7 +16,6 @@ from hybridep.plan import Objective, Plan, Schedule, Status
 from hybridep.topology import Cluster
 from hybridep.traffic import step_traffic
 from hybridep.workload import Workload
-from planner.brute_force import brute_force
 from planner.check import CheckError, check
 from planner.goal import Goal
 from planner.problem import Problem, build_problem

@@ -20,8 +20,8 @@ from hybridep.checkpoint_folders import MANIFEST
 from hybridep.errors import UserError
 from hybridep.run import Optimizer
 from runtime.barrier import Barrier
-from runtime.checkpoint import keep_last, load_checkpoint, save_checkpoint
-from runtime.checkpoint_files import expert_name
+from runtime.checkpoint import keep_last, load_checkpoint, rank_state, save_checkpoint
+from runtime.checkpoint_files import expert_name, expert_shard, last_with_all
 from runtime.checkpoint_search import last_checkpoint, shared_folder
 from runtime.dense_reduce import DenseReduce
 from runtime.dense_shard import SHARD, DenseShard
@@ -86,18 +86,16 @@ class Nowhere(Transport):
         pass
 
 
-def save(folder: Path, mesh: Mesh, state: State, step: int) -> Path:
+def save(folder: Path, mesh: Mesh, state: State, step: int, attempt: int = 0) -> Path:
     return save_checkpoint(
         folder,
         step,
+        rank_state(state.shard, state, {}, None),
         mesh=mesh,
-        shard=state.shard,
-        optimizer=state,
-        codecs={},
-        chosen=None,
         barrier=ALONE,
         transport=Nowhere(),
         copies=1,
+        attempt=attempt,
     )
 
 
@@ -121,6 +119,22 @@ def test_state_comes_back_to_the_bit(tmp_path: Path) -> None:
     for name in first.parameters:
         assert torch.equal(first.parameters[name], second.parameters[name])
         assert torch.equal(first.masters[name], second.masters[name])
+
+
+def test_what_is_exported_is_the_last_that_is_all_here(tmp_path: Path) -> None:
+    """Last by when its run was started, so that what a later one has left behind does not come back."""
+    mesh = Mesh(plan=CASE.plan(), rank=0)
+    state = optimizer(mesh, 1)
+    assert last_with_all(tmp_path) is None
+    paths = {step: save(tmp_path, mesh, state, step, attempt=attempt) for step, attempt in ((3, 1), (4, 1), (1, 2), (2, 2))}
+    assert last_with_all(tmp_path) == paths[2]
+    (paths[2] / expert_shard(0)).write_bytes(b"cut off")
+    assert last_with_all(tmp_path) == paths[1]
+    (paths[1] / MANIFEST).write_text("{")
+    assert last_with_all(tmp_path) == paths[4]
+    for step in (3, 4):
+        (paths[step] / expert_shard(0)).unlink()
+    assert last_with_all(tmp_path) == paths[2]
 
 
 def test_dense_parameters_come_back_in_other_parts(tmp_path: Path) -> None:

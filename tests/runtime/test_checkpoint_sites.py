@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 from shutil import copytree, rmtree
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pipelined_cases
@@ -22,7 +23,7 @@ from hybridep.config import build
 from hybridep.pipeline import AnyPlan
 from hybridep.run import Checkpoints, Run, StepReport
 from hybridep.topology import Cluster
-from runtime import checkpoint_travel
+from runtime import checkpoint, checkpoint_travel
 from runtime.checkpoint_search import _transfers
 from runtime.checkpoint_travel import Kept, Roads, Transfer, arrival, kept
 
@@ -35,12 +36,6 @@ FOUR = Case(sizes=(2, 2), domains=(2, 1), codecs=(("dc", (("experts", "change-in
 STAGES = pipelined_cases.CASES[0]
 """Each of two sites a stage."""
 LAST = "step-00000002"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4, join=False) as pool:
-        yield pool
 
 
 def train(ranks: RankPool, run: Run, plan: AnyPlan, resume: bool = False, job: Any = run_apart) -> list[list[StepReport]]:
@@ -297,6 +292,80 @@ def test_a_restarted_run_begins_where_there_is_no_checkpoint(ranks: RankPool, wr
             again(source, tmp_path / folder)
         run = training_run(tmp_path / folder, steps=4)
         assert losses_of(ranks.run_with_store(run_apart, run, THREE.plan(), True, "", True)[:3]) == whole[first:]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
+def test_a_checkpoint_behind_a_link_to_another_disk_is_mended(ranks: RankPool, written: Written, tmp_path: Path) -> None:
+    source, whole = written["three", 1]
+    run = again(source, tmp_path)
+    linked, own = tmp_path / "site1" / LAST, "experts-00001.pt"
+    with TemporaryDirectory(dir="/dev/shm") as other:
+        copytree(linked, elsewhere := Path(other) / LAST)
+        rmtree(linked)
+        linked.symlink_to(elsewhere)
+        (linked / own).unlink()
+        before = {path.name for path in linked.iterdir()}
+        assert losses_of(train(ranks, run, THREE.plan(), resume=True)) == whole[2:]
+        assert {path.name for path in linked.iterdir()} == before | {own}
+        assert (linked / own).read_bytes() == (source / "site1" / LAST / own).read_bytes()
+
+
+def run_where_writing_is_slow(rank: int, *arguments: Any) -> list[StepReport] | None:
+    write = checkpoint._write
+
+    def slow(state: Any, path: Path) -> None:
+        time.sleep(0.3)
+        write(state, path)
+
+    checkpoint._write = slow
+    try:
+        return run_apart(rank, *arguments)
+    finally:
+        checkpoint._write = write
+
+
+def run_where_one_has_no_room(rank: int, *arguments: Any) -> list[StepReport] | None:
+    def full(state: Any, path: Path) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    if rank == 1:
+        checkpoint._write = full
+    return run_apart(rank, *arguments)
+
+
+@pytest.mark.parametrize("name", ["three", "four", "stages"])
+def test_training_goes_on_while_checkpoints_are_written(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """They are those that are written between steps, to the bit, and so is what a run that goes on from one makes."""
+    plan = {"three": THREE, "four": FOUR, "stages": STAGES}[name].plan()
+    found = {}
+    for kind in (False, True):
+        settings = Checkpoints(copies=1, every_steps=2, async_save=kind)
+        run = training_run(tmp_path / str(kind), steps=6, checkpoints=settings)
+        reports = train(ranks, run, plan, job=run_where_writing_is_slow if kind else run_apart)
+        found[kind] = losses_of(reports)
+        complete = [step.checkpoint for step in reports[0]]
+        assert complete == ([None, None, None, None, 2, 2] if kind else [None, None, 2, 2, 4, 4])
+    assert found[True] == found[False]
+    between, beside = (
+        {path.relative_to(tmp_path / str(kind)): path.read_bytes() for path in (tmp_path / str(kind)).rglob("*.pt")}
+        for kind in (False, True)
+    )
+    assert between == beside and len({path.parent for path in beside}) == 3 * plan.cluster.sizes[0]
+    for path in (tmp_path / "True").glob("site*/step-00000006"):
+        rmtree(path)
+    run = training_run(tmp_path / "True", steps=6, checkpoints=settings)
+    assert losses_of(train(ranks, run, plan, resume=True)) == found[False][4:]
+    assert not list(tmp_path.glob("*/site*/.step*"))
+
+
+def test_what_goes_wrong_beside_the_steps_ends_the_run(tmp_path: Path) -> None:
+    run = training_run(tmp_path, steps=500, checkpoints=Checkpoints(every_steps=2, async_save=True))
+    with (
+        RankPool(3, join=False) as pool,
+        pytest.raises(RankFailed, match=r"rank 1:(?s:.)*site1 cannot be written \(.*No space left"),
+    ):
+        train(pool, run, THREE.plan(), job=run_where_one_has_no_room)
+    assert not list(tmp_path.glob("site*/*step*"))
 
 
 def cluster(**changes: Any) -> Cluster:

@@ -4,7 +4,7 @@ stages what the plan says."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,6 @@ from hybridep.routing import load_routing
 from hybridep.run import Run
 
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4, join=False) as pool:
-        yield pool
 
 
 @pytest.mark.turns(4)

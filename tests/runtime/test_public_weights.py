@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +75,6 @@ PLANS: dict[str, Any] = {
     ),
     "qwen3_moe": Case(sizes=(2, 2), domains=(1, 2), residency=Residency.MICROBATCH, recompute=True, model="public"),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4, join=False) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -167,7 +167,7 @@ def log_exchanges(rank: int, case: Case) -> list[tuple[str, str]]:
                 log.append(("begun", label))
                 return posted.begin(sends)
 
-            return Posted(label, logged_begin)
+            return Posted(logged_begin)
 
         trainer.transport.post = logged_post
 

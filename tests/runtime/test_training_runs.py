@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
@@ -31,12 +31,6 @@ pytestmark = pytest.mark.timeout(120)
 
 Job = Callable[..., list[StepReport] | None]
 CASE = Case(sizes=(2, 2), domains=(2, 1), micro_batches=1)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4, join=False) as pool:
-        yield pool
 
 
 def train_on(
@@ -273,13 +267,12 @@ def test_long_gradients_are_scaled_down_as_torch_does(
     assert min(norms) < 1.5 < max(norms) and losses[None] != losses[1.5]
 
 
-VALIDATED = [
-    CASE,
+ALIKE = [
     Case(sizes=(2, 2), domains=(2, 2), residency=Residency.MICROBATCH, prefetch=1, micro_batches=2, model="qwen2"),
     Case(sizes=(2, 2), domains=(1, 2), chunks=3, recompute=True, micro_batches=2),
     Case(sizes=(2, 2), domains=(2, 1), prefetch=2),
-    PIPELINE,
 ]
+VALIDATED = [CASE, *(pytest.param(case, marks=pytest.mark.turns(3)) for case in ALIKE), PIPELINE]
 
 
 @pytest.mark.parametrize("case", VALIDATED, ids=str)

@@ -187,6 +187,29 @@ def test_a_message_leaves_when_its_receive_is_posted(tmp_path: Path) -> None:
     all_end_well(program, 2, tmp_path)
 
 
+def test_background_messages_need_no_answers(tmp_path: Path) -> None:
+    """All of one leaves while its receiver waits for something else: on a long link no piece waits for a round trip."""
+    program = """
+        transport = Transport(timeout_s=20)
+        size, note = 1_000_000, torch.zeros(1)
+        if rank == 0:
+            wait, told = transport._wait, []
+            def wait_late(*given):
+                if not told:
+                    dist.recv(note, 1, tag=7)
+                    told.append(True)
+                wait(*given)
+            transport._wait = wait_late
+            received = {1: torch.zeros(size, dtype=torch.int64)}
+            transport.exchange_in_background({}, received, "copies@dc")
+            assert told and torch.equal(received[1], message(1, 0, size))
+        else:
+            transport.exchange_in_background({0: message(1, 0, size)}, {}, "copies@dc")
+            dist.send(note, 0, tag=7)
+    """
+    all_end_well(program, 2, tmp_path)
+
+
 def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
     program = """
         transport = Transport(timeout_s=20)
@@ -236,7 +259,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             assert torch.equal(got, message(0, 1, size))
         if rank == 0:
             tokens = transport.start({1: message(0, 1, size)}, {}, "tokens@dc")
-            while not transport._urgent["dc"]:
+            while not transport._urgency.sending["dc"]:
                 time.sleep(0.01)
         if rank != 1:
             peers = [2 - rank]
@@ -266,7 +289,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
         # Closed while it gives way: it ends at once.
         if rank == 0:
             tokens = transport.start({1: got}, {}, "tokens@dc")
-            while not transport._urgent["dc"]:
+            while not transport._urgency.sending["dc"]:
                 time.sleep(0.01)
             threading.Timer(0.3, transport.close).start()
             try:

@@ -26,7 +26,7 @@ from hybridep.topology import Cluster
 from hybridep.traffic import step_traffic
 from hybridep.workload import Workload
 
-STEPS = 20
+STEPS = 10
 TOLERANCE = 1e-10
 LEVELS = {2: ("dc", "gpu"), 3: ("dc", "node", "gpu")}
 
@@ -328,7 +328,7 @@ def train_case(
 
 @cache
 def reference(
-    num_ranks: int, model: str, micro_batches: int, dtype: str = "fp64"
+    num_ranks: int, model: str, micro_batches: int, dtype: str = "fp64", steps: int = STEPS
 ) -> tuple[list[float], dict[str, NDArray[np.float64]]]:
     """(losses, parameters) of the single process; domains and residency make no difference to it."""
     import torch
@@ -338,7 +338,7 @@ def reference(
     torch.set_num_threads(1)
     case = Case(sizes=(num_ranks, 1), domains=(1, 1), model=model, micro_batches=micro_batches, dtype=dtype)
     trainer = ReferenceTrainer(training_run(), case.plan())
-    losses = [trainer.step(step) for step in range(1, STEPS + 1)]
+    losses = [trainer.step(step) for step in range(1, steps + 1)]
     return losses, {name: p.double().numpy() for name, p in trainer.parameters().items()}
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from simulator.arrays import FloatArray, IntArray
+from hybridep.arrays import FloatArray, IntArray
 from simulator.engine import Engine
 from simulator.network import EXACT, Batch, Network, Transfers
 

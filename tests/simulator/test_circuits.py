@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from simulator.arrays import FloatArray, IntArray
+from hybridep.arrays import FloatArray, IntArray
 from simulator.circuits import allocate, completion_bytes, matched, paper, simulator
 from simulator.fabric_file import Allocation
 

@@ -12,7 +12,7 @@ from fabric_cases import fabric
 from max_min_oracle import fluid_end_s
 from simulated_plans import RATES_GBPS, make_plan
 
-from simulator.arrays import IntArray
+from hybridep.arrays import IntArray
 from simulator.engine import Engine
 from simulator.fabric import Fabric
 from simulator.symmetry import no_symmetry

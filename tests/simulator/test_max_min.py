@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from max_min_oracle import Run, carried_bytes, check_max_min, fluid_end_s, max_min_rates, random_network, rates_bytes_per_s
 
-from simulator.arrays import IntArray
+from hybridep.arrays import IntArray
 from simulator.columns import ACTIVE
 from simulator.filling import fill
 from simulator.refilling import refill

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from simulator.arrays import IntArray
+from hybridep.arrays import IntArray
 from simulator.engine import Engine
 from simulator.errors import SimulationError
 from simulator.network import Network, OnComplete, Transfers

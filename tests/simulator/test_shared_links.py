@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from max_min_oracle import max_min_rates, random_network, rates_bytes_per_s
 
-from simulator.arrays import FloatArray, IntArray
+from hybridep.arrays import FloatArray, IntArray
 from simulator.collective import Flows, Program, execute
 from simulator.engine import Engine
 from simulator.errors import SimulationError

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from hybridep.arrays import IntArray
 from hybridep.config import build
-from hybridep.placement import IntArray
 from hybridep.plan import Plan, Schedule
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster

@@ -97,5 +97,5 @@ def test_what_sites_can_serve_raises_the_bound(monkeypatch: pytest.MonkeyPatch) 
         assert program is not None
         duals = program.solve()
         assert duals is not None
-        values.append(program.value_s(duals))
+        values.append(program.values_s([duals])[0])
     assert values[0] > 1.02 * values[1]

@@ -11,8 +11,8 @@ import pytest
 from site_cases import few_kinds, random_problem, random_table, small_workload, uneven_cluster
 from test_site_prices import DOLLARS, priced
 
+from hybridep.arrays import IntArray
 from hybridep.config import build
-from hybridep.placement import IntArray
 from hybridep.plan import Residency
 from hybridep.topology import Cluster
 from hybridep.traffic import Op

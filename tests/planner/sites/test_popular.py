@@ -10,12 +10,11 @@ import pytest
 from site_cases import random_table, small_workload, uneven_cluster
 
 import planner
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.errors import InfeasibleError
 from hybridep.gating import Gating, gating
-from hybridep.placement import IntArray
 from hybridep.plan import Plan, Schedule, Status
-from hybridep.traffic import FloatArray
 from hybridep.workload import DropPolicy, Workload
 from planner.cost import step_cost
 from planner.measured import plans_measured

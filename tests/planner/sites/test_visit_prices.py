@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from site_cases import access_cluster, box_of, few_kinds, random_problem, random_table
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.config import build
-from hybridep.placement import IntArray
 from hybridep.plan import Residency
-from hybridep.traffic import FloatArray, gathers_and_returns
+from hybridep.traffic import gathers_and_returns
 from hybridep.workload import Workload
 from planner.clock import now_s, timed_by
 from planner.sites import priced, pricing, solution

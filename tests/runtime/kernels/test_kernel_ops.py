@@ -34,8 +34,6 @@ def test_gradients_of_each_operator() -> None:
     assert torch.autograd.gradcheck(lambda x: ops.dispatch(x, route, rows, multiple=4), (x,))
     assert torch.autograd.gradcheck(lambda y: ops.combine(y, route), (y,))
     assert torch.autograd.gradcheck(lambda y, w: ops.combine(y, route, w), (y, weights))
-    hop = ops.route(ids, groups // 2, 3, deduplicate=True)
-    assert torch.autograd.gradcheck(lambda w: ops.carry(ids, w, groups // 2, hop, int(hop.offsets[-1]))[1], (weights,))
 
 
 def test_layer_equals_a_loop_over_tokens() -> None:
@@ -85,15 +83,12 @@ def test_operators_keep_their_contract() -> None:
     y = make_rows(rows, 6, torch.float64, seed=6).requires_grad_()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     names = torch.ops.hybridep
-    hop = ops.route(ids, groups, 5, deduplicate=True).slot
     calls = (
-        (names.route.default, (ids, groups, 5, 4, 64, 0, 0, False, None, 1)),
+        (names.route.default, (ids, groups, 5, 4, 64)),
         (names.dispatch.default, (x, slot, counts, offsets, rows, 4)),
         (names.combine.default, (y, slot, counts, offsets, weights, 4)),
         (names.combine.default, (y, slot, counts, offsets, None, 4)),
         (names.combine_backward.default, (x.detach(), y.detach(), slot, counts, offsets, weights.detach(), 4)),
-        (names.carry.default, (ids, weights, groups, hop, 21)),
-        (names.carry_back.default, (make_rows(21, 3, torch.float64), ids, groups, hop)),
     )
     for op, arguments in calls:
         torch.library.opcheck(op, arguments, test_utils=tests)
@@ -136,8 +131,7 @@ def test_cuda_forms_equal_the_cpu_forms(compiled_kernels: Path, monkeypatch: pyt
     """What is registered for CUDA, called with CPU tensors and the emulator in the driver's place."""
     monkeypatch.setattr(ops, "_kernels", lambda: TokenKernels(EmulatingDriver(folder=compiled_kernels)))
     x, weights, ids, groups = (tensor.detach() for tensor in make_problem())
-    sources = torch.tensor([7], dtype=torch.int32)
-    for arguments in ((ids, groups, 5, 4, 64, 0, 0, False, None, 1), (ids, groups, 5, 1, 7, 9, 2, True, sources, 7)):
+    for arguments in ((ids, groups, 5, 4, 64), (ids, groups, 5, 1, 7)):
         for a, b in zip(ops._route_cuda(*arguments), ops._route(*arguments), strict=True):
             assert torch.equal(a, b)
     way = ops.route(ids, groups, 5, multiple=4)
@@ -148,9 +142,3 @@ def test_cuda_forms_equal_the_cpu_forms(compiled_kernels: Path, monkeypatch: pyt
         torch.testing.assert_close(ops._combine_cuda(y, *parts, given, 4), ops._combine(y, *parts, given, 4))
     found, wanted = (form(x, y, *parts, weights, 4) for form in (ops._combine_backward_cuda, ops._combine_backward_op))
     torch.testing.assert_close(tuple(found), tuple(wanted))
-    hop = ops.route(ids, groups // 2, 3, deduplicate=True)
-    size = int(hop.offsets[-1])
-    found, wanted = (form(ids, weights, groups // 2, hop.slot, size) for form in (ops._carry_cuda, ops._carry))
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    back, truth = (form(wanted[1], ids, groups // 2, hop.slot) for form in (ops._carry_back_cuda, ops._carry_back))
-    assert torch.equal(back, truth)
