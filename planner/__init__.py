@@ -23,7 +23,7 @@ from planner.stages.matrices import StageMatrices, stage_matrices
 from planner.stages.report import pipeline_summary
 from planner.stages.robust import RobustPipeline, pipeline_for_scenarios, staged_for_scenarios
 from planner.stages.search import plan_pipeline, plan_pipelines
-from planner.stages.upgrades import pipeline_upgrades
+from planner.stages.upgrades import SearchedOn, pipeline_upgrades, searched_on
 from planner.stages.wishes import StageWishes
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "PooledPlan",
     "RobustPipeline",
     "RobustPlan",
+    "SearchedOn",
     "StageMatrices",
     "StageWishes",
     "StepCost",
@@ -72,6 +73,7 @@ __all__ = [
     "plan_pool",
     "plans",
     "predict",
+    "searched_on",
     "sites_that_pay",
     "stage_matrices",
     "staged_for_scenarios",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import StageWishes
+    from planner import SearchedOn, StageWishes
     from planner.goal import Worth
 
 _CHOOSING = 1 / 3
@@ -122,6 +122,24 @@ def plan_sites(
     possible."""
     choice = _Choice(asked, or_without, tell or (lambda text: None), shown, time_limit_s, top)
     return choice.run(fewer and len(asked.sites) > 1)
+
+
+def search_on(made: Staged, tell: Tell, within_s: float) -> tuple[Staged, SearchedOn | None]:
+    """(What was made, or the pipeline that is better than its own, what the short search for one found), the latter only of a
+    pipeline. Where what was made was simulated, what was found is, too, if that takes up to ``within_s``."""
+    from hybridep.units import format_seconds
+    from planner import searched_on
+
+    if not isinstance(made.best, PipelinePlan):
+        return made, None
+    found = searched_on(made.best, made.asked.wishes)
+    if found.better is None or made.asked.wishes.goal.needs_prices:
+        return made, found
+    best = _better(made.asked, made.chosen, StageChoice(plan=found.better), within_s)
+    if best.plan is made.best:
+        return made, found
+    tell(f"searched on for upgrades: a step of {format_seconds(best.step_s)} in place of {format_seconds(made.chosen.step_s)}")
+    return replace(made, chosen=replace(best, simulated=made.chosen.simulated + best.simulated)), found
 
 
 @dataclass

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import Explanation, Goal, PipelineExplanation, RobustPipeline, RobustPlan, StageWishes, Upgrade
+    from planner import Explanation, Goal, PipelineExplanation, RobustPipeline, RobustPlan, SearchedOn, StageWishes, Upgrade
 
 AUTO = "auto"
 
@@ -65,7 +65,7 @@ class StagesRequest:
 def write_in_stages(request: StagesRequest) -> None:
     """The pipeline is written and shown, or a plan without stages where that is better and no number was asked for."""
     import planner
-    from hybridep.commands.sites_choice import Staged, plan_sites
+    from hybridep.commands.sites_choice import Staged, plan_sites, search_on
     from hybridep.commands.stage_choice import StageChoice
     from hybridep.shares import unequal_shares
 
@@ -87,18 +87,24 @@ def write_in_stages(request: StagesRequest) -> None:
     else:
         made = Staged(asked=asked, chosen=StageChoice(plan=robust.plan), without=None)
     top = made.top(request.top)
-    files = [request.output, *further_files(request.output, len(top))]
 
-    def save() -> None:
+    def save() -> list[Path]:
+        files = [request.output, *further_files(request.output, len(top))]
         for one, path in zip(top, files, strict=True):
             one.plan.save(path)
+        return files
 
     least, alone, wishes = None, None, asked.wishes
     explanation = None
     try:
         # Before anything is written: of a plan without stages there may be no answer.
-        upgrades = _upgrades(made.best, wishes) if request.upgrades else None
-        save()
+        upgrades = None
+        if request.upgrades:
+            # What is best for scenarios need not be for the given rates.
+            made, present = (made, None) if robust is not None else search_on(made, tell, request.time_limit_s)
+            top = made.top(request.top)
+            upgrades = _upgrades(made.best, wishes, present)
+        files = save()
         if request.fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
             least = planner.least_of_any(cluster, workload, wishes)
         if len(made.asked.sites) > 1:
@@ -157,13 +163,13 @@ def _for_scenarios(request: StagesRequest, asked: Asked, tell: Tell) -> RobustPi
         return planner.pipeline_for_scenarios(*what, **how, report=progress)
 
 
-def _upgrades(plan: AnyPlan, wishes: StageWishes) -> list[Upgrade]:
-    """What to buy next for it."""
+def _upgrades(plan: AnyPlan, wishes: StageWishes, present: SearchedOn | None) -> list[Upgrade]:
+    """What to buy next for it; ``present``: what was found without an upgrade, if that was searched for."""
     import planner
     from hybridep.pipeline import PipelinePlan
 
     if isinstance(plan, PipelinePlan):
-        return planner.pipeline_upgrades(plan, wishes)
+        return planner.pipeline_upgrades(plan, wishes, present=present)
     streams = {} if wishes.schedule is None else wishes.schedule.streams
     return planner.upgrades(plan, constraints=wishes.constraints, streams=streams)
 

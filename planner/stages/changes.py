@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
 
+from hybridep.pipeline import PipelinePlan
 from planner.sites.grouping import Groups
 
 
@@ -46,3 +47,14 @@ def _other_sites(groups: Groups) -> Iterator[Groups]:
                 yield with_sites({stage: tuple(one for one in groups[stage] if one != site), other: (*groups[other], site)})
     for first, last in combinations(range(len(groups)), 2):
         yield (*groups[:first], *groups[first : last + 1][::-1], *groups[last + 1 :])
+
+
+def groups_of(plan: PipelinePlan) -> Groups:
+    """Sites of each stage by number."""
+    number = {name: site for site, name in enumerate(plan.cluster.site_names)}
+    return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
+
+
+def layers_of(plan: PipelinePlan) -> list[int]:
+    """[stages]: layers of each."""
+    return [stage.num_layers for stage in plan.stages]

@@ -112,10 +112,14 @@ def simulated_usd(plan: AnyPlan, step_s: float) -> float:
     return step_usd(cluster.rent_usd_per_s, egress_usd(cluster, moved), step_s)
 
 
-def predicted(found: Costed, baselines: Mapping[str, float]) -> Prediction:
-    """What is expected of one step; ``baselines``: seconds of those of others."""
-    plan, times = found.plan, found.times
-    costs = [evaluate(stage)[0] for stage in plan.plans]
+def predicted(found: Costed, baselines: Mapping[str, float], known: dict[str, StepCost] | None = None) -> Prediction:
+    """What is expected of one step; ``baselines``: seconds of those of others; ``known``: what was found of stages before, by
+    `Plan.alike`, and is now."""
+    plan, times, known = found.plan, found.times, {} if known is None else known
+    for stage in plan.plans:
+        if stage.alike not in known:
+            known[stage.alike] = evaluate(stage)[0]
+    costs = [known[stage.alike] for stage in plan.plans]
     return Prediction(
         step=seconds(times.step_s),
         bound=seconds(max(found.times.busiest_link_s, *(one.bound_s for one in costs))),

@@ -93,6 +93,8 @@ class State(NamedTuple):
     arrived: IntArray
     arrives_s: FloatArray
     """[2 x lanes, micro-batches + 1]: when each that has left arrives; infinite for the others."""
+    comes_s: FloatArray
+    """[2 x lanes]: that of the next one."""
     leaves_s: FloatArray
     """[ways]: when what is on the links has left them; infinite where nothing is."""
     share: FloatArray
@@ -127,6 +129,7 @@ def begun(lanes: IntArray, micro_batches: int) -> State:
         left=np.zeros(2 * number, dtype=np.int64),
         arrived=np.zeros(2 * number, dtype=np.int64),
         arrives_s=np.full((2 * number, micro_batches + 1), np.inf),
+        comes_s=np.full(2 * number, np.inf),
         leaves_s=np.full(ways, np.inf),
         share=np.zeros(ways),
         rate=np.zeros(ways),
@@ -309,6 +312,7 @@ def _leave(ways: Ways, passes: Passes, state: State, way: int, now_s: float) -> 
     _share(ways, state, way, now_s)
     if way < 2 * lanes:
         state.arrives_s[way, state.left[way]] = now_s + ways.latency_s[way]
+        state.comes_s[way] = state.arrives_s[way, state.arrived[way]]
         state.left[way] += 1
         _send(ways, passes, state, way, now_s)
         return
@@ -340,12 +344,10 @@ def run(ways: Ways, passes: Passes, state: State) -> None:
     for stage in range(stages):
         _put(ways, state, 4 * lanes + stage, 0.0)
     while True:
-        lane, way, dense, coming = int(state.ends_s.argmin()), int(state.leaves_s.argmin()), int(state.dense_s.argmin()), 0
-        for one in range(1, 2 * lanes):
-            if state.arrives_s[one, state.arrived[one]] < state.arrives_s[coming, state.arrived[coming]]:
-                coming = one
+        lane, way, dense = int(state.ends_s.argmin()), int(state.leaves_s.argmin()), int(state.dense_s.argmin())
+        coming = int(state.comes_s.argmin())
         ends_s, leaves_s, dense_s = state.ends_s[lane], state.leaves_s[way], state.dense_s[dense]
-        now_s = min(ends_s, leaves_s, dense_s, state.arrives_s[coming, state.arrived[coming]])
+        now_s = min(ends_s, leaves_s, dense_s, state.comes_s[coming])
         if now_s == np.inf:
             return
         if now_s == ends_s:
@@ -357,5 +359,6 @@ def run(ways: Ways, passes: Passes, state: State) -> None:
             _put(ways, state, 4 * lanes + 2 * stages + dense, now_s)
         else:
             state.arrived[coming] += 1
+            state.comes_s[coming] = state.arrives_s[coming, state.arrived[coming]]
             for place in range(passes.first_to[coming], passes.first_to[coming + 1]):
                 _begin(ways, passes, state, passes.targets[place], now_s)

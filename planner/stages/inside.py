@@ -101,6 +101,8 @@ class Store:
     """By stage and placement."""
     dense: dict[str, Dense] = field(default_factory=dict)
     """By stage."""
+    fewest: dict[str, tuple[LayerGroup, ...]] = field(default_factory=dict)
+    """By stage, placement and room: with no more layers that compute again than it takes to fit."""
 
 
 def placed(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Store | None = None) -> Inside:
@@ -158,15 +160,23 @@ def with_fewest_again(stage: Plan, inside: Inside, store: Store) -> Inside:
     group, *others = inside.layers
     if others or not group.recompute:
         return inside
+    key = f"{stage.alike} {inside.layers} {inside.room}"
+    if key not in store.fewest:
+        store.fewest[key] = next((some for some in _fewer_again(group) if _fits(stage, some, inside.room)), inside.layers)
+    fewest = store.fewest[key]
+    return inside if fewest == inside.layers else placed(stage, fewest, inside.room, store)
+
+
+def _fewer_again(group: LayerGroup) -> Iterator[tuple[LayerGroup, ...]]:
+    """With growing numbers of layers that compute again, fewer than all."""
     kept = group.recomputing(False)
     for again in range(1, group.num_layers):
-        layers = (
-            group.model_copy(update={"num_layers": again}),
-            kept.model_copy(update={"first_layer": again, "num_layers": group.num_layers - again}),
-        )
-        if step_memory(stage.with_layers(*layers)).use(inside.room.in_flight, inside.room.beside_bytes).fits:
-            return placed(stage, layers, inside.room, store)
-    return inside
+        first = group.model_copy(update={"num_layers": again})
+        yield first, kept.model_copy(update={"first_layer": again, "num_layers": group.num_layers - again})
+
+
+def _fits(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> bool:
+    return step_memory(stage.with_layers(*layers)).use(room.in_flight, room.beside_bytes).fits
 
 
 def layers_in_room(one: Plan, two: Plan, room: Room, *, recompute: bool) -> int:

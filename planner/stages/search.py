@@ -24,6 +24,7 @@ from hybridep.units import format_dollars, format_seconds
 from hybridep.workload import Workload
 from planner.choose import Report
 from planner.clock import elapsed_s, now_s
+from planner.cost import StepCost
 from planner.evaluate import require_few_experts
 from planner.goal import Goal, Worth
 from planner.plans import solver_report
@@ -31,7 +32,7 @@ from planner.sites.grouping import Groups
 from planner.stages.batches import BATCHES, FEW_BATCHES, number_about, numbers_about, unevenness
 from planner.stages.bound import least_s, least_usd
 from planner.stages.candidates import AHEAD, OFTEN, Candidate, Candidates
-from planner.stages.changes import changed, turn
+from planner.stages.changes import changed, groups_of, layers_of, turn
 from planner.stages.costs import WORTH, Costed, costed, is_better, least_again, predicted, rooms, without_stages
 from planner.stages.inside import Inside, Store, fitting, of_alike, searched
 from planner.stages.rules import StageRules
@@ -52,8 +53,9 @@ _UNSURE = 0.03
 """Share by which a pipeline with other micro-batches may be sketched to take longer than the best one, and is tried."""
 _NEAR = 1.2
 """Numbers of stages whose best pipeline takes over so many times as long as the best of all are not searched on from."""
-_FOUND_BY, _WALKED_BY, _VARIED_BY, _CHANGED_BY = 0.35, 0.5, 0.6, 0.8
-"""Shares of the time limit after which no more pipelines are made, walked through, given other micro-batches, and changed."""
+_FOUND_BY, _WALKED_BY, _VARIED_BY, _STEPPED_BY, _CHANGED_BY, _ENDED_BY = 0.35, 0.5, 0.6, 0.8, 0.9, 0.95
+"""Shares of the time limit after which no more pipelines are made, walked through, given other micro-batches, changed in small
+steps at first, changed before their stages are planned, and changed at all."""
 
 
 def plan_pipeline(
@@ -121,7 +123,8 @@ def plan_pipelines(
 def reported(found: Sequence[Costed], wishes: StageWishes, bound_s: float, took_s: float) -> list[PipelinePlan]:
     """Pipelines for one cluster and workload with what is predicted of them, and how they were found: in ``took_s``, where none
     takes less than ``bound_s``."""
-    made, baselines = [], {name: cost.step_s for name, (cost, _) in without_stages(found[0].plan).items()}
+    made, known = list[PipelinePlan](), dict[str, StepCost]()
+    baselines = {name: cost.step_s for name, (cost, _) in without_stages(found[0].plan).items()}
     for one in found:
         cluster = one.plan.cluster
         how = solver_report(
@@ -134,7 +137,7 @@ def reported(found: Sequence[Costed], wishes: StageWishes, bound_s: float, took_
             solve_s=took_s,
             proven=False,
         )
-        more = {"prediction": predicted(one, baselines), "solver": how, "provenance": provenance()}
+        more = {"prediction": predicted(one, baselines, known), "solver": how, "provenance": provenance()}
         made.append(one.plan.model_copy(update=more))
     return made
 
@@ -178,6 +181,8 @@ class _Search:
     looks: float = math.inf
     """How many changes are looked at, to be tried."""
     _found: list[Costed] = field(default_factory=list)
+    _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    """Of random changes."""
     _searched: dict[str, tuple[Plan, Inside | None]] = field(default_factory=dict)
     """Kind of stage -> the stage for which it was planned, and what was found; None where that is nothing that fits."""
 
@@ -199,10 +204,8 @@ class _Search:
             numbers = range(2, self.candidates.cluster.sizes[0] + 1) if stages is None else (stages,)
             self._walk_best(self.candidates.made(numbers, lambda: float(next(left)), -math.inf))
         for search in (self._with_other_batches, self._in_small_steps, self._at_other_depths):
-            every = self._best_by_number()
-            for one in every:
-                if one.times.step_s <= _NEAR * every[0].times.step_s:
-                    search(one)
+            for one in self._near():
+                search(one)
 
     def best(self, number: int) -> list[Costed]:
         """The best pipelines that were found, at most so many, the fastest first."""
@@ -220,15 +223,37 @@ class _Search:
             raise InfeasibleError(f"pipeline over {self.candidates.cluster.name}: no number of stages is possible; {why}")
         self._walk_best(candidates)
         for one in self._best():
-            self._with_other_batches(one)
+            self._with_other_batches(one, _VARIED_BY)
         if self._is_sketched:
-            self._improve_each(self._best_by_number(), sketched=True)
-            self._wander_each(self._best_by_number())
-        self._improve_each(self._best_by_number(), sketched=False)
-        for place, one in enumerate(self._best()):
-            self._keep(self._refined(one, self._left_s(1.0) / (_KEPT - place)))
+            self._improve_each(self._near(), _STEPPED_BY, sketched=True)
+            self._wander_each(self._near(), _CHANGED_BY)
+        self._improve_each(self._near(), _CHANGED_BY, sketched=False)
+        self._plan_inside(self._best(1))
         for one in self._best():
             self._at_other_depths(one)
+        if self._is_sketched:
+            self._go_round()
+        # Mostly the next ones have the same stages.
+        self._plan_inside(self._best())
+
+    def _plan_inside(self, every: Sequence[Costed]) -> None:
+        """Plan inside the stages of each, as far as there is time."""
+        for place, one in enumerate(every):
+            self._keep(self._refined(one, self._left_s(1.0) / (len(every) - place)))
+
+    def _go_round(self) -> None:
+        """Change the best one in what is left of the time, until a round brings nothing."""
+        improved = True
+        while improved and self._left_s(_ENDED_BY) > 0:
+            [before] = self._best(1)
+            self._improve_each(self._best(1), _ENDED_BY, sketched=True)
+            self._wander_each(self._best(1), _ENDED_BY)
+            [after] = self._best(1)
+            self._with_other_batches(after, _ENDED_BY)
+            [after] = self._best(1)
+            improved = self._is_better(after, before)
+            if improved:
+                self._improve_each([after], _ENDED_BY, sketched=False)
 
     def _walk_best(self, candidates: Sequence[Candidate]) -> None:
         """Walk through those that could still be best, and through one of each of the best numbers of stages."""
@@ -265,16 +290,17 @@ class _Search:
     def _is_better(self, one: Costed, other: Costed) -> bool:
         return is_better(self._worth(one), self._worth(other))
 
-    def _with_other_batches(self, found: Costed) -> None:
-        """Walk through the stages with other numbers of micro-batches, the best by sketches first."""
+    def _with_other_batches(self, found: Costed, share: float = 1.0) -> None:
+        """Walk through the stages with other numbers of micro-batches, the best by sketches first, up to such a share of the time
+        limit."""
         plan = found.plan
         possible = unevenness(plan.workload, plan.cluster, [len(stage.sites) for stage in plan.stages])
         few = FEW_BATCHES if len(plan.stages) <= _SHORT else ()
-        numbers, path, layers = numbers_about(possible, len(plan.stages), (*few, *BATCHES)), _groups(plan), _layers(plan)
+        numbers, path, layers = numbers_about(possible, len(plan.stages), (*few, *BATCHES)), groups_of(plan), layers_of(plan)
         about_s = {number: self.candidates.soonest_s(path, layers, number) for number in (*numbers, plan.micro_batches)}
         least_s = min(about_s.values())
         for micro_batches in sorted(numbers, key=lambda number: (about_s[number], -number)):
-            if micro_batches == plan.micro_batches or self._left_s(_VARIED_BY) < 0:
+            if micro_batches == plan.micro_batches or self._left_s(share) < 0:
                 continue
             if self._is_sketched and about_s[micro_batches] > (1 + _UNSURE) * least_s:
                 continue
@@ -294,21 +320,20 @@ class _Search:
             if ahead < candidate.plan.ahead:
                 self._keep(self._ahead(found.plan, ahead))
 
-    def _wander_each(self, every: Sequence[Costed]) -> None:
-        """Random changes of each, and what was met on the way in full, each in as much of the time that there is for it."""
-        rng = np.random.default_rng(0)
+    def _wander_each(self, every: Sequence[Costed], share: float) -> None:
+        """Random changes of each, and what was met on the way in full, each in as much of the time that there is for it, up to
+        such a share of the limit."""
         for left, one in zip(range(len(every), 0, -1), every, strict=True):
-            until_s = now_s() + self._left_s(_CHANGED_BY) / left
-            start = Sketch(_groups(one.plan), tuple(_layers(one.plan)), one.plan.micro_batches, one.plan.ahead)
-            for met in wander(self.candidates, start, _MET, rng, until_s):
+            start = Sketch(groups_of(one.plan), tuple(layers_of(one.plan)), one.plan.micro_batches, one.plan.ahead)
+            for met in wander(self.candidates, start, _MET, self._rng, now_s() + self._left_s(share) / left):
                 if (candidate := self.candidates.of(met.path, met.layers, met.micro_batches)) is not None:
                     self._walk(candidate)
                     self._keep(self._ahead(candidate.plan, min(met.ahead, candidate.plan.ahead)))
 
-    def _improve_each(self, every: Sequence[Costed], *, sketched: bool) -> None:
-        """One after the other, each in as much of the time that there is for it."""
+    def _improve_each(self, every: Sequence[Costed], share: float, *, sketched: bool) -> None:
+        """One after the other, each in as much of the time that there is for it, up to such a share of the limit."""
         for left, one in zip(range(len(every), 0, -1), every, strict=True):
-            self._improve(one, now_s() + self._left_s(_CHANGED_BY) / left, sketched=sketched)
+            self._improve(one, now_s() + self._left_s(share) / left, sketched=sketched)
 
     def _improve(self, best: Costed, until_s: float, *, sketched: bool) -> None:
         """Sites, stages and layers change places while that makes the pipeline faster, a number of times, until ``until_s``;
@@ -316,12 +341,12 @@ class _Search:
         rng, left, looks, first, improved = np.random.default_rng(0), self.changes, self.looks, best, True
         # To list all changes among a thousand sites takes seconds.
         while improved and now_s() <= until_s:
-            own, busy, improved = _groups(best.plan), best.times.busiest_sites, False
-            changes = list(changed(own, _layers(best.plan)))
+            own, busy, improved = groups_of(best.plan), best.times.busiest_sites, False
+            changes = list(changed(own, layers_of(best.plan)))
             about_s = math.inf
             if sketched:
                 plan = best.plan
-                about_s = self.candidates.sketch_s(_groups(plan), _layers(plan), plan.micro_batches, plan.ahead)
+                about_s = self.candidates.sketch_s(groups_of(plan), layers_of(plan), plan.micro_batches, plan.ahead)
             for place in sorted(rng.permutation(len(changes)), key=lambda place: turn(changes[place][0], own, busy)):
                 if not left or not looks or now_s() > until_s:
                     return
@@ -334,14 +359,16 @@ class _Search:
                     best, improved = found, True
                     break
         if best is not first:
-            self._with_other_batches(best)
+            self._with_other_batches(best, _CHANGED_BY)
 
-    def _best_by_number(self) -> list[Costed]:
-        """The best pipeline of each of the ``_KEPT`` best numbers of stages."""
+    def _near(self) -> list[Costed]:
+        """The best pipeline of each of the ``_KEPT`` best numbers of stages; where the step's time is all that counts, but for
+        those that take far longer than the best of all."""
         kept: dict[int, Costed] = {}
         for one in sorted(self._found, key=self._worth):
             kept.setdefault(len(one.plan.stages), one)
-        return list(kept.values())[:_KEPT]
+        every = list(kept.values())[:_KEPT]
+        return [one for one in every if not self._is_sketched or one.times.step_s <= _NEAR * every[0].times.step_s]
 
     def _with_change(self, best: Costed, path: Groups, layers: Sequence[int] | None, about_s: float) -> Costed | None:
         """The pipeline with other sites in its stages, or other layers, as far ahead; None where that is not possible or cannot
@@ -411,17 +438,6 @@ class _Search:
             if made is not None and made.rank(batches, rent) < inside[number].rank(batches, rent):
                 inside[number] = of_alike(made, stage, other)
         return costed(plan.with_layers([one.layers for one in inside]), inside)
-
-
-def _groups(plan: PipelinePlan) -> Groups:
-    """Sites of each stage by number."""
-    number = {name: site for site, name in enumerate(plan.cluster.site_names)}
-    return tuple(tuple(sorted(number[name] for name in stage.sites)) for stage in plan.stages)
-
-
-def _layers(plan: PipelinePlan) -> list[int]:
-    """[stages]: layers of each."""
-    return [stage.num_layers for stage in plan.stages]
 
 
 def _but_for_ahead(plan: PipelinePlan) -> str:

@@ -15,8 +15,11 @@ from hybridep.commands.stage_choice import StageChoice
 from hybridep.commands.stage_explain_text import show_explanation
 from hybridep.pipeline import PipelinePlan, StagePlan, load_any_plan
 from hybridep.plan import Plan, load_plan
+from hybridep.topology import Cluster
 from hybridep.units import format_seconds
-from planner import StageWishes, compare_pipelines, explain_pipeline, load_constraints
+from hybridep.workload import Workload
+from planner import StageWishes, compare_pipelines, explain_pipeline, load_constraints, plan_pipeline
+from planner.stages.costs import costed
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(2)]
 
@@ -115,6 +118,60 @@ def test_what_to_buy_next_for_a_pipeline(inputs: Inputs, call: Call) -> None:
     assert "stage  sites" in shown.out and "plan written to" in shown.out
 
 
+def poor_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is found in the time limit is a pipeline of two stages."""
+
+    found: list[PipelinePlan] = []
+
+    def poor(cluster: Cluster, workload: Workload, wishes: StageWishes, number: int, **_: object) -> list[PipelinePlan]:
+        if not found:
+            found.append(plan_pipeline(cluster, workload, replace(wishes, stages=2), time_limit_s=60))
+        return list(found)
+
+    monkeypatch.setattr("planner.plan_pipelines", poor)
+
+
+def test_what_is_found_without_an_upgrade_is_written(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    poor_search(monkeypatch)
+    first = inputs.folder / "first.yaml"
+    before = planned(inputs, call, "--stages", "auto", "--json", "-o", first)
+    assert len(before.json["stages"]) == 2, before.err
+    drawn, options = inputs.folder / "drawn.png", ("--stages", "auto", "--upgrades", "--explain", "--top", "2")
+    result = planned(inputs, call, *options, "--figure", drawn, "--json")
+    assert result.code == 0 and drawn.exists(), result.err
+    path, told = inputs.folder / "plan.yaml", result.json
+    written = load_any_plan(path)
+    assert isinstance(written, PipelinePlan) and len(written.stages) == len(told["stages"]) > 2
+    now_s, before_s = (one["simulated_s"] for one in (told, before.json))
+    assert f"searched on for upgrades: a step of {format_seconds(now_s)} in place of {format_seconds(before_s)}" in result.err
+    assert now_s < before_s and now_s == pytest.approx(call("simulate", path, "--json").json["step_s"])
+    # All that is told is told of what is written; what it is better than comes next.
+    own_s = costed(written).times.step_s
+    assert told["step_s"] == written.predicted.expected_s == pytest.approx(own_s) and told["bound_s"] <= own_s
+    assert [one["output"] for one in told["plans"]] == [str(path), str(inputs.folder / "plan-2.yaml")]
+    assert load_any_plan(inputs.folder / "plan-2.yaml").digest == load_any_plan(first).digest
+    assert told["explanation"] == json.loads(json.dumps(explain_pipeline(written).to_json()))
+    for one in told["upgrades"]:
+        assert one["as_it_is_s"] <= own_s * (1 + 1e-9) and one["present_s"] == pytest.approx(own_s)
+
+
+def test_what_takes_longer_in_simulation_is_not_written(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    poor_search(monkeypatch)
+    simulated: list[int] = []
+
+    def simulated_s(plan: PipelinePlan) -> float:
+        simulated.append(len(plan.stages))
+        return float(len(plan.stages))
+
+    for module in ("stage_choice", "sites_choice"):
+        monkeypatch.setattr(f"hybridep.commands.{module}.simulated_s", simulated_s)
+    result = planned(inputs, call, "--stages", "auto", "--upgrades", "--json")
+    assert result.code == 0 and simulated[0] == 2 < simulated[-1], result.err
+    assert len(load_any_plan(inputs.folder / "plan.yaml").stages) == len(result.json["stages"]) == 2  # type: ignore[union-attr]
+    assert "searched on" not in result.err
+    assert result.json["upgrades"][0]["present_s"] < 0.99 * result.json["step_s"]
+
+
 def test_what_to_buy_next_where_stages_do_not_pay(inputs: Inputs, call: Call) -> None:
     busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
     result = planned(inputs, call, "--stages", "auto", "--upgrades", "--within", "0.1", "--json", cluster=busy)
@@ -124,12 +181,14 @@ def test_what_to_buy_next_where_stages_do_not_pay(inputs: Inputs, call: Call) ->
 
 
 def test_an_interrupted_search_for_upgrades_leaves_the_plan(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("planner.pipeline_upgrades", interrupted)
-    result = planned(inputs, call, "--stages", "2", "--upgrades")
-    assert result.code == 130 and load_any_plan(inputs.folder / "plan.yaml") and "interrupted; plan written" in result.err
+    for name in ("planner.pipeline_upgrades", "planner.searched_on"):
+        monkeypatch.setattr(name, interrupted)
+        result = planned(inputs, call, "--stages", "2", "--upgrades")
+        assert result.code == 130 and "interrupted; plan written" in result.err
+        (inputs.folder / "plan.yaml").unlink()
 
 
 def test_pipelines_for_rates_that_are_not_known(inputs: Inputs, call: Call) -> None:

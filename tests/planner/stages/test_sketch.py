@@ -13,9 +13,9 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Schedule
 from planner.stages.batches import number_about, unevenness
 from planner.stages.candidates import Candidates
+from planner.stages.changes import groups_of, layers_of
 from planner.stages.costs import Costed, costed
 from planner.stages.rules import StageRules
-from planner.stages.search import _groups, _layers
 from planner.stages.wander import Sketch, wander
 from planner.stages.wishes import StageWishes
 
@@ -27,12 +27,12 @@ def candidates_for(plan: PipelinePlan) -> Candidates:
 
 def best_of(candidates: Candidates, plan: PipelinePlan, micro_batches: int) -> Costed | None:
     """The plan's stages with the best of a few placements in each."""
-    found = candidates.of(_groups(plan), _layers(plan), micro_batches)
+    found = candidates.of(groups_of(plan), layers_of(plan), micro_batches)
     return found and costed(found.plan, found.inside)
 
 
 def sketched(candidates: Candidates, plan: PipelinePlan) -> float:
-    return candidates.sketch_s(_groups(plan), _layers(plan), plan.micro_batches, plan.ahead)
+    return candidates.sketch_s(groups_of(plan), layers_of(plan), plan.micro_batches, plan.ahead)
 
 
 SLOWLY = {"coding": {"tokens": {"int8": {"encode": "0.5 GB/s", "decode": "0.5 GB/s"}}}}

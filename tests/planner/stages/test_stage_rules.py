@@ -202,5 +202,9 @@ def test_what_is_found_of_a_stage_is_told_to_one_that_is_alike_by_its_own_sites(
     again = replace(told, layers=tuple(group.recomputing() for group in told.layers))
     fewest = with_fewest_again(other, again, Store())
     assert [group.recompute for group in fewest.layers] == [True, False] and fewest.memory.fits
+    # What just fits does not with less room, whatever was found before.
+    store, lacking = Store(), 1.001 * fewest.memory.capacity_bytes - fewest.memory.fullest_bytes
+    assert with_fewest_again(other, again, store).layers == fewest.layers
+    assert with_fewest_again(other, replace(again, room=replace(room, beside_bytes=lacking)), store).layers != fewest.layers
     with pytest.raises(ValueError, match="no site 't"):
         with_fewest_again(stage, again, Store())

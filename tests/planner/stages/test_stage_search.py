@@ -21,6 +21,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Model
 from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline, plan_pipelines
 from planner.constraints import Permissions
+from planner.cost import StepCost
 from planner.domains import layer_group
 from planner.stages.bound import least_s
 from planner.stages.candidates import AHEAD
@@ -191,15 +192,23 @@ def test_an_interrupted_report_is_of_the_best(monkeypatch: pytest.MonkeyPatch) -
     cluster, workload = sites_cluster(np.random.default_rng(5), 4, 2, "pairs"), layered_workload(8)
     reported = list[Costed]()
 
-    def interrupted(found: Costed, baselines: dict[str, float]) -> Prediction:
+    def interrupted(found: Costed, baselines: dict[str, float], known: dict[str, StepCost]) -> Prediction:
         reported.append(found)
         if len(reported) == 2:
             raise KeyboardInterrupt
-        return predicted(found, baselines)
+        return predicted(found, baselines, known)
 
     monkeypatch.setattr("planner.stages.search.predicted", interrupted)
     plans = plan_pipelines(cluster, workload, number=6, time_limit_s=2)
     assert len(plans) == 1 and plans[0].stages == reported[0].plan.stages and plans[0].solver is not None
+
+
+def test_what_is_predicted_of_several_is_what_is_of_each() -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(5), 4, 2, "pairs"), layered_workload(8)
+    for made in plan_pipelines(cluster, workload, number=6, time_limit_s=2):
+        alone = predicted(costed(made), {})
+        assert made.predicted.wan_bytes == alone.wan_bytes and made.predicted.bound == alone.bound
+        assert made.predicted.step == pytest.approx(alone.step)
 
 
 @pytest.mark.parametrize("seed", range(8))

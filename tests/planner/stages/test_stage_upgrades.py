@@ -20,7 +20,7 @@ from planner.stages import search
 from planner.stages import upgrades as upgrades_of_stages
 from planner.stages.costs import costed
 from planner.stages.search import search_on
-from planner.stages.upgrades import pipeline_upgrades
+from planner.stages.upgrades import pipeline_upgrades, searched_on
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(2)]
 
@@ -166,6 +166,23 @@ def test_what_is_searched_on_fits_and_costs_what_it_says() -> None:
     for one in every:
         again = build(PipelinePlan, one.plan.model_dump(mode="json"), "again")
         assert one.fits and step_s(again) == pytest.approx(one.times.step_s, rel=1e-9)
+
+
+def test_what_is_found_without_an_upgrade_is_told_where_it_is_better(found: PipelinePlan, upgrades: list[Upgrade]) -> None:
+    poor = random_pipeline(3, least_stages=2)
+    search = searched_on(poor)
+    assert search.better is not None
+    again = build(PipelinePlan, search.better.model_dump(mode="json"), "again")
+    assert again.predicted.step == pytest.approx(step_s(again)) and step_s(again) < 0.999 * step_s(poor)
+    assert step_s(again) == min(one.times.step_s for one in search.found) and again.solver is not None
+    assert again.solver.bound <= again.solver.objective == again.predicted.step
+    # From what it found on upgrades are told as from a plan that was written so.
+    for one in pipeline_upgrades(search.better, top=1, present=search):
+        assert one.present_s == again.predicted.step
+        assert one.as_it_is_s == pytest.approx(min(step_s(with_double(search.better, one.name)), one.present_s), rel=1e-9)
+    # What is as good as the plan is not called better.
+    assert searched_on(found, TWO).better is None
+    assert pipeline_upgrades(found, TWO, top=2, present=searched_on(found, TWO)) == upgrades
 
 
 def test_fresh_ones_have_other_numbers_of_stages() -> None:
