@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridep.arrays import BoolArray, IntArray
-from hybridep.arrays import FloatArray as FloatArray  # some import it from here
+from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.codecs import Codecs, ExpertCodec, Wire, wires
 from hybridep.gating import Gating
 from hybridep.placement import Placement

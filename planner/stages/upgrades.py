@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.codecs import EXACT
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan, pipeline_link_s
 from hybridep.topology import Cluster
-from hybridep.traffic import FloatArray
 from planner.goal import FASTEST
 from planner.sensitivity import Upgrade
 from planner.stages.bound import least_s

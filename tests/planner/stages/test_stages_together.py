@@ -21,14 +21,14 @@ def test_links_carry_what_stages_exchange_inside_and_between_them(pipeline: Pipe
     found = simulate_pipeline(pipeline)
     number = len(pipeline.cluster.link_table)
     np.testing.assert_allclose(found.result.link_bytes[:number], pipeline_link_bytes(pipeline), rtol=1e-9)
-    assert 0 < found.busiest_link.load <= 1 + 1e-9
+    assert 0 < found.result.busiest_link.load <= 1 + 1e-9
     assert found.work_s + found.bubble_s + found.transfers_s == pytest.approx(found.step_s)
     assert min(found.work_s, found.bubble_s, found.transfers_s) >= 0
-    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+    assert sum(found.result.parts.values()) == pytest.approx(found.step_s)
     ways = [pipeline.ways(stage) for stage in range(len(pipeline.stages) - 1)]
     sent = sum(int(way.number.sum()) for way in ways) * pipeline.sequence_bytes * pipeline.micro_batches
     assert found.activation_bytes == 2 * sent
-    assert {span.name.split(" ")[0] for span in found.spans()} >= {"activations", "activation_gradients", "optimizer"}
+    assert {span.name.split(" ")[0] for span in found.result.spans()} >= {"activations", "activation_gradients", "optimizer"}
 
 
 @pytest.mark.parametrize("pipeline", [*cases(), even_stages()])
