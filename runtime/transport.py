@@ -17,9 +17,10 @@ the other side has announced its receive.
 A level may have several streams: TCP connections per pair of ranks, each with a process group of its own, because one connection
 has at most a window of bytes under way per round trip. Pieces take turns on them and as many are under way at once.
 
-Background exchanges (copies that are needed later, checkpoints' files) leave in small pieces, each only while no other exchange of
-this rank has messages to send at the same level, for as long as a transfer may take. A rank that has sent its tokens and waits for others' is no reason to wait: where sites differ, that is most of the
-time. Waiting until no tokens come either was no faster in the lab, nor were pieces to all peers at once.
+Background exchanges (copies that are needed later, checkpoints' files) leave in small pieces, each only while no other exchange
+of this rank has messages to send at the same level, for as long as a transfer may take. A rank that has sent its tokens and waits
+for others' is no reason to wait: where sites differ, that is most of the time. Waiting until no tokens come either was no faster
+in the lab, nor were pieces to all peers at once.
 
 Where ``runtime.device_links`` has a label, its messages go from GPU to GPU over NCCL instead, all at once.
 """

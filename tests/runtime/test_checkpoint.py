@@ -135,6 +135,9 @@ def test_what_is_exported_is_the_last_that_is_all_here(tmp_path: Path) -> None:
     for step in (3, 4):
         (paths[step] / expert_shard(0)).unlink()
     assert last_with_all(tmp_path) == paths[2]
+    (paths[3] / MANIFEST).write_text('{"step": 3, "schema_version": 99}')
+    with pytest.raises(UserError, match="is of schema 99"):
+        last_with_all(tmp_path)
 
 
 def test_dense_parameters_come_back_in_other_parts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +24,7 @@ from hybridep.config import build
 from hybridep.pipeline import AnyPlan
 from hybridep.run import Checkpoints, Run, StepReport
 from hybridep.topology import Cluster
-from runtime import checkpoint, checkpoint_travel
+from runtime import checkpoint, checkpoint_travel, trainer
 from runtime.checkpoint_search import _transfers
 from runtime.checkpoint_travel import Kept, Roads, Transfer, arrival, kept
 
@@ -305,6 +306,9 @@ def test_a_checkpoint_behind_a_link_to_another_disk_is_mended(ranks: RankPool, w
         linked.symlink_to(elsewhere)
         (linked / own).unlink()
         before = {path.name for path in linked.iterdir()}
+        # Of a run that ended while files came.
+        (left := linked / ".step-resume.partial-1").mkdir()
+        (left / f"{own}.1").touch()
         assert losses_of(train(ranks, run, THREE.plan(), resume=True)) == whole[2:]
         assert {path.name for path in linked.iterdir()} == before | {own}
         assert (linked / own).read_bytes() == (source / "site1" / LAST / own).read_bytes()
@@ -366,6 +370,25 @@ def test_what_goes_wrong_beside_the_steps_ends_the_run(tmp_path: Path) -> None:
     ):
         train(pool, run, THREE.plan(), job=run_where_one_has_no_room)
     assert not list(tmp_path.glob("site*/*step*"))
+
+
+def run_to_a_loss_that_is_not_finite(rank: int, *arguments: Any) -> list[StepReport] | None:
+    step = trainer.RankTrainer.step
+
+    def spoilt(self: trainer.RankTrainer, number: int) -> StepReport:
+        report = step(self, number)
+        return replace(report, loss_sum=math.nan) if number == 3 and rank == 1 else report
+
+    trainer.RankTrainer.step = spoilt
+    return run_where_writing_is_slow(rank, *arguments)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """Which is still written when it comes."""
+    run = training_run(tmp_path, steps=8, checkpoints=Checkpoints(every_steps=2, async_save=True))
+    with RankPool(3, join=False) as pool, pytest.raises(RankFailed, match=r"rank 1:(?s:.)*the loss of step 3 is not finite"):
+        train(pool, run, THREE.plan(), job=run_to_a_loss_that_is_not_finite)
+    assert [(site / LAST / MANIFEST).is_file() for site in sorted(tmp_path.glob("site*"))] == [True] * 3
 
 
 def cluster(**changes: Any) -> Cluster:
