@@ -46,6 +46,14 @@ class DropPolicy(Enum):
     """The last tokens of the sequence."""
 
 
+class ScoreFunction(Enum):
+    """What a gate makes of an expert's logit."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    """Of each expert by itself (DeepSeek-V3, arXiv:2412.19437, Eq. 15)."""
+
+
 class Dtype(Enum):
     """Element type of tokens, experts and gradients, in memory and on the links."""
 
@@ -104,6 +112,18 @@ class Model(Strict):
     """What the shared expert makes of a token is scaled by a sigmoid of the token (Qwen2-MoE)."""
     norm_topk_prob: bool = True
     """The chosen experts' probabilities are scaled to add up to one (Mixtral, Qwen3; not Qwen2-MoE)."""
+    score_function: ScoreFunction = ScoreFunction.SOFTMAX
+    routed_scaling_factor: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The chosen experts' weights are multiplied by this in the end (DeepSeek-V3: 2.5)."""
+    expert_groups: int = Field(default=1, ge=1)
+    """Groups of as many neighbouring experts each. A token chooses experts from ``groups_per_token`` of them only: those whose
+    best ``top_k / groups_per_token`` scores (rounded down, one at least) add up to most (group-limited routing; DeepSeek-V3,
+    section 2.1.2). It limits to how many sites a token travels."""
+    groups_per_token: int = Field(default=1, ge=1)
+    expert_bias_update_rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Balance without a loss (DeepSeek-V3, Eq. 16): a number for each expert is added to its score where experts are chosen, not
+    to its weight. After each step it grows by this where the expert had fewer tokens of the global batch than the mean, and
+    shrinks where it had more; 0: it stays as it is. Absent: there is none."""
     num_dense_layers: int = Field(default=0, ge=0)
     dense_ffn_size: int = Field(default=0, ge=0)
     attention_params: int | None = Field(default=None, ge=1)
@@ -125,6 +145,12 @@ class Model(Strict):
     def _consistent(self) -> Model:
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k: {self.top_k} exceeds num_experts {self.num_experts}")
+        if self.num_experts % self.expert_groups:
+            raise ValueError(f"expert_groups: {self.expert_groups} must divide num_experts {self.num_experts}")
+        if self.groups_per_token > self.expert_groups:
+            raise ValueError(f"groups_per_token: {self.groups_per_token} exceeds expert_groups {self.expert_groups}")
+        if self.top_k > (room := self.groups_per_token * self.num_experts // self.expert_groups):
+            raise ValueError(f"top_k: {self.top_k} exceeds the {room} experts of the groups_per_token {self.groups_per_token}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads: {self.num_heads} must divide hidden_size {self.hidden_size}, or give head_dim")
         if self.num_heads % (self.num_kv_heads or self.num_heads):
@@ -159,6 +185,11 @@ class Model(Strict):
     def num_moe_layers(self) -> int:
         """Layers that hold experts."""
         return self.num_layers - self.num_dense_layers
+
+    @property
+    def limits_groups(self) -> bool:
+        """Tokens choose from some groups of experts only."""
+        return self.groups_per_token < self.expert_groups
 
     @property
     def attention_width(self) -> int:
