@@ -84,6 +84,39 @@ class Part(Strict):
     """Layers of the whole model."""
 
 
+class LatentSizes(Strict):
+    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): queries, and keys with values, pass through
+    narrow vectors, and a key's rotated part is the same for all heads."""
+
+    query_rank: int | None = Field(default=None, ge=1)
+    """Width of what queries are made from; they are projected at once when absent."""
+    kv_rank: int = Field(ge=1)
+    """Width of what keys and values are made from."""
+    nope_head_dim: int = Field(ge=1)
+    """Of a head's queries and keys, what is not rotated."""
+    rope_head_dim: int = Field(ge=2, multiple_of=2)
+    """What is."""
+    value_head_dim: int = Field(ge=1)
+
+    @property
+    def key_head_dim(self) -> int:
+        """Of a head's queries and keys, all."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    def matrix_params(self, hidden_size: int, num_heads: int) -> int:
+        """Parameters of one block's matrices."""
+        queries = num_heads * self.key_head_dim
+        query = hidden_size * queries if self.query_rank is None else self.query_rank * (hidden_size + queries)
+        down = hidden_size * (self.kv_rank + self.rope_head_dim)
+        up = self.kv_rank * num_heads * (self.nope_head_dim + self.value_head_dim)
+        return query + down + up + num_heads * self.value_head_dim * hidden_size
+
+    @property
+    def norm_params(self) -> int:
+        """Parameters of one block's norms."""
+        return (self.query_rank or 0) + self.kv_rank
+
+
 class Model(Strict):
     """A decoder-only transformer whose feed-forward parts are MoE blocks (all but the first ``num_dense_layers``)."""
 
@@ -97,6 +130,8 @@ class Model(Strict):
     """Of query, key and value (Qwen2)."""
     qk_norm: bool = False
     """Each head of queries and keys is normalised before it is rotated (Qwen3)."""
+    latent_attention: LatentSizes | None = None
+    """In place of (grouped-query) attention, with heads of other widths."""
     rope_theta: float = Field(default=10000.0, gt=1, allow_inf_nan=False)
     """Base of the rotary embeddings' wavelengths."""
     norm_eps: float = Field(default=1e-6, gt=0, lt=1)
@@ -126,8 +161,6 @@ class Model(Strict):
     shrinks where it had more; 0: it stays as it is. Absent: there is none."""
     num_dense_layers: int = Field(default=0, ge=0)
     dense_ffn_size: int = Field(default=0, ge=0)
-    attention_params: int | None = Field(default=None, ge=1)
-    """Parameters of one attention block where it is no plain (grouped-query) attention."""
     balance_loss_weight: float = Field(default=0.01, ge=0)
     """Weight of the load-balancing loss, taken per sequence (DeepSeek-V3, Eq. 17-20; Switch Transformer, Eq. 4)."""
     capacity_factor: float | None = Field(default=None, gt=0)
@@ -151,7 +184,14 @@ class Model(Strict):
             raise ValueError(f"groups_per_token: {self.groups_per_token} exceeds expert_groups {self.expert_groups}")
         if self.top_k > (room := self.groups_per_token * self.num_experts // self.expert_groups):
             raise ValueError(f"top_k: {self.top_k} exceeds the {room} experts of the groups_per_token {self.groups_per_token}")
-        if self.head_dim is None and self.hidden_size % self.num_heads:
+        if self.latent_attention is not None:
+            plain = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "attention_bias": self.attention_bias or None}
+            for key, value in (plain | {"qk_norm": self.qk_norm or None}).items():
+                if value is not None:
+                    raise ValueError(
+                        f"{key}: {value} does not go with latent_attention, which has sizes of its own; remove {key}"
+                    )
+        elif self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads: {self.num_heads} must divide hidden_size {self.hidden_size}, or give head_dim")
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} must divide num_heads {self.num_heads}")
@@ -159,8 +199,6 @@ class Model(Strict):
             raise ValueError(f"num_dense_layers: {self.num_dense_layers} leaves no MoE block in {self.num_layers} layers")
         if self.shared_expert_gate and not self.shared_ffn_size:
             raise ValueError("shared_expert_gate: needs a shared expert (shared_ffn_size)")
-        if self.attention_params is not None and (self.attention_bias or self.qk_norm):
-            raise ValueError("attention_params: is all that another kind of attention has; remove attention_bias and qk_norm")
         if self.pad_expert_input_to_capacity and self.capacity_factor is None:
             raise ValueError("pad_expert_input_to_capacity: needs a capacity_factor")
         if self.num_dense_layers and not self.dense_ffn_size:
@@ -194,19 +232,34 @@ class Model(Strict):
     @property
     def attention_width(self) -> int:
         """Width of all query heads together."""
+        if self.latent_attention is not None:
+            return self.num_heads * self.latent_attention.key_head_dim
         return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads, and of all value heads, together."""
+        """Width of all key heads, and of all value heads, together; not of latent attention."""
         return self.attention_width // self.num_heads * (self.num_kv_heads or self.num_heads)
 
     @property
+    def value_width(self) -> int:
+        """Width of all that queries find, together: the input of the output projection."""
+        return self.attention_width if self.latent_attention is None else self.num_heads * self.latent_attention.value_head_dim
+
+    @property
     def attention_block_params(self) -> int:
-        """Parameters of one attention block (query, key, value and output projections)."""
-        if self.attention_params is not None:
-            return self.attention_params
+        """Parameters of one attention block's matrices (query, key, value and output projections)."""
+        if self.latent_attention is not None:
+            return self.latent_attention.matrix_params(self.hidden_size, self.num_heads)
         return self.hidden_size * (2 * self.attention_width + 2 * self.kv_width)
+
+    @property
+    def attention_other_params(self) -> int:
+        """Those of its biases and norms."""
+        if self.latent_attention is not None:
+            return self.latent_attention.norm_params
+        bias = self.attention_bias * (self.attention_width + 2 * self.kv_width)
+        return bias + self.qk_norm * 2 * (self.attention_width // self.num_heads)
 
     @property
     def expert_params(self) -> int:
@@ -223,9 +276,7 @@ class Model(Strict):
         """Parameters outside the experts, replicated on every rank: embeddings, attention, gates, shared experts, norms."""
         ends = 1 if self.tie_embeddings else self.has_embedding + self.has_head
         embeddings = self.vocab_size * self.hidden_size * ends
-        bias = self.attention_bias * (self.attention_width + 2 * self.kv_width)
-        heads = self.qk_norm * 2 * (self.attention_width // self.num_heads)
-        per_layer = self.attention_block_params + bias + heads + 2 * self.hidden_size
+        per_layer = self.attention_block_params + self.attention_other_params + 2 * self.hidden_size
         gates = (self.num_experts + self.shared_expert_gate) * self.hidden_size
         moe = self.num_moe_layers * (gates + self.shared_params)
         dense = self.num_dense_layers * self.ffn.num_matrices * self.hidden_size * self.dense_ffn_size
@@ -321,10 +372,14 @@ class Workload(Strict):
     @property
     def pre_expert_flops(self) -> float:
         """Forward of one MoE layer before its routed experts, one micro-batch: attention, gate and shared expert."""
-        model, length = self.model, self.training.sequence_length
-        scores = 2 * length * model.attention_width  # query-key and probability-value products, causal half
+        model = self.model
         weights = model.attention_block_params + model.num_experts * model.hidden_size + model.shared_params
-        return float(self.training.tokens * (2 * weights + scores))
+        return float(self.training.tokens * (2 * weights + self._score_flops))
+
+    @property
+    def _score_flops(self) -> int:
+        """Of one token in one layer: query-key and probability-value products, causal half."""
+        return self.training.sequence_length * (self.model.attention_width + self.model.value_width)
 
     @property
     def shared_again_flops(self) -> float:
@@ -341,8 +396,8 @@ class Workload(Strict):
     @property
     def head_flops(self) -> float:
         """Forward of what lies outside the MoE layers, one micro-batch: dense layers and the output projection."""
-        model, length = self.model, self.training.sequence_length
+        model = self.model
         dense = model.attention_block_params + model.ffn.num_matrices * model.hidden_size * model.dense_ffn_size
-        per_token = model.num_dense_layers * (2 * dense + 2 * length * model.attention_width)
+        per_token = model.num_dense_layers * (2 * dense + self._score_flops)
         projection = 2 * model.vocab_size * model.hidden_size * model.has_head
         return float(self.training.tokens * (per_token + projection))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.arrays import FloatArray
-from hybridep.workload import LOSS_PART, LOSS_PARTS, Ffn, Training, Workload
+from hybridep.workload import LOSS_PART, LOSS_PARTS, Ffn, Model, Training, Workload
 
 
 def dense_activation_bytes(workload: Workload) -> float:
@@ -15,17 +15,25 @@ def dense_activation_bytes(workload: Workload) -> float:
     counted) and the head."""
     model, width = workload.model, workload.training.dtype.num_bytes
     wide = max(width, 4)
-    # The inputs of two norms and the output of the first; then query, key, value (for all query heads) and the attention's
-    # output, before and after its heads are joined.
-    attention = (3 * model.hidden_size + 5 * model.attention_width) * width
-    if model.qk_norm:
-        attention += (model.attention_width + model.kv_width) * width
+    # The inputs of two norms and the output of the first.
+    attention = (3 * model.hidden_size + attention_elements(model)) * width
     dense_layer = attention + (model.hidden_size + inner_width(workload, model.dense_ffn_size)) * width
     # The gate keeps its input, the scores and what it chose.
     gate = (model.hidden_size + model.num_experts) * wide + model.top_k * (8 + 2 * wide)
     shared_input = model.hidden_size * width if model.shared_ffn_size and width < wide else 0
     moe_layer = attention + gate + shared_input
     return float(workload.training.tokens * (model.num_dense_layers * dense_layer + model.num_moe_layers * moe_layer))
+
+
+def attention_elements(model: Model) -> int:
+    """Kept of a token by one attention, without its input: query, key, value (for all query heads) and what it finds, before and
+    after its heads are joined."""
+    sizes = model.latent_attention
+    if sizes is None:
+        return 5 * model.attention_width + model.qk_norm * (model.attention_width + model.kv_width)
+    # Heads are as wide for values as for keys (``runtime.attention``). And before and after each norm.
+    heads = 4 * max(model.attention_width, model.value_width) + model.value_width
+    return heads + 2 * sizes.norm_params + sizes.rope_head_dim
 
 
 class Held(NamedTuple):

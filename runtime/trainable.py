@@ -33,11 +33,6 @@ def check_copies(run: Run, cluster: Cluster) -> None:
 def check_trainable(workload: Workload) -> None:
     """Raises UserError for what a model may be but this runtime cannot train."""
     model, where = workload.model, f"workload {workload.name}: model"
-    if model.attention_params is not None:
-        raise UserError(
-            f"{where}.attention_params: {model.attention_params} stands for an attention that can be planned and simulated "
-            "but not trained here; remove it to train with (grouped-query) attention"
-        )
     head_dim = model.attention_width // model.num_heads
-    if head_dim % 2:
+    if model.latent_attention is None and head_dim % 2:
         raise UserError(f"{where}.head_dim: {head_dim} must be even, rotary embeddings turn pairs of elements")

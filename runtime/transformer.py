@@ -1,14 +1,14 @@
-"""A decoder-only language model: RMSNorm, rotary (grouped-query) causal attention, dense and MoE feed-forward parts."""
+"""A decoder-only language model: RMSNorm, causal attention with rotary embeddings, dense and MoE feed-forward parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridep.workload import Model, Workload
+from runtime.attention import Attention, LatentAttention
 from runtime.initial_weights import InitialWeights
 from runtime.moe import FeedForward, MoeBlock, RoutedExperts
 from runtime.norm import RmsNorm
@@ -18,60 +18,13 @@ MakeRouted = Callable[[int], RoutedExperts]
 """MoE layer index -> its routed experts."""
 
 
-class Attention(nn.Module):
-    """Causal self-attention with rotary embeddings."""
-
-    def __init__(self, model: Model, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
-        self.head_dim = model.attention_width // model.num_heads
-        self.rope_theta = model.rope_theta
-        width, bias = model.attention_width, model.attention_bias
-        self.query = nn.Linear(model.hidden_size, width, bias=bias, dtype=dtype)
-        self.key = nn.Linear(model.hidden_size, model.kv_width, bias=bias, dtype=dtype)
-        self.value = nn.Linear(model.hidden_size, model.kv_width, bias=bias, dtype=dtype)
-        self.output = nn.Linear(width, model.hidden_size, bias=False, dtype=dtype)
-        self.query_norm: nn.Module = nn.Identity()
-        self.key_norm: nn.Module = nn.Identity()
-        if model.qk_norm:
-            self.query_norm, self.key_norm = (RmsNorm(self.head_dim, eps=model.norm_eps, dtype=dtype) for _ in range(2))
-
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H]."""
-        num_sequences, length, _ = x_BSH.shape
-
-        def heads(projected: Tensor, number: int) -> Tensor:
-            return projected.view(num_sequences, length, number, self.head_dim).transpose(1, 2)
-
-        query = rotate(self.query_norm(heads(self.query(x_BSH), self.num_heads)), self.rope_theta)
-        key = rotate(self.key_norm(heads(self.key(x_BSH), self.num_kv_heads)), self.rope_theta)
-        value = heads(self.value(x_BSH), self.num_kv_heads)
-        if self.num_kv_heads != self.num_heads:
-            repeats = self.num_heads // self.num_kv_heads
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.output(y.transpose(1, 2).flatten(2))
-        return projected
-
-
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding of [..., S, D]: element i turns with element i + D/2 (Su et al., arXiv:2104.09864)."""
-    length, width = x.shape[-2:]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    frequency = theta ** (-torch.arange(0, width, 2, dtype=wide, device=x.device) / width)
-    angle = torch.arange(length, dtype=wide, device=x.device)[:, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
 class Layer(nn.Module):
     """Attention and a feed-forward part, each behind a norm and beside a residual path."""
 
     def __init__(self, model: Model, feed_forward: FeedForward | MoeBlock, dtype: torch.dtype) -> None:
         super().__init__()
         self.attention_norm = RmsNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
-        self.attention = Attention(model, dtype)
+        self.attention = Attention(model, dtype) if model.latent_attention is None else LatentAttention(model, dtype)
         self.feed_forward_norm = RmsNorm(model.hidden_size, eps=model.norm_eps, dtype=dtype)
         self.feed_forward = feed_forward
 

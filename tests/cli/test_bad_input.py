@@ -153,8 +153,11 @@ def test_wrong_runs(inputs: Inputs, call: Call) -> None:
     assert "tokens.npy: token 256 is not below model.vocab_size 256" in line
     line = one_line(call("train", inputs.run, "--local", "--set", "training.sequence_length=10000"))
     assert "text.txt: 9000 tokens are too few" in line
-    line = one_line(call("train", inputs.run, "--local", "--set", "model.attention_params=99"))
-    assert "model.attention_params: 99" in line and "not trained here" in line
+    latent = "model.latent_attention={kv_rank: 4, nope_head_dim: 4, rope_head_dim: %d, value_head_dim: 4}"
+    line = one_line(call("train", inputs.run, "--local", "--set", latent % 3))
+    assert "latent_attention.rope_head_dim" in line and "multiple of 2" in line
+    line = one_line(call("train", inputs.run, "--local", "--set", latent % 2, "--set", "model.head_dim=8"))
+    assert "head_dim: 8 does not go with latent_attention" in line
     inputs.write("file", "")
     assert "output" in one_line(call("train", inputs.run, "--local", "--set", f"output={inputs.folder / 'file' / 'below'}"))
 

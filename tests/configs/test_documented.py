@@ -56,9 +56,14 @@ def test_every_key_is_explained(model: type[Strict], page: str) -> None:
 
 
 def test_the_examples_of_files_load() -> None:
-    cluster, model = re.findall(r"```yaml\n(.*?)```", (DOCS / "files.md").read_text(encoding="utf-8"), re.DOTALL)
+    cluster, model, more = re.findall(r"```yaml\n(.*?)```", (DOCS / "files.md").read_text(encoding="utf-8"), re.DOTALL)
     assert build(Cluster, yaml.safe_load(cluster), "files.md").num_gpus == 24
-    assert build(Workload, yaml.safe_load(model), "files.md").expert_capacity == 160
+    example = yaml.safe_load(model)
+    assert build(Workload, example, "files.md").expert_capacity == 160
+    for key in ("num_kv_heads", "head_dim", "attention_bias", "qk_norm"):
+        del example["model"][key]
+    example["model"] |= yaml.safe_load(more)
+    assert build(Workload, example, "files.md").model.value_width == 16 * 128
 
 
 def test_the_example_of_scenarios_speaks_of_its_cluster() -> None:

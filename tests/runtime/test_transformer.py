@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from training_cases import CROSS, MODELS, Case
+from training_cases import CROSS, LATENT, MODELS, PLAIN, Case
 
 from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.workload import Ffn, Model, Training, Workload
+from planner.activations import attention_elements
+from runtime.attention import Attention, LatentAttention, rotate
 from runtime.experts import feed_forward, grouped_feed_forward, split_row
 from runtime.initial_weights import Seeded, initial_expert
 from runtime.mesh import Mesh
 from runtime.reference import LocalExperts
-from runtime.transformer import Attention, Transformer, rotate
+from runtime.transformer import Transformer
 
 
 def build_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Model, Transformer]:
@@ -96,6 +98,83 @@ def test_rotation_depends_on_distance_only() -> None:
     torch.testing.assert_close(turned_query[0], query)
 
 
+WIDE_VALUES = {"kv_rank": 3, "nope_head_dim": 2, "rope_head_dim": 2, "value_head_dim": 5}
+"""Wider than keys; and queries that are projected at once."""
+
+
+def latent_attention(sizes: dict[str, int]) -> tuple[Model, LatentAttention]:
+    model = build(Model, PLAIN | {"num_heads": 3, "latent_attention": sizes, "rope_theta": 50.0}, "model")
+    attention = LatentAttention(model, torch.float64)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return model, attention
+
+
+@pytest.mark.parametrize("sizes", [LATENT, WIDE_VALUES])
+def test_latent_attention_of_one_head_and_token_after_the_other(sizes: dict[str, int]) -> None:
+    """DeepSeek-V2's equations 9 to 19, by themselves."""
+    model, attention = latent_attention(sizes)
+    weights = attention.state_dict()
+    nope, rope, values = sizes["nope_head_dim"], sizes["rope_head_dim"], sizes["value_head_dim"]
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean() + 1e-6).sqrt() * weights[f"{name}.weight"]
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        half, y = rope // 2, x.clone()
+        for i in range(half):
+            angle = torch.tensor(position * 50.0 ** (-2 * i / rope), dtype=torch.float64)
+            y[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
+            y[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
+        return y
+
+    text = torch.randn(5, 16, dtype=torch.float64)
+    expected = torch.zeros(5, 16, dtype=torch.float64)
+    for head in range(3):
+        keys, found = [], []
+        for position, token in enumerate(text):
+            if "query_rank" in sizes:
+                query = weights["query_up.weight"] @ normed(weights["query_down.weight"] @ token, "query_norm")
+            else:
+                query = weights["query.weight"] @ token
+            query = query[head * (nope + rope) : (head + 1) * (nope + rope)]
+            query = torch.cat([query[:nope], turned(query[nope:], position)])
+            down = weights["kv_down.weight"] @ token
+            up = weights["kv_up.weight"] @ normed(down[: sizes["kv_rank"]], "kv_norm")
+            up = up[head * (nope + values) : (head + 1) * (nope + values)]
+            keys.append(torch.cat([up[:nope], turned(down[sizes["kv_rank"] :], position)]))
+            found.append(up[nope:])
+            shares = torch.softmax(torch.stack([query @ key for key in keys]) / (nope + rope) ** 0.5, dim=0)
+            value = torch.stack([share * one for share, one in zip(shares, found, strict=True)]).sum(dim=0)
+            expected[position] += weights["output.weight"][:, head * values : (head + 1) * values] @ value
+    torch.testing.assert_close(attention(text[None])[0], expected)
+
+
+@pytest.mark.parametrize("sizes", [LATENT, WIDE_VALUES])
+def test_latent_attention_takes_parameters_flops_and_memory_as_plans_count(sizes: dict[str, int]) -> None:
+    """Of projections to the number; scores would need a kernel that leaves out what is masked."""
+    model, attention = latent_attention(sizes)
+    assert sum(one.numel() for one in attention.parameters()) == model.attention_block_params + model.attention_other_params
+    tokens = 64
+    x = torch.randn(1, tokens, 16, dtype=torch.float64, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        y = attention(x)
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * tokens * model.attention_block_params
+    for value in (x, *attention.parameters()):
+        kept.pop(value.untyped_storage().data_ptr(), None)
+    # Beside it, of each norm's rows and of each head's: a number; and a row of a rotation's angles.
+    small = tokens * (3 + 2 + 2 * sizes["rope_head_dim"])
+    assert 0 <= sum(kept.values()) / 8 - tokens * attention_elements(model) <= small
+    y.sum().backward()
+
+
 @pytest.mark.parametrize("ffn", Ffn)
 def test_grouped_experts_equal_single_ones(ffn: Ffn) -> None:
     rows = torch.randn(3, ffn.num_matrices * 4 * 6, dtype=torch.float64)
@@ -122,16 +201,9 @@ def changed(**values: object) -> Plan:
     return plan.model_copy(update={"workload": plan.workload.model_copy(update={"model": model})})
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"attention_params": 1000}, "attention_params: 1000 .* not trained here"),
-        ({"head_dim": 5}, "head_dim: 5 must be even"),
-    ],
-)
-def test_what_cannot_be_trained_is_an_error_before_any_process_group(values: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Mesh(plan=changed(**values), rank=0)
+def test_what_cannot_be_trained_is_an_error_before_any_process_group() -> None:
+    with pytest.raises(UserError, match="head_dim: 5 must be even"):
+        Mesh(plan=changed(head_dim=5), rank=0)
 
 
 def test_a_rank_must_exist() -> None:

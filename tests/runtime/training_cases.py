@@ -39,12 +39,13 @@ PLAIN = {
     "top_k": 2,
     "expert_ffn_size": 8,
 }
+LATENT = {"query_rank": 6, "kv_rank": 5, "nope_head_dim": 4, "rope_head_dim": 2, "value_head_dim": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "top1-gelu-shared": PLAIN | {"top_k": 1, "ffn": "gelu", "shared_ffn_size": 8},
     "top4-tied-gqa": PLAIN | {"top_k": 4, "tie_embeddings": True, "num_kv_heads": 1, "num_experts": 16},
     "dense-first-uneven": PLAIN
-    | {"num_layers": 3, "num_dense_layers": 1, "dense_ffn_size": 12, "num_experts": 11, "head_dim": 6},
+    | {"num_layers": 3, "num_dense_layers": 1, "dense_ffn_size": 12, "num_experts": 11, "latent_attention": LATENT},
     "qwen2": PLAIN
     | {"top_k": 3, "norm_topk_prob": False, "attention_bias": True, "shared_ffn_size": 8, "shared_expert_gate": True},
     "qwen3": PLAIN | {"num_kv_heads": 1, "head_dim": 4, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-5},
