@@ -1,7 +1,7 @@
 """Public models as Hugging Face transformers describes them (``config.json``): which of them are this project's transformer.
 
-Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671) and Qwen3-MoE (arXiv:2505.09388) are. Without torch: the names of their
-weights are in ``runtime.public_weights``.
+Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388) and DeepSeek-V3 (arXiv:2412.19437) are.
+Without torch: the names of their weights are in ``runtime.public_weights``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridep.config import build
 from hybridep.errors import ConfigError, UserError
-from hybridep.workload import Dtype, Ffn, Model, Workload
+from hybridep.workload import Dtype, Ffn, LatentSizes, Model, RopeScaling, ScoreFunction, Workload
 
 CONFIG_FILE = "config.json"
 _DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.BF16, "float32": Dtype.FP32, "float64": Dtype.FP64}
@@ -28,11 +28,13 @@ class Architecture(Enum):
     MIXTRAL = "mixtral"
     QWEN2_MOE = "qwen2_moe"
     QWEN3_MOE = "qwen3_moe"
+    DEEPSEEK_V3 = "deepseek_v3"
 
     @property
     def class_name(self) -> str:
         """In transformers."""
-        return {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}[self.value] + "ForCausalLM"
+        names = {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3"}
+        return names[self.value] + "ForCausalLM"
 
 
 def config_file(path: Path) -> Path | None:
@@ -87,6 +89,9 @@ _OF_TRAINING = {"balance_loss_weight", "capacity_factor", "token_drop_policy", "
 def _effective(model: Model, key: str) -> Any:
     if key == "num_kv_heads":
         return model.num_kv_heads or model.num_heads
+    if key == "expert_bias_update_rate":
+        # How fast it changes is of training; whether there is a bias is not.
+        return None if model.expert_bias_update_rate is None else "of some size"
     return model.attention_width // model.num_heads if key == "head_dim" else getattr(model, key)
 
 
@@ -129,13 +134,34 @@ class _Config:
         return _DTYPES[name]
 
     @property
-    def rope_theta(self) -> float:
+    def _rope(self) -> dict[str, Any]:
         """Where transformers 4 and 5 have it."""
-        rope = self.get("rope_parameters", self.get("rope_scaling", {}))
+        rope: dict[str, Any] = self.get("rope_parameters", self.get("rope_scaling", {}))
+        return rope
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the rotary embeddings' wavelengths."""
+        return float(self._rope["rope_theta"] if "rope_theta" in self._rope else self["rope_theta"])
+
+    @property
+    def rope_scaling(self) -> dict[str, Any] | None:
+        """As a workload has it."""
+        rope = self._rope
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise ConfigError(str(self.path), "rope_scaling", f"{kind!r}: scaled rotary embeddings are not trained here")
-        return float(rope["rope_theta"] if "rope_theta" in rope else self["rope_theta"])
+        if kind == "default":
+            return None
+        if kind != "yarn":
+            raise ConfigError(str(self.path), "rope_scaling", f"{kind!r}: only 'yarn' is a scaling of rotary embeddings here")
+        for key, wanted in {"attention_factor": None, "truncate": True}.items():
+            if (found := rope.get(key, wanted)) != wanted:
+                raise ConfigError(str(self.path), f"rope_scaling.{key}", f"{found!r} is not trained here, only {wanted!r}")
+        for key in ("factor", "original_max_position_embeddings"):
+            if rope.get(key) is None:
+                raise ConfigError(str(self.path), f"rope_scaling.{key}", "is missing")
+        # A zero says what nothing does.
+        given = {key: rope[key] for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if rope.get(key)}
+        return {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]} | given
 
 
 def _model_data(config: _Config) -> dict[str, Any]:
@@ -151,15 +177,17 @@ def _model_data(config: _Config) -> dict[str, Any]:
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
         "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config.get("num_key_value_heads", None),
-        "head_dim": config.get("head_dim", None),
         "vocab_size": config["vocab_size"],
         "tie_embeddings": config.get("tie_word_embeddings", False),
         "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
         "norm_eps": config["rms_norm_eps"],
         "top_k": config["num_experts_per_tok"],
         "ffn": Ffn.SWIGLU.value,
     }
+    if kind is Architecture.DEEPSEEK_V3:
+        return data | _deepseek_data(config)
+    data |= {"num_kv_heads": config.get("num_key_value_heads", None), "head_dim": config.get("head_dim", None)}
     if kind is Architecture.MIXTRAL:
         return data | {"num_experts": config["num_local_experts"], "expert_ffn_size": config["intermediate_size"]}
     config.require("decoder_sparse_step", 1, 1)
@@ -184,10 +212,64 @@ def _model_data(config: _Config) -> dict[str, Any]:
     }
 
 
+def _deepseek_data(config: _Config) -> dict[str, Any]:
+    heads, dense = config["num_attention_heads"], config["first_k_dense_replace"]
+    for key, only in {
+        "num_key_value_heads": heads,
+        "attention_bias": False,
+        "rope_interleave": True,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }.items():
+        config.require(key, only, only)
+    if "q_lora_rank" not in config.data:
+        raise ConfigError(str(config.path), "q_lora_rank", "is missing; null where queries are projected at once")
+    top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
+    if chosen < groups and top_k // chosen != _RATED_BY:
+        message = f"{chosen}: groups are rated by their best {_RATED_BY} experts there, by num_experts_per_tok / topk_group here"
+        raise ConfigError(str(config.path), "topk_group", message)
+    return {
+        "latent_attention": {
+            "query_rank": config.data["q_lora_rank"],
+            "kv_rank": config["kv_lora_rank"],
+            "nope_head_dim": config["qk_nope_head_dim"],
+            "rope_head_dim": config["qk_rope_head_dim"],
+            "value_head_dim": config["v_head_dim"],
+        },
+        "num_experts": config["n_routed_experts"],
+        "expert_ffn_size": config["moe_intermediate_size"],
+        "shared_ffn_size": config["n_shared_experts"] * config["moe_intermediate_size"],
+        "num_dense_layers": dense,
+        "dense_ffn_size": config["intermediate_size"] if dense else 0,
+        "norm_topk_prob": config["norm_topk_prob"],
+        "score_function": ScoreFunction.SIGMOID.value,
+        "routed_scaling_factor": config["routed_scaling_factor"],
+        "expert_groups": groups,
+        "groups_per_token": chosen,
+        "expert_bias_update_rate": _BIAS_UPDATE_RATE,
+    }
+
+
+_RATED_BY = 2
+"""Scores that add up to a group's, in transformers."""
+_BIAS_UPDATE_RATE = 0.001
+"""DeepSeek-V3's own (arXiv:2412.19437, section 4.2); its weights do not say."""
+
+
 def architecture_for(model: Model) -> Architecture:
     """Which architecture a model is of. Raises UserError where it is of none."""
+    if model.latent_attention is not None:
+        if _is_deepseek(model):
+            return Architecture.DEEPSEEK_V3
+        raise UserError(
+            "model: is of no public architecture that can be written. Of deepseek_v3 are those with latent_attention that have "
+            "swiglu experts, sigmoid scores, an expert_bias_update_rate, a shared expert without a gate that is as wide as one "
+            f"or more others and, where groups are limited, top_k / groups_per_token of {_RATED_BY}"
+        )
+    gate = model.score_function, model.routed_scaling_factor, model.limits_groups, model.expert_bias_update_rate
     features = model.attention_bias, model.qk_norm, bool(model.shared_ffn_size), model.shared_expert_gate
-    if model.ffn is Ffn.SWIGLU:
+    if model.ffn is Ffn.SWIGLU and gate == (ScoreFunction.SOFTMAX, 1.0, False, None):
         if features == (False, False, False, False) and model.norm_topk_prob and not model.num_dense_layers:
             return Architecture.MIXTRAL
         if features == (True, False, True, True):
@@ -195,9 +277,17 @@ def architecture_for(model: Model) -> Architecture:
         if features == (False, True, False, False):
             return Architecture.QWEN3_MOE
     raise UserError(
-        "model: is of no public architecture that can be written. Of mixtral are those of swiglu experts alone; of qwen3_moe "
-        "those with qk_norm, too; of qwen2_moe those with attention_bias, shared_ffn_size and shared_expert_gate"
+        "model: is of no public architecture that can be written. Of mixtral are those of swiglu experts alone, with softmax "
+        "scores and without groups, scaling or biases of experts; of qwen3_moe those with qk_norm, too; of qwen2_moe those with "
+        "attention_bias, shared_ffn_size and shared_expert_gate; of deepseek_v3 those with latent_attention"
     )
+
+
+def _is_deepseek(model: Model) -> bool:
+    gate = model.score_function is ScoreFunction.SIGMOID and model.expert_bias_update_rate is not None
+    shared = bool(model.shared_ffn_size) and not model.shared_ffn_size % model.expert_ffn_size and not model.shared_expert_gate
+    groups = not model.limits_groups or model.top_k // model.groups_per_token == _RATED_BY
+    return model.ffn is Ffn.SWIGLU and gate and shared and groups
 
 
 def config_for(workload: Workload) -> dict[str, Any]:
@@ -212,7 +302,6 @@ def config_for(workload: Workload) -> dict[str, Any]:
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads or model.num_heads,
-        "head_dim": model.attention_width // model.num_heads,
         "vocab_size": model.vocab_size,
         "max_position_embeddings": workload.training.sequence_length,
         "tie_word_embeddings": model.tie_embeddings,
@@ -223,6 +312,11 @@ def config_for(workload: Workload) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     } | dtype_keys(workload.training.dtype)
+    if model.rope_scaling is not None:
+        config |= _rope_scaling_keys(model.rope_scaling)
+    if model.latent_attention is not None:
+        return config | _deepseek_keys(model, model.latent_attention)
+    config["head_dim"] = model.attention_width // model.num_heads
     if kind is Architecture.MIXTRAL:
         return config | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn_size}
     config |= {
@@ -234,6 +328,48 @@ def config_for(workload: Workload) -> dict[str, Any]:
         "decoder_sparse_step": 1,
     }
     return config | ({"shared_expert_intermediate_size": model.shared_ffn_size} if kind is Architecture.QWEN2_MOE else {})
+
+
+def _rope_scaling_keys(scaling: RopeScaling) -> dict[str, Any]:
+    optional = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    rope = {
+        "rope_type": "yarn",
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+    } | {key: value for key, value in optional.items() if value is not None}
+    # From which transformers 4 computes the factor.
+    return {"max_position_embeddings": round(scaling.factor * scaling.original_length), "rope_scaling": rope}
+
+
+def _deepseek_keys(model: Model, sizes: LatentSizes) -> dict[str, Any]:
+    return {
+        "attention_bias": False,
+        "q_lora_rank": sizes.query_rank,
+        "kv_lora_rank": sizes.kv_rank,
+        "qk_nope_head_dim": sizes.nope_head_dim,
+        "qk_rope_head_dim": sizes.rope_head_dim,
+        "v_head_dim": sizes.value_head_dim,
+        "rope_interleave": True,
+        "n_routed_experts": model.num_experts,
+        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "intermediate_size": model.dense_ffn_size or model.expert_ffn_size,
+        "first_k_dense_replace": model.num_dense_layers,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": model.norm_topk_prob,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": model.routed_scaling_factor,
+        "n_group": model.expert_groups,
+        "topk_group": model.groups_per_token,
+        MTP_LAYERS: 0,
+    }
+
+
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Layers behind the last that predict tokens further on: neither read, trained nor written."""
 
 
 def dtype_keys(dtype: Dtype) -> dict[str, str]:

@@ -7,7 +7,7 @@ twice the forward.
 from __future__ import annotations
 
 from enum import Enum
-from math import ceil, isfinite
+from math import ceil, isfinite, log
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -117,6 +117,44 @@ class LatentSizes(Strict):
         return (self.query_rank or 0) + self.kv_rank
 
 
+class RopeScaling(Strict):
+    """Rotary embeddings for longer sequences than a model was first trained on (YaRN, arXiv:2309.00071): what turns slowly turns
+    ``factor`` times as slowly, what turns often within ``original_length`` positions as before."""
+
+    factor: float = Field(ge=1)
+    original_length: int = Field(ge=1)
+    beta_fast: float = Field(default=32.0, gt=0)
+    """Pairs with at least so many turns in the original length stay as they are."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """Those with at most so many are slowed down in full."""
+    mscale: float | None = Field(default=None, gt=0)
+    """Queries and keys are scaled by 1 + 0.1 ln(factor), or where both of these are given, by the ratio of what they make of it:
+    1 + 0.1 mscale ln(factor)."""
+    mscale_all_dim: float | None = Field(default=None, gt=0)
+    """And latent attention's queries and keys, all of them, by what this makes of it."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RopeScaling:
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow: {self.beta_slow} must be below beta_fast {self.beta_fast}")
+        return self
+
+    @property
+    def rotated_scale(self) -> float:
+        """Of the rotated parts of queries and of keys."""
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._scale(1.0)
+        return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
+
+    @property
+    def latent_scale(self) -> float:
+        """Of latent attention's queries and of its keys, beside."""
+        return 1.0 if self.mscale_all_dim is None else self._scale(self.mscale_all_dim)
+
+    def _scale(self, mscale: float) -> float:
+        return 1 + 0.1 * mscale * log(self.factor)
+
+
 class Model(Strict):
     """A decoder-only transformer whose feed-forward parts are MoE blocks (all but the first ``num_dense_layers``)."""
 
@@ -134,6 +172,7 @@ class Model(Strict):
     """In place of (grouped-query) attention, with heads of other widths."""
     rope_theta: float = Field(default=10000.0, gt=1, allow_inf_nan=False)
     """Base of the rotary embeddings' wavelengths."""
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = Field(default=1e-6, gt=0, lt=1)
     vocab_size: int = Field(ge=2)
     tie_embeddings: bool = False

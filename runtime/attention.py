@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hybridep.workload import Model
 from runtime.norm import RmsNorm
+from runtime.rotary import Rotary
 
 _LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever ``norm_eps`` says of the others: public models have it so."""
@@ -20,7 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
         self.head_dim = model.attention_width // model.num_heads
-        self.rope_theta = model.rope_theta
+        self.rotary = Rotary(self.head_dim, model)
         width, bias = model.attention_width, model.attention_bias
         self.query = nn.Linear(model.hidden_size, width, bias=bias, dtype=dtype)
         self.key = nn.Linear(model.hidden_size, model.kv_width, bias=bias, dtype=dtype)
@@ -38,8 +39,8 @@ class Attention(nn.Module):
         def heads(projected: Tensor, number: int) -> Tensor:
             return projected.view(num_sequences, length, number, self.head_dim).transpose(1, 2)
 
-        query = rotate(self.query_norm(heads(self.query(x_BSH), self.num_heads)), self.rope_theta)
-        key = rotate(self.key_norm(heads(self.key(x_BSH), self.num_kv_heads)), self.rope_theta)
+        query = self.rotary(self.query_norm(heads(self.query(x_BSH), self.num_heads)))
+        key = self.rotary(self.key_norm(heads(self.key(x_BSH), self.num_kv_heads)))
         value = heads(self.value(x_BSH), self.num_kv_heads)
         if self.num_kv_heads != self.num_heads:
             repeats = self.num_heads // self.num_kv_heads
@@ -57,7 +58,11 @@ class LatentAttention(nn.Module):
         super().__init__()
         sizes = model.latent_attention
         assert sizes is not None
-        self.sizes, self.num_heads, self.rope_theta = sizes, model.num_heads, model.rope_theta
+        self.sizes, self.num_heads = sizes, model.num_heads
+        self.rotary = Rotary(sizes.rope_head_dim, model)
+        self.scale = sizes.key_head_dim**-0.5
+        if model.rope_scaling is not None:
+            self.scale *= model.rope_scaling.latent_scale**2
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
@@ -90,17 +95,17 @@ class LatentAttention(nn.Module):
         query_nope, query_rope = query.split([sizes.nope_head_dim, sizes.rope_head_dim], dim=-1)
         latent, key_rope = self.kv_down(x_BSH).split([sizes.kv_rank, sizes.rope_head_dim], dim=-1)
         key_nope, value = heads(self.kv_up(self.kv_norm(latent))).split([sizes.nope_head_dim, sizes.value_head_dim], dim=-1)
-        shared = rotate(key_rope, self.rope_theta)[:, None].expand(-1, self.num_heads, -1, -1)
-        query = torch.cat([query_nope, rotate(query_rope, self.rope_theta)], dim=-1)
+        shared = self.rotary(key_rope)[:, None].expand(-1, self.num_heads, -1, -1)
+        query = torch.cat([query_nope, self.rotary(query_rope)], dim=-1)
         key = torch.cat([key_nope, shared], dim=-1)
-        y = _attend(query, key, value, sizes.key_head_dim**-0.5)
+        y = _attend(query, key, value, self.scale)
         projected: Tensor = self.output(y.transpose(1, 2).flatten(2))
         return projected
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Of queries and keys [B, N, S, D] and values [B, N, S, V]. Both widths are filled up to the same with zeros: torch's attention
-    would otherwise keep all scores for backward, on CPU and without flash attention."""
+    """Of queries and keys [B, N, S, D] and values [B, N, S, V]. Widths are made alike with zeros: of others torch has no flash
+    attention, and on CPU it would keep all scores for backward."""
     width, found = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     if query.shape[-1] < width:
         query, key = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key))
@@ -108,14 +113,3 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     value = F.pad(value, (0, width - found))
     y = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     return y[..., :found]
-
-
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding of [..., S, D]: element i turns with element i + D/2 (Su et al., arXiv:2104.09864)."""
-    length, width = x.shape[-2:]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    frequency = theta ** (-torch.arange(0, width, 2, dtype=wide, device=x.device) / width)
-    angle = torch.arange(length, dtype=wide, device=x.device)[:, None] * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

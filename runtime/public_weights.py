@@ -2,6 +2,7 @@
 
 A folder holds ``config.json`` (``hybridep.hugging_face``) and the weights in one or more safetensors files. Every weight there
 is one of ours, or one matrix of one of ours: feed-forward networks that are flat rows here (``runtime.experts``) are three there.
+Latent attention's rotated elements are in pairs of neighbours there, and here in two halves (``runtime.rotary``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hybridep.config import write_text
 from hybridep.errors import UserError
 from hybridep.hugging_face import (
     CONFIG_FILE,
+    MTP_LAYERS,
     Architecture,
     architecture_for,
     config_for,
@@ -31,7 +33,7 @@ from hybridep.hugging_face import (
     read_config,
     require_same_model,
 )
-from hybridep.workload import Model
+from hybridep.workload import LatentSizes, Model
 from runtime.checkpoint_files import SavedWeights
 from runtime.experts import split_row
 from runtime.mesh import TORCH_DTYPE
@@ -51,6 +53,10 @@ class Matrix(NamedTuple):
     """The parameter's name; of an expert its MoE layer and its number."""
     part: int | None = None
     """Which matrix of the row: gate, up or down."""
+    rotated: tuple[int, int] | None = None
+    """Of each so many rows the last so many are rotated, as pairs of neighbours there."""
+    wide: bool = False
+    """In fp32 at least, whatever the other weights are."""
 
 
 def matrices(model: Model) -> Iterator[Matrix]:
@@ -67,23 +73,49 @@ def matrices(model: Model) -> Iterator[Matrix]:
 def _layer(model: Model, kind: Architecture, layer: int) -> Iterator[Matrix]:
     theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
     yield Matrix(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
-    for their_name, our_name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output")):
-        for one in ("weight", "bias") if model.attention_bias and their_name != "o" else ("weight",):
-            yield Matrix(f"{theirs}.self_attn.{their_name}_proj.{one}", f"{ours}.attention.{our_name}.{one}")
-        if model.qk_norm and their_name in "qk":
-            yield Matrix(f"{theirs}.self_attn.{their_name}_norm.weight", f"{ours}.attention.{our_name}_norm.weight")
+    yield from _attention(model, f"{theirs}.self_attn", f"{ours}.attention")
     yield Matrix(f"{theirs}.post_attention_layernorm.weight", f"{ours}.feed_forward_norm.weight")
     if layer < model.num_dense_layers:
         yield from _row(f"{theirs}.mlp", f"{ours}.feed_forward.row")
         return
     block = f"{theirs}.block_sparse_moe" if kind is Architecture.MIXTRAL else f"{theirs}.mlp"
     yield Matrix(f"{block}.gate.weight", f"{ours}.feed_forward.gate.weight")
-    if model.shared_ffn_size:
+    if model.expert_bias_update_rate is not None:
+        yield Matrix(f"{block}.gate.e_score_correction_bias", f"{ours}.feed_forward.gate.expert_bias", wide=True)
+    if kind is Architecture.DEEPSEEK_V3:
+        yield from _row(f"{block}.shared_experts", f"{ours}.feed_forward.shared.row")
+    elif model.shared_ffn_size:
         yield from _row(f"{block}.shared_expert", f"{ours}.feed_forward.shared.row")
         yield Matrix(f"{block}.shared_expert_gate.weight", f"{ours}.feed_forward.shared_gate.weight")
     names = ("w1", "w3", "w2") if kind is Architecture.MIXTRAL else _NAMES
     for expert in range(model.num_experts):
         yield from _row(f"{block}.experts.{expert}", (layer - model.num_dense_layers, expert), names)
+
+
+def _attention(model: Model, theirs: str, ours: str) -> Iterator[Matrix]:
+    if model.latent_attention is not None:
+        yield from _latent_attention(model.latent_attention, theirs, ours)
+        return
+    for their_name, our_name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output")):
+        for one in ("weight", "bias") if model.attention_bias and their_name != "o" else ("weight",):
+            yield Matrix(f"{theirs}.{their_name}_proj.{one}", f"{ours}.{our_name}.{one}")
+        if model.qk_norm and their_name in "qk":
+            yield Matrix(f"{theirs}.{their_name}_norm.weight", f"{ours}.{our_name}_norm.weight")
+
+
+def _latent_attention(sizes: LatentSizes, theirs: str, ours: str) -> Iterator[Matrix]:
+    rope = sizes.rope_head_dim
+    query, key = (sizes.key_head_dim, rope), (sizes.kv_rank + rope, rope)
+    if sizes.query_rank is None:
+        yield Matrix(f"{theirs}.q_proj.weight", f"{ours}.query.weight", rotated=query)
+    else:
+        yield Matrix(f"{theirs}.q_a_proj.weight", f"{ours}.query_down.weight")
+        yield Matrix(f"{theirs}.q_a_layernorm.weight", f"{ours}.query_norm.weight")
+        yield Matrix(f"{theirs}.q_b_proj.weight", f"{ours}.query_up.weight", rotated=query)
+    yield Matrix(f"{theirs}.kv_a_proj_with_mqa.weight", f"{ours}.kv_down.weight", rotated=key)
+    yield Matrix(f"{theirs}.kv_a_layernorm.weight", f"{ours}.kv_norm.weight")
+    yield Matrix(f"{theirs}.kv_b_proj.weight", f"{ours}.kv_up.weight")
+    yield Matrix(f"{theirs}.o_proj.weight", f"{ours}.output.weight")
 
 
 def _row(theirs: str, ours: str | tuple[int, int], names: tuple[str, ...] = _NAMES) -> Iterator[Matrix]:
@@ -97,13 +129,13 @@ class PublicWeights:
     def __init__(self, folder: Path, model: Model) -> None:
         """Raises UserError where the folder cannot be read or lacks weights of the model."""
         self._folder, self._model = folder, model
-        self._parts: dict[str | tuple[int, int], list[str]] = {}
+        self._parts: dict[str | tuple[int, int], list[Matrix]] = {}
         with self._reading():
             self._files = self._find()
         for matrix in matrices(model):
             if matrix.name not in self._files:
                 raise UserError(f"weights: {folder} has no {matrix.name}, which the model needs")
-            self._parts.setdefault(matrix.ours, []).append(matrix.name)
+            self._parts.setdefault(matrix.ours, []).append(matrix)
         self._open: dict[str, Any] = {}
 
     def dense(self, name: str, shape: torch.Size) -> Tensor:
@@ -118,7 +150,7 @@ class PublicWeights:
         parts = [self._read(part) for part in self._parts[name]]
         value = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
         if value.shape != shape:
-            first, found = self._parts[name][0], "x".join(map(str, parts[0].shape))
+            first, found = self._parts[name][0].name, "x".join(map(str, parts[0].shape))
             raise UserError(f"weights: {self._folder}: {first} is {found}, which does not suit the model's sizes")
         return value
 
@@ -137,13 +169,16 @@ class PublicWeights:
                 found |= dict.fromkeys(file.keys(), path.name)
         return found
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, matrix: Matrix) -> Tensor:
+        name = matrix.name
         file = self._files[name]
         with self._reading():
             if file not in self._open:
                 self._open[file] = safe_open(self._folder / file, framework="pt")
             tensor: Tensor = self._open[file].get_tensor(name)
-        return tensor
+        if matrix.rotated is None or len(tensor) % matrix.rotated[0]:
+            return tensor
+        return _rotated_moved(tensor, *matrix.rotated, to_halves=True)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -165,15 +200,16 @@ def export_weights(checkpoint: Path, folder: Path, like: Path | None) -> int:
     else:
         # The run may name other weights by now than those that training began with.
         require_same_model(like, model)
-        config = read_config(like / CONFIG_FILE) | dtype_keys(workload.training.dtype)
+        config = read_config(like / CONFIG_FILE)
+        config |= dtype_keys(workload.training.dtype) | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         if folder.exists():
             raise UserError(f"--export {folder}: exists; name a new folder")
         partial.mkdir(parents=True)
-        files, count = _write_shards(partial, saved, model, dtype)
+        files, count, size = _write_shards(partial, saved, model, dtype)
         if len(set(files.values())) > 1:
-            sizes = {"total_size": count * dtype.itemsize}
+            sizes = {"total_size": size}
             write_text(partial / _INDEX, json.dumps({"metadata": sizes, "weight_map": files}, indent=1))
         write_text(partial / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         for path in sorted(like.iterdir()) if like is not None else ():
@@ -187,11 +223,11 @@ def export_weights(checkpoint: Path, folder: Path, like: Path | None) -> int:
     return count
 
 
-def _write_shards(folder: Path, saved: SavedWeights, model: Model, dtype: torch.dtype) -> tuple[dict[str, str], int]:
-    """(name of each weight -> file, number of parameters). One file's weights at a time are in memory."""
+def _write_shards(folder: Path, saved: SavedWeights, model: Model, dtype: torch.dtype) -> tuple[dict[str, str], int, int]:
+    """(name of each weight -> file, number of parameters, bytes of all). One file's weights at a time are in memory."""
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
-    size = count = 0
+    size = count = total = 0
 
     def write() -> None:
         shards.append(list(held))
@@ -200,21 +236,33 @@ def _write_shards(folder: Path, saved: SavedWeights, model: Model, dtype: torch.
 
     for matrix in matrices(model):
         # Master weights of bf16 ones are rounded as they are for training.
-        value = _matrix(saved, matrix, model).to(dtype, copy=True)
+        kept = torch.promote_types(dtype, torch.float32) if matrix.wide else dtype
+        value = _matrix(saved, matrix, model).to(kept, copy=True)
         if size + value.nbytes > _SHARD_BYTES and held:
             write()
             size = 0
         held[matrix.name] = value
-        size, count = size + value.nbytes, count + value.numel()
+        size, total = size + value.nbytes, total + value.nbytes
+        # Biases of experts are no parameters: no gradient moves them.
+        count += 0 if matrix.wide else value.numel()
     write()
     files: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"{number}").rename(folder / name)
         files |= dict.fromkeys(names, name)
-    return files, count
+    return files, count, total
 
 
 def _matrix(saved: SavedWeights, matrix: Matrix, model: Model) -> Tensor:
     value = saved.dense(matrix.ours) if isinstance(matrix.ours, str) else saved.expert(*matrix.ours)
+    if matrix.rotated is not None:
+        return _rotated_moved(value, *matrix.rotated, to_halves=False)
     return value if matrix.part is None else split_row(value, ffn=model.ffn, hidden_size=model.hidden_size)[matrix.part]
+
+
+def _rotated_moved(weight: Tensor, each: int, last: int, *, to_halves: bool) -> Tensor:
+    """A copy of a matrix: of each so many rows the last, from pairs of neighbours to two halves, or back."""
+    rest, rotated = weight.unflatten(0, (-1, each)).split([each - last, last], dim=1)
+    pairs = rotated.unflatten(1, (-1, 2) if to_halves else (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([rest, pairs], dim=1).flatten(0, 1)

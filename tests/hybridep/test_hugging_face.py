@@ -11,7 +11,7 @@ import pytest
 from hybridep.commands.inputs import load_workload
 from hybridep.errors import ConfigError, UserError
 from hybridep.hugging_face import CONFIG_FILE, config_for, require_same_model, workload_data
-from hybridep.workload import Workload
+from hybridep.workload import Ffn, ScoreFunction, Workload
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -58,7 +58,46 @@ QWEN2 = QWEN3 | {
     "shared_expert_intermediate_size": 20480,
     "norm_topk_prob": False,
 }
-SHIPPED = {"mixtral-8x7b": MIXTRAL, "qwen3-30b-a3b": QWEN3, "qwen2-57b-a14b": QWEN2}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+"""As of deepseek-ai/DeepSeek-V3, but for its quantised weights."""
+SHIPPED = {"mixtral-8x7b": MIXTRAL, "qwen3-30b-a3b": QWEN3, "qwen2-57b-a14b": QWEN2, "deepseek-v3": DEEPSEEK}
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -89,10 +128,16 @@ def test_what_is_written_is_read_as_the_same_model(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "deepseek_v3"}, "model_type: 'deepseek_v3' is none of mixtral, qwen2_moe, qwen3_moe"),
+        ({"model_type": "llama"}, "model_type: 'llama' is none of mixtral, qwen2_moe, qwen3_moe, deepseek_v3"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not trained here, only 'silu'"),
         ({"sliding_window": 4096}, "sliding_window: 4096: attention here sees the whole sequence"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: 'yarn': scaled rotary embeddings"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_scaling: 'llama3': only 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.original_max_position_embeddings: is missing"),
+        ({"rope_scaling": YARN | {"factor": None}}, "rope_scaling.factor: is missing"),
+        ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor: .*greater than or equal to 1"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rope_scaling.attention_factor: 1.5 is not trained here"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate: False is not trained here, only True"),
+        ({"rope_scaling": YARN | {"beta_slow": 64}}, "beta_slow: 64.0 must be below beta_fast 32.0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* is not trained here"),
         ({"rms_norm_eps": None}, "rms_norm_eps: is missing"),
         ({"rope_theta": None}, "rope_theta: is missing"),
@@ -122,6 +167,55 @@ def test_what_qwen3_may_not_have(tmp_path: Path, changes: dict[str, Any], messag
         load_workload(str(written(tmp_path, QWEN3 | changes)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias: True is not trained here, only False"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads: 8 is not trained here, only 128"),
+        ({"rope_interleave": False}, "rope_interleave: False is not trained here, only True"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq: 2 is not trained here, only 1"),
+        ({"scoring_func": "softmax"}, "scoring_func: 'softmax' is not trained here, only 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method: 'greedy' is not trained here, only 'noaux_tc'"),
+        ({"num_experts_per_tok": 12}, "topk_group: 4: groups are rated by their best 2"),
+        ({"kv_lora_rank": None}, "kv_lora_rank: is missing"),
+        ({"qk_rope_head_dim": 63}, "rope_head_dim: .*multiple of 2"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* is not trained here"),
+    ],
+)
+def test_what_deepseek_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_workload(str(written(tmp_path, DEEPSEEK | changes)))
+
+
+def test_queries_of_deepseek_may_be_projected_at_once(tmp_path: Path) -> None:
+    workload = load_workload(str(written(tmp_path, DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})))
+    assert workload.model.latent_attention is not None and workload.model.latent_attention.query_rank is None
+    assert config_for(workload)["q_lora_rank"] is None
+    with pytest.raises(ConfigError, match="q_lora_rank: is missing; null where"):
+        load_workload(str(written(tmp_path, {key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"})))
+
+
+def test_how_fast_biases_change_is_of_training_whether_there_are_any_is_not(tmp_path: Path) -> None:
+    folder, model = written(tmp_path, DEEPSEEK), load_workload("deepseek-v3").model
+    for rate in (0.0, 0.01):
+        require_same_model(folder, model.model_copy(update={"expert_bias_update_rate": rate}))
+    with pytest.raises(UserError, match="expert_bias_update_rate of some size, the workload's has None"):
+        require_same_model(folder, model.model_copy(update={"expert_bias_update_rate": None}))
+
+
+def test_scaled_rotary_embeddings_are_read_and_written(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768, "mscale": 0}
+    workload = load_workload(str(written(tmp_path, QWEN3 | {"rope_parameters": rope})))
+    scaling = workload.model.rope_scaling
+    assert scaling is not None and (scaling.factor, scaling.original_length, scaling.mscale) == (4, 32768, None)
+    assert (workload.model.rope_theta, scaling.beta_fast, scaling.beta_slow) == (1e6, 32, 1)
+    again = written(tmp_path, config_for(workload))
+    require_same_model(again, workload.model)
+    assert config_for(workload)["max_position_embeddings"] == 4 * 32768
+    with pytest.raises(UserError, match="of a model with rope_scaling factor=4"):
+        require_same_model(again, workload.model.model_copy(update={"rope_scaling": None}))
+
+
 def test_first_layers_without_experts(tmp_path: Path) -> None:
     data = workload_data(written(tmp_path, QWEN3 | {"mlp_only_layers": [0, 1]}) / CONFIG_FILE)["model"]
     assert (data["num_dense_layers"], data["dense_ffn_size"]) == (2, 14336)
@@ -134,18 +228,45 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         require_same_model(folder, model)
 
 
-@pytest.mark.parametrize("name", ["gpt-large", "deepseek-v3"])
-def test_models_of_no_public_architecture_are_not_written(name: str) -> None:
+def test_models_of_no_public_architecture_are_not_written() -> None:
     with pytest.raises(UserError, match="is of no public architecture"):
-        config_for(load_workload(name))
+        config_for(load_workload("gpt-large"))
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"norm_topk_prob": False}, {"attention_bias": True}, {"shared_ffn_size": 8}, {"qk_norm": True, "attention_bias": True}],
+    [
+        {"norm_topk_prob": False},
+        {"attention_bias": True},
+        {"shared_ffn_size": 8},
+        {"qk_norm": True, "attention_bias": True},
+        {"score_function": ScoreFunction.SIGMOID},
+        {"routed_scaling_factor": 2.5},
+        {"expert_groups": 2},
+        {"expert_bias_update_rate": 0.001},
+    ],
 )
 def test_mixtures_of_architectures_are_not_written(changes: dict[str, Any]) -> None:
-    workload = load_workload("mixtral-8x7b")
+    refuses(load_workload("mixtral-8x7b"), changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"score_function": ScoreFunction.SOFTMAX},
+        {"expert_bias_update_rate": None},
+        {"shared_ffn_size": 0},
+        {"shared_ffn_size": 3000},
+        {"shared_expert_gate": True},
+        {"top_k": 12},
+        {"ffn": Ffn.GELU},
+    ],
+)
+def test_other_models_with_latent_attention_are_not_written(changes: dict[str, Any]) -> None:
+    refuses(load_workload("deepseek-v3"), changes)
+
+
+def refuses(workload: Workload, changes: dict[str, Any]) -> None:
     other = workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
     assert isinstance(other, Workload)
     with pytest.raises(UserError, match="is of no public architecture"):

@@ -12,11 +12,12 @@ from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.workload import Ffn, Model, Training, Workload
 from planner.activations import attention_elements
-from runtime.attention import Attention, LatentAttention, rotate
+from runtime.attention import Attention, LatentAttention
 from runtime.experts import feed_forward, grouped_feed_forward, split_row
 from runtime.initial_weights import Seeded, initial_expert
 from runtime.mesh import Mesh
 from runtime.reference import LocalExperts
+from runtime.rotary import Rotary
 from runtime.transformer import Transformer
 
 
@@ -92,7 +93,8 @@ def test_grouped_queries_are_repeated_keys() -> None:
 
 def test_rotation_depends_on_distance_only() -> None:
     query, key = torch.randn(2, 8, dtype=torch.float64)
-    turned_query, turned_key = rotate(query.expand(6, 8), 1e4), rotate(key.expand(6, 8), 1e4)
+    rotary = Rotary(8, build(Model, PLAIN, "model"))
+    turned_query, turned_key = rotary(query.expand(6, 8)), rotary(key.expand(6, 8))
     torch.testing.assert_close(turned_query[3] @ turned_key[1], turned_query[5] @ turned_key[3])
     torch.testing.assert_close(turned_query.norm(dim=1), query.norm().expand(6))
     torch.testing.assert_close(turned_query[0], query)
@@ -114,7 +116,7 @@ def latent_attention(sizes: dict[str, int]) -> tuple[Model, LatentAttention]:
 @pytest.mark.parametrize("sizes", [LATENT, WIDE_VALUES])
 def test_latent_attention_of_one_head_and_token_after_the_other(sizes: dict[str, int]) -> None:
     """DeepSeek-V2's equations 9 to 19, by themselves."""
-    model, attention = latent_attention(sizes)
+    _, attention = latent_attention(sizes)
     weights = attention.state_dict()
     nope, rope, values = sizes["nope_head_dim"], sizes["rope_head_dim"], sizes["value_head_dim"]
 
