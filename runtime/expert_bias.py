@@ -55,7 +55,7 @@ class ExpertBias:
             _there(gate.choices_E).zero_()
 
     def of_all_layers(self, barrier: Barrier, num_layers: int, num_experts: int) -> Tensor | None:
-        """fp64 [L, E], of the whole model's MoE layers, for a checkpoint; all ranks of the run call it. None where it has none."""
+        """fp64 [L, E], of all MoE layers of the model, for a checkpoint; all ranks of the run call it. None where it has none."""
         if self._rate is None:
             return None
         own_LE = torch.full((num_layers, num_experts), -math.inf, dtype=torch.float64)

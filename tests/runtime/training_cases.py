@@ -39,7 +39,7 @@ PLAIN = {
     "top_k": 2,
     "expert_ffn_size": 8,
 }
-DEEPSEEK_GATE = {
+DEEPSEEK_GATE: dict[str, Any] = {
     "score_function": "sigmoid",
     "routed_scaling_factor": 1.5,
     "expert_groups": 4,
