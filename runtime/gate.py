@@ -107,7 +107,7 @@ class Gate(nn.Module):
             best_BSGM = grouped_BSGN.topk(max(self.top_k // self.groups_per_token, 1), dim=-1).values
             groups_BSL = best_BSGM.sum(dim=-1).topk(self.groups_per_token, dim=-1).indices
             out_BSG = torch.ones_like(best_BSGM[..., 0], dtype=torch.bool).scatter_(-1, groups_BSL, False)
-            # Not with zeros, as transformers does: a score with a bias may be below.
+            # Not with zeros: a score with a bias may be below.
             scores_BSE = grouped_BSGN.masked_fill(out_BSG[..., None], -torch.inf).flatten(-2)
         ids_BSK = scores_BSE.topk(self.top_k, dim=-1).indices
         return ids_BSK
