@@ -146,7 +146,7 @@ def _visits(gating: Gating, sequences: FloatArray, place: IntArray, num_places: 
     else:
         # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
         found, served = np.unique(keys, return_counts=True)
-    if gating.popularity is None:
+    if gating.counts_decide:
         hit = gating.hit_by_count[served]
     else:
         member = np.zeros((len(found), gating.num_experts), dtype=np.bool_)
