@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import comb, factorial, prod
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from hybridep.arrays import FloatArray, IntArray
 
 _CLOSE, _ROUNDS, _MOST_LOG = 1e-10, 2000, 30.0
+_EXACT = 1 << 62
 Pattern = tuple[int, ...]
 """How many experts are chosen in each group that has any, most first."""
 
@@ -97,13 +98,13 @@ class GroupChoice:
     def missed_of_counts(self, counts: IntArray, *, dropped: float = 0.0) -> FloatArray:
         """[N]: how likely none of so many experts of each group ([N, groups]) is chosen and takes the token, which each turns
         away with the probability ``dropped``; or of each of the token's own groups alone ([N, per_token])."""
-        different, where = np.unique(np.sort(counts, axis=1), axis=0, return_inverse=True)
-        none = np.zeros((self.size + 1, self.top_k + 1))
-        for count in range(self.size + 1):
-            for number in range(min(self.top_k, self.size) + 1):
-                ways = [comb(count, one) * comb(self.size - count, number - one) * dropped**one for one in range(number + 1)]
-                none[count, number] = sum(ways) / comb(self.size, number)
-        return self._added(none[different])[where.reshape(-1)]
+        ordered = np.sort(counts, axis=1)
+        radix = self.size + 1
+        if radix ** counts.shape[1] < _EXACT:  # as numbers, which are told apart faster than rows
+            _, first, where = np.unique(ordered @ radix ** np.arange(counts.shape[1]), return_index=True, return_inverse=True)
+        else:
+            _, first, where = np.unique(ordered, axis=0, return_index=True, return_inverse=True)
+        return self._added(_none_taken(self, dropped)[ordered[first]])[where.reshape(-1)]
 
     def _added(self, each: FloatArray) -> FloatArray:
         """[N]: ``each`` [N, groups, K + 1] is what a number of choices in a group counts for; the mean of the groups' product."""
@@ -138,6 +139,17 @@ class GroupChoice:
                 np.array([end for _, end in there], dtype=np.int64),
             )
         return states, steps
+
+
+@lru_cache(maxsize=64)
+def _none_taken(choice: GroupChoice, dropped: float) -> FloatArray:
+    """[size + 1, K + 1]: how likely none of so many experts of a group takes the token, by how many are chosen there."""
+    size, none = choice.size, np.zeros((choice.size + 1, choice.top_k + 1))
+    for count in range(size + 1):
+        for number in range(min(choice.top_k, size) + 1):
+            ways = [comb(count, one) * comb(size - count, number - one) * dropped**one for one in range(number + 1)]
+            none[count, number] = sum(ways) / comb(size, number)
+    return none
 
 
 def _with(pattern: Pattern, place: int) -> Pattern:
