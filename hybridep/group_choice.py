@@ -104,7 +104,7 @@ class GroupChoice:
             _, first, where = np.unique(ordered @ radix ** np.arange(counts.shape[1]), return_index=True, return_inverse=True)
         else:
             _, first, where = np.unique(ordered, axis=0, return_index=True, return_inverse=True)
-        return self._added(_none_taken(self, dropped)[ordered[first]])[where.reshape(-1)]
+        return np.asarray(self._added(_none_taken(self, dropped)[ordered[first]])[where.reshape(-1)])
 
     def _added(self, each: FloatArray) -> FloatArray:
         """[N]: ``each`` [N, groups, K + 1] is what a number of choices in a group counts for; the mean of the groups' product."""
