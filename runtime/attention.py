@@ -83,18 +83,19 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H]."""
-        sizes = self.sizes
+        sizes, rows = self.sizes, x_BSH.shape[:-1]
 
         def heads(projected: Tensor) -> Tensor:
-            return projected.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            return projected.view(*rows, self.num_heads, -1).transpose(1, 2)
 
         if sizes.query_rank is None:
             query = heads(self.query(x_BSH))
         else:
             query = heads(self.query_up(self.query_norm(self.query_down(x_BSH))))
-        query_nope, query_rope = query.split([sizes.nope_head_dim, sizes.rope_head_dim], dim=-1)
-        latent, key_rope = self.kv_down(x_BSH).split([sizes.kv_rank, sizes.rope_head_dim], dim=-1)
-        key_nope, value = heads(self.kv_up(self.kv_norm(latent))).split([sizes.nope_head_dim, sizes.value_head_dim], dim=-1)
+        query_nope, query_rope = torch.split(query, [sizes.nope_head_dim, sizes.rope_head_dim], dim=-1)
+        latent, key_rope = torch.split(self.kv_down(x_BSH), [sizes.kv_rank, sizes.rope_head_dim], dim=-1)
+        key_value = heads(self.kv_up(self.kv_norm(latent)))
+        key_nope, value = torch.split(key_value, [sizes.nope_head_dim, sizes.value_head_dim], dim=-1)
         shared = self.rotary(key_rope)[:, None].expand(-1, self.num_heads, -1, -1)
         query = torch.cat([query_nope, self.rotary(query_rope)], dim=-1)
         key = torch.cat([key_nope, shared], dim=-1)

@@ -263,6 +263,6 @@ def _matrix(saved: SavedWeights, matrix: Matrix, model: Model) -> Tensor:
 
 def _rotated_moved(weight: Tensor, each: int, last: int, *, to_halves: bool) -> Tensor:
     """A copy of a matrix: of each so many rows the last, from pairs of neighbours to two halves, or back."""
-    rest, rotated = weight.unflatten(0, (-1, each)).split([each - last, last], dim=1)
-    pairs = rotated.unflatten(1, (-1, 2) if to_halves else (2, -1)).transpose(1, 2).flatten(1, 2)
-    return torch.cat([rest, pairs], dim=1).flatten(0, 1)
+    rest, rotated = torch.split(weight.view(-1, each, weight.shape[-1]), [each - last, last], dim=1)
+    pairs = rotated.reshape(len(rotated), *((-1, 2) if to_halves else (2, -1)), weight.shape[-1])
+    return torch.cat([rest, pairs.transpose(1, 2).flatten(1, 2)], dim=1).flatten(0, 1)

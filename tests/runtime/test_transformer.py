@@ -121,7 +121,7 @@ def test_latent_attention_of_one_head_and_token_after_the_other(sizes: dict[str,
     nope, rope, values = sizes["nope_head_dim"], sizes["rope_head_dim"], sizes["value_head_dim"]
 
     def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x / (x.square().mean() + 1e-6).sqrt() * weights[f"{name}.weight"]
+        return torch.mul(x / (x.square().mean() + 1e-6).sqrt(), weights[f"{name}.weight"])
 
     def turned(x: torch.Tensor, position: int) -> torch.Tensor:
         half, y = rope // 2, x.clone()
