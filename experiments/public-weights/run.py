@@ -63,15 +63,16 @@ def make(config: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
     """Save a random model, with tokens and its loss on them beside it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    rope = {"rope_type": "default", "rope_theta": config["rope_theta"][name]}
-    own = AutoConfig.for_model(
-        name, **config["shape"], **config["architectures"][name], rope_parameters=rope, bos_token_id=None, eos_token_id=None
-    )
+    shape = config["shape"] | config["architectures"][name]
+    own = AutoConfig.for_model(name, **shape, rope_parameters=config["rope"][name], bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.copy_(config["weight_std"] * torch.randn_like(parameter) + ("norm" in key))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(config["weight_std"] * torch.randn_like(buffer))
     model.save_pretrained(folder)
     tokens = torch.randint(config["shape"]["vocab_size"], config["tokens"])
     expected = {"tokens": tokens.tolist(), "loss": their_loss(folder, tokens)}

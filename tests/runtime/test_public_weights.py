@@ -74,6 +74,7 @@ PLANS: dict[str, Any] = {
         sizes=(2, 2), stages=((1,), (0,)), layers=(2, 1), domains=({}, {"gpu": 2}), micro_batches=4, model="public"
     ),
     "qwen3_moe": Case(sizes=(2, 2), domains=(1, 2), residency=Residency.MICROBATCH, recompute=True, model="public"),
+    "deepseek_v3": Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), model="public"),
 }
 
 
@@ -107,7 +108,7 @@ def checkpoint_of(folder: Path) -> Path:
 def test_what_is_trained_on_and_written_is_the_model_of_one_process(trained: dict[str, Path], tmp_path: Path, name: str) -> None:
     folder, workload = tmp_path / "public", plan_of(name).workload
     count = export_weights(checkpoint_of(trained[name]), folder, None)
-    assert count == workload.model.total_params
+    assert count == workload.model.total_params, "without biases of experts"
     first, last = load_file(PUBLIC / name / WEIGHTS), load_file(folder / WEIGHTS)
     assert {key: value.shape for key, value in first.items()} == {key: value.shape for key, value in last.items()}
     assert {value.dtype for value in last.values()} == {torch.float64}
@@ -143,6 +144,35 @@ def test_large_models_are_written_in_parts(trained: dict[str, Path], tmp_path: P
     ]
     workload, tokens = load_workload(str(parts)), expected("mixtral")["tokens"]
     assert loss_of(workload, parts, tokens) == loss_of(workload, whole, tokens)
+
+
+def test_what_is_written_of_deepseek_has_its_layout(tmp_path: Path, trained: dict[str, Path]) -> None:
+    """Its own config.json, but without layers that predict tokens further on, and biases of gates that have moved."""
+    public, folder = PUBLIC / "deepseek_v3", tmp_path / "public"
+    export_weights(checkpoint_of(trained["deepseek_v3"]), folder, public)
+    config, before = (json.loads((one / CONFIG_FILE).read_text()) for one in (folder, public))
+    types = {"torch_dtype": "float64", "dtype": "float64"}
+    assert before["num_nextn_predict_layers"] == 1 and config == before | types | {"num_nextn_predict_layers": 0}
+    first, last = load_file(public / WEIGHTS), load_file(folder / WEIGHTS)
+    for key, value in last.items():
+        # As close as three steps leave them; rows in another order would be farther off.
+        torch.testing.assert_close(value, first[key].double(), atol=0.02, rtol=0)
+    biases = [key for key in last if key.endswith("e_score_correction_bias")]
+    moved = torch.stack([last[key] - first[key].double() for key in biases]) / 0.001
+    assert len(biases) == 2 and moved.abs().max() > 0.9
+    torch.testing.assert_close(moved, moved.round(), atol=1e-6, rtol=0)
+
+
+def test_layers_behind_the_last_are_not_read_and_biases_stay_wide(tmp_path: Path) -> None:
+    folder = tmp_path / "public"
+    shutil.copytree(PUBLIC / "deepseek_v3", folder)
+    tensors = load_file(folder / WEIGHTS)
+    save_file(tensors | {"model.layers.3.enorm.weight": torch.ones(8)}, folder / WEIGHTS)
+    told = expected("deepseek_v3")
+    assert loss_of(load_workload(str(folder)), folder, told["tokens"]) == pytest.approx(told["loss"], rel=1e-7)
+    model = load_workload(str(folder)).model
+    wide = [matrix.name for matrix in public_weights.matrices(model) if matrix.wide]
+    assert wide == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
 
 
 def test_coded_changes_begin_with_the_public_weights(ranks: RankPool, tmp_path: Path) -> None:
