@@ -25,6 +25,7 @@ from hybridep.pipeline import AnyPlan
 from hybridep.plan import Residency
 from hybridep.workload import Workload
 from runtime import public_weights
+from runtime.checkpoint_files import SavedWeights
 from runtime.public_weights import PublicWeights, export_weights
 from runtime.reference import LocalExperts, ReferenceTrainer
 from runtime.transformer import Transformer
@@ -163,16 +164,23 @@ def test_what_is_written_of_deepseek_has_its_layout(tmp_path: Path, trained: dic
     torch.testing.assert_close(moved, moved.round(), atol=1e-6, rtol=0)
 
 
-def test_layers_behind_the_last_are_not_read_and_biases_stay_wide(tmp_path: Path) -> None:
+def test_layers_behind_the_last_are_not_read(tmp_path: Path) -> None:
     folder = tmp_path / "public"
     shutil.copytree(PUBLIC / "deepseek_v3", folder)
     tensors = load_file(folder / WEIGHTS)
     save_file(tensors | {"model.layers.3.enorm.weight": torch.ones(8)}, folder / WEIGHTS)
     told = expected("deepseek_v3")
     assert loss_of(load_workload(str(folder)), folder, told["tokens"]) == pytest.approx(told["loss"], rel=1e-7)
-    model = load_workload(str(folder)).model
-    wide = [matrix.name for matrix in public_weights.matrices(model) if matrix.wide]
-    assert wide == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
+
+
+def test_biases_of_gates_are_written_in_fp32_among_narrower_weights(trained: dict[str, Path], tmp_path: Path) -> None:
+    saved = SavedWeights(checkpoint_of(trained["deepseek_v3"]))
+    files, _, size = public_weights._write_shards(tmp_path, saved, saved.workload.model, torch.bfloat16)
+    written = load_file(tmp_path / WEIGHTS)
+    assert files.keys() == written.keys() and size == sum(value.nbytes for value in written.values())
+    wide = {key for key, value in written.items() if value.dtype == torch.float32}
+    assert wide == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    assert {value.dtype for value in written.values()} == {torch.float32, torch.bfloat16}
 
 
 def test_coded_changes_begin_with_the_public_weights(ranks: RankPool, tmp_path: Path) -> None:
