@@ -154,8 +154,15 @@ def test_latent_attention_of_deepseek_v3() -> None:
     query = hidden * query_rank + query_rank * heads * (nope + rope)
     key_value = hidden * (kv_rank + rope) + kv_rank * heads * (nope + value)
     params = query + key_value + heads * value * hidden + query_rank + kv_rank
-    model = workload("deepseek-v3").model
+    shipped = workload("deepseek-v3")
+    model, tokens = shipped.model, shipped.training.tokens
     assert model.attention_block_params + model.attention_other_params == params == 187_107_328
+    # Of the causal half of 4096 x 4096 scores: products of queries with keys, and of shares with values.
+    scores = 2 * (4096 / 2) * heads * (nope + rope + value)
+    others = hidden * 256 + 3 * hidden * 2048
+    assert shipped.pre_expert_flops / tokens == 2 * (params - query_rank - kv_rank + others) + scores
+    dense = 3 * (2 * (params - query_rank - kv_rank + 3 * hidden * 18432) + scores)
+    assert shipped.head_flops / tokens == dense + 2 * hidden * 129280
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One case of experiments/memory: every rank's measured peak is within 10 % of the planner's figure."""
+"""Cases of experiments/memory: every rank's measured peak is within 10 % of the planner's figure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ RUN = Path(__file__).resolve().parents[2] / "experiments" / "memory" / "run.py"
 
 @pytest.mark.turns(2)
 @pytest.mark.timeout(300)
-def test_ranks_take_what_the_planner_says(tmp_path: Path) -> None:
-    command = [sys.executable, str(RUN), "--cases", "short", "--results", str(tmp_path)]
+@pytest.mark.parametrize("case", ["short", "latent-long"])
+def test_ranks_take_what_the_planner_says(tmp_path: Path, case: str) -> None:
+    command = [sys.executable, str(RUN), "--cases", case, "--results", str(tmp_path)]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "rows.csv").open() as stream:

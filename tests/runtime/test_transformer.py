@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -10,7 +12,7 @@ from training_cases import CROSS, LATENT, MODELS, PLAIN, Case
 from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Plan
-from hybridep.workload import Ffn, Model, Training, Workload
+from hybridep.workload import Ffn, Model, RopeScaling, Training, Workload
 from planner.activations import attention_elements
 from runtime.attention import Attention, LatentAttention
 from runtime.experts import feed_forward, grouped_feed_forward, split_row
@@ -175,6 +177,40 @@ def test_latent_attention_takes_parameters_flops_and_memory_as_plans_count(sizes
     small = tokens * (3 + 2 + 2 * sizes["rope_head_dim"])
     assert 0 <= sum(kept.values()) / 8 - tokens * attention_elements(model) <= small
     y.sum().backward()
+
+
+def turns_of(scaling: dict[str, float]) -> torch.Tensor:
+    """[D/2]: by what each pair of 32 elements turns from one position to the next, and how much longer it becomes: [2, D/2]."""
+    rotary = Rotary(32, build(Model, PLAIN | {"rope_theta": 100.0, "rope_scaling": scaling}, "model"))
+    first, second = rotary(torch.cat([torch.ones(16), torch.zeros(16)]).double().expand(2, 32))[1].chunk(2)
+    return torch.stack([torch.atan2(second, first), torch.hypot(first, second)])
+
+
+def test_scaled_rotation_slows_down_what_turns_slowly() -> None:
+    """Of 16 pairs: in 512 positions the first turns 81 times, the last 1.1 times."""
+    plain = 100.0 ** (-torch.arange(16, dtype=torch.float64) / 16)
+    turned, longer = turns_of({"factor": 8, "original_length": 512, "beta_fast": 40, "beta_slow": 5})
+    turns = 512 * plain / (2 * torch.pi)
+    # The ramp begins at the last pair that turns so often, and ends at the first that does not turn so often any more.
+    first, last = int((turns >= 40).sum()) - 1, int((turns > 5).sum())
+    assert (first, last) == (2, 10)
+    slow = torch.tensor([min(max((pair - first) / (last - first), 0), 1) for pair in range(16)], dtype=torch.float64)
+    torch.testing.assert_close(turned, plain * (1 - slow) + plain / 8 * slow)
+    torch.testing.assert_close(longer, torch.full((16,), 1 + 0.1 * math.log(8), dtype=torch.float64))
+
+
+def test_scaled_rotation_of_deepseek_makes_nothing_longer_but_scores() -> None:
+    """Where both scales are the same; all queries and keys are longer by what one of them makes of the factor."""
+    scaling = {"factor": 40, "original_length": 4096, "mscale": 1, "mscale_all_dim": 1}
+    torch.testing.assert_close(turns_of(scaling)[1], torch.ones(16, dtype=torch.float64))
+    ratio = turns_of(scaling | {"mscale": 0.5})[1]
+    torch.testing.assert_close(ratio, torch.full_like(ratio, (1 + 0.05 * math.log(40)) / (1 + 0.1 * math.log(40))))
+    model, attention = latent_attention(LATENT)
+    scaled = LatentAttention(model.model_copy(update={"rope_scaling": build(RopeScaling, scaling, "scaling")}), torch.float64)
+    scaled.load_state_dict(attention.state_dict())
+    x = torch.randn(1, 1, 16, dtype=torch.float64)
+    torch.testing.assert_close(scaled(x), attention(x), msg="one token finds itself alone")
+    assert scaled.scale == pytest.approx((1 + 0.1 * math.log(40)) ** 2 * attention.scale)
 
 
 @pytest.mark.parametrize("ffn", Ffn)
