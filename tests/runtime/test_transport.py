@@ -9,10 +9,15 @@ import socket
 import subprocess
 import sys
 import textwrap
+import zlib
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from training_cases import Case
 
 from hybridep.config import build
@@ -20,7 +25,8 @@ from hybridep.launch.lab import LabSpec, run_in_lab
 from hybridep.plan import LayerGroup, Plan
 from hybridep.topology import Cluster
 from hybridep.traffic import Op
-from runtime.channels import Channels
+from runtime.barrier import MEETING, NUMBERS, SAVING, Barrier
+from runtime.channels import NUMBERED, Channels
 from runtime.mesh import Mesh
 
 pytestmark = pytest.mark.timeout(90)
@@ -356,6 +362,26 @@ def test_names_of_levels_cannot_meet_in_a_tag() -> None:
     labels += ["barrier", "gather at rank 0"]
     tags = {channels.of(label)._first_tag for label in labels}
     assert len(tags) == len(labels) and max(tags) < 1 << 31
+
+
+@pytest.mark.parametrize("name", [MEETING, SAVING])
+def test_no_name_of_a_level_gives_checkpoints_a_tag_of_a_barrier(name: str) -> None:
+    """By checksum alone six names of 32768 would: of each of a barrier's labels one such name is tried. Nor do barriers and
+    transfers of a step, which have numbers, meet."""
+    group: Any = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5))
+    barrier = Barrier(rank=0, world_size=1, groups=[group], name=name)
+    labels = [name, f"{name}: gather at rank 0", f"{name}: share of rank 0"]
+    own = {barrier._transport._channels.of(label)._first_tag for label in labels}
+    wanted, candidates = {zlib.crc32(label.encode()) % NUMBERED: label for label in labels}, 0
+    while wanted:
+        level, candidates = f"dc{candidates}", candidates + 1
+        if wanted.pop(zlib.crc32(f"checkpoint@{level}".encode()) % NUMBERED, None):
+            assert Channels([group], {}).of(f"checkpoint@{level}")._first_tag not in own
+    other = NUMBERS.keys() - set(labels)
+    assert len(own) == len(labels) == len(other)
+    assert own.isdisjoint(Channels([group], {}, numbers=NUMBERS).of(label)._first_tag for label in other)
+    mesh = Mesh(plan=Case(sizes=(4, 2), domains=(1, 1)).plan(), rank=0)
+    assert max(mesh.label_numbers.values()) < min(NUMBERS.values())
 
 
 LAB_RANK = """
