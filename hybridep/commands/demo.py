@@ -187,7 +187,7 @@ def _wire_bytes() -> int | None:
     if not in_lab():
         return None
     lab = Lab.current()
-    return sum(lab.interface_bytes(site.name).tx for site in lab.sites)
+    return sum(lab.sent_bytes(site.name) for site in lab.sites)
 
 
 def _domains(made: Plan) -> str:

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.timeout(90)
 
 PRELUDE = """
 import os, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 import torch, torch.distributed as dist
 from hybridep.errors import TransportError
@@ -44,6 +45,9 @@ peers = [peer for peer in range(world) if peer != rank]
 
 def message(source, to, size):
     return torch.arange(size, dtype=torch.int64) * 1000 + source * 10 + to
+
+def start(transport, sends, receives, label):
+    return ThreadPoolExecutor(1).submit(transport.post(receives, label).begin(sends))
 """
 
 
@@ -222,7 +226,7 @@ def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
         def begin(label, factor):
             receives = {peer: torch.zeros(50_000, dtype=torch.int64) for peer in peers}
             sends = {peer: message(rank, peer, 50_000) * factor for peer in peers}
-            return transport.start(sends, receives, label), sends, receives, factor
+            return start(transport, sends, receives, label), sends, receives, factor
         # Two under one label in the same order everywhere; the labels themselves in another order on each rank.
         labels = ["gather", "tokens", "return"]
         begun = []
@@ -233,8 +237,8 @@ def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
         right, left = (rank + 1) % world, (rank - 1) % world
         transport.exchange({right: torch.tensor([rank])}, {left: now}, "meanwhile")
         assert now.item() == left
-        for handle, _, receives, factor in reversed(begun):
-            handle.wait()
+        for future, _, receives, factor in reversed(begun):
+            future.result()
             for peer in peers:
                 assert torch.equal(receives[peer], message(peer, rank, 50_000) * factor)
     """
@@ -264,7 +268,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             transport.exchange({}, {0: got}, "tokens@dc")
             assert torch.equal(got, message(0, 1, size))
         if rank == 0:
-            tokens = transport.start({1: message(0, 1, size)}, {}, "tokens@dc")
+            tokens = start(transport, {1: message(0, 1, size)}, {}, "tokens@dc")
             while not transport._urgency.sending["dc"]:
                 time.sleep(0.01)
         if rank != 1:
@@ -273,7 +277,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             for thread in threads: thread.start()
             for thread in threads: thread.join()
         if rank == 0:
-            tokens.wait()
+            tokens.result()
             assert [label for label, _ in ends] == ["alone@dc", "copies@gpu", "tokens@dc", "copies@dc"], ends
         dist.barrier()
 
@@ -283,18 +287,18 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             time.sleep(1.5)
             transport.exchange({0: message(1, 0, size)}, {}, "tokens@dc")
         if rank == 0:
-            tokens = transport.start({}, {1: got}, "tokens@dc")
+            tokens = start(transport, {}, {1: got}, "tokens@dc")
         if rank != 1:
             background("others@dc")
         if rank == 0:
-            tokens.wait()
+            tokens.result()
             assert torch.equal(got, message(1, 0, size))
             assert [label for label, _ in ends] == ["others@dc", "tokens@dc"], ends
         dist.barrier()
 
         # Closed while it gives way: it ends at once.
         if rank == 0:
-            tokens = transport.start({1: got}, {}, "tokens@dc")
+            tokens = start(transport, {1: got}, {}, "tokens@dc")
             while not transport._urgency.sending["dc"]:
                 time.sleep(0.01)
             threading.Timer(0.3, transport.close).start()
@@ -321,7 +325,7 @@ def test_a_silent_and_a_dead_peer_are_named(tmp_path: Path) -> None:
             if rank == 0:
                 transport.exchange({}, {2: torch.zeros(4)}, "tokens")
             else:
-                transport.start({}, {2: torch.zeros(4)}, "tokens").wait()
+                start(transport, {}, {2: torch.zeros(4)}, "tokens").result()
         except TransportError as error:
             print(f"{error.who} | {error.why}")
         time.sleep(1)
@@ -399,7 +403,7 @@ LAB_DRIVER = """
 import json, os, subprocess, sys
 from hybridep.launch.lab import Lab
 lab = Lab.current()
-before = [lab.interface_bytes(site.name).tx for site in lab.sites]
+before = [lab.sent_bytes(site.name) for site in lab.sites]
 ranks = [
     lab.spawn(
         site.name, [sys.executable, sys.argv[1]], stdout=subprocess.PIPE, text=True,
@@ -411,7 +415,7 @@ outputs = [rank.communicate()[0] for rank in ranks]
 assert not any(rank.returncode for rank in ranks)
 times = [[line.split()[1:] for line in output.splitlines() if line.startswith("took")] for output in outputs]
 took = [max(float(t[1]) for t in turn) - min(float(t[0]) for t in turn) for turn in zip(*times)]
-sent = [lab.interface_bytes(site.name).tx - start for site, start in zip(lab.sites, before)]
+sent = [lab.sent_bytes(site.name) - start for site, start in zip(lab.sites, before)]
 json.dump({"took_s": took, "sent_bytes": sent}, open(sys.argv[2], "w"))
 """
 
