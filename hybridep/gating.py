@@ -3,6 +3,7 @@
 Each token picks ``top_k`` distinct experts. Where nothing is known all sets of experts are equally likely; where the
 popularity of the experts has been measured, the sets follow the distribution of largest entropy that has it: each expert
 is drawn by itself, given that ``top_k`` are drawn (conditional Bernoulli; Chen, Dempster and Liu, Biometrika 1994).
+Where tokens choose from some groups of experts only, the sets are those of ``hybridep.group_choice``.
 With a capacity, an expert's load in a sequence is binomial and what exceeds the capacity is dropped. Tokens late in a sequence
 lose most where the last are dropped, so that is counted by position; otherwise the drops of one token at different experts are
 taken to be independent, which is an approximation.
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridep.arrays import BoolArray, FloatArray, IntArray
+from hybridep.group_choice import GroupChoice
 from hybridep.shares import site_sequences
 from hybridep.topology import Cluster
 from hybridep.workload import DropPolicy, Workload
@@ -48,6 +50,13 @@ class Gating:
     """An expert without room drops the last tokens of the sequence, else those with the smallest probability."""
     padded: bool = False
     """An expert computes its full capacity, whatever came."""
+    groups: GroupChoice | None = None
+    """None: tokens choose from all experts."""
+
+    @property
+    def counts_decide(self) -> bool:
+        """Whether how many experts a set has is all that matters to how often it is needed (``hit_by_count``)."""
+        return self.popularity is None and self.groups is None
 
     @cached_property
     def chosen(self) -> FloatArray:
@@ -101,7 +110,7 @@ class Gating:
     def hit_by_count(self) -> FloatArray:
         """[E + 1]: the probability that at least one of a token's experts is among n given ones (and takes it), where all
         experts are alike: 1 - C(E - n, K) / C(E, K) without drops (the count of destination groups in DeepEP)."""
-        assert self.popularity is None
+        assert self.counts_decide
         experts, top_k = self.num_experts, self.top_k
         dropped = 1 - self.kept_along[:, 0]
         all_dropped = [float((dropped**j).mean()) for j in range(top_k + 1)]
@@ -114,19 +123,38 @@ class Gating:
 
     def hit(self, member: BoolArray) -> FloatArray:
         """[N]: the probability that a token has at least one expert that takes it among each of N sets [N, E]."""
-        if self.popularity is None:
+        if self.counts_decide:
             return np.asarray(self.hit_by_count[member.sum(axis=1)])
         if not len(member):
             return np.zeros(0)
+        if self.groups is not None and self.popularity is None:
+            return self.hit_by_groups(member.reshape(len(member), self.groups.groups, -1).sum(axis=2))
         # Ranks of one domain ask for the same sets.
         first, where = _different(np.packbits(member, axis=1))
         different = member[first]
+        if self.groups is not None:
+            odds, each = self._odds_in_groups, self.kept_along
+            none = [self.groups.missed(np.where(different, odds * (1 - kept), odds)) for kept in each]
+            return np.asarray(1.0 - np.mean(none, axis=0) / self.groups.missed(odds[None, :])[0])[where]
         missed = np.zeros(len(different))
         for kept in self.kept_along:
             picked = np.where(different, self._drawn * (1 - kept), self._drawn)
             missed += _number_drawn(self._drawn, picked, self.top_k)[:, self.top_k] / len(self.kept_along)
         all_drawn = _number_drawn(self._drawn, self._drawn[None, :], self.top_k)[0, self.top_k]
         return np.asarray(1.0 - missed / all_drawn)[where]
+
+    def hit_by_groups(self, counts: IntArray) -> FloatArray:
+        """[N]: the probability that a token needs one of so many experts of each group ([N, groups]), where all are equally
+        popular."""
+        assert self.groups is not None and self.popularity is None
+        none = [self.groups.missed_of_counts(counts, dropped=1 - float(kept[0])) for kept in self.kept_along]
+        return np.asarray(1.0 - np.mean(none, axis=0))
+
+    @cached_property
+    def _odds_in_groups(self) -> FloatArray:
+        """[E]: odds with which each expert is ``chosen`` where tokens choose from some groups only."""
+        assert self.groups is not None
+        return self.groups.odds_of(self.chosen)
 
     @cached_property
     def _drawn(self) -> FloatArray:
@@ -202,4 +230,12 @@ def _gating(workload: Workload, popularity: tuple[float, ...] | None, sequences:
         capacity=workload.expert_capacity,
         last_dropped=model.token_drop_policy is DropPolicy.POSITION,
         padded=model.pad_expert_input_to_capacity,
+        groups=GroupChoice(
+            groups=model.expert_groups,
+            size=model.num_experts // model.expert_groups,
+            per_token=model.groups_per_token,
+            top_k=model.top_k,
+        )
+        if model.limits_groups
+        else None,
     )

@@ -146,8 +146,12 @@ def _visits(gating: Gating, sequences: FloatArray, place: IntArray, num_places: 
     else:
         # Counted where an expert is found, not everywhere: thousands of ranks reach few experts each.
         found, served = np.unique(keys, return_counts=True)
-    if gating.popularity is None:
+    if gating.counts_decide:
         hit = gating.hit_by_count[served]
+    elif gating.popularity is None and gating.groups is not None:
+        groups = gating.groups.groups
+        which = np.searchsorted(found, keys) * groups + np.arange(gating.num_experts) // gating.groups.size
+        hit = gating.hit_by_groups(np.bincount(which.ravel(), minlength=len(found) * groups).reshape(-1, groups))
     else:
         member = np.zeros((len(found), gating.num_experts), dtype=np.bool_)
         member[np.searchsorted(found, keys), np.arange(gating.num_experts)] = True

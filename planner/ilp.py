@@ -64,7 +64,8 @@ def build_program(problem: Problem) -> Program:
 
 
 def _memory_rows(problem: Problem, used: list[int]) -> list[tuple[float, float, list[float], list[float]]]:
-    """(fixed, fixed passing, lasting per candidate, passing per candidate) of every rank that differs from the others."""
+    """(fixed, fixed passing, lasting per candidate, passing per candidate) of every rank that no other one needs as much as of
+    everything, and more of something."""
     columns = [
         problem.fixed_lasting_bytes,
         problem.fixed_passing_bytes,
@@ -72,5 +73,7 @@ def _memory_rows(problem: Problem, used: list[int]) -> list[tuple[float, float, 
         *problem.passing_bytes[used],
     ]
     rows = np.unique(np.round(np.column_stack(columns) / problem.capacity_bytes[:, None], 12), axis=0)
+    # In ascending order: only rows below need as much.
+    rows = np.stack([row for place, row in enumerate(rows) if not (rows[place + 1 :] >= row).all(axis=1).any()])
     split = 2 + len(used)
     return [(float(row[0]), float(row[1]), row[2:split].tolist(), row[split:].tolist()) for row in rows]

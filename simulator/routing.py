@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from hybridep.arrays import FloatArray
 from hybridep.pipeline import AnyPlan
 from hybridep.routing import Routing
 from hybridep.shares import site_sequences
@@ -15,7 +16,8 @@ from simulator.errors import SimulationError
 def zipf_routing(plan: AnyPlan, *, exponent: float, seed: int, step: int = 0, drift: float = 0.0) -> Routing:
     """Choices of a training step: the i-th most popular of a layer's experts has a share proportional to i ** -exponent.
 
-    exponent: 0 is uniform. Each token draws its top-k without replacement (Gumbel's trick; Kool et al., ICML 2019).
+    exponent: 0 is uniform. Each token draws its top-k without replacement (Gumbel's trick; Kool et al., ICML 2019); of groups of
+    experts, where the model limits these, those with the best experts.
     drift: how far the order of popularity moves per step, from 0 (never) to 1 (a new order each step): scores whose order
     it is follow an autoregressive process. The same seed and step give the same choices, whatever the plan's placement.
     Returns (MoE layer, micro-batch) -> [G, T, K] expert ids, -1 for tokens that a rank lacks. Raises SimulationError for values
@@ -41,6 +43,16 @@ def zipf_routing(plan: AnyPlan, *, exponent: float, seed: int, step: int = 0, dr
     for layer in range(num_layers):
         for micro_batch in range(training.micro_batches):
             drawn = log_share[layer] + tokens.gumbel(size=shape)
+            if model.limits_groups:
+                drawn = _of_best_groups(drawn, model.expert_groups, model.groups_per_token)
             top = np.argpartition(-drawn, model.top_k - 1, axis=-1)[..., : model.top_k]
             choices[layer, micro_batch] = np.where(lacks[..., None], -1, top)
     return choices
+
+
+def _of_best_groups(drawn: FloatArray, groups: int, per_token: int) -> FloatArray:
+    """[G, T, E]: nothing for experts outside each token's best groups."""
+    of_groups = drawn.reshape(*drawn.shape[:2], groups, -1)
+    best = of_groups.max(axis=3)
+    own = best >= np.partition(best, groups - per_token, axis=2)[:, :, groups - per_token, None]
+    return np.where(own[..., None], of_groups, -np.inf).reshape(drawn.shape)

@@ -35,7 +35,7 @@ def _layer_usd(problem: SiteProblem, prices: FloatArray, gathers: int, returns: 
     wire, size, experts = problem.wire, problem.num_sites, problem.num_experts
     row_usd = prices * wire.row_there_bytes + prices.T * wire.row_back_bytes
     np.fill_diagonal(row_usd, np.inf)
-    rows = problem.num_inside * problem.hit[experts - np.arange(experts + 1)]
+    rows = problem.num_inside * problem.for_bounds.hit[experts - np.arange(experts + 1)]
     # [home site, holder]
     copy_usd = prices * (gathers * wire.expert_bytes) + prices.T * (returns * wire.expert_gradient_bytes)
     total = 0.0

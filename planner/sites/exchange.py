@@ -1,7 +1,8 @@
 """Transfers between and inside sites in closed form, and how long each takes.
 
 The same bytes as ``hybridep.traffic`` gives for the placement, summed over what the links cannot tell apart. A token of a
-site with n_h of the E experts served at site h goes there with probability 1 - C(E - n_h, K) / C(E, K).
+site with n_h of the E experts served at site h goes there with probability 1 - C(E - n_h, K) / C(E, K); or where tokens choose
+from some groups of experts only, with that of ``hybridep.group_choice``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridep.arrays import BoolArray, FloatArray, IntArray
+from hybridep.gating import gating
 from hybridep.traffic import COUNT_BYTES
 from planner.sites.problem import Inside, SiteProblem
 
@@ -147,15 +149,24 @@ class _Served:
     row: IntArray
     place: IntArray
     count: IntArray
+    hit: FloatArray
+    """The probability that a token needs one of them."""
 
     @classmethod
-    def of(cls, places: IntArray) -> _Served:
+    def of(cls, problem: SiteProblem, places: IntArray) -> _Served:
         """``places`` is [rows, E]: where each expert is computed."""
         ordered = np.sort(places, axis=1)
         first = np.ones(ordered.shape, dtype=np.bool_)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         start = np.flatnonzero(first)
-        return cls(row=start // ordered.shape[1], place=ordered.ravel()[start], count=np.diff(start, append=ordered.size))
+        row, place, count = start // ordered.shape[1], ordered.ravel()[start], np.diff(start, append=ordered.size)
+        if problem.group_of is None:
+            return cls(row=row, place=place, count=count, hit=problem.hit[count])
+        groups, size = int(problem.group_of[-1]) + 1, int(places.max()) + 1
+        found = np.searchsorted(row * size + place, np.arange(len(places))[:, None] * size + places)
+        of_groups = np.bincount((found * groups + problem.group_of).ravel(), minlength=len(row) * groups)
+        hit = gating(problem.workload).hit_by_groups(of_groups.reshape(len(row), groups))
+        return cls(row=row, place=place, count=count, hit=hit)
 
     def by_place(self, value: NDArray[Any], users: NDArray[Any], size: int) -> FloatArray:
         """[size]: ``value`` ([K]) of all users of all rows together, with so many users ([rows]) each."""
@@ -189,17 +200,16 @@ def between_sites(problem: SiteProblem, table: IntArray) -> BetweenSites:
     """``table`` is [D, E]."""
     size = problem.num_sites
     distinct, which = distinct_rows(table)
-    served = _Served.of(distinct)
-    own = (table == np.arange(size)[:, None]).sum(axis=1)
-    told_bytes = COUNT_BYTES * (np.arange(problem.num_experts + 1) > 0).astype(np.float64)
+    served = _Served.of(problem, distinct)
+    told_bytes = np.full(len(served.row), float(COUNT_BYTES))
     copies, held_at = _copies(problem, held_by_site(problem, distinct))
     return BetweenSites(
         distinct=distinct,
         tokens=np.asarray(np.bincount(which, weights=problem.tokens), dtype=np.float64),
         per_copy=np.asarray(np.bincount(which, weights=problem.rows_per_choice), dtype=np.float64),
         served=served,
-        rows=_alike(problem, problem.hit, served, which, own, problem.tokens, problem.tokens),
-        counts=_alike(problem, told_bytes, served, which, own, np.ones(size)),
+        rows=_alike(problem, served.hit, served, which, problem.tokens, problem.tokens),
+        counts=_alike(problem, told_bytes, served, which, np.ones(size)),
         copies=copies,
         held_at=held_at,
     )
@@ -217,7 +227,7 @@ def with_inside(problem: SiteProblem, between: BetweenSites, inside: tuple[Insid
     # worker holds each expert. ``place`` is that of each rank, ``found`` of each expert; ``alike`` ranks send there alike.
     places = alike = 1
     place, found = np.zeros(n, dtype=np.int64), np.zeros(problem.num_experts, dtype=np.int64)
-    arrived = np.broadcast_to(served.by_place(problem.hit[served.count], tokens, size)[:, None], (size, n))
+    arrived = np.broadcast_to(served.by_place(served.hit, tokens, size)[:, None], (size, n))
     for level, (width, one) in enumerate(zip(sizes, inside, strict=True), start=1):
         if width == 1:
             continue
@@ -238,8 +248,8 @@ def with_inside(problem: SiteProblem, between: BetweenSites, inside: tuple[Insid
             held_at = all_held
             continue
         places, place, found = places * width, place * width + coordinate, found * width + home[level - 1]
-        served = _Served.of(between.distinct * places + found)
-        needed = served.by_place(problem.hit[served.count], tokens, size * places).reshape(size, places)[:, place]
+        served = _Served.of(problem, between.distinct * places + found)
+        needed = served.by_place(served.hit, tokens, size * places).reshape(size, places)[:, place]
         sent = alike * needed
         before, away = arrived, _together(sent, width, inner) - sent
         rows.append(
@@ -285,21 +295,22 @@ def _together(values: FloatArray, width: int, inner: int) -> FloatArray:
 
 def _alike(
     problem: SiteProblem,
-    by_count: FloatArray,
+    sent: FloatArray,
     served: _Served,
     which: IntArray,
-    own: IntArray,
     scale: FloatArray,
     most_coded: FloatArray | float = math.inf,
 ) -> Exchange:
-    """Every rank of a site sends the same to each other site: its ``scale`` ([D]) times ``by_count`` ([E + 1]) of the number of
-    experts served there; it codes at most ``most_coded`` of that. ``which`` is the row of each site, ``own`` what it serves
-    itself ([D])."""
+    """Every rank of a site sends the same to each other site: its ``scale`` ([D]) times what is ``sent`` ([K]) for the experts
+    served there; it codes at most ``most_coded`` of that. ``which`` is the row of each site."""
     size, n, every = problem.num_sites, problem.num_inside, np.ones(problem.num_inside)
     users = np.bincount(which, weights=scale)
-    sent, kept, one = by_count[served.count], scale * by_count[own], np.ones(len(served.count))
-    to = np.bincount(served.row)[which] - (own > 0)
-    of = served.by_place(one, np.bincount(which).astype(np.float64), size) - (own > 0)
+    keys, mine = served.row * size + served.place, which * size + np.arange(size)
+    at = np.minimum(np.searchsorted(keys, mine), len(keys) - 1)
+    own, one = keys[at] == mine, np.ones(len(sent))
+    kept = np.where(own, scale * sent[at], 0.0)
+    to = np.bincount(served.row)[which] - own
+    of = served.by_place(one, np.bincount(which).astype(np.float64), size) - own
     # Where all was taken away from a sum, what is left is rounding.
     out = np.where(to > 0, scale * np.bincount(served.row, weights=sent)[which] - kept, 0.0)
     into = np.where(of > 0, served.by_place(sent, users, size) - kept, 0.0)

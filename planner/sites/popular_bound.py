@@ -14,12 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from hybridep.arrays import FloatArray, IntArray
+from hybridep.arrays import IntArray
 from hybridep.gating import Gating, gating
 from hybridep.plan import Plan
 from planner.clock import now_s
 from planner.cost import step_cost
 from planner.sites.bound import prove
+from planner.sites.least_hit import least_hit
 from planner.sites.problem import SiteProblem
 from planner.sites.relaxation import Relaxation
 
@@ -45,7 +46,7 @@ def least_s(problem: SiteProblem, plan: Plan, deadline_s: float) -> float:
     layers = [gating(problem.workload, shares, problem.cluster) for shares in plan.popularity]
     least = np.min([least_hit(one, np.argsort(one.chosen, kind="stable")) for one in layers], axis=0)
     until_s = now_s() + TOGETHER * max(0.0, deadline_s - now_s())
-    together_s = _proven_s(replace(relaxed, least_hit=least), step_cost(plan).step_s, until_s)
+    together_s = _proven_s(replace(relaxed, least_hit=least, by_popularity=True), step_cost(plan).step_s, until_s)
     bounds_s: list[float] = []
     size = len(LEFT_OUT)
     tried = sorted(range(size), key=lambda which: abs(which - size // 2))
@@ -95,32 +96,16 @@ def _layer_s(problem: SiteProblem, chosen: Gating, tried: Sequence[int], best_s:
 
 def _of_kept_s(problem: SiteProblem, chosen: Gating, kept: IntArray, best_s: float, deadline_s: float) -> float:
     """With no other experts than ``kept``, the least popular first."""
-    model = problem.workload.model.model_copy(update={"num_experts": len(kept)})
+    model = problem.workload.model.model_copy(update={"num_experts": len(kept), "expert_groups": 1, "groups_per_token": 1})
     fewer = replace(
         problem,
         workload=problem.workload.model_copy(update={"model": model}),
         home=problem.home[np.sort(kept)],
         least_hit=least_hit(chosen, kept),
+        by_popularity=True,
     )
     return _proven_s(fewer, best_s, deadline_s)
 
 
 def _proven_s(problem: SiteProblem, best_s: float, deadline_s: float) -> float:
     return prove(Relaxation(problem=problem), best_s, max_boxes=MOST_BOXES, deadline_s=deadline_s).bound_s
-
-
-def least_hit(chosen: Gating, kept: IntArray) -> FloatArray:
-    """[len(kept) + 1], concave: no more than the probability that a token needs at least one of any n of the experts ``kept``,
-    the least popular first."""
-    if chosen.capacity is None:
-        # None of n experts is chosen with the largest probability where they have the smallest ones of being drawn.
-        member = np.zeros((len(kept), chosen.num_experts), dtype=np.bool_)
-        member[:, kept] = np.tri(len(kept), dtype=np.bool_)
-        least = np.asarray(chosen.hit(member))
-    else:
-        # Drops differ; any set has at least the tokens of its least chosen expert.
-        least = np.full(len(kept), float((chosen.chosen * chosen.kept)[kept].min()))
-    number = np.arange(1, len(kept) + 1)
-    # The highest line through zero below it as far as n, and from there on no steeper than before.
-    below = number * np.minimum.accumulate(least / number)
-    return np.concatenate(([0.0], np.cumsum(np.minimum.accumulate(np.diff(below, prepend=0.0)))))

@@ -8,7 +8,7 @@ expert is with one (``Inside.ONE``, at its home's place).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import product
@@ -28,6 +28,7 @@ from planner.compute import Compute, compute_of_sites
 from planner.constraints import Constraints, Permissions, binding
 from planner.exchange import window_s_per_byte
 from planner.goal import FASTEST, Goal
+from planner.sites.least_hit import least_hit
 
 
 class Inside(Enum):
@@ -75,7 +76,9 @@ class SiteProblem:
     recompute: bool = False
     """Of all layers' experts (``LayerGroup.recompute``). Bounds leave it out."""
     least_hit: FloatArray | None = None
-    """[E + 1], for bounds only: where experts are not equally popular, the ``hit`` that holds for any n of them."""
+    """[E + 1], for bounds only: where a number of experts does not decide, the ``hit`` that holds for any n of them."""
+    by_popularity: bool = False
+    """For bounds only: experts are not equally popular."""
 
     @cached_property
     def num_sites(self) -> int:
@@ -172,8 +175,27 @@ class SiteProblem:
 
     @cached_property
     def hit(self) -> FloatArray:
-        """[E + 1]: probability that a token needs at least one of n experts."""
-        return gating(self.workload).hit_by_count if self.least_hit is None else self.least_hit
+        """[E + 1]: probability that a token needs at least one of n experts; where it matters which, of n neighbouring ones."""
+        if self.least_hit is not None:
+            return self.least_hit
+        chosen = gating(self.workload)
+        if chosen.counts_decide:
+            return chosen.hit_by_count
+        return chosen.hit(np.tri(self.num_experts + 1, self.num_experts, -1, dtype=np.bool_))
+
+    @cached_property
+    def for_bounds(self) -> SiteProblem:
+        """With the ``hit`` of any n experts."""
+        chosen = gating(self.workload)
+        if chosen.counts_decide or self.least_hit is not None:
+            return self
+        return replace(self, least_hit=least_hit(chosen, np.arange(self.num_experts)))
+
+    @cached_property
+    def group_of(self) -> IntArray | None:
+        """[E]: of which group of experts each is, where tokens choose from some of them only."""
+        model = self.workload.model
+        return np.arange(self.num_experts) // (self.num_experts // model.expert_groups) if model.limits_groups else None
 
     @cached_property
     def tokens(self) -> FloatArray:
@@ -252,7 +274,7 @@ class SiteProblem:
     def expert_s_per_choice(self) -> FloatArray:
         """[D]: seconds one rank of a site computes at least for each of n experts that it serves for any rank's tokens, forward.
         For bounds, so what ranks that share processors wait for each other is left out, and so is all that may be hidden."""
-        if self.in_parts or self.least_hit is not None:
+        if self.in_parts or self.by_popularity:
             return np.zeros(self.num_sites)
         return float(self.rows_per_choice.min()) * self.compute.expert_s_per_row[:, 0] / self.compute.sharing
 
@@ -265,7 +287,7 @@ class SiteProblem:
     def computed_s(self) -> float:
         """Seconds the last rank computes at least, forward, whoever serves what: all would be done at once. With a capacity,
         popular experts drop more, so nothing where experts are not equally popular."""
-        if self.least_hit is not None and gating(self.workload).capacity is not None:
+        if self.by_popularity and gating(self.workload).capacity is not None:
             return 0.0
         rates = self.compute.sharing / self.compute.expert_s_per_row
         return self.num_experts * float(self.rows_per_choice.sum() / rates.sum())

@@ -81,8 +81,12 @@ class Relaxation:
     """The bound's ingredients for one problem."""
 
     problem: SiteProblem
+    """Whose ``hit`` holds for any n experts."""
     prices: tuple[Priced, ...] = ()
     """Of visits."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "problem", self.problem.for_bounds)
 
     @cached_property
     def known_needed(self) -> dict[tuple[Any, ...], FloatArray]:

@@ -20,17 +20,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from math import comb
 
 import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import EXACT, Codecs, Wire
+from hybridep.gating import gating
 from hybridep.pipeline import sequences_of_place
 from hybridep.shares import sequences_together
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.price import step_usd
+from planner.sites.least_hit import least_hit
 
 _CLOSE = 1e-6
 """The bound is found to this share."""
@@ -99,13 +100,12 @@ class _Sites:
         """``_numbers``: the sizes of stages; ``_sent_bytes``: what a site of each sends of one layer at least, mean over its
         stage's sites."""
         if alike and model.capacity_factor is None:
+            away = least_hit(gating(workload), np.arange(model.num_experts))[::-1]
             for size in self._numbers[1:].tolist():
                 mine = sizes == size
                 own = tokens * share[mine]
-                self._layer_bytes[:, mine] = _least_bytes(model.num_experts, model.top_k, size, own, rows_bytes, copy_bytes)
-                self._sent_bytes[size - 1] = _least_sent_bytes(
-                    model.num_experts, model.top_k, size, float(own.min()), sum(rows_bytes), sum(copy_bytes)
-                )
+                self._layer_bytes[:, mine] = _least_bytes(away, size, own, rows_bytes, copy_bytes)
+                self._sent_bytes[size - 1] = _least_sent_bytes(away, size, float(own.min()), sum(rows_bytes), sum(copy_bytes))
         dense_bytes = _dense_bytes(cluster, wire, self._numbers)
         self._layer_bytes += dense_bytes[sizes - 1]
         self._sent_bytes += dense_bytes
@@ -219,24 +219,25 @@ def _shares(cluster: Cluster, workload: Workload, most: int) -> tuple[IntArray, 
 
 
 def _least_bytes(
-    experts: int, top_k: int, size: int, tokens: FloatArray, rows_bytes: tuple[int, int], copy_bytes: tuple[int, int]
+    away: FloatArray, size: int, tokens: FloatArray, rows_bytes: tuple[int, int], copy_bytes: tuple[int, int]
 ) -> FloatArray:
     """[up or down, shares]: over a site's access link, of one layer in a stage of so many sites, by the site's tokens [shares];
-    whatever it holds."""
+    whatever it holds. ``away`` [E + 1]: the share of tokens, at least, that need others where so many experts are held."""
+    experts = len(away) - 1
     home = -(-experts // size)
     held = np.arange(min(home, experts), experts + 1)
-    away = np.array([1 - comb(number, top_k) / comb(experts, top_k) for number in held.tolist()])
     copies = (held - home).clip(0)[:, None]
-    both = [copies * copy + np.outer(away, tokens) * rows for copy, rows in zip(copy_bytes, rows_bytes, strict=True)]
+    both = [copies * copy + np.outer(away[held], tokens) * rows for copy, rows in zip(copy_bytes, rows_bytes, strict=True)]
     return np.stack([one.min(axis=0) for one in both])
 
 
-def _least_sent_bytes(experts: int, top_k: int, size: int, tokens: float, row_bytes: int, copy_bytes: int) -> float:
+def _least_sent_bytes(away: FloatArray, size: int, tokens: float, row_bytes: int, copy_bytes: int) -> float:
     """Of one layer, all that the sites of a stage of so many send each other, over their number; whatever they hold. ``tokens``:
     of each, at least; ``row_bytes`` there and back, ``copy_bytes`` of a copy and its gradient."""
+    experts = len(away) - 1
     each, more = divmod(experts, size)
     held = np.arange(each, experts + 1)
-    away_bytes = tokens * row_bytes * np.array([1 - comb(number, top_k) / comb(experts, top_k) for number in held.tolist()])
+    away_bytes = tokens * row_bytes * away[held]
     least = [float(((held - home) * copy_bytes + away_bytes)[home - each :].min()) for home in (each, each + (more > 0))]
     return ((size - more) * least[0] + more * least[1]) / size
 

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from math import comb
+
+import numpy as np
 
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.codecs import Wire
 from hybridep.errors import HybridEPError
+from hybridep.gating import gating
 from hybridep.gpus import SiteGpu
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Residency
@@ -278,10 +280,11 @@ def _bytes_of_site(stage: Plan, size: int) -> float:
     wire = Wire(workload=stage.workload, codecs=stage.level_codecs[0])
     sites = cluster.sizes[0]
     held = max(round(model.num_experts * size / sites), 1)
-    stays = comb(held, model.top_k) / comb(model.num_experts, model.top_k)
+    away = np.arange(model.num_experts) >= held
+    leave = float(gating(stage.workload).hit(away[None, :])[0])
     tokens = training.tokens * training.micro_batches * cluster.num_gpus / sites
     copied = model.num_experts * (size - 1) / sites
-    return copied * (wire.expert_bytes + wire.expert_gradient_bytes) + 4 * tokens * (1 - stays) * wire.combine_row_bytes
+    return copied * (wire.expert_bytes + wire.expert_gradient_bytes) + 4 * tokens * leave * wire.combine_row_bytes
 
 
 def _domain(outer: str, size: int, inner: Sequence[Level]) -> dict[str, LevelChoice]:

@@ -12,7 +12,7 @@ from planner_cases import make_cluster, make_workload, random_cluster, random_pr
 
 from hybridep.errors import HybridEPError, InfeasibleError, NoSolutionError, UserError
 from hybridep.plan import Schedule, Status
-from planner.ilp import build_program
+from planner.ilp import _memory_rows, build_program
 from planner.problem import Problem, build_problem
 from planner.solve import gap, outcome, solve
 
@@ -164,3 +164,20 @@ def test_gap() -> None:
     assert gap(2.0, 1.0) == 0.5
     assert gap(2.0, 2.0) == 0.0
     assert gap(0.0, 0.0) == 0.0
+
+
+def test_ranks_that_need_less_of_everything_are_no_rows() -> None:
+    """Whatever is left out fits where what is kept does, and nothing that is kept could be left out, too."""
+    fewer = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        used = problem.undominated()
+        needs = np.column_stack([problem.fixed_lasting_bytes, problem.fixed_passing_bytes])
+        needs = np.column_stack([needs, *problem.lasting_bytes[used], *problem.passing_bytes[used]])
+        needs /= problem.capacity_bytes[:, None]
+        kept = np.array([[fixed, passing, *lasting, *more] for fixed, passing, lasting, more in _memory_rows(problem, used)])
+        assert all((kept >= row - 1e-11).all(axis=1).any() for row in needs)
+        assert all((np.abs(needs - row) <= 1e-11).all(axis=1).any() for row in kept)
+        assert not any((np.delete(kept, place, axis=0) >= row).all(axis=1).any() for place, row in enumerate(kept))
+        fewer += len(kept) < len(np.unique(needs.round(12), axis=0))
+    assert fewer

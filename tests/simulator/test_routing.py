@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 from simulated_plans import make_plan
 
+from hybridep.gating import gating
+from hybridep.traffic import expected_rows, routed_rows
 from simulator.errors import SimulationError
 from simulator.routing import zipf_routing
 from simulator.step import simulate_step
@@ -29,6 +31,23 @@ def test_shares_follow_the_exponent() -> None:
     assert (steep[:, 0] > 0.85).all()
     assert (steep[:, 4:] < 0.3).all()
     assert np.argmax(shares(2.0)[0]) != np.argmax(shares(2.0)[1])
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+def test_tokens_keep_to_their_groups_and_travel_as_expected(exponent: float) -> None:
+    """Rows drawn are those that are expected, also of the popularity that was drawn; without groups a third more are."""
+    model = PLAN.workload.model.model_copy(update={"expert_groups": 4, "groups_per_token": 1, "top_k": 3})
+    training = PLAN.workload.training.model_copy(update={"sequence_length": 1024})
+    plan = PLAN.model_copy(update={"workload": PLAN.workload.model_copy(update={"model": model, "training": training})})
+    choices = zipf_routing(plan, exponent=exponent, seed=3)[0, 0]
+    assert all(len(set(row)) == 1 for row in (choices // 4).reshape(-1, 3).tolist())
+    [placement] = {one.placement for one in plan.placed}
+    shares = np.bincount(choices.ravel(), minlength=16) / choices.size
+    known = gating(plan.workload, shares.tolist() if exponent else None, plan.cluster)
+    drawn, expected = (np.sum(one[0]) for one in (routed_rows(placement, choices), expected_rows(placement, known)))
+    assert drawn == pytest.approx(expected, rel=0.03)
+    free = expected_rows(placement, gating(PLAN.workload))
+    assert float(np.sum(free[0])) * 1024 / PLAN.workload.training.sequence_length > 1.3 * drawn
 
 
 def test_popularity_drifts_as_far_as_asked() -> None:

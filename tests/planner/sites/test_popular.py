@@ -20,9 +20,10 @@ from planner.cost import step_cost
 from planner.measured import plans_measured
 from planner.memory import memory_use
 from planner.sites.bound import Proof, prove
+from planner.sites.least_hit import least_hit
 from planner.sites.plans import table_plan
 from planner.sites.popular import exchanged, plans_popular
-from planner.sites.popular_bound import LEFT_OUT, as_all_s, least_hit, least_s
+from planner.sites.popular_bound import LEFT_OUT, as_all_s, least_s
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
 

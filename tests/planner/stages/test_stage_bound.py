@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -252,13 +253,18 @@ def test_computation_that_is_shared_perfectly_meets_it() -> None:
     assert 0.95 * mean_s < least_s(cluster, workload) <= mean_s
 
 
+def away_of(experts: int, top_k: int) -> np.ndarray:
+    """[E + 1]: the share of tokens that need others than so many experts."""
+    return np.array([1 - comb(held, top_k) / comb(experts, top_k) for held in range(experts + 1)])
+
+
 def test_a_site_has_as_many_experts_of_its_own_as_homes_may_give_it() -> None:
     """Eight experts of three sites: the first has three, and fetches five where tokens are many, none where they are few."""
-    many, few = 1e12, 1e-6
-    found = _least_bytes(8, 2, 3, np.array([many, few]), (1, 2), (100, 10))
+    many, few, away = 1e12, 1e-6, away_of(8, 2)
+    found = _least_bytes(away, 3, np.array([many, few]), (1, 2), (100, 10))
     assert found[:, 0].tolist() == [500.0, 50.0] and found[:, 1].max() < 1e-5
     # Of 28 pairs of experts three are among its own, so 25 bytes in 28 leave; or all five others come.
-    assert _least_bytes(8, 2, 3, np.array([1.0]), (28, 28), (1000, 2)).tolist() == [[25.0], [10.0]]
+    assert _least_bytes(away, 3, np.array([1.0]), (28, 28), (1000, 2)).tolist() == [[25.0], [10.0]]
 
 
 def test_what_sites_send_each_other_is_counted_for_both() -> None:
@@ -275,7 +281,7 @@ def test_what_sites_send_each_other_is_counted_for_both() -> None:
     for copy_bytes in (1, 4, 10, 1000):
         homes = [frozenset({0, 1}), frozenset({2, 3}), frozenset({4})]
         least = sum(min(sent(home, held) for held in sets if home <= held) for home in homes) / 3
-        assert _least_sent_bytes(experts, top_k, 3, tokens, row_bytes, copy_bytes) == pytest.approx(least)
+        assert _least_sent_bytes(away_of(experts, top_k), 3, tokens, row_bytes, copy_bytes) == pytest.approx(least)
 
 
 @pytest.mark.parametrize("codecs", [EXACT, *SHORT_GRADIENTS])
