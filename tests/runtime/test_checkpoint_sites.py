@@ -341,7 +341,7 @@ def run_where_one_has_no_room(rank: int, *arguments: Any) -> list[StepReport] | 
 def test_training_goes_on_while_checkpoints_are_written(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """They are those that are written between steps, to the bit, and so is what a run that goes on from one makes."""
     plan = {"three": THREE, "four": FOUR, "stages": STAGES}[name].plan()
-    found = {}
+    found: dict[Any, list[Any]] = {}
     for kind in (False, True):
         settings = Checkpoints(copies=1, every_steps=2, async_save=kind)
         run = training_run(tmp_path / str(kind), steps=6, checkpoints=settings)
@@ -355,6 +355,13 @@ def test_training_goes_on_while_checkpoints_are_written(ranks: RankPool, tmp_pat
         for kind in (False, True)
     )
     assert between == beside and len({path.parent for path in beside}) == 3 * plan.cluster.sizes[0]
+    for kind in ("False", "True"):
+        manifests = [json.loads(path.read_text()) for path in sorted((tmp_path / kind).rglob(MANIFEST))]
+        assert len(manifests) == 3 * plan.cluster.sizes[0]
+        biases = [[one["step"], one.get("expert_bias")] for one in manifests]
+        assert biases == found.setdefault("biases", biases) and all(
+            (bias is not None) == (name == "stages") for _, bias in biases
+        )
     for path in (tmp_path / "True").glob("site*/step-00000006"):
         rmtree(path)
     run = training_run(tmp_path / "True", steps=6, checkpoints=settings)
