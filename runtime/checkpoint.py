@@ -1,5 +1,5 @@
 """Checkpoints that outlive their plan: one file per rank with its home experts, one with each part of the dense parameters (of
-each pipeline stage), one manifest; where rank 0 is, one with what the gates chose so far.
+each pipeline stage), one manifest, which has the gates' biases, too; where rank 0 is, one with what the gates chose so far.
 
 A checkpoint is written into a hidden folder that gets its name only when every rank has finished and the power may fail, so what
 is found under a checkpoint's name is complete. What copying or a disk did to it later shows in the sizes of its files, which the
@@ -28,9 +28,11 @@ from hybridep.config import sync, sync_folder, write_text
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Plan
+from hybridep.workload import Model
 from runtime.barrier import Barrier
 from runtime.checkpoint_files import (
     CHOSEN,
+    EXPERT_BIAS,
     LAYOUT,
     SCHEMA_VERSION,
     SavedDense,
@@ -40,6 +42,7 @@ from runtime.checkpoint_files import (
     expert_name,
     expert_shard,
     is_whole,
+    read_expert_bias,
     read_file,
     read_manifest,
     reading,
@@ -66,10 +69,18 @@ class RankState(NamedTuple):
     codecs: CodecState
     chosen: Tensor | None
     """At rank 0 how often all ranks chose each expert."""
+    expert_bias: Tensor | None
+    """fp64 [MoE layers of the model, E]: of the gates, for the manifest."""
 
 
 def rank_state(
-    shard: DenseShard, optimizer: HomeOptimizer, codecs: CodecState, chosen: Tensor | None, *, apart: bool = False
+    shard: DenseShard,
+    optimizer: HomeOptimizer,
+    codecs: CodecState,
+    chosen: Tensor | None,
+    expert_bias: Tensor | None = None,
+    *,
+    apart: bool = False,
 ) -> RankState:
     """As it is when it is asked for; ``apart``: as it is now, whatever training does next."""
 
@@ -90,9 +101,9 @@ def rank_state(
 
     kept = {part: host(values) for part, values in codecs.items()}
     if not apart:
-        return RankState(experts, dense, kept, chosen)
+        return RankState(experts, dense, kept, chosen, expert_bias)
     own_experts, own_dense = experts(), dense()
-    return RankState(lambda: own_experts, lambda: own_dense, kept, chosen)
+    return RankState(lambda: own_experts, lambda: own_dense, kept, chosen, expert_bias)
 
 
 def save_checkpoint(
@@ -136,6 +147,9 @@ def save_checkpoint(
         if mesh.run_rank == here[0]:
             sizes = {path.name: path.stat().st_size for path in sorted(partial.glob("*.pt"))}
             manifest = _manifest(step, number, mesh.whole) | {"attempt": attempt, "bytes": sizes}
+            if state.expert_bias is not None:
+                # Every site has a manifest. Floats come back from its text as they were, to the bit.
+                manifest[EXPERT_BIAS] = state.expert_bias.tolist()
             write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
     with together(folder, barrier, partial):
         if mesh.run_rank == here[0]:
@@ -248,6 +262,13 @@ def load_codecs(path: Path, mesh: Mesh) -> CodecState | None:
 def load_chosen(path: Path) -> Tensor | None:
     """How often all ranks had chosen each expert; None where the checkpoint does not say so here."""
     return read_file(path / CHOSEN) if (path / CHOSEN).exists() else None
+
+
+def load_expert_bias(path: Path, model: Model) -> Tensor | None:
+    """fp64 [MoE layers, E]: the biases of all gates; None where the model has none. Raises UserError."""
+    if model.expert_bias_update_rate is None:
+        return None
+    return read_expert_bias(path, read_manifest(path), model)
 
 
 def _load_experts(path: Path, mesh: Mesh, optimizer: HomeOptimizer) -> None:

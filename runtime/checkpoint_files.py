@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints
 from hybridep.errors import UserError
-from hybridep.workload import Workload
+from hybridep.workload import Model, Workload
 from runtime.mesh import first_line
 from runtime.optimizer import MOMENTS
 
@@ -28,6 +28,8 @@ _READ_VERSIONS = (2, SCHEMA_VERSION)
 _DENSE_2 = "dense.pt"
 CHOSEN = "chosen.pt"
 """File with what all gates chose so far; where rank 0 is."""
+EXPERT_BIAS = "expert_bias"
+"""In the manifest, where gates have biases: [MoE layers][E]."""
 LAYOUT = "layout"
 """In a file of dense parameters: where each is in the part, by name."""
 _KEPT = ("weight", *MOMENTS)
@@ -120,6 +122,13 @@ def dense_pieces(file: Path) -> dict[str, tuple[int, int]]:
     if LAYOUT not in content:
         return {name: (0, kept["weight"].numel()) for name, kept in content.items()}
     return {name: (at["first"], at["first"] + at["end"] - at["begin"]) for name, at in content[LAYOUT].items()}
+
+
+def read_expert_bias(path: Path, manifest: Mapping[str, Any], model: Model) -> Tensor:
+    """fp64 [MoE layers, E]: the biases of all gates, which are in the manifest. What had fewer bits is as it was."""
+    with reading(path):
+        found = torch.tensor(manifest[EXPERT_BIAS], dtype=torch.float64)
+        return found.view(model.num_moe_layers, model.num_experts)
 
 
 def require_known_version(path: Path, manifest: dict[str, Any]) -> None:
@@ -225,10 +234,16 @@ class SavedWeights:
         with reading(path):
             require_known_version(path, manifest)
             self.workload = Workload.model_validate(manifest["workload"])
+        model, self._biases = self.workload.model, dict[str, Tensor]()
+        if model.expert_bias_update_rate is not None:
+            for layer, bias_E in enumerate(read_expert_bias(path, manifest, model), start=model.num_dense_layers):
+                self._biases[f"layers.{layer}.feed_forward.gate.expert_bias"] = bias_E
         self._experts, self._dense = SavedExperts(path), SavedDense(path, manifest)
 
     def dense(self, name: str) -> Tensor:
-        """Of a parameter outside the routed experts."""
+        """Of a parameter outside the routed experts, or the biases of a gate (fp64)."""
+        if name in self._biases:
+            return self._biases[name]
         with reading(self._path):
             shape, dtype = self._dense.shape_and_type(name)
             weight = torch.empty(shape.numel(), dtype=dtype)

@@ -26,10 +26,19 @@ class DenseReduce:
     """Sums over all ranks, level by level; what gradient codecs keep between steps belongs to it. A rank's part is what it has
     after a reduce-scatter over all levels but the outermost."""
 
-    def __init__(self, mesh: Mesh, exchange: Exchange, *, ops: tuple[Op, Op] = DENSE, coded: bool = True) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        exchange: Exchange,
+        *,
+        ops: tuple[Op, Op] = DENSE,
+        coded: bool = True,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        """``wire``: element type on links, the one of the mesh where absent."""
         self._mesh, self._send, self._ops = mesh, exchange, ops
         self.piece = DENSE_PIECE
-        self._wire = mesh.dtype
+        self._wire = wire or mesh.dtype
         self.coders = [gradient_coder(codecs) if coded else None for codecs in mesh.plan.level_codecs]
 
     def __call__(self, flat_D: Tensor) -> None:

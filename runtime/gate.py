@@ -8,17 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridep.workload import DropPolicy
+from hybridep.workload import DropPolicy, ScoreFunction
 
 _SCORE_STEPS = 1 << 20
 """Scores, from 0 to 1, are compared in this many steps."""
+_LEAST_SUM = 1e-20
+"""Added to sums that scores are divided by, as transformers does: scores of sigmoids may all be next to nothing."""
 
 
 class Gated(NamedTuple):
     """Decision of the gate for [T] tokens of [B] sequences."""
 
     weights_TK: Tensor
-    """Softmax over all experts, unless told otherwise renormalised over the chosen ones (Mixtral, Eq. 2 of arXiv:2401.04088)."""
+    """Of the scores, unless told otherwise renormalised over the chosen ones (Mixtral, Eq. 2 of arXiv:2401.04088; DeepSeek-V3,
+    Eq. 13 of arXiv:2412.19437)."""
     ids_TK: Tensor
     """int64 expert ids, best first; -1 (and weight 0) where the expert had no room."""
     chosen_TK: Tensor
@@ -28,7 +31,14 @@ class Gated(NamedTuple):
 
 
 class Gate(nn.Module):
-    """Top-k softmax gate. With a ``capacity`` an expert takes that many tokens of each sequence, else all that choose it."""
+    """Top-k gate. With a ``capacity`` an expert takes that many tokens of each sequence, else all that choose it."""
+
+    expert_bias: Tensor | None
+    """[E], in at least fp32: added to scores where experts are chosen, not to weights. No gradient moves it
+    (``runtime.expert_bias``)."""
+    choices_E: Tensor | None
+    """int64: how often each expert was chosen in passes that train, dropped tokens too, since this was last set to zero. None
+    where no bias follows them."""
 
     def __init__(
         self,
@@ -38,21 +48,46 @@ class Gate(nn.Module):
         top_k: int,
         dtype: torch.dtype,
         renormalise: bool = True,
+        score_function: ScoreFunction = ScoreFunction.SOFTMAX,
+        scale: float = 1.0,
+        groups: int = 1,
+        groups_per_token: int = 1,
+        bias_update_rate: float | None = None,
         capacity: int | None = None,
         policy: DropPolicy = DropPolicy.PROBS,
     ) -> None:
+        """As ``hybridep.workload.Model`` has them: ``renormalise`` is ``norm_topk_prob``, ``scale`` the
+        ``routed_scaling_factor``, ``groups`` are ``expert_groups``; of ``bias_update_rate`` only what is needed is made here."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype))
         self.top_k, self.renormalise, self.capacity, self.policy = top_k, renormalise, capacity, policy
+        self.score_function, self.scale = score_function, scale
+        self.groups, self.groups_per_token = groups, groups_per_token
+        wide = torch.promote_types(dtype, torch.float32)
+        self.register_buffer("expert_bias", None if bias_update_rate is None else torch.zeros(num_experts, dtype=wide))
+        choices_E = torch.zeros(num_experts, dtype=torch.int64) if bias_update_rate else None
+        self.register_buffer("choices_E", choices_E, persistent=False)
 
     def forward(self, x_BSH: Tensor) -> Gated:
         """Scores in at least fp32: bf16 rounding would make ties, and ties would make routing arbitrary."""
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
-        scores_BSE = F.softmax(F.linear(x_BSH.to(wide), self.weight.to(wide)), dim=-1)
-        weights_BSK, ids_BSK = scores_BSE.topk(self.top_k, dim=-1)
+        logits_BSE = F.linear(x_BSH.to(wide), self.weight.to(wide))
+        if self.score_function is ScoreFunction.SOFTMAX:
+            scores_BSE = shares_BSE = F.softmax(logits_BSE, dim=-1)
+        else:
+            scores_BSE = torch.sigmoid(logits_BSE)
+            shares_BSE = scores_BSE / (scores_BSE.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+        ids_BSK = self._choose(scores_BSE)
+        if self.choices_E is not None and torch.is_grad_enabled():
+            # On a GPU nothing waits: bincount would, for its length.
+            picks = ids_BSK.flatten()
+            self.choices_E.index_add_(0, picks, torch.ones_like(picks))
+        weights_BSK = scores_BSE.gather(2, ids_BSK)
         if self.renormalise:
-            weights_BSK = weights_BSK / weights_BSK.sum(dim=-1, keepdim=True)
-        balance_B = balance_loss(scores_BSE, ids_BSK)
+            weights_BSK = weights_BSK / (weights_BSK.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+        if self.scale != 1.0:
+            weights_BSK = weights_BSK * self.scale
+        balance_B = balance_loss(shares_BSE, ids_BSK)
         kept_BSK = ids_BSK
         if self.capacity is not None:
             fits_BSK = room(scores_BSE.detach(), ids_BSK, capacity=self.capacity, policy=self.policy)
@@ -61,6 +96,21 @@ class Gate(nn.Module):
             kept_BSK = torch.where(fits_BSK, ids_BSK, -1)
         weights_TK = weights_BSK.flatten(0, 1).to(x_BSH.dtype)
         return Gated(weights_TK, kept_BSK.flatten(0, 1), ids_BSK.flatten(0, 1), balance_B)
+
+    @torch.no_grad()
+    def _choose(self, scores_BSE: Tensor) -> Tensor:
+        """int64 [B, S, K]: the best by score and bias, of the best groups only where these are limited."""
+        if self.expert_bias is not None:
+            scores_BSE = scores_BSE + self.expert_bias
+        if self.groups_per_token < self.groups:
+            grouped_BSGN = scores_BSE.view(*scores_BSE.shape[:-1], self.groups, -1)
+            best_BSGM = grouped_BSGN.topk(max(self.top_k // self.groups_per_token, 1), dim=-1).values
+            groups_BSL = best_BSGM.sum(dim=-1).topk(self.groups_per_token, dim=-1).indices
+            out_BSG = torch.ones_like(best_BSGM[..., 0], dtype=torch.bool).scatter_(-1, groups_BSL, False)
+            # Not with zeros: a score with a bias may be below.
+            scores_BSE = grouped_BSGN.masked_fill(out_BSG[..., None], -torch.inf).flatten(-2)
+        ids_BSK = scores_BSE.topk(self.top_k, dim=-1).indices
+        return ids_BSK
 
 
 @torch.no_grad()

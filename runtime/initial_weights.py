@@ -19,7 +19,7 @@ class InitialWeights(Protocol):
     """The first weights of a whole model."""
 
     def dense(self, name: str, shape: torch.Size) -> Tensor:
-        """Of a parameter outside the routed experts, by its name in the whole model."""
+        """Of a parameter outside the routed experts, or a gate's bias of its experts, by its name in the whole model."""
         ...
 
     def expert(self, layer: int, expert: int) -> Tensor:
@@ -37,7 +37,7 @@ class Seeded:
         """As ``InitialWeights.dense``."""
         if "norm" in name:
             return torch.ones(shape)
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return torch.zeros(shape)
         return seeded_normal(shape.numel(), self._seed, name).view(shape)
 

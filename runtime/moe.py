@@ -61,6 +61,11 @@ class MoeBlock(nn.Module):
             top_k=model.top_k,
             dtype=dtype,
             renormalise=model.norm_topk_prob,
+            score_function=model.score_function,
+            scale=model.routed_scaling_factor,
+            groups=model.expert_groups,
+            groups_per_token=model.groups_per_token,
+            bias_update_rate=model.expert_bias_update_rate,
             capacity=workload.expert_capacity,
             policy=model.token_drop_policy,
         )

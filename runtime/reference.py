@@ -17,6 +17,7 @@ from hybridep.shares import batch_sequences
 from hybridep.workload import Ffn, Model
 from runtime.codecs import RowCoder, row_coder
 from runtime.data import training_batches, validation_batches
+from runtime.expert_bias import ExpertBias
 from runtime.initial_weights import InitialWeights, initial_weights
 from runtime.mesh import TORCH_DTYPE
 from runtime.moe import RoutedExperts
@@ -98,6 +99,7 @@ class ReferenceTrainer:
         self._max_gradient_norm = run.optimizer.max_gradient_norm
         parameters, gradient_dtype = dict(self.transformer.named_parameters()), TORCH_DTYPE[plan.workload.training.gradient_dtype]
         self.optimizer = HomeOptimizer(run.optimizer, parameters, gradient_dtype=gradient_dtype)
+        self._expert_bias = ExpertBias(self.transformer.moe_blocks(), model.expert_bias_update_rate)
         if isinstance(plan, PipelinePlan):
             begins = np.cumsum([stage.num_layers for stage in plan.stages])[:-1].tolist()
             code_activations(self.transformer, begins, plan.activation_codec)
@@ -118,6 +120,7 @@ class ReferenceTrainer:
         if (most := self._max_gradient_norm) is not None:
             nn.utils.clip_grad_norm_(self.transformer.parameters(), most)
         self.optimizer.step(step)
+        self._expert_bias.update()
         return total / num_tokens
 
     @torch.no_grad()
@@ -131,9 +134,11 @@ class ReferenceTrainer:
         return total / (batches * number * training.sequence_length)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Dense parameters by name, and ``layer{l}.experts`` [E, P]."""
-        dense: dict[str, Tensor] = {name: p.detach() for name, p in self.transformer.dense_parameters().items()}
-        for block in self.transformer.moe_blocks():
+        """Dense parameters and gates' biases by name, and ``layer{l}.experts`` [E, P]."""
+        transformer = self.transformer
+        dense: dict[str, Tensor] = {name: p.detach() for name, p in transformer.dense_parameters().items()}
+        dense |= transformer.expert_biases()
+        for block in transformer.moe_blocks():
             assert isinstance(block.routed, LocalExperts)
             dense[f"layer{block.layer}.experts"] = block.routed.weights_EP.detach()
         return dense

@@ -26,7 +26,7 @@ from hybridep.traffic import Op
 from runtime.barrier import PATIENCE_S, Barrier
 from runtime.between import Neighbours, between_transport, process_groups
 from runtime.build import build_rank_model
-from runtime.checkpoint import load_checkpoint, load_chosen, rank_state
+from runtime.checkpoint import load_checkpoint, load_chosen, load_expert_bias, rank_state
 from runtime.checkpoint_saver import CheckpointSaver
 from runtime.checkpoint_search import bring, last_checkpoint, shared_folder
 from runtime.codec_state import codec_state, restore_codecs
@@ -35,6 +35,7 @@ from runtime.dense_reduce import DenseReduce
 from runtime.dense_shard import SHARD, DenseShard
 from runtime.device import choose_device, peak_bytes, settle
 from runtime.device_links import device_links
+from runtime.expert_bias import ExpertBias, count_label, sum_over_ranks
 from runtime.expert_exchange import CopyStream
 from runtime.initial_weights import initial_weights
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, mesh_of
@@ -105,6 +106,7 @@ class RankTrainer:
         self.dense = self.model.transformer.dense_parameters()
         self.dense_reduce = DenseReduce(mesh, self.transport.exchange)
         self.shard = DenseShard(self.dense, self.dense_reduce, mesh.gradient_dtype)
+        self.expert_bias = self._make_expert_bias(urgency)
         model = mesh.whole.workload.model
         self.recorder = RoutingRecorder(
             self.model.transformer.moe_blocks(),
@@ -139,6 +141,7 @@ class RankTrainer:
         self.optimizer.step(step, scale)
         self.spans.end()
         self.shard.gather()
+        self.expert_bias.update()
         settle(self.mesh.device)
         step_s = time.perf_counter() - started_s
         sent: Counter[str] = Counter()
@@ -168,6 +171,20 @@ class RankTrainer:
             remarks=remarks,
             checkpoint=self._saver.complete,
         )
+
+    def _make_expert_bias(self, urgency: Urgency) -> ExpertBias:
+        mesh = self.mesh
+        # Not among an exchange's bytes: plans do not count them, as they do not count what agrees on a gradient's norm.
+        first, levels = len(mesh.label_numbers), [level.name for level in mesh.plan.cluster.levels]
+        counts = Transport(
+            timeout_s=self.run.exchange_timeout,
+            on_span=self.spans.transfer,
+            names=mesh.run_ranks,
+            numbers={count_label(level): first + number for number, level in enumerate(levels)},
+            urgency=urgency,
+        )
+        rate = self._model_config.expert_bias_update_rate
+        return ExpertBias(self.model.transformer.moe_blocks(), rate, sum_over_ranks(mesh, counts))
 
     def _gradient_norm(self, step: int) -> float:
         """Of all parameters of the run; all ranks call it. Raises UserError where it is not finite, before a weight changes."""
@@ -273,7 +290,9 @@ class RankTrainer:
                 "lower optimizer.learning_rate, or set optimizer.max_gradient_norm"
             )
         codecs, chosen = codec_state(self.model.routed, self.dense_reduce), self.recorder.chosen_by_all(self._barrier)
-        state = rank_state(self.shard, self.optimizer, codecs, chosen, apart=self._saver.is_beside_steps)
+        model = self.mesh.whole.workload.model
+        bias = self.expert_bias.of_all_layers(self._barrier, model.num_moe_layers, model.num_experts)
+        state = rank_state(self.shard, self.optimizer, codecs, chosen, bias, apart=self._saver.is_beside_steps)
         self._saver.save(step, state, self._attempt)
 
     def finish_before_end(self, must_end: bool) -> None:
@@ -311,6 +330,7 @@ class RankTrainer:
         path, self._remarks, self._attempt = found.path, found.remarks + brought, self._started(found.manifest["attempt"])
         step = load_checkpoint(path, mesh=mesh, shard=self.shard, optimizer=self.optimizer)
         self.shard.gather()
+        self.expert_bias.restore(load_expert_bias(path, mesh.whole.workload.model))
         restore_codecs(path, self.mesh, self.model.routed, self.dense_reduce)
         if self.mesh.run_rank == 0:
             self.recorder.go_on_from(load_chosen(path))

@@ -135,8 +135,12 @@ class Transformer(nn.Module):
         routed = {id(parameter) for block in self.moe_blocks() for parameter in block.routed.parameters()}
         return {name: parameter for name, parameter in self.named_parameters() if id(parameter) not in routed}
 
+    def expert_biases(self) -> dict[str, Tensor]:
+        """What gates add to scores where experts are chosen, by name, where they do. No parameters: no gradient moves them."""
+        return {name: value for name, value in self.named_buffers() if name.endswith(".expert_bias")}
+
     @torch.no_grad()
     def initialise(self, weights: InitialWeights) -> None:
-        """The dense parameters."""
-        for name, parameter in self.dense_parameters().items():
-            parameter.copy_(weights.dense(name, parameter.shape))
+        """The dense parameters, and experts' biases."""
+        for name, value in (self.dense_parameters() | self.expert_biases()).items():
+            value.copy_(weights.dense(name, value.shape))

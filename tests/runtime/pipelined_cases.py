@@ -21,7 +21,7 @@ from hybridep.workload import Workload
 STEPS = 10
 """Past the rise of the rate; what is wrong shows in the first few."""
 DEEP = {
-    "deep": PLAIN | {"num_layers": 5},
+    "deep": PLAIN | {"num_layers": 5, "expert_bias_update_rate": 0.004},
     "deep-dense": MODELS["dense-first-uneven"] | {"num_layers": 5, "num_dense_layers": 2},
     "deep-gelu-shared": MODELS["top1-gelu-shared"] | {"num_layers": 5},
 }
@@ -166,7 +166,7 @@ def train_case(rank: int, port: int, case: Case, device: Device = Device.CPU) ->
             sent = dict(between.sent_bytes - before)
         finally:
             trainer.close()
-    parameters = {**trainer.dense, **trainer.model.home_parameters()}
+    parameters = {**trainer.dense, **trainer.model.transformer.expert_biases(), **trainer.model.home_parameters()}
     return Outcome(
         losses=[report.loss_sum for report in reports],
         tokens=reports[0].tokens,

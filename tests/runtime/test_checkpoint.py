@@ -20,8 +20,8 @@ from hybridep.checkpoint_folders import MANIFEST
 from hybridep.errors import UserError
 from hybridep.run import Optimizer
 from runtime.barrier import Barrier
-from runtime.checkpoint import keep_last, load_checkpoint, rank_state, save_checkpoint
-from runtime.checkpoint_files import expert_name, expert_shard, last_with_all
+from runtime.checkpoint import keep_last, load_checkpoint, load_expert_bias, rank_state, save_checkpoint
+from runtime.checkpoint_files import SavedWeights, expert_name, expert_shard, last_with_all
 from runtime.checkpoint_search import last_checkpoint, shared_folder
 from runtime.dense_reduce import DenseReduce
 from runtime.dense_shard import SHARD, DenseShard
@@ -86,11 +86,11 @@ class Nowhere(Transport):
         pass
 
 
-def save(folder: Path, mesh: Mesh, state: State, step: int, attempt: int = 0) -> Path:
+def save(folder: Path, mesh: Mesh, state: State, step: int, attempt: int = 0, bias: torch.Tensor | None = None) -> Path:
     return save_checkpoint(
         folder,
         step,
-        rank_state(state.shard, state, {}, None),
+        rank_state(state.shard, state, {}, None, bias),
         mesh=mesh,
         barrier=ALONE,
         transport=Nowhere(),
@@ -119,6 +119,26 @@ def test_state_comes_back_to_the_bit(tmp_path: Path) -> None:
     for name in first.parameters:
         assert torch.equal(first.parameters[name], second.parameters[name])
         assert torch.equal(first.masters[name], second.masters[name])
+
+
+def test_biases_of_gates_come_back_to_the_bit(tmp_path: Path) -> None:
+    """Wherever there is a manifest; also to whom exports a model."""
+    mesh = Mesh(plan=Case(sizes=(1, 1), domains=(1, 1), dtype="bf16", model="top4-tied-gqa").plan(), rank=0)
+    model = mesh.plan.workload.model
+    generator = torch.Generator().manual_seed(1)
+    bias_LE = torch.randn(model.num_moe_layers, model.num_experts, generator=generator).double()
+    state = optimizer(mesh, 1)
+    path = save(tmp_path, mesh, state, 1, bias=bias_LE)
+    found = load_expert_bias(path, model)
+    assert found is not None and torch.equal(found, bias_LE)
+    assert load_expert_bias(path, model.model_copy(update={"expert_bias_update_rate": None})) is None
+    for layer in range(2):
+        assert torch.equal(SavedWeights(path).dense(f"layers.{layer}.feed_forward.gate.expert_bias"), bias_LE[layer])
+    manifest = json.loads((path / MANIFEST).read_text())
+    for damaged in ([[0.0, 1.0]], None):
+        (path / MANIFEST).write_text(json.dumps(manifest | {"expert_bias": damaged}))
+        with pytest.raises(UserError, match=r"cannot be read.*; move the checkpoint away"):
+            load_expert_bias(path, model)
 
 
 def test_what_is_exported_is_the_last_that_is_all_here(tmp_path: Path) -> None:

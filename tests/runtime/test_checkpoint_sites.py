@@ -352,7 +352,7 @@ def tensor_bytes(file: Path) -> int:
 def test_training_goes_on_while_checkpoints_are_written(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """They are those that are written between steps, to the bit, and so is what a run that goes on from one makes."""
     plan = {"three": THREE, "four": FOUR, "stages": STAGES}[name].plan()
-    found = {}
+    found: dict[Any, list[Any]] = {}
     for kind in (False, True):
         settings = Checkpoints(copies=1, every_steps=2, async_save=kind)
         run = training_run(tmp_path / str(kind), steps=6, checkpoints=settings)
@@ -370,6 +370,13 @@ def test_training_goes_on_while_checkpoints_are_written(ranks: RankPool, tmp_pat
     names = [name for rank, place in places.items() for name in (expert_shard(rank), dense_shard(*place))]
     written = [next((tmp_path / "True").glob(f"site*/step-00000006/{name}")) for name in names]
     assert sum(map(tensor_bytes, written)) == copied_bytes(Job(run=run, plan=plan)), "what the ranks' memory must hold"
+    for kind in ("False", "True"):
+        manifests = [json.loads(path.read_text()) for path in sorted((tmp_path / kind).rglob(MANIFEST))]
+        assert len(manifests) == 3 * plan.cluster.sizes[0]
+        biases = [[one["step"], one.get("expert_bias")] for one in manifests]
+        assert biases == found.setdefault("biases", biases) and all(
+            (bias is not None) == (name == "stages") for _, bias in biases
+        )
     for path in (tmp_path / "True").glob("site*/step-00000006"):
         rmtree(path)
     run = training_run(tmp_path / "True", steps=6, checkpoints=settings)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rank_pool import RankPool
 from training_cases import (
     CROSS,
+    DEEPSEEK_GATE,
     MODELS,
     Case,
     Outcome,
@@ -26,6 +27,7 @@ from training_cases import (
     check_fidelity,
     check_losses,
     divisors,
+    reference,
     train_case,
     training_run,
     wild_cases,
@@ -119,6 +121,22 @@ ALL = [
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_the_complete_cross_of_factors_equals_the_reference(pools: Pools, case: Case) -> None:
     pools.check(case)
+
+
+BIASED = Case(sizes=(2, 2), domains=(1, 2), model="top4-tied-gqa", micro_batches=2)
+
+
+def test_biases_are_the_same_to_the_bit(pools: Pools) -> None:
+    """Those of the single process, at all ranks, though they follow the choices of all. They change what is chosen."""
+    assert MODELS[BIASED.model].items() >= DEEPSEEK_GATE.items()
+    outcomes = pools.train(BIASED)
+    check_fidelity(BIASED, outcomes)
+    check_bytes(BIASED, outcomes)
+    _, expected = reference(BIASED.num_ranks, BIASED.model, BIASED.micro_batches)
+    names = [f"layers.{layer}.feed_forward.gate.expert_bias" for layer in range(2)]
+    for name in names:
+        assert len(set(expected[name])) > 4 and np.abs(expected[name]).max() > 3 * DEEPSEEK_GATE["expert_bias_update_rate"]
+        assert all(np.array_equal(outcome.parameters[name], expected[name]) for outcome in outcomes)
 
 
 def in_small_pieces(trainer: Any) -> None:
@@ -460,9 +478,20 @@ def _forget_last_sum(trainer: Any) -> None:
         weight.register_hook(lambda gradient: gradient * 2)
 
 
-@pytest.mark.parametrize("mutation", [_drop_gradient_return, _swap_copies, _swap_rows, _forget_last_sum])
+def _count_own_choices(trainer: Any) -> None:
+    """Rank 2's biases follow its own tokens."""
+    total = trainer.expert_bias._total
+
+    def own(counts: Any) -> None:
+        total(counts.clone())
+
+    if trainer.mesh.rank == 2:
+        trainer.expert_bias._total = own
+
+
+@pytest.mark.parametrize("mutation", [_drop_gradient_return, _swap_copies, _swap_rows, _forget_last_sum, _count_own_choices])
 def test_the_comparison_notices(pools: Pools, mutation: Callable[[Any], None]) -> None:
-    case = Case(sizes=(2, 2), domains=(2, 2))
+    case = Case(sizes=(2, 2), domains=(2, 2), model=BIASED.model if mutation is _count_own_choices else "plain")
     outcomes = pools.train(case, mutation)
     with pytest.raises(AssertionError):
         check_fidelity(case, outcomes)

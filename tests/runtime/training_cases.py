@@ -39,10 +39,19 @@ PLAIN = {
     "top_k": 2,
     "expert_ffn_size": 8,
 }
+DEEPSEEK_GATE: dict[str, Any] = {
+    "score_function": "sigmoid",
+    "routed_scaling_factor": 1.5,
+    "expert_groups": 4,
+    "groups_per_token": 2,
+    # Scores here differ by about so much: the bias changes choices from the second step on.
+    "expert_bias_update_rate": 0.01,
+}
+"""Of a model with 16 experts, of which tokens choose four."""
 MODELS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "top1-gelu-shared": PLAIN | {"top_k": 1, "ffn": "gelu", "shared_ffn_size": 8},
-    "top4-tied-gqa": PLAIN | {"top_k": 4, "tie_embeddings": True, "num_kv_heads": 1, "num_experts": 16},
+    "top4-tied-gqa": PLAIN | {"top_k": 4, "tie_embeddings": True, "num_kv_heads": 1, "num_experts": 16} | DEEPSEEK_GATE,
     "dense-first-uneven": PLAIN
     | {"num_layers": 3, "num_dense_layers": 1, "dense_ffn_size": 12, "num_experts": 11, "head_dim": 6},
     "qwen2": PLAIN
@@ -56,7 +65,7 @@ CROSS = {
 }
 """For the complete cross of factors, which takes too long for every run."""
 CAPACITY = {
-    "drop-probs": PLAIN | {"capacity_factor": 1.0},
+    "drop-probs": PLAIN | {"capacity_factor": 1.0, "expert_bias_update_rate": 0.004},
     "drop-position": PLAIN | {"capacity_factor": 0.7, "token_drop_policy": "position", "top_k": 3},
     "drop-padded": PLAIN
     | {"capacity_factor": 1.2, "pad_expert_input_to_capacity": True, "num_experts": 11, "shared_ffn_size": 8},
@@ -321,7 +330,7 @@ def train_case(
         sent = dict(trainer.transport.sent_bytes - before)
     finally:
         trainer.close()
-    parameters = {**trainer.dense, **trainer.model.home_parameters()}
+    parameters = {**trainer.dense, **trainer.model.transformer.expert_biases(), **trainer.model.home_parameters()}
     arrays = {name: p.detach().double().cpu().numpy().copy() for name, p in parameters.items()}
     return Outcome(losses=losses, parameters=arrays, sent_bytes=sent, routing=routing)
 
