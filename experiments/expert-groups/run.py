@@ -58,7 +58,7 @@ def plan_of(config: dict[str, Any], cluster: Cluster, groups: int, placement: st
     model = config["model"] | {"groups_per_token": groups}
     workload = build(Workload, {"name": "groups", "model": model, "training": config["training"]}, "config.yaml")
     layers = workload.model.num_moe_layers
-    group = LayerGroup(first_layer=0, num_layers=layers, domains=config["domains"][placement])
+    group = LayerGroup(first_layer=0, num_layers=layers, domains=config["domains"][placement], migration={})
     return Plan(cluster=cluster, workload=workload, layers=(group,), popularity=popularity)
 
 
