@@ -29,6 +29,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("step-*") if is_checkpoint(path)]
 
 
+def superseded(folder: Path) -> list[Path]:
+    """Those whose name another of as many steps has taken since a run went on from that, as where a site had been away."""
+    found = folder.glob("step-*.other-*")
+    return [path for path in found if re.fullmatch(r"step-\d{8,}\.other-[0-9a-f]+", path.name) and (path / MANIFEST).is_file()]
+
+
+def steps_of(path: Path) -> int:
+    """Of a checkpoint, by its name."""
+    return int(path.name.removeprefix("step-").partition(".")[0])
+
+
 def clear_partial(folder: Path) -> None:
     """Remove what runs left in a folder of checkpoints that ended while they wrote or replaced one."""
     for path in folder.glob(".step-*.partial*"):
@@ -40,12 +51,12 @@ def clear_partial(folder: Path) -> None:
 def put_aside(folder: Path) -> None:
     """A run from the start must never be resumed from checkpoints that another one left: they move into ``previous``, in place of
     those there. Whatever else the folder holds stays as it is. Raises UserError where that is not possible."""
-    ours, previous = checkpoints(folder), folder / PREVIOUS
+    ours, previous = checkpoints(folder) + superseded(folder), folder / PREVIOUS
     if not ours:
         return
     try:
         previous.mkdir(exist_ok=True)
-        for old in checkpoints(previous):
+        for old in checkpoints(previous) + superseded(previous):
             if old.is_symlink():
                 old.unlink()
             else:

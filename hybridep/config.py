@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import SEEK_SET, BufferedWriter, FileIO
 from pathlib import Path
 from types import UnionType
 from typing import IO, Annotated, Any, Self, TypeVar, Union, get_args, get_origin
@@ -169,31 +170,60 @@ def write_bytes(path: Path, content: bytes) -> None:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A stream that becomes the file when the context ends, also where the power fails, and leaves nothing when it ends in an
     error. Where the path is a link, the file that it leads to; a device or a pipe is written to as it is. Raises UserError when
-    it cannot be written."""
-    try:
+    it cannot be written; what else goes wrong meanwhile is raised as it is."""
+    with _writing(path):
         if path.exists() and not path.is_file():
-            with path.open("wb") as stream:
-                yield stream
-            return
-        target = Path(os.path.realpath(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+            temporary, target, handle = None, path, os.open(path, os.O_WRONLY)
+        else:
+            target = Path(os.path.realpath(path))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with _Output(path, handle) as stream:
             yield stream
-            sync(stream)
-        # mkstemp makes files that only the owner reads; results are meant to be shared like any other file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
-    except BaseException as error:
-        os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+            if temporary is not None:
+                with _writing(path):
+                    sync(stream)
+        if temporary is not None:
+            # mkstemp makes files that only the owner reads; results are meant to be shared like any other file.
+            umask = os.umask(0)
+            os.umask(umask)
+            with _writing(path):
+                os.chmod(temporary, 0o666 & ~umask)
+                os.replace(temporary, target)
+    except BaseException:
+        if temporary is not None:
+            os.unlink(temporary)
         raise
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """An OSError becomes a UserError that says what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+class _Output(BufferedWriter):
+    """Errors of its own are told from those of whoever writes to it."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        super().__init__(FileIO(handle, "wb"))
+        self._path = path
+
+    def write(self, content: Any, /) -> int:
+        with _writing(self._path):
+            return super().write(content)
+
+    def seek(self, offset: int, whence: int = SEEK_SET, /) -> int:
+        with _writing(self._path):
+            return super().seek(offset, whence)
+
+    def flush(self) -> None:
+        with _writing(self._path):
+            super().flush()
 
 
 def sync(stream: IO[bytes]) -> None:

@@ -18,9 +18,10 @@ from pydantic import Field, model_validator
 
 from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import EXACT, Codecs, Speed, TokenCodec, Wire
-from hybridep.config import Strict, build
+from hybridep.config import Strict, apply_overrides, build, read_yaml
 from hybridep.errors import ConfigError
 from hybridep.plan import (
+    SCHEMA_VERSION,
     LayerGroup,
     Plan,
     PlanFile,
@@ -29,7 +30,6 @@ from hybridep.plan import (
     Schedule,
     SolverReport,
     check_popularity,
-    load_kind,
 )
 from hybridep.shares import batch_sequences, owners, sequences_together, site_sequences, unequal_shares
 from hybridep.topology import Cluster, by_themselves
@@ -267,8 +267,19 @@ def build_plan(data: Mapping[str, Any], where: str) -> AnyPlan:
 def load_any_plan(
     path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None, overrides: Sequence[str] = ()
 ) -> AnyPlan:
-    """Read a plan file of either kind; see ``hybridep.plan.load_kind``."""
-    return load_kind(_kind_of, path, cluster, workload, overrides)
+    """Read a plan file of either kind. Raises ConfigError for a broken or truncated file and PlanMismatchError when ``cluster``
+    or ``workload`` is given and the plan was made for another one. With ``overrides`` (``cluster.gpu.memory=...``) it is the same
+    placement under other conditions; what was predicted for the old ones is left out."""
+    data = read_yaml(path)
+    lines = apply_overrides(data, path, overrides)
+    if overrides:
+        data = {key: value for key, value in data.items() if key not in ("prediction", "solver")}
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ConfigError(str(path), "schema_version", f"this version reads plans of schema {SCHEMA_VERSION} (found {version!r})")
+    plan = build(_kind_of(data), data, str(path), lines)
+    plan.require(cluster, workload, str(path))
+    return plan
 
 
 def pipeline_link_bytes(plan: PipelinePlan) -> FloatArray:

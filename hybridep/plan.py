@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from hybridep.arrays import IntArray
 from hybridep.codecs import Codecs, level_codecs
-from hybridep.config import Duration, Price, Strict, apply_overrides, build, read_yaml, write_yaml
-from hybridep.errors import ConfigError, PlacementError, PlanMismatchError
+from hybridep.config import Duration, Price, Strict, build, write_yaml
+from hybridep.errors import PlacementError, PlanMismatchError
 from hybridep.gating import Gating, gating
 from hybridep.homes import home_table
 from hybridep.placement import LevelChoice, Placement, place
@@ -253,9 +253,6 @@ class PlanFile(Strict):
         write_yaml(path, self.model_dump(mode="json", exclude_none=True))
 
 
-PlanKind = TypeVar("PlanKind", bound=PlanFile)
-
-
 class Plan(PlanFile):
     """Placement, codecs, schedule and prediction for one cluster and workload."""
 
@@ -375,37 +372,6 @@ class Plan(PlanFile):
             (layers.num_layers * layers.placement.num_at_home for layers in self.placed),
             start=np.zeros(self.cluster.num_gpus, dtype=np.int64),
         )
-
-
-def load_plan(
-    path: Path, *, cluster: Cluster | None = None, workload: Workload | None = None, overrides: Sequence[str] = ()
-) -> Plan:
-    """Read the file of a plan without stages; see ``load_kind``."""
-    return load_kind(lambda data: Plan, path, cluster, workload, overrides)
-
-
-def load_kind(
-    kind_of: Callable[[Mapping[str, Any]], type[PlanKind]],
-    path: Path,
-    cluster: Cluster | None,
-    workload: Workload | None,
-    overrides: Sequence[str],
-) -> PlanKind:
-    """Read a plan file of the kind that what it holds is. Raises ConfigError for a broken or truncated file and PlanMismatchError
-    when ``cluster`` or ``workload`` is given and the plan was made for another one. With ``overrides``
-    (``cluster.gpu.memory=...``) it is the same placement under other conditions; what was predicted for the old ones is left out.
-    """
-    data = read_yaml(path)
-    kind = kind_of(data)
-    lines = apply_overrides(data, path, overrides)
-    if overrides:
-        data = {key: value for key, value in data.items() if key not in ("prediction", "solver")}
-    version = data.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise ConfigError(str(path), "schema_version", f"this version reads plans of schema {SCHEMA_VERSION} (found {version!r})")
-    plan = build(kind, data, str(path), lines)
-    plan.require(cluster, workload, str(path))
-    return plan
 
 
 def check_popularity(popularity: Popularity, workload: Workload) -> None:

@@ -211,7 +211,6 @@ def fixed_passing_bytes(
 def fixed_memory(
     cluster: Cluster,
     workload: Workload,
-    placement: Placement,
     home_experts: IntArray,
     codecs: Sequence[Codecs] = (),
     *,
@@ -383,7 +382,7 @@ def step_memory(plan: Plan) -> StepMemory:
         )
         groups.append((num_layers, memory))
     home, again = plan.home_experts, plan.recomputes
-    fixed = fixed_memory(plan.cluster, plan.workload, plan.placements[0], home, plan.level_codecs, recompute=again)
+    fixed = fixed_memory(plan.cluster, plan.workload, home, plan.level_codecs, recompute=again)
     if plan.popularity:
         _less_above(groups, fixed.lasting[ACTIVATIONS] / plan.workload.model.num_layers)
     return StepMemory(plan.cluster, fixed, tuple(groups))

@@ -1,26 +1,14 @@
-"""The stream-based model of the HybridEP paper (Yang et al., arXiv 2510.19470, Eq. 1-12), one function per equation.
+"""The stream-based model of the HybridEP paper (Yang et al., arXiv 2510.19470): Eq. 3, 4 and 10 to 12, one function each.
 
 It covers the forward pass of one MoE block on G GPUs that are joined by one bandwidth, without latency. The planner uses
 ``planner.cost``, of which this is a special case; this module is for comparison with the paper.
 
 Symbols (Table I): D ``data_bytes``, routed tokens of one GPU; P_E ``expert_bytes``, experts homed on one GPU; G ``num_gpus``;
 B ``bandwidth_bytes_per_s``; p ``share``, the part of the All-to-All (A2A) partners that stay A2A; the others are reached by
-All-Gather (AG) of their experts; S ``domain_size``; PE ``pre_expert_s``; Ep ``expert_s``, one of n experts of a GPU.
+All-Gather (AG) of their experts; S ``domain_size``; PE ``pre_expert_s``.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-
-def gemm_s(rows: int, inner: int, columns: int, throughput_per_s: float) -> float:
-    """Eq. 1: seconds of a product (L, H) x (H, M), with throughput in multiply-adds per second."""
-    return rows * inner * columns / throughput_per_s
-
-
-def compute_stream_s(pre_expert_s: float, expert_s: float, num_experts: int) -> float:
-    """Eq. 2: PE + n Ep."""
-    return pre_expert_s + num_experts * expert_s
 
 
 def all_to_all_bytes(data_bytes: float, group_size: int) -> float:
@@ -31,31 +19,6 @@ def all_to_all_bytes(data_bytes: float, group_size: int) -> float:
 def all_gather_bytes(expert_bytes: float, group_size: int) -> float:
     """Eq. 4: what a GPU receives in an AG among g GPUs, P_E (g - 1); linear in g."""
     return expert_bytes * (group_size - 1)
-
-
-def communication_stream_s(all_gather_s: float, all_to_all_s: float) -> float:
-    """Eq. 5: AG + 2 A2A; tokens travel before and after the experts, experts only before."""
-    return all_gather_s + 2 * all_to_all_s
-
-
-def hidden_gather_s(pre_expert_s: float, all_gather_s: float) -> float:
-    """Eq. 6: the part of the gather that the pre-expert computation hides."""
-    return min(pre_expert_s, all_gather_s)
-
-
-def overlap_s(pre_expert_s: float, all_gather_s: float, expert_s: float, num_experts: int) -> float:
-    """Eq. 7: hidden gather + n Ep; the paper takes expert computation as hidden by pipelining with the A2A."""
-    return hidden_gather_s(pre_expert_s, all_gather_s) + num_experts * expert_s
-
-
-def gpu_latency_s(computation_s: float, communication_s: float, overlapped_s: float) -> float:
-    """Eq. 8: one GPU's time, computation + communication - overlap."""
-    return computation_s + communication_s - overlapped_s
-
-
-def system_latency_s(latencies_s: Sequence[float]) -> float:
-    """Eq. 9: the system is as slow as its slowest GPU (and p_i is chosen to minimise that)."""
-    return max(latencies_s)
 
 
 def latency_s(
@@ -97,11 +60,6 @@ def best_share(
 def share_of_domain(num_gpus: int, domain_size: int) -> float:
     """p of a domain of S GPUs, exactly: of G - 1 partners, G - S are not in the domain."""
     return (num_gpus - domain_size) / (num_gpus - 1)
-
-
-def printed_share_of_domain(num_gpus: int, domain_size: int) -> float:
-    """p of a domain as the paper's tables print it, 1 - S / G (0 when the domain holds all GPUs)."""
-    return 1 - domain_size / num_gpus
 
 
 def domain_of_share(num_gpus: int, share: float) -> int:

@@ -42,9 +42,9 @@ def plan_domains(
     return plan_of(problem, solve(problem, solver=solver, time_limit_s=time_limit_s))
 
 
-def baseline(cluster: Cluster, workload: Workload, name: str, *, schedule: Schedule | None = None) -> Plan:
+def baseline(cluster: Cluster, workload: Workload, name: str) -> Plan:
     """The ``hybridep.baselines.Baseline`` of that name with its prediction, whether or not it fits the memory."""
-    made = baseline_plan(cluster, workload, Baseline(name), schedule=schedule)
+    made = baseline_plan(cluster, workload, Baseline(name))
     return made.model_copy(update={"prediction": predict(made), "provenance": provenance() | made.provenance})
 
 

@@ -244,7 +244,7 @@ def _problem(
     candidates = []
     home = place(cluster, experts, {})
     home_experts = home.num_at_home * workload.model.num_moe_layers
-    fixed, fixed_again = (fixed_memory(cluster, workload, home, home_experts, coded, recompute=one) for one in (False, True))
+    fixed, fixed_again = (fixed_memory(cluster, workload, home_experts, coded, recompute=one) for one in (False, True))
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
         placement = place(cluster, experts, choices, hotness=popularity)
         traffic = layer_traffic(placement, workload, expected, coded, schedule.chunks)

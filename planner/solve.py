@@ -48,13 +48,6 @@ class Solution:
     price_usd: float = 0.0
     """Of the step."""
 
-    @property
-    def gap(self) -> float:
-        """(objective - bound) / objective, in seconds or dollars."""
-        if self.goal.objective is Objective.DOLLARS:
-            return gap(self.price_usd, self.bound_usd)
-        return gap(self.objective_s, self.bound_s)
-
 
 def gap(objective_s: float, bound_s: float) -> float:
     """(objective - bound) / objective, at least 0."""

@@ -10,21 +10,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.channels import NUMBERED
 from runtime.transport import Transport
 
 PATIENCE_S = 600.0
 """Ranks write checkpoints at different speeds, and wait while others measure slow links; one that dies meanwhile is noticed at
 once all the same."""
+MEETING, SAVING = "barrier", "checkpoint"
+_GATHER, _SHARE = ": gather at rank 0", ": share of rank 0"
+NUMBERS = {
+    label: NUMBERED - 1 - number
+    for number, label in enumerate(name + what for name in (MEETING, SAVING) for what in ("", _GATHER, _SHARE))
+}
+"""Of the labels of barriers, the last ones that there are: a checkpoint's files travel beside them under a label with a level's
+name in it, whose tags are by chance."""
 
 
 class Barrier:
     """A meeting point of all ranks at rank 0. It has a transport of its own, because ranks may wait here for long."""
 
-    def __init__(self, *, rank: int, world_size: int, groups: Sequence[dist.ProcessGroup] = (), name: str = "barrier") -> None:
-        """``groups``: connections in place of the default process group's. Of one ``name`` there is one at a time."""
-        self._label, self._gather_label, self._share_label = name, f"{name}: gather at rank 0", f"{name}: share of rank 0"
+    def __init__(self, *, rank: int, world_size: int, groups: Sequence[dist.ProcessGroup] = (), name: str = MEETING) -> None:
+        """``groups``: connections in place of the default process group's. ``name``: ``MEETING`` or ``SAVING``, of each there is
+        one at a time."""
+        self._label, self._gather_label, self._share_label = name, name + _GATHER, name + _SHARE
         self._rank, self._others = rank, [other for other in range(world_size) if other != rank]
-        self._transport = Transport(timeout_s=PATIENCE_S, groups=groups)
+        self._transport = Transport(timeout_s=PATIENCE_S, groups=groups, numbers=NUMBERS)
 
     def wait(self) -> None:
         """Return when all ranks have called it."""

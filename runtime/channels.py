@@ -13,8 +13,8 @@ from runtime.event_threads import waiting_their_turn
 from runtime.sockets import keeping_little_unsent
 
 _NUMBER_BITS = 15
-_HASHED = 1 << 15
-"""Label bits from here on are of labels without a number."""
+NUMBERED = 1 << 15
+"""So many labels may have numbers; label bits from here on are of those without."""
 _SMALLEST_PIECE_BYTES = 64 << 10
 """What is shorter stays on one stream."""
 
@@ -108,7 +108,7 @@ class Channels:
         found = self._of.get(label)
         if found is None:
             # 31 bits is what gloo takes of a tag.
-            label_bits = self._numbers.get(label, _HASHED | zlib.crc32(label.encode()) % _HASHED)
+            label_bits = self._numbers.get(label, NUMBERED | zlib.crc32(label.encode()) % NUMBERED)
             other = self._labels.setdefault(label_bits, label)
             if other != label:
                 raise ValueError(f"exchange labels {label!r} and {other!r} share a tag: rename one")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hybridep.arrays import IntArray
-from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints, clear_partial, is_checkpoint
+from hybridep.checkpoint_folders import MANIFEST, checkpoint_name, checkpoints, clear_partial, is_checkpoint, steps_of, superseded
 from hybridep.config import sync, sync_folder, write_text
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
@@ -222,13 +222,14 @@ def _give_name(partial: Path, final: Path, number: int) -> None:
 
 
 def keep_last(folder: Path, number: int, step: int) -> None:
-    """Remove checkpoints of up to ``step`` steps that are older than the last ``number`` whole ones. Several ranks may do so at
-    once; what has a checkpoint's name is complete at any time."""
-    found = {int(path.name.removeprefix("step-")): path for path in checkpoints(folder)}
-    whole = sorted(one for one in found if one <= step and is_whole(found[one]))
-    for old in [one for one in found if one < whole[-number]] if len(whole) >= number else []:
-        with suppress(OSError):  # another rank has been here
-            found[old].rename(folder / f".{found[old].name}.partial-old")
+    """Remove checkpoints of up to ``step`` steps that are older than the last ``number`` whole ones, superseded ones, too.
+    Several ranks may do so at once; what has a checkpoint's name is complete at any time."""
+    found = checkpoints(folder)
+    whole = sorted(steps_of(path) for path in found if steps_of(path) <= step and is_whole(path))
+    for old in found + superseded(folder) if len(whole) >= number else []:
+        if steps_of(old) < whole[-number]:
+            with suppress(OSError):  # another rank has been here
+                old.rename(folder / f".{old.name}.partial-old")
     clear_partial(folder)
 
 

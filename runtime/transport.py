@@ -53,28 +53,6 @@ _BACKGROUND_PATIENCE = 1.25
 """A background exchange waits longer than the timeout: the one that it gave way to must fail first, for it names the cause."""
 
 
-class Handle:
-    """An exchange under way; its tensors must stay untouched until :meth:`wait` returns."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._finish()
-        except BaseException as error:
-            self._error = error
-
-    def wait(self) -> None:
-        """Return when all messages are sent and received; raises :class:`TransportError` as :meth:`Transport.exchange`."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
 class Urgency:
     """Which levels' links exchanges that are not in the background are sending over, on this rank; transports that share links
     share it."""
@@ -173,10 +151,6 @@ class Transport:
     def close(self) -> None:
         """End background exchanges at their next piece; what they wait for in the network ends with its timeout."""
         self._urgency.close()
-
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> Handle:
-        """As :meth:`exchange`, but in the background."""
-        return Handle(self.post(receives, label).begin(sends))
 
     def post(self, receives: Mapping[int, Tensor], label: str) -> Posted:
         """The receives of an exchange alone, announced to the peers; what is returned does the rest. A message leaves when its

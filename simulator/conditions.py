@@ -20,18 +20,14 @@ from hybridep.units import Dimension, exact, format_seconds
 _MOST_FACTOR = 1e6
 
 
-class LinkChange(Strict):
-    """Links that carry a part of their bandwidth for some time. Changes that meet multiply."""
+class _Lasting(Strict):
+    """Something that lasts for some time."""
 
-    links: str
-    """Pattern of link names: ``tokyo up``, ``tokyo *``, ``* -> tokyo``, ``*``."""
-    factor: float = Field(ge=0, le=_MOST_FACTOR)
-    """0 for a link that is cut."""
     start: Duration = 0.0
     end: Duration | None = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> LinkChange:
+    def _consistent(self) -> _Lasting:
         if self.end is not None and self.end <= self.start:
             raise ValueError(f"end: {self.end} s is not after start, {self.start} s")
         return self
@@ -42,6 +38,15 @@ class LinkChange(Strict):
         return math.inf if self.end is None else self.end
 
 
+class LinkChange(_Lasting):
+    """Links that carry a part of their bandwidth for some time. Changes that meet multiply."""
+
+    links: str
+    """Pattern of link names: ``tokyo up``, ``tokyo *``, ``* -> tokyo``, ``*``."""
+    factor: float = Field(ge=0, le=_MOST_FACTOR)
+    """0 for a link that is cut."""
+
+
 class LinkJitter(Strict):
     """Links whose bandwidth is drawn anew every period: exp(-|normal x spread|) of what they have."""
 
@@ -50,20 +55,12 @@ class LinkJitter(Strict):
     period: Duration = Field(gt=0)
 
 
-class Straggler(Strict):
+class Straggler(_Lasting):
     """A worker whose GPUs compute slower, in the steps that begin meanwhile."""
 
     worker: str
     """Name of a rank, or of what holds it: ``tokyo``, ``tokyo/gpu3``; also of a site with several pods."""
     slowdown: float = Field(ge=1)
-    start: Duration = 0.0
-    end: Duration | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Straggler:
-        if self.end is not None and self.end <= self.start:
-            raise ValueError(f"end: {self.end} s is not after start, {self.start} s")
-        return self
 
 
 class Conditions(Strict):
@@ -142,7 +139,7 @@ class Conditions(Strict):
         names = _worker_names(cluster)
         for straggler in self.stragglers:
             inside = [any(name == straggler.worker for name in of_rank) for of_rank in names]
-            if straggler.start <= now_s < (math.inf if straggler.end is None else straggler.end):
+            if straggler.start <= now_s < straggler.end_s:
                 factor[inside] *= straggler.slowdown
         return factor
 

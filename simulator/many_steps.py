@@ -328,11 +328,6 @@ def sites_called(cluster: Cluster, label: str) -> list[str]:
     return [name for site, name in enumerate(cluster.site_names) if label in cluster.site_labels(site)]
 
 
-def without_site(cluster: Cluster, site: str) -> Cluster:
-    """The cluster that is left when a site is lost, with all its pods; the others keep their names."""
-    return only_sites(cluster, set(cluster.site_names) - set(sites_called(cluster, site)))
-
-
 def cluster_at_present(cluster: Cluster, factor: Sequence[float]) -> Cluster:
     """The cluster with links between sites as they are: `factor` [links] of their bandwidth. Inside sites all is as before."""
     data = data_with_sites(cluster)

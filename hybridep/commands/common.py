@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from hybridep.errors import HybridEPError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from hybridep.topology import Cluster
 
 Command = Callable[..., int | None]
 
@@ -109,6 +111,24 @@ def stdout_console(least_width: int = 0) -> Console:
 def further_files(output: Path, number: int) -> list[Path]:
     """Files of the second to the last of so many plans, after the one of the best."""
     return [output.with_stem(f"{output.stem}-{place}") for place in range(2, number + 1)]
+
+
+def again_in_lab(
+    name: str, words: Sequence[str], cluster: Cluster, overrides: Sequence[str], as_json: bool, before: Sequence[str] = ()
+) -> int | None:
+    """Run ``hybridep NAME WORDS`` in emulated datacenters of the cluster's sites, by the command ``before`` where there is one:
+    what ended it. None, once it is told why, where this machine or the cluster allows none."""
+    from hybridep.launch.lab import run_in_lab
+    from hybridep.launch.shaping import lab_spec, why_not_in_lab
+    from hybridep.units import counted
+
+    reason = why_not_in_lab(cluster)
+    if reason is not None:
+        note(f"hybridep {name}: unshaped, links are not emulated: {reason}")
+        return None
+    note(f"hybridep {name}: in {counted(cluster.sizes[0], 'emulated datacenter')}, {counted(cluster.num_gpus, 'rank')}")
+    options = [*["--json"] * as_json, *(word for override in overrides for word in ("--set", override))]
+    return run_in_lab([*before, sys.executable, "-m", "hybridep.cli", name, *words, *options], lab_spec(cluster))
 
 
 def emit(result: Mapping[str, Any]) -> None:

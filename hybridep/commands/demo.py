@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import emit, note, set_option, stdout_console, verb
+from hybridep.commands.common import again_in_lab, emit, note, set_option, stdout_console, verb
 from hybridep.errors import UserError
 from hybridep.units import counted, format_bytes, format_seconds
 
@@ -66,8 +66,6 @@ def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
     full gather, and the plan. Ends with one table: measured, predicted and simulated step times, WAN bytes, losses."""
     from hybridep.commands.inputs import Kind, cluster_and_workload, load_run, sort_overrides
     from hybridep.launch.backends import in_lab
-    from hybridep.launch.lab import run_in_lab
-    from hybridep.launch.shaping import lab_spec, why_not_in_lab
     from runtime.trainable import check_run
 
     for override in sort_overrides(overrides, (Kind.CLUSTER, Kind.WORKLOAD, Kind.RUN))[Kind.RUN]:
@@ -77,15 +75,10 @@ def command(run_name: str, overrides: tuple[str, ...], as_json: bool) -> int:
     cluster, workload = cluster_and_workload(run.cluster, run.workload, run.overrides)
     check_run(run, workload)
     if not in_lab():
-        reason = why_not_in_lab(cluster)
-        if reason is None:
-            ranks = counted(cluster.num_gpus, "rank")
-            note(f"hybridep demo: {counted(cluster.sizes[0], 'emulated datacenter')}, {ranks}, over Ray")
-            again = [sys.executable, "-m", "hybridep.cli", "demo", "--run", run_name, *(["--json"] if as_json else [])]
-            again += [word for override in overrides for word in ("--set", override)]
-            ray = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(cluster.ranks_per_site)]
-            return run_in_lab([*ray, *again], lab_spec(cluster))
-        note(f"hybridep demo: unshaped, links are not emulated: {reason}")
+        ray = [sys.executable, "-m", "hybridep.launch.ray_nodes", str(cluster.ranks_per_site)]
+        code = again_in_lab("demo", ["--run", run_name], cluster, overrides, as_json, before=ray)
+        if code is not None:
+            return code
     with _ray_nodes(cluster):
         outcomes, measured = _tour(run, cluster, workload)
     result = _result(run, measured, outcomes, shaped=in_lab())
@@ -187,7 +180,7 @@ def _wire_bytes() -> int | None:
     if not in_lab():
         return None
     lab = Lab.current()
-    return sum(lab.interface_bytes(site.name).tx for site in lab.sites)
+    return sum(lab.sent_bytes(site.name) for site in lab.sites)
 
 
 def _domains(made: Plan) -> str:
@@ -204,17 +197,8 @@ def _result(run: Run, cluster: Cluster, outcomes: list[Outcome], *, shaped: bool
     from hybridep.provenance import provenance
 
     plot_losses(run.output / "losses.png", {outcome.name: outcome.losses for outcome in outcomes})
-    plot_step_times(
-        run.output / "step-times.png",
-        {
-            outcome.name: {
-                "measured": outcome.measured_s,
-                "predicted": outcome.predicted_s,
-                "simulated": outcome.simulated_s,
-            }
-            for outcome in outcomes
-        },
-    )
+    times = {one.name: {what: getattr(one, f"{what}_s") for what in ("measured", "predicted", "simulated")} for one in outcomes}
+    plot_step_times(run.output / "step-times.png", times)
     write_yaml(run.output / "cluster.yaml", cluster.model_dump(mode="json", exclude_none=True))
     first, *others = (outcome.losses[:COMPARED_STEPS] for outcome in outcomes)
     equal = all(abs(a - b) <= LOSS_TOLERANCE * abs(b) for losses in others for a, b in zip(losses, first, strict=True))
@@ -234,19 +218,8 @@ def _show(result: dict[str, Any], outcomes: list[Outcome]) -> None:
 
     console = stdout_console(TABLE_WIDTH)
     best_s = min(outcome.measured_s for outcome in outcomes)
-    headings = (
-        "",
-        "placement",
-        "measured step",
-        "",
-        "predicted",
-        "simulated",
-        "WAN counted",
-        "planned",
-        "on the wire",
-        "final loss",
-    )
-    table = Table(*headings, box=None, pad_edge=False)
+    times = ("measured step", "", "predicted", "simulated")
+    table = Table("", "placement", *times, "WAN counted", "planned", "on the wire", "final loss", box=None, pad_edge=False)
     for outcome in outcomes:
         table.add_row(
             outcome.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -330,12 +331,9 @@ class PlanReport:
     def show(self, *, whole: bool) -> None:
         """Prints it for people; the ``whole`` explanation, or what matters most of it."""
         from hybridep.commands import plan_text
-        from hybridep.commands.codecs import codec_lines
 
-        made, best = self.made, self.made.best
-        plan_text.show(best, self.explanation, whole=whole)
-        for line in codec_lines(best):
-            click.echo(line)
+        made = self.made
+        plan_text.show(made.best, self.explanation, whole=whole)
         plan_text.show_others(self.others or {})
         if made.choice is not None:
             plan_text.show_choice(made.choice)
@@ -444,14 +442,12 @@ def _compare(first: str, second: str, as_json: bool) -> None:
     names = Path(first).name, Path(second).name
     are_for_same = one.cluster.site_names == other.cluster.site_names
     if isinstance(one, PipelinePlan) or isinstance(other, PipelinePlan) or not are_for_same:
-        found = compare_pipelines(one, other)
-        if as_json:
-            emit(found.to_json())
-        else:
-            show_pipeline_difference(names, found)
-        return
-    difference = compare_plans(one, other)
-    if as_json:
-        emit(difference.to_json())
+        in_stages = compare_pipelines(one, other)
+        data, show = in_stages.to_json(), partial(show_pipeline_difference, names, in_stages)
     else:
-        show_difference(names, difference)
+        difference = compare_plans(one, other)
+        data, show = difference.to_json(), partial(show_difference, names, difference)
+    if as_json:
+        emit(data)
+    else:
+        show()

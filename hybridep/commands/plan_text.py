@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from hybridep.commands.codecs import codec_lines
 from hybridep.commands.common import stdout_console
 from hybridep.shares import alike_ranks, site_sequences
 from hybridep.units import counted, format_bytes, format_dollars, format_seconds, format_throughput
@@ -36,12 +37,29 @@ _TOLD = 1e-3
 
 
 def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
-    """Print the choice, its alternatives, where the time goes, the busiest links, the bound and the memory; ``whole``: every
-    group of sites, and why each alternative was rejected."""
-    from rich.table import Table
+    """Print the choice, its alternatives, where the time goes, the busiest links, the bound, the memory and lossy codecs;
+    ``whole``: every group of sites, and why each alternative was rejected."""
+    _show_placement(made, whole)
+    _show_options(made, explanation, whole)
+    console, bound, binds = stdout_console(), format_seconds(explanation.lower_bound_s), explanation.binds
+    console.print(f"\nno schedule of this plan is faster than {bound} ({explanation.lower_bound_by}); what binds: {binds}")
+    for title, parts_s in (("step", explanation.parts_s), ("hidden", explanation.hidden_s)):
+        shown = [f"{name} {format_seconds(value)}" for name, value in largest(parts_s) if value > 0]
+        if shown:
+            console.print(f"{title}: {', '.join(shown)}")
+    show_links(explanation.links)
+    memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in largest(explanation.memory_parts_bytes) if value > 0)
+    console.print(
+        f"memory of the fullest rank ({explanation.fullest_rank}): {format_bytes(explanation.plan.memory_bytes)} of "
+        f"{format_bytes(explanation.memory_capacity_bytes)}: {memory}"
+    )
+    for line in codec_lines(made):
+        click.echo(line)
 
-    console = stdout_console()
-    cluster, chosen = made.cluster, explanation.plan
+
+def _show_placement(made: Plan, whole: bool) -> None:
+    """Who computes what for whom, and how that was found."""
+    console, cluster = stdout_console(), made.cluster
     pods, sites = cluster.sizes[0], len({cluster.site_labels(dc)[-1] for dc in range(cluster.sizes[0])})
     where = f"{pods} pods of {counted(sites, 'site')}" if sites != pods else "one site" if sites == 1 else f"{sites} sites"
     console.print(
@@ -66,15 +84,19 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         how = f"{report.solver}, gap {report.gap:.2%}, {format_seconds(report.solve)}"
         console.print(f"  {_minimised(report)}{report.status.value} ({how})\n")
 
+
+def _show_options(made: Plan, explanation: Explanation, whole: bool) -> None:
+    """The plan and its alternatives, and what else of the step there is to say beside them."""
+    from rich.table import Table
+
+    console, chosen = stdout_console(), explanation.plan
     priced = chosen.step_usd is not None
     table = Table("", "step", "", *(["price"] if priced else []), "WAN bytes", "memory", "copies", box=None, pad_edge=False)
 
     def row(option: Alternative, style: str | None = None) -> None:
-        memory = format_bytes(option.memory_bytes) + ("" if option.fits else " does not fit")
-        memory += "" if option.allowed else " breaks a rule"
         times = f"x {option.step_s / chosen.step_s:.2f}"
         price = [format_dollars(option.step_usd or 0.0)] if priced else []
-        cells = (option.name, format_seconds(option.step_s), times, *price, format_bytes(option.wan_bytes), memory)
+        cells = (option.name, format_seconds(option.step_s), times, *price, format_bytes(option.wan_bytes), memory_text(option))
         table.add_row(*cells, f"{option.copies_per_rank:.3g}", style=style)
 
     row(chosen, "bold")
@@ -99,19 +121,6 @@ def show(made: Plan, explanation: Explanation, *, whole: bool = False) -> None:
         )
     for option in (*explanation.baselines, *explanation.neighbours) if whole else ():
         console.print(f"  {option.name}: {reason(chosen, option)}")
-
-    bound, binds = format_seconds(explanation.lower_bound_s), explanation.binds
-    console.print(f"\nno schedule of this plan is faster than {bound} ({explanation.lower_bound_by}); what binds: {binds}")
-    for title, parts_s in (("step", explanation.parts_s), ("hidden", explanation.hidden_s)):
-        shown = [f"{name} {format_seconds(value)}" for name, value in largest(parts_s) if value > 0]
-        if shown:
-            console.print(f"{title}: {', '.join(shown)}")
-    show_links(explanation.links)
-    memory = ", ".join(f"{name} {format_bytes(value)}" for name, value in largest(explanation.memory_parts_bytes) if value > 0)
-    console.print(
-        f"memory of the fullest rank ({explanation.fullest_rank}): {format_bytes(chosen.memory_bytes)} of "
-        f"{format_bytes(explanation.memory_capacity_bytes)}: {memory}"
-    )
 
 
 def show_links(links: Sequence[LinkLoad]) -> None:
@@ -272,6 +281,12 @@ def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:
         sites = ", ".join(f"{site} {share:.0%}" for site, share in difference.most_changed.items())
         console.print(f"most changed: {sites}")
     console.print(switch_text(difference.switch_at))
+
+
+def memory_text(option: Alternative | PipelineAlternative) -> str:
+    """An alternative's memory, and whether it is none."""
+    said = format_bytes(option.memory_bytes) + ("" if option.fits else " does not fit")
+    return said + ("" if option.allowed else " breaks a rule")
 
 
 def switch_text(switch_at: float | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hybridep.commands.common import OUTPUT, emit, note, set_option, stdout_console, verb
+from hybridep.commands.common import OUTPUT, again_in_lab, emit, set_option, stdout_console, verb
 from hybridep.run import Device
 
 if TYPE_CHECKING:
@@ -70,23 +69,17 @@ def command(
     from hybridep.commands.inputs import cluster_and_workload
     from hybridep.config import require_writable, write_yaml
     from hybridep.launch.backends import in_lab
-    from hybridep.launch.lab import run_in_lab
-    from hybridep.launch.shaping import lab_spec, why_not_in_lab
 
     given, workload = cluster_and_workload(cluster, model, overrides)
     path = output or Path(f"{given.name}-measured.yaml")
     require_writable("--output", path.parent)
     if not in_lab() and not os.environ.get("RAY_ADDRESS"):
-        reason = why_not_in_lab(given)
-        if reason is None:
-            options = [cluster, model, "--seconds", str(seconds), "--device", device, *["--json"] * as_json]
-            options += ["--output", str(output)] if output else []
-            options += ["--thorough"] * thorough
-            options += [] if links is None else ["--links" if links else "--no-links"]
-            options += [word for override in overrides for word in ("--set", override)]
-            again = [sys.executable, "-m", "hybridep.cli", "probe", *options]
-            return run_in_lab(again, lab_spec(given))
-        note(f"hybridep probe: unshaped, links are not emulated: {reason}")
+        words = [cluster, model, "--seconds", str(seconds), "--device", device, *["--thorough"] * thorough]
+        words += ["--output", str(output)] if output else []
+        words += [] if links is None else ["--links" if links else "--no-links"]
+        code = again_in_lab("probe", words, given, overrides, as_json)
+        if code is not None:
+            return code
     found = measure(given, workload, seconds, thorough=thorough, device=Device(device))
     measured = with_pairs(with_measurements(given, found), found, links)
     write_yaml(path, measured.model_dump(mode="json", exclude_none=True))
@@ -239,12 +232,9 @@ def _show(given: Cluster, measured: Cluster) -> None:
     table.add_row("throughput", *(format_throughput(gpu.throughput) for gpu in gpus))
     table.add_row("expert throughput", *(format_throughput(gpu.expert_throughput or gpu.throughput) for gpu in gpus))
     table.add_row("memory bandwidth", *(format_bandwidth(gpu.memory_bandwidth) for gpu in gpus))
-    table.add_row("block overhead", *(format_seconds(gpu.block_overhead) for gpu in gpus))
     table.add_row("ranks per processor", *(f"{gpu.sharing:.3g}" for gpu in gpus))
-    table.add_row("message overhead", *(format_seconds(gpu.message_overhead) for gpu in gpus))
-    table.add_row("pass overhead", *(format_seconds(gpu.pass_overhead) for gpu in gpus))
-    table.add_row("jitter", *(format_seconds(gpu.jitter) for gpu in gpus))
-    table.add_row("expert overhead", *(format_seconds(gpu.expert_overhead) for gpu in gpus))
+    for name in ("block overhead", "message overhead", "pass overhead", "jitter", "expert overhead"):
+        table.add_row(name, *(format_seconds(getattr(gpu, name.replace(" ", "_"))) for gpu in gpus))
     codings = [gpu.coding for gpu in gpus]
     for kind in KINDS:
         for codec in getattr(codings[1] or codings[0], kind, {}):

@@ -79,15 +79,10 @@ def command(
     data = read_yaml(what)
     is_plan = bool({"layers", "schema_version"} & set(data))
     names = tuple(name.strip() for name in against.split(",") if name.strip())
-    given: dict[str, Any] = {"against": names} if names else {}
-    if routing is not None:
-        given["routing"] = routing
-    if fabric is not None:
-        given["fabric"] = fabric
-    if tolerance is not None:
-        given["tolerance"] = tolerance
-    if one_rank_per_site:
-        given["one_rank_per_site"] = True
+    options = {"routing": routing, "fabric": fabric, "tolerance": tolerance, "one_rank_per_site": one_rank_per_site or None}
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    if names:
+        given["against"] = names
     if is_plan:
         grid: list[tuple[Point, Scenario]] = [({}, Scenario(plan=str(what), overrides=overrides).model_copy(update=given))]
     else:

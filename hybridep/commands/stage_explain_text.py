@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hybridep.commands.common import stdout_console
-from hybridep.commands.plan_text import largest, reason, show_links, switch_text
+from hybridep.commands.plan_text import largest, memory_text, reason, show_links, switch_text
 from hybridep.units import counted, format_bytes, format_dollars, format_seconds
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ def show_explanation(found: PipelineExplanation) -> None:
     table = Table("\nalternatives", "step", "", *(["price"] if priced else []), "memory", box=None, pad_edge=False)
 
     def row(option: PipelineAlternative, style: str | None = None) -> None:
-        memory = format_bytes(option.memory_bytes) + ("" if option.fits else " does not fit")
-        memory += "" if option.allowed else " breaks a rule"
         price = [format_dollars(option.step_usd or 0.0)] if priced else []
-        table.add_row(option.name, format_seconds(option.step_s), f"x {option.ratio:.2f}", *price, memory, style=style)
+        cells = (option.name, format_seconds(option.step_s), f"x {option.ratio:.2f}", *price)
+        table.add_row(*cells, memory_text(option), style=style)
 
     row(chosen, "bold")
     for option in found.alternatives:

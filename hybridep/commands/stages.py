@@ -94,11 +94,9 @@ def write_in_stages(request: StagesRequest) -> None:
             one.plan.save(path)
         return files
 
-    least, alone, wishes = None, None, asked.wishes
-    explanation = None
+    least, alone, upgrades, wishes = None, None, None, asked.wishes
     try:
         # Before anything is written: of a plan without stages there may be no answer.
-        upgrades = None
         if request.upgrades:
             # What is best for scenarios need not be for the given rates.
             made, present = (made, None) if robust is not None else search_on(made, tell, request.time_limit_s)
@@ -128,7 +126,7 @@ def write_in_stages(request: StagesRequest) -> None:
         several=request.top > 1,
         alone=alone,
         least=least,
-        goal=asked.wishes.goal,
+        goal=wishes.goal,
         explanation=explanation,
         upgrades=upgrades,
         robust=robust,
@@ -229,7 +227,6 @@ class _Told:
         """Prints it for people; of a plan without stages the ``whole`` explanation, or what matters most of it."""
         import planner
         from hybridep.commands import plan_text, stage_explain_text, stage_text
-        from hybridep.commands.codecs import codec_lines
         from hybridep.pipeline import PipelinePlan
         from hybridep.units import format_dollars
 
@@ -237,8 +234,6 @@ class _Told:
         if not isinstance(best, PipelinePlan):
             assert isinstance(self.explanation, planner.Explanation)
             plan_text.show(best, self.explanation, whole=whole)
-            for line in codec_lines(best):
-                click.echo(line)
             self._show_least()
             self._show_rest(", without stages")
             return

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hybridep.commands.common import emit, note, set_option, stdout_console, verb
+from hybridep.commands.common import again_in_lab, emit, note, set_option, stdout_console, verb
 from hybridep.errors import UserError
 from hybridep.units import counted
 
@@ -52,9 +51,7 @@ def command(
     from hybridep.config import require_writable
     from hybridep.launch.backends import in_lab
     from hybridep.launch.folders import held
-    from hybridep.launch.lab import run_in_lab
     from hybridep.launch.session import PLAN_FILE
-    from hybridep.launch.shaping import lab_spec, why_not_in_lab
     from hybridep.launch.worker import Job
     from runtime.trainable import check_copies, check_run
 
@@ -71,17 +68,14 @@ def command(
     for line in codec_lines(plan):
         note(f"hybridep train: {line}")
     if not local and not in_lab() and not os.environ.get("RAY_ADDRESS"):
-        reason = why_not_in_lab(plan.cluster)
-        if reason is None:
-            # The plan goes along, so that it is searched for once.
-            with held("output", config.output):
-                plan.save(config.output / PLAN_FILE)
-            options = ["--resume"] * resume + ["--json"] * as_json + ["--max-restarts", str(restarts)]
-            for override in (*overrides, f"run.plan={json.dumps(str(config.output / PLAN_FILE), ensure_ascii=False)}"):
-                options += ["--set", override]
-            again = [sys.executable, "-m", "hybridep.cli", "train", run, *options]
-            return run_in_lab(again, lab_spec(plan.cluster))
-        note(f"hybridep train: unshaped, links are not emulated: {reason}")
+        # The plan goes along, so that it is searched for once.
+        with held("output", config.output):
+            plan.save(config.output / PLAN_FILE)
+        more = [*overrides, f"run.plan={json.dumps(str(config.output / PLAN_FILE), ensure_ascii=False)}"]
+        words = [run, *["--resume"] * resume, "--max-restarts", str(restarts)]
+        code = again_in_lab("train", words, plan.cluster, more, as_json)
+        if code is not None:
+            return code
     if config.trace_step is not None and config.trace_step > config.steps:
         last = f"the last of {counted(config.steps, 'step')}"
         note(f"hybridep train: no timeline, since trace_step {config.trace_step} is beyond {last}")

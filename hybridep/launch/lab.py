@@ -23,7 +23,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -95,13 +95,6 @@ class LabSite:
     port: str
 
 
-class InterfaceBytes(NamedTuple):
-    """Bytes that a datacenter sent and received over its access link, as the kernel counts them."""
-
-    tx: int
-    rx: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Lab:
     """The running lab, seen by a process inside it, on the bridge or in a datacenter."""
@@ -138,26 +131,20 @@ class Lab:
         """Start ``argv`` inside ``dc``; ``env`` replaces the environment, ``options`` go to ``Popen``."""
         return subprocess.Popen([*self.process_prefix(dc), *argv], env=env, **options)
 
-    def interface_bytes(self, dc: str) -> InterfaceBytes:
-        """Bytes over the access link of ``dc`` since the lab began.
+    def sent_bytes(self, dc: str) -> int:
+        """What ``dc`` sent over its access link since the lab began, as the kernel counts it.
 
         Linux hands TCP over in pieces that fit the token buckets, with one header each, so this is the payload plus 1 to 5 %,
         while the token buckets charge every 1500-byte packet its own header.
         """
         port = self.site(dc).port
-        sent, received = lab_links.in_namespace(_BRIDGE_NAMESPACE, lambda: lab_links.sent_and_received_bytes(port))
-        return InterfaceBytes(tx=received, rx=sent)  # the bridge receives what the datacenter sends
+        return lab_links.in_namespace(_BRIDGE_NAMESPACE, lambda: lab_links.received_bytes(port))
 
     def set_bandwidth(self, dc: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         """Change the rates of the access link of ``dc`` at once."""
         site = self.site(dc)
         lab_links.in_namespace(site.namespace, lambda: lab_links.shape(lab_links.UPLINK, up_bytes_per_s))
         lab_links.in_namespace(_BRIDGE_NAMESPACE, lambda: lab_links.shape(site.port, down_bytes_per_s))
-
-    def set_link(self, dc: str, *, up: bool) -> None:
-        """Pull the access link of ``dc`` (``up=False``) or put it back: packets vanish, no connection is reset."""
-        port = self.site(dc).port
-        lab_links.in_namespace(_BRIDGE_NAMESPACE, lambda: lab_links.set_carrier(port, up))
 
 
 def run_in_lab(argv: Sequence[str], spec: LabSpec, more: Mapping[str, str] | None = None) -> int:

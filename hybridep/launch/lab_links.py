@@ -115,17 +115,10 @@ def shape(interface: str, bandwidth_bytes_per_s: float) -> None:
         )
 
 
-def set_carrier(interface: str, up: bool) -> None:
-    """Raise or pull ``interface`` of the current namespace."""
+def received_bytes(interface: str) -> int:
+    """What ``interface`` of the current namespace has received."""
     with IPRoute() as netlink:
-        netlink.link("set", index=_index(netlink, interface), state="up" if up else "down")
-
-
-def sent_and_received_bytes(interface: str) -> tuple[int, int]:
-    """Counters of ``interface`` of the current namespace, in bytes: (sent, received)."""
-    with IPRoute() as netlink:
-        counters = netlink.get_links(_index(netlink, interface))[0].get_attr("IFLA_STATS64")
-        return counters["tx_bytes"], counters["rx_bytes"]
+        return int(netlink.get_links(_index(netlink, interface))[0].get_attr("IFLA_STATS64")["rx_bytes"])
 
 
 def _index(netlink: IPRoute, interface: str) -> int:

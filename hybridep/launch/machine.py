@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -11,8 +11,10 @@ import psutil
 from hybridep.errors import UserError
 from hybridep.launch.worker import Job
 from hybridep.pipeline import PipelinePlan
+from hybridep.plan import Plan
 from hybridep.run import Device
 from hybridep.units import format_bytes
+from hybridep.workload import Dtype
 
 PROCESS_BYTES = 150e6
 """What a rank's process takes before it has a model: Python, torch and gloo, without what processes share; rather less."""
@@ -21,17 +23,34 @@ PROCESS_BYTES = 150e6
 def require_room(job: Job) -> None:
     """Raises UserError where all ranks of a job are to start on this machine and it has too little memory for them."""
     ranks, held = job.plan.cluster.num_gpus, memory_bytes()
-    needed = ranks * PROCESS_BYTES
+    copied = copied_bytes(job)
+    needed = ranks * PROCESS_BYTES + copied
     prediction = job.plan.prediction
     # The fullest rank's memory says in most cases that all have room, without the planner, which takes a second to load.
     if job.probe_s is None and (prediction is None or needed + ranks * prediction.memory_bytes > held):
         needed += _model_bytes(job)
     if needed > held:
+        beside = f" ({format_bytes(copied)} of it for checkpoints.async_save)" if copied else ""
         raise UserError(
-            f"{ranks} ranks on this machine take at least {format_bytes(needed)} of memory, and may have {format_bytes(held)} "
-            "(of it, swap included, or of this process's control group); give a smaller cluster or model, or start Ray on "
-            "several machines (RAY_ADDRESS)"
+            f"{ranks} ranks on this machine take at least {format_bytes(needed)} of memory{beside}, and may have "
+            f"{format_bytes(held)} (of it, swap included, or of this process's control group); give a smaller cluster or "
+            "model, or start Ray on several machines (RAY_ADDRESS)"
         )
+
+
+def copied_bytes(job: Job) -> float:
+    """Weights and moments that all ranks together copy to the machine's memory to write checkpoints beside steps; what codecs
+    keep is not counted."""
+    if not job.run.checkpoints.async_save or job.probe_s is not None or job.trials:
+        return 0.0
+    copied = 0
+    for plan in _plans(job):
+        model, dtype = plan.workload.model, plan.workload.training.dtype
+        # The weight that is kept is the fp32 master where there is one, which the optimizer's state has.
+        width = dtype.state_bytes + (0 if dtype is Dtype.BF16 else dtype.num_bytes)
+        experts = model.num_moe_layers * model.num_experts * model.expert_params
+        copied += (experts + plan.cluster.sizes[0] * model.dense_params) * width
+    return float(copied)
 
 
 def memory_bytes(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
@@ -68,8 +87,12 @@ def _model_bytes(job: Job) -> float:
         return 0.0
     from planner import memory_use
 
-    plans = job.plan.plans if isinstance(job.plan, PipelinePlan) else (job.plan,)
-    return float(sum(memory_use(plan).total_bytes.sum() for plan in plans))
+    return float(sum(memory_use(plan).total_bytes.sum() for plan in _plans(job)))
+
+
+def _plans(job: Job) -> Sequence[Plan]:
+    """The plan, or those of a pipeline's stages."""
+    return job.plan.plans if isinstance(job.plan, PipelinePlan) else (job.plan,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,12 +54,10 @@ def measure(
     steps: int,
     untimed: int = 1,
     recorded_steps: int = 0,
-    seed: int = 0,
     probe_s: float | None = None,
-    local: bool = True,
 ) -> tuple[list[Measured], list[Probe]]:
     """Train every plan (of one cluster) for ``steps`` steps, the first ``untimed`` of which are not timed, in this order and
-    with one start of the ranks: as processes of this machine when ``local`` (inside a lab: in its datacenters), else on Ray.
+    with one start of the ranks: as processes of this machine, inside a lab in its datacenters.
     With ``probe_s`` links and computation are measured before the first plan of each workload, too, for about that long each:
     one probe per workload. Every choice of the first ``recorded_steps`` is kept.
     Raises what ``Controller.run`` raises."""
@@ -72,13 +70,12 @@ def measure(
             "workload": plans[0].workload.name,
             "output": str(folder),
             "steps": steps,
-            "seed": seed,
             "exchange_timeout": _EXCHANGE_TIMEOUT,
             "optimizer": {"warmup_steps": _WARMUP_STEPS},
         }
         run = build(Run, fields, "trials")
         job = Job(run=run, plan=plans[0], trials=tuple(plans), probe_s=probe_s, recorded_steps=recorded_steps)
-        ranks = results_of(job, local=local)
+        ranks = results_of(job, local=True)
     measured = [_together(one, untimed, recorded_steps) for one in zip(*(rank["trials"] for rank in ranks), strict=True)]
     probes = [summarise([probe_of(one) for one in same]) for same in zip(*(rank["probes"] for rank in ranks), strict=True)]
     return measured, probes

@@ -54,15 +54,8 @@ class Job:
         """One line of JSON."""
         plan = self.plan.model_dump(mode="json", exclude={"provenance"}, exclude_none=True)
         trials = [one.model_dump(mode="json", exclude={"provenance"}, exclude_none=True) for one in self.trials]
-        more = {
-            "resume": self.resume,
-            "or_begin": self.or_begin,
-            "probe_s": self.probe_s,
-            "thorough": self.thorough,
-            "trials": trials,
-        }
-        more |= {"recorded_steps": self.recorded_steps}
-        return json.dumps({"run": self.run.model_dump(mode="json"), "plan": plan, **more})
+        more = {name: getattr(self, name) for name in ("resume", "or_begin", "probe_s", "thorough", "recorded_steps")}
+        return json.dumps({"run": self.run.model_dump(mode="json"), "plan": plan, "trials": trials, **more})
 
     @classmethod
     def from_json(cls, text: str) -> Job:
@@ -107,15 +100,15 @@ def run_rank(
         else:
             place = meet()
             store = join_store(place.address, place.port, timeout_s=RENDEZVOUS_TIMEOUT_S)
+        result = None
         if job.trials:
             from runtime.trials import Trial, run_trials
 
             done = list(run_trials(job.run, job.trials, rank=rank, store=store, probe_s=job.probe_s, recorded=job.recorded_steps))
             trials = [asdict(one) for one in done if isinstance(one, Trial)]
             probes = [asdict(one) for one in done if not isinstance(one, Trial)]
-            report(Finished(rank=rank, result={"trials": trials, "probes": probes}))
-            return
-        if job.probe_s is not None:
+            result = {"trials": trials, "probes": probes}
+        elif job.probe_s is not None:
             from runtime.probe import probe
 
             found = probe(
@@ -127,14 +120,14 @@ def run_rank(
                 thorough=job.thorough,
                 device=job.run.device,
             )
-            report(Finished(rank=rank, result=asdict(found)))
-            return
+            result = asdict(found)
+        else:
 
-        def on_step(step: StepReport) -> None:
-            report(Stepped(report=step))
+            def on_step(step: StepReport) -> None:
+                report(Stepped(report=step))
 
-        train(job.run, job.plan, rank=rank, store=store, on_step=on_step, resume=job.resume, or_begin=job.or_begin)
-        report(Finished(rank=rank))
+            train(job.run, job.plan, rank=rank, store=store, on_step=on_step, resume=job.resume, or_begin=job.or_begin)
+        report(Finished(rank=rank, result=result))
     except Exception as error:
         _keep_traceback(job, rank)
         report(failure_of(rank, error, job.log(rank)))

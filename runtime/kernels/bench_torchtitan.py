@@ -47,8 +47,3 @@ def torchtitan_form(data: LayerData) -> Form:
         return y
 
     return Form(forward=forward, leaves=(data.x, *(parameter for parameter, _ in pairs)))
-
-
-def transposed_back(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Gradients of ``torchtitan_form``'s leaves in the layout of ``LayerData.leaves``."""
-    return (gradients[0], *(gradient.mT for gradient in gradients[1:]))

@@ -11,7 +11,7 @@ from hybridep.codecs import SPAN, TILE
 from runtime.kernels import launch as lay
 from runtime.kernels.driver import Argument, Driver, Launch
 from runtime.kernels.errors import KernelInputError
-from runtime.kernels.launch import Peers, checked, pointer, require, u32
+from runtime.kernels.launch import checked, pointer, require, u32
 from runtime.kernels.reference import Route
 from runtime.kernels.reference_codecs import ChangeCode, Code, Residual
 
@@ -32,29 +32,16 @@ class CodecKernels:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def quantize(
-        self,
-        x: Tensor,
-        route: Route,
-        num_rows: int,
-        code: Code,
-        *,
-        multiple: int = 1,
-        peers: tuple[Peers, Peers] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See ``reference_codecs.quantize``; rows that are neither in a group nor its padding are not written.
-        ``peers``: buffers of codes and of scales."""
+    def quantize(self, x: Tensor, route: Route, num_rows: int, code: Code, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
+        """See ``reference_codecs.quantize``; rows that are neither in a group nor its padding are not written."""
         require("quantize", "x", x, _NARROW, (None, None), x.device)
         rows, hidden = x.shape
         width, spans = 4 * lay.ceil_div(hidden, 4), lay.ceil_div(hidden, SPAN)
-        local = 0 if peers else num_rows
-        codes = x.new_empty(local, width, dtype=code.dtype)
-        scales = x.new_empty(local, spans, dtype=torch.float32)
-        code_buffers, buffer_rows = lay.peers_arguments(peers[0] if peers else None)
-        scale_buffers, _ = lay.peers_arguments(peers[1] if peers else None)
+        codes = x.new_empty(num_rows, width, dtype=code.dtype)
+        scales = x.new_empty(num_rows, spans, dtype=torch.float32)
         whole = hidden % 4 == 0 and lay.alignment([x]) >= 4 * x.element_size()
         arguments = (
-            *(pointer(x), pointer(route.slot), pointer(codes), pointer(scales), code_buffers, scale_buffers, buffer_rows),
+            *(pointer(x), pointer(route.slot), pointer(codes), pointer(scales)),
             *_rows_arguments("quantize", route, rows, hidden, whole, multiple, x.device),
         )
         self._run_rows(f"quantize_{lay.ELEMENTS[x.dtype]}_{code.name.lower()}", rows, hidden, route, multiple, arguments, x)

@@ -16,7 +16,6 @@ from hybridep.commands.stage_choice import StageChoice, best_simulated, simulate
 from hybridep.commands.stage_choice import in_stages as stages_in_time
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import AnyPlan, PipelinePlan, load_any_plan
-from hybridep.plan import load_plan
 from hybridep.topology import Cluster
 from hybridep.units import format_seconds
 from hybridep.workload import Workload
@@ -89,10 +88,10 @@ def test_auto_takes_no_stages_where_those_are_slower(inputs: Inputs, call: Call)
     busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
     path, result = in_stages(inputs, call, "--stages", "auto", "--json", cluster=busy)
     assert result.code == 0, result.err
-    assert result.json["stages"] == [] and load_plan(path).digest == result.json["digest"]
+    assert result.json["stages"] == [] and load_any_plan(path).digest == result.json["digest"]
     one_site = CLUSTER.replace("name: dc, size: 2", "name: dc, size: 1")
     path, result = in_stages(inputs, call, "--stages", "auto", "--json", cluster=one_site)
-    assert result.code == 0 and result.json["stages"] == [] and load_plan(path).cluster.sizes[0] == 1
+    assert result.code == 0 and result.json["stages"] == [] and load_any_plan(path).cluster.sizes[0] == 1
 
 
 def test_the_cheapest_with_or_without_stages(inputs: Inputs, call: Call) -> None:
@@ -121,7 +120,7 @@ def test_rules_hold_in_stages_or_stages_are_left_out(inputs: Inputs, call: Call)
     assert result.code == 3 and "in a stage of dc0, rule 'not-here' cannot be kept: expert 0" in result.err and not path.exists()
     path, result = in_stages(inputs, call, "--stages", "auto", "--json", *barred)
     assert result.code == 0 and result.json["stages"] == [] and "'not-here' cannot be kept" in result.err
-    assert (load_plan(path).placed[0].placement.serve[0][:, :2] == 1).all()
+    assert (load_any_plan(path).placed[0].placement.serve[0][:, :2] == 1).all()
     path.unlink()
     apart = rules("{name: repair, kind: no_link, sites: [dc0], to: [dc1]}")
     path, result = in_stages(inputs, call, "--stages", "2", *apart)
@@ -131,7 +130,7 @@ def test_rules_hold_in_stages_or_stages_are_left_out(inputs: Inputs, call: Call)
     assert result.code == 3 and "rule 'stays' cannot be kept in stages" in result.err and not path.exists()
     coded = ("--codec", "dc.tokens=int8")
     path, result = in_stages(inputs, call, "--stages", "auto", "--json", *stays, *coded)
-    assert result.code == 0 and result.json["stages"] == [] and load_plan(path)
+    assert result.code == 0 and result.json["stages"] == [] and load_any_plan(path)
     assert [one["kind"] for one in result.json["lossy_codecs"]] == ["tokens"]
     assert "lossy on dc: tokens int8" in in_stages(inputs, call, "--stages", "auto", "--time-limit", "1", *stays, *coded)[1].out
     four = SLOW.replace("name: dc, size: 2", "name: dc, size: 4")
@@ -189,7 +188,7 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     assert result.code == 0, result.err
     assert result.json["left_out"] == ["dc1"] and "for dc0; without dc1" in result.err
     assert 0.5 * result.json["expected_s"] < result.json["least_of_any_sites_s"] <= result.json["expected_s"]
-    plan = load_plan(path)
+    plan = load_any_plan(path)
     assert plan.cluster.sizes[0] == 1 and plan.workload.training.micro_batches == 2 and result.json["wan_bytes"] == 0
     simulated = call("simulate", path, "--json")
     assert simulated.code == 0 and simulated.json["step_s"] == pytest.approx(result.json["expected_s"], rel=0.05)
@@ -201,7 +200,7 @@ def test_sites_that_do_not_pay_are_left_out(inputs: Inputs, call: Call) -> None:
     # Where there is nothing to leave out, the plan is for all.
     one_site = SLOW.replace("name: dc, size: 2", "name: dc, size: 1")
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json", cluster=one_site)
-    assert result.code == 0 and result.json["left_out"] == [] and load_plan(path), result.err
+    assert result.code == 0 and result.json["left_out"] == [] and load_any_plan(path), result.err
     uneven = SLOW + "sites: [{name: a, tokens: 3}, {name: b}]\n"
     options = ("--stages", "auto", "--fewer-sites", "--json", "--set", "training.micro_batch_size=2")
     path, result = in_stages(inputs, call, *options, cluster=uneven)
@@ -274,7 +273,7 @@ def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeyp
 
     monkeypatch.setattr("hybridep.commands.sites_choice.in_stages", interrupted)
     path, result = in_stages(inputs, call, *options, cluster=busy)
-    assert result.code == 0 and result.json["left_out"] == ["dc1"] and load_plan(path).cluster.sizes[0] == 1
+    assert result.code == 0 and result.json["left_out"] == ["dc1"] and load_any_plan(path).cluster.sizes[0] == 1
 
 
 def test_the_plan_for_fewer_sites_counts_to_the_end(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +285,7 @@ def test_the_plan_for_fewer_sites_counts_to_the_end(inputs: Inputs, call: Call, 
     monkeypatch.setattr("planner.sites_that_pay", every_site)
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json")
     assert result.code == 0 and "after all, for dc0; without dc1" in result.err, result.err
-    assert result.json["left_out"] == ["dc1"] and load_plan(path).cluster.sizes[0] == 1 and result.json["alone_s"] is None
+    assert result.json["left_out"] == ["dc1"] and load_any_plan(path).cluster.sizes[0] == 1 and result.json["alone_s"] is None
     shown = in_stages(inputs, call, "--stages", "2", "--fewer-sites")[1]
     assert "after all" in shown.err and "no pipeline of 2 stages or more for any of the sites is faster than" in shown.out
     busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")
@@ -380,7 +379,7 @@ def test_an_interrupt_after_planning_loses_nothing(inputs: Inputs, call: Call, m
     )
     monkeypatch.setattr("hybridep.commands.sites_choice._with_and_without", interrupted)
     path, result = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--json")
-    assert result.code == 0 and result.json["left_out"] == ["dc1"] and load_plan(path).cluster.sizes[0] == 1
+    assert result.code == 0 and result.json["left_out"] == ["dc1"] and load_any_plan(path).cluster.sizes[0] == 1
 
 
 def test_stages_or_none_by_what_is_simulated_of_both(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

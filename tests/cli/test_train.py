@@ -15,7 +15,7 @@ from cli_cases import Inputs, shell
 
 from hybridep.commands.inputs import load_workload
 from hybridep.launch.host import child_environment
-from hybridep.plan import load_plan
+from hybridep.pipeline import load_any_plan
 from hybridep.routing import load_routing
 
 pytestmark = pytest.mark.timeout(120)
@@ -41,7 +41,7 @@ def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
     assert summary["wan_bytes_per_step"] == pytest.approx(summary["planned_wan_bytes_per_step"], rel=0.2)
     for name in ("plan.yaml", "steps.jsonl", "summary.json", "trace.json", "routing.npz", "checkpoints"):
         assert (inputs.output / name).exists(), name
-    record, plan = load_routing(inputs.output / "routing.npz"), load_plan(inputs.output / "plan.yaml")
+    record, plan = load_routing(inputs.output / "routing.npz"), load_any_plan(inputs.output / "plan.yaml")
     record.require(plan, inputs.output)
     model, training = plan.workload.model, plan.workload.training
     choices = plan.cluster.num_gpus * training.tokens * training.micro_batches * model.top_k

@@ -15,7 +15,7 @@ from hybridep.cli import VERBS
 from hybridep.codecs import ExpertCodec
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.launch.host import child_environment
-from hybridep.plan import load_plan
+from hybridep.pipeline import load_any_plan
 from hybridep.routing import RoutingRecord
 from hybridep.shares import batch_sequences
 from simulator.step import simulate_step
@@ -46,7 +46,7 @@ def test_plan_keys_of_the_contract(inputs: Inputs, call: Call) -> None:
     wanted = {"status", "objective_s", "bound_s", "gap", "solve_s", "domains", "baselines", "memory_bytes"}
     assert wanted <= set(result.json)
     assert set(result.json["baselines"]) == {"ep", "full_gather"} and result.json["status"] == "optimal"
-    plan = load_plan(path)
+    plan = load_any_plan(path)
     assert plan.workload.training.micro_batches == 4 and plan.digest == result.json["digest"]
 
 
@@ -70,7 +70,7 @@ def test_plan_reads_a_matrix(inputs: Inputs, call: Call) -> None:
     options = ("--set", "levels.gpu.size=2", "--json")
     result = call("plan", matrix, inputs.workload, "-o", inputs.folder / "plan.yaml", *options)
     assert result.code == 0, result.err
-    plan = load_plan(inputs.folder / "plan.yaml")
+    plan = load_any_plan(inputs.folder / "plan.yaml")
     assert [site.name for site in plan.cluster.sites] == ["paris", "oslo", "rome"] and plan.cluster.num_gpus == 6
     assert plan.prediction is not None and plan.prediction.expected_s == pytest.approx(result.json["expected_s"])
     assert result.json["lower_bound_s"] <= result.json["expected_s"] <= result.json["step_s"]
@@ -97,7 +97,7 @@ def test_plans_are_kept_when_questions_about_them_are_interrupted(
     path = inputs.folder / "plan.yaml"
     result = call("plan", inputs.cluster, inputs.workload, "--upgrades", "--top", "2", "-o", path)
     assert result.code == 130 and f"interrupted; plan written to {path}" in result.err and not result.out
-    assert all(load_plan(one).cluster.name == "two" for one in (path, path.with_stem("plan-2")))
+    assert all(load_any_plan(one).cluster.name == "two" for one in (path, path.with_stem("plan-2")))
 
 
 def test_simulate_within_a_tolerance(inputs: Inputs, call: Call) -> None:
@@ -157,7 +157,7 @@ def test_plan_in_dollars(inputs: Inputs, call: Call) -> None:
     assert result.code == 0, result.err
     price = result.json["step_usd"]
     assert result.json["minimised"] == "dollars" and 0 < result.json["cost_bound_usd"] <= price * (1 + 1e-9)
-    prediction = load_plan(path).prediction
+    prediction = load_any_plan(path).prediction
     assert prediction is not None and prediction.cost == price
     shown = call("plan", inputs.cluster, inputs.workload, "-o", path, *PRICED, "--budget", f"{2 * price} $")
     assert shown.code == 0 and "fastest within" in shown.out and "price of a step" in shown.out
@@ -179,7 +179,7 @@ def test_plan_chooses_codecs_by_their_loss(inputs: Inputs, call: Call) -> None:
 def test_plan_chooses_connections_where_one_has_a_window(inputs: Inputs, call: Call) -> None:
     path, long = inputs.folder / "plan.yaml", ("--set", "levels.dc.latency=50 ms", "--set", "levels.dc.window=4 KB")
     chosen = call("plan", inputs.cluster, inputs.workload, "-o", path, *long)
-    number = load_plan(path).schedule.streams["dc"]
+    number = load_any_plan(path).schedule.streams["dc"]
     assert number > 1 and f"connections per pair of ranks: dc {number}, each with 4 kB per round trip" in chosen.out
     given = call("plan", inputs.cluster, inputs.workload, "-o", path, *long, "--streams", "dc=1", "--json")
     assert given.json["streams"] == {"dc": 1}
@@ -193,7 +193,7 @@ def test_plan_sends_copies_ahead_on_demand(inputs: Inputs, call: Call) -> None:
         result = call("plan", inputs.cluster, inputs.workload, "-o", path, *shape, *options, "--json")
         assert result.code == 0, result.err
         steps.append(result.json["step_s"])
-    assert steps[1] < steps[0] and load_plan(path).schedule.prefetch > 0
+    assert steps[1] < steps[0] and load_any_plan(path).schedule.prefetch > 0
 
 
 def test_plan_cuts_tokens_in_parts_on_demand(inputs: Inputs, call: Call) -> None:
@@ -202,7 +202,7 @@ def test_plan_cuts_tokens_in_parts_on_demand(inputs: Inputs, call: Call) -> None
         result = call("plan", "paper-s", "llama-tiny", "-o", path, *options, "--json")
         assert result.code == 0, result.err
         steps.append(result.json["step_s"])
-    plan = load_plan(path)
+    plan = load_any_plan(path)
     assert steps[1] < 0.9 * steps[0] and result.json["chunks"] == plan.schedule.chunks > 1
     assert call("simulate", path, "--json").json["step_s"] == pytest.approx(steps[1])
     shown = call("plan", "paper-s", "llama-tiny", "-o", path, "--chunks", "8")
@@ -214,7 +214,7 @@ def test_plan_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
     path = inputs.folder / "plan.yaml"
     result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--fabric", fabric, "--json")
     assert result.code == 0, result.err
-    assert load_plan(path).cluster.trunks[0].name == "trunk dc0 -> hub"
+    assert load_any_plan(path).cluster.trunks[0].name == "trunk dc0 -> hub"
     simulated = call("simulate", path, "--json")
     assert simulated.json["step_s"] == pytest.approx(result.json["step_s"], rel=0.1)
     leaves = inputs.write("leaves.yaml", "name: leaves\ninside: {fat_tree: {workers_per_leaf: 1}}\n")
@@ -228,7 +228,7 @@ def test_plan_without_some_sites(inputs: Inputs, call: Call) -> None:
     found = call("plan", "pods-4dc", "tiny", "--without", "middle", "--without", "small-a", "-o", plan, "--time-limit", 1)
     assert found.code == 0, found.err
     whole, other = cluster_and_workload("pods-4dc", "tiny", [])
-    made = load_plan(plan, cluster=whole, workload=other)
+    made = load_any_plan(plan, cluster=whole, workload=other)
     left = [dc for dc in range(whole.sizes[0]) if not {"middle", "small-a"} & set(whole.site_labels(dc))]
     assert 0 < len(left) < whole.sizes[0] - 2 and made.cluster.site_names == tuple(whole.site_name(dc) for dc in left)
     sequences = [
@@ -273,8 +273,8 @@ def test_plan_chooses_by_simulation(inputs: Inputs, call: Call) -> None:
     steps_s = [one["simulated_s"] for one in simulated["plans"]]
     assert steps_s == sorted(steps_s) and len(steps_s) == 4
     assert {one["step_s"] for one in predicted["plans"]} == {one["step_s"] for one in simulated["plans"]}
-    assert simulated["digest"] != predicted["digest"] and load_plan(path).digest == simulated["digest"]
-    assert simulate_step(load_plan(path)).step_s == steps_s[0]
+    assert simulated["digest"] != predicted["digest"] and load_any_plan(path).digest == simulated["digest"]
+    assert simulate_step(load_any_plan(path)).step_s == steps_s[0]
     # Domains in rank order cost as little as the plan predicted to be the fastest, so nothing else costs no more.
     compared = call("plan", "lab-4dc", "tiny", "--set", "model.num_layers=2", "-o", path, *wishes, "--simulate", "--compare").json
     assert compared["digest"] == predicted["digest"]
@@ -291,10 +291,11 @@ def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
     assert result.code == 0, result.err
     pool = result.json["pool"]
     assert pool[0]["pays_from"] == pytest.approx(1 / 32) and pool[-1]["pays_to"] == pytest.approx(32)
-    assert all(load_plan(Path(one["output"])).digest == one["digest"] for one in pool)
+    assert all(load_any_plan(Path(one["output"])).digest == one["digest"] for one in pool)
     now = next(one for one in pool if one["pays_from"] <= 1 <= one["pays_to"])
     assert len(pool) > 1 and now is not pool[0]
-    assert (result.json["digest"], result.json["output"]) == (now["digest"], now["output"]) == (load_plan(path).digest, str(path))
+    assert result.json["digest"] == now["digest"] == load_any_plan(path).digest
+    assert result.json["output"] == now["output"] == str(path)
     assert "a switch moves nothing" in call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "2").out
 
 
@@ -307,8 +308,8 @@ def test_plan_simulates_recorded_steps(inputs: Inputs, call: Call) -> None:
     RoutingRecord(chosen=chosen).save(file)
     first = call(*words)
     assert first.code == 0, first.err
-    model, training = load_plan(path).workload.model, load_plan(path).workload.training
-    ranks, rng = load_plan(path).cluster.num_gpus, np.random.default_rng(0)
+    model, training = load_any_plan(path).workload.model, load_any_plan(path).workload.training
+    ranks, rng = load_any_plan(path).cluster.num_gpus, np.random.default_rng(0)
     choices = {
         (layer, batch): rng.integers(0, 2 + batch, size=(ranks, training.tokens, model.top_k))
         for layer in range(model.num_moe_layers)
@@ -321,7 +322,7 @@ def test_plan_simulates_recorded_steps(inputs: Inputs, call: Call) -> None:
     found = [one["simulated_s"] for one in result.json["plans"]]
     assert found == sorted(found)
     for one, step_s in zip(result.json["plans"], found, strict=True):
-        made = load_plan(Path(one["output"]))
+        made = load_any_plan(Path(one["output"]))
         assert made.level_codecs[0].experts is ExpertCodec.CHANGE_INT8
         steps = record.steps(made.workload)
         assert len(steps) == 2 and step_s == pytest.approx(sum(simulate_step(made, each).step_s for each in steps) / 2)
@@ -336,7 +337,7 @@ def test_plan_knows_recorded_popularity(inputs: Inputs, call: Call) -> None:
     RoutingRecord(chosen=np.array([[16, 8, 4, 4], [8, 8, 8, 8]])).save(record)
     result = call("plan", inputs.cluster, inputs.workload, "-o", path, "--routing", record, "--json")
     assert result.code == 0, result.err
-    assert load_plan(path).popularity == ((0.5, 0.25, 0.125, 0.125), (0.25,) * 4)
+    assert load_any_plan(path).popularity == ((0.5, 0.25, 0.125, 0.125), (0.25,) * 4)
     RoutingRecord(chosen=np.ones((3, 4), dtype=np.int64)).save(record)
     refused = call("plan", inputs.cluster, inputs.workload, "-o", path, "--routing", record)
     assert refused.code == 2 and "(3, 4), this model has (2, 4)" in refused.err

@@ -9,12 +9,12 @@ from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.config import build
 from hybridep.errors import ConfigError
 from hybridep.launch.shaping import lab_spec
-from hybridep.topology import Cluster
+from hybridep.topology import Cluster, only_sites
 from planner.check import check
 from simulator.conditions import Conditions
 from simulator.errors import FabricError
 from simulator.fabric_file import Wan
-from simulator.many_steps import without_site
+from simulator.many_steps import sites_called
 from simulator.routes import with_fabric
 from simulator.step import simulate_step
 
@@ -38,10 +38,10 @@ def test_predicted_and_simulated_steps_agree_within_a_tenth(cluster: Cluster, wh
 
 
 def test_a_site_is_lost_with_all_its_pods(cluster: Cluster) -> None:
-    left = without_site(cluster, "large")
+    left = only_sites(cluster, set(cluster.site_names) - set(sites_called(cluster, "large")))
     assert [site.name for site in left.sites] == ["middle-pod0", "middle-pod1", "small-a", "small-b"]
     assert [trunk.name for trunk in left.trunks] == ["middle up", "middle down"]
-    assert without_site(cluster, "large-pod3").sizes == (7, 2)
+    assert sites_called(cluster, "large-pod3") == ["large-pod3"]
 
 
 def test_a_straggler_may_be_a_site_of_several_pods(cluster: Cluster) -> None:

@@ -1,8 +1,9 @@
 import os
+from pathlib import Path
 
 import pytest
 
-from hybridep.config import apply_override, load, read_csv, write_text, write_yaml
+from hybridep.config import apply_override, load, read_csv, replacing, write_text, write_yaml
 from hybridep.errors import ConfigError, UserError
 from hybridep.topology import Cluster
 
@@ -126,6 +127,31 @@ def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path):
     write_text(link, "b")
     write_text(link, "c")
     assert link.is_symlink() and file.read_text() == "c"
+
+
+@pytest.mark.parametrize("name", ["file", "/dev/null"])
+def test_only_what_goes_wrong_with_a_file_is_told_of_it(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match="other"), replacing(tmp_path / name):
+        (tmp_path / "other").read_bytes()
+    with pytest.raises(BrokenPipeError), replacing(tmp_path / name) as stream:
+        stream.write(b"a")
+        raise BrokenPipeError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_device_that_takes_nothing_is_named(size):
+    """Whether it is noticed at once or when the last bytes leave."""
+    with pytest.raises(UserError, match=r"/dev/full: cannot be written \(No space left on device\)"):
+        write_text(Path("/dev/full"), "a" * size)
+
+
+def test_a_pipe_is_written_to_from_its_beginning_to_its_end(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(UserError, match=r"pipe: cannot be written \(.*not seekable"), replacing(pipe) as stream:
+        stream.seek(0)
+    os.close(reader)
 
 
 @pytest.mark.parametrize("text", ["\ufeffa,b\n1,x y\n", "a, b\r\n1, x y\r\n", 'b,a,,\n"x y",1,,\n', "a,b\n1,x y,,\n"])

@@ -3,7 +3,8 @@ import pytest
 from hybridep.codecs import EXACT, Codecs, TokenCodec
 from hybridep.config import build
 from hybridep.errors import ConfigError, PlanMismatchError
-from hybridep.plan import LayerGroup, Plan, Residency, load_plan
+from hybridep.pipeline import load_any_plan
+from hybridep.plan import LayerGroup, Plan, Residency
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -46,7 +47,7 @@ def plan():
 
 def test_a_plan_survives_its_file(tmp_path):
     plan().save(tmp_path / "plan.yaml")
-    loaded = load_plan(tmp_path / "plan.yaml", cluster=cluster(), workload=workload())
+    loaded = load_any_plan(tmp_path / "plan.yaml", cluster=cluster(), workload=workload())
     assert loaded == plan()
     assert loaded.digest == plan().digest
     assert [layer for layer, _, _ in loaded.each_layer()] == [0, 1, 2]
@@ -70,10 +71,10 @@ def test_another_cluster_or_model_is_named(tmp_path):
     plan().save(tmp_path / "plan.yaml")
     levels = [CLUSTER["levels"][0] | {"bandwidth": "100 Mbps"}, CLUSTER["levels"][1]]
     with pytest.raises(PlanMismatchError, match=r"cluster\.levels\.0\.bandwidth: plan has 0\.2 Gbps, here it is 0\.1 Gbps"):
-        load_plan(tmp_path / "plan.yaml", cluster=cluster(levels=levels))
+        load_any_plan(tmp_path / "plan.yaml", cluster=cluster(levels=levels))
     assert "d; and 2 more. Make" in str(PlanMismatchError("plan.yaml", "abcdef"))
     with pytest.raises(PlanMismatchError, match=r"workload\.model\.top_k: plan has 2, here it is 4"):
-        load_plan(tmp_path / "plan.yaml", workload=workload(model=MODEL | {"top_k": 4}))
+        load_any_plan(tmp_path / "plan.yaml", workload=workload(model=MODEL | {"top_k": 4}))
 
 
 def test_a_plan_for_some_of_the_sites_is_for_the_cluster_that_has_them(tmp_path):
@@ -82,13 +83,13 @@ def test_a_plan_for_some_of_the_sites_is_for_the_cluster_that_has_them(tmp_path)
     some, work = on_sites(every, workload(), ["b", "d"])
     group = LayerGroup(first_layer=0, num_layers=3, domains={"dc": 2}, migration={})
     Plan(cluster=some, workload=work, layers=(group,)).save(path)
-    assert load_plan(path, cluster=every, workload=workload()).cluster == some
+    assert load_any_plan(path, cluster=every, workload=workload()).cluster == some
     with pytest.raises(PlanMismatchError, match=r"training\.micro_batches: plan has 2, here it is 4"):
-        load_plan(path, cluster=every, workload=workload(training=WORKLOAD["training"] | {"micro_batches": 2}))
+        load_any_plan(path, cluster=every, workload=workload(training=WORKLOAD["training"] | {"micro_batches": 2}))
     with pytest.raises(PlanMismatchError, match=r"model\.top_k: plan has 2, here it is 4"):
-        load_plan(path, cluster=every, workload=workload(model=MODEL | {"top_k": 4}))
+        load_any_plan(path, cluster=every, workload=workload(model=MODEL | {"top_k": 4}))
     with pytest.raises(PlanMismatchError, match=r"cluster\.levels\.0\.size|cluster\.sites"):
-        load_plan(path, cluster=cluster(sites=[*named[:3], {"name": "e"}]), workload=workload())
+        load_any_plan(path, cluster=cluster(sites=[*named[:3], {"name": "e"}]), workload=workload())
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_broken_plan_is_one_line(tmp_path, old, new, message):
     assert old in text
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message) as caught:
-        load_plan(path)
+        load_any_plan(path)
     assert str(path) in str(caught.value)
 
 
@@ -121,17 +122,17 @@ def test_a_truncated_plan_is_refused_at_any_length(tmp_path):
     for length in range(0, text.index("residency: microbatch"), 97):
         path.write_text(text[:length])
         with pytest.raises(ConfigError):
-            load_plan(path)
+            load_any_plan(path)
 
 
 def test_overrides_ask_what_the_same_placement_would_do_elsewhere(tmp_path):
     path = tmp_path / "plan.yaml"
     plan().save(path)
-    faster = load_plan(path, overrides=["cluster.levels.dc.bandwidth=1 Gbps"])
+    faster = load_any_plan(path, overrides=["cluster.levels.dc.bandwidth=1 Gbps"])
     assert faster.cluster.levels[0].bandwidth == 1.25e8
     assert faster.layers == plan().layers
     with pytest.raises(ConfigError, match=r"cluster\.levels\.0\.bandwith.*did you mean 'bandwidth'"):
-        load_plan(path, overrides=["cluster.levels.dc.bandwith=1 Gbps"])
+        load_any_plan(path, overrides=["cluster.levels.dc.bandwith=1 Gbps"])
 
 
 @pytest.mark.parametrize(("streams", "message"), [({"wan": 2}, "no such level"), ({"dc": 0}, "at least 1")])

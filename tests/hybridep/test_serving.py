@@ -9,7 +9,8 @@ import pytest
 
 from hybridep.config import build, load
 from hybridep.errors import ConfigError, PlacementError
-from hybridep.plan import LayerGroup, Plan, load_plan
+from hybridep.pipeline import load_any_plan
+from hybridep.plan import LayerGroup, Plan
 from hybridep.serving import ServingGroup, format_experts, parse_experts, serving_groups, serving_table
 from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic, wan_bytes
@@ -56,7 +57,7 @@ def test_tables_survive_the_file(cluster: Cluster, workload: Workload, tmp_path:
     made = plan_with(cluster, workload, table)
     assert len(made.layers[0].serving) == cluster.sizes[0] - 1
     made.save(tmp_path / "plan.yaml")
-    loaded = load_plan(tmp_path / "plan.yaml")
+    loaded = load_any_plan(tmp_path / "plan.yaml")
     assert loaded == made and loaded.digest == made.digest
     assert (loaded.placements[0].serve[0] == table).all()
 

@@ -63,15 +63,14 @@ def test_links_are_shaped_and_counted(tmp_path: Path) -> None:
     program = """
         size = 8_000_000
         process, port = sink("b")
-        before = lab.interface_bytes("a")
+        before = lab.sent_bytes("a")
         send("a", "b", port, size).wait()
         got, seconds = process.stdout.readline().split()
-        after = lab.interface_bytes("a")
+        after = lab.sent_bytes("a")
         ideal_s = size / 20e6
         assert int(got) == size
         assert 0.9 * ideal_s < float(seconds) < 1.5 * ideal_s, seconds
-        assert size <= after.tx - before.tx <= 1.02 * size, (before, after)
-        assert after.rx - before.rx < 0.02 * size, (before, after)
+        assert size <= after - before <= 1.02 * size, (before, after)
 
         # The driver on the bridge reaches b, through b's downlink only.
         lab.set_bandwidth("b", up_bytes_per_s=40e6, down_bytes_per_s=10e6)
@@ -80,25 +79,10 @@ def test_links_are_shaped_and_counted(tmp_path: Path) -> None:
         assert 0.9 * size / 10e6 < seconds < 1.5 * size / 10e6, seconds
 
         # Neighbours in one datacenter do not cross the access link.
-        before = lab.interface_bytes("b")
+        before = lab.sent_bytes("b")
         send("b", "b", port, size).wait()
         assert float(process.stdout.readline().split()[1]) < 0.1 * ideal_s
-        assert lab.interface_bytes("b").tx - before.tx < 0.02 * size
-    """
-    assert run_inside(program, tmp_path) == 0
-
-
-@pytest.mark.lab
-def test_a_pulled_link_stops_traffic_until_it_is_put_back(tmp_path: Path) -> None:
-    program = """
-        process, port = sink("b")
-        lab.set_link("b", up=False)
-        sender = send("a", "b", port, 1000)
-        time.sleep(0.5)
-        assert sender.poll() is None
-        lab.set_link("b", up=True)
-        assert sender.wait(timeout=20) == 0
-        assert process.stdout.readline().split()[0] == "1000"
+        assert lab.sent_bytes("b") - before < 0.02 * size
     """
     assert run_inside(program, tmp_path) == 0
 

@@ -25,7 +25,7 @@ from hybridep.launch.shaping import lab_for, lab_spec, why_not_in_lab
 from hybridep.launch.worker import Job, failure_of
 from hybridep.launch.worker_group import DcLost, Failed, FailureKind, Finished, Started, Stepped
 from hybridep.plan import Plan
-from hybridep.run import Device, Run, StepReport
+from hybridep.run import Checkpoints, Device, Run, StepReport
 from hybridep.topology import Cluster
 from planner import memory_use
 
@@ -160,6 +160,30 @@ def test_ranks_that_this_machine_has_no_memory_for(tmp_path: Path, monkeypatch: 
     held.total = 7 * PROCESS_BYTES
     with pytest.raises(UserError, match="take at least"):
         require_room(replace(job, probe_s=1.0))
+
+
+def test_copies_that_checkpoints_are_written_from_take_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and two moments in fp32: of all experts once, of dense parameters once a site. Also beside GPUs."""
+    job = make_job(tmp_path)
+    run, model = job.run.model_copy(update={"checkpoints": Checkpoints(async_save=True)}), job.plan.workload.model
+    dense = 4 * (model.total_params - model.num_moe_layers * model.num_experts * model.expert_params)
+    copied = 12.0 * (model.num_moe_layers * model.num_experts * model.expert_params + dense)
+    plan_bytes = float(memory_use(job.plan).total_bytes.sum()) if isinstance(job.plan, Plan) else 0.0
+    held = SimpleNamespace(total=8 * PROCESS_BYTES + plan_bytes + 1.01 * copied)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: held)
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=0))
+    require_room(replace(job, run=run))
+    held.total -= 0.02 * copied
+    require_room(job)
+    with pytest.raises(UserError, match=r"of memory \(\d.* of it for checkpoints.async_save\), and may have"):
+        require_room(replace(job, run=run))
+    monkeypatch.setattr("hybridep.launch.machine.torch_facts", lambda: SimpleNamespace(cuda_devices=("one",)))
+    held.total = 8 * PROCESS_BYTES + 0.99 * copied
+    with pytest.raises(UserError, match="async_save"):
+        require_room(replace(job, run=run.model_copy(update={"device": Device.AUTO})))
+    # Nothing is saved where ranks only measure.
+    require_room(replace(job, run=run, probe_s=1.0))
+    require_room(replace(job, run=run.model_copy(update={"device": Device.AUTO}), trials=(job.plan,)))
 
 
 @pytest.mark.parametrize(

@@ -180,13 +180,16 @@ def test_only_checkpoints_are_put_aside(tmp_path: Path) -> None:
     others = [checkpoint(folder, "step-00000002.bak"), checkpoint(folder, "mine")]
     others += [folder / "tokens.npy", folder / "step-00000006", folder / "previous" / "notes.txt"]
     checkpoint(folder / "previous", "step-00000001")
+    checkpoint(folder / "previous", "step-00000001.other-2")
+    checkpoint(folder, "step-00000002.other-1a")
     (folder / "step-00000006").mkdir()
     for path in (folder / "tokens.npy", folder / "previous" / "notes.txt"):
         path.write_text("precious")
     for _ in range(2):
         put_aside(folder)
         assert all(path.exists() for path in others)
-        assert [path.name for path in sorted((folder / "previous").glob("step-*"))] == ["step-00000002", "step-00000004"]
+        moved = ["step-00000002", "step-00000002.other-1a", "step-00000004"]
+        assert [path.name for path in sorted((folder / "previous").glob("step-*"))] == moved
     assert not (folder / "step-00000002").exists() and not (folder / "step-00000004").is_symlink()
     checkpoint(folder, "step-00000008")
     put_aside(folder)

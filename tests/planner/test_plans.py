@@ -11,7 +11,8 @@ from planner_cases import make_cluster, make_workload, shipped_cluster, shipped_
 
 import planner
 from hybridep.errors import InfeasibleError
-from hybridep.plan import Residency, Schedule, Status, load_plan
+from hybridep.pipeline import load_any_plan
+from hybridep.plan import Residency, Schedule, Status
 from planner.plans import plan_of
 from planner.problem import build_problem
 from planner.solve import solve
@@ -51,7 +52,7 @@ def test_shipped_configurations(cluster: str, workload: str, solver: str) -> Non
 def test_saved_plans_still_check(tmp_path: Path) -> None:
     made = planner.plan(shipped_cluster("lab-4dc"), shipped_workload("tiny"))
     made.save(tmp_path / "plan.yaml")
-    loaded = load_plan(tmp_path / "plan.yaml")
+    loaded = load_any_plan(tmp_path / "plan.yaml")
     assert loaded == made
     planner.check(loaded)
 

@@ -366,6 +366,12 @@ def test_checkpoints_of_later_steps_and_other_folders_stay(tmp_path: Path) -> No
     (tmp_path / "step-00000011").mkdir()
     (tmp_path / "step-00000011" / MANIFEST).write_text("cut of")
     (tmp_path / "step-100000000" / MANIFEST).write_text(json.dumps({"step": 100000000, "bytes": {"gone.pt": 1}}))
+    superseded = {f"step-{step}.other-{number}" for step, number in (("00000008", "1f"), ("00000010", "2"), ("99999999", "a"))}
+    for name in (*superseded, "step-00000008.other-mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text("{}")
+    (tmp_path / "step-00000008.other-2").mkdir()
     keep_last(tmp_path, 2, 100000000)
     left = {"notes", "step-00000007", "step-00000010", "step-00000011", "step-99999999", "step-100000000", "step-100000001"}
+    left |= {"step-00000008.other-2", "step-00000008.other-mine"} | superseded - {"step-00000008.other-1f"}
     assert {path.name for path in tmp_path.iterdir()} == left, "damaged ones do not count, and what never was one stays"

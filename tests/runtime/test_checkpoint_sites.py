@@ -21,10 +21,13 @@ from training_cases import Case, losses_of, run_apart, train_run, training_run
 
 from hybridep.checkpoint_folders import MANIFEST
 from hybridep.config import build
+from hybridep.launch.machine import copied_bytes
+from hybridep.launch.worker import Job
 from hybridep.pipeline import AnyPlan
 from hybridep.run import Checkpoints, Run, StepReport
 from hybridep.topology import Cluster
 from runtime import checkpoint, checkpoint_travel, trainer
+from runtime.checkpoint_files import LAYOUT, dense_shard, expert_shard
 from runtime.checkpoint_search import _transfers
 from runtime.checkpoint_travel import Kept, Roads, Transfer, arrival, kept
 
@@ -337,6 +340,14 @@ def run_where_one_has_no_room(rank: int, *arguments: Any) -> list[StepReport] | 
     return run_apart(rank, *arguments)
 
 
+def tensor_bytes(file: Path) -> int:
+    def inside(content: Any) -> int:
+        return content.nbytes if isinstance(content, torch.Tensor) else sum(map(inside, content.values()))
+
+    content = torch.load(file, weights_only=True)
+    return inside({name: value for name, value in content.items() if name != LAYOUT})
+
+
 @pytest.mark.parametrize("name", ["three", "four", "stages"])
 def test_training_goes_on_while_checkpoints_are_written(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """They are those that are written between steps, to the bit, and so is what a run that goes on from one makes."""
@@ -355,6 +366,10 @@ def test_training_goes_on_while_checkpoints_are_written(ranks: RankPool, tmp_pat
         for kind in (False, True)
     )
     assert between == beside and len({path.parent for path in beside}) == 3 * plan.cluster.sizes[0]
+    places = {rank: checkpoint._dense_place(plan, rank) for rank in range(plan.cluster.num_gpus)}
+    names = [name for rank, place in places.items() for name in (expert_shard(rank), dense_shard(*place))]
+    written = [next((tmp_path / "True").glob(f"site*/step-00000006/{name}")) for name in names]
+    assert sum(map(tensor_bytes, written)) == copied_bytes(Job(run=run, plan=plan)), "what the ranks' memory must hold"
     for kind in ("False", "True"):
         manifests = [json.loads(path.read_text()) for path in sorted((tmp_path / kind).rglob(MANIFEST))]
         assert len(manifests) == 3 * plan.cluster.sizes[0]

@@ -71,7 +71,7 @@ def test_messages_of_a_device_pass_through_host_memory(tmp_path: Path) -> None:
         assert pieces > 1 and len(handed) == (2 * pieces if rank == 0 else pieces), len(handed)
         more = {peer: torch.zeros(7, dtype=torch.int64) for peer in peers}
         small = {peer: message(rank, peer, 7) for peer in peers}
-        transport.start(small, more, "small").wait()
+        transport.exchange(small, more, "small")
         assert all(torch.equal(more[peer], message(peer, rank, 7)) for peer in peers)
         mine = {tensor.untyped_storage().data_ptr() for part in (sends, receives, more, small) for tensor in part.values()}
         assert handed and not mine & set(handed)

@@ -9,10 +9,15 @@ import socket
 import subprocess
 import sys
 import textwrap
+import zlib
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from training_cases import Case
 
 from hybridep.config import build
@@ -20,13 +25,15 @@ from hybridep.launch.lab import LabSpec, run_in_lab
 from hybridep.plan import LayerGroup, Plan
 from hybridep.topology import Cluster
 from hybridep.traffic import Op
-from runtime.channels import Channels
+from runtime.barrier import MEETING, NUMBERS, SAVING, Barrier
+from runtime.channels import NUMBERED, Channels
 from runtime.mesh import Mesh
 
 pytestmark = pytest.mark.timeout(90)
 
 PRELUDE = """
 import os, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 import torch, torch.distributed as dist
 from hybridep.errors import TransportError
@@ -38,6 +45,9 @@ peers = [peer for peer in range(world) if peer != rank]
 
 def message(source, to, size):
     return torch.arange(size, dtype=torch.int64) * 1000 + source * 10 + to
+
+def start(transport, sends, receives, label):
+    return ThreadPoolExecutor(1).submit(transport.post(receives, label).begin(sends))
 """
 
 
@@ -216,7 +226,7 @@ def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
         def begin(label, factor):
             receives = {peer: torch.zeros(50_000, dtype=torch.int64) for peer in peers}
             sends = {peer: message(rank, peer, 50_000) * factor for peer in peers}
-            return transport.start(sends, receives, label), sends, receives, factor
+            return start(transport, sends, receives, label), sends, receives, factor
         # Two under one label in the same order everywhere; the labels themselves in another order on each rank.
         labels = ["gather", "tokens", "return"]
         begun = []
@@ -227,8 +237,8 @@ def test_exchanges_in_flight_do_not_mix(tmp_path: Path) -> None:
         right, left = (rank + 1) % world, (rank - 1) % world
         transport.exchange({right: torch.tensor([rank])}, {left: now}, "meanwhile")
         assert now.item() == left
-        for handle, _, receives, factor in reversed(begun):
-            handle.wait()
+        for future, _, receives, factor in reversed(begun):
+            future.result()
             for peer in peers:
                 assert torch.equal(receives[peer], message(peer, rank, 50_000) * factor)
     """
@@ -258,7 +268,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             transport.exchange({}, {0: got}, "tokens@dc")
             assert torch.equal(got, message(0, 1, size))
         if rank == 0:
-            tokens = transport.start({1: message(0, 1, size)}, {}, "tokens@dc")
+            tokens = start(transport, {1: message(0, 1, size)}, {}, "tokens@dc")
             while not transport._urgency.sending["dc"]:
                 time.sleep(0.01)
         if rank != 1:
@@ -267,7 +277,7 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             for thread in threads: thread.start()
             for thread in threads: thread.join()
         if rank == 0:
-            tokens.wait()
+            tokens.result()
             assert [label for label, _ in ends] == ["alone@dc", "copies@gpu", "tokens@dc", "copies@dc"], ends
         dist.barrier()
 
@@ -277,18 +287,18 @@ def test_background_exchanges_give_way(tmp_path: Path) -> None:
             time.sleep(1.5)
             transport.exchange({0: message(1, 0, size)}, {}, "tokens@dc")
         if rank == 0:
-            tokens = transport.start({}, {1: got}, "tokens@dc")
+            tokens = start(transport, {}, {1: got}, "tokens@dc")
         if rank != 1:
             background("others@dc")
         if rank == 0:
-            tokens.wait()
+            tokens.result()
             assert torch.equal(got, message(1, 0, size))
             assert [label for label, _ in ends] == ["others@dc", "tokens@dc"], ends
         dist.barrier()
 
         # Closed while it gives way: it ends at once.
         if rank == 0:
-            tokens = transport.start({1: got}, {}, "tokens@dc")
+            tokens = start(transport, {1: got}, {}, "tokens@dc")
             while not transport._urgency.sending["dc"]:
                 time.sleep(0.01)
             threading.Timer(0.3, transport.close).start()
@@ -315,7 +325,7 @@ def test_a_silent_and_a_dead_peer_are_named(tmp_path: Path) -> None:
             if rank == 0:
                 transport.exchange({}, {2: torch.zeros(4)}, "tokens")
             else:
-                transport.start({}, {2: torch.zeros(4)}, "tokens").wait()
+                start(transport, {}, {2: torch.zeros(4)}, "tokens").result()
         except TransportError as error:
             print(f"{error.who} | {error.why}")
         time.sleep(1)
@@ -358,6 +368,26 @@ def test_names_of_levels_cannot_meet_in_a_tag() -> None:
     assert len(tags) == len(labels) and max(tags) < 1 << 31
 
 
+@pytest.mark.parametrize("name", [MEETING, SAVING])
+def test_no_name_of_a_level_gives_checkpoints_a_tag_of_a_barrier(name: str) -> None:
+    """By checksum alone six names of 32768 would: of each of a barrier's labels one such name is tried. Nor do barriers and
+    transfers of a step, which have numbers, meet."""
+    group: Any = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5))
+    barrier = Barrier(rank=0, world_size=1, groups=[group], name=name)
+    labels = [name, f"{name}: gather at rank 0", f"{name}: share of rank 0"]
+    own = {barrier._transport._channels.of(label)._first_tag for label in labels}
+    wanted, candidates = {zlib.crc32(label.encode()) % NUMBERED: label for label in labels}, 0
+    while wanted:
+        level, candidates = f"dc{candidates}", candidates + 1
+        if wanted.pop(zlib.crc32(f"checkpoint@{level}".encode()) % NUMBERED, None):
+            assert Channels([group], {}).of(f"checkpoint@{level}")._first_tag not in own
+    other = NUMBERS.keys() - set(labels)
+    assert len(own) == len(labels) == len(other)
+    assert own.isdisjoint(Channels([group], {}, numbers=NUMBERS).of(label)._first_tag for label in other)
+    mesh = Mesh(plan=Case(sizes=(4, 2), domains=(1, 1)).plan(), rank=0)
+    assert max(mesh.label_numbers.values()) < min(NUMBERS.values())
+
+
 LAB_RANK = """
     transport = Transport(timeout_s=30)
     size = 2_000_000
@@ -373,7 +403,7 @@ LAB_DRIVER = """
 import json, os, subprocess, sys
 from hybridep.launch.lab import Lab
 lab = Lab.current()
-before = [lab.interface_bytes(site.name).tx for site in lab.sites]
+before = [lab.sent_bytes(site.name) for site in lab.sites]
 ranks = [
     lab.spawn(
         site.name, [sys.executable, sys.argv[1]], stdout=subprocess.PIPE, text=True,
@@ -385,7 +415,7 @@ outputs = [rank.communicate()[0] for rank in ranks]
 assert not any(rank.returncode for rank in ranks)
 times = [[line.split()[1:] for line in output.splitlines() if line.startswith("took")] for output in outputs]
 took = [max(float(t[1]) for t in turn) - min(float(t[0]) for t in turn) for turn in zip(*times)]
-sent = [lab.interface_bytes(site.name).tx - start for site, start in zip(lab.sites, before)]
+sent = [lab.sent_bytes(site.name) - start for site, start in zip(lab.sites, before)]
 json.dump({"took_s": took, "sent_bytes": sent}, open(sys.argv[2], "w"))
 """
 

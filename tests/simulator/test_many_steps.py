@@ -3,9 +3,9 @@ from simulated_plans import conditions, course, make_plan
 
 from hybridep.errors import UserError
 from hybridep.plan import Plan
-from hybridep.topology import Cluster
+from hybridep.topology import Cluster, only_sites
 from simulator.errors import SimulationError, StuckError
-from simulator.many_steps import Happening, cluster_at_present, simulate_run, without_site
+from simulator.many_steps import Happening, cluster_at_present, simulate_run
 from simulator.step import simulate_step
 
 PLAN = make_plan(4, 2, sites=[{"name": f"s{dc}"} for dc in range(4)], num_experts=24)
@@ -51,7 +51,7 @@ def test_a_lost_site_costs_the_step_and_all_since_the_checkpoint() -> None:
     (at,) = [stretch for stretch in run.stretches if stretch.what is Happening.LOSS]
     assert (at.step, at.sites) == (17, 3)
     assert at.duration_s == pytest.approx(30 + 0.5 * STEP_S, rel=1e-6)
-    left_s = simulate_step(ep(without_site(PLAN.cluster, "s2"))).step_s
+    left_s = simulate_step(ep(only_sites(PLAN.cluster, {"s0", "s1", "s3"}))).step_s
     assert run.stretches[-2].duration_s == pytest.approx(left_s)
     assert run.total_s == pytest.approx(17.5 * STEP_S + 30 + 10 * left_s)
 
@@ -73,7 +73,7 @@ def test_a_loss_counts_while_the_last_checkpoint_is_written() -> None:
 
 
 def test_a_site_that_is_back_is_taken_up_after_a_checkpoint_and_lost_again() -> None:
-    again_s = 9 * STEP_S + 10 * simulate_step(ep(without_site(PLAN.cluster, "s2"))).step_s
+    again_s = 9 * STEP_S + 10 * simulate_step(ep(only_sites(PLAN.cluster, {"s0", "s1", "s3"}))).step_s
     times_s = (2.5 * STEP_S, 3.5 * STEP_S, again_s)
     losses = [{"site": "s2", "at": f"{at_s} s", "back": f"{at_s + STEP_S} s"} for at_s in times_s]
     losses.append({"site": "s3", "at": f"{again_s + 1.2 * STEP_S} s"})
@@ -153,7 +153,7 @@ def test_looks_at_new_plans_go_on_after_a_loss() -> None:
 
 def test_a_cluster_with_a_link_per_pair_loses_them_too() -> None:
     cluster = make_plan(3, 2, pairs=True, num_experts=18).cluster
-    left = without_site(cluster, "s1")
+    left = only_sites(cluster, {"s0", "s2"})
     assert [(link.src, link.dst) for link in left.links] == [("s0", "s2"), ("s2", "s0")]
     factor = [0.5 if link.name == "s2 -> s0" else 1.0 for link in cluster.link_table]
     now = cluster_at_present(cluster, factor)  # type: ignore[arg-type]

@@ -2,8 +2,8 @@
 // and the way back to full width, which may at the same time copy rows to their experts' places.
 //
 //   x      [rows, hidden]                     slot [rows, top_k] int32 (-1 for none; top_k <= 32)
-//   codes  [any, quads * 4] int8 or e4m3      quads = ceil(hidden / 4); or ``code_buffers`` of ``buffer_rows`` rows
-//   scales [any, ceil(hidden / 128)] fp32     or ``scale_buffers``
+//   codes  [any, quads * 4] int8 or e4m3      quads = ceil(hidden / 4)
+//   scales [any, ceil(hidden / 128)] fp32
 // code = round(x * (LARGEST / max|x|)), x' = code * (max|x| / LARGEST). Padding rows of each group get 0 and 0.
 #include "quads.cuh"
 
@@ -11,8 +11,7 @@ constexpr u32 BATCH = 4;  // groups of 128 per warp and unit
 
 template <class T, class C>
 __device__ __forceinline__ void quantize(const T* __restrict__ x, const i32* __restrict__ slot, u32* __restrict__ codes,
-                                         float* __restrict__ scales, const u64* __restrict__ code_buffers,
-                                         const u64* __restrict__ scale_buffers, u32 buffer_rows, const i32* __restrict__ counts,
+                                         float* __restrict__ scales, const i32* __restrict__ counts,
                                          const i32* __restrict__ offsets, u32 rows, u32 top_k, u32 hidden, u32 whole, u32 chunks,
                                          u32 groups, u32 multiple) {
   u32 lane = threadIdx.x % 32, quads = (hidden + 3) / 4, spans = (hidden + 127) / 128;
@@ -42,8 +41,8 @@ __device__ __forceinline__ void quantize(const T* __restrict__ x, const i32* __r
     for (u32 k = 0; k < targets; ++k) {
       i32 to = __shfl_sync(ALL, own, k);
       if (to < 0) continue;
-      u32* code_row = row_at(codes, code_buffers, buffer_rows, to, quads);
-      float* scale_row = row_at(scales, scale_buffers, buffer_rows, to, spans);
+      u32* code_row = codes + u64(to) * quads;
+      float* scale_row = scales + u64(to) * spans;
 #pragma unroll
       for (u32 b = 0; b < BATCH; ++b) {
         if ((first + b) * 32 + lane < quads) store_once(code_row + (first + b) * 32 + lane, quad[b]);
@@ -95,11 +94,9 @@ __device__ __forceinline__ void dequantize(const u32* __restrict__ codes, const 
 #define KERNELS(element, T, code, C)                                                                                          \
   extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize_##element##_##code(                                       \
       const T* __restrict__ x, const i32* __restrict__ slot, u32* __restrict__ codes, float* __restrict__ scales,             \
-      const u64* __restrict__ code_buffers, const u64* __restrict__ scale_buffers, u32 buffer_rows,                           \
       const i32* __restrict__ counts, const i32* __restrict__ offsets, u32 rows, u32 top_k, u32 hidden, u32 whole,            \
       u32 chunks, u32 groups, u32 multiple) {                                                                                 \
-    quantize<T, C>(x, slot, codes, scales, code_buffers, scale_buffers, buffer_rows, counts, offsets, rows, top_k, hidden,    \
-                   whole, chunks, groups, multiple);                                                                          \
+    quantize<T, C>(x, slot, codes, scales, counts, offsets, rows, top_k, hidden, whole, chunks, groups, multiple);            \
   }                                                                                                                           \
   extern "C" __global__ void __launch_bounds__(32 * WARPS) dequantize_##element##_##code(                                     \
       const u32* __restrict__ codes, const float* __restrict__ scales, const i32* __restrict__ slot, T* __restrict__ out,     \

@@ -64,13 +64,13 @@ def test_both_forms_of_the_layer_agree(dtype: torch.dtype) -> None:
 
 def test_torchtitans_layer_computes_the_same() -> None:
     pytest.importorskip("torchtitan", reason="torchtitan is not installed: its layer is not compared")
-    from runtime.kernels.bench_torchtitan import transposed_back
-
     # fp32 inputs: both choose the same experts. Its products round to bf16.
     forms = bench_layer.forms(LayerData(LAYER, CPU, torch.float32))
     wanted, found = forms["kernels"], forms["torchtitan"]
     pairs = [(found.forward(), wanted.forward())]
-    pairs += zip(transposed_back(found.forward_backward()), wanted.forward_backward(), strict=True)
+    of_x, *of_weights = found.forward_backward()
+    # Its weights are transposed.
+    pairs += zip((of_x, *(gradient.mT for gradient in of_weights)), wanted.forward_backward(), strict=True)
     for a, b in pairs:
         assert a.shape == b.shape
         assert float((a - b).detach().norm() / b.detach().norm()) < 2e-2
