@@ -17,6 +17,8 @@ from hybridep.errors import ConfigError, UserError
 from hybridep.workload import Dtype, Ffn, LatentSizes, Model, RopeScaling, ScoreFunction, Workload
 
 CONFIG_FILE = "config.json"
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Key of DeepSeek-V3's: layers behind the last that predict tokens further on, which are neither read, trained nor written."""
 _DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.BF16, "float32": Dtype.FP32, "float64": Dtype.FP64}
 _LONGEST_SEQUENCE = 4096
 """Of a batch where nothing says how long sequences are; that of the shipped models."""
@@ -366,10 +368,6 @@ def _deepseek_keys(model: Model, sizes: LatentSizes) -> dict[str, Any]:
         "topk_group": model.groups_per_token,
         MTP_LAYERS: 0,
     }
-
-
-MTP_LAYERS = "num_nextn_predict_layers"
-"""Layers behind the last that predict tokens further on: neither read, trained nor written."""
 
 
 def dtype_keys(dtype: Dtype) -> dict[str, str]:

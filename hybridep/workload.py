@@ -213,6 +213,14 @@ class Model(Strict):
     """Experts compute their full capacity, rows of zeros where no token came, so that shapes and times are fixed. Padding is
     added where the expert is computed: it costs computation, no bytes on the links."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_checkpoints(cls, data: Any) -> Any:
+        """They hold every key, also one that is no more, as null."""
+        if isinstance(data, dict) and data.get("attention_params", 0) is None:
+            return {key: value for key, value in data.items() if key != "attention_params"}
+        return data
+
     @model_validator(mode="after")
     def _consistent(self) -> Model:
         if self.top_k > self.num_experts:

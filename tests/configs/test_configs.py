@@ -11,7 +11,8 @@ import pytest
 import yaml
 from hypothesis import given
 
-from hybridep.config import load
+from hybridep.config import build, load
+from hybridep.errors import ConfigError
 from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Ffn, Workload
@@ -147,6 +148,14 @@ def test_parameters_of_public_models(name: str, total: float, active: float) -> 
     assert model.total_params == pytest.approx(total, rel=0.01)
     active_params = model.dense_params + model.num_moe_layers * model.top_k * model.expert_params
     assert active_params == pytest.approx(active, rel=0.02)
+
+
+def test_a_key_that_is_no_more_may_be_null_as_in_checkpoints_of_before() -> None:
+    saved = workload("mixtral-8x7b").model_dump(mode="json")
+    saved["model"]["attention_params"] = None
+    assert Workload.model_validate(saved) == workload("mixtral-8x7b")
+    with pytest.raises(ConfigError, match=r"model\.attention_params: unknown key"):
+        build(Workload, saved | {"model": saved["model"] | {"attention_params": 99}}, "model.yaml")
 
 
 def test_latent_attention_of_deepseek_v3() -> None:
