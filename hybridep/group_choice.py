@@ -21,6 +21,8 @@ from hybridep.arrays import FloatArray, IntArray
 
 _CLOSE, _ROUNDS, _MOST_LOG = 1e-10, 2000, 30.0
 _EXACT = 1 << 62
+_AT_ONCE = 1 << 22
+"""Numbers of sets and of states, multiplied, that are in memory together."""
 Pattern = tuple[int, ...]
 """How many experts are chosen in each group that has any, most first."""
 
@@ -50,6 +52,11 @@ class GroupChoice:
                     after[(*pattern, 1)] += probability * fresh / (left + fresh)
             found = dict(after)
         return found
+
+    @property
+    def num_states(self) -> int:
+        """What ``missed_of_counts`` takes for each set grows with this."""
+        return len(self._states[0])
 
     def missed(self, odds: FloatArray) -> FloatArray:
         """[N]: the sum over all sets of their probability and the product of their experts' ``odds`` [N, E]: with ones for some
@@ -104,7 +111,9 @@ class GroupChoice:
             _, first, where = np.unique(ordered @ radix ** np.arange(counts.shape[1]), return_index=True, return_inverse=True)
         else:
             _, first, where = np.unique(ordered, axis=0, return_index=True, return_inverse=True)
-        return np.asarray(self._added(_none_taken(self, dropped)[ordered[first]])[where.reshape(-1)])
+        none, parts = _none_taken(self, dropped), -(-len(first) * self.num_states // _AT_ONCE)
+        found = [self._added(none[some]) for some in np.array_split(ordered[first], max(parts, 1))]
+        return np.asarray(np.concatenate(found)[where.reshape(-1)])
 
     def _added(self, each: FloatArray) -> FloatArray:
         """[N]: ``each`` [N, groups, K + 1] is what a number of choices in a group counts for; the mean of the groups' product."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations_with_replacement
 from math import comb
@@ -12,8 +13,8 @@ from hybridep.arrays import FloatArray, IntArray
 from hybridep.gating import Gating
 from hybridep.group_choice import GroupChoice
 
-_MOST_SETS = 300_000
-"""Numbers of experts of each of a token's groups that are all looked at."""
+_MOST_WORK = 10_000_000
+"""Numbers of experts of each of a token's groups that are all looked at, times states of ``GroupChoice``; a second."""
 _ROUNDING = 1e-15
 
 
@@ -70,10 +71,12 @@ def _of_any(choice: GroupChoice) -> FloatArray:
 def _most_missed(choice: GroupChoice) -> FloatArray:
     """[experts of a token's groups + 1], convex: tokens whose groups have so many of some experts miss all of these no more
     often, wherever in the groups they are."""
-    total = choice.per_token * choice.size
-    if comb(choice.per_token + choice.size, choice.per_token) > _MOST_SETS:
-        # All but ``top_k`` times as many choices as tokens.
-        return 1 - np.arange(total + 1) / total
+    total, number = choice.per_token * choice.size, comb(choice.per_token + choice.size, choice.per_token)
+    # A token's first choices are those that it would make of fewer.
+    while number * choice.num_states > _MOST_WORK and choice.top_k > 1:
+        choice = replace(choice, top_k=choice.top_k - 1)
+    if number > _MOST_WORK:
+        return np.asarray(1 - np.arange(total + 1) / total)  # of the first choice alone
     sets = np.array(list(combinations_with_replacement(range(choice.size + 1), choice.per_token)))
     most = np.zeros(total + 1)
     np.maximum.at(most, sets.sum(axis=1), choice.missed_of_counts(sets))

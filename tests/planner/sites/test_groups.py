@@ -12,6 +12,7 @@ from site_cases import as_plan, random_problem, random_table, small_workload, un
 
 import planner
 from hybridep.gating import gating
+from hybridep.group_choice import GroupChoice
 from hybridep.plan import Plan, Schedule
 from hybridep.workload import Workload
 from planner.check import check
@@ -20,7 +21,7 @@ from planner.memory import memory_use
 from planner.sites.bound import prove
 from planner.sites.cost import site_cost
 from planner.sites.evaluate import evaluate_sites
-from planner.sites.least_hit import least_hit
+from planner.sites.least_hit import _of_any, least_hit
 from planner.sites.oracle import best_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
@@ -73,6 +74,20 @@ def test_no_set_of_experts_is_needed_by_fewer_tokens(shape: tuple[int, int, int,
     # It is of use: more than one in ``top_k`` choices of each expert, which holds wherever they are.
     assert (least >= np.arange(experts + 1) / experts - 1e-12).all()
     assert least[shape[1]] > 0.75 * hit[number == shape[1]].min()
+
+
+@pytest.mark.parametrize("most", [0, 20, 100, 1000])
+def test_bounds_hold_where_not_all_numbers_are_looked_at(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less work they are lower, and of use as long as more than one choice counts."""
+    monkeypatch.setattr("planner.sites.least_hit._MOST_WORK", most)
+    _of_any.cache_clear()
+    choice = GroupChoice(groups=4, size=2, per_token=2, top_k=3)
+    members = (np.arange(2**8)[:, None] >> np.arange(8)) % 2 == 1
+    hit = 1 - choice.missed(1.0 - members)
+    least = _of_any(choice)
+    _of_any.cache_clear()
+    assert (least[members.sum(axis=1)] <= hit + 1e-12).all() and (least > 0)[1:].all()
+    assert (least[2] > 0.3) == (most >= 100)
 
 
 def test_deepseek_v3_is_bounded_closely() -> None:
