@@ -17,6 +17,7 @@ from hybridep.errors import ConfigError, UserError
 from hybridep.workload import Dtype, Ffn, LatentSizes, Model, RopeScaling, ScoreFunction, Workload
 
 CONFIG_FILE = "config.json"
+QUANTIZATION = "quantization_config"
 MTP_LAYERS = "num_nextn_predict_layers"
 """Key of DeepSeek-V3's: layers behind the last that predict tokens further on, which are neither read, trained nor written."""
 _DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.BF16, "float32": Dtype.FP32, "float64": Dtype.FP64}
@@ -106,6 +107,23 @@ def architecture_of(config: Mapping[str, Any], where: Path) -> Architecture:
         raise ConfigError(str(where), "model_type", f"{config.get('model_type')!r} is none of {known}") from None
 
 
+def fp8_block(config: Mapping[str, Any], where: Path) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of which each has a scale, where weights are fp8 (e4m3) as DeepSeek-V3 publishes them; None
+    where they are not quantised. Raises ConfigError for any other quantisation."""
+    found = config.get(QUANTIZATION)
+    if found is None:
+        return None
+    read = {"quant_method": "fp8", "fmt": "e4m3"}
+    if not isinstance(found, dict) or any(found.get(key, value) != value for key, value in read.items()):
+        raise ConfigError(str(where), QUANTIZATION, f"{found!r}: of quantised weights only fp8 ones (e4m3) are read here")
+    block = found.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
+        raise ConfigError(
+            str(where), f"{QUANTIZATION}.weight_block_size", f"{block!r} must be two numbers: rows and columns of a scale's block"
+        )
+    return block[0], block[1]
+
+
 class _Config:
     """A ``config.json``, whose keys must be there or have a default."""
 
@@ -171,7 +189,7 @@ def _model_data(config: _Config) -> dict[str, Any]:
     config.require("hidden_act", "silu", "silu")
     for key in ("attention_dropout", "router_jitter_noise"):
         config.require(key, 0, 0)
-    config.require("quantization_config", None, None)
+    fp8_block(config.data, config.path)
     window = config.get("sliding_window", None) if config.get("use_sliding_window", kind is Architecture.MIXTRAL) else None
     if window and window < config["max_position_embeddings"]:
         raise ConfigError(str(config.path), "sliding_window", f"{window}: attention here sees the whole sequence")

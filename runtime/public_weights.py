@@ -26,10 +26,12 @@ from hybridep.errors import UserError
 from hybridep.hugging_face import (
     CONFIG_FILE,
     MTP_LAYERS,
+    QUANTIZATION,
     Architecture,
     architecture_for,
     config_for,
     dtype_keys,
+    fp8_block,
     read_config,
     require_same_model,
 )
@@ -40,6 +42,8 @@ from runtime.mesh import TORCH_DTYPE
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 _INDEX = "model.safetensors.index.json"
+_SCALE = "_scale_inv"
+"""Behind the name of a fp8 weight: what each of its blocks is to be multiplied by."""
 _SHARD_BYTES = 5 * 10**9
 _BESIDE = ("tokenizer*", "*_token*.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json")
 """Files of a public model that hold for whatever it is trained on."""
@@ -130,6 +134,7 @@ class PublicWeights:
         """Raises UserError where the folder cannot be read or lacks weights of the model."""
         self._folder, self._model = folder, model
         self._parts: dict[str | tuple[int, int], list[Matrix]] = {}
+        self._block = fp8_block(read_config(folder / CONFIG_FILE), folder / CONFIG_FILE)
         with self._reading():
             self._files = self._find()
         for matrix in matrices(model):
@@ -170,15 +175,34 @@ class PublicWeights:
         return found
 
     def _read(self, matrix: Matrix) -> Tensor:
-        name = matrix.name
+        tensor = self._tensor(matrix.name)
+        if self._block is not None and tensor.dtype is torch.float8_e4m3fn:
+            tensor = self._scaled(matrix.name, tensor, *self._block)
+        if matrix.rotated is None or len(tensor) % matrix.rotated[0]:
+            return tensor
+        return _rotated_moved(tensor, *matrix.rotated, to_halves=True)
+
+    def _tensor(self, name: str) -> Tensor:
         file = self._files[name]
         with self._reading():
             if file not in self._open:
                 self._open[file] = safe_open(self._folder / file, framework="pt")
             tensor: Tensor = self._open[file].get_tensor(name)
-        if matrix.rotated is None or len(tensor) % matrix.rotated[0]:
-            return tensor
-        return _rotated_moved(tensor, *matrix.rotated, to_halves=True)
+        return tensor
+
+    def _scaled(self, name: str, codes: Tensor, rows: int, columns: int) -> Tensor:
+        """fp32: the values of a fp8 matrix, which has a scale for each block of so many rows and columns."""
+        if name + _SCALE not in self._files:
+            raise UserError(f"weights: {self._folder} has no {name}{_SCALE}, which {name} in fp8 needs")
+        scales = self._tensor(name + _SCALE).float()
+        if scales.shape != tuple(-(-size // each) for size, each in zip(codes.shape, (rows, columns), strict=True)):
+            found = " and ".join("x".join(map(str, one.shape)) for one in (scales, codes))
+            raise UserError(
+                f"weights: {self._folder}: {name}{_SCALE} and {name} are {found}, which blocks of {rows}x{columns} "
+                f"({CONFIG_FILE}, {QUANTIZATION}.weight_block_size) do not make"
+            )
+        each = scales.repeat_interleave(rows, dim=0)[: len(codes)].repeat_interleave(columns, dim=1)
+        return codes.float() * each[:, : codes.shape[1]]
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -201,6 +225,7 @@ def export_weights(checkpoint: Path, folder: Path, like: Path | None) -> int:
         # The run may name other weights by now than those that training began with.
         require_same_model(like, model)
         config = read_config(like / CONFIG_FILE)
+        config.pop(QUANTIZATION, None)
         config |= dtype_keys(workload.training.dtype) | ({MTP_LAYERS: 0} if MTP_LAYERS in config else {})
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:

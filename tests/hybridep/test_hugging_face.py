@@ -106,6 +106,9 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_public_configs_are_the_shipped_models(tmp_path: Path, name: str) -> None:
     folder = written(tmp_path / "public", SHIPPED[name])
@@ -138,7 +141,10 @@ def test_what_is_written_is_read_as_the_same_model(tmp_path: Path, name: str) ->
         ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rope_scaling.attention_factor: 1.5 is not trained here"),
         ({"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate: False is not trained here, only True"),
         ({"rope_scaling": YARN | {"beta_slow": 64}}, "beta_slow: 64.0 must be below beta_fast 32.0"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* is not trained here"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: .*gptq.*: of quantised weights only fp8 ones"),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config: .*e5m2.* only fp8 ones"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size: None must be two numbers"),
+        ({"quantization_config": FP8 | {"weight_block_size": [128, 0]}}, r"weight_block_size: \[128, 0\] must be two numbers"),
         ({"rms_norm_eps": None}, "rms_norm_eps: is missing"),
         ({"rope_theta": None}, "rope_theta: is missing"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype: 'float8_e4m3fn' is none of bfloat16"),
@@ -179,12 +185,17 @@ def test_what_qwen3_may_not_have(tmp_path: Path, changes: dict[str, Any], messag
         ({"num_experts_per_tok": 12}, "topk_group: 4: groups are rated by their best 2"),
         ({"kv_lora_rank": None}, "kv_lora_rank: is missing"),
         ({"qk_rope_head_dim": 63}, "rope_head_dim: .*multiple of 2"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* is not trained here"),
     ],
 )
 def test_what_deepseek_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_workload(str(written(tmp_path, DEEPSEEK | changes)))
+
+
+def test_weights_in_fp8_are_those_of_the_same_model(tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published."""
+    plain = load_workload(str(written(tmp_path, DEEPSEEK)))
+    assert load_workload(str(written(tmp_path, DEEPSEEK | {"quantization_config": FP8}))) == plain
 
 
 def test_queries_of_deepseek_may_be_projected_at_once(tmp_path: Path) -> None:

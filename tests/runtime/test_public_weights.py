@@ -173,6 +173,63 @@ def test_layers_behind_the_last_are_not_read(tmp_path: Path) -> None:
     assert loss_of(load_workload(str(folder)), folder, told["tokens"]) == pytest.approx(told["loss"], rel=1e-7)
 
 
+def in_fp8(folder: Path, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """A copy of the DeepSeek-V3 model with its projections in fp8, a scale for each block; returns what the blocks stand for."""
+    shutil.copytree(PUBLIC / "deepseek_v3", folder)
+    tensors, values = load_file(folder / WEIGHTS), dict[str, torch.Tensor]()
+    for name in [one for one in tensors if "_proj" in one and one.endswith(".weight")]:
+        weight = tensors[name].float()
+        codes, value = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+        scales = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+        for at in torch.cartesian_prod(*(torch.arange(size) for size in scales.shape)).tolist():
+            block = tuple(slice(place * each, (place + 1) * each) for place, each in zip(at, (rows, columns), strict=True))
+            scales[tuple(at)] = weight[block].abs().max() / 448
+            codes[block] = (weight[block] / scales[tuple(at)]).to(codes.dtype)
+            value[block] = codes[block].float() * scales[tuple(at)]
+        tensors |= {name: codes, f"{name}_scale_inv": scales}
+        values[name] = value
+    save_file(tensors, folder / WEIGHTS)
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [rows, columns]}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    return values
+
+
+@pytest.mark.parametrize("block", [(128, 128), (3, 5)])
+def test_weights_in_fp8_are_their_codes_times_their_scales(tmp_path: Path, block: tuple[int, int]) -> None:
+    values, told = in_fp8(tmp_path / "fp8", *block), expected("deepseek_v3")
+    workload, plain = load_workload(str(tmp_path / "fp8")), tmp_path / "plain"
+    shutil.copytree(PUBLIC / "deepseek_v3", plain)
+    save_file(load_file(plain / WEIGHTS) | values, plain / WEIGHTS)
+    loss = loss_of(workload, tmp_path / "fp8", told["tokens"])
+    assert loss == loss_of(workload, plain, told["tokens"])
+    assert loss == pytest.approx(told["loss"], rel=0.02) and loss != pytest.approx(told["loss"], rel=1e-6)
+
+
+def test_fp8_weights_whose_scales_do_not_suit_them(tmp_path: Path) -> None:
+    in_fp8(tmp_path / "fp8", 4, 4)
+    model, tensors = load_workload(str(tmp_path / "fp8")).model, load_file(tmp_path / "fp8" / WEIGHTS)
+    name = "model.layers.0.mlp.gate_proj.weight"
+
+    def read(scale: torch.Tensor | None) -> None:
+        changed = tensors | ({} if scale is None else {f"{name}_scale_inv": scale})
+        save_file({key: value for key, value in changed.items() if scale is not None or key != f"{name}_scale_inv"}, folder)
+        PublicWeights(tmp_path / "fp8", model).dense("layers.0.feed_forward.row", torch.Size([1]))
+
+    folder = tmp_path / "fp8" / WEIGHTS
+    with pytest.raises(UserError, match=rf"has no {name}_scale_inv, which {name} in fp8 needs"):
+        read(None)
+    with pytest.raises(UserError, match=rf"{name}_scale_inv and {name} are 1x1 and .*blocks of 4x4 .*weight_block_size\) do not"):
+        read(torch.ones(1, 1))
+
+
+def test_what_is_written_after_fp8_is_not_in_fp8(trained: dict[str, Path], tmp_path: Path) -> None:
+    in_fp8(tmp_path / "fp8", 4, 4)
+    export_weights(checkpoint_of(trained["deepseek_v3"]), tmp_path / "written", tmp_path / "fp8")
+    assert "quantization_config" not in json.loads((tmp_path / "written" / CONFIG_FILE).read_text())
+    assert {value.dtype for value in load_file(tmp_path / "written" / WEIGHTS).values()} == {torch.float64}
+
+
 def test_biases_of_gates_are_written_in_fp32_among_narrower_weights(trained: dict[str, Path], tmp_path: Path) -> None:
     saved = SavedWeights(checkpoint_of(trained["deepseek_v3"]))
     files, _, size = public_weights._write_shards(tmp_path, saved, saved.workload.model, torch.bfloat16)
