@@ -60,11 +60,17 @@ class Gating:
 
     @cached_property
     def chosen(self) -> FloatArray:
-        """[E]: the probability that a token chooses each expert."""
+        """[E]: the probability that a token chooses each expert. Of groups, what comes next to a popularity that choices from
+        these cannot have (of one that was measured with other groups): as ``hit`` has it, or bounds would not hold."""
         if self.popularity is None:
             return np.full(self.num_experts, self.top_k / self.num_experts)
-        share = self.top_k * np.asarray(self.popularity)
-        return np.asarray(np.clip(share, _RARE, 1 - _RARE))
+        if self.groups is not None:
+            return np.asarray(np.clip(self.groups.chosen_with(self._odds_in_groups), _RARE, 1 - _RARE))
+        return self._wanted(self.popularity)
+
+    def _wanted(self, popularity: tuple[float, ...]) -> FloatArray:
+        """[E]: ``chosen`` as it was measured."""
+        return np.asarray(np.clip(self.top_k * np.asarray(popularity), _RARE, 1 - _RARE))
 
     @cached_property
     def kept(self) -> FloatArray:
@@ -153,8 +159,8 @@ class Gating:
     @cached_property
     def _odds_in_groups(self) -> FloatArray:
         """[E]: odds with which each expert is ``chosen`` where tokens choose from some groups only."""
-        assert self.groups is not None
-        return self.groups.odds_of(self.chosen)
+        assert self.groups is not None and self.popularity is not None
+        return self.groups.odds_of(self._wanted(self.popularity))
 
     @cached_property
     def _drawn(self) -> FloatArray:

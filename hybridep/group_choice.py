@@ -65,7 +65,7 @@ class GroupChoice:
 
     def odds_of(self, chosen: FloatArray) -> FloatArray:
         """[E]: odds with which each expert is chosen with the probability ``chosen`` [E]: those of the sets of least relative
-        entropy, found by the convex dual."""
+        entropy, found by the convex dual. Where no sets are chosen so, some that come next."""
         from scipy.optimize import minimize
 
         def dual(logs: FloatArray) -> tuple[float, FloatArray]:
@@ -81,6 +81,11 @@ class GroupChoice:
             options={"maxiter": _ROUNDS, "maxfun": _ROUNDS, "ftol": 0.0, "gtol": _CLOSE, "maxcor": 30},
         )
         return np.asarray(np.exp(found.x))
+
+    def chosen_with(self, odds: FloatArray) -> FloatArray:
+        """[E]: with which probability each expert is chosen with the ``odds`` [E]."""
+        total, missed = self._missed_each(odds)
+        return np.asarray(1 - missed / total)
 
     def _missed_each(self, odds: FloatArray) -> tuple[float, FloatArray]:
         """``missed`` of ``odds`` [E] as they are, and of those without each of the experts [E]."""

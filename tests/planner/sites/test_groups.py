@@ -11,7 +11,7 @@ import pytest
 from site_cases import as_plan, random_problem, random_table, small_workload, uneven_cluster
 
 import planner
-from hybridep.gating import gating
+from hybridep.gating import Gating, gating
 from hybridep.group_choice import GroupChoice
 from hybridep.plan import Plan, Schedule
 from hybridep.workload import Workload
@@ -74,6 +74,32 @@ def test_no_set_of_experts_is_needed_by_fewer_tokens(shape: tuple[int, int, int,
     # It is of use: more than one in ``top_k`` choices of each expert, which holds wherever they are.
     assert (least >= np.arange(experts + 1) / experts - 1e-12).all()
     assert least[shape[1]] > 0.75 * hit[number == shape[1]].min()
+
+
+@pytest.mark.parametrize("capacity", [None, 20])
+@pytest.mark.parametrize("shape", [(2, 2, 1, 2), (2, 4, 1, 3), (4, 2, 2, 3), (4, 1, 2, 2)])
+def test_bounds_hold_for_popularity_that_no_groups_have(shape: tuple[int, int, int, int], capacity: int | None) -> None:
+    """As one that was measured with other groups: what is expected is of one piece."""
+    experts, top_k, rng = shape[0] * shape[1], shape[3], np.random.default_rng(0)
+    choice = GroupChoice(groups=shape[0], size=shape[1], per_token=shape[2], top_k=top_k)
+    members = (np.arange(2**experts)[:, None] >> np.arange(experts)) % 2 == 1
+    for _ in range(10):
+        chosen = Gating(
+            num_experts=experts,
+            top_k=top_k,
+            sequence_length=64,
+            sequences=(1,),
+            popularity=tuple(rng.dirichlet(np.full(experts, 0.5)).tolist()),
+            capacity=capacity,
+            groups=choice,
+        )
+        hit, order = chosen.hit(members), np.argsort(chosen.chosen, kind="stable")
+        np.testing.assert_allclose(chosen.hit(np.eye(experts, dtype=bool)), chosen.chosen * chosen.kept, atol=1e-8)
+        assert chosen.chosen.sum() == pytest.approx(top_k, abs=1e-6)
+        for left_out in range(experts):
+            inside = ~members[:, order[:left_out]].any(axis=1)
+            least = least_hit(chosen, order[left_out:])
+            assert (least[members[inside].sum(axis=1)] <= hit[inside] + 1e-8).all()
 
 
 @pytest.mark.parametrize("most", [0, 20, 100, 1000])
