@@ -246,7 +246,7 @@ def _deepseek_data(config: _Config) -> dict[str, Any]:
     if "q_lora_rank" not in config.data:
         raise ConfigError(str(config.path), "q_lora_rank", "is missing; null where queries are projected at once")
     top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
-    if chosen < groups and top_k // chosen != _RATED_BY:
+    if 0 < chosen < groups and top_k // chosen != _RATED_BY:
         message = f"{chosen}: groups are rated by their best {_RATED_BY} experts there, by num_experts_per_tok / topk_group here"
         raise ConfigError(str(config.path), "topk_group", message)
     return {

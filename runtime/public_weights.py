@@ -176,7 +176,11 @@ class PublicWeights:
 
     def _read(self, matrix: Matrix) -> Tensor:
         tensor = self._tensor(matrix.name)
-        if self._block is not None and tensor.dtype is torch.float8_e4m3fn:
+        if tensor.dtype.itemsize == 1:
+            if self._block is None or tensor.dtype is not torch.float8_e4m3fn:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                message = f"{matrix.name} is {kind}, of which {CONFIG_FILE} does not tell the values"
+                raise UserError(f"weights: {self._folder}: {message}")
             tensor = self._scaled(matrix.name, tensor, *self._block)
         if matrix.rotated is None or len(tensor) % matrix.rotated[0]:
             return tensor

@@ -182,6 +182,7 @@ def test_what_qwen3_may_not_have(tmp_path: Path, changes: dict[str, Any], messag
         ({"moe_layer_freq": 2}, "moe_layer_freq: 2 is not trained here, only 1"),
         ({"scoring_func": "softmax"}, "scoring_func: 'softmax' is not trained here, only 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method: 'greedy' is not trained here, only 'noaux_tc'"),
+        ({"topk_group": 0}, "groups_per_token: Input should be greater than or equal to 1"),
         ({"num_experts_per_tok": 12}, "topk_group: 4: groups are rated by their best 2"),
         ({"kv_lora_rank": None}, "kv_lora_rank: is missing"),
         ({"qk_rope_head_dim": 63}, "rope_head_dim: .*multiple of 2"),

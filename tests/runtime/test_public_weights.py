@@ -223,6 +223,17 @@ def test_fp8_weights_whose_scales_do_not_suit_them(tmp_path: Path) -> None:
         read(torch.ones(1, 1))
 
 
+def test_fp8_weights_of_which_the_config_says_nothing(tmp_path: Path) -> None:
+    """Their codes are not their values."""
+    in_fp8(tmp_path / "fp8", 4, 4)
+    config = json.loads((tmp_path / "fp8" / CONFIG_FILE).read_text())
+    del config["quantization_config"]
+    (tmp_path / "fp8" / CONFIG_FILE).write_text(json.dumps(config))
+    weights = PublicWeights(tmp_path / "fp8", load_workload(str(tmp_path / "fp8")).model)
+    with pytest.raises(UserError, match=r"gate_proj\.weight is float8_e4m3fn, of which config\.json does not tell the values"):
+        weights.dense("layers.0.feed_forward.row", torch.Size([1]))
+
+
 def test_what_is_written_after_fp8_is_not_in_fp8(trained: dict[str, Path], tmp_path: Path) -> None:
     in_fp8(tmp_path / "fp8", 4, 4)
     export_weights(checkpoint_of(trained["deepseek_v3"]), tmp_path / "written", tmp_path / "fp8")
