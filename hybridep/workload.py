@@ -194,10 +194,10 @@ class Model(Strict):
     best ``top_k / groups_per_token`` scores (rounded down, one at least) add up to most (group-limited routing; DeepSeek-V3,
     section 2.1.2). It limits to how many sites a token travels."""
     groups_per_token: int = Field(default=1, ge=1)
-    expert_bias_update_rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    expert_bias_update_rate: float | None = Field(default=None, ge=0, le=1)
     """Balance without a loss (DeepSeek-V3, Eq. 16): a number for each expert is added to its score where experts are chosen, not
     to its weight. After each step it grows by this where the expert had fewer tokens of the global batch than the mean, and
-    shrinks where it had more; 0: it stays as it is. Absent: there is none."""
+    shrinks where it had more; 0: it stays as it is. Absent: there is none. Scores are 1 at most."""
     num_dense_layers: int = Field(default=0, ge=0)
     dense_ffn_size: int = Field(default=0, ge=0)
     balance_loss_weight: float = Field(default=0.01, ge=0)

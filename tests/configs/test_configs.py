@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -156,6 +157,31 @@ def test_a_key_that_is_no_more_may_be_null_as_in_checkpoints_of_before() -> None
     assert Workload.model_validate(saved) == workload("mixtral-8x7b")
     with pytest.raises(ConfigError, match=r"model\.attention_params: unknown key"):
         build(Workload, saved | {"model": saved["model"] | {"attention_params": 99}}, "model.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_groups": 7}, "model: expert_groups: 7 must divide num_experts 256"),
+        ({"groups_per_token": 9}, "model: groups_per_token: 9 exceeds expert_groups 8"),
+        ({"expert_groups": 64, "groups_per_token": 1}, "model: top_k: 8 exceeds the 4 experts of the groups_per_token 1"),
+        ({"groups_per_token": 0}, r"model\.groups_per_token: .*greater than or equal to 1"),
+        ({"expert_bias_update_rate": -0.1}, r"model\.expert_bias_update_rate: .*greater than or equal to 0"),
+        ({"expert_bias_update_rate": 1e300}, r"model\.expert_bias_update_rate: .*less than or equal to 1"),
+        ({"expert_bias_update_rate": float("nan")}, r"model\.expert_bias_update_rate: .*(found nan)"),
+        ({"routed_scaling_factor": 0}, r"model\.routed_scaling_factor: .*greater than 0"),
+        ({"score_function": "tanh"}, r"model\.score_function: .*'softmax' or 'sigmoid'"),
+        ({"rope_scaling": {"factor": 0.5, "original_length": 8}}, r"model\.rope_scaling\.factor: .*greater than or equal to 1"),
+        ({"qk_norm": True}, "model: qk_norm: True does not go with latent_attention"),
+        ({"attention_bias": True}, "model: attention_bias: True does not go with latent_attention"),
+        ({"num_kv_heads": 128}, "model: num_kv_heads: 128 does not go with latent_attention"),
+    ],
+)
+def test_what_a_model_like_deepseek_v3_may_not_have(changes: dict[str, Any], message: str) -> None:
+    saved = workload("deepseek-v3").model_dump(mode="json", exclude_none=True)
+    model = saved["model"] | changes
+    with pytest.raises(ConfigError, match=message):
+        build(Workload, saved | {"model": model}, "model.yaml")
 
 
 def test_latent_attention_of_deepseek_v3() -> None:
