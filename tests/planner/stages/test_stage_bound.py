@@ -55,6 +55,29 @@ def test_no_pipeline_is_below_it(first: int) -> None:
             assert least_s(plan.cluster, plan.workload, 2, codecs) <= least * (1 + 1e-9), seed
 
 
+def in_groups(workload: Workload, groups: int, per_token: int) -> Workload:
+    changes = {"expert_groups": groups, "groups_per_token": per_token}
+    return workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_it_knows_of_groups_of_experts(groups: int) -> None:
+    """Tokens that choose from one group need fewer experts elsewhere, so where bytes between a stage's sites decide it is lower;
+    and no pipeline is below it."""
+    cluster, free = (
+        sites_cluster(np.random.default_rng(0), 3, 2, "access", throughput="300 TFLOPS"),
+        layered_workload(2, ffn=1024),
+    )
+    assert least_s(cluster, in_groups(free, groups, 1)) < 0.9 * least_s(cluster, free)
+    assert least_s(cluster, in_groups(free, groups, groups)) == least_s(cluster, free)
+    for seed in range(40):
+        plan = random_pipeline(seed, least_stages=2)
+        plan = plan.model_copy(update={"workload": in_groups(plan.workload, groups, 1)})
+        plan = PipelinePlan.model_validate(plan.model_dump())
+        least = least_step_s(plan, [one.times for one in costed(plan).inside])
+        assert least_s(plan.cluster, plan.workload, len(plan.stages)) <= least * (1 + 1e-9), seed
+
+
 def uneven(rng: np.random.Generator, cluster: Cluster) -> Cluster:
     """Ranks that share processors, or sites of which some compute up to ten times as fast, in half of the cases each."""
     given = cluster.model_dump(mode="json", exclude_none=True)
