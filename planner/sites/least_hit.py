@@ -14,7 +14,7 @@ from hybridep.gating import Gating
 from hybridep.group_choice import GroupChoice
 
 _MOST_WORK = 10_000_000
-"""Numbers of experts of each of a token's groups that are all looked at, times states of ``GroupChoice``; a second."""
+"""Numbers of experts of each of a token's groups that are all looked at, times states of ``GroupChoice``; a second or two."""
 _ROUNDING = 1e-15
 
 

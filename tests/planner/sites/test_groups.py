@@ -130,6 +130,12 @@ def test_bounds_are_below_the_best_of_all_tables(case: tuple[int, int, tuple[int
     problem = grouped_problem(*case)
     found = best_table(problem)
     assert found is not None
+    tables = [np.array(one).reshape(2, -1) for one in product(range(2), repeat=2 * problem.num_experts)]
+    costs = [site_cost(problem, table, one) for table in tables[:: 1 + 6 * case[3]] for one in problem.configurations()]
+    fitting = [cost.step_s for cost in costs if cost.fits]
+    assert found[2] <= min(fitting) * (1 + 1e-12) and (case[3] or found[2] == pytest.approx(min(fitting), rel=1e-12))
+    # Of any experts, not of neighbours, however it is asked for.
+    assert (Relaxation(problem=problem).hit == problem.for_bounds.hit).all() and (problem.for_bounds.hit <= problem.hit).all()
     assert found[2] == pytest.approx(site_cost(problem, *found[:2]).step_s, rel=1e-12)
     assert 0.2 * found[2] < prove(Relaxation(problem=problem), found[2], max_boxes=40).bound_s <= found[2] * (1 + 1e-9)
 
