@@ -6,16 +6,12 @@ of the setting and the popularity of the first, untimed step, and once more as i
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hybridep.commands.inputs import load_cluster
-from hybridep.commands.lab_settings import run_script_in_lab
+from hybridep.commands.lab_settings import run_compared
 from hybridep.commands.probe import with_measurements
 from hybridep.commands.tables import write_provenance, write_rows
 from hybridep.config import build
@@ -25,7 +21,6 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import step_cost
 
-HERE = Path(__file__).resolve().parent
 COLUMNS = [
     "groups",
     "placement",
@@ -37,21 +32,6 @@ COLUMNS = [
     "wan_mb",
     "predicted_wan_mb",
 ]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--smoke", action="store_true", help="few steps: does it run?")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    config = yaml.safe_load((HERE / "config.yaml").read_text())
-    config |= config["smoke"] if given.smoke else {}
-    cluster = load_cluster(config["cluster"], [f"levels.dc.bandwidth={config['rate']}"])
-    if given.inside:
-        compare(config, cluster, given.results / "smoke" if given.smoke else given.results)
-        return 0
-    return run_script_in_lab(cluster, __file__, "--inside", *sys.argv[1:])
 
 
 def plan_of(config: dict[str, Any], cluster: Cluster, groups: int, placement: str, popularity: Any = ()) -> Plan:
@@ -87,4 +67,4 @@ def compare(config: dict[str, Any], cluster: Cluster, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_compared(__file__, __doc__ or "", compare))

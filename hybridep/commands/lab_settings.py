@@ -6,6 +6,7 @@ cost model needs no new measurement.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from hybridep.codecs import Codecs
 from hybridep.commands import tables
@@ -132,6 +135,24 @@ def run_script_in_lab(cluster: Cluster, script: str, *arguments: str) -> int:
         print(f"{Path(script).parent.name} needs the lab: {reason}", file=sys.stderr)
         return 2
     return run_in_lab([sys.executable, script, *arguments], lab_spec(cluster))
+
+
+def run_compared(script: str, about: str, compare: Callable[[dict[str, Any], Cluster, Path], None]) -> int:
+    """An experiment of variants that are measured together: ``compare`` (config, cluster, results) in a lab at the rate that the
+    ``config.yaml`` beside the script says."""
+    here = Path(script).resolve().parent
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=here / "results")
+    parser.add_argument("--smoke", action="store_true", help="few steps: does it run?")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    config = yaml.safe_load((here / "config.yaml").read_text())
+    config |= config["smoke"] if given.smoke else {}
+    cluster = load_cluster(config["cluster"], [f"levels.dc.bandwidth={config['rate']}"])
+    if not given.inside:
+        return run_script_in_lab(cluster, script, "--inside", *sys.argv[1:])
+    compare(config, cluster, given.results / "smoke" if given.smoke else given.results)
+    return 0
 
 
 def measure_all(bench: Bench, settings: Sequence[Setting], *, shaped: bool = True) -> None:

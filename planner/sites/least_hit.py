@@ -15,7 +15,7 @@ from hybridep.group_choice import GroupChoice
 
 _MOST_WORK = 10_000_000
 """Numbers of experts of each of a token's groups that are all looked at, times states of ``GroupChoice``; a second or two."""
-_ROUNDING = 1e-15
+_ROUNDING = 1e-14
 
 
 def least_hit(chosen: Gating, kept: IntArray) -> FloatArray:

@@ -111,3 +111,25 @@ def _serve(rank: int, world_size: int, port: int | None, pipe: Connection) -> No
             pipe.send((True, f"{type(error).__name__}: {error}"))
         except Exception:
             pipe.send((True, traceback.format_exc()))
+
+
+class Pools:
+    """The pool of the world size last asked for; a new one after a failure."""
+
+    def __init__(self) -> None:
+        self._pool: RankPool | None = None
+
+    def run(self, job: Callable[..., Any], case: Any, *arguments: Any) -> list[Any]:
+        if self._pool is None or self._pool.world_size != case.num_ranks:
+            self.close()
+            self._pool = RankPool(case.num_ranks)
+        try:
+            return self._pool.run(job, case, *arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rank_pool import RankPool
+from rank_pool import Pools
 from training_cases import (
     CROSS,
     DEEPSEEK_GATE,
@@ -64,24 +64,11 @@ EIGHT = [
 ]
 
 
-class Pools:
-    """The pool of the world size last asked for; a new one after a failure."""
-
-    def __init__(self) -> None:
-        self._pool: RankPool | None = None
+class TrainingPools(Pools):
+    """That train cases."""
 
     def train(self, case: Case, prepare: Callable[[Any], None] | None = None) -> list[Any]:
         return self.run(train_case, case, prepare)
-
-    def run(self, job: Callable[..., Any], case: Case, *arguments: Any) -> list[Any]:
-        if self._pool is None or self._pool.world_size != case.num_ranks:
-            self.close()
-            self._pool = RankPool(case.num_ranks)
-        try:
-            return self._pool.run(job, case, *arguments)
-        except BaseException:
-            self.close()
-            raise
 
     def check(self, case: Case) -> None:
         """It trains as the single process does, and sends what its plan says."""
@@ -89,22 +76,17 @@ class Pools:
         check_fidelity(case, outcomes)
         check_bytes(case, outcomes)
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-        self._pool = None
-
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
+def pools() -> Iterator[TrainingPools]:
+    pools = TrainingPools()
     yield pools
     pools.close()
 
 
 @pytest.mark.turns(4)
 @pytest.mark.parametrize("case", FOUR, ids=str)
-def test_every_plan_on_four_ranks_equals_the_reference(pools: Pools, case: Case) -> None:
+def test_every_plan_on_four_ranks_equals_the_reference(pools: TrainingPools, case: Case) -> None:
     pools.check(case)
 
 
@@ -119,14 +101,14 @@ ALL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_the_complete_cross_of_factors_equals_the_reference(pools: Pools, case: Case) -> None:
+def test_the_complete_cross_of_factors_equals_the_reference(pools: TrainingPools, case: Case) -> None:
     pools.check(case)
 
 
 BIASED = Case(sizes=(2, 2), domains=(1, 2), model="top4-tied-gqa", micro_batches=2)
 
 
-def test_biases_are_the_same_to_the_bit(pools: Pools) -> None:
+def test_biases_are_the_same_to_the_bit(pools: TrainingPools) -> None:
     """Those of the single process, at all ranks, though they follow the choices of all. They change what is chosen."""
     assert MODELS[BIASED.model].items() >= DEEPSEEK_GATE.items()
     outcomes = pools.train(BIASED)
@@ -145,7 +127,7 @@ def in_small_pieces(trainer: Any) -> None:
 
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 2)], ids=str)
-def test_dense_gradients_in_pieces_equal_the_reference(pools: Pools, sizes: tuple[int, ...]) -> None:
+def test_dense_gradients_in_pieces_equal_the_reference(pools: TrainingPools, sizes: tuple[int, ...]) -> None:
     """As those of large models travel inside sites: parts are not multiples of a piece, nor all as long."""
     case = Case(sizes=sizes, domains=(1,) * len(sizes), model="qwen2", micro_batches=1)
     outcomes = pools.train(case, in_small_pieces)
@@ -158,14 +140,14 @@ WILD_PLANS = wild_cases(20)
 
 @pytest.mark.turns(5)
 @pytest.mark.parametrize("case", WILD_PLANS[:10], ids=str)
-def test_some_random_placements_equal_the_reference(pools: Pools, case: Case) -> None:
+def test_some_random_placements_equal_the_reference(pools: TrainingPools, case: Case) -> None:
     """Those on four ranks."""
     pools.check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WILD_PLANS[10:], ids=str)
-def test_random_placements_equal_the_reference(pools: Pools, case: Case) -> None:
+def test_random_placements_equal_the_reference(pools: TrainingPools, case: Case) -> None:
     """Partial migration of the most popular, homes and plans that differ by layer, both residencies, with and without drops."""
     pools.check(case)
 
@@ -193,7 +175,7 @@ def log_exchanges(rank: int, case: Case) -> list[tuple[str, str]]:
     return [(what, label) for what, label in log if label.startswith(("token", "combine", "dispatch"))]
 
 
-def test_receives_are_posted_an_exchange_ahead(pools: Pools) -> None:
+def test_receives_are_posted_an_exchange_ahead(pools: TrainingPools) -> None:
     """All but the rows of a dispatch, whose number is not known, and the first counts of a micro-batch."""
     late = []
     for log in pools.run(log_exchanges, Case(sizes=(2, 2), domains=(1, 1), micro_batches=2)):
@@ -227,7 +209,7 @@ def test_cases_cover_what_plans_can_say() -> None:
 NARROW = Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), model="dense-first-uneven", micro_batches=2)
 
 
-def test_fp32_follows_the_reference(pools: Pools) -> None:
+def test_fp32_follows_the_reference(pools: TrainingPools) -> None:
     case = replace(NARROW, dtype="fp32")
     outcomes = pools.train(case)
     check_fidelity(case, outcomes, 1e-3)
@@ -235,7 +217,7 @@ def test_fp32_follows_the_reference(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.turns(4))], ids=["few", "many-coded"])
-def test_bf16_follows_the_reference(pools: Pools, coded: bool) -> None:
+def test_bf16_follows_the_reference(pools: TrainingPools, coded: bool) -> None:
     """Its token rows put 4-byte ids after 2-byte elements: nothing may rely on alignment. Only losses are compared: where a
     gradient is nearly zero, AdamW turns rounding into a whole step. Sums of many micro-batches are wider than what travels."""
     codecs = tuple((level, (("gradients", "int8"),)) for level in ("dc", "gpu") if coded)
@@ -275,7 +257,7 @@ def gradients_of_equal_micro_batches(rank: int, case: Case, text: Path) -> tuple
     ],
     ids=str,
 )
-def test_gradients_of_bf16_add_up_without_loss(pools: Pools, tmp_path: Path, case: Case) -> None:
+def test_gradients_of_bf16_add_up_without_loss(pools: TrainingPools, tmp_path: Path, case: Case) -> None:
     """Sixteen equal micro-batches have the gradient that one has, which counts sixteen times as much: three times a number of
     bf16 may be none."""
     text = tmp_path / "text.txt"
@@ -301,7 +283,7 @@ def rehearse_gpu(rank: int, case: Case) -> Outcome:
 
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-def test_the_path_of_a_gpu_follows_the_reference(pools: Pools, dtype: str) -> None:
+def test_the_path_of_a_gpu_follows_the_reference(pools: TrainingPools, dtype: str) -> None:
     case = replace(NARROW, dtype=dtype, residency=Residency.MICROBATCH)
     outcomes = pools.run(rehearse_gpu, case)
     if dtype == "fp64":
@@ -332,7 +314,7 @@ def watch_copies(rank: int, case: Case) -> list[int]:
     return held
 
 
-def test_microbatch_residency_holds_one_block_at_a_time(pools: Pools) -> None:
+def test_microbatch_residency_holds_one_block_at_a_time(pools: TrainingPools) -> None:
     case = Case(sizes=(2, 2), domains=(2, 2), residency=Residency.MICROBATCH)
     one_block = 6 * case.plan().workload.expert_bytes
     for held in pools.run(watch_copies, case):
@@ -378,7 +360,7 @@ def hold_copies_back(rank: int, case: Case, wait_s: float) -> dict[str, bool]:
     return found
 
 
-def test_computation_does_not_wait_for_copies(pools: Pools) -> None:
+def test_computation_does_not_wait_for_copies(pools: TrainingPools) -> None:
     """A block's gather may arrive after its attention, its gradients may leave after the attention's backward; without
     overlap both come first."""
     case = Case(sizes=(2, 2), domains=(2, 1))
@@ -426,7 +408,7 @@ def order_of_copies(rank: int, case: Case) -> list[str]:
     return found
 
 
-def test_prefetch_sends_copies_ahead_and_gradients_behind(pools: Pools) -> None:
+def test_prefetch_sends_copies_ahead_and_gradients_behind(pools: TrainingPools) -> None:
     case = Case(sizes=(2, 2), domains=(2, 1))
     for found in pools.run(order_of_copies, replace(case, prefetch=1)):
         assert found == [
@@ -490,14 +472,14 @@ def _count_own_choices(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("mutation", [_drop_gradient_return, _swap_copies, _swap_rows, _forget_last_sum, _count_own_choices])
-def test_the_comparison_notices(pools: Pools, mutation: Callable[[Any], None]) -> None:
+def test_the_comparison_notices(pools: TrainingPools, mutation: Callable[[Any], None]) -> None:
     case = Case(sizes=(2, 2), domains=(2, 2), model=BIASED.model if mutation is _count_own_choices else "plain")
     outcomes = pools.train(case, mutation)
     with pytest.raises(AssertionError):
         check_fidelity(case, outcomes)
 
 
-def test_the_byte_comparison_notices(pools: Pools) -> None:
+def test_the_byte_comparison_notices(pools: TrainingPools) -> None:
     case = Case(sizes=(2, 2), domains=(1, 1))
     outcomes = pools.train(case)
     check_bytes(case, outcomes)
@@ -510,6 +492,6 @@ def test_the_byte_comparison_notices(pools: Pools) -> None:
 # Last, so that the pool of eight ranks is started once and that of four never again.
 @pytest.mark.turns(4)
 @pytest.mark.parametrize("case", EIGHT, ids=str)
-def test_every_plan_on_eight_ranks_equals_the_reference(pools: Pools, case: Case) -> None:
+def test_every_plan_on_eight_ranks_equals_the_reference(pools: TrainingPools, case: Case) -> None:
     """Eight ranks on two cores take seven seconds a case."""
     pools.check(case)
