@@ -8,6 +8,7 @@ import numpy as np
 
 from hybridep.placement import LevelChoice, home_blocks
 from hybridep.plan import LayerGroup, Residency
+from hybridep.recompute import Recompute
 from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
 
@@ -50,7 +51,7 @@ def layer_group(
     residency: Residency,
     serving: tuple[ServingGroup, ...] = (),
     *,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NOTHING,
 ) -> LayerGroup:
     """Of a plan file; ratios only where something is copied."""
     return LayerGroup(

@@ -16,6 +16,7 @@ from hybridep.gating import gating
 from hybridep.gpus import SiteGpu
 from hybridep.placement import LevelChoice
 from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.recompute import ALL, Recompute, cheapest_first
 from hybridep.serving import ServingGroup
 from hybridep.sites import Level
 from hybridep.topology import Cluster
@@ -129,8 +130,8 @@ def without_search(
     store: Store | None = None,
     allowed: Permissions | None = None,
 ) -> Inside:
-    """The best of a few placements by `Inside.rank`, whose experts compute again in backward where memory asks for that; the one
-    that comes nearest to fitting, if none does. ``allowed``: what rules leave possible."""
+    """The best of a few placements by `Inside.rank`, which compute again in backward where memory asks for that; the one that
+    comes nearest to fitting, if none does. ``allowed``: what rules leave possible."""
     number, store, every = stage.workload.training.micro_batches, store or Store(), list[Inside]()
 
     def value(one: Inside) -> float:
@@ -144,7 +145,11 @@ def without_search(
     for groups in choices:
         every += [placed(stage, (group,), room, store) for group in groups]
         if not min(every, key=value).memory.fits:
-            every += [placed(stage, (group.recomputing(),), room, store) for group in groups]
+            every += [
+                placed(stage, (group.recomputing(again),), room, store)
+                for again in cheapest_first(stage.workload)
+                for group in groups
+            ]
         for one in sorted(every, key=value):
             if one.memory.fits:
                 return one
@@ -152,26 +157,31 @@ def without_search(
 
 
 def fitting(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Store) -> Inside:
-    """With these placements, whose experts compute again in backward only where that is what it takes to fit."""
-    kept = placed(stage, tuple(group.recomputing(False) for group in layers), room, store)
-    return kept if kept.memory.fits else placed(stage, tuple(group.recomputing() for group in layers), room, store)
+    """With these placements, which compute again in backward only what it takes to fit."""
+    for again in (Recompute.NOTHING, *cheapest_first(stage.workload)):
+        found = placed(stage, tuple(group.recomputing(again) for group in layers), room, store)
+        if found.memory.fits:
+            break
+    return found
 
 
 def with_fewest_again(stage: Plan, inside: Inside, store: Store) -> Inside:
-    """What was found of a stage, where all layers with experts compute again, in no more of them than it takes to fit."""
+    """What was found of a stage, where all layers compute the same again, in no more of them than it takes to fit."""
     group, *others = inside.layers
     if others or not group.recompute:
         return inside
     key = f"{stage.alike} {inside.layers} {inside.room}"
     if key not in store.fewest:
-        store.fewest[key] = next((some for some in _fewer_again(group) if _fits(stage, some, inside.room)), inside.layers)
+        tried = _fewer_again(group, cheapest_first(stage.workload)[0])
+        store.fewest[key] = next((some for some in tried if _fits(stage, some, inside.room)), inside.layers)
     fewest = store.fewest[key]
     return inside if fewest == inside.layers else placed(stage, fewest, inside.room, store)
 
 
-def _fewer_again(group: LayerGroup) -> Iterator[tuple[LayerGroup, ...]]:
-    """With growing numbers of layers that compute again, fewer than all."""
-    kept = group.recomputing(False)
+def _fewer_again(group: LayerGroup, cheapest: Recompute) -> Iterator[tuple[LayerGroup, ...]]:
+    """With growing numbers of layers that compute again, fewer than all; where all compute two things again, the others only what
+    is ``cheapest``. Those that compute more come first, since layers without experts do as the first one."""
+    kept = group.recomputing(cheapest if group.recompute is ALL else Recompute.NOTHING)
     for again in range(1, group.num_layers):
         first = group.model_copy(update={"num_layers": again})
         yield first, kept.model_copy(update={"first_layer": again, "num_layers": group.num_layers - again})
@@ -181,8 +191,8 @@ def _fits(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> bool:
     return step_memory(stage.with_layers(*layers)).use(room.in_flight, room.beside_bytes).fits
 
 
-def layers_in_room(one: Plan, two: Plan, room: Room, *, recompute: bool) -> int:
-    """How many layers with experts a stage has room for, in whatever placement takes least, where experts ``recompute`` or not;
+def layers_in_room(one: Plan, two: Plan, room: Room, recompute: Recompute) -> int:
+    """How many layers with experts a stage has room for, in whatever placement takes least, where all layers ``recompute`` so;
     ``one``, ``two``: with so many."""
     most = 0.0
     for first, second in zip(chain(*_placements(one)), chain(*_placements(two)), strict=True):
