@@ -20,6 +20,7 @@ from hybridep.config import build
 from hybridep.homes import homes_text
 from hybridep.pipeline import AnyPlan
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.recompute import Recompute
 from hybridep.run import Data, Device, Optimizer, Run, StepReport
 from hybridep.serving import ServingGroup, serving_groups
 from hybridep.topology import Cluster
@@ -85,7 +86,7 @@ class Case:
     model: str = "plain"
     migration: tuple[float, ...] = ()
     residency: Residency = Residency.STEP
-    recompute: bool = False
+    recompute: Recompute = Recompute.NOTHING
     micro_batches: int = 1
     overlap: bool = True
     prefetch: int = 0
@@ -113,7 +114,7 @@ class Case:
         text += "".join(f"-{level}-{'-'.join(str(value) for _, value in pairs)}" for level, pairs in self.codecs)
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
         text += f"-{self.residency.value}-m{self.micro_batches}"
-        text += "-recompute" if self.recompute else ""
+        text += "-again-" + "-".join(self.recompute.names) if self.recompute else ""
         text += f"-t{self.tokens}" if self.tokens else ""
         text += f"-pods{self.pods}" if self.pods else ""
         text += f"-s{self.streams}" if self.streams > 1 else ""
@@ -180,7 +181,7 @@ def wild_plan(cluster: Cluster, workload: Workload, seed: int, schedule: Schedul
                 domains=domains,
                 migration={name: float(rng.choice([0.3, 0.5, 0.7, 1.0])) for name in domains},
                 residency=Residency(rng.choice([residency.value for residency in Residency])),
-                recompute=seed % 3 == 0,
+                recompute=Recompute((seed + layer) % 4),
                 serving=serving,
                 # Some ranks own much, some nothing.
                 homes=homes_text(cluster, rng.integers(cluster.num_gpus, size=num_experts)),
