@@ -9,13 +9,13 @@ from typing import Any
 from hybridep.baselines import Baseline, baseline_like, baseline_plan
 from hybridep.codecs import Codecs
 from hybridep.errors import HybridEPError, InfeasibleError, NoSolutionError
-from hybridep.placement import LevelChoice
+from hybridep.placement import LevelChoice, divisors
 from hybridep.plan import LayerGroup, Objective, Plan, Prediction, Residency, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
 from hybridep.workload import Workload
-from planner.domains import divisors, layer_group
+from planner.domains import layer_group
 from planner.evaluate import evaluate, expected_s
 from planner.goal import FASTEST, Goal
 from planner.problem import Problem, build_problem, build_problems

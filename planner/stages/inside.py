@@ -14,7 +14,7 @@ from hybridep.codecs import Wire
 from hybridep.errors import HybridEPError
 from hybridep.gating import gating
 from hybridep.gpus import SiteGpu
-from hybridep.placement import LevelChoice
+from hybridep.placement import LevelChoice, divisors
 from hybridep.plan import LayerGroup, Plan, Residency
 from hybridep.recompute import ALL, Recompute, cheapest_first
 from hybridep.serving import ServingGroup
@@ -23,7 +23,7 @@ from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from planner.choose import plan
 from planner.constraints import Constraints, Permissions
-from planner.domains import divisors, layer_group
+from planner.domains import layer_group
 from planner.goal import FASTEST, Goal
 from planner.memory import ACTIVATIONS, MemoryUse, StepMemory, memory_use, step_memory
 from planner.price import egress_usd, step_usd
