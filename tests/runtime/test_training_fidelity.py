@@ -27,6 +27,7 @@ from training_cases import (
     check_fidelity,
     check_losses,
     divisors,
+    order_of_copies,
     reference,
     train_case,
     training_run,
@@ -265,7 +266,7 @@ def gradients_of_equal_micro_batches(rank: int, case: Case, text: Path) -> tuple
         replace(NARROW, domains=(2, 2), migration=()),
         replace(NARROW, domains=(2, 2), migration=(), residency=Residency.MICROBATCH),
         replace(NARROW, chunks=2, prefetch=0, model="qwen2"),
-        replace(NARROW, prefetch=1, model="top4-tied-gqa"),
+        replace(NARROW, prefetch=1, model="top4-tied-gqa", recompute=ATTENTION),
     ],
     ids=str,
 )
@@ -381,43 +382,6 @@ def test_computation_does_not_wait_for_copies(pools: TrainingPools) -> None:
         assert found == dict.fromkeys(names, True)
     for found in pools.run(hold_copies_back, replace(case, overlap=False), 0.05):
         assert found == dict.fromkeys(names, False)
-
-
-def order_of_copies(rank: int, case: Case) -> list[str]:
-    """What one step does with copies, and the attentions' forwards and backwards, in order."""
-    from runtime.mesh import Mesh
-    from runtime.trainer import RankTrainer
-
-    trainer = RankTrainer(training_run(), Mesh(plan=case.plan(), rank=rank))
-    found: list[str] = []
-    layers = {id(block.routed.exchange): block.layer for block in trainer.model.transformer.moe_blocks()}
-    for layer in trainer.model.transformer.layers.values():
-        number = layer.feed_forward.layer
-        layer.attention.register_forward_hook(lambda *_, number=number: found.append(f"forward {number}"))
-        layer.attention.register_full_backward_hook(lambda *_, number=number: found.append(f"backward {number}"))
-    ended = threading.Event()
-    trainer.model.transformer.layers["0"].attention.register_full_backward_hook(lambda *_: ended.set())
-    submit = trainer.stream.submit
-
-    def noted(work: Any) -> Any:
-        name = f"{work.__name__} {layers[id(work.__self__)]}"
-        found.append(name)
-        if name != "_return 1" or not case.prefetch:
-            return submit(work)
-
-        def late() -> Any:
-            # Until the backward of the block below is over: nothing before the end of the step may wait for it.
-            found.append(f"held {ended.wait(20.0)}")
-            return work()
-
-        return submit(late)
-
-    trainer.stream.submit = noted
-    try:
-        trainer.step(1)
-    finally:
-        trainer.close()
-    return found
 
 
 def test_prefetch_sends_copies_ahead_and_gradients_behind(pools: TrainingPools) -> None:

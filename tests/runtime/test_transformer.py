@@ -3,55 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from training_cases import CAPACITY, CROSS, LATENT, MODELS, PLAIN, Case
+from training_cases import CROSS, LATENT, MODELS, PLAIN, Case
 
 from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Plan
-from hybridep.recompute import Recompute, again_flops, dense_again_flops
 from hybridep.workload import Ffn, Model, RopeScaling, Training, Workload
 from planner.activations import attention_elements
 from runtime.attention import Attention, LatentAttention
 from runtime.experts import feed_forward, grouped_feed_forward, split_row
-from runtime.gate import Gate, Gated
 from runtime.initial_weights import Seeded, initial_expert
 from runtime.mesh import Mesh
-from runtime.moe import RoutedExperts
 from runtime.reference import LocalExperts
 from runtime.rotary import Rotary
 from runtime.transformer import Transformer
 
 
-def build_model(
-    name: str,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-    recompute: Recompute = Recompute.NOTHING,
-    routed: Callable[..., RoutedExperts] = LocalExperts,
-) -> tuple[Model, Transformer]:
-    workload = workload_of(name)
-    model, weights = workload.model, Seeded(workload.model, seed)
-
-    def make(layer: int) -> RoutedExperts:
-        experts = routed(model, layer, weights, dtype)
-        experts.recompute = recompute
-        return experts
-
-    transformer = Transformer(workload, make, dtype=dtype, dense_recompute=recompute)
+def build_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Model, Transformer]:
+    model = build(Model, (MODELS | CROSS)[name], name)
+    workload = Workload(name=name, model=model, training=Training(sequence_length=6, micro_batch_size=2))
+    weights = Seeded(model, seed)
+    transformer = Transformer(workload, lambda layer: LocalExperts(model, layer, weights, dtype), dtype=dtype)
     transformer.initialise(weights)
     return model, transformer
-
-
-def workload_of(name: str) -> Workload:
-    model = build(Model, (MODELS | CROSS | CAPACITY)[name], name)
-    return Workload(name=name, model=model, training=Training(sequence_length=6, micro_batch_size=2))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -71,95 +49,6 @@ def test_initial_values_depend_on_seed_and_name_only() -> None:
         assert torch.equal(value, again[name])
         assert "norm" in name or not torch.equal(value, other[name])
     assert not torch.equal(initial_expert(0, 0, 1, 8), initial_expert(0, 1, 0, 8))
-
-
-AGAIN = [one for one in map(Recompute, range(4)) if one]
-
-
-def score_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Of what is not masked: each token sees itself and those before it, on average half of all."""
-    (sequences, heads, length, width), found = query, value[-1]
-    return int(sequences * heads * length * length * (width + found))
-
-
-@pytest.mark.parametrize("recompute", AGAIN, ids=str)
-@pytest.mark.parametrize("name", [*MODELS, "top2-shared", "drop-padded"])
-def test_what_computes_again_takes_as_many_flops_as_plans_count(name: str, recompute: Recompute) -> None:
-    """In products of matrices, to the number. They do not count a shared expert's gate, two FLOPs for each of 16 values of a
-    token, nor that latent attention's values are made as wide as keys. Scores count by half, as in plans: the rest is masked.
-    Of routed experts the reference computes nothing again."""
-    workload, flops = workload_of(name), []
-    model, tokens = workload.model, torch.randint(256, (2, 6))
-    for one in (Recompute.NOTHING, recompute):
-        _, transformer = build_model(name, recompute=one)
-        scores = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: score_flops}
-        with FlopCounterMode(display=False, custom_mapping=scores) as counter:
-            loss, balance = transformer(tokens, tokens)
-            (loss + balance).backward()
-        flops.append(counter.get_total_flops())
-    counted = model.num_moe_layers * again_flops(workload, recompute) + dense_again_flops(workload, recompute)
-    more = model.num_moe_layers * model.shared_expert_gate * 2 * 16 * 12
-    if Recompute.ATTENTION in recompute and model.latent_attention is not None:
-        more += model.num_layers * 12 * 6 * (model.attention_width - model.value_width)
-    assert counted > 0 or name in ("plain", "top4-tied-gqa", "dense-first-uneven", "qwen3")
-    assert flops[1] - flops[0] == counted + more
-
-
-@pytest.mark.parametrize("recompute", AGAIN, ids=str)
-@pytest.mark.parametrize("name", [*MODELS, "drop-probs", "drop-padded"])
-def test_what_is_computed_again_changes_no_bit(name: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor how often a gate decides, what it counts, and how often others hear of it."""
-    decided, tokens = Counter[str](), torch.randint(256, (2, 6))
-    choose = Gate._choose
-
-    def noted(gate: Gate, scores_BSE: torch.Tensor) -> torch.Tensor:
-        decided["choices"] += 1
-        return choose(gate, scores_BSE)
-
-    def heard(layer: int, gated: Gated) -> None:
-        decided[f"layer {layer}"] += 1
-
-    monkeypatch.setattr(Gate, "_choose", noted)
-    found = []
-    for one in (Recompute.NOTHING, recompute):
-        decided.clear()
-        model, transformer = build_model(name, recompute=one)
-        for block in transformer.moe_blocks():
-            block.routing_hook = heard
-        loss, balance = transformer(tokens, tokens)
-        (loss + balance).backward()
-        assert decided == {"choices": model.num_moe_layers} | {f"layer {layer}": 1 for layer in range(model.num_moe_layers)}
-        counts = [block.gate.choices_E for block in transformer.moe_blocks() if block.gate.choices_E is not None]
-        assert all(int(choices_E.sum()) == 12 * model.top_k for choices_E in counts)
-        found.append([loss, balance, *(parameter.grad for parameter in transformer.parameters()), *counts])
-    assert all(torch.equal(once, again) for once, again in zip(*found, strict=True))
-
-
-class Nothing(RoutedExperts):
-    """That keep nothing for backward."""
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-
-    def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-        return x_TH + weights_TK.sum(dim=1, keepdim=True)
-
-
-@pytest.mark.parametrize("recompute", [Recompute.NOTHING, *AGAIN], ids=str)
-@pytest.mark.parametrize("name", [*MODELS, "drop-probs"])
-def test_a_layer_that_computes_again_keeps_nothing_but_its_input(name: str, recompute: Recompute) -> None:
-    """But for what the gate chose, which autograd does not see."""
-    model, transformer = build_model(name, recompute=recompute, routed=Nothing)
-    for layer in transformer.layers.values():
-        x, kept = torch.randn(2, 6, model.hidden_size, dtype=torch.float64, requires_grad=True), set[int]()
-
-        def keep(value: torch.Tensor, kept: set[int] = kept) -> torch.Tensor:
-            kept.add(value.untyped_storage().data_ptr())
-            return value
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-            layer(x)
-        assert (kept == {x.untyped_storage().data_ptr()}) is (Recompute.ATTENTION in recompute)
 
 
 def test_a_token_sees_no_later_one() -> None:

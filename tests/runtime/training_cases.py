@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -335,6 +336,43 @@ def train_case(
     parameters = {**trainer.dense, **trainer.model.transformer.expert_biases(), **trainer.model.home_parameters()}
     arrays = {name: p.detach().double().cpu().numpy().copy() for name, p in parameters.items()}
     return Outcome(losses=losses, parameters=arrays, sent_bytes=sent, routing=routing)
+
+
+def order_of_copies(rank: int, case: Case) -> list[str]:
+    """What one step does with copies, and the attentions' forwards and backwards, in order."""
+    from runtime.mesh import Mesh
+    from runtime.trainer import RankTrainer
+
+    trainer = RankTrainer(training_run(), Mesh(plan=case.plan(), rank=rank))
+    found: list[str] = []
+    layers = {id(block.routed.exchange): block.layer for block in trainer.model.transformer.moe_blocks()}
+    for layer in trainer.model.transformer.layers.values():
+        number = layer.feed_forward.layer
+        layer.attention.register_forward_hook(lambda *_, number=number: found.append(f"forward {number}"))
+        layer.attention.register_full_backward_hook(lambda *_, number=number: found.append(f"backward {number}"))
+    ended = threading.Event()
+    trainer.model.transformer.layers["0"].attention.register_full_backward_hook(lambda *_: ended.set())
+    submit = trainer.stream.submit
+
+    def noted(work: Any) -> Any:
+        name = f"{work.__name__} {layers[id(work.__self__)]}"
+        found.append(name)
+        if name != "_return 1" or not case.prefetch:
+            return submit(work)
+
+        def late() -> Any:
+            # Until the backward of the block below is over: nothing before the end of the step may wait for it.
+            found.append(f"held {ended.wait(20.0)}")
+            return work()
+
+        return submit(late)
+
+    trainer.stream.submit = noted
+    try:
+        trainer.step(1)
+    finally:
+        trainer.close()
+    return found
 
 
 @cache
