@@ -80,6 +80,11 @@ def dense_again_flops(workload: Workload, recompute: Recompute) -> float:
 
 def cheapest_first(workload: Workload) -> tuple[Recompute, ...]:
     """Ways to compute again, those with the fewest FLOPs first: attention and experts by themselves, then both."""
+    return tuple(sorted((*ALL, ALL), key=lambda one: all_again_flops(workload, one)))
+
+
+def all_again_flops(workload: Workload, recompute: Recompute) -> float:
+    """What backward computes a second time of one layer and micro-batch of a rank with the mean number of tokens, routed experts
+    and all."""
     routed = workload.training.tokens * workload.model.top_k * workload.expert_flops_per_row
-    costs = {one: again_flops(workload, one) + routed * (Recompute.EXPERTS in one) for one in (*ALL, ALL)}
-    return tuple(sorted(costs, key=costs.__getitem__))
+    return again_flops(workload, recompute) + routed * (Recompute.EXPERTS in recompute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from hybridep.gating import gating
 from hybridep.gpus import SiteGpu
 from hybridep.placement import LevelChoice, divisors
 from hybridep.plan import LayerGroup, Plan, Residency
-from hybridep.recompute import ALL, Recompute, cheapest_first
+from hybridep.recompute import Recompute, all_again_flops, cheapest_first
 from hybridep.serving import ServingGroup
 from hybridep.sites import Level
 from hybridep.topology import Cluster
@@ -172,19 +173,29 @@ def with_fewest_again(stage: Plan, inside: Inside, store: Store) -> Inside:
         return inside
     key = f"{stage.alike} {inside.layers} {inside.room}"
     if key not in store.fewest:
-        tried = _fewer_again(group, cheapest_first(stage.workload)[0])
-        store.fewest[key] = next((some for some in tried if _fits(stage, some, inside.room)), inside.layers)
+        store.fewest[key] = _fewest_again(stage, group, inside.room)
     fewest = store.fewest[key]
     return inside if fewest == inside.layers else placed(stage, fewest, inside.room, store)
 
 
-def _fewer_again(group: LayerGroup, cheapest: Recompute) -> Iterator[tuple[LayerGroup, ...]]:
-    """With growing numbers of layers that compute again, fewer than all; where all compute two things again, the others only what
-    is ``cheapest``. Those that compute more come first, since layers without experts do as the first one."""
-    kept = group.recomputing(cheapest if group.recompute is ALL else Recompute.NOTHING)
-    for again in range(1, group.num_layers):
-        first = group.model_copy(update={"num_layers": again})
-        yield first, kept.model_copy(update={"first_layer": again, "num_layers": group.num_layers - again})
+def _fewest_again(stage: Plan, group: LayerGroup, room: Room) -> tuple[LayerGroup, ...]:
+    """With as many layers as possible that compute less again: of all such mixtures of two kinds that fit the one that takes
+    least; the group itself if none does. Those that compute more come first."""
+    number, costs = group.num_layers, {one: all_again_flops(stage.workload, one) for one in cheapest_first(stage.workload)}
+    costs = {Recompute.NOTHING: 0.0} | {one: flops for one, flops in costs.items() if flops < costs[group.recompute]}
+    best: tuple[LayerGroup, ...] = (group,)
+    least = number * all_again_flops(stage.workload, group.recompute)
+    for less, flops in costs.items():
+
+        def mixture(again: int, less: Recompute = less) -> tuple[LayerGroup, ...]:
+            first, rest = ({"num_layers": again}, {"first_layer": again, "num_layers": number - again, "recompute": less})
+            return group.model_copy(update=first), group.model_copy(update=rest)
+
+        again = 1 + bisect_left(range(1, number), True, key=lambda again: _fits(stage, mixture(again), room))
+        value = again * all_again_flops(stage.workload, group.recompute) + (number - again) * flops
+        if again < number and value < least:
+            best, least = mixture(again), value
+    return best
 
 
 def _fits(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> bool:
