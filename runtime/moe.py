@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 
 def keeping_input(compute: Callable[[Tensor], Made], x: Tensor, *, again: bool) -> Made:
-    """``compute(x)``. Where ``again``, nothing but ``x`` is kept: its backward begins by computing what it needs a second time."""
+    """``compute(x)``. Where ``again``, nothing but ``x`` is kept: backward begins by computing what it needs a second time."""
     if not again:
         return compute(x)
     made: Made = checkpoint(compute, x, use_reentrant=False, preserve_rng_state=False)
