@@ -15,7 +15,7 @@ from types import UnionType
 from typing import IO, Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PlainValidator, ValidationError
 
 from hybridep.errors import ConfigError, UserError
 from hybridep.units import Dimension, exact, parse
@@ -382,8 +382,10 @@ def _takes_boolean(annotation: Any, location: tuple[int | str, ...]) -> bool:
     if annotation in (Any, bool):
         return True
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        known = bool(location) and location[0] in annotation.model_fields
-        return not known or _takes_boolean(annotation.model_fields[str(location[0])].annotation, location[1:])
+        field = annotation.model_fields.get(str(location[0])) if location else None
+        if field is None or any(isinstance(one, PlainValidator) for one in field.metadata):
+            return True  # what has a reader of its own says itself what it takes
+        return _takes_boolean(field.annotation, location[1:])
     inner = get_args(annotation)
     if get_origin(annotation) is Annotated:
         return _takes_boolean(inner[0], location)

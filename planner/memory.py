@@ -209,12 +209,16 @@ def dense_reduction_bytes(sizes: Sequence[int], workload: Workload, codecs: Sequ
     return most
 
 
-def fixed_passing_bytes(workload: Workload, share: FloatArray, largest_reduction: float, recompute: Recompute) -> FloatArray:
-    """Held by the head when backward begins, or by a layer without experts; or after backward, when no activations are left, by
-    the reduction of the dense gradients. ``recompute``: what some layers do; all are taken to."""
+def fixed_passing_bytes(
+    workload: Workload, share: FloatArray, largest_reduction: float, recompute: Recompute, gone_bytes: FloatArray | float = 0.0
+) -> FloatArray:
+    """Held by the head when backward begins; by a layer without experts, when those with experts have been through; or after
+    backward, when no activations are left, by the reduction of the dense gradients. ``recompute``: what some layers do; all are
+    taken to. ``gone_bytes``: activations of all layers with experts, where they are known."""
     kept = workload.model.num_moe_layers * pre_expert_bytes(workload, share, recompute).kept
     reduction = largest_reduction - share * dense_layers_bytes(workload, recompute) - kept
-    again = 1.5 * share * dense_layer_again_bytes(workload, recompute)
+    # As of a shared expert (`passing_bytes`).
+    again = 1.5 * share * dense_layer_again_bytes(workload, recompute) - np.maximum(gone_bytes, kept)
     return np.asarray(np.maximum.reduce([head_bytes(workload, share), again, reduction]))
 
 
@@ -226,14 +230,17 @@ def fixed_memory(
     *,
     dense: Recompute = Recompute.NOTHING,
     some: Recompute = Recompute.NOTHING,
+    gone_bytes: FloatArray | float = 0.0,
 ) -> LayerMemory:
     """What does not depend on the placement of copies, for all layers together. ``home_experts`` [G]: experts at home on
-    each rank, all layers together. ``dense``: what layers without experts compute again, ``some``: what any layers do."""
+    each rank, all layers together. ``dense``: what layers without experts compute again, ``some``: what any layers do;
+    ``gone_bytes``: as `fixed_passing_bytes`."""
     reduction = dense_reduction_bytes(cluster.sizes, workload, codecs)
     share = compute_of_ranks(cluster, workload).share
     lasting = fixed_lasting(workload, share, home_experts, cluster.sizes, dense)
     lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(cluster, workload, codecs)
-    return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, share, reduction, some)})
+    passing = fixed_passing_bytes(workload, share, reduction, some, gone_bytes)
+    return LayerMemory(lasting=lasting, passing={BUFFERS: passing})
 
 
 def fixed_lasting(
@@ -392,20 +399,21 @@ def step_memory(plan: Plan) -> StepMemory:
             group.recompute,
         )
         groups.append((num_layers, memory))
+    gone = _less_above(groups) if plan.popularity else 0.0
     home, codecs = plan.home_experts, plan.level_codecs
-    fixed = fixed_memory(plan.cluster, plan.workload, home, codecs, dense=plan.dense_recompute, some=plan.recomputes)
-    if plan.popularity:
-        _less_above(groups)
+    dense, some = plan.dense_recompute, plan.recomputes
+    fixed = fixed_memory(plan.cluster, plan.workload, home, codecs, dense=dense, some=some, gone_bytes=gone)
     return StepMemory(plan.cluster, fixed, tuple(groups))
 
 
-def _less_above(groups: Sequence[tuple[int, LayerMemory]]) -> None:
-    """When a layer runs backward, activations of one micro-batch of the layers above it are gone. Not counted where experts are
-    alike, since the integer program, whose layers have no order, does not either."""
+def _less_above(groups: Sequence[tuple[int, LayerMemory]]) -> FloatArray:
+    """When a layer runs backward, activations of one micro-batch of the layers above it are gone: all of them are returned. Not
+    counted where experts are alike, since the integer program, whose layers have no order, does not either."""
     gone = np.zeros_like(groups[0][1].lasting[ACTIVATIONS])
     for count, memory in reversed(groups):
         memory.passing[BUFFERS] = memory.passing[BUFFERS] - gone
         gone = gone + count * memory.lasting[ACTIVATIONS]
+    return gone
 
 
 def total_memory(cluster: Cluster, fixed: LayerMemory, groups: Iterable[tuple[int, LayerMemory]]) -> MemoryUse:

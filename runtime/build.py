@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from hybridep.plan import Residency
-from hybridep.recompute import Recompute
 from hybridep.traffic import served_copies
 from runtime.checkpoint_files import expert_name
 from runtime.chunked import ChunkedExperts
@@ -88,7 +87,7 @@ def build_rank_model(
         padded = None
         if model.pad_expert_input_to_capacity:
             padded = torch.from_numpy(served_copies(placement, layers.gating)[mesh.rank].astype(np.int64)).to(mesh.device)
-        parts, again = (model, home, exchange, dispatchers[id(placement)], spans), Recompute.EXPERTS in group.recompute
+        parts, again = (model, home, exchange, dispatchers[id(placement)], spans), group.recompute
         if tokens is not None:
             chunks = mesh.plan.schedule.chunks
             routed.append(ChunkedExperts(*parts, layer=layer, recompute=again, chunks=chunks, tokens=tokens))
@@ -96,7 +95,7 @@ def build_rank_model(
             routed.append(DistributedExperts(*parts, layer=layer, recompute=again, padded_E=padded))
         return routed[-1]
 
-    transformer = Transformer(workload, make, dtype=mesh.dtype)
+    transformer = Transformer(workload, make, dtype=mesh.dtype, dense_recompute=mesh.plan.dense_recompute)
     transformer.initialise(weights)
     # In place: the experts are there already, and exchanges hold their parameters.
     transformer.to(mesh.device)

@@ -68,8 +68,9 @@ class Gate(nn.Module):
         choices_E = torch.zeros(num_experts, dtype=torch.int64) if bias_update_rate else None
         self.register_buffer("choices_E", choices_E, persistent=False)
 
-    def forward(self, x_BSH: Tensor) -> Gated:
-        """Scores in at least fp32: bf16 rounding would make ties, and ties would make routing arbitrary."""
+    def forward(self, x_BSH: Tensor, chosen_TK: Tensor | None = None, ids_TK: Tensor | None = None) -> Gated:
+        """Scores in at least fp32: bf16 rounding would make ties, and ties would make routing arbitrary. ``chosen_TK`` and
+        ``ids_TK``: of an earlier decision for the same tokens, which stays."""
         wide = torch.promote_types(x_BSH.dtype, torch.float32)
         logits_BSE = F.linear(x_BSH.to(wide), self.weight.to(wide))
         if self.score_function is ScoreFunction.SOFTMAX:
@@ -77,11 +78,7 @@ class Gate(nn.Module):
         else:
             scores_BSE = torch.sigmoid(logits_BSE)
             shares_BSE = scores_BSE / (scores_BSE.sum(dim=-1, keepdim=True) + _LEAST_SUM)
-        ids_BSK = self._choose(scores_BSE)
-        if self.choices_E is not None and torch.is_grad_enabled():
-            # On a GPU nothing waits: bincount would, for its length.
-            picks = ids_BSK.flatten()
-            self.choices_E.index_add_(0, picks, torch.ones_like(picks))
+        ids_BSK = self._choose(scores_BSE) if chosen_TK is None else chosen_TK.view(*x_BSH.shape[:-1], -1)
         weights_BSK = scores_BSE.gather(2, ids_BSK)
         if self.renormalise:
             weights_BSK = weights_BSK / (weights_BSK.sum(dim=-1, keepdim=True) + _LEAST_SUM)
@@ -90,12 +87,22 @@ class Gate(nn.Module):
         balance_B = balance_loss(shares_BSE, ids_BSK)
         kept_BSK = ids_BSK
         if self.capacity is not None:
-            fits_BSK = room(scores_BSE.detach(), ids_BSK, capacity=self.capacity, policy=self.policy)
+            if ids_TK is None:
+                fits_BSK = room(scores_BSE.detach(), ids_BSK, capacity=self.capacity, policy=self.policy)
+            else:
+                fits_BSK = ids_TK.view_as(ids_BSK) >= 0
             # The weights that remain are not scaled up again, as in Megatron-Core.
             weights_BSK = weights_BSK * fits_BSK
             kept_BSK = torch.where(fits_BSK, ids_BSK, -1)
         weights_TK = weights_BSK.flatten(0, 1).to(x_BSH.dtype)
         return Gated(weights_TK, kept_BSK.flatten(0, 1), ids_BSK.flatten(0, 1), balance_B)
+
+    def count(self, chosen_TK: Tensor) -> None:
+        """A pass has chosen; in a pass that trains that counts, once, however often it is computed."""
+        if self.choices_E is not None and torch.is_grad_enabled():
+            # On a GPU nothing waits: bincount would, for its length.
+            picks = chosen_TK.flatten()
+            self.choices_E.index_add_(0, picks, torch.ones_like(picks))
 
     @torch.no_grad()
     def _choose(self, scores_BSE: Tensor) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hybridep.recompute import Recompute
 from hybridep.workload import Ffn, Workload
 from runtime.experts import feed_forward
 from runtime.gate import Gate, Gated
@@ -16,12 +18,22 @@ from runtime.gate import Gate, Gated
 RoutingHook = Callable[[int, Gated], None]
 """Called with (MoE layer, the gate's decision) in every forward."""
 
+Made = TypeVar("Made")
+
+
+def keeping_input(compute: Callable[[Tensor], Made], x: Tensor, *, again: bool) -> Made:
+    """``compute(x)``. Where ``again``, nothing but ``x`` is kept: backward begins by computing what it needs a second time."""
+    if not again:
+        return compute(x)
+    made: Made = checkpoint(compute, x, use_reentrant=False, preserve_rng_state=False)
+    return made
+
 
 class RoutedExperts(nn.Module, ABC):
     """y_t = sum over the chosen experts of weight * expert(x_t), wherever the experts are."""
 
-    recompute = False
-    """As ``LayerGroup.recompute``; of the layer's shared expert, too."""
+    recompute = Recompute.NOTHING
+    """As ``LayerGroup.recompute``, of the whole layer."""
 
     def prepare(self) -> None:
         """The block's forward starts: what the experts need may begin to travel."""
@@ -32,7 +44,10 @@ class RoutedExperts(nn.Module, ABC):
 
 
 class FeedForward(nn.Module):
-    """A plain feed-forward network; also the shared expert."""
+    """A plain feed-forward network: of a layer without experts, and the shared expert."""
+
+    recompute = Recompute.NOTHING
+    """As ``Plan.dense_recompute``, of a layer without experts."""
 
     def __init__(self, *, hidden_size: int, ffn_size: int, ffn: Ffn, dtype: torch.dtype) -> None:
         super().__init__()
@@ -42,10 +57,28 @@ class FeedForward(nn.Module):
     def prepare(self) -> None:
         """Nothing to prepare."""
 
-    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H]."""
+        return feed_forward(x_BSH.flatten(0, 1), self.row, ffn=self.ffn).view_as(x_BSH)
+
+    def begin(self, x_BSH: Tensor, decided: list[Tensor]) -> Tensor:
+        """All of it; as ``MoeBlock.begin``."""
+        y_BSH: Tensor = self(x_BSH)
+        return y_BSH
+
+    def finish(self, y_BSH: Tensor) -> tuple[Tensor, Tensor]:
         """(output, load-balancing loss of each sequence: none)."""
-        y_TH = feed_forward(x_BSH.flatten(0, 1), self.row, ffn=self.ffn)
-        return y_TH.view_as(x_BSH), x_BSH.new_zeros(x_BSH.shape[0])
+        return y_BSH, y_BSH.new_zeros(y_BSH.shape[0])
+
+
+class Begun(NamedTuple):
+    """What a MoE block makes of its input before the routed experts."""
+
+    x_BSH: Tensor
+    """The input."""
+    gated: Gated
+    shared_BSH: Tensor | None
+    """What the shared expert makes of it."""
 
 
 class MoeBlock(nn.Module):
@@ -82,22 +115,32 @@ class MoeBlock(nn.Module):
         """The layer's forward starts."""
         self.routed.prepare()
 
-    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def recompute(self) -> Recompute:
+        """As ``LayerGroup.recompute``."""
+        return self.routed.recompute
+
+    def begin(self, x_BSH: Tensor, decided: list[Tensor]) -> Begun:
+        """What needs no other rank, and nothing but the result of which is seen, so that it may be computed again: ``decided``
+        has the gate's choices then, and gets them the first time."""
+        gated: Gated = self.gate(x_BSH, *decided)
+        decided[:] = gated.chosen_TK, gated.ids_TK
+        # The shared expert runs before the exchange: it is part of what hides the arrival of copies.
+        shared_BSH = None
+        if self.shared is not None:
+            shared_BSH = keeping_input(self._pass_shared, x_BSH, again=self.recompute is Recompute.EXPERTS)
+        return Begun(x_BSH, gated, shared_BSH)
+
+    def finish(self, begun: Begun) -> tuple[Tensor, Tensor]:
         """(output, load-balancing loss of each sequence)."""
-        gated: Gated = self.gate(x_BSH)
+        x_BSH, gated, shared_BSH = begun
+        self.gate.count(gated.chosen_TK)
         if self.routing_hook is not None:
             self.routing_hook(self.layer, gated)
-        # The shared expert runs before the exchange: it is part of what hides the arrival of copies.
-        shared_BSH = None if self.shared is None else self._pass_shared(self.shared, x_BSH)
         y_BSH = self.routed(x_BSH.flatten(0, 1), gated.weights_TK, gated.ids_TK).view_as(x_BSH)
         return (y_BSH if shared_BSH is None else y_BSH + shared_BSH), gated.balance_B
 
-    def _pass_shared(self, shared: FeedForward, x_BSH: Tensor) -> Tensor:
-        def compute(x_BSH: Tensor) -> Tensor:
-            y_BSH: Tensor = shared(x_BSH)[0]
-            return y_BSH if self.shared_gate is None else y_BSH * torch.sigmoid(self.shared_gate(x_BSH))
-
-        if not self.routed.recompute:
-            return compute(x_BSH)
-        found: Tensor = checkpoint(compute, x_BSH, use_reentrant=False, preserve_rng_state=False)
-        return found
+    def _pass_shared(self, x_BSH: Tensor) -> Tensor:
+        assert self.shared is not None
+        y_BSH: Tensor = self.shared(x_BSH)
+        return y_BSH if self.shared_gate is None else y_BSH * torch.sigmoid(self.shared_gate(x_BSH))

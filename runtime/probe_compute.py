@@ -207,7 +207,7 @@ def _pre_expert(model: RankModel, workload: Workload) -> Callable[[], None]:
         normed = layer.feed_forward_norm(y)
         gated = block.gate(normed)
         total = y.sum() + normed.sum() + gated.weights_TK.sum() + gated.balance_B.sum()
-        (total if block.shared is None else total + block.shared(normed)[0].sum()).backward()
+        (total if block.shared is None else total + block.shared(normed).sum()).backward()
 
     return work
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybridep.recompute import Recompute
 from hybridep.workload import Model
 from runtime.dispatch import Counts, Dispatcher, Hop
 from runtime.expert_exchange import ExpertExchange
@@ -48,7 +49,7 @@ class DistributedExperts(RoutedExperts):
         spans: SpanRecorder,
         *,
         layer: int,
-        recompute: bool = False,
+        recompute: Recompute = Recompute.NOTHING,
         padded_E: Tensor | None = None,
     ) -> None:
         """``recompute``: as ``LayerGroup.recompute``. ``padded_E``: how many rows each expert computes here, whatever arrives;
@@ -78,7 +79,7 @@ class DistributedExperts(RoutedExperts):
         self._overs: deque[Sequence[Over]] = deque()
         """Of each forward, in order, until its backward is announced."""
         self._ffn, self._padded_E = model.ffn, padded_E
-        self.recompute = recompute
+        self.recompute, self._again = recompute, Recompute.EXPERTS in recompute
         place_E = torch.full((model.num_experts,), -1, dtype=torch.int32)
         place_E[torch.tensor(exchange.held, dtype=torch.int64)] = torch.arange(len(exchange.held), dtype=torch.int32)
         self._place_E = place_E.to(home.device)
@@ -151,9 +152,9 @@ class DistributedExperts(RoutedExperts):
         # The copies' storage is emptied and refilled between forward and backward; ``data`` has a version of its own, so autograd
         # does not take the refill for a change of saved values.
         inputs = [tensor.detach().requires_grad_() for tensor in (x_NH, weights_NK, home_nP, copies_mP.data)]
-        with torch.set_grad_enabled(not self.recompute):
+        with torch.set_grad_enabled(not self._again):
             y_NH = self.weighted(ids_NK, *inputs)
-        return y_NH.detach(), Computed(inputs, ids_NK, None if self.recompute else y_NH)
+        return y_NH.detach(), Computed(inputs, ids_NK, None if self._again else y_NH)
 
     def gradients(self, computed: Computed, gradient_NH: Tensor) -> tuple[Tensor, ...]:
         """Of rows, weights, experts at home and copies."""

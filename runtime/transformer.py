@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybridep.recompute import Recompute
 from hybridep.workload import Model, Workload
 from runtime.attention import Attention, LatentAttention
 from runtime.initial_weights import InitialWeights
-from runtime.moe import FeedForward, MoeBlock, RoutedExperts
+from runtime.moe import FeedForward, MoeBlock, RoutedExperts, keeping_input
 from runtime.norm import RmsNorm
 from runtime.token_loss import token_loss
 
@@ -31,16 +34,30 @@ class Layer(nn.Module):
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
         """(output, load-balancing loss of each sequence)."""
         self.feed_forward.prepare()
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
-        y_BSH, balance_B = self.feed_forward(self.feed_forward_norm(x_BSH))
+        again = Recompute.ATTENTION in self.feed_forward.recompute
+        x_BSH, begun = keeping_input(partial(self._begin, decided=[]), x_BSH, again=again)
+        y_BSH, balance_B = self.feed_forward.finish(begun)
         return x_BSH + y_BSH, balance_B
+
+    def _begin(self, x_BSH: Tensor, decided: list[Tensor]) -> tuple[Tensor, Any]:
+        """Attention beside the residual path, and what the feed-forward part begins with it."""
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
+        return x_BSH, self.feed_forward.begin(self.feed_forward_norm(x_BSH), decided)
 
 
 class Transformer(nn.Module):
     """The whole model, or a pipeline stage's part of it, whose layers keep the names that they have in the whole;
     ``make_routed`` supplies each MoE layer's experts, local or spread over ranks."""
 
-    def __init__(self, workload: Workload, make_routed: MakeRouted, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        make_routed: MakeRouted,
+        *,
+        dtype: torch.dtype,
+        dense_recompute: Recompute = Recompute.NOTHING,
+    ) -> None:
+        """``dense_recompute``: as ``Plan.dense_recompute``; layers with experts do as these say."""
         super().__init__()
         model = workload.model
         first, first_moe = (model.part.first_layer, model.part.first_moe_layer) if model.part else (0, 0)
@@ -52,6 +69,7 @@ class Transformer(nn.Module):
             part: FeedForward | MoeBlock
             if layer < 0:
                 part = FeedForward(hidden_size=model.hidden_size, ffn_size=model.dense_ffn_size, ffn=model.ffn, dtype=dtype)
+                part.recompute = dense_recompute
             else:
                 part = MoeBlock(workload, make_routed(layer), layer=first_moe + layer, dtype=dtype)
             layers[str(first + index)] = Layer(model, part, dtype)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from hybridep.config import build, write_text
 from hybridep.launch.host import interface_of
+from hybridep.recompute import Recompute
 from hybridep.run import Run
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -151,10 +152,15 @@ class _DeepSpeedBlock(nn.Module):
 
             sharded_moe.dist.all_to_all_single = ours
 
-    def prepare(self) -> None:
-        """As a ``MoeBlock``."""
+    recompute = Recompute.NOTHING
 
-    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self) -> None:
+        """As a ``MoeBlock``, and the rest."""
+
+    def begin(self, x_BSH: Tensor, decided: list[Tensor]) -> Tensor:
+        return x_BSH
+
+    def finish(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer(x_BSH, None), x_BSH.new_zeros(x_BSH.shape[0])
 
 

@@ -14,9 +14,9 @@ from hybridep.launch.host import child_environment
 RUN = Path(__file__).resolve().parents[2] / "experiments" / "memory" / "run.py"
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ["short", "latent-long"])
+@pytest.mark.parametrize("case", ["short", "latent-long", "again-attention-dense"])
 def test_ranks_take_what_the_planner_says(tmp_path: Path, case: str) -> None:
     command = [sys.executable, str(RUN), "--cases", case, "--results", str(tmp_path)]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)

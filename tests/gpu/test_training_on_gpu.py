@@ -13,6 +13,7 @@ from rank_pool import RankPool
 from training_cases import Case, Outcome, cases, check_bytes, check_fidelity, check_losses, train_case
 
 from hybridep.plan import Residency
+from hybridep.recompute import ALL
 from hybridep.run import Device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 SOME = [
     Case(sizes=(2, 2), domains=(1, 1)),
     Case(sizes=(2, 2), domains=(2, 1), model="top4-tied-gqa", migration=(0.5,), micro_batches=2),
+    Case(sizes=(2, 2), domains=(2, 1), model="qwen2", micro_batches=2, recompute=ALL),
     Case(sizes=(2, 2), domains=(2, 2), model="dense-first-uneven", residency=Residency.MICROBATCH),
     Case(sizes=(2, 2), domains=(1, 2), model="top1-gelu-shared", overlap=False, random_serving=1),
     Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), chunks=3, residency=Residency.MICROBATCH, micro_batches=2),

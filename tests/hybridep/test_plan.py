@@ -5,6 +5,7 @@ from hybridep.config import build
 from hybridep.errors import ConfigError, PlanMismatchError
 from hybridep.pipeline import load_any_plan
 from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.recompute import ALL, Recompute
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -141,3 +142,27 @@ def test_streams_are_of_levels(streams, message):
     assert build(Plan, made | {"schedule": {"streams": {"dc": 4}}}, "plan").schedule.streams == {"dc": 4}
     with pytest.raises(ConfigError, match=message):
         build(Plan, made | {"schedule": {"streams": streams}}, "plan")
+
+
+GROUP = {"first_layer": 0, "num_layers": 3, "domains": {"dc": 1, "gpu": 1}, "migration": {}}
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "again"),
+    [
+        ([], Recompute.NOTHING, []),
+        (["experts", "attention"], ALL, ["attention", "experts"]),
+        # Of plans from when only experts did.
+        (True, Recompute.EXPERTS, ["experts"]),
+        (False, Recompute.NOTHING, []),
+    ],
+)
+def test_files_name_what_is_computed_again(written, read, again):
+    group = build(LayerGroup, GROUP | {"recompute": written}, "group")
+    assert group.recompute is read and group.model_dump(mode="json")["recompute"] == again
+
+
+@pytest.mark.parametrize("wrong", ["attention", ["gate"], 1, None, {"experts": True}])
+def test_files_that_name_anything_else_are_refused(wrong):
+    with pytest.raises(ConfigError, match=r"recompute.* is no list of attention and experts"):
+        build(LayerGroup, GROUP | {"recompute": wrong}, "group")

@@ -14,6 +14,7 @@ from training_cases import MODELS, PLAIN, training_run
 from hybridep.config import build
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan
 from hybridep.plan import LayerGroup, Residency, Schedule
+from hybridep.recompute import ALL, Recompute
 from hybridep.run import Device
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -43,8 +44,8 @@ class Case:
     ahead: int = 1
     migration: float = 1.0
     residency: Residency = Residency.STEP
-    recompute: tuple[int, ...] = ()
-    """Stages whose experts do."""
+    recompute: tuple[Recompute, ...] = ()
+    """Of each stage; nothing where absent."""
     overlap: bool = True
     streams: int = 1
     codecs: tuple[tuple[str, str], ...] = ()
@@ -52,7 +53,7 @@ class Case:
     dtype: str = "fp64"
 
     def __str__(self) -> str:
-        again = "".join(map(str, self.recompute))
+        again = "".join(str(one.value) for one in self.recompute)
         stages = "_".join("".join(map(str, sites)) for sites in self.stages) + (f"-again{again}" if again else "")
         return f"{self.sizes[0]}x{self.sizes[1]}-{stages}-{self.model}-n{self.micro_batches}-a{self.ahead}-{self.residency.value}"
 
@@ -81,7 +82,7 @@ class Case:
                 domains={"dc": 1, "gpu": 1} | domains,
                 migration=dict.fromkeys(domains, self.migration),
                 residency=self.residency,
-                recompute=stage in self.recompute,
+                recompute=self.recompute[stage] if self.recompute else Recompute.NOTHING,
             )
             stages.append({"sites": [f"s{dc}" for dc in members], "num_layers": layers, "layers": (group,)})
             first += layers
@@ -109,7 +110,7 @@ CASES = [
         micro_batches=4,
         model="deep-dense",
         ahead=2,
-        recompute=(0,),
+        recompute=(ALL, Recompute.ATTENTION),
     ),
     Case(sizes=(4, 1), stages=((0,), (2,), (1,), (3,)), layers=(2, 1, 1, 1), domains=(NONE,) * 4, micro_batches=8, ahead=2),
     Case(sizes=(4, 1), stages=((0, 2), (3, 1)), layers=(2, 3), domains=(TWO, NONE), micro_batches=4, migration=0.5, streams=2),
@@ -121,7 +122,7 @@ CASES = [
         micro_batches=4,
         model="deep-gelu-shared",
         residency=Residency.MICROBATCH,
-        recompute=(0, 1),
+        recompute=(Recompute.EXPERTS, ALL),
         ahead=3,
     ),
     Case(

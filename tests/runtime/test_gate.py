@@ -153,6 +153,17 @@ def test_a_bias_gets_no_gradient_and_changes_none() -> None:
     assert torch.equal(plain.weight.grad, biased.weight.grad)  # type: ignore[arg-type]
 
 
+def test_a_decision_that_was_made_stays() -> None:
+    """Weights follow the scores; which experts, and which tokens find no room, is as it was."""
+    module = deepseek_gate({"top_k": 2, "capacity": 1})
+    x_BSH = torch.randn(2, 9, 6, dtype=torch.float64)
+    first, other = module(x_BSH), module(-x_BSH)
+    assert not torch.equal(other.chosen_TK, first.chosen_TK) and not torch.equal(other.ids_TK < 0, first.ids_TK < 0)
+    again = module(-x_BSH, first.chosen_TK, first.ids_TK)
+    assert torch.equal(again.chosen_TK, first.chosen_TK) and torch.equal(again.ids_TK, first.ids_TK)
+    assert torch.equal(again.weights_TK == 0, first.weights_TK == 0) and not torch.equal(again.weights_TK, first.weights_TK)
+
+
 def test_choices_are_counted_where_a_bias_follows_them() -> None:
     """All of them, dropped ones too; not those of a validation."""
     module = deepseek_gate({"top_k": 2, "score_function": SOFTMAX, "bias_update_rate": 0.1, "capacity": 1})
@@ -161,11 +172,12 @@ def test_choices_are_counted_where_a_bias_follows_them() -> None:
     for seed in range(2):
         x_BSH = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         found = module(x_BSH)
+        module.count(found.chosen_TK)
         assert (found.ids_TK < 0).any()
         for expert in found.chosen_TK.flatten().tolist():
             expected[expert] += 1
         with torch.no_grad():
-            module(x_BSH)
+            module.count(module(x_BSH).chosen_TK)
     assert torch.equal(module.choices_E, expected) and int(expected.sum()) == 2 * 2 * 9 * 2
     for rate in (None, 0.0):
         assert deepseek_gate({"top_k": 2, "bias_update_rate": rate}).choices_E is None

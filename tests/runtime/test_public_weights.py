@@ -23,6 +23,7 @@ from hybridep.errors import UserError
 from hybridep.hugging_face import CONFIG_FILE, workload_data
 from hybridep.pipeline import AnyPlan
 from hybridep.plan import Residency
+from hybridep.recompute import ALL
 from hybridep.workload import Workload
 from runtime import public_weights
 from runtime.checkpoint_files import SavedWeights
@@ -74,7 +75,7 @@ PLANS: dict[str, Any] = {
     "qwen2_moe": pipelined_cases.Case(
         sizes=(2, 2), stages=((1,), (0,)), layers=(2, 1), domains=({}, {"gpu": 2}), micro_batches=4, model="public"
     ),
-    "qwen3_moe": Case(sizes=(2, 2), domains=(1, 2), residency=Residency.MICROBATCH, recompute=True, model="public"),
+    "qwen3_moe": Case(sizes=(2, 2), domains=(1, 2), residency=Residency.MICROBATCH, recompute=ALL, model="public"),
     "deepseek_v3": Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), model="public"),
 }
 

@@ -27,6 +27,7 @@ from training_cases import (
     check_fidelity,
     check_losses,
     divisors,
+    order_of_copies,
     reference,
     train_case,
     training_run,
@@ -34,21 +35,31 @@ from training_cases import (
 )
 
 from hybridep.plan import Residency
+from hybridep.recompute import Recompute
 from hybridep.run import Data
 from runtime.transport import Posted
 
 pytestmark = pytest.mark.timeout(180)
 
+ATTENTION, EXPERTS = Recompute
+BOTH = ATTENTION | EXPERTS
 FOUR = [
     *cases((2, 2), 4),
     Case(sizes=(2, 2), domains=(1, 2), random_serving=1, micro_batches=2),
     Case(sizes=(2, 2), domains=(1, 1), tokens=(3, 1), model="top1-gelu-shared", micro_batches=2),
     Case(sizes=(2, 2), domains=(2, 1), tokens=(1, 3), model="drop-padded", residency=Residency.MICROBATCH),
     *(Case(sizes=(2, 2), domains=(2, 1), streams=3, prefetch=prefetch) for prefetch in (0, 1)),
-    Case(sizes=(2, 2), domains=(2, 1), recompute=True, micro_batches=2, model="qwen2"),
-    Case(sizes=(2, 2), domains=(2, 2), recompute=True, residency=Residency.MICROBATCH, prefetch=1, model="top4-tied-gqa"),
-    Case(sizes=(2, 2), domains=(1, 2), recompute=True, chunks=3, residency=Residency.MICROBATCH, micro_batches=2),
-    Case(sizes=(2, 2), domains=(2, 1), recompute=True, model="drop-padded", random_serving=3),
+    Case(sizes=(2, 2), domains=(2, 1), recompute=EXPERTS, micro_batches=2, model="qwen2"),
+    Case(sizes=(2, 2), domains=(2, 2), recompute=EXPERTS, residency=Residency.MICROBATCH, prefetch=1, model="top4-tied-gqa"),
+    Case(sizes=(2, 2), domains=(1, 2), recompute=EXPERTS, chunks=3, residency=Residency.MICROBATCH, micro_batches=2),
+    Case(sizes=(2, 2), domains=(2, 1), recompute=EXPERTS, model="drop-padded", random_serving=3),
+    Case(sizes=(2, 2), domains=(2, 1), recompute=ATTENTION, micro_batches=2, model="qwen2", prefetch=1),
+    Case(sizes=(2, 2), domains=(1, 2), recompute=BOTH, micro_batches=2, model="dense-first-uneven"),
+    Case(sizes=(2, 2), domains=(2, 2), recompute=ATTENTION, residency=Residency.MICROBATCH, model="top4-tied-gqa", prefetch=2),
+    Case(sizes=(2, 2), domains=(1, 2), recompute=BOTH, chunks=3, residency=Residency.MICROBATCH, micro_batches=2, model="qwen2"),
+    Case(sizes=(2, 2), domains=(2, 1), recompute=BOTH, model="drop-probs", random_serving=3, micro_batches=2),
+    Case(sizes=(2, 2), domains=(2, 1), recompute=ATTENTION, model="top1-gelu-shared", chunks=2, micro_batches=2),
+    Case(sizes=(2, 2), domains=(2, 2), recompute=BOTH, model="qwen3", overlap=False),
     Case(sizes=(2, 2), domains=(1, 2), chunks=2, micro_batches=2),
     Case(sizes=(2, 2), domains=(1, 1), chunks=5, residency=Residency.MICROBATCH, model="top4-tied-gqa"),
     Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), chunks=3, residency=Residency.MICROBATCH, micro_batches=2),
@@ -60,7 +71,7 @@ EIGHT = [
     Case(sizes=(4, 2), domains=(1, 1), random_serving=2, residency=Residency.MICROBATCH, prefetch=1),
     Case(sizes=(2, 2, 2), domains=(2, 1, 2), micro_batches=2, migration=(0.5,)),
     Case(sizes=(2, 2, 2), domains=(1, 2, 1), chunks=2, micro_batches=2, model="dense-first-uneven"),
-    Case(sizes=(2, 2, 2), domains=(1, 2, 1), random_serving=4, micro_batches=2, prefetch=2),
+    Case(sizes=(2, 2, 2), domains=(1, 2, 1), random_serving=4, micro_batches=2, prefetch=2, recompute=ATTENTION),
 ]
 
 
@@ -108,12 +119,14 @@ def test_the_complete_cross_of_factors_equals_the_reference(pools: TrainingPools
 BIASED = Case(sizes=(2, 2), domains=(1, 2), model="top4-tied-gqa", micro_batches=2)
 
 
-def test_biases_are_the_same_to_the_bit(pools: TrainingPools) -> None:
+@pytest.mark.parametrize("recompute", [Recompute.NOTHING, BOTH], ids=["once", "again"])
+def test_biases_are_the_same_to_the_bit(pools: TrainingPools, recompute: Recompute) -> None:
     """Those of the single process, at all ranks, though they follow the choices of all. They change what is chosen."""
     assert MODELS[BIASED.model].items() >= DEEPSEEK_GATE.items()
-    outcomes = pools.train(BIASED)
-    check_fidelity(BIASED, outcomes)
-    check_bytes(BIASED, outcomes)
+    case = replace(BIASED, recompute=recompute)
+    outcomes = pools.train(case)
+    check_fidelity(case, outcomes)
+    check_bytes(case, outcomes)
     _, expected = reference(BIASED.num_ranks, BIASED.model, BIASED.micro_batches)
     names = [f"layers.{layer}.feed_forward.gate.expert_bias" for layer in range(2)]
     for name in names:
@@ -253,7 +266,7 @@ def gradients_of_equal_micro_batches(rank: int, case: Case, text: Path) -> tuple
         replace(NARROW, domains=(2, 2), migration=()),
         replace(NARROW, domains=(2, 2), migration=(), residency=Residency.MICROBATCH),
         replace(NARROW, chunks=2, prefetch=0, model="qwen2"),
-        replace(NARROW, prefetch=1, model="top4-tied-gqa"),
+        replace(NARROW, prefetch=1, model="top4-tied-gqa", recompute=ATTENTION),
     ],
     ids=str,
 )
@@ -369,43 +382,6 @@ def test_computation_does_not_wait_for_copies(pools: TrainingPools) -> None:
         assert found == dict.fromkeys(names, True)
     for found in pools.run(hold_copies_back, replace(case, overlap=False), 0.05):
         assert found == dict.fromkeys(names, False)
-
-
-def order_of_copies(rank: int, case: Case) -> list[str]:
-    """What one step does with copies, and the attentions' forwards and backwards, in order."""
-    from runtime.mesh import Mesh
-    from runtime.trainer import RankTrainer
-
-    trainer = RankTrainer(training_run(), Mesh(plan=case.plan(), rank=rank))
-    found: list[str] = []
-    layers = {id(block.routed.exchange): block.layer for block in trainer.model.transformer.moe_blocks()}
-    for layer in trainer.model.transformer.layers.values():
-        number = layer.feed_forward.layer
-        layer.attention.register_forward_hook(lambda *_, number=number: found.append(f"forward {number}"))
-        layer.attention.register_full_backward_hook(lambda *_, number=number: found.append(f"backward {number}"))
-    ended = threading.Event()
-    trainer.model.transformer.layers["0"].attention.register_full_backward_hook(lambda *_: ended.set())
-    submit = trainer.stream.submit
-
-    def noted(work: Any) -> Any:
-        name = f"{work.__name__} {layers[id(work.__self__)]}"
-        found.append(name)
-        if name != "_return 1" or not case.prefetch:
-            return submit(work)
-
-        def late() -> Any:
-            # Until the backward of the block below is over: nothing before the end of the step may wait for it.
-            found.append(f"held {ended.wait(20.0)}")
-            return work()
-
-        return submit(late)
-
-    trainer.stream.submit = noted
-    try:
-        trainer.step(1)
-    finally:
-        trainer.close()
-    return found
 
 
 def test_prefetch_sends_copies_ahead_and_gradients_behind(pools: TrainingPools) -> None:

@@ -21,6 +21,7 @@ from hybridep.checkpoint_folders import MANIFEST
 from hybridep.errors import UserError
 from hybridep.launch.controller import add_up
 from hybridep.plan import Residency
+from hybridep.recompute import ALL, Recompute
 from hybridep.routing import load_routing
 from hybridep.run import Checkpoints, Data, Optimizer, Run, StepReport, Validation
 from hybridep.traffic import step_traffic
@@ -270,8 +271,8 @@ def test_long_gradients_are_scaled_down_as_torch_does(
 
 ALIKE = [
     Case(sizes=(2, 2), domains=(2, 2), residency=Residency.MICROBATCH, prefetch=1, micro_batches=2, model="qwen2"),
-    Case(sizes=(2, 2), domains=(1, 2), chunks=3, recompute=True, micro_batches=2),
-    Case(sizes=(2, 2), domains=(2, 1), prefetch=2),
+    Case(sizes=(2, 2), domains=(1, 2), chunks=3, recompute=ALL, micro_batches=2),
+    Case(sizes=(2, 2), domains=(2, 1), prefetch=2, recompute=Recompute.ATTENTION, model="top4-tied-gqa"),
 ]
 VALIDATED = [CASE, *(pytest.param(case, marks=pytest.mark.turns(3)) for case in ALIKE), PIPELINE]
 

@@ -51,21 +51,6 @@ def test_initial_values_depend_on_seed_and_name_only() -> None:
     assert not torch.equal(initial_expert(0, 0, 1, 8), initial_expert(0, 1, 0, 8))
 
 
-@pytest.mark.parametrize(("name", "gate"), [("top1-gelu-shared", 0), ("top2-shared", 0), ("qwen2", 2 * 16)])
-def test_a_shared_expert_that_computes_again_takes_as_many_flops_as_plans_count(name: str, gate: int) -> None:
-    """Plans do not count its gate: two FLOPs for each of 16 values of a token."""
-    model, transformer = build_model(name)
-    workload = Workload(name=name, model=model, training=Training(sequence_length=6, micro_batch_size=2))
-    tokens, flops = torch.randint(256, (2, 6)), []
-    for again in (False, True):
-        for block in transformer.moe_blocks():
-            block.routed.recompute = again
-        with FlopCounterMode(display=False) as counter:
-            transformer(tokens, tokens)[0].backward()
-        flops.append(counter.get_total_flops())
-    assert flops[1] - flops[0] == model.num_moe_layers * (workload.shared_again_flops + gate * 12)
-
-
 def test_a_token_sees_no_later_one() -> None:
     _, transformer = build_model("top4-tied-gqa")
     tokens = torch.randint(256, (1, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from hybridep.config import build
 from hybridep.homes import homes_text
 from hybridep.pipeline import AnyPlan
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.recompute import Recompute
 from hybridep.run import Data, Device, Optimizer, Run, StepReport
 from hybridep.serving import ServingGroup, serving_groups
 from hybridep.topology import Cluster
@@ -85,7 +87,7 @@ class Case:
     model: str = "plain"
     migration: tuple[float, ...] = ()
     residency: Residency = Residency.STEP
-    recompute: bool = False
+    recompute: Recompute = Recompute.NOTHING
     micro_batches: int = 1
     overlap: bool = True
     prefetch: int = 0
@@ -113,7 +115,7 @@ class Case:
         text += "".join(f"-{level}-{'-'.join(str(value) for _, value in pairs)}" for level, pairs in self.codecs)
         text += f"-random{self.random_serving}" if self.random_serving is not None else ""
         text += f"-{self.residency.value}-m{self.micro_batches}"
-        text += "-recompute" if self.recompute else ""
+        text += "-again-" + "-".join(self.recompute.names) if self.recompute else ""
         text += f"-t{self.tokens}" if self.tokens else ""
         text += f"-pods{self.pods}" if self.pods else ""
         text += f"-s{self.streams}" if self.streams > 1 else ""
@@ -180,7 +182,7 @@ def wild_plan(cluster: Cluster, workload: Workload, seed: int, schedule: Schedul
                 domains=domains,
                 migration={name: float(rng.choice([0.3, 0.5, 0.7, 1.0])) for name in domains},
                 residency=Residency(rng.choice([residency.value for residency in Residency])),
-                recompute=seed % 3 == 0,
+                recompute=Recompute((seed + layer) % 4),
                 serving=serving,
                 # Some ranks own much, some nothing.
                 homes=homes_text(cluster, rng.integers(cluster.num_gpus, size=num_experts)),
@@ -334,6 +336,43 @@ def train_case(
     parameters = {**trainer.dense, **trainer.model.transformer.expert_biases(), **trainer.model.home_parameters()}
     arrays = {name: p.detach().double().cpu().numpy().copy() for name, p in parameters.items()}
     return Outcome(losses=losses, parameters=arrays, sent_bytes=sent, routing=routing)
+
+
+def order_of_copies(rank: int, case: Case) -> list[str]:
+    """What one step does with copies, and the attentions' forwards and backwards, in order."""
+    from runtime.mesh import Mesh
+    from runtime.trainer import RankTrainer
+
+    trainer = RankTrainer(training_run(), Mesh(plan=case.plan(), rank=rank))
+    found: list[str] = []
+    layers = {id(block.routed.exchange): block.layer for block in trainer.model.transformer.moe_blocks()}
+    for layer in trainer.model.transformer.layers.values():
+        number = layer.feed_forward.layer
+        layer.attention.register_forward_hook(lambda *_, number=number: found.append(f"forward {number}"))
+        layer.attention.register_full_backward_hook(lambda *_, number=number: found.append(f"backward {number}"))
+    ended = threading.Event()
+    trainer.model.transformer.layers["0"].attention.register_full_backward_hook(lambda *_: ended.set())
+    submit = trainer.stream.submit
+
+    def noted(work: Any) -> Any:
+        name = f"{work.__name__} {layers[id(work.__self__)]}"
+        found.append(name)
+        if name != "_return 1" or not case.prefetch:
+            return submit(work)
+
+        def late() -> Any:
+            # Until the backward of the block below is over: nothing before the end of the step may wait for it.
+            found.append(f"held {ended.wait(20.0)}")
+            return work()
+
+        return submit(late)
+
+    trainer.stream.submit = noted
+    try:
+        trainer.step(1)
+    finally:
+        trainer.close()
+    return found
 
 
 @cache

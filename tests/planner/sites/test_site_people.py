@@ -162,9 +162,9 @@ def test_upgrades_of_a_plan_with_small_domains_inside() -> None:
 
 def test_upgrades_of_equal_sites_with_small_domains_inside() -> None:
     """Their best plan is no table either; a search from the nearest one finds none as fast."""
-    cluster, workload = cluster_and_workload("h100-4dc", "llama-tiny", ())
+    cluster, workload = cluster_and_workload("h100-4dc", "llama-tiny", ("model.num_experts=64",))
     plan = planner.plan(cluster, workload, time_limit_s=3)
-    assert plan.layers[0].domains["gpu"] == 4 < cluster.sizes[-1]
+    assert plan.layers[0].domains["node"] == 2 < cluster.sizes[1]
     for one in planner.upgrades(plan, top=1):
         assert one.planned_anew_s <= one.present_s <= step_s(plan) and one.as_it_is_s <= step_s(plan)
 
