@@ -14,13 +14,13 @@ from typing import Any
 
 from hybridep.config import build
 from hybridep.errors import ConfigError, UserError
-from hybridep.workload import Dtype, Ffn, LatentSizes, Model, RopeScaling, ScoreFunction, Workload
+from hybridep.workload import Dtype, Ffn, Model, ScoreFunction, Workload
 
 CONFIG_FILE = "config.json"
 QUANTIZATION = "quantization_config"
 MTP_LAYERS = "num_nextn_predict_layers"
 """Key of DeepSeek-V3's: layers behind the last that predict tokens further on, which are neither read, trained nor written."""
-_DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.BF16, "float32": Dtype.FP32, "float64": Dtype.FP64}
+DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.BF16, "float32": Dtype.FP32, "float64": Dtype.FP64}
 _LONGEST_SEQUENCE = 4096
 """Of a batch where nothing says how long sequences are; that of the shipped models."""
 
@@ -149,9 +149,9 @@ class _Config:
     def dtype(self) -> Dtype:
         """Of the weights; fp16 ones are trained in bf16."""
         name = str(self.get("dtype", self.get("torch_dtype", "bfloat16")))
-        if name not in _DTYPES:
-            raise ConfigError(str(self.path), "dtype", f"{name!r} is none of {', '.join(_DTYPES)}")
-        return _DTYPES[name]
+        if name not in DTYPES:
+            raise ConfigError(str(self.path), "dtype", f"{name!r} is none of {', '.join(DTYPES)}")
+        return DTYPES[name]
 
     @property
     def _rope(self) -> dict[str, Any]:
@@ -246,8 +246,8 @@ def _deepseek_data(config: _Config) -> dict[str, Any]:
     if "q_lora_rank" not in config.data:
         raise ConfigError(str(config.path), "q_lora_rank", "is missing; null where queries are projected at once")
     top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
-    if 0 < chosen < groups and top_k // chosen != _RATED_BY:
-        message = f"{chosen}: groups are rated by their best {_RATED_BY} experts there, by num_experts_per_tok / topk_group here"
+    if 0 < chosen < groups and top_k // chosen != RATED_BY:
+        message = f"{chosen}: groups are rated by their best {RATED_BY} experts there, by num_experts_per_tok / topk_group here"
         raise ConfigError(str(config.path), "topk_group", message)
     return {
         "latent_attention": {
@@ -271,124 +271,7 @@ def _deepseek_data(config: _Config) -> dict[str, Any]:
     }
 
 
-_RATED_BY = 2
+RATED_BY = 2
 """Scores that add up to a group's, in transformers."""
 _BIAS_UPDATE_RATE = 0.001
 """DeepSeek-V3's own (arXiv:2412.19437, section 4.2); its weights do not say."""
-
-
-def architecture_for(model: Model) -> Architecture:
-    """Which architecture a model is of. Raises UserError where it is of none."""
-    if model.latent_attention is not None:
-        if _is_deepseek(model):
-            return Architecture.DEEPSEEK_V3
-        raise UserError(
-            "model: is of no public architecture that can be written. Of deepseek_v3 are those with latent_attention that have "
-            "swiglu experts, sigmoid scores, an expert_bias_update_rate, a shared expert without a gate that is as wide as one "
-            f"or more others and, where groups are limited, top_k / groups_per_token of {_RATED_BY}"
-        )
-    gate = model.score_function, model.routed_scaling_factor, model.limits_groups, model.expert_bias_update_rate
-    features = model.attention_bias, model.qk_norm, bool(model.shared_ffn_size), model.shared_expert_gate
-    if model.ffn is Ffn.SWIGLU and gate == (ScoreFunction.SOFTMAX, 1.0, False, None):
-        if features == (False, False, False, False) and model.norm_topk_prob and not model.num_dense_layers:
-            return Architecture.MIXTRAL
-        if features == (True, False, True, True):
-            return Architecture.QWEN2_MOE
-        if features == (False, True, False, False):
-            return Architecture.QWEN3_MOE
-    raise UserError(
-        "model: is of no public architecture that can be written. Of mixtral are those of swiglu experts alone, with softmax "
-        "scores and without groups, scaling or biases of experts; of qwen3_moe those with qk_norm, too; of qwen2_moe those with "
-        "attention_bias, shared_ffn_size and shared_expert_gate; of deepseek_v3 those with latent_attention"
-    )
-
-
-def _is_deepseek(model: Model) -> bool:
-    gate = model.score_function is ScoreFunction.SIGMOID and model.expert_bias_update_rate is not None
-    shared = bool(model.shared_ffn_size) and not model.shared_ffn_size % model.expert_ffn_size and not model.shared_expert_gate
-    groups = not model.limits_groups or model.top_k // model.groups_per_token == _RATED_BY
-    return model.ffn is Ffn.SWIGLU and gate and shared and groups
-
-
-def config_for(workload: Workload) -> dict[str, Any]:
-    """The ``config.json`` of a model. Raises UserError where it is of no public architecture."""
-    model = workload.model
-    kind = architecture_for(model)
-    config: dict[str, Any] = {
-        "architectures": [kind.class_name],
-        "model_type": kind.value,
-        "hidden_act": "silu",
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads or model.num_heads,
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": workload.training.sequence_length,
-        "tie_word_embeddings": model.tie_embeddings,
-        "rope_theta": model.rope_theta,
-        "rms_norm_eps": model.norm_eps,
-        "num_experts_per_tok": model.top_k,
-        # Otherwise numbers of tokens of the vocabulary, which need not have so many.
-        "bos_token_id": None,
-        "eos_token_id": None,
-    } | dtype_keys(workload.training.dtype)
-    if model.rope_scaling is not None:
-        config |= _rope_scaling_keys(model.rope_scaling)
-    if model.latent_attention is not None:
-        return config | _deepseek_keys(model, model.latent_attention)
-    config["head_dim"] = model.attention_width // model.num_heads
-    if kind is Architecture.MIXTRAL:
-        return config | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn_size}
-    config |= {
-        "num_experts": model.num_experts,
-        "moe_intermediate_size": model.expert_ffn_size,
-        "intermediate_size": model.dense_ffn_size or model.expert_ffn_size,
-        "norm_topk_prob": model.norm_topk_prob,
-        "mlp_only_layers": list(range(model.num_dense_layers)),
-        "decoder_sparse_step": 1,
-    }
-    return config | ({"shared_expert_intermediate_size": model.shared_ffn_size} if kind is Architecture.QWEN2_MOE else {})
-
-
-def _rope_scaling_keys(scaling: RopeScaling) -> dict[str, Any]:
-    optional = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-    rope = {
-        "rope_type": "yarn",
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_length,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-    } | {key: value for key, value in optional.items() if value is not None}
-    # From which transformers 4 computes the factor.
-    return {"max_position_embeddings": round(scaling.factor * scaling.original_length), "rope_scaling": rope}
-
-
-def _deepseek_keys(model: Model, sizes: LatentSizes) -> dict[str, Any]:
-    return {
-        "attention_bias": False,
-        "q_lora_rank": sizes.query_rank,
-        "kv_lora_rank": sizes.kv_rank,
-        "qk_nope_head_dim": sizes.nope_head_dim,
-        "qk_rope_head_dim": sizes.rope_head_dim,
-        "v_head_dim": sizes.value_head_dim,
-        "rope_interleave": True,
-        "n_routed_experts": model.num_experts,
-        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
-        "moe_intermediate_size": model.expert_ffn_size,
-        "intermediate_size": model.dense_ffn_size or model.expert_ffn_size,
-        "first_k_dense_replace": model.num_dense_layers,
-        "moe_layer_freq": 1,
-        "norm_topk_prob": model.norm_topk_prob,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "routed_scaling_factor": model.routed_scaling_factor,
-        "n_group": model.expert_groups,
-        "topk_group": model.groups_per_token,
-        MTP_LAYERS: 0,
-    }
-
-
-def dtype_keys(dtype: Dtype) -> dict[str, str]:
-    """How transformers 4 and 5 are told the element type of the weights in a ``config.json``."""
-    name = next(name for name, one in _DTYPES.items() if one is dtype)
-    return {"torch_dtype": name, "dtype": name}

@@ -21,21 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridep.attention import LatentSizes
 from hybridep.config import write_text
 from hybridep.errors import UserError
-from hybridep.hugging_face import (
-    CONFIG_FILE,
-    MTP_LAYERS,
-    QUANTIZATION,
-    Architecture,
-    architecture_for,
-    config_for,
-    dtype_keys,
-    fp8_block,
-    read_config,
-    require_same_model,
-)
-from hybridep.workload import LatentSizes, Model
+from hybridep.hugging_face import CONFIG_FILE, MTP_LAYERS, QUANTIZATION, Architecture, fp8_block, read_config, require_same_model
+from hybridep.hugging_face_export import architecture_for, config_for, dtype_keys
+from hybridep.workload import Model
 from runtime.checkpoint_files import SavedWeights
 from runtime.experts import split_row
 from runtime.mesh import TORCH_DTYPE

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from hybridep.workload import Model, RopeScaling
+from hybridep.attention import RopeScaling
+from hybridep.workload import Model
 
 
 class Rotary:

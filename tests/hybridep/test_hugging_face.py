@@ -10,7 +10,8 @@ import pytest
 
 from hybridep.commands.inputs import load_workload
 from hybridep.errors import ConfigError, UserError
-from hybridep.hugging_face import CONFIG_FILE, config_for, require_same_model, workload_data
+from hybridep.hugging_face import CONFIG_FILE, require_same_model, workload_data
+from hybridep.hugging_face_export import config_for
 from hybridep.workload import Ffn, ScoreFunction, Workload
 
 MIXTRAL = {

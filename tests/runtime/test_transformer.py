@@ -9,10 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from training_cases import CROSS, LATENT, MODELS, PLAIN, Case
 
+from hybridep.attention import RopeScaling
 from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Plan
-from hybridep.workload import Ffn, Model, RopeScaling, Training, Workload
+from hybridep.workload import Ffn, Model, Training, Workload
 from planner.activations import attention_elements
 from runtime.attention import Attention, LatentAttention
 from runtime.experts import feed_forward, grouped_feed_forward, split_row
