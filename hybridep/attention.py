@@ -51,7 +51,7 @@ class RopeScaling(Strict):
     beta_fast: float = Field(default=32.0, gt=0)
     """Pairs with at least so many turns in the original length stay as they are."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """Those with at most so many are slowed down in full."""
+    """Those with at most so many are slowed down in full; the same number, and nothing lies between (Kimi-K2)."""
     mscale: float | None = Field(default=None, gt=0)
     """Queries and keys are scaled by 1 + 0.1 ln(factor), or where both of these are given, by the ratio of what they make of it:
     1 + 0.1 mscale ln(factor)."""
@@ -60,8 +60,8 @@ class RopeScaling(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> RopeScaling:
-        if self.beta_slow >= self.beta_fast:
-            raise ValueError(f"beta_slow: {self.beta_slow} must be below beta_fast {self.beta_fast}")
+        if self.beta_slow > self.beta_fast:
+            raise ValueError(f"beta_slow: {self.beta_slow} must not exceed beta_fast {self.beta_fast}")
         return self
 
     @property

@@ -1,6 +1,7 @@
 """Public models as Hugging Face transformers describes them (``config.json``): which of them are this project's transformer.
 
-Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388) and DeepSeek-V3 (arXiv:2412.19437) are.
+Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437) and Kimi-K2
+(arXiv:2507.20534) are.
 Without torch: the names of their weights are in ``runtime.public_weights``.
 """
 
@@ -32,12 +33,20 @@ class Architecture(Enum):
     QWEN2_MOE = "qwen2_moe"
     QWEN3_MOE = "qwen3_moe"
     DEEPSEEK_V3 = "deepseek_v3"
+    KIMI_K2 = "kimi_k2"
+    """DeepSeek-V3 by another name, as which it is written where no ``config.json`` goes along."""
 
     @property
     def class_name(self) -> str:
-        """In transformers."""
-        names = {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3"}
-        return names[self.value] + "ForCausalLM"
+        """In transformers, which has none for Kimi-K2 but DeepSeek-V3's."""
+        names = {
+            Architecture.MIXTRAL: "Mixtral",
+            Architecture.QWEN2_MOE: "Qwen2Moe",
+            Architecture.QWEN3_MOE: "Qwen3Moe",
+            Architecture.DEEPSEEK_V3: "DeepseekV3",
+            Architecture.KIMI_K2: "DeepseekV3",
+        }
+        return names[self] + "ForCausalLM"
 
 
 def config_file(path: Path) -> Path | None:
@@ -205,7 +214,7 @@ def _model_data(config: _Config) -> dict[str, Any]:
         "top_k": config["num_experts_per_tok"],
         "ffn": Ffn.SWIGLU.value,
     }
-    if kind is Architecture.DEEPSEEK_V3:
+    if kind in (Architecture.DEEPSEEK_V3, Architecture.KIMI_K2):
         return data | _deepseek_data(config)
     data |= {"num_kv_heads": config.get("num_key_value_heads", None), "head_dim": config.get("head_dim", None)}
     if kind is Architecture.MIXTRAL:

@@ -36,8 +36,17 @@ _INDEX = "model.safetensors.index.json"
 _SCALE = "_scale_inv"
 """Behind the name of a fp8 weight: what each of its blocks is to be multiplied by."""
 _SHARD_BYTES = 5 * 10**9
-_BESIDE = ("tokenizer*", "*_token*.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json")
-"""Files of a public model that hold for whatever it is trained on."""
+_BESIDE = (
+    "tokenizer*",
+    "*_token*.json",
+    "tiktoken.model",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "*.py",
+)
+"""Files of a public model that hold for whatever it is trained on; code, too, which ``config.json`` may name (``auto_map``)."""
 
 
 class Matrix(NamedTuple):

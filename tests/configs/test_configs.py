@@ -133,8 +133,8 @@ def test_no_transfer_beats_its_narrowest_link(name: str, data: st.DataObject) ->
         assert min(wide_area) <= min(rates) <= max(wide_area)
 
 
-# Totals must agree to 1 %. Active parameters to 2 %: they are published in whole billions, and sources differ in whether
-# the input embedding counts (0.9 B of DeepSeek-V3).
+# Totals must agree to 1 %. Kimi-K2's is that of its published tensors; its report says 1.04 T. Active parameters to 2 %: they are published in whole billions, and sources differ in whether
+# the input embedding counts (0.9 B of DeepSeek-V3, 1.2 of Kimi-K2).
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [
@@ -142,6 +142,7 @@ def test_no_transfer_beats_its_narrowest_link(name: str, data: st.DataObject) ->
         ("qwen2-57b-a14b", 57.4e9, 14.2e9),
         ("qwen3-30b-a3b", 30.5e9, 3.35e9),
         ("deepseek-v3", 671e9, 37e9),
+        ("kimi-k2", 1.026e12, 32.6e9),
     ],
 )
 def test_parameters_of_public_models(name: str, total: float, active: float) -> None:

@@ -98,7 +98,29 @@ DEEPSEEK = {
     "vocab_size": 129280,
 }
 """As of deepseek-ai/DeepSeek-V3, but for its quantised weights."""
-SHIPPED = {"mixtral-8x7b": MIXTRAL, "qwen3-30b-a3b": QWEN3, "qwen2-57b-a14b": QWEN2, "deepseek-v3": DEEPSEEK}
+KIMI = DEEPSEEK | {
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": DEEPSEEK["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+"""As of moonshotai/Kimi-K2-Base, but for its quantised weights."""
+SHIPPED = {
+    "mixtral-8x7b": MIXTRAL,
+    "qwen3-30b-a3b": QWEN3,
+    "qwen2-57b-a14b": QWEN2,
+    "deepseek-v3": DEEPSEEK,
+    "kimi-k2": KIMI,
+}
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -141,7 +163,7 @@ def test_what_is_written_is_read_as_the_same_model(tmp_path: Path, name: str) ->
         ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor: .*greater than or equal to 1"),
         ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rope_scaling.attention_factor: 1.5 is not trained here"),
         ({"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate: False is not trained here, only True"),
-        ({"rope_scaling": YARN | {"beta_slow": 64}}, "beta_slow: 64.0 must be below beta_fast 32.0"),
+        ({"rope_scaling": YARN | {"beta_slow": 64}}, "beta_slow: 64.0 must not exceed beta_fast 32.0"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: .*gptq.*: of quantised weights only fp8 ones"),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config: .*e5m2.* only fp8 ones"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size: None must be two numbers"),

@@ -200,6 +200,15 @@ def test_scaled_rotation_slows_down_what_turns_slowly() -> None:
     torch.testing.assert_close(longer, torch.full((16,), 1 + 0.1 * math.log(8), dtype=torch.float64))
 
 
+def test_scaled_rotation_without_a_ramp() -> None:
+    """As Kimi-K2's: pairs that turn at least once in the original length stay as they are, all others are slowed in full."""
+    plain = 100.0 ** (-torch.arange(16, dtype=torch.float64) / 16)
+    turned, _ = turns_of({"factor": 8, "original_length": 64, "beta_fast": 1, "beta_slow": 1})
+    often = 64 * plain / (2 * torch.pi) >= 1
+    assert 0 < int(often.sum()) < 16
+    torch.testing.assert_close(turned, torch.where(often, plain, plain / 8))
+
+
 def test_scaled_rotation_of_deepseek_makes_nothing_longer_but_scores() -> None:
     """Where both scales are the same; all queries and keys are longer by what one of them makes of the factor."""
     scaling = {"factor": 40, "original_length": 4096, "mscale": 1, "mscale_all_dim": 1}
