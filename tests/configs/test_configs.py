@@ -133,8 +133,9 @@ def test_no_transfer_beats_its_narrowest_link(name: str, data: st.DataObject) ->
         assert min(wide_area) <= min(rates) <= max(wide_area)
 
 
-# Totals must agree to 1 %. Kimi-K2's is that of its published tensors; its report says 1.04 T. Active parameters to 2 %: they are published in whole billions, and sources differ in whether
-# the input embedding counts (0.9 B of DeepSeek-V3, 1.2 of Kimi-K2).
+# Totals must agree to 1 %; Kimi-K2's is that of its published tensors, of which its report says 1.04 T. Active parameters to
+# 2 %: they are published in whole billions, and sources differ in whether the input embedding counts (0.9 B of DeepSeek-V3,
+# 1.2 of Kimi-K2).
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [
