@@ -1,7 +1,7 @@
 """Public models as Hugging Face transformers describes them (``config.json``): which of them are this project's transformer.
 
-Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437) and Kimi-K2
-(arXiv:2507.20534) are.
+Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437), Kimi-K2
+(arXiv:2507.20534) and GLM-4.5 (arXiv:2508.06471) are.
 Without torch: the names of their weights are in ``runtime.public_weights``.
 """
 
@@ -35,6 +35,7 @@ class Architecture(Enum):
     DEEPSEEK_V3 = "deepseek_v3"
     KIMI_K2 = "kimi_k2"
     """DeepSeek-V3 by another name, as which it is written where no ``config.json`` goes along."""
+    GLM4_MOE = "glm4_moe"
 
     @property
     def class_name(self) -> str:
@@ -45,6 +46,7 @@ class Architecture(Enum):
             Architecture.QWEN3_MOE: "Qwen3Moe",
             Architecture.DEEPSEEK_V3: "DeepseekV3",
             Architecture.KIMI_K2: "DeepseekV3",
+            Architecture.GLM4_MOE: "Glm4Moe",
         }
         return names[self] + "ForCausalLM"
 
@@ -174,6 +176,15 @@ class _Config:
         return float(self._rope["rope_theta"] if "rope_theta" in self._rope else self["rope_theta"])
 
     @property
+    def partial_rotary_factor(self) -> float:
+        """Of GLM-4.5's heads a half is rotated unless it says otherwise."""
+        of_glm = self.architecture is Architecture.GLM4_MOE
+        found = self._rope.get("partial_rotary_factor", self.get("partial_rotary_factor", 0.5 if of_glm else 1.0))
+        if found != 1 and not of_glm:
+            raise ConfigError(str(self.path), "partial_rotary_factor", f"{found!r} is not trained here, only 1")
+        return float(found)
+
+    @property
     def rope_scaling(self) -> dict[str, Any] | None:
         """As a workload has it."""
         rope = self._rope
@@ -210,6 +221,7 @@ def _model_data(config: _Config) -> dict[str, Any]:
         "tie_embeddings": config.get("tie_word_embeddings", False),
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
+        "partial_rotary_factor": config.partial_rotary_factor,
         "norm_eps": config["rms_norm_eps"],
         "top_k": config["num_experts_per_tok"],
         "ffn": Ffn.SWIGLU.value,
@@ -217,6 +229,9 @@ def _model_data(config: _Config) -> dict[str, Any]:
     if kind in (Architecture.DEEPSEEK_V3, Architecture.KIMI_K2):
         return data | _deepseek_data(config)
     data |= {"num_kv_heads": config.get("num_key_value_heads", None), "head_dim": config.get("head_dim", None)}
+    if kind is Architecture.GLM4_MOE:
+        norms, biases = config.get("use_qk_norm", False), config.get("attention_bias", False)
+        return data | {"qk_norm": norms, "attention_bias": biases} | _shared_and_dense(config) | _sigmoid_gate(config)
     if kind is Architecture.MIXTRAL:
         return data | {"num_experts": config["num_local_experts"], "expert_ffn_size": config["intermediate_size"]}
     config.require("decoder_sparse_step", 1, 1)
@@ -242,35 +257,42 @@ def _model_data(config: _Config) -> dict[str, Any]:
 
 
 def _deepseek_data(config: _Config) -> dict[str, Any]:
-    heads, dense = config["num_attention_heads"], config["first_k_dense_replace"]
-    for key, only in {
-        "num_key_value_heads": heads,
-        "attention_bias": False,
-        "rope_interleave": True,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }.items():
+    heads = config["num_attention_heads"]
+    for key, only in {"num_key_value_heads": heads, "attention_bias": False, "rope_interleave": True}.items():
         config.require(key, only, only)
     if "q_lora_rank" not in config.data:
         raise ConfigError(str(config.path), "q_lora_rank", "is missing; null where queries are projected at once")
-    top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
-    if 0 < chosen < groups and top_k // chosen != RATED_BY:
-        message = f"{chosen}: groups are rated by their best {RATED_BY} experts there, by num_experts_per_tok / topk_group here"
-        raise ConfigError(str(config.path), "topk_group", message)
+    sizes = {
+        "query_rank": config.data["q_lora_rank"],
+        "kv_rank": config["kv_lora_rank"],
+        "nope_head_dim": config["qk_nope_head_dim"],
+        "rope_head_dim": config["qk_rope_head_dim"],
+        "value_head_dim": config["v_head_dim"],
+    }
+    return {"latent_attention": sizes} | _shared_and_dense(config) | _sigmoid_gate(config)
+
+
+def _shared_and_dense(config: _Config) -> dict[str, Any]:
+    """Experts beside a shared one, behind layers without any, as DeepSeek names them."""
+    config.require("moe_layer_freq", 1, 1)
+    dense = config["first_k_dense_replace"]
     return {
-        "latent_attention": {
-            "query_rank": config.data["q_lora_rank"],
-            "kv_rank": config["kv_lora_rank"],
-            "nope_head_dim": config["qk_nope_head_dim"],
-            "rope_head_dim": config["qk_rope_head_dim"],
-            "value_head_dim": config["v_head_dim"],
-        },
         "num_experts": config["n_routed_experts"],
         "expert_ffn_size": config["moe_intermediate_size"],
         "shared_ffn_size": config["n_shared_experts"] * config["moe_intermediate_size"],
         "num_dense_layers": dense,
         "dense_ffn_size": config["intermediate_size"] if dense else 0,
+    }
+
+
+def _sigmoid_gate(config: _Config) -> dict[str, Any]:
+    config.require("scoring_func", "sigmoid", "sigmoid")
+    config.require("topk_method", "noaux_tc", "noaux_tc")
+    top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
+    if 0 < chosen < groups and top_k // chosen != RATED_BY:
+        message = f"{chosen}: groups are rated by their best {RATED_BY} experts there, by num_experts_per_tok / topk_group here"
+        raise ConfigError(str(config.path), "topk_group", message)
+    return {
         "norm_topk_prob": config["norm_topk_prob"],
         "score_function": ScoreFunction.SIGMOID.value,
         "routed_scaling_factor": config["routed_scaling_factor"],
@@ -283,4 +305,4 @@ def _deepseek_data(config: _Config) -> dict[str, Any]:
 RATED_BY = 2
 """Scores that add up to a group's, in transformers."""
 _BIAS_UPDATE_RATE = 0.001
-"""DeepSeek-V3's own (arXiv:2412.19437, section 4.2); its weights do not say."""
+"""That of DeepSeek-V3 (arXiv:2412.19437, section 4.2) and GLM-4.5 (arXiv:2508.06471); weights do not say."""

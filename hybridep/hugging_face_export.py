@@ -12,17 +12,13 @@ from hybridep.workload import Dtype, Ffn, Model, ScoreFunction, Workload
 
 def architecture_for(model: Model) -> Architecture:
     """Which architecture a model is of. Raises UserError where it is of none."""
-    if model.latent_attention is not None:
-        if _is_deepseek(model):
-            return Architecture.DEEPSEEK_V3
-        raise UserError(
-            "model: is of no public architecture that can be written. Of deepseek_v3 are those with latent_attention that have "
-            "swiglu experts, sigmoid scores, an expert_bias_update_rate, a shared expert without a gate that is as wide as one "
-            f"or more others and, where groups are limited, top_k / groups_per_token of {RATED_BY}"
-        )
+    latent = model.latent_attention is not None
+    if _has_deepseek_gate(model) and _has_own_shared(model):
+        return Architecture.DEEPSEEK_V3 if latent else Architecture.GLM4_MOE
     gate = model.score_function, model.routed_scaling_factor, model.limits_groups, model.expert_bias_update_rate
     features = model.attention_bias, model.qk_norm, bool(model.shared_ffn_size), model.shared_expert_gate
-    if model.ffn is Ffn.SWIGLU and gate == (ScoreFunction.SOFTMAX, 1.0, False, None):
+    plain = not latent and model.ffn is Ffn.SWIGLU and model.partial_rotary_factor == 1
+    if plain and gate == (ScoreFunction.SOFTMAX, 1.0, False, None):
         if features == (False, False, False, False) and model.norm_topk_prob and not model.num_dense_layers:
             return Architecture.MIXTRAL
         if features == (True, False, True, True):
@@ -30,17 +26,23 @@ def architecture_for(model: Model) -> Architecture:
         if features == (False, True, False, False):
             return Architecture.QWEN3_MOE
     raise UserError(
-        "model: is of no public architecture that can be written. Of mixtral are those of swiglu experts alone, with softmax "
-        "scores and without groups, scaling or biases of experts; of qwen3_moe those with qk_norm, too; of qwen2_moe those with "
-        "attention_bias, shared_ffn_size and shared_expert_gate; of deepseek_v3 those with latent_attention"
+        "model: is of no public architecture that can be written, which are those of swiglu experts that have: "
+        "softmax scores and no groups, scaling or biases of experts: by themselves mixtral, with qk_norm qwen3_moe, with "
+        "attention_bias, shared_ffn_size and shared_expert_gate qwen2_moe; "
+        "sigmoid scores, an expert_bias_update_rate, a shared expert without a gate that is as wide as one or more others and, "
+        f"where groups are limited, top_k / groups_per_token of {RATED_BY}: with latent_attention deepseek_v3, else glm4_moe"
     )
 
 
-def _is_deepseek(model: Model) -> bool:
-    gate = model.score_function is ScoreFunction.SIGMOID and model.expert_bias_update_rate is not None
-    shared = bool(model.shared_ffn_size) and not model.shared_ffn_size % model.expert_ffn_size and not model.shared_expert_gate
+def _has_deepseek_gate(model: Model) -> bool:
     groups = not model.limits_groups or model.top_k // model.groups_per_token == RATED_BY
-    return model.ffn is Ffn.SWIGLU and gate and shared and groups
+    return model.score_function is ScoreFunction.SIGMOID and model.expert_bias_update_rate is not None and groups
+
+
+def _has_own_shared(model: Model) -> bool:
+    """A shared expert as DeepSeek has it: as wide as some others, and without a gate."""
+    alike = bool(model.shared_ffn_size) and not model.shared_ffn_size % model.expert_ffn_size
+    return model.ffn is Ffn.SWIGLU and alike and not model.shared_expert_gate
 
 
 def config_for(workload: Workload) -> dict[str, Any]:
@@ -68,8 +70,12 @@ def config_for(workload: Workload) -> dict[str, Any]:
     if model.rope_scaling is not None:
         config |= _rope_scaling_keys(model.rope_scaling)
     if model.latent_attention is not None:
-        return config | _deepseek_keys(model, model.latent_attention)
+        return config | _latent_keys(model.latent_attention) | _shared_and_dense_keys(model) | _sigmoid_gate_keys(model)
     config["head_dim"] = model.attention_width // model.num_heads
+    if kind is Architecture.GLM4_MOE:
+        config |= {"attention_bias": model.attention_bias, "use_qk_norm": model.qk_norm}
+        config |= {"partial_rotary_factor": model.partial_rotary_factor}
+        return config | _shared_and_dense_keys(model) | _sigmoid_gate_keys(model)
     if kind is Architecture.MIXTRAL:
         return config | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn_size}
     config |= {
@@ -96,7 +102,7 @@ def _rope_scaling_keys(scaling: RopeScaling) -> dict[str, Any]:
     return {"max_position_embeddings": round(scaling.factor * scaling.original_length), "rope_scaling": rope}
 
 
-def _deepseek_keys(model: Model, sizes: LatentSizes) -> dict[str, Any]:
+def _latent_keys(sizes: LatentSizes) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "q_lora_rank": sizes.query_rank,
@@ -105,19 +111,29 @@ def _deepseek_keys(model: Model, sizes: LatentSizes) -> dict[str, Any]:
         "qk_rope_head_dim": sizes.rope_head_dim,
         "v_head_dim": sizes.value_head_dim,
         "rope_interleave": True,
+    }
+
+
+def _shared_and_dense_keys(model: Model) -> dict[str, Any]:
+    return {
         "n_routed_experts": model.num_experts,
         "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
         "moe_intermediate_size": model.expert_ffn_size,
         "intermediate_size": model.dense_ffn_size or model.expert_ffn_size,
         "first_k_dense_replace": model.num_dense_layers,
         "moe_layer_freq": 1,
+        MTP_LAYERS: 0,
+    }
+
+
+def _sigmoid_gate_keys(model: Model) -> dict[str, Any]:
+    return {
         "norm_topk_prob": model.norm_topk_prob,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "routed_scaling_factor": model.routed_scaling_factor,
         "n_group": model.expert_groups,
         "topk_group": model.groups_per_token,
-        MTP_LAYERS: 0,
     }
 
 

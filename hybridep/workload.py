@@ -100,6 +100,8 @@ class Model(Strict):
     """Each head of queries and keys is normalised before it is rotated (Qwen3)."""
     latent_attention: LatentSizes | None = None
     """In place of (grouped-query) attention, with heads of other widths."""
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+    """Share of a head's queries and keys that is rotated, its first elements (GLM-4.5: half of them)."""
     rope_theta: float = Field(default=10000.0, gt=1, allow_inf_nan=False)
     """Base of the rotary embeddings' wavelengths."""
     rope_scaling: RopeScaling | None = None
@@ -163,7 +165,8 @@ class Model(Strict):
             raise ValueError(f"top_k: {self.top_k} exceeds the {room} experts of the groups_per_token {self.groups_per_token}")
         if self.latent_attention is not None:
             plain = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "attention_bias": self.attention_bias or None}
-            for key, value in (plain | {"qk_norm": self.qk_norm or None}).items():
+            rotated = None if self.partial_rotary_factor == 1 else self.partial_rotary_factor
+            for key, value in (plain | {"qk_norm": self.qk_norm or None, "partial_rotary_factor": rotated}).items():
                 if value is not None:
                     raise ValueError(
                         f"{key}: {value} does not go with latent_attention, which has sizes of its own; remove {key}"
@@ -212,6 +215,13 @@ class Model(Strict):
         if self.latent_attention is not None:
             return self.num_heads * self.latent_attention.key_head_dim
         return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many elements of a head's queries and keys are rotated."""
+        if self.latent_attention is not None:
+            return self.latent_attention.rope_head_dim
+        return int(self.attention_width // self.num_heads * self.partial_rotary_factor)
 
     @property
     def kv_width(self) -> int:

@@ -21,7 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
         self.head_dim = model.attention_width // model.num_heads
-        self.rotary = Rotary(self.head_dim, model)
+        self.rotary = Rotary(model)
         width, bias = model.attention_width, model.attention_bias
         self.query = nn.Linear(model.hidden_size, width, bias=bias, dtype=dtype)
         self.key = nn.Linear(model.hidden_size, model.kv_width, bias=bias, dtype=dtype)
@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
         sizes = model.latent_attention
         assert sizes is not None
         self.sizes, self.num_heads = sizes, model.num_heads
-        self.rotary = Rotary(sizes.rope_head_dim, model)
+        self.rotary = Rotary(model)
         self.scale = sizes.key_head_dim**-0.5
         if model.rope_scaling is not None:
             self.scale *= model.rope_scaling.latent_scale**2

@@ -86,11 +86,11 @@ def _layer(model: Model, kind: Architecture, layer: int) -> Iterator[Matrix]:
     yield Matrix(f"{block}.gate.weight", f"{ours}.feed_forward.gate.weight")
     if model.expert_bias_update_rate is not None:
         yield Matrix(f"{block}.gate.e_score_correction_bias", f"{ours}.feed_forward.gate.expert_bias", wide=True)
-    if kind is Architecture.DEEPSEEK_V3:
-        yield from _row(f"{block}.shared_experts", f"{ours}.feed_forward.shared.row")
-    elif model.shared_ffn_size:
+    if model.shared_expert_gate:
         yield from _row(f"{block}.shared_expert", f"{ours}.feed_forward.shared.row")
         yield Matrix(f"{block}.shared_expert_gate.weight", f"{ours}.feed_forward.shared_gate.weight")
+    elif model.shared_ffn_size:
+        yield from _row(f"{block}.shared_experts", f"{ours}.feed_forward.shared.row")
     names = ("w1", "w3", "w2") if kind is Architecture.MIXTRAL else _NAMES
     for expert in range(model.num_experts):
         yield from _row(f"{block}.experts.{expert}", (layer - model.num_dense_layers, expert), names)

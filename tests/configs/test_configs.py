@@ -153,6 +153,19 @@ def test_parameters_of_public_models(name: str, total: float, active: float) -> 
     assert active_params == pytest.approx(active, rel=0.02)
 
 
+def test_parameters_of_glm_4_5() -> None:
+    """As its report counts them: with the layer that predicts a token further on, which projects two hidden vectors to one behind
+    three norms of its own, and without embedding and output projection."""
+    model = workload("glm-4.5").model
+    hidden, ends = model.hidden_size, 2 * model.vocab_size * model.hidden_size
+    attention = 2 * hidden * 96 * 128 + 2 * hidden * 8 * 128 + (96 + 2 * 8 + 2) * 128
+    further = attention + (160 + 2 + 3) * hidden + 2 * hidden**2 + 3 * hidden * 1536
+    assert model.total_params - ends + further + 160 * model.expert_params == pytest.approx(355e9, rel=0.01)
+    active = model.dense_params + model.num_moe_layers * 8 * model.expert_params
+    assert active - ends + further + 8 * model.expert_params == pytest.approx(32e9, rel=0.02)
+    assert model.attention_block_params + model.attention_other_params == attention
+
+
 def test_a_key_that_is_no_more_may_be_null_as_in_checkpoints_of_before() -> None:
     saved = workload("mixtral-8x7b").model_dump(mode="json")
     saved["model"]["attention_params"] = None
@@ -177,6 +190,7 @@ def test_a_key_that_is_no_more_may_be_null_as_in_checkpoints_of_before() -> None
         ({"qk_norm": True}, "model: qk_norm: True does not go with latent_attention"),
         ({"attention_bias": True}, "model: attention_bias: True does not go with latent_attention"),
         ({"num_kv_heads": 128}, "model: num_kv_heads: 128 does not go with latent_attention"),
+        ({"partial_rotary_factor": 0.5}, "model: partial_rotary_factor: 0.5 does not go with latent_attention"),
     ],
 )
 def test_what_a_model_like_deepseek_v3_may_not_have(changes: dict[str, Any], message: str) -> None:

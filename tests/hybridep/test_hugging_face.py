@@ -114,12 +114,45 @@ KIMI = DEEPSEEK | {
     "vocab_size": 163840,
 }
 """As of moonshotai/Kimi-K2-Base, but for its quantised weights."""
+GLM = {
+    "model_type": "glm4_moe",
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "torch_dtype": "bfloat16",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+"""As of zai-org/GLM-4.5."""
 SHIPPED = {
     "mixtral-8x7b": MIXTRAL,
     "qwen3-30b-a3b": QWEN3,
     "qwen2-57b-a14b": QWEN2,
     "deepseek-v3": DEEPSEEK,
     "kimi-k2": KIMI,
+    "glm-4.5": GLM,
 }
 
 
@@ -189,6 +222,11 @@ def test_what_is_not_trained_here_is_an_error(tmp_path: Path, changes: dict[str,
         ({"mlp_only_layers": [1]}, r"mlp_only_layers: \[1\]: only the first layers may be without experts"),
         ({"attention_bias": True}, "attention_bias: True is not trained here"),
         ({"use_sliding_window": True}, "sliding_window: 4096"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not trained here, only 1"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor: 0.5 is not trained here",
+        ),
     ],
 )
 def test_what_qwen3_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -214,6 +252,34 @@ def test_what_qwen3_may_not_have(tmp_path: Path, changes: dict[str, Any], messag
 def test_what_deepseek_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_workload(str(written(tmp_path, DEEPSEEK | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func: 'softmax' is not trained here, only 'sigmoid'"),
+        ({"n_group": 8, "topk_group": 2}, "topk_group: 2: groups are rated by their best 2"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: Input should be less than or equal to 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: 'linear': only 'yarn'"),
+        ({"n_shared_experts": None}, "n_shared_experts: is missing"),
+    ],
+)
+def test_what_glm_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_workload(str(written(tmp_path, GLM | changes)))
+
+
+def test_rotated_parts_and_norms_of_glm(tmp_path: Path) -> None:
+    """As transformers 4 and 5 write the former, and without either as GLM-4.5-Air has it."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    given = GLM | {"rope_parameters": rope, "partial_rotary_factor": 0.5}
+    assert load_workload(str(written(tmp_path, given))).model.rotary_dim == 32
+    bare = {key: value for key, value in GLM.items() if key not in ("partial_rotary_factor", "use_qk_norm", "attention_bias")}
+    workload = load_workload(str(written(tmp_path, bare)))
+    model, config = workload.model, config_for(workload)
+    assert (model.rotary_dim, model.qk_norm, model.attention_bias) == (64, False, False)
+    assert (config["partial_rotary_factor"], config["use_qk_norm"], config["attention_bias"]) == (0.5, False, False)
+    require_same_model(written(tmp_path, config), model)
 
 
 def test_weights_in_fp8_are_those_of_the_same_model(tmp_path: Path) -> None:
@@ -279,12 +345,14 @@ def test_models_of_no_public_architecture_are_not_written() -> None:
         {"routed_scaling_factor": 2.5},
         {"expert_groups": 2},
         {"expert_bias_update_rate": 0.001},
+        {"partial_rotary_factor": 0.5},
     ],
 )
 def test_mixtures_of_architectures_are_not_written(changes: dict[str, Any]) -> None:
     refuses(load_workload("mixtral-8x7b"), changes)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-4.5"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -293,12 +361,12 @@ def test_mixtures_of_architectures_are_not_written(changes: dict[str, Any]) -> N
         {"shared_ffn_size": 0},
         {"shared_ffn_size": 3000},
         {"shared_expert_gate": True},
-        {"top_k": 12},
+        {"expert_groups": 8, "groups_per_token": 4, "top_k": 12},
         {"ffn": Ffn.GELU},
     ],
 )
-def test_other_models_with_latent_attention_are_not_written(changes: dict[str, Any]) -> None:
-    refuses(load_workload("deepseek-v3"), changes)
+def test_models_with_other_gates_or_experts_than_deepseek_are_not_written(name: str, changes: dict[str, Any]) -> None:
+    refuses(load_workload(name), changes)
 
 
 def refuses(workload: Workload, changes: dict[str, Any]) -> None:

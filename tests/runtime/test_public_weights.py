@@ -76,6 +76,7 @@ PLANS: dict[str, Any] = {
     ),
     "qwen3_moe": Case(sizes=(2, 2), domains=(1, 2), residency=Residency.MICROBATCH, recompute=True, model="public"),
     "deepseek_v3": Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), model="public"),
+    "glm4_moe": Case(sizes=(2, 2), domains=(1, 2), migration=(0.5,), model="public", micro_batches=2),
     "kimi_k2": pipelined_cases.Case(
         sizes=(2, 2), stages=((0,), (1,)), layers=(2, 1), domains=({"gpu": 2}, {}), micro_batches=4, model="public"
     ),
