@@ -1,7 +1,7 @@
 """Public models as Hugging Face transformers describes them (``config.json``): which of them are this project's transformer.
 
 Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437), Kimi-K2
-(arXiv:2507.20534) and GLM-4.5 (arXiv:2508.06471) are.
+(arXiv:2507.20534), GLM-4.5 (arXiv:2508.06471), OLMoE (arXiv:2409.02060) and DeepSeek-V2-Lite (arXiv:2405.04434) are.
 Without torch: the names of their weights are in ``runtime.public_weights``.
 """
 
@@ -36,6 +36,9 @@ class Architecture(Enum):
     KIMI_K2 = "kimi_k2"
     """DeepSeek-V3 by another name, as which it is written where no ``config.json`` goes along."""
     GLM4_MOE = "glm4_moe"
+    OLMOE = "olmoe"
+    DEEPSEEK_V2 = "deepseek_v2"
+    """Where it chooses experts without groups: DeepSeek-V2-Lite."""
 
     @property
     def class_name(self) -> str:
@@ -47,6 +50,8 @@ class Architecture(Enum):
             Architecture.DEEPSEEK_V3: "DeepseekV3",
             Architecture.KIMI_K2: "DeepseekV3",
             Architecture.GLM4_MOE: "Glm4Moe",
+            Architecture.OLMOE: "Olmoe",
+            Architecture.DEEPSEEK_V2: "DeepseekV2",
         }
         return names[self] + "ForCausalLM"
 
@@ -227,11 +232,15 @@ def _model_data(config: _Config) -> dict[str, Any]:
         "ffn": Ffn.SWIGLU.value,
     }
     if kind in (Architecture.DEEPSEEK_V3, Architecture.KIMI_K2):
-        return data | _deepseek_data(config)
+        return data | _latent_data(config) | _shared_and_dense(config) | _sigmoid_gate(config)
+    if kind is Architecture.DEEPSEEK_V2:
+        return data | _latent_data(config) | _shared_and_dense(config) | _softmax_gate(config)
     data |= {"num_kv_heads": config.get("num_key_value_heads", None), "head_dim": config.get("head_dim", None)}
     if kind is Architecture.GLM4_MOE:
         norms, biases = config.get("use_qk_norm", False), config.get("attention_bias", False)
         return data | {"qk_norm": norms, "attention_bias": biases} | _shared_and_dense(config) | _sigmoid_gate(config)
+    if kind is Architecture.OLMOE:
+        return data | _olmoe_data(config)
     if kind is Architecture.MIXTRAL:
         return data | {"num_experts": config["num_local_experts"], "expert_ffn_size": config["intermediate_size"]}
     config.require("decoder_sparse_step", 1, 1)
@@ -256,20 +265,34 @@ def _model_data(config: _Config) -> dict[str, Any]:
     }
 
 
-def _deepseek_data(config: _Config) -> dict[str, Any]:
+def _olmoe_data(config: _Config) -> dict[str, Any]:
+    whole = config["hidden_size"] // config["num_attention_heads"]
+    for key, only in {"attention_bias": False, "clip_qkv": None, "head_dim": whole}.items():
+        config.require(key, only, only)
+    return {
+        "qk_norm": True,
+        "qk_norm_full_width": True,
+        "num_experts": config["num_experts"],
+        "expert_ffn_size": config["intermediate_size"],
+        "norm_topk_prob": config.get("norm_topk_prob", False),
+    }
+
+
+def _latent_data(config: _Config) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     for key, only in {"num_key_value_heads": heads, "attention_bias": False, "rope_interleave": True}.items():
         config.require(key, only, only)
     if "q_lora_rank" not in config.data:
         raise ConfigError(str(config.path), "q_lora_rank", "is missing; null where queries are projected at once")
-    sizes = {
-        "query_rank": config.data["q_lora_rank"],
-        "kv_rank": config["kv_lora_rank"],
-        "nope_head_dim": config["qk_nope_head_dim"],
-        "rope_head_dim": config["qk_rope_head_dim"],
-        "value_head_dim": config["v_head_dim"],
+    return {
+        "latent_attention": {
+            "query_rank": config.data["q_lora_rank"],
+            "kv_rank": config["kv_lora_rank"],
+            "nope_head_dim": config["qk_nope_head_dim"],
+            "rope_head_dim": config["qk_rope_head_dim"],
+            "value_head_dim": config["v_head_dim"],
+        }
     }
-    return {"latent_attention": sizes} | _shared_and_dense(config) | _sigmoid_gate(config)
 
 
 def _shared_and_dense(config: _Config) -> dict[str, Any]:
@@ -283,6 +306,15 @@ def _shared_and_dense(config: _Config) -> dict[str, Any]:
         "num_dense_layers": dense,
         "dense_ffn_size": config["intermediate_size"] if dense else 0,
     }
+
+
+def _softmax_gate(config: _Config) -> dict[str, Any]:
+    """DeepSeek-V2's, without ``group_limited_greedy``, which rates a group by its best expert alone, and without
+    ``norm_topk_prob``, which transformers does not heed and DeepSeek's own code does."""
+    config.require("mlp_bias", False, False)
+    for key, only in {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}.items():
+        config.require(key, only, only)
+    return {"norm_topk_prob": False, "routed_scaling_factor": config["routed_scaling_factor"]}
 
 
 def _sigmoid_gate(config: _Config) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from hybridep.workload import Dtype, Ffn, Model, ScoreFunction, Workload
 def architecture_for(model: Model) -> Architecture:
     """Which architecture a model is of. Raises UserError where it is of none."""
     latent = model.latent_attention is not None
-    if _has_deepseek_gate(model) and _has_own_shared(model):
+    if _has_deepseek_gate(model) and _has_own_shared(model) and not model.qk_norm_full_width:
         return Architecture.DEEPSEEK_V3 if latent else Architecture.GLM4_MOE
+    if latent and _has_own_shared(model) and _has_softmax_gate_of_deepseek(model) and not model.hidden_size % model.num_heads:
+        return Architecture.DEEPSEEK_V2
     gate = model.score_function, model.routed_scaling_factor, model.limits_groups, model.expert_bias_update_rate
     features = model.attention_bias, model.qk_norm, bool(model.shared_ffn_size), model.shared_expert_gate
     plain = not latent and model.ffn is Ffn.SWIGLU and model.partial_rotary_factor == 1
@@ -24,19 +26,30 @@ def architecture_for(model: Model) -> Architecture:
         if features == (True, False, True, True):
             return Architecture.QWEN2_MOE
         if features == (False, True, False, False):
-            return Architecture.QWEN3_MOE
+            if not model.qk_norm_full_width:
+                return Architecture.QWEN3_MOE
+            if model.attention_width == model.hidden_size and not model.num_dense_layers:
+                return Architecture.OLMOE
     raise UserError(
         "model: is of no public architecture that can be written, which are those of swiglu experts that have: "
         "softmax scores and no groups, scaling or biases of experts: by themselves mixtral, with qk_norm qwen3_moe, with "
+        "qk_norm_full_width, heads as wide as hidden_size together and experts in all layers olmoe, with "
         "attention_bias, shared_ffn_size and shared_expert_gate qwen2_moe; "
         "sigmoid scores, an expert_bias_update_rate, a shared expert without a gate that is as wide as one or more others and, "
-        f"where groups are limited, top_k / groups_per_token of {RATED_BY}: with latent_attention deepseek_v3, else glm4_moe"
+        f"where groups are limited, top_k / groups_per_token of {RATED_BY}: with latent_attention deepseek_v3, else glm4_moe; "
+        "such a shared expert, latent_attention, heads whose number divides hidden_size, softmax scores, no groups or biases of "
+        "experts and no norm_topk_prob: deepseek_v2"
     )
 
 
 def _has_deepseek_gate(model: Model) -> bool:
     groups = not model.limits_groups or model.top_k // model.groups_per_token == RATED_BY
     return model.score_function is ScoreFunction.SIGMOID and model.expert_bias_update_rate is not None and groups
+
+
+def _has_softmax_gate_of_deepseek(model: Model) -> bool:
+    plain = not model.limits_groups and model.expert_bias_update_rate is None
+    return model.score_function is ScoreFunction.SOFTMAX and plain and not model.norm_topk_prob
 
 
 def _has_own_shared(model: Model) -> bool:
@@ -70,12 +83,15 @@ def config_for(workload: Workload) -> dict[str, Any]:
     if model.rope_scaling is not None:
         config |= _rope_scaling_keys(model.rope_scaling)
     if model.latent_attention is not None:
-        return config | _latent_keys(model.latent_attention) | _shared_and_dense_keys(model) | _sigmoid_gate_keys(model)
+        return config | _latent_keys(model.latent_attention) | _shared_and_dense_keys(model) | _deepseek_gate_keys(model)
     config["head_dim"] = model.attention_width // model.num_heads
     if kind is Architecture.GLM4_MOE:
         config |= {"attention_bias": model.attention_bias, "use_qk_norm": model.qk_norm}
         config |= {"partial_rotary_factor": model.partial_rotary_factor}
-        return config | _shared_and_dense_keys(model) | _sigmoid_gate_keys(model)
+        return config | _shared_and_dense_keys(model) | _deepseek_gate_keys(model)
+    if kind is Architecture.OLMOE:
+        config |= {"num_experts": model.num_experts, "intermediate_size": model.expert_ffn_size}
+        return config | {"norm_topk_prob": model.norm_topk_prob, "attention_bias": False, "clip_qkv": None}
     if kind is Architecture.MIXTRAL:
         return config | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn_size}
     config |= {
@@ -126,11 +142,11 @@ def _shared_and_dense_keys(model: Model) -> dict[str, Any]:
     }
 
 
-def _sigmoid_gate_keys(model: Model) -> dict[str, Any]:
+def _deepseek_gate_keys(model: Model) -> dict[str, Any]:
     return {
         "norm_topk_prob": model.norm_topk_prob,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        "scoring_func": model.score_function.value,
+        "topk_method": "noaux_tc" if model.score_function is ScoreFunction.SIGMOID else "greedy",
         "routed_scaling_factor": model.routed_scaling_factor,
         "n_group": model.expert_groups,
         "topk_group": model.groups_per_token,

@@ -98,6 +98,8 @@ class Model(Strict):
     """Of query, key and value (Qwen2)."""
     qk_norm: bool = False
     """Each head of queries and keys is normalised before it is rotated (Qwen3)."""
+    qk_norm_full_width: bool = False
+    """Not each by itself but all heads together (OLMoE)."""
     latent_attention: LatentSizes | None = None
     """In place of (grouped-query) attention, with heads of other widths."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
@@ -171,7 +173,9 @@ class Model(Strict):
                     raise ValueError(
                         f"{key}: {value} does not go with latent_attention, which has sizes of its own; remove {key}"
                     )
-        elif self.head_dim is None and self.hidden_size % self.num_heads:
+        if self.qk_norm_full_width and not self.qk_norm:
+            raise ValueError("qk_norm_full_width: needs qk_norm")
+        if self.latent_attention is None and self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads: {self.num_heads} must divide hidden_size {self.hidden_size}, or give head_dim")
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} must divide num_heads {self.num_heads}")
@@ -246,7 +250,8 @@ class Model(Strict):
         if self.latent_attention is not None:
             return self.latent_attention.norm_params
         bias = self.attention_bias * (self.attention_width + 2 * self.kv_width)
-        return bias + self.qk_norm * 2 * (self.attention_width // self.num_heads)
+        norms = self.attention_width + self.kv_width if self.qk_norm_full_width else 2 * (self.attention_width // self.num_heads)
+        return bias + self.qk_norm * norms
 
     @property
     def expert_params(self) -> int:

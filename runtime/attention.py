@@ -30,7 +30,9 @@ class Attention(nn.Module):
         self.query_norm: nn.Module = nn.Identity()
         self.key_norm: nn.Module = nn.Identity()
         if model.qk_norm:
-            self.query_norm, self.key_norm = (RmsNorm(self.head_dim, eps=model.norm_eps, dtype=dtype) for _ in range(2))
+            widths = (width, model.kv_width) if model.qk_norm_full_width else (self.head_dim, self.head_dim)
+            self.query_norm, self.key_norm = (RmsNorm(one, eps=model.norm_eps, dtype=dtype) for one in widths)
+        self.norms_all_heads = model.qk_norm_full_width
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H]."""
@@ -39,8 +41,12 @@ class Attention(nn.Module):
         def heads(projected: Tensor, number: int) -> Tensor:
             return projected.view(num_sequences, length, number, self.head_dim).transpose(1, 2)
 
-        query = self.rotary(self.query_norm(heads(self.query(x_BSH), self.num_heads)))
-        key = self.rotary(self.key_norm(heads(self.key(x_BSH), self.num_kv_heads)))
+        def normed(projected: Tensor, number: int, norm: nn.Module) -> Tensor:
+            found: Tensor = heads(norm(projected), number) if self.norms_all_heads else norm(heads(projected, number))
+            return found
+
+        query = self.rotary(normed(self.query(x_BSH), self.num_heads, self.query_norm))
+        key = self.rotary(normed(self.key(x_BSH), self.num_kv_heads, self.key_norm))
         value = heads(self.value(x_BSH), self.num_kv_heads)
         if self.num_kv_heads != self.num_heads:
             repeats = self.num_heads // self.num_kv_heads

@@ -144,6 +144,7 @@ def test_no_transfer_beats_its_narrowest_link(name: str, data: st.DataObject) ->
         ("qwen3-30b-a3b", 30.5e9, 3.35e9),
         ("deepseek-v3", 671e9, 37e9),
         ("kimi-k2", 1.026e12, 32.6e9),
+        ("olmoe-1b-7b", 6.9e9, 1.3e9),
     ],
 )
 def test_parameters_of_public_models(name: str, total: float, active: float) -> None:

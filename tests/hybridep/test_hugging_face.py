@@ -114,6 +114,33 @@ KIMI = DEEPSEEK | {
     "vocab_size": 163840,
 }
 """As of moonshotai/Kimi-K2-Base, but for its quantised weights."""
+LITE = {
+    key: value
+    for key, value in DEEPSEEK.items()
+    if key not in ("num_nextn_predict_layers", "intermediate_size", "n_group", "topk_group")
+} | {
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": DEEPSEEK["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+"""As of deepseek-ai/DeepSeek-V2-Lite."""
 GLM = {
     "model_type": "glm4_moe",
     "hidden_act": "silu",
@@ -146,6 +173,30 @@ GLM = {
     "vocab_size": 151552,
 }
 """As of zai-org/GLM-4.5."""
+OLMOE = {
+    "model_type": "olmoe",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 50304,
+}
+"""As of allenai/OLMoE-1B-7B-0924."""
 SHIPPED = {
     "mixtral-8x7b": MIXTRAL,
     "qwen3-30b-a3b": QWEN3,
@@ -153,6 +204,7 @@ SHIPPED = {
     "deepseek-v3": DEEPSEEK,
     "kimi-k2": KIMI,
     "glm-4.5": GLM,
+    "olmoe-1b-7b": OLMOE,
 }
 
 
@@ -269,6 +321,64 @@ def test_what_glm_may_not_have(tmp_path: Path, changes: dict[str, Any], message:
         load_workload(str(written(tmp_path, GLM | changes)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_qkv": 8.0}, "clip_qkv: 8.0 is not trained here, only None"),
+        ({"attention_bias": True}, "attention_bias: True is not trained here, only False"),
+        ({"head_dim": 64}, "head_dim: 64 is not trained here, only 128"),
+    ],
+)
+def test_what_olmoe_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_workload(str(written(tmp_path, OLMOE | changes)))
+
+
+def test_deepseek_v2_lite(tmp_path: Path) -> None:
+    """Published (arXiv:2405.04434, appendix B): 15.7 B parameters, 2.4 B active without the embedding."""
+    workload = load_workload(str(written(tmp_path, LITE)))
+    model = workload.model
+    assert model.total_params == pytest.approx(15.7e9, rel=0.01)
+    active = model.dense_params + model.num_moe_layers * model.top_k * model.expert_params
+    assert active - model.vocab_size * model.hidden_size == pytest.approx(2.4e9, rel=0.03)
+    assert model.score_function is ScoreFunction.SOFTMAX and not model.norm_topk_prob and not model.limits_groups
+    config = config_for(workload)
+    assert {config[key] for key in ("model_type", "topk_method", "scoring_func")} == {"deepseek_v2", "greedy", "softmax"}
+    require_same_model(written(tmp_path, config), model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk_method": "group_limited_greedy"}, "topk_method: 'group_limited_greedy' is not trained here, only 'greedy'"),
+        ({"scoring_func": "sigmoid"}, "scoring_func: 'sigmoid' is not trained here, only 'softmax'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob: True is not trained here, only False"),
+        ({"mlp_bias": True}, "mlp_bias: True is not trained here, only False"),
+        ({"attention_bias": True}, "attention_bias: True is not trained here, only False"),
+    ],
+)
+def test_what_deepseek_v2_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_workload(str(written(tmp_path, LITE | changes)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm_topk_prob": True},
+        {"expert_groups": 8, "groups_per_token": 3},
+        {"expert_bias_update_rate": 0.001},
+        {"score_function": ScoreFunction.SIGMOID},
+        {"shared_ffn_size": 0},
+        {"shared_expert_gate": True},
+        {"num_heads": 15},
+        {"ffn": Ffn.GELU},
+    ],
+)
+def test_other_models_with_latent_attention_and_softmax_are_not_written(tmp_path: Path, changes: dict[str, Any]) -> None:
+    refuses(load_workload(str(written(tmp_path, LITE))), changes)
+
+
 def test_rotated_parts_and_norms_of_glm(tmp_path: Path) -> None:
     """As transformers 4 and 5 write the former, and without either as GLM-4.5-Air has it."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
@@ -346,6 +456,7 @@ def test_models_of_no_public_architecture_are_not_written() -> None:
         {"expert_groups": 2},
         {"expert_bias_update_rate": 0.001},
         {"partial_rotary_factor": 0.5},
+        {"qk_norm": True, "qk_norm_full_width": True, "head_dim": 64},
     ],
 )
 def test_mixtures_of_architectures_are_not_written(changes: dict[str, Any]) -> None:
@@ -367,6 +478,14 @@ def test_mixtures_of_architectures_are_not_written(changes: dict[str, Any]) -> N
 )
 def test_models_with_other_gates_or_experts_than_deepseek_are_not_written(name: str, changes: dict[str, Any]) -> None:
     refuses(load_workload(name), changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shared_ffn_size": 8}, {"attention_bias": True}, {"head_dim": 64}, {"num_dense_layers": 1}, {"top_k": 8, "ffn": Ffn.GELU}],
+)
+def test_other_models_with_norms_of_all_heads_are_not_written(changes: dict[str, Any]) -> None:
+    refuses(load_workload("olmoe-1b-7b"), changes)
 
 
 def refuses(workload: Workload, changes: dict[str, Any]) -> None:

@@ -74,8 +74,10 @@ PLANS: dict[str, Any] = {
     "qwen2_moe": pipelined_cases.Case(
         sizes=(2, 2), stages=((1,), (0,)), layers=(2, 1), domains=({}, {"gpu": 2}), micro_batches=4, model="public"
     ),
+    "olmoe": Case(sizes=(2, 2), domains=(2, 2), model="public", micro_batches=2),
     "qwen3_moe": Case(sizes=(2, 2), domains=(1, 2), residency=Residency.MICROBATCH, recompute=True, model="public"),
     "deepseek_v3": Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), model="public"),
+    "deepseek_v2": Case(sizes=(2, 2), domains=(2, 2), residency=Residency.MICROBATCH, model="public", micro_batches=2),
     "glm4_moe": Case(sizes=(2, 2), domains=(1, 2), migration=(0.5,), model="public", micro_batches=2),
     "kimi_k2": pipelined_cases.Case(
         sizes=(2, 2), stages=((0,), (1,)), layers=(2, 1), domains=({"gpu": 2}, {}), micro_batches=4, model="public"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,12 @@ def turned(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
 
 GLM = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "attention_bias": True, "qk_norm": True, "partial_rotary_factor": 0.75}
 """Of each head six of eight elements are rotated, as two halves of three."""
-GROUPED = {"bare": {"num_kv_heads": 1}, "glm": GLM, "glm-air": GLM | {"qk_norm": False, "partial_rotary_factor": 0.5}}
+GROUPED: dict[str, dict[str, Any]] = {
+    "bare": {"num_kv_heads": 1},
+    "glm": GLM,
+    "glm-air": GLM | {"qk_norm": False, "partial_rotary_factor": 0.5},
+    "olmoe": {"qk_norm": True, "qk_norm_full_width": True, "num_heads": 4, "num_kv_heads": 2},
+}
 
 
 def grouped_attention(name: str) -> tuple[Model, Attention]:
@@ -140,7 +146,9 @@ def test_attention_of_one_head_and_token_after_the_other(name: str) -> None:
         if kind == "value":
             return x
         if model.qk_norm:
-            x = x / (x.square().mean() + 0.01).sqrt() * weights[f"{kind}_norm.weight"]
+            normed = weights[f"{kind}.weight"] @ token if model.qk_norm_full_width else x
+            scale = weights[f"{kind}_norm.weight"][rows if model.qk_norm_full_width else slice(None)]
+            x = x / (normed.square().mean() + 0.01).sqrt() * scale
         return torch.cat([turned(x[:rotated], position, 50.0), x[rotated:]])
 
     text = torch.randn(5, 16, dtype=torch.float64)
@@ -160,7 +168,7 @@ def test_attention_of_one_head_and_token_after_the_other(name: str) -> None:
 @pytest.mark.parametrize("name", GROUPED)
 def test_attention_takes_parameters_flops_and_memory_as_plans_count(name: str) -> None:
     model, attention = grouped_attention(name)
-    norms = (model.num_heads + (model.num_kv_heads or 0)) * model.qk_norm
+    norms = 2 if model.qk_norm_full_width else (model.num_heads + (model.num_kv_heads or 0)) * model.qk_norm
     as_plans_count(model, attention, numbers=norms + model.num_heads + 2 * model.rotary_dim)
 
 
