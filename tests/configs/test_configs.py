@@ -192,6 +192,8 @@ def test_a_key_that_is_no_more_may_be_null_as_in_checkpoints_of_before() -> None
         ({"attention_bias": True}, "model: attention_bias: True does not go with latent_attention"),
         ({"num_kv_heads": 128}, "model: num_kv_heads: 128 does not go with latent_attention"),
         ({"partial_rotary_factor": 0.5}, "model: partial_rotary_factor: 0.5 does not go with latent_attention"),
+        ({"qk_norm_full_width": True}, "model: qk_norm_full_width: needs qk_norm"),
+        ({"partial_rotary_factor": 0}, r"model\.partial_rotary_factor: .*greater than 0"),
     ],
 )
 def test_what_a_model_like_deepseek_v3_may_not_have(changes: dict[str, Any], message: str) -> None:
