@@ -86,9 +86,9 @@ def config_for(workload: Workload) -> dict[str, Any]:
         return config | _latent_keys(model.latent_attention) | _shared_and_dense_keys(model) | _deepseek_gate_keys(model)
     config["head_dim"] = model.attention_width // model.num_heads
     if kind is Architecture.GLM4_MOE:
+        config |= _shared_and_dense_keys(model) | _deepseek_gate_keys(model)
         config |= {"attention_bias": model.attention_bias, "use_qk_norm": model.qk_norm}
-        config |= {"partial_rotary_factor": model.partial_rotary_factor}
-        return config | _shared_and_dense_keys(model) | _deepseek_gate_keys(model)
+        return config | {"partial_rotary_factor": model.partial_rotary_factor}
     if kind is Architecture.OLMOE:
         config |= {"num_experts": model.num_experts, "intermediate_size": model.expert_ffn_size}
         return config | {"norm_topk_prob": model.norm_topk_prob, "attention_bias": False, "clip_qkv": None}
