@@ -20,7 +20,7 @@ from hybridep.workload import Dtype, Ffn, Model, ScoreFunction, Workload
 CONFIG_FILE = "config.json"
 QUANTIZATION = "quantization_config"
 MTP_LAYERS = "num_nextn_predict_layers"
-"""Of DeepSeek-V3 and GLM-4.5: layers behind the last that predict tokens further on, which are neither read, trained nor written."""
+"""Of DeepSeek-V3 and GLM-4.5: layers behind the last that predict tokens further on, neither read, trained nor written."""
 DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.BF16, "float32": Dtype.FP32, "float64": Dtype.FP64}
 _LONGEST_SEQUENCE = 4096
 """Of a batch where nothing says how long sequences are; that of the shipped models."""
