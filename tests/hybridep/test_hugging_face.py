@@ -473,6 +473,7 @@ def test_mixtures_of_architectures_are_not_written(changes: dict[str, Any]) -> N
         {"shared_ffn_size": 3000},
         {"shared_expert_gate": True},
         {"expert_groups": 8, "groups_per_token": 4, "top_k": 12},
+        {"qk_norm": True, "qk_norm_full_width": True},
         {"ffn": Ffn.GELU},
     ],
 )
