@@ -43,13 +43,48 @@ def expert_homes(num_experts: int, num_gpus: int) -> IntArray:
     return np.arange(num_experts, dtype=np.int64) * num_gpus // num_experts
 
 
+def divisors(size: int) -> tuple[int, ...]:
+    """Domain sizes of a level of ``size`` workers, ascending."""
+    return tuple(d for d in range(1, size + 1) if size % d == 0)
+
+
 def home_blocks(cluster: Cluster, num_experts: int) -> IntArray:
-    """[E]: the rank that owns each expert, as many at each site as ``Site.experts`` says, contiguous blocks site after site."""
+    """[E]: the rank that owns each expert, as many at each site as ``Site.experts`` says, site after site: contiguous blocks
+    where every rank has one, else spread over ranks of all places (`_spread`)."""
     weights, inside = cluster.home_weights, cluster.ranks_per_site
-    if np.ptp(weights) == 0:
+    if np.ptp(weights) > 0:
+        numbers = apportion(num_experts, weights)
+    elif num_experts >= cluster.num_gpus:
         return expert_homes(num_experts, cluster.num_gpus)
-    numbers = apportion(num_experts, weights)
+    else:
+        numbers = np.bincount(expert_homes(num_experts, cluster.sizes[0]), minlength=cluster.sizes[0])
+    sites = np.repeat(np.arange(len(numbers)), numbers)
+    if min(numbers[numbers > 0]) < inside:
+        return sites * inside + _spread(sites, cluster.sizes)
     return np.concatenate([dc * inside + expert_homes(int(number), inside) for dc, number in enumerate(numbers) if number])
+
+
+def _spread(sites: IntArray, sizes: Sequence[int]) -> IntArray:
+    """[E]: the rank inside its site that owns each expert of these ``sites`` ([E]), at levels of these ``sizes``, sites first: as
+    many on each worker, and in whatever domains sites or other workers are, as many at each place inside them. So copies are
+    spread over ranks, too: those at one place in their nodes would be, and be computed, on one rank."""
+    ranks = np.zeros(len(sites), dtype=np.int64)
+    used: dict[tuple[int, ...], IntArray] = {}
+    for expert, site in enumerate(sites.tolist()):
+        place = [site]
+        for level, size in enumerate(sizes[1:], start=1):
+            # Experts by coordinate at this level: of this worker, of domains that it may be in, small ones first, and of all.
+            keys = [(level, *place)]
+            for outer in reversed(range(level)):
+                for domain in divisors(sizes[outer])[1:]:
+                    keys.append((level, outer, domain, *place[:outer], place[outer] // domain, *place[outer + 1 :]))
+            counts = [used.setdefault(key, np.zeros(size, dtype=np.int64)) for key in (*keys, (level,))]
+            chosen = int(np.lexsort(counts[::-1])[0])
+            for count in counts:
+                count[chosen] += 1
+            place.append(chosen)
+            ranks[expert] = ranks[expert] * size + chosen
+    return ranks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -227,10 +262,8 @@ def place(
             continue
         choice, size = choices.get(name, LevelChoice()), cluster.sizes[level]
         if choice.domain_size < 1 or size % choice.domain_size:
-            divisors = [str(d) for d in range(1, size + 1) if size % d == 0]
-            raise PlacementError(
-                f"domains.{name}: size {choice.domain_size} must divide the level's size {size}; use {', '.join(divisors)}"
-            )
+            possible = ", ".join(map(str, divisors(size)))
+            raise PlacementError(f"domains.{name}: size {choice.domain_size} must divide the level's size {size}; use {possible}")
         if not 0 <= choice.migration_ratio <= 1:
             raise PlacementError(f"migration.{name}: ratio {choice.migration_ratio} must lie between 0 and 1")
         num_copied = np.floor(choice.migration_ratio * num_at_home[home] + 0.5)

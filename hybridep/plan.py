@@ -11,7 +11,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -25,6 +26,7 @@ from hybridep.errors import PlacementError, PlanMismatchError
 from hybridep.gating import Gating, gating
 from hybridep.homes import home_table
 from hybridep.placement import LevelChoice, Placement, place
+from hybridep.recompute import Recompute, RecomputeNames
 from hybridep.serving import ServingGroup, serving_table
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
@@ -62,11 +64,6 @@ class Residency(Enum):
     """Gathered for a block's forward, freed, gathered again for its backward; gradients returned at once. Least memory."""
 
 
-def backward_cost(*, recompute: bool) -> int:
-    """What the experts' backward takes, in forwards of theirs: one more where they compute again."""
-    return 3 if recompute else 2
-
-
 class LayerGroup(Strict):
     """The placement of consecutive MoE layers."""
 
@@ -77,9 +74,7 @@ class LayerGroup(Strict):
     migration: dict[str, float]
     """Level name -> share of each home's experts that the domain's members copy."""
     residency: Residency = Residency.STEP
-    recompute: bool = False
-    """Experts keep the rows that arrived (shared ones their input) and nothing else, and compute again in backward (activation
-    recomputation; Chen et al., arXiv 1604.06174): the same results from less memory."""
+    recompute: RecomputeNames = Recompute.NOTHING
     serving: tuple[ServingGroup, ...] = ()
     """In place of a domain size for the outermost level: which site computes which experts for tokens of which sites."""
     homes: dict[str, str] = Field(default_factory=dict)
@@ -91,13 +86,8 @@ class LayerGroup(Strict):
         home = home_table(cluster, num_experts, self.homes)
         return place(cluster, num_experts, self.choices, hotness=popularity, outer=outer, home=home)
 
-    @property
-    def backward_cost(self) -> int:
-        """What the experts' backward takes, in forwards of theirs."""
-        return backward_cost(recompute=self.recompute)
-
-    def recomputing(self, recompute: bool = True) -> LayerGroup:
-        """The same placement, whose experts do or do not ``recompute``."""
+    def recomputing(self, recompute: Recompute) -> LayerGroup:
+        """The same placement, of which this computes again."""
         return self.model_copy(update={"recompute": recompute})
 
     @property
@@ -300,9 +290,14 @@ class Plan(PlanFile):
         return self
 
     @property
-    def recomputes(self) -> bool:
-        """Experts of some layers compute again in backward."""
-        return any(group.recompute for group in self.layers)
+    def recomputes(self) -> Recompute:
+        """What some layers compute again in backward."""
+        return reduce(or_, (group.recompute for group in self.layers))
+
+    @property
+    def dense_recompute(self) -> Recompute:
+        """What layers without experts do: as the first one with experts."""
+        return self.layers[0].recompute
 
     def with_layers(self, *layers: LayerGroup, workload: Workload | None = None) -> Plan:
         """The plan with other layers, and of another ``workload`` where it is given; without a prediction."""

@@ -374,13 +374,6 @@ class Workload(Strict):
         return self.training.sequence_length * (self.model.attention_width + self.model.value_width)
 
     @property
-    def shared_again_flops(self) -> float:
-        """What one MoE layer's backward computes a second time of its shared expert where that keeps nothing
-        (``LayerGroup.recompute``): its forward; without a gate not the last product, whose result nothing keeps."""
-        products = self.model.ffn.num_matrices - (not self.model.shared_expert_gate)
-        return 2.0 * self.training.tokens * products * self.model.hidden_size * self.model.shared_ffn_size
-
-    @property
     def expert_flops_per_row(self) -> float:
         """Forward of one expert on one row."""
         return 2.0 * self.model.expert_params
@@ -388,8 +381,12 @@ class Workload(Strict):
     @property
     def head_flops(self) -> float:
         """Forward of what lies outside the MoE layers, one micro-batch: dense layers and the output projection."""
+        projection = 2 * self.model.vocab_size * self.model.hidden_size * self.model.has_head
+        return self.dense_layers_flops + float(self.training.tokens * projection)
+
+    @property
+    def dense_layers_flops(self) -> float:
+        """Forward of layers without experts, one micro-batch."""
         model = self.model
-        dense = model.attention_block_params + model.ffn.num_matrices * model.hidden_size * model.dense_ffn_size
-        per_token = model.num_dense_layers * (2 * dense + self._score_flops)
-        projection = 2 * model.vocab_size * model.hidden_size * model.has_head
-        return float(self.training.tokens * (per_token + projection))
+        weights = model.attention_block_params + model.ffn.num_matrices * model.hidden_size * model.dense_ffn_size
+        return float(self.training.tokens * model.num_dense_layers * (2 * weights + self._score_flops))

@@ -7,22 +7,32 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.arrays import FloatArray
+from hybridep.recompute import Recompute
 from hybridep.workload import LOSS_PART, LOSS_PARTS, Ffn, Model, Training, Workload
 
 
-def dense_activation_bytes(workload: Workload) -> float:
-    """Kept for backward by a rank with the mean number of tokens, one micro-batch, without experts (of shared ones their input is
-    counted) and the head."""
+def dense_layers_bytes(workload: Workload, recompute: Recompute) -> float:
+    """Kept for backward of layers without experts by a rank with the mean number of tokens, one micro-batch; their inputs where
+    attention does ``recompute``."""
     model, width = workload.model, workload.training.dtype.num_bytes
-    wide = max(width, 4)
+    elements = model.hidden_size
+    if Recompute.ATTENTION not in recompute:
+        elements += _attention_block_elements(model) + inner_width(workload, model.dense_ffn_size)
+    return float(workload.training.tokens * model.num_dense_layers * elements * width)
+
+
+def dense_layer_again_bytes(workload: Workload, recompute: Recompute) -> float:
+    """Of such a layer while it runs backward, where it computes again."""
+    if not workload.model.num_dense_layers:
+        return 0.0
+    kept = dense_layers_bytes(workload, Recompute.NOTHING) - dense_layers_bytes(workload, recompute)
+    return kept / workload.model.num_dense_layers
+
+
+def _attention_block_elements(model: Model) -> int:
+    """Kept of a token by attention and its two norms, of which the layer's input is one input."""
     # The inputs of two norms and the output of the first.
-    attention = (3 * model.hidden_size + attention_elements(model)) * width
-    dense_layer = attention + (model.hidden_size + inner_width(workload, model.dense_ffn_size)) * width
-    # The gate keeps its input, the scores and what it chose.
-    gate = (model.hidden_size + model.num_experts) * wide + model.top_k * (8 + 2 * wide)
-    shared_input = model.hidden_size * width if model.shared_ffn_size and width < wide else 0
-    moe_layer = attention + gate + shared_input
-    return float(workload.training.tokens * (model.num_dense_layers * dense_layer + model.num_moe_layers * moe_layer))
+    return 3 * model.hidden_size + attention_elements(model)
 
 
 def attention_elements(model: Model) -> int:
@@ -45,22 +55,35 @@ class Held(NamedTuple):
     """Made again in backward, and held while it runs; nothing where all is kept."""
 
 
-def shared_expert_bytes(workload: Workload, share: FloatArray, *, recompute: bool) -> Held:
-    """Of its inner widths and, where it has a gate, its output and what the gate says."""
+def pre_expert_bytes(workload: Workload, share: FloatArray, recompute: Recompute) -> Held:
+    """Of attention, norms, gate and shared expert of one layer with experts; ``share``: each rank's tokens as a multiple of the
+    mean."""
     model, width = workload.model, workload.training.dtype.num_bytes
-    elements = inner_width(workload, model.shared_ffn_size) + model.shared_expert_gate * (model.hidden_size + 1)
-    made = share * float(workload.training.tokens * elements * width)
-    return Held(np.zeros_like(made), made) if recompute else Held(made, np.zeros_like(made))
+    wide = max(width, 4)
+    # The gate keeps its input, the scores and what it chose.
+    chosen = model.top_k * (8 + 2 * wide)
+    gate = (model.hidden_size + model.num_experts) * wide + chosen
+    shared_input = model.hidden_size * width if model.shared_ffn_size and width < wide else 0
+    attention = _attention_block_elements(model) * width + gate + shared_input
+    # Its inner widths and, where it has a gate, its output and what the gate says.
+    shared = (inner_width(workload, model.shared_ffn_size) + model.shared_expert_gate * (model.hidden_size + 1)) * width
+    kept = attention + shared
+    if Recompute.ATTENTION in recompute:
+        kept = model.hidden_size * width + chosen
+    elif Recompute.EXPERTS in recompute:
+        kept = attention
+    tokens = share * float(workload.training.tokens)
+    return Held(tokens * kept, tokens * (attention + shared - kept))
 
 
-def routed_bytes(workload: Workload, served: FloatArray, arrived: FloatArray, *, recompute: bool) -> Held:
+def routed_bytes(workload: Workload, served: FloatArray, arrived: FloatArray, recompute: Recompute) -> Held:
     """Of ``arrived`` rows with their weights and ids, and the sums that go back; of each of ``served`` rows the experts' input,
     inner widths and output, and two indices. Where experts ``recompute``, what arrived is kept and nothing else."""
     model, width = workload.model, workload.training.dtype.num_bytes
     row = model.hidden_size * width
     per_served = 2 * row + inner_width(workload, model.expert_ffn_size) * width + 16
     came, made = arrived * (row + model.top_k * (width + 4)), arrived * row + served * per_served
-    return Held(came, made) if recompute else Held(came + made, np.zeros_like(made))
+    return Held(came, made) if Recompute.EXPERTS in recompute else Held(came + made, np.zeros_like(made))
 
 
 def head_bytes(workload: Workload, share: FloatArray) -> FloatArray:

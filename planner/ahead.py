@@ -173,9 +173,11 @@ class Walk:
         return self._paces[key]
 
 
-def exposed_s(blocks: Sequence[Block], *, depth: int, micro_batches: int, head_s: float) -> dict[Op, float]:
+def exposed_s(
+    blocks: Sequence[Block], *, depth: int, micro_batches: int, head_s: float, head_again_s: float = 0.0
+) -> dict[Op, float]:
     """Seconds of one step in which computation and tokens wait for each of ``MOVES``. ``blocks`` has one entry per MoE layer, in
-    order; ``head_s`` is the forward of what follows them."""
+    order; ``head_s`` is the forward of what lies outside them, of which backward computes ``head_again_s`` a second time."""
     walk = Walk()
     if all(block.residency is Residency.STEP for block in blocks):
         # Between the first micro-batch, which awaits all copies, and the last one nothing is copied.
@@ -183,7 +185,8 @@ def exposed_s(blocks: Sequence[Block], *, depth: int, micro_batches: int, head_s
     for batch in range(micro_batches):
         _forward(walk, blocks, depth, is_first=batch == 0)
         walk.run(head_s)
-        _backward(walk, blocks, depth, head_s, is_last=batch == micro_batches - 1)
+        _backward(walk, blocks, depth, 2 * head_s, is_last=batch == micro_batches - 1)
+        walk.run(head_again_s)
     walk.wait_for_all()
     return walk.exposed_s
 
@@ -206,7 +209,7 @@ def _forward(walk: Walk, blocks: Sequence[Block], depth: int, *, is_first: bool)
         walk.tokens(block.hops(Op.TOKEN_COMBINE, inwards=False))
 
 
-def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *, is_last: bool) -> None:
+def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_backward_s: float, *, is_last: bool) -> None:
     gathers: dict[int, _Hop | None] = {}
     returns: dict[int, _Hop | None] = {}
     top = len(blocks) - 1
@@ -217,7 +220,7 @@ def _backward(walk: Walk, blocks: Sequence[Block], depth: int, head_s: float, *,
                 gathers[layer] = walk.enqueue(blocks[layer].hops(Op.EXPERT_GATHER, inwards=True))
 
     gather(top - depth + 1, top)
-    walk.run(2 * head_s)
+    walk.run(head_backward_s)
     for here in range(top, -1, -1):
         block = blocks[here]
         each_time = block.residency is Residency.MICROBATCH

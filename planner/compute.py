@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
+from hybridep.recompute import Recompute, again_flops, dense_again_flops
 from hybridep.shares import site_shares
 from hybridep.topology import Cluster
 from hybridep.traffic import dense_shard_params
@@ -22,12 +23,11 @@ class Compute:
     sharing: float
     share: FloatArray
     """Tokens as a multiple of the mean."""
+    flops_per_s: FloatArray
     pre_expert_s: FloatArray
     """Forward of one layer and micro-batch before the routed experts, without ``overhead_s``."""
     overhead_s: FloatArray
     """Fixed cost of one block's forward."""
-    shared_again_s: FloatArray
-    """What backward computes of one layer's shared expert where that computes again."""
     expert_s_per_row: FloatArray
     """Forward of one expert on one row."""
     expert_overhead_s: FloatArray
@@ -42,18 +42,32 @@ class Compute:
     """What each rank has."""
 
     @property
+    def others_s(self) -> FloatArray:
+        """Forward of one layer and micro-batch before the routed experts, all told."""
+        return self.pre_expert_s + self.overhead_s
+
+    @property
     def slowest(self) -> int:
         """Index of the rank that is last before the routed experts."""
-        return int((self.pre_expert_s + self.overhead_s).argmax())
+        return int(self.others_s.argmax())
 
     def expert_s(self, served: FloatArray, held: FloatArray | IntArray) -> FloatArray:
         """Forward of the routed experts of one layer and micro-batch: ``served`` rows, experts ``held``."""
         return shared_s(served * self.expert_s_per_row + held * self.expert_overhead_s, self.sharing)
 
-    @property
-    def heads_s(self) -> FloatArray:
+    def again_s(self, recompute: Recompute) -> FloatArray:
+        """What backward computes a second time of one layer and micro-batch, but of routed experts."""
+        overhead_s = self.overhead_s if Recompute.ATTENTION in recompute else 0.0
+        return self.share * (again_flops(self.workload, recompute) / self.flops_per_s) + overhead_s
+
+    def head_again_s(self, recompute: Recompute) -> FloatArray:
+        """And of layers without experts, all together."""
+        return self.share * (dense_again_flops(self.workload, recompute) / self.flops_per_s)
+
+    def heads_s(self, recompute: Recompute) -> FloatArray:
         """Forward and backward of what lies outside the MoE layers, all micro-batches of a step."""
-        return 3 * self.workload.training.micro_batches * (self.head_s + self.pass_overhead_s)
+        once_s = 3 * (self.head_s + self.pass_overhead_s) + self.head_again_s(recompute)
+        return np.asarray(self.workload.training.micro_batches * once_s)
 
     def optimizer_s(self, home_experts: IntArray) -> FloatArray:
         """One step of the optimizer; ``home_experts``: experts at home, all layers together."""
@@ -84,9 +98,9 @@ def _compute(cluster: Cluster, workload: Workload, ranks: int) -> Compute:
         workload=workload,
         sharing=cluster.gpu.sharing,
         share=spread(share),
+        flops_per_s=spread([gpu.throughput for gpu in gpus]),
         pre_expert_s=spread([pre_expert_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
         overhead_s=spread([gpu.block_overhead for gpu in gpus]),
-        shared_again_s=spread([workload.shared_again_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),
         expert_s_per_row=spread([row_flops / gpu.expert_flops_per_s for gpu in gpus]),
         expert_overhead_s=spread([gpu.expert_overhead for gpu in gpus]),
         head_s=spread([head_flops * own / gpu.throughput for own, gpu in zip(share, gpus, strict=True)]),

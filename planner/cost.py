@@ -21,6 +21,7 @@ from hybridep.gating import Gating
 from hybridep.gpus import Gpu
 from hybridep.placement import Placement
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.recompute import Recompute
 from hybridep.topology import Cluster
 from hybridep.traffic import (
     SHARED,
@@ -140,8 +141,7 @@ def block_times(
     traffic: Traffic,
     coding_s: Mapping[OpLevel, tuple[float, float]] | None = None,
     chunks: int = 1,
-    *,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NOTHING,
 ) -> BlockTimes:
     """Times of one MoE layer's operations, given ``layer_traffic`` in as many parts, and ``layer_coding``."""
     served, held = served_copies(placement, gating).sum(axis=1), placement.holds.sum(axis=1)
@@ -150,7 +150,7 @@ def block_times(
         parts = chunks if key.op in TOKENS else 1
         exchanges[key.op] += parts * network.exchange_s(key, sent / parts)
     compute = compute_of_ranks(network.cluster, workload)
-    return timed_block(compute, served, held, exchanges, by_op(coding_s or {}), chunks, recompute=recompute)
+    return timed_block(compute, served, held, exchanges, by_op(coding_s or {}), chunks, recompute)
 
 
 def layer_cost(
@@ -172,12 +172,17 @@ def layer_cost(
 
 
 def fixed_cost(
-    network: ExchangeTimes, workload: Workload, placement: Placement, home_experts: IntArray, codecs: Sequence[Codecs] = ()
+    network: ExchangeTimes,
+    workload: Workload,
+    placement: Placement,
+    home_experts: IntArray,
+    codecs: Sequence[Codecs] = (),
+    recompute: Recompute = Recompute.NOTHING,
 ) -> Cost:
-    """What does not depend on the placement of copies: head and dense layers, dense all-reduce, optimizer. ``home_experts``
-    [G]: experts at home on each rank, all layers together."""
+    """What does not depend on the placement of copies: head and dense layers, which ``recompute``, dense all-reduce, optimizer.
+    ``home_experts`` [G]: experts at home on each rank, all layers together."""
     traffic = dense_traffic(placement, workload, codecs)
-    parts, compute_s = fixed_computation(compute_of_ranks(network.cluster, workload), home_experts)
+    parts, compute_s = fixed_computation(compute_of_ranks(network.cluster, workload), home_experts, recompute)
     parts |= dict.fromkeys((Op.DENSE_REDUCE_SCATTER.value, Op.DENSE_ALL_GATHER.value), 0.0)
     for key, sent in traffic.items():
         parts[key.op.value] += network.exchange_s(key, sent)
@@ -191,9 +196,9 @@ def fixed_cost(
     )
 
 
-def fixed_computation(compute: Compute, home_experts: IntArray) -> tuple[dict[str, float], FloatArray]:
-    """Head and optimizer of the slowest rank, by kind, and both together of each."""
-    heads_s, optimizer_s = compute.heads_s, compute.optimizer_s(home_experts)
+def fixed_computation(compute: Compute, home_experts: IntArray, recompute: Recompute) -> tuple[dict[str, float], FloatArray]:
+    """Head and optimizer of the slowest rank, by kind, and both together of each; layers without experts ``recompute``."""
+    heads_s, optimizer_s = compute.heads_s(recompute), compute.optimizer_s(home_experts)
     return {HEAD: float(heads_s.max()), OPTIMIZER: float(optimizer_s.max())}, heads_s + optimizer_s
 
 
@@ -250,12 +255,12 @@ def step_costs(plan: Plan, depths: Sequence[int]) -> list[StepCost]:
     for _, num_layers, group, placement, gating in plan.placed:
         traffic = layer_traffic(placement, plan.workload, gating, plan.level_codecs, plan.schedule.chunks)
         coding_s = layer_coding(plan.cluster.gpu, placement, plan.workload, gating, plan.level_codecs)
-        chunks, again = plan.schedule.chunks, group.recompute
-        times = block_times(network, plan.workload, placement, gating, traffic, coding_s, chunks, recompute=again)
+        times = block_times(network, plan.workload, placement, gating, traffic, coding_s, plan.schedule.chunks, group.recompute)
         groups.append((num_layers, layer_cost(network, plan.workload, times, traffic, group.residency, plan.schedule)))
         if any(depths):
             blocks += [_block(group, times, block_transfers(network, traffic, coding_s))] * num_layers
-    cost = combine(network, fixed_cost(network, plan.workload, plan.placements[0], plan.home_experts, plan.level_codecs), groups)
+    home, dense = plan.home_experts, plan.dense_recompute
+    cost = combine(network, fixed_cost(network, plan.workload, plan.placements[0], home, plan.level_codecs, dense), groups)
     return [_ahead(plan, cost, blocks, depth) if depth else cost for depth in depths]
 
 
@@ -280,6 +285,7 @@ def _ahead(plan: Plan, cost: StepCost, blocks: Sequence[Block], depth: int) -> S
         depth=depth,
         micro_batches=workload.training.micro_batches,
         head_s=float((compute.head_s + compute.pass_overhead_s).max()),
+        head_again_s=float(compute.head_again_s(plan.dense_recompute).max()),
     )
     parts, hidden = dict(cost.parts_s), dict(cost.hidden_s)
     for op, seconds in shown.items():

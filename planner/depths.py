@@ -109,5 +109,7 @@ def _any_depth_s(plan: Plan, cost: StepCost, bound_s: float) -> float:
     take one after the other, so half of both together. ``cost`` is that of any such plan, without copies ahead."""
     fixed_s = sum(cost.parts_s.get(name, 0.0) for name in (HEAD, OPTIMIZER, *(op.value for op in DENSE)))
     compute = compute_of_ranks(plan.cluster, plan.workload)
-    heads_s = 3 * plan.workload.training.micro_batches * float(compute.head_s.max())
+    number = plan.workload.training.micro_batches
+    again_s = number * float(compute.head_again_s(plan.dense_recompute).max())
+    fixed_s, heads_s = fixed_s - again_s, 3 * number * float(compute.head_s.max()) + again_s
     return fixed_s + max(bound_s - fixed_s - heads_s, 0.0) / 2

@@ -6,15 +6,11 @@ from itertools import product
 
 import numpy as np
 
-from hybridep.placement import LevelChoice, home_blocks
+from hybridep.placement import LevelChoice, divisors, home_blocks
 from hybridep.plan import LayerGroup, Residency
+from hybridep.recompute import Recompute
 from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
-
-
-def divisors(size: int) -> tuple[int, ...]:
-    """Domain sizes of a level of ``size`` workers, ascending."""
-    return tuple(d for d in range(1, size + 1) if size % d == 0)
 
 
 def copied_counts(num_at_home: int, max_steps: int) -> tuple[int, ...]:
@@ -50,7 +46,7 @@ def layer_group(
     residency: Residency,
     serving: tuple[ServingGroup, ...] = (),
     *,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NOTHING,
 ) -> LayerGroup:
     """Of a plan file; ratios only where something is copied."""
     return LayerGroup(

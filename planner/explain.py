@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridep.baselines import baseline_group
-from hybridep.placement import LevelChoice
+from hybridep.placement import LevelChoice, divisors
 from hybridep.plan import LayerGroup, Objective, Plan, Residency
+from hybridep.recompute import Recompute
 from planner.alone import alone
 from planner.constraints import Constraints, Permissions, permissions
 from planner.cost import StepCost
-from planner.domains import divisors, layer_group
+from planner.domains import layer_group
 from planner.evaluate import MOST_RANKS, evaluate, expected_s
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, goal_of
@@ -209,7 +210,7 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
         other = Residency.MICROBATCH if base.residency is Residency.STEP else Residency.STEP
         yield f"copies per {other.value}", base.model_copy(update={"first_layer": 0, "num_layers": layers, "residency": other})
     if base.recompute:
-        yield "activations kept", base.model_copy(update={"first_layer": 0, "num_layers": layers, "recompute": False})
+        yield "activations kept", base.model_copy(update={"first_layer": 0, "num_layers": layers, "recompute": Recompute.NOTHING})
 
 
 def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
-from hybridep.plan import Residency, Schedule, backward_cost
+from hybridep.plan import Residency, Schedule
+from hybridep.recompute import Recompute
 from hybridep.traffic import MOVES, SHARED, Op, gathers_and_returns
 from planner.compute import Compute
 
@@ -58,40 +59,45 @@ class BlockTimes:
     """Seconds of single operations of one MoE layer and micro-batch, on the slowest rank or the busiest link; all parts together
     where tokens travel in parts."""
 
-    pre_expert_s: float
-    """Forward; backward takes twice that, and ``again_s``."""
+    compute: Compute
+    """Of ranks, without experts."""
     expert_s: float
     """Forward; backward takes ``backward_cost`` times that."""
-    overhead_s: float
     exchanges_s: dict[Op, float]
     """Each kind's hops over all levels; the gather and the return of copies once."""
     coding_s: dict[Op, float] = field(default_factory=dict)
     """Of their payloads, before and after; absent where it takes no time."""
-    others_s: FloatArray
-    """Forward of each rank by itself (any shape), without ``experts_s``."""
     experts_s: FloatArray
-    """And of its experts."""
-    shared_again_s: FloatArray
-    """What each rank's backward computes of the shared expert where experts ``recompute``."""
+    """Forward of each rank's experts by itself (any shape)."""
     chunks: int = 1
     """Parts in which tokens travel."""
-    recompute: bool = False
-    """Experts compute again in backward (``LayerGroup.recompute``)."""
+    recompute: Recompute = Recompute.NOTHING
+
+    @property
+    def pre_expert_s(self) -> float:
+        """Forward; backward takes twice that, and ``again_s``."""
+        return float(self.compute.pre_expert_s.flat[self.compute.slowest])
+
+    @property
+    def overhead_s(self) -> float:
+        """Of that rank."""
+        return float(self.compute.overhead_s.flat[self.compute.slowest])
 
     @property
     def backward_cost(self) -> int:
         """What the experts' backward takes, in forwards of theirs."""
-        return backward_cost(recompute=self.recompute)
+        return self.recompute.backward_cost
 
     @property
     def again_s(self) -> float:
         """Backward of all but routed experts on the slowest rank, beyond twice its forward."""
-        return float((2 * self.others_s + self.shared_again_s).max() - 2 * self.others_s.max()) if self.recompute else 0.0
+        others_s = self.compute.others_s
+        return float((2 * others_s + self.compute.again_s(self.recompute)).max() - 2 * others_s.max())
 
     @property
     def compute_s(self) -> FloatArray:
         """Forward and backward of each rank: computation alone."""
-        others_s = 3 * self.others_s + self.shared_again_s * self.recompute
+        others_s = 3 * self.compute.others_s + self.compute.again_s(self.recompute)
         return np.asarray(others_s + (1 + self.backward_cost) * self.experts_s)
 
 
@@ -102,19 +108,15 @@ def timed_block(
     exchanges_s: dict[Op, float],
     coding_s: dict[Op, float],
     chunks: int = 1,
-    *,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NOTHING,
 ) -> BlockTimes:
     """Of ranks that compute ``served`` rows with ``held`` experts each, whose fixed cost each of ``chunks`` parts has."""
     expert_s = compute.expert_s(served, held * chunks)
     return BlockTimes(
-        pre_expert_s=float(compute.pre_expert_s.flat[compute.slowest]),
+        compute=compute,
         expert_s=float(expert_s.max()),
-        overhead_s=float(compute.overhead_s.flat[compute.slowest]),
         exchanges_s=exchanges_s,
-        others_s=compute.pre_expert_s + compute.overhead_s,
         experts_s=expert_s,
-        shared_again_s=compute.shared_again_s,
         coding_s=coding_s,
         chunks=chunks,
         recompute=recompute,

@@ -16,7 +16,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import elapsed_s
 from planner.plans import predict, seconds
-from planner.problem import TIE, build_problem
+from planner.problem import TIE, build_problem, ways_again
 from planner.solve import PROVEN_GAP, gap, missing_memory
 
 
@@ -39,8 +39,12 @@ def plans_measured(
     asked_s = elapsed_s()
     make = partial(build_problem, cluster, workload, schedule or Schedule(), codecs=codecs)
     problems = [make(shares) for shares in popularity]
-    if len({len(problem.candidates) for problem in problems}) > 1:
-        problems = [make(shares, recompute=True) for shares in popularity]
+    ways = ways_again(workload.model)
+    most = max((problem.recompute for problem in problems), key=ways.index)
+    problems = [
+        problem if problem.recompute == most else make(shares, recompute=most)
+        for problem, shares in zip(problems, popularity, strict=True)
+    ]
     # Layers differ in time and memory, not in which configurations there are: those follow from counts of experts.
     layer_s = np.array([problem.layer_s for problem in problems])
     lasting = np.array([problem.lasting_bytes for problem in problems])

@@ -19,10 +19,18 @@ from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, Wire, wires
 from hybridep.gating import Gating
 from hybridep.placement import Placement
 from hybridep.plan import Plan, Residency
+from hybridep.recompute import Recompute
 from hybridep.topology import Cluster
 from hybridep.traffic import DENSE_PIECE, Op, Traffic, arriving_rows, dense_shard_params, rank_sequences, reverse, served_copies
 from hybridep.workload import Training, Workload
-from planner.activations import dense_activation_bytes, head_bytes, inner_width, routed_bytes, shared_expert_bytes
+from planner.activations import (
+    dense_layer_again_bytes,
+    dense_layers_bytes,
+    head_bytes,
+    inner_width,
+    pre_expert_bytes,
+    routed_bytes,
+)
 from planner.compute import compute_of_ranks
 from planner.cost import layer_traffic
 
@@ -95,10 +103,13 @@ def memory_knob(cluster: Cluster, rank: int) -> str:
     return "gpu.memory" if gpu is None or gpu.memory is None else f"sites.{cluster.site_name(dc)}.gpu.memory"
 
 
-def fixed_rank_bytes(workload: Workload, share: FloatArray, sizes: Sequence[int]) -> tuple[FloatArray, float]:
-    """What ranks keep whatever the placement, and what each expert at home adds, for all layers together; ``share``: each rank's
-    tokens as a multiple of the mean, ``sizes``: of the cluster's levels, here and below."""
-    return _dense_bytes(workload, sizes) + share * dense_activation_bytes(workload), (
+def fixed_rank_bytes(
+    workload: Workload, share: FloatArray, sizes: Sequence[int], recompute: Recompute
+) -> tuple[FloatArray, float]:
+    """What ranks keep whatever the placement, but for what layers with experts keep of tokens, and what each expert at home adds,
+    for all layers together; ``share``: each rank's tokens as a multiple of the mean, ``sizes``: of the cluster's levels, here and
+    below."""
+    return _dense_bytes(workload, sizes) + share * dense_layers_bytes(workload, recompute), (
         workload.model.num_moe_layers * workload.model.expert_params * _state_bytes(workload)
     )
 
@@ -153,15 +164,15 @@ def passing_bytes(
     copies: FloatArray,
     at_home: IntArray,
     residency: Residency,
-    routed_again: FloatArray,
-    shared_again: FloatArray,
+    again: tuple[FloatArray, FloatArray],
     chunks: int = 1,
 ) -> dict[str, FloatArray]:
-    """By kind, while one layer is computed: its largest exchange, what its experts' backward makes, or its shared expert's where
-    that computes again, or what the head holds if it is the topmost; receives that are posted ahead; and copies that live for one
-    micro-batch. ``served`` rows are computed, in ``chunks`` parts; ``routed_again`` and ``shared_again`` are ``Held.again``."""
+    """By kind, while one layer is computed: its largest exchange, what its experts' backward makes, or that of what comes before
+    them where that computes again, or what the head holds if it is the topmost; receives that are posted ahead; and copies that
+    live for one micro-batch. ``served`` rows are computed, in ``chunks`` parts; ``again``: ``Held.again`` of routed experts, and
+    of what comes before them."""
     model, width = workload.model, workload.training.dtype.num_bytes
-    held = copies + at_home
+    held, (routed_again, pre_expert_again) = copies + at_home, again
     gradients, row = float(workload.expert_bytes) * held, served * float(model.hidden_size * width)
     # First one expert after the other, with the gradients of all rows and of one expert's inner widths; then the experts'
     # gradients become one piece.
@@ -171,8 +182,8 @@ def passing_bytes(
         # To which those of further parts are added; and what earlier ones have computed is on its way.
         backward = backward + gradients + row * (1 - 1 / chunks)
     own_copies = copies * float(workload.expert_bytes if residency is Residency.MICROBATCH else 0)
-    # Later the shared expert's inner widths are there with gradients of half of them.
-    computed = np.maximum(ahead.dispatch + backward, 1.5 * shared_again)
+    # Later a shared expert's inner widths are there with gradients of half of them.
+    computed = np.maximum(ahead.dispatch + backward, 1.5 * pre_expert_again)
     # Meanwhile the layer below awaits its gradients; it is taken to be like this one. At the head, where there are no copies of
     # one micro-batch, the topmost layer does.
     largest = np.maximum.reduce([largest_exchange, computed, head_bytes(workload, share) - own_copies])
@@ -198,14 +209,13 @@ def dense_reduction_bytes(sizes: Sequence[int], workload: Workload, codecs: Sequ
     return most
 
 
-def fixed_passing_bytes(
-    workload: Workload, share: FloatArray, largest_reduction: float, *, recompute: bool = False
-) -> FloatArray:
-    """Held by the head when backward begins; or after backward, when no activations are left, by the reduction of the dense
-    gradients. ``recompute``: experts of some layers do; shared ones are taken to keep nothing in any."""
-    shared = workload.model.num_moe_layers * shared_expert_bytes(workload, share, recompute=recompute).kept
-    reduction = largest_reduction - share * dense_activation_bytes(workload) - shared
-    return np.asarray(np.maximum(head_bytes(workload, share), reduction))
+def fixed_passing_bytes(workload: Workload, share: FloatArray, largest_reduction: float, recompute: Recompute) -> FloatArray:
+    """Held by the head when backward begins, or by a layer without experts; or after backward, when no activations are left, by
+    the reduction of the dense gradients. ``recompute``: what some layers do; all are taken to."""
+    kept = workload.model.num_moe_layers * pre_expert_bytes(workload, share, recompute).kept
+    reduction = largest_reduction - share * dense_layers_bytes(workload, recompute) - kept
+    again = 1.5 * share * dense_layer_again_bytes(workload, recompute)
+    return np.asarray(np.maximum.reduce([head_bytes(workload, share), again, reduction]))
 
 
 def fixed_memory(
@@ -214,23 +224,26 @@ def fixed_memory(
     home_experts: IntArray,
     codecs: Sequence[Codecs] = (),
     *,
-    recompute: bool = False,
+    dense: Recompute = Recompute.NOTHING,
+    some: Recompute = Recompute.NOTHING,
 ) -> LayerMemory:
     """What does not depend on the placement of copies, for all layers together. ``home_experts`` [G]: experts at home on
-    each rank, all layers together. ``recompute``: of some layers' experts."""
+    each rank, all layers together. ``dense``: what layers without experts compute again, ``some``: what any layers do."""
     reduction = dense_reduction_bytes(cluster.sizes, workload, codecs)
     share = compute_of_ranks(cluster, workload).share
-    lasting = fixed_lasting(workload, share, home_experts, cluster.sizes)
+    lasting = fixed_lasting(workload, share, home_experts, cluster.sizes, dense)
     lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(cluster, workload, codecs)
-    return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, share, reduction, recompute=recompute)})
+    return LayerMemory(lasting=lasting, passing={BUFFERS: fixed_passing_bytes(workload, share, reduction, some)})
 
 
-def fixed_lasting(workload: Workload, share: FloatArray, home_experts: IntArray, sizes: Sequence[int]) -> dict[str, FloatArray]:
-    """Bytes by kind of ranks ([G]) without copies and what experts keep of tokens."""
+def fixed_lasting(
+    workload: Workload, share: FloatArray, home_experts: IntArray, sizes: Sequence[int], recompute: Recompute
+) -> dict[str, FloatArray]:
+    """Bytes by kind of ranks ([G]) without copies and what layers with experts keep of tokens."""
     return {
         DENSE: np.full(len(home_experts), _dense_bytes(workload, sizes)),
         HOME_EXPERTS: home_experts.astype(np.float64) * (workload.model.expert_params * _state_bytes(workload)),
-        ACTIVATIONS: share * dense_activation_bytes(workload),
+        ACTIVATIONS: share * dense_layers_bytes(workload, recompute),
     }
 
 
@@ -243,22 +256,20 @@ def layer_memory(
     prefetch: int = 0,
     codecs: Sequence[Codecs] = (),
     chunks: int = 1,
-    *,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NOTHING,
 ) -> LayerMemory:
-    """What one MoE layer's copies, experts and exchanges take, given ``planner.cost.layer_traffic``. With ``prefetch``,
-    copies' gradients wait their turn to return, and copies per micro-batch of so many more layers are there or on their way.
-    ``recompute``: of its experts (``LayerGroup.recompute``)."""
+    """What one MoE layer takes, given ``planner.cost.layer_traffic``. With ``prefetch``, copies' gradients wait their turn to
+    return, and copies per micro-batch of so many more layers are there or on their way."""
     copies = (placement.holds.sum(axis=1) - placement.num_at_home).astype(np.float64)
     served = served_copies(placement, gating).sum(axis=1)
     kept_copies = lasting_copy_bytes(workload, copies, residency)
     share = rank_sequences(placement, gating) / workload.training.micro_batch_size
     ahead = Ahead(*(arriving_bytes(placement, traffic, op) for op in (Op.COMBINE_BACKWARD, Op.DISPATCH_BACKWARD)))
     largest = exchange_bytes(placement, traffic, narrowed=narrows(workload.training, residency))
-    routed = routed_bytes(workload, served, arriving_rows(placement, gating), recompute=recompute)
-    shared = shared_expert_bytes(workload, share, recompute=recompute)
-    at_home, again = placement.num_at_home, (routed.again, shared.again)
-    passing = passing_bytes(workload, share, largest, ahead, served, copies, at_home, residency, *again, chunks)
+    routed = routed_bytes(workload, served, arriving_rows(placement, gating), recompute)
+    before = pre_expert_bytes(workload, share, recompute)
+    at_home, again = placement.num_at_home, (routed.again, before.again)
+    passing = passing_bytes(workload, share, largest, ahead, served, copies, at_home, residency, again, chunks)
     both = copies * float(2 * workload.expert_bytes)
     if prefetch and residency is Residency.STEP:
         # Gradients of the last micro-batch wait where the layer's activations have been.
@@ -266,7 +277,7 @@ def layer_memory(
     elif prefetch:
         passing[COPIES] = passing.get(COPIES, 0.0) + both * min(prefetch, workload.model.num_moe_layers - 1)
     lasting: dict[str, FloatArray] = {
-        ACTIVATIONS: routed.kept + shared.kept,
+        ACTIVATIONS: routed.kept + before.kept,
         COPIES: kept_copies,
     }
     kept = _codec_state_bytes(placement, workload, wires(workload, codecs, len(placement.sizes)))
@@ -378,24 +389,23 @@ def step_memory(plan: Plan) -> StepMemory:
             prefetch,
             plan.level_codecs,
             chunks,
-            recompute=group.recompute,
+            group.recompute,
         )
         groups.append((num_layers, memory))
-    home, again = plan.home_experts, plan.recomputes
-    fixed = fixed_memory(plan.cluster, plan.workload, home, plan.level_codecs, recompute=again)
+    home, codecs = plan.home_experts, plan.level_codecs
+    fixed = fixed_memory(plan.cluster, plan.workload, home, codecs, dense=plan.dense_recompute, some=plan.recomputes)
     if plan.popularity:
-        _less_above(groups, fixed.lasting[ACTIVATIONS] / plan.workload.model.num_layers)
+        _less_above(groups)
     return StepMemory(plan.cluster, fixed, tuple(groups))
 
 
-def _less_above(groups: Sequence[tuple[int, LayerMemory]], dense_layer_bytes: FloatArray) -> None:
+def _less_above(groups: Sequence[tuple[int, LayerMemory]]) -> None:
     """When a layer runs backward, activations of one micro-batch of the layers above it are gone. Not counted where experts are
-    alike, since the integer program, whose layers have no order, does not either. ``dense_layer_bytes`` [G]: activations of one
-    layer without experts."""
-    gone = np.zeros_like(dense_layer_bytes)
+    alike, since the integer program, whose layers have no order, does not either."""
+    gone = np.zeros_like(groups[0][1].lasting[ACTIVATIONS])
     for count, memory in reversed(groups):
         memory.passing[BUFFERS] = memory.passing[BUFFERS] - gone
-        gone = gone + count * (memory.lasting[ACTIVATIONS] + dense_layer_bytes)
+        gone = gone + count * memory.lasting[ACTIVATIONS]
 
 
 def total_memory(cluster: Cluster, fixed: LayerMemory, groups: Iterable[tuple[int, LayerMemory]]) -> MemoryUse:

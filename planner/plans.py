@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hybridep.baselines import Baseline, baseline_like, baseline_plan
 from hybridep.codecs import Codecs
-from hybridep.placement import LevelChoice
+from hybridep.errors import HybridEPError, InfeasibleError, NoSolutionError
+from hybridep.placement import LevelChoice, divisors
 from hybridep.plan import LayerGroup, Objective, Plan, Prediction, Residency, Schedule, SolverReport, Status
 from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
 from hybridep.workload import Workload
-from planner.domains import divisors, layer_group
+from planner.domains import layer_group
 from planner.evaluate import evaluate, expected_s
 from planner.goal import FASTEST, Goal
-from planner.problem import Problem, build_problem
+from planner.problem import Problem, build_problem, build_problems
 from planner.solve import PROVEN_GAP, Solution, gap, solve
 
 BASELINES = (Baseline.EP, Baseline.FULL_GATHER)
@@ -38,8 +40,26 @@ def plan_domains(
     Raises InfeasibleError (says how much memory is missing where, or what the cheapest plan costs), NoSolutionError (time limit),
     UserError (unknown solver).
     """
-    problem = build_problem(cluster, workload, schedule or Schedule(), codecs=codecs, goal=goal)
-    return plan_of(problem, solve(problem, solver=solver, time_limit_s=time_limit_s))
+    problems = build_problems(cluster, workload, schedule or Schedule(), codecs=codecs, goal=goal)
+    found, errors = list[tuple[Problem, Solution]](), list[HybridEPError]()
+    for problem in problems:
+        try:
+            found.append((problem, solve(problem, solver=solver, time_limit_s=time_limit_s / len(problems))))
+        except (InfeasibleError, NoSolutionError) as error:
+            errors.append(error)
+    if not found:
+        raise errors[-1]  # of what needs least memory
+    problem, best = min(found, key=lambda one: one[0].value(one[1].counts))
+    solutions = [solution for _, solution in found]
+    lost = any(isinstance(error, NoSolutionError) for error in errors)
+    best = replace(
+        best,
+        status=best.status if all(one.status is Status.OPTIMAL for one in solutions) and not lost else Status.FEASIBLE,
+        bound_s=0.0 if lost else min(best.objective_s, *(one.bound_s for one in solutions)),
+        bound_usd=0.0 if lost else min(one.bound_usd for one in solutions),
+        solve_s=sum(one.solve_s for one in solutions),
+    )
+    return plan_of(problem, best)
 
 
 def baseline(cluster: Cluster, workload: Workload, name: str) -> Plan:

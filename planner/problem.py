@@ -18,8 +18,9 @@ from hybridep.codecs import Codecs, level_codecs
 from hybridep.gating import gating
 from hybridep.placement import LevelChoice, place
 from hybridep.plan import LayerGroup, Objective, Residency, Schedule
+from hybridep.recompute import ALL, Recompute
 from hybridep.topology import Cluster
-from hybridep.workload import Workload
+from hybridep.workload import Model, Workload
 from planner.cost import block_times, fixed_cost, layer_coding, layer_cost, layer_traffic
 from planner.domains import all_choices, layer_group
 from planner.exchange import ExchangeTimes
@@ -41,8 +42,7 @@ class Candidate:
     choices: dict[str, LevelChoice]
     """By level name."""
     residency: Residency
-    recompute: bool = False
-    """Of its experts (``LayerGroup.recompute``)."""
+    recompute: Recompute = Recompute.NOTHING
     num_copies: int
     """Over all ranks, one layer."""
     layer_s: float
@@ -63,7 +63,7 @@ class Candidate:
         """Among equals the smallest is chosen: fewer copies, then smaller domains, then less migration."""
         sizes = tuple(choice.domain_size for choice in self.choices.values())
         ratios = tuple(choice.migration_ratio for choice in self.choices.values())
-        return self.num_copies, sizes, ratios, self.residency is Residency.MICROBATCH, self.recompute
+        return self.num_copies, sizes, ratios, self.residency is Residency.MICROBATCH, self.recompute.value
 
     def group(self, first: int, count: int) -> LayerGroup:
         """So many layers of a plan."""
@@ -77,7 +77,7 @@ class Candidate:
             f"{name}: {choice.migration_ratio:g} copied" for name, choice in self.choices.items() if choice.migration_ratio < 1
         ]
         note = " (" + ", ".join(partial) + ")" if partial else ""
-        again = ", experts compute again in backward" if self.recompute else ""
+        again = f", {self.recompute.phrase}" if self.recompute else ""
         return f"domains {sizes}{note}, copies per {self.residency.value}{again}"
 
 
@@ -101,6 +101,8 @@ class Problem:
     """[G]: what another part of the step holds for a moment; counts only where it exceeds that of every layer."""
     capacity_bytes: FloatArray
     """[G]."""
+    recompute: tuple[Recompute, ...] = (Recompute.NOTHING,)
+    """What candidates compute again: one of ``ways_again``."""
     fixed_usd: float = 0.0
     """What a step outside the MoE layers costs."""
     goal: Goal = FASTEST
@@ -217,14 +219,46 @@ def build_problem(
     codecs: Mapping[str, Codecs] | None = None,
     goal: Goal = FASTEST,
     *,
-    recompute: bool | None = None,
+    recompute: tuple[Recompute, ...] | None = None,
 ) -> Problem:
     """All candidates of a cluster and workload with their times and memory, for a layer whose experts have this popularity (all
-    alike where it is not given). ``codecs`` by level name, exact where absent. ``recompute``: also those whose experts compute
-    again in backward; where memory is short, if nothing is said."""
+    alike where it is not given). ``codecs`` by level name, exact where absent. ``recompute``: one of ``ways_again``; that with
+    the best configuration for all layers, if nothing is said."""
+    problems = build_problems(cluster, workload, schedule, popularity, codecs, goal, recompute=recompute)
+
+    def value(problem: Problem) -> float:
+        best = problem.best_uniform()
+        return np.inf if best is None else problem.value(problem.uniform(best))
+
+    return min(problems[::-1], key=value)
+
+
+def build_problems(
+    cluster: Cluster,
+    workload: Workload,
+    schedule: Schedule,
+    popularity: tuple[float, ...] | None = None,
+    codecs: Mapping[str, Codecs] | None = None,
+    goal: Goal = FASTEST,
+    *,
+    recompute: tuple[Recompute, ...] | None = None,
+) -> list[Problem]:
+    """One problem, or one for each way in which layers may compute again where memory is short: the best plan is that of one of
+    them."""
     make = partial(_problem, cluster, workload, schedule, popularity, codecs, goal)
-    problem = make((False, True) if recompute else (False,))
-    return make((False, True)) if recompute is None and problem.is_short_of_memory else problem
+    if recompute is not None:
+        return [make(recompute)]
+    first, *others = ways_again(workload.model)
+    kept = make(first)
+    return [make(one) for one in others] if kept.is_short_of_memory else [kept]
+
+
+def ways_again(model: Model) -> tuple[tuple[Recompute, ...], ...]:
+    """What layers may compute again: nothing, or else the layers of a plan may be of several kinds. Layers without experts do as
+    the first one with experts, so where there are any these are either all kinds that keep attention's activations, or all
+    others."""
+    kept, again = (Recompute.NOTHING, Recompute.EXPERTS), (Recompute.ATTENTION, ALL)
+    return ((Recompute.NOTHING,), kept, again) if model.num_dense_layers else ((Recompute.NOTHING,), (*kept, *again))
 
 
 def _problem(
@@ -234,7 +268,7 @@ def _problem(
     popularity: tuple[float, ...] | None,
     codecs: Mapping[str, Codecs] | None,
     goal: Goal,
-    recompute: Sequence[bool],
+    recompute: tuple[Recompute, ...],
 ) -> Problem:
     coded = level_codecs([level.name for level in cluster.levels], codecs or {})
     residencies = (Residency.STEP,) if any(one.experts.is_change for one in coded) else tuple(Residency)
@@ -244,7 +278,8 @@ def _problem(
     candidates = []
     home = place(cluster, experts, {})
     home_experts = home.num_at_home * workload.model.num_moe_layers
-    fixed, fixed_again = (fixed_memory(cluster, workload, home_experts, coded, recompute=one) for one in (False, True))
+    dense = recompute[0]
+    fixed = {one: fixed_memory(cluster, workload, home_experts, coded, dense=dense, some=one) for one in recompute}
     for choices in all_choices(cluster, experts, MAX_COPY_STEPS):
         placement = place(cluster, experts, choices, hotness=popularity)
         traffic = layer_traffic(placement, workload, expected, coded, schedule.chunks)
@@ -267,20 +302,21 @@ def _problem(
                     chain_s=cost.chain_s,
                     link_s=network.transfer_s(cost.link_bytes),
                     lasting_bytes=memory.lasting_bytes,
-                    passing_bytes=np.maximum(memory.passing_bytes, fixed_again.passing_bytes * again),
+                    passing_bytes=np.maximum(memory.passing_bytes, fixed[again].passing_bytes),
                 )
             )
-    outside = fixed_cost(network, workload, home, home_experts, coded)
+    outside = fixed_cost(network, workload, home, home_experts, coded, dense)
     return Problem(
         cluster=cluster,
         workload=workload,
         schedule=schedule,
         codecs=dict(codecs or {}),
         num_layers=workload.model.num_moe_layers,
+        recompute=recompute,
         candidates=tuple(sorted(candidates, key=lambda candidate: candidate.preference)),
         fixed_s=outside.total_s,
-        fixed_lasting_bytes=fixed.lasting_bytes,
-        fixed_passing_bytes=fixed.passing_bytes,
+        fixed_lasting_bytes=fixed[dense].lasting_bytes,
+        fixed_passing_bytes=fixed[dense].passing_bytes,
         capacity_bytes=cluster.of_ranks(lambda gpu: gpu.memory),
         fixed_usd=step_usd(cluster.rent_usd_per_s, egress_usd(cluster, outside.link_bytes), outside.total_s),
         goal=goal,

@@ -190,7 +190,9 @@ class _Walk:
             self.dense = dense
         self._shares_links = shares_links and plan.cluster.sizes[0] > 1
         self._plan, self._compute = plan, compute_of_ranks(plan.cluster, plan.workload)
-        self._pre_expert_s = self._compute.pre_expert_s + self._compute.overhead_s
+        self._pre_expert_s = self._compute.others_s
+        self._head_s = self._compute.head_s + self._compute.pass_overhead_s
+        self._head_backward_s = 2 * self._head_s + self._compute.head_again_s(plan.dense_recompute)
         self._network = ExchangeTimes(cluster=plan.cluster, streams=plan.schedule.streams)
 
     @cached_property
@@ -224,18 +226,17 @@ class _Walk:
         return Between(float(held_s[used].max(initial=0.0)), links)
 
     def pass_times(self) -> PassTimes:
-        plan, compute = self._plan, self._compute
+        plan = self._plan
         start_s = np.zeros(plan.cluster.num_gpus)
-        head_s = compute.head_s + compute.pass_overhead_s
 
         def forward(*, is_first: bool) -> FloatArray:
             ready_s = start_s
             for count, layer in self._groups:
                 ready_s = _repeated(count, ready_s, partial(self._forward, layer, is_first=is_first))
-            return ready_s + head_s
+            return ready_s + self._head_s
 
         def backward(ready_s: FloatArray, *, is_last: bool) -> FloatArray:
-            ready_s = ready_s + 2 * head_s
+            ready_s = ready_s + self._head_backward_s
             for count, layer in reversed(self._groups):
                 ready_s = _repeated(count, ready_s, partial(self._backward, layer, is_last=is_last))
             return ready_s
@@ -249,7 +250,7 @@ class _Walk:
             count * (self._pre_expert_s + layer.pre_expert_backward_s + (1 + layer.backward_cost) * layer.expert_s)
             for count, layer in self._groups
         ]
-        compute_s = float((sum(blocks_s, start=np.zeros(1)) + 3 * head_s).max())
+        compute_s = float((sum(blocks_s, start=np.zeros(1)) + self._head_s + self._head_backward_s).max())
         return PassTimes(
             computing=min(compute_s / (forward_s + backward_s), 1.0),
             gather_s=max(first_s - forward_s, 0.0),
@@ -288,7 +289,7 @@ class _Walk:
     def _micro_batch(self, ready_s: FloatArray, *, is_first: bool, is_last: bool) -> FloatArray:
         for count, layer in self._groups:
             ready_s = _repeated(count, ready_s, partial(self._forward, layer, is_first=is_first))
-        ready_s = ready_s + 3 * (self._compute.head_s + self._compute.pass_overhead_s)
+        ready_s = ready_s + self._head_s + self._head_backward_s
         for count, layer in reversed(self._groups):
             ready_s = _repeated(count, ready_s, partial(self._backward, layer, is_last=is_last))
         return ready_s
@@ -364,8 +365,8 @@ class _Walk:
         coding = token_coding(placement, workload, rows, codecs, gating) | copy_coding(placement, workload, codecs)
         return _Layer(
             residency=layers.group.residency,
-            backward_cost=layers.group.backward_cost,
-            pre_expert_backward_s=2 * self._pre_expert_s + self._compute.shared_again_s * layers.group.recompute,
+            backward_cost=layers.group.recompute.backward_cost,
+            pre_expert_backward_s=2 * self._pre_expert_s + self._compute.again_s(layers.group.recompute),
             expert_s=self._compute.expert_s(served / chunks, held),
             exchanges=self._exchanges(traffic, coding),
             between=between,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hybridep.plan import Residency
+from hybridep.recompute import Recompute
 from hybridep.traffic import served_copies
 from runtime.checkpoint_files import expert_name
 from runtime.chunked import ChunkedExperts
@@ -87,7 +88,7 @@ def build_rank_model(
         padded = None
         if model.pad_expert_input_to_capacity:
             padded = torch.from_numpy(served_copies(placement, layers.gating)[mesh.rank].astype(np.int64)).to(mesh.device)
-        parts, again = (model, home, exchange, dispatchers[id(placement)], spans), group.recompute
+        parts, again = (model, home, exchange, dispatchers[id(placement)], spans), Recompute.EXPERTS in group.recompute
         if tokens is not None:
             chunks = mesh.plan.schedule.chunks
             routed.append(ChunkedExperts(*parts, layer=layer, recompute=again, chunks=chunks, tokens=tokens))

@@ -11,6 +11,7 @@ from hybridep.arrays import FloatArray, IntArray
 from hybridep.coding import Coded, Coding, copy_coding, dense_coding, direct_coding, speed_of, token_coding
 from hybridep.errors import UserError
 from hybridep.plan import PlacedLayers, Plan
+from hybridep.recompute import Recompute, again_flops, dense_again_flops
 from hybridep.routing import Routing
 from hybridep.shares import site_shares
 from hybridep.topology import Cluster
@@ -42,6 +43,8 @@ from simulator.symmetry import Exchange, no_symmetry, symmetry
 from simulator.token_exchange import Route, TokenExchange
 from simulator.wiring import Wiring
 
+BACKWARD_COST = 2.0
+"""Backward computes the gradients of inputs and of weights, each as costly as the forward."""
 _OUT = (Op.EXPERT_GATHER, Op.TOKEN_COUNTS, Op.TOKEN_DISPATCH, Op.SHARED_REDUCE_SCATTER)
 """Transfers of a layer; its others are these, or their reverse, in other units."""
 
@@ -147,8 +150,14 @@ class Blocks:
         each_s = np.repeat(shares, plan.cluster.ranks_per_site) / rates
         overhead_s, pass_s = of_ranks(lambda gpu: gpu.block_overhead), of_ranks(lambda gpu: gpu.pass_overhead)
         self.pre_expert_s = self.slowed(workload.pre_expert_flops * each_s + overhead_s)
-        self.shared_again_s = self.slowed(workload.shared_again_flops * each_s)
+        self.again_s: dict[Recompute, FloatArray] = {}
+        """Of what layers compute again before their routed experts."""
+        for one in {group.recompute for group in plan.layers}:
+            again_s = again_flops(workload, one) * each_s + (overhead_s if Recompute.ATTENTION in one else 0.0)
+            self.again_s[one] = self.slowed(again_s)
         self.head_s = self.slowed(workload.head_flops * each_s + pass_s)
+        dense_again_s = dense_again_flops(workload, plan.dense_recompute) * each_s
+        self.head_backward_s = BACKWARD_COST * self.head_s + self.slowed(dense_again_s)
         self.optimizer_s = self._optimizer()
         sent = dense_traffic(plan.placements[0], workload, plan.level_codecs)
         self._reduction = {key: self._place.sent(key.level, sent.pop(key)) for key in list(sent)}
@@ -195,8 +204,9 @@ class Blocks:
             *(one.expert_s for one in self._expected_sent.values()),
             *(part for by_key in coding_s for each in by_key.values() for part in each),
             self.pre_expert_s,
-            self.shared_again_s,
+            *self.again_s.values(),
             self.head_s,
+            self.head_backward_s,
         ]
 
     def direct(self) -> list[Direct]:

@@ -11,7 +11,7 @@ from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.plan import PlacedLayers, Plan, Residency
 from hybridep.routing import Routing
 from hybridep.traffic import MOVES, Op, OpLevel
-from simulator.blocks import Block, Blocks, fabric_of
+from simulator.blocks import BACKWARD_COST, Block, Blocks, fabric_of
 from simulator.collective import Flows, Program
 from simulator.conditions import Conditions
 from simulator.engine import Engine
@@ -33,9 +33,6 @@ MESSAGES = "messages"
 
 _TOKENS, _COPIES = 0, 1
 """Priorities on the links."""
-
-_BACKWARD_COST = 2.0
-"""Backward computes the gradients of inputs and of weights, each as costly as the forward."""
 
 
 class _Pass(NamedTuple):
@@ -178,7 +175,7 @@ class Passes:
         """And back."""
         backwards = self._steps.pop(micro_batch)[::-1]
         self._start_gathers([ahead for ahead in backwards[: self._prefetch] if ahead.regather], last)
-        last = [self.compute(HEAD + BACKWARD, self._blocks.head_s * _BACKWARD_COST, last)]
+        last = [self.compute(HEAD + BACKWARD, self._blocks.head_backward_s, last)]
         for place, step in enumerate(backwards):
             if self._prefetch:
                 self._start_gathers([ahead for ahead in backwards[place : place + self._prefetch + 1] if ahead.regather], last)
@@ -227,7 +224,7 @@ class Passes:
         each_time = layers.group.residency is Residency.MICROBATCH
         is_last = micro_batch == self._plan.workload.training.micro_batches - 1
         block = self._blocks.of(layer, layers, micro_batch)
-        again_s = self._blocks.shared_again_s * layers.group.recompute
+        again_s = self._blocks.again_s[layers.group.recompute]
         return _Step(
             block=block,
             layer=layer,
@@ -237,8 +234,8 @@ class Passes:
             regather=each_time,
             give_back=each_time or is_last,
             is_last=is_last,
-            expert_backward=float(layers.group.backward_cost),
-            pre_expert_backward_s=self._blocks.pre_expert_s * _BACKWARD_COST + again_s,
+            expert_backward=float(layers.group.recompute.backward_cost),
+            pre_expert_backward_s=self._blocks.pre_expert_s * BACKWARD_COST + again_s,
         )
 
     def _reconfigure(self, block: Block, after: Sequence[int], name: str) -> list[int]:

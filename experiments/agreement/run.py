@@ -21,12 +21,12 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.commands.tables import read_rows, write_provenance, write_rows
 from hybridep.errors import InfeasibleError
+from hybridep.placement import divisors
 from hybridep.plan import LayerGroup, Plan
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s
 from planner import plan as search
-from planner.domains import divisors
 from simulator.step import simulate_step
 
 HERE = Path(__file__).resolve().parent

@@ -22,10 +22,10 @@ from hybridep.arrays import IntArray
 from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose, ends_s, most_simulated
 from hybridep.commands.tables import read_rows, write_rows
 from hybridep.config import build, load
+from hybridep.placement import divisors
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s, plans
-from planner.domains import divisors
 from planner.sites.grouping import Groups, Share, groups_of, shared_table
 from planner.sites.others import OTHERS, other_plan, rank_order_domains
 from planner.sites.plans import table_plan

@@ -27,12 +27,12 @@ from hybridep.config import build, write_text
 from hybridep.launch.lab import Lab, run_in_lab
 from hybridep.launch.shaping import lab_spec, why_not_in_lab
 from hybridep.launch.trials import Measured, measure
+from hybridep.placement import divisors
 from hybridep.plan import LayerGroup, Plan
 from hybridep.routing import Routing, load_routing
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s, plans, step_cost
-from planner.domains import divisors
 from simulator.step import simulate_step
 
 if TYPE_CHECKING:

@@ -225,7 +225,7 @@ def placed_text(outermost: str, group: LayerGroup, *, served: bool = True) -> st
     parts = [_serving(outermost, group)] if group.serving and served else []
     parts += [_level(name, size, group.migration.get(name, 1.0)) for name, size in group.domains.items()]
     layers = f"layers {group.first_layer}-{last}" if last > group.first_layer else f"layer {last}"
-    again = "; experts compute again in backward" if group.recompute else ""
+    again = f"; {group.recompute.phrase}" if group.recompute else ""
     return f"{layers}: {'; '.join(parts)}; copies live for one {group.residency.value}{again}"
 
 

@@ -14,7 +14,7 @@ from hybridep.codecs import Wire
 from hybridep.coding import Coding, moved_coding, row_coding
 from hybridep.plan import Residency
 from hybridep.traffic import TOKENS, Op, OpLevel, gathers_and_returns, is_late
-from planner.activations import routed_bytes, shared_expert_bytes
+from planner.activations import pre_expert_bytes, routed_bytes
 from planner.cost import by_op, coded_s, dense_coding_part, fixed_computation
 from planner.layer_times import BlockTimes, layer_times, timed_block
 from planner.memory import (
@@ -117,7 +117,7 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
     if gpu.coding is not None and any(one.lossy for one in problem.codecs):
         coding_s = by_op(coded_s(gpu, _coding(problem, layer), problem.codecs))
     held = problem.at_home + layer.copies_held
-    return timed_block(problem.compute, layer.served, held, times, coding_s, chunks, recompute=problem.recompute)
+    return timed_block(problem.compute, layer.served, held, times, coding_s, chunks, problem.recompute)
 
 
 def _coding(problem: SiteProblem, layer: LayerExchanges) -> Coding:
@@ -138,12 +138,12 @@ def _coding(problem: SiteProblem, layer: LayerExchanges) -> Coding:
 def fixed_cost(problem: SiteProblem) -> FixedCost:
     """Head, dense all-reduce and optimizer; weights, states and the activations of the dense parts (shared experts' not)."""
     work, at_home = problem.workload, problem.at_home
-    parts, compute_s = fixed_computation(problem.compute, work.model.num_moe_layers * at_home)
+    parts, compute_s = fixed_computation(problem.compute, work.model.num_moe_layers * at_home, problem.recompute)
     reduced, gathered = dense_exchanges(problem)
     moved = [(one, 1.0) for one in (*reduced, *gathered)]
-    per_rank, per_home = fixed_rank_bytes(work, problem.compute.share, problem.cluster.sizes)
+    per_rank, per_home = fixed_rank_bytes(work, problem.compute.share, problem.cluster.sizes, problem.recompute)
     reduction = dense_reduction_bytes(problem.cluster.sizes, work, problem.codecs)
-    passing = fixed_passing_bytes(work, problem.compute.share, reduction, recompute=problem.recompute)
+    passing = fixed_passing_bytes(work, problem.compute.share, reduction, problem.recompute)
     unsent_bytes = unsent_dense_bytes(problem.cluster, work, problem.codecs)
     return FixedCost(
         parts_s=parts
@@ -229,10 +229,10 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
     if narrows(work.training, residency):
         largest += [exchange.into * wire_of(problem, exchange).expert_gradient_bytes for exchange in layer.copies]
     largest += [exchange.both for exchange in shared_exchanges(problem, layer)]
-    routed = routed_bytes(work, layer.served, layer.arrived, recompute=problem.recompute)
-    shared = shared_expert_bytes(work, problem.compute.share, recompute=problem.recompute)
+    routed = routed_bytes(work, layer.served, layer.arrived, problem.recompute)
+    before = pre_expert_bytes(work, problem.compute.share, problem.recompute)
     lasting = {
-        ACTIVATIONS: routed.kept + shared.kept,
+        ACTIVATIONS: routed.kept + before.kept,
         COPIES: lasting_copy_bytes(work, layer.copies_held, residency),
     }
     if any(one.lossy for one in problem.codecs) and (kept := _codec_state_bytes(problem, layer)).any():
@@ -248,8 +248,7 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
             layer.copies_held,
             problem.at_home,
             residency,
-            routed.again,
-            shared.again,
+            (routed.again, before.again),
             problem.schedule.chunks,
         ),
     )

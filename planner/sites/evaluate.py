@@ -34,19 +34,19 @@ def evaluate_sites(plan: Plan) -> tuple[StepCost, MemoryUse] | None:
     if plan.popularity or plan.schedule.prefetch or any(group.homes for group in plan.layers):
         return None
     plain = site_problem(plan.cluster, plan.workload, plan.schedule, codecs=plan.codecs)
-    again = replace(plain, recompute=True)
     costs: list[tuple[int, Cost]] = []
     memories: list[tuple[int, LayerMemory]] = []
     for _, num_layers, group, placement, _ in plan.placed:
         inside = inside_of(plan, group)
         if inside is None:
             return None
-        problem = again if group.recompute else plain
+        problem = replace(plain, recompute=group.recompute)
         layer = layer_exchanges(problem, placement.serve[0], inside)
         costs.append((num_layers, _layer_cost(problem, layer, group)))
         memories.append((num_layers, _flat(layer_memory(problem, layer, group.residency))))
-    cost = combine(ExchangeTimes(cluster=plan.cluster), _fixed_cost(plain), costs)
-    return cost, total_memory(plan.cluster, _fixed_memory(again if plan.recomputes else plain), memories)
+    dense, some = (replace(plain, recompute=one) for one in (plan.dense_recompute, plan.recomputes))
+    cost = combine(ExchangeTimes(cluster=plan.cluster), _fixed_cost(dense), costs)
+    return cost, total_memory(plan.cluster, _fixed_memory(dense, some), memories)
 
 
 def inside_of(plan: Plan, group: LayerGroup) -> tuple[Inside, ...] | None:
@@ -116,11 +116,12 @@ def _link_bytes(problem: SiteProblem, moved: Iterable[tuple[Exchange, float]]) -
     return loads
 
 
-def _fixed_memory(problem: SiteProblem) -> LayerMemory:
+def _fixed_memory(problem: SiteProblem, some: SiteProblem) -> LayerMemory:
+    """``some``: where all layers compute again what some do."""
     at_home = np.bincount(problem.home, minlength=problem.cluster.num_gpus).astype(np.int64) * problem.num_layers
-    buffers = fixed_cost(problem).passing_bytes.ravel()
+    buffers = fixed_cost(some).passing_bytes.ravel()
     share = np.repeat(problem.compute.share[:, 0], problem.num_inside)
-    lasting = fixed_lasting(problem.workload, share, at_home, problem.cluster.sizes)
+    lasting = fixed_lasting(problem.workload, share, at_home, problem.cluster.sizes, problem.recompute)
     lasting[DENSE] = lasting[DENSE] + unsent_dense_bytes(problem.cluster, problem.workload, problem.codecs)
     return LayerMemory(lasting=lasting, passing={BUFFERS: buffers})
 

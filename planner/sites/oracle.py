@@ -8,9 +8,9 @@ from itertools import islice, product
 import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
-from hybridep.plan import Objective, Residency, backward_cost
+from hybridep.plan import Objective, Residency
 from hybridep.traffic import COUNT_BYTES, gathers_and_returns
-from planner.activations import routed_bytes, shared_expert_bytes
+from planner.activations import pre_expert_bytes, routed_bytes
 from planner.memory import TOLERANCE, Ahead, lasting_copy_bytes, narrows, passing_bytes
 from planner.sites.cost import cost_of, fixed_cost
 from planner.sites.exchange import layer_exchanges
@@ -121,7 +121,7 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     computed = np.einsum("d,ndh->nh", problem.rows_per_choice, served)
     alone = computed * each.expert_s_per_row[:, 0] + held.sum(axis=2) * each.expert_overhead_s[:, 0]
     waited = alone.mean(axis=1, keepdims=True) * (1 - 1 / each.sharing)
-    passes = 1 + backward_cost(recompute=problem.recompute)
+    passes = 1 + problem.recompute.backward_cost
     compute = problem.block_s + problem.block_backward_s + passes * (alone / each.sharing + waited).max(axis=1)
     steps_s = fixed_cost(problem).total_s + layers * (batches * (exchanges + compute) + moving)
 
@@ -132,12 +132,12 @@ def costs_at_once(problem: SiteProblem, tables: IntArray, residency: Residency) 
     largest = np.maximum(moved * wire.dispatch_row_bytes, copies.sum(axis=2) * wire.expert_bytes)
     if narrows(work.training, residency):
         largest = np.maximum(largest, copies.sum(axis=1) * wire.expert_gradient_bytes)
-    routed = routed_bytes(work, computed, arrived, recompute=problem.recompute)
-    shared = shared_expert_bytes(work, each.share[:, 0], recompute=problem.recompute)
-    lasting = routed.kept + shared.kept + lasting_copy_bytes(work, kept, residency)
+    routed = routed_bytes(work, computed, arrived, problem.recompute)
+    before = pre_expert_bytes(work, each.share[:, 0], problem.recompute)
+    lasting = routed.kept + before.kept + lasting_copy_bytes(work, kept, residency)
     ahead = Ahead(rows.sum(axis=1) * wire.combine_row_bytes, rows.sum(axis=2) * wire.dispatch_gradient_row_bytes)
-    homes, again = problem.at_home[:, 0], (routed.again, shared.again)
-    passing = passing_bytes(work, each.share[:, 0], largest, ahead, computed, kept, homes, residency, *again)
+    homes, again = problem.at_home[:, 0], (routed.again, before.again)
+    passing = passing_bytes(work, each.share[:, 0], largest, ahead, computed, kept, homes, residency, again)
     memory = fixed.lasting_bytes[:, 0] + layers * lasting + np.maximum(sum(passing.values()), fixed.passing_bytes[:, 0])
 
     one_way = batches * (rows * wire.row_there_bytes + COUNT_BYTES * ((served > 0) & away))

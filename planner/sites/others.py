@@ -14,7 +14,7 @@ import numpy as np
 
 from hybridep.arrays import IntArray
 from hybridep.errors import UserError
-from planner.domains import divisors
+from hybridep.placement import divisors
 from planner.paper import best_share, domain_of_share
 from planner.sites.grouping import Share, assign, distance, groups_of, shares
 from planner.sites.problem import SiteProblem

@@ -13,17 +13,20 @@ from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError, NoSolutionError
 from hybridep.plan import Objective, Plan, Schedule
 from hybridep.provenance import provenance
+from hybridep.recompute import ALL, cheapest_first
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.activations import pre_expert_bytes
 from planner.chunks import best_of_searches, tables_in_parts
 from planner.clock import elapsed_s, now_s
 from planner.constraints import Constraints
 from planner.domains import layer_group
 from planner.evaluate import MOST_RANKS
 from planner.goal import FASTEST, Goal
+from planner.memory import TOLERANCE
 from planner.plans import plan_domains, predict, solver_report
-from planner.sites.cost import SiteCost
+from planner.sites.cost import SiteCost, fixed_cost
 from planner.sites.evaluate import nearest_inside
 from planner.sites.problem import Configuration, SiteProblem, site_problem
 from planner.sites.search import Found
@@ -46,9 +49,9 @@ def plan_sites(
     """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
     layers, or equal domains where those win.
 
-    Experts compute again in backward (``LayerGroup.recompute``) in all layers where no table fits otherwise. The first has a
-    bound that holds for every serving table that keeps the rules, whatever it costs and the choice inside sites, used in all
-    layers, and for the integer program's mixtures of equal domains; and where tokens travel in any number of parts up to
+    All layers compute again in backward (``LayerGroup.recompute``), no more than it takes, where no table fits otherwise. The
+    first has a bound that holds for every serving table that keeps the rules, whatever it costs and the choice inside sites, used
+    in all layers, and for the integer program's mixtures of equal domains; and where tokens travel in any number of parts up to
     ``most_chunks`` (tables are searched for tokens in one piece). Raises InfeasibleError, NoSolutionError and UserError.
     """
     wishes = wishes or Wishes()
@@ -72,10 +75,14 @@ def plan_sites(
         return solve_sites(problem, replace(wishes, time_limit_s=left_s, paced_by_s=wishes.time_limit_s))
 
     tried = [(problem, solved(problem))]
-    if not tried[0][1].proofs:
+    for recompute in cheapest_first(workload):
+        if tried[-1][1].proofs:
+            break
         # Nothing fits, or every table was tried: with less memory for each, others may fit.
-        again = replace(problem, recompute=True)
-        tried = [*tried, (again, solved(again))][not tried[0][1].fits :]
+        again = replace(problem, recompute=recompute)
+        if recompute is ALL or _may_fit(again):
+            tried.append((again, solved(again)))
+    tried = [one for one in tried if one[1].fits] or tried[-1:]
     problem, solution = min(tried, key=lambda one: one[1].found.rank)
     fits = solution.fits
     if not fits and domains is None:
@@ -101,6 +108,13 @@ def plan_sites(
         solve_s=elapsed_s() - asked_s,
     )
     return [best.model_copy(update={"solver": report}), *more][: wishes.keep]
+
+
+def _may_fit(problem: SiteProblem) -> bool:
+    """Whether ranks have room for what any table takes."""
+    kept = pre_expert_bytes(problem.workload, problem.compute.share, problem.recompute).kept
+    needed = fixed_cost(problem).lasting_bytes + problem.num_layers * kept
+    return bool((needed <= problem.compute.memory_bytes * (1 + TOLERANCE)).all())
 
 
 def _cheapest(problem: SiteProblem, constraints: Constraints | None, least: Found, wishes: Wishes) -> Plan:

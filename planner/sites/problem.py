@@ -21,6 +21,7 @@ from hybridep.codecs import Codecs, Wire, level_codecs, wires
 from hybridep.gating import gating
 from hybridep.placement import LevelChoice, home_blocks
 from hybridep.plan import Residency, Schedule
+from hybridep.recompute import Recompute
 from hybridep.shares import alike_ranks
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -73,8 +74,8 @@ class SiteProblem:
     """Per level; exact ones where left out."""
     most_chunks: int = 1
     """Parts in which tokens may travel: bounds hold for any number up to this, or to the schedule's."""
-    recompute: bool = False
-    """Of all layers' experts (``LayerGroup.recompute``). Bounds leave it out."""
+    recompute: Recompute = Recompute.NOTHING
+    """In all layers. Bounds hold for any."""
     least_hit: FloatArray | None = None
     """[E + 1], for bounds only: where a number of experts does not decide, the ``hit`` that holds for any n of them."""
     by_popularity: bool = False
@@ -185,11 +186,11 @@ class SiteProblem:
 
     @cached_property
     def for_bounds(self) -> SiteProblem:
-        """With the ``hit`` of any n experts."""
-        chosen = gating(self.workload)
+        """With the ``hit`` of any n experts, and as fast as nothing that computes again."""
+        chosen, kept = gating(self.workload), self if not self.recompute else replace(self, recompute=Recompute.NOTHING)
         if chosen.counts_decide or self.least_hit is not None:
-            return self
-        return replace(self, least_hit=least_hit(chosen, np.arange(self.num_experts)))
+            return kept
+        return replace(kept, least_hit=least_hit(chosen, np.arange(self.num_experts)))
 
     @cached_property
     def group_of(self) -> IntArray | None:
@@ -257,13 +258,12 @@ class SiteProblem:
     @cached_property
     def block_s(self) -> float:
         """Forward of one layer and micro-batch on the slowest rank, without routed experts."""
-        return float((self.compute.pre_expert_s + self.compute.overhead_s).max())
+        return float(self.compute.others_s.max())
 
     @cached_property
     def block_backward_s(self) -> float:
         """Backward of the same."""
-        again_s = self.compute.shared_again_s * self.recompute
-        return float((2 * (self.compute.pre_expert_s + self.compute.overhead_s) + again_s).max())
+        return float((2 * self.compute.others_s + self.compute.again_s(self.recompute)).max())
 
     @property
     def in_parts(self) -> bool:
@@ -328,7 +328,7 @@ def site_problem(
     goal: Goal = FASTEST,
     codecs: Mapping[str, Codecs] | None = None,
     most_chunks: int = 1,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NOTHING,
 ) -> SiteProblem:
     """Raises InfeasibleError for rules that clash."""
     up, down = cluster.access_bytes_per_s

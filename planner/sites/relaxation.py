@@ -14,7 +14,7 @@ With chords, rows are linear in n[d, h], the number of experts that site h serve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,9 @@ import numpy as np
 
 from hybridep.arrays import BoolArray, FloatArray, IntArray
 from hybridep.plan import Residency
+from hybridep.recompute import ALL
 from hybridep.traffic import gathers_and_returns
+from planner.activations import pre_expert_bytes
 from planner.memory import TOLERANCE, lasting_copy_bytes
 from planner.sites.boxes import Box, Boxes, over, upper_ends
 from planner.sites.classes import SiteClasses, site_classes
@@ -462,8 +464,11 @@ class Relaxation:
 
     @cached_property
     def room_bytes(self) -> FloatArray:
-        """[D]: memory of a site's ranks beside what they need in any case; negative where some rank is too small."""
-        room = self.problem.compute.memory_bytes * (1 + TOLERANCE) - fixed_cost(self.problem).lasting_bytes
+        """[D]: memory of a site's ranks beside what they need in any case, also where all layers compute again; negative where
+        some rank is too small."""
+        least, share = replace(self.problem, recompute=ALL), self.problem.compute.share
+        kept = self.num_layers * pre_expert_bytes(self.problem.workload, share, ALL).kept
+        room = self.problem.compute.memory_bytes * (1 + TOLERANCE) - fixed_cost(least).lasting_bytes - kept
         return np.where((room < 0).any(axis=1), -1.0, room.sum(axis=1))
 
     def unit_rows(self, limits: Limits) -> FloatArray:

@@ -77,4 +77,4 @@ def _saved_bytes(problem: SiteProblem, site: int, held: int) -> FloatArray:
     counts, n = np.arange(held + 1), problem.num_inside
     served = counts * (n * problem.rows_per_choice[site])
     arrived = n * problem.tokens[site] * (problem.hit[held] - problem.hit[held - counts])
-    return problem.num_layers * routed_bytes(problem.workload, served, arrived, recompute=problem.recompute).kept
+    return problem.num_layers * routed_bytes(problem.workload, served, arrived, problem.recompute).kept

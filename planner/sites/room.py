@@ -34,7 +34,7 @@ def room_of(problem: SiteProblem, table: IntArray, configuration: Configuration)
     # Of the experts' backward: gradients of what they hold, and of three times their rows.
     held = problem.num_layers * lasting_copy_bytes(work, one, configuration.residency) + work.expert_bytes
     arrived = one * float(layer.arrived.sum() / layer.served.sum())
-    kept, again = routed_bytes(work, one, arrived, recompute=problem.recompute)
+    kept, again = routed_bytes(work, one, arrived, problem.recompute)
     rows = problem.num_layers * kept + again + 3 * work.combine_row_bytes
     copies = float(layer.copies[0].into.sum())
     return Room(

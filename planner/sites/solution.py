@@ -10,6 +10,7 @@ import numpy as np
 from hybridep.arrays import IntArray
 from hybridep.errors import NoSolutionError
 from hybridep.plan import Objective
+from hybridep.recompute import ALL
 from planner.clock import elapsed_s, now_s
 from planner.price import step_usd
 from planner.sites import oracle
@@ -92,7 +93,7 @@ class Wishes:
 
 def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolution:
     """The best serving table found and a proven bound on all; on KeyboardInterrupt the best so far, as when the time is over.
-    Nothing is proven where none fits and experts could still compute again (``SiteProblem.recompute``).
+    Nothing is proven where none fits and more could still compute again (``SiteProblem.recompute``).
     Raises NoSolutionError when the time was over before one table was tried."""
     wishes = wishes or Wishes()
     few = _few_tables(problem, wishes.paced_by_s or wishes.time_limit_s)
@@ -143,7 +144,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     assert search.best.cost is not None
     best_s, scenarios = search.best.cost.step_s if in_dollars else search.best.rank[1], search.scenarios
     proofs: list[Proof] = []
-    worth_proving = search.best.rank[0] == 0 or problem.recompute
+    worth_proving = search.best.rank[0] == 0 or problem.recompute is ALL
     for number, one in enumerate(scenarios if worth_proving else ()):
         share = SEARCHED + (PROVEN - SEARCHED) * (number + 1) / len(scenarios)
         deadline_s = 0.0 if interrupted else started + share * limit_s

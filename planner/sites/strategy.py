@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from hybridep.placement import divisors
 from hybridep.plan import Residency
-from planner.domains import divisors
 from planner.sites.grouping import (
     MANY,
     Groups,

@@ -126,13 +126,10 @@ def _weights(problem: SiteProblem, residency: Residency) -> tuple[float, float, 
 
     def total_s(expert_s: float = 0.0, exchanges_s: dict[Op, float] | None = None) -> float:
         block = BlockTimes(
-            pre_expert_s=float(compute.pre_expert_s.flat[compute.slowest]),
+            compute=compute,
             expert_s=expert_s,
-            overhead_s=float(compute.overhead_s.flat[compute.slowest]),
             exchanges_s=dict.fromkeys(Op, 0.0) | (exchanges_s or {}),
-            others_s=compute.pre_expert_s + compute.overhead_s,
             experts_s=np.zeros(1),
-            shared_again_s=compute.shared_again_s,
             recompute=problem.recompute,
         )
         return layer_times(block, batches, residency, problem.schedule).total_s

@@ -14,6 +14,7 @@ from hybridep.baselines import Baseline, baseline_group
 from hybridep.codecs import EXACT, Codecs, Wire
 from hybridep.pipeline import PipelinePlan, codecs_inside, of_stage, stage_workload
 from hybridep.plan import LayerGroup, Objective, Plan, Schedule
+from hybridep.recompute import ALL, Recompute
 from hybridep.topology import Cluster, by_themselves
 from hybridep.units import counted, format_bytes
 from hybridep.workload import Workload
@@ -57,7 +58,7 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Experts of some stages compute again in backward."""
+        """Some stages compute something again in backward."""
         return any(stage.recomputes for stage in self.plan.plans)
 
 
@@ -85,7 +86,7 @@ class Candidates:
     _stages: dict[tuple[tuple[int, ...], tuple[int, int, int], int], Plan] = field(default_factory=dict)
     """What ``_stage`` made."""
     _in_room: dict[str, int] = field(default_factory=dict)
-    """Kind of stage with one layer with experts, its room, and whether experts recompute -> how many it has room for."""
+    """Kind of stage with one layer with experts, its room, and what recomputes -> how many it has room for."""
     _best_inside: dict[str, tuple[Plan, Inside]] = field(default_factory=dict)
     """Kind of stage -> a stage of it, and the best placement found there."""
 
@@ -187,12 +188,12 @@ class Candidates:
                 for micro_batches in sorted(choices, key=lambda number: (about_s[number], -number)):
                     if not goes_on():
                         return
-                    mine = self._layers_that_fit(path, micro_batches, recompute=True) if tight else layers
+                    mine = self._layers_that_fit(path, micro_batches, ALL) if tight else layers
                     candidate = None if mine is None else self.of(path, mine, micro_batches)
                     if candidate is not None:
                         yield candidate
                         if candidate.recomputes and not tight:
-                            fewer = self._layers_that_fit(path, micro_batches, recompute=False)
+                            fewer = self._layers_that_fit(path, micro_batches, Recompute.NOTHING)
                             candidate = None if fewer is None else self.of(path, fewer, micro_batches)
                             if candidate is not None:
                                 yield candidate
@@ -320,9 +321,9 @@ class Candidates:
         made = plan.with_layers([one.layers for one in inside])
         return Candidate(plan=made, inside=tuple(inside), least=self.wishes.goal.worth(step_s, usd))
 
-    def _layers_that_fit(self, path: Groups, micro_batches: int, *, recompute: bool) -> list[int] | None:
-        """[stages]: layers that suit these sites, and take no more memory than they have, with experts that ``recompute`` or not;
-        None where there are none. The first stages keep the activations of most micro-batches, so they have fewer layers then."""
+    def _layers_that_fit(self, path: Groups, micro_batches: int, recompute: Recompute) -> list[int] | None:
+        """[stages]: layers that suit these sites, and take no more memory than they have, where all ``recompute`` so; None where
+        there are none. The first stages keep the activations of most micro-batches, so they have fewer layers then."""
         model, last = self.workload.model, len(path) - 1
         layers = self.layers(path, micro_batches)
         plan = None if layers is None else self._pipeline(path, layers, micro_batches)
@@ -338,7 +339,7 @@ class Candidates:
                 return None
             key = f"{first.alike} {room} {recompute}"
             if key not in self._in_room:
-                self._in_room[key] = layers_in_room(first, second, room, recompute=recompute)
+                self._in_room[key] = layers_in_room(first, second, room, recompute)
             most.append(one - 1 + self._in_room[key])
         return self.layers(path, micro_batches, most)
 

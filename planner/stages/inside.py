@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,15 +15,16 @@ from hybridep.codecs import Wire
 from hybridep.errors import HybridEPError
 from hybridep.gating import gating
 from hybridep.gpus import SiteGpu
-from hybridep.placement import LevelChoice
+from hybridep.placement import LevelChoice, divisors
 from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.recompute import Recompute, all_again_flops, cheapest_first
 from hybridep.serving import ServingGroup
 from hybridep.sites import Level
 from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from planner.choose import plan
 from planner.constraints import Constraints, Permissions
-from planner.domains import divisors, layer_group
+from planner.domains import layer_group
 from planner.goal import FASTEST, Goal
 from planner.memory import ACTIVATIONS, MemoryUse, StepMemory, memory_use, step_memory
 from planner.price import egress_usd, step_usd
@@ -129,8 +131,8 @@ def without_search(
     store: Store | None = None,
     allowed: Permissions | None = None,
 ) -> Inside:
-    """The best of a few placements by `Inside.rank`, whose experts compute again in backward where memory asks for that; the one
-    that comes nearest to fitting, if none does. ``allowed``: what rules leave possible."""
+    """The best of a few placements by `Inside.rank`, which compute again in backward where memory asks for that; the one that
+    comes nearest to fitting, if none does. ``allowed``: what rules leave possible."""
     number, store, every = stage.workload.training.micro_batches, store or Store(), list[Inside]()
 
     def value(one: Inside) -> float:
@@ -144,7 +146,11 @@ def without_search(
     for groups in choices:
         every += [placed(stage, (group,), room, store) for group in groups]
         if not min(every, key=value).memory.fits:
-            every += [placed(stage, (group.recomputing(),), room, store) for group in groups]
+            every += [
+                placed(stage, (group.recomputing(again),), room, store)
+                for again in cheapest_first(stage.workload)
+                for group in groups
+            ]
         for one in sorted(every, key=value):
             if one.memory.fits:
                 return one
@@ -152,37 +158,52 @@ def without_search(
 
 
 def fitting(stage: Plan, layers: tuple[LayerGroup, ...], room: Room, store: Store) -> Inside:
-    """With these placements, whose experts compute again in backward only where that is what it takes to fit."""
-    kept = placed(stage, tuple(group.recomputing(False) for group in layers), room, store)
-    return kept if kept.memory.fits else placed(stage, tuple(group.recomputing() for group in layers), room, store)
+    """With these placements, which compute again in backward only what it takes to fit."""
+    for again in (Recompute.NOTHING, *cheapest_first(stage.workload)):
+        found = placed(stage, tuple(group.recomputing(again) for group in layers), room, store)
+        if found.memory.fits:
+            break
+    return found
 
 
 def with_fewest_again(stage: Plan, inside: Inside, store: Store) -> Inside:
-    """What was found of a stage, where all layers with experts compute again, in no more of them than it takes to fit."""
+    """What was found of a stage, where all layers compute the same again, in no more of them than it takes to fit."""
     group, *others = inside.layers
     if others or not group.recompute:
         return inside
     key = f"{stage.alike} {inside.layers} {inside.room}"
     if key not in store.fewest:
-        store.fewest[key] = next((some for some in _fewer_again(group) if _fits(stage, some, inside.room)), inside.layers)
+        store.fewest[key] = _fewest_again(stage, group, inside.room)
     fewest = store.fewest[key]
     return inside if fewest == inside.layers else placed(stage, fewest, inside.room, store)
 
 
-def _fewer_again(group: LayerGroup) -> Iterator[tuple[LayerGroup, ...]]:
-    """With growing numbers of layers that compute again, fewer than all."""
-    kept = group.recomputing(False)
-    for again in range(1, group.num_layers):
-        first = group.model_copy(update={"num_layers": again})
-        yield first, kept.model_copy(update={"first_layer": again, "num_layers": group.num_layers - again})
+def _fewest_again(stage: Plan, group: LayerGroup, room: Room) -> tuple[LayerGroup, ...]:
+    """With as many layers as possible that compute less again: of all such mixtures of two kinds that fit the one that takes
+    least; the group itself if none does. Those that compute more come first."""
+    number, costs = group.num_layers, {one: all_again_flops(stage.workload, one) for one in cheapest_first(stage.workload)}
+    costs = {Recompute.NOTHING: 0.0} | {one: flops for one, flops in costs.items() if flops < costs[group.recompute]}
+    best: tuple[LayerGroup, ...] = (group,)
+    least = number * all_again_flops(stage.workload, group.recompute)
+    for less, flops in costs.items():
+
+        def mixture(again: int, less: Recompute = less) -> tuple[LayerGroup, ...]:
+            first, rest = ({"num_layers": again}, {"first_layer": again, "num_layers": number - again, "recompute": less})
+            return group.model_copy(update=first), group.model_copy(update=rest)
+
+        again = 1 + bisect_left(range(1, number), True, key=lambda again: _fits(stage, mixture(again), room))
+        value = again * all_again_flops(stage.workload, group.recompute) + (number - again) * flops
+        if again < number and value < least:
+            best, least = mixture(again), value
+    return best
 
 
 def _fits(stage: Plan, layers: tuple[LayerGroup, ...], room: Room) -> bool:
     return step_memory(stage.with_layers(*layers)).use(room.in_flight, room.beside_bytes).fits
 
 
-def layers_in_room(one: Plan, two: Plan, room: Room, *, recompute: bool) -> int:
-    """How many layers with experts a stage has room for, in whatever placement takes least, where experts ``recompute`` or not;
+def layers_in_room(one: Plan, two: Plan, room: Room, recompute: Recompute) -> int:
+    """How many layers with experts a stage has room for, in whatever placement takes least, where all layers ``recompute`` so;
     ``one``, ``two``: with so many."""
     most = 0.0
     for first, second in zip(chain(*_placements(one)), chain(*_placements(two)), strict=True):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hybridep.baselines import Baseline, baseline_group
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import LayerGroup, Plan
+from hybridep.recompute import Recompute
 from hybridep.topology import by_themselves
 from hybridep.units import counted
 from planner.constraints import Constraints
@@ -159,9 +160,9 @@ class Neighbours:
             yield from self._changed([_Change(counted(number, "micro-batch"), self._path, self._layers, number)])
 
     def _kept(self) -> Iterator[Neighbour]:
-        """Experts that compute again do not."""
+        """What computes again does not."""
         if any(stage.recomputes for stage in self.plan.plans):
-            layers = [tuple(group.recomputing(False) for group in stage.layers) for stage in self.plan.stages]
+            layers = [tuple(group.recomputing(Recompute.NOTHING) for group in stage.layers) for stage in self.plan.stages]
             yield self._of("activations kept", costed(self.plan.with_layers(layers)))
 
     def _placed_as(self, baseline: Baseline) -> Iterator[Neighbour]:
@@ -280,7 +281,7 @@ class Neighbours:
         return fitting(stage, merged(layers), room, self._candidates.store)
 
     def _with(self, plan: PipelinePlan, inside: Sequence[Inside]) -> Costed:
-        """With no more layers whose experts compute again than it takes to fit, where that is no slower."""
+        """With no more layers that compute again than it takes to fit, where that is no slower."""
         found = costed(plan.with_layers([one.layers for one in inside]), inside)
         if not any(group.recompute for one in inside for group in one.layers):
             return found
@@ -292,10 +293,10 @@ class Neighbours:
 
 
 def merged(layers: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
-    """The groups, with neighbours as one that differ in nothing but whether experts compute again; none of them do."""
+    """The groups, with neighbours as one that differ in nothing but what computes again; nothing does."""
     made = list[LayerGroup]()
     for group in layers:
-        kept = group.recomputing(False)
+        kept = group.recomputing(Recompute.NOTHING)
         if made:
             last = made[-1]
             after = {"first_layer": kept.first_layer, "num_layers": kept.num_layers}

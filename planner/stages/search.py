@@ -19,6 +19,7 @@ from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan, check_stageable
 from hybridep.plan import Plan, Schedule
 from hybridep.provenance import provenance
+from hybridep.recompute import Recompute
 from hybridep.topology import Cluster
 from hybridep.units import format_dollars, format_seconds
 from hybridep.workload import Workload
@@ -442,7 +443,7 @@ class _Search:
 
 def _but_for_ahead(plan: PipelinePlan) -> str:
     """A text that is equal for pipelines of one search which differ at most in how far ahead they run."""
-    placed = [[group.recomputing(False) for group in stage.layers] for stage in plan.stages]
+    placed = [[group.recomputing(Recompute.NOTHING) for group in stage.layers] for stage in plan.stages]
     return f"{plan.micro_batches} {[(stage.sites, stage.num_layers) for stage in plan.stages]} {placed}"
 
 

@@ -9,9 +9,10 @@ then meet on a link (it loses).
 import pytest
 
 from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.placement import divisors
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.recompute import Recompute
 from planner import step_cost
-from planner.domains import divisors
 from simulator.step import simulate_step
 
 MEASURED = (
@@ -34,7 +35,7 @@ def plans(cluster, workload, residency, schedule):
                 domains={level.name: outer, inner.name: size},
                 migration={},
                 residency=residency,
-                recompute=(outer + size) % 2 == 1,
+                recompute=Recompute((outer + size) % 4),
             )
             yield Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule)
 

@@ -11,14 +11,14 @@ from planner_cases import make_cluster, make_workload, random_cluster, random_wo
 
 from hybridep.config import build
 from hybridep.gating import gating
-from hybridep.placement import LevelChoice, place
+from hybridep.placement import LevelChoice, divisors, place
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, link_bytes, step_traffic
 from hybridep.workload import Workload
 from planner import paper
 from planner.cost import block_times, layer_traffic, step_cost
-from planner.domains import all_choices, divisors, layer_group
+from planner.domains import all_choices, layer_group
 from planner.exchange import ExchangeTimes
 from planner.layer_times import EXPERTS, BlockTimes
 from planner.problem import build_problem

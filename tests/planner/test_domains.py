@@ -11,9 +11,9 @@ import pytest
 from planner_cases import make_cluster
 
 from hybridep.gating import Gating
-from hybridep.placement import LevelChoice, place
+from hybridep.placement import LevelChoice, divisors, place
 from hybridep.traffic import expected_rows
-from planner.domains import all_choices, copied_counts, divisors, level_choices
+from planner.domains import all_choices, copied_counts, level_choices
 
 
 class Pattern(Enum):

@@ -7,10 +7,11 @@ import pytest
 from planner_cases import make_cluster, make_workload, random_cluster, random_workload
 
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.recompute import Recompute
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, step_traffic
 from hybridep.workload import Workload
-from planner.activations import dense_activation_bytes, routed_bytes
+from planner.activations import pre_expert_bytes, routed_bytes
 from planner.memory import fits, memory_use
 from planner.problem import build_problem
 
@@ -92,7 +93,7 @@ def test_gradients_of_copies_ahead_wait_where_activations_have_been(tokens: int)
         usual = memory_use(made).parts_bytes
         ahead = memory_use(made.model_copy(update={"schedule": Schedule(prefetch=1)})).parts_bytes
         weights = 3 * 2 * workload.expert_bytes
-        routed = usual["activations"] - dense_activation_bytes(workload)
+        routed = usual["activations"] - 3 * float(pre_expert_bytes(workload, np.ones(1), Recompute.NOTHING).kept[0])
         waiting = max(weights - routed, 0) if micro_batches == 1 else weights
         assert ahead["copies"] == pytest.approx(weights + waiting)
         assert micro_batches > 1 or bool(waiting) == (tokens == 8)
@@ -102,7 +103,7 @@ def test_experts_that_compute_again_keep_what_arrived_and_make_the_rest_in_backw
     """Everything is at every rank, so each has its own tokens: two rows of the experts for each, SwiGLU, fp32."""
     workload = make_workload(layers=3, experts=16, ffn=128)
     kept = plan(make_cluster(2), workload, {"l0": 2})
-    again = kept.with_layers(kept.layers[0].recomputing())
+    again = kept.with_layers(kept.layers[0].recomputing(Recompute.EXPERTS))
     parts, less = (memory_use(one).parts_bytes for one in (kept, again))
     row, tokens = workload.combine_row_bytes, workload.training.tokens
     made = tokens * (row + 2 * (2 * row + 4 * 128 * 4 + 16))
@@ -119,7 +120,7 @@ def test_so_does_a_shared_expert_while_its_own_backward_runs() -> None:
     for size, gated in ((1 << 16, False), (1 << 16, True)):
         model = workload.model.model_copy(update={"shared_ffn_size": size, "shared_expert_gate": gated})
         kept = plan(make_cluster(2), workload.model_copy(update={"model": model}), {})
-        again = kept.with_layers(kept.layers[0].recomputing())
+        again = kept.with_layers(kept.layers[0].recomputing(Recompute.EXPERTS))
         parts, less = (memory_use(one).parts_bytes for one in (kept, again))
         plain = plan(make_cluster(2), workload, {})
         routed = [memory_use(one).parts_bytes["activations"] for one in (plain, plain.with_layers(again.layers[0]))]
@@ -133,7 +134,7 @@ def test_dense_gradients_are_reduced_when_no_activations_are_left() -> None:
     workload = make_workload(layers=3, experts=16, ffn=8, tokens=8)
     model = workload.model.model_copy(update={"shared_ffn_size": 1 << 12})
     kept = plan(make_cluster(2), workload.model_copy(update={"model": model}), {})
-    uses = [memory_use(one).parts_bytes for one in (kept, kept.with_layers(kept.layers[0].recomputing()))]
+    uses = [memory_use(one).parts_bytes for one in (kept, kept.with_layers(kept.layers[0].recomputing(Recompute.EXPERTS)))]
     shared = 3 * workload.training.tokens * 4 * (1 << 12) * 4
     assert uses[1]["buffers"] - uses[0]["buffers"] == pytest.approx(shared)
 
@@ -143,13 +144,13 @@ def test_when_a_layer_runs_backward_activations_above_it_are_gone() -> None:
     workload = make_workload(layers=2, experts=4, top_k=1, ffn=1024)
     even, skewed = (0.25,) * 4, (0.4999, 0.4999, 0.0001, 0.0001)
     kept = plan(make_cluster(2), workload, {})
-    base = kept.with_layers(kept.layers[0].recomputing())
+    base = kept.with_layers(kept.layers[0].recomputing(Recompute.EXPERTS))
     low, high = (base.with_popularity(popularity) for popularity in ((skewed, even), (even, skewed)))
     for in_flight in (1, 3):
         lower, higher = (memory_use(one, in_flight) for one in (low, high))
         assert lower.fullest_rank == higher.fullest_rank == 0
-        routed = routed_bytes(workload, *(np.full(1, workload.training.tokens),) * 2, recompute=True).kept
-        gone = float(routed[0]) + dense_activation_bytes(workload) / 2
+        routed = routed_bytes(workload, *(np.full(1, workload.training.tokens),) * 2, Recompute.EXPERTS).kept
+        gone = float(routed[0] + pre_expert_bytes(workload, np.ones(1), Recompute.EXPERTS).kept[0])
         assert higher.fullest_bytes - lower.fullest_bytes == pytest.approx(gone)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hybridep.placement import divisors
 from planner import paper
-from planner.domains import divisors
 
 # HybridEP, Table IV with G = 8: (P_E in MB, D in MB, PE in ms) of the rows, and the share p that it prints.
 MIX_1 = (4.7, 8.0, 0.049)

@@ -11,6 +11,7 @@ from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.config import build
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
+from hybridep.recompute import Recompute
 from hybridep.serving import ServingGroup
 from hybridep.topology import Cluster
 from hybridep.traffic import Op, OpLevel
@@ -114,7 +115,7 @@ def plan_of(cluster, workload, domain, residency=Residency.STEP, schedule=None, 
         domains={"dc": domain},
         migration={},
         residency=residency,
-        recompute=domain % 2 == 0,
+        recompute=Recompute((domain + 2) % 4),
     )
     return Plan(cluster=cluster, workload=workload, layers=(group,), schedule=schedule or Schedule(), codecs=codecs or {})
 

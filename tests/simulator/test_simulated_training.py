@@ -12,6 +12,7 @@ from simulated_plans import PLANS, RATES_GBPS, THROUGHPUT, make_plan
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import load
 from hybridep.plan import LayerGroup, Plan
+from hybridep.recompute import Recompute
 from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from hybridep.workload import Workload
@@ -120,7 +121,7 @@ def test_copies_hide_behind_computation_as_far_as_it_lasts(overlap: bool, throug
 
 def test_experts_that_compute_again_take_a_forward_more_and_the_shared_one_all_but_its_last_product() -> None:
     plan = make_plan(2, 2)
-    plain, again = (simulate_step(one).parts for one in (plan, plan.with_layers(plan.layers[0].recomputing())))
+    plain, again = (simulate_step(one).parts for one in (plan, plan.with_layers(plan.layers[0].recomputing(Recompute.EXPERTS))))
     assert again.pop("expert_backward") == pytest.approx(1.5 * plain.pop("expert_backward"))
     shared = 64 * 2 * 2 * 64 * 32 / THROUGHPUT
     assert again.pop("pre_expert_backward") == pytest.approx(plain.pop("pre_expert_backward") + 2 * shared)

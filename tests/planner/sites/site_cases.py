@@ -11,6 +11,7 @@ import numpy as np
 from hybridep.arrays import IntArray
 from hybridep.config import build
 from hybridep.plan import Plan, Schedule
+from hybridep.recompute import Recompute
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -110,7 +111,7 @@ def random_access_cluster(seed: int, sites: int, *, memory: str = "1 TB", kinds:
     return access_cluster(sites, np.random.default_rng(seed).uniform(2, 16, (kinds or sites, 2)), memory=memory)
 
 
-def with_shared_expert(problem: SiteProblem, *, recompute: bool) -> SiteProblem:
+def with_shared_expert(problem: SiteProblem, *, recompute: Recompute) -> SiteProblem:
     model = problem.workload.model.model_copy(update={"shared_ffn_size": 100})
     return replace(problem, workload=problem.workload.model_copy(update={"model": model}), recompute=recompute)
 

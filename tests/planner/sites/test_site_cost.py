@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from site_cases import as_plan, random_problem, random_table, with_shared_expert
 
+from hybridep.recompute import Recompute
 from planner.cost import step_cost
 from planner.memory import memory_use
 from planner.sites.cost import site_cost
@@ -23,7 +24,7 @@ def test_equals_the_models_on_ranks(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape = {"sites": int(rng.integers(1, 6)), "experts": int(rng.integers(1, 12 + 12 * (seed % 2)))}
     problem = random_problem(seed, **shape, nodes=NODES[seed % 6], windows=seed % 7 == 0, chunks=(1, 1, 3, 2)[seed % 4])
-    problem = with_shared_expert(problem, recompute=seed % 3 == 1)
+    problem = with_shared_expert(problem, recompute=Recompute(seed % 4))
     if not problem.cluster.links and problem.num_sites == 1:
         assert problem.latency_s.sum() == 0
     any_table = random_table(rng, problem)
@@ -44,7 +45,7 @@ def test_whole_plans_equal_link_by_link_and_rank_by_rank(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape = {"sites": int(rng.integers(1, 6)), "experts": int(rng.integers(1, 12))}
     problem = random_problem(seed, **shape, nodes=NODES[seed % 6], chunks=(1, 1, 3, 2)[seed % 4])
-    problem = with_shared_expert(problem, recompute=seed % 3 == 1)
+    problem = with_shared_expert(problem, recompute=Recompute(seed % 4))
     for configuration in problem.configurations():
         plan = as_plan(problem, random_table(rng, problem), configuration)
         cost, memory = step_cost(plan), memory_use(plan)
@@ -63,7 +64,7 @@ def test_the_oracle_costs_tables_as_the_closed_form_does(seed: int) -> None:
     """What a probe measures (overheads, jitter, shared processors) included."""
     rng = np.random.default_rng(seed)
     problem = random_problem(seed, sites=int(rng.integers(2, 6)), experts=int(rng.integers(1, 12)), inside=seed % 2)
-    problem = with_shared_expert(problem, recompute=seed % 3 == 1)
+    problem = with_shared_expert(problem, recompute=Recompute(seed % 4))
     tables = np.stack([random_table(rng, problem) for _ in range(4)])
     for residency in problem.residencies:
         configuration = Configuration(inside=problem.everywhere(Inside.ALL), residency=residency)

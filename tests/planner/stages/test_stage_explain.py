@@ -14,6 +14,7 @@ from hybridep.baselines import Baseline, baseline_group
 from hybridep.config import build
 from hybridep.pipeline import PipelinePlan, pipeline_link_bytes, possible_micro_batches
 from hybridep.plan import LayerGroup, Objective, Plan
+from hybridep.recompute import ALL, Recompute
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import Constraints, PipelineAlternative, PipelineExplanation, explain_pipeline
@@ -47,7 +48,7 @@ def of(
     *,
     micro_batches: int | None = None,
     ahead: int = 2,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NOTHING,
 ) -> PipelinePlan:
     """With all tokens at their experts' homes."""
     dense, stages = workload.model.num_dense_layers, []
@@ -187,7 +188,7 @@ def with_memory(plan: PipelinePlan, size_bytes: float) -> PipelinePlan:
 def test_memory_binds_where_activations_would_be_kept() -> None:
     roomy = lone_sites(kind="even")
     layers = tuple(stage.num_layers for stage in roomy.stages)
-    plan = of(roomy.cluster, roomy.workload, [stage.sites for stage in roomy.stages], layers, recompute=True)
+    plan = of(roomy.cluster, roomy.workload, [stage.sites for stage in roomy.stages], layers, recompute=Recompute.EXPERTS)
     assert named(explain_pipeline(plan), "activations kept").fits
     kept, computed = costed(roomy), costed(plan)
     assert kept.times.step_s < computed.times.step_s * (1 - WORTH)
@@ -205,7 +206,7 @@ def test_the_rank_that_lacks_memory_is_not_the_fullest() -> None:
     """The second stage of two whose experts would keep what they now compute again, while the first is the fullest."""
     kept = lone_sites(kind="even", layers=(4, 5, 1))
     data = kept.model_dump(mode="json", exclude_none=True)
-    data["stages"][1]["layers"][0]["recompute"] = True
+    data["stages"][1]["layers"][0]["recompute"] = ["experts"]
     plan = build(PipelinePlan, data, "pipeline")
     most, least = (costed(one).inside[1].memory.fullest_bytes for one in (kept, plan))
     full_bytes = costed(plan).fullest.fullest_bytes
@@ -218,9 +219,9 @@ def test_the_rank_that_lacks_memory_is_not_the_fullest() -> None:
 def test_what_does_not_fit_runs_less_far_ahead() -> None:
     even = lone_sites(kind="even")
     given = even.cluster, even.workload, [stage.sites for stage in even.stages], (3, 2, 2)
-    plan = of(*given, ahead=4, recompute=True)
+    plan = of(*given, ahead=4, recompute=ALL)
     number = plan.micro_batches // 2
-    half = [of(*given, ahead=ahead, micro_batches=number, recompute=True) for ahead in (4, 2)]
+    half = [of(*given, ahead=ahead, micro_batches=number, recompute=ALL) for ahead in (4, 2)]
     full_bytes, *others = (costed(one).fullest.fullest_bytes for one in (plan, *half))
     assert full_bytes < min(others)
     tight = with_memory(plan, (full_bytes + min(others)) / 2)
@@ -374,13 +375,15 @@ def test_sketches_choose_what_is_costed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_groups_of_layers_for_more_and_fewer() -> None:
-    def group(first: int, number: int, recompute: bool = False, size: int = 1) -> LayerGroup:
+    def group(first: int, number: int, recompute: Recompute = Recompute.NOTHING, size: int = 1) -> LayerGroup:
         return LayerGroup(first_layer=first, num_layers=number, domains={"dc": size}, migration={}, recompute=recompute)
 
-    both = (group(0, 2, recompute=True), group(2, 1))
+    both = (group(0, 2, recompute=Recompute.EXPERTS), group(2, 1))
     assert merged(both) == (group(0, 3),) and merged((group(0, 2), group(2, 1, size=2))) == (group(0, 2), group(2, 1, size=2))
-    assert resized(both, 4) == (group(0, 3, recompute=True), group(3, 1))
-    assert resized(both, 2) == (group(0, 2, recompute=True),) and resized(both, 1) == (group(0, 1, recompute=True),)
+    assert resized(both, 4) == (group(0, 3, recompute=Recompute.EXPERTS), group(3, 1))
+    assert resized(both, 2) == (group(0, 2, recompute=Recompute.EXPERTS),) and resized(both, 1) == (
+        group(0, 1, recompute=Recompute.EXPERTS),
+    )
     assert resized(both, 3) == both
 
 

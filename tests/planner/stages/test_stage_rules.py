@@ -15,6 +15,7 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import build
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan, possible_micro_batches
+from hybridep.recompute import Recompute
 from hybridep.serving import parse_experts
 from planner import Constraints, StageWishes, plan_pipeline
 from planner.stages.candidates import AHEAD, Candidates
@@ -199,9 +200,9 @@ def test_what_is_found_of_a_stage_is_told_to_one_that_is_alike_by_its_own_sites(
     tables = [one.layers[0].placement(plan.cluster, EXPERTS).serve[0] for one, plan in ((found, stage), (told, other))]
     assert (tables[0] == tables[1]).all() and of_alike(found, stage, stage) is found
     assert replace(told, layers=found.layers) == found
-    again = replace(told, layers=tuple(group.recomputing() for group in told.layers))
+    again = replace(told, layers=tuple(group.recomputing(Recompute.EXPERTS) for group in told.layers))
     fewest = with_fewest_again(other, again, Store())
-    assert [group.recompute for group in fewest.layers] == [True, False] and fewest.memory.fits
+    assert [group.recompute for group in fewest.layers] == [Recompute.EXPERTS, Recompute.NOTHING] and fewest.memory.fits
     # What just fits does not with less room, whatever was found before.
     store, lacking = Store(), 1.001 * fewest.memory.capacity_bytes - fewest.memory.fullest_bytes
     assert with_fewest_again(other, again, store).layers == fewest.layers

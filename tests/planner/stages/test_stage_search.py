@@ -17,6 +17,7 @@ from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan
 from hybridep.placement import LevelChoice
 from hybridep.plan import Prediction, Residency, Status
+from hybridep.recompute import ALL, Recompute
 from hybridep.topology import Cluster
 from hybridep.workload import Model
 from planner import StageWishes, memory_use, pipeline_summary, plan_pipeline, plan_pipelines
@@ -127,27 +128,29 @@ def test_stages_keep_within_memory() -> None:
 def test_where_memory_is_short_first_stages_compute_again_or_have_fewer_layers_or_micro_batches_are_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first stages keep the activations of most micro-batches: over 130 MB with as many layers as balance them."""
+    """The first stages keep the activations of most micro-batches: over 200 MB with as many layers as balance them."""
     workload = layered_workload(12, ffn=32, micro_batch_size=64)
 
-    def planned(memory_mb: int) -> PipelinePlan:
+    def planned(memory_mb: float) -> PipelinePlan:
         cluster = sites_cluster(np.random.default_rng(2), 4, 2, "even", memory=f"{memory_mb} MB")
         plan = plan_pipeline(cluster, workload, StageWishes(stages=4), time_limit_s=0.1)
         assert all(one.memory.fits for one in costed(plan).inside)
         return plan
 
-    def again(memory_mb: int) -> list[bool]:
+    def again(memory_mb: float) -> list[Recompute]:
         return [stage.recomputes for stage in planned(memory_mb).plans]
 
-    assert again(140) == [False] * 4
-    assert again(120) == [True, False, False, False]
-    assert planned(95).micro_batches > 64
+    nothing, experts = Recompute.NOTHING, Recompute.EXPERTS
+    assert again(230) == [nothing] * 4
+    assert again(170) == [experts, nothing, nothing, nothing]
+    assert again(80) == [ALL, ALL, ALL, nothing]
+    assert planned(40).micro_batches > 64
     monkeypatch.setattr("planner.stages.candidates.MANY_BATCHES", ())
-    for memory_mb in (95, 75):
+    for memory_mb in (41.4, 41.2):
         layers = [stage.num_layers for stage in planned(memory_mb).stages]
         assert sum(layers) == 12 and layers[0] < layers[-1]
-    with pytest.raises(InfeasibleError, match=r"needs 98\.17 MB and has 70 MB"):
-        planned(70)
+    with pytest.raises(InfeasibleError, match=r"needs 41\.5 MB and has 38 MB"):
+        planned(38)
 
 
 @pytest.mark.parametrize(
