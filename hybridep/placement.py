@@ -60,7 +60,8 @@ def home_blocks(cluster: Cluster, num_experts: int) -> IntArray:
         numbers = np.bincount(expert_homes(num_experts, cluster.sizes[0]), minlength=cluster.sizes[0])
     sites = np.repeat(np.arange(len(numbers)), numbers)
     if min(numbers[numbers > 0]) < inside:
-        return sites * inside + _spread(sites, cluster.sizes)
+        # In the order of ranks.
+        return np.sort(sites * inside + _spread(sites, cluster.sizes))
     return np.concatenate([dc * inside + expert_homes(int(number), inside) for dc, number in enumerate(numbers) if number])
 
 

@@ -8,7 +8,7 @@ import pytest
 from hybridep.config import build
 from hybridep.errors import ConfigError, PlacementError
 from hybridep.homes import home_table, homes_text
-from hybridep.placement import expert_homes
+from hybridep.placement import divisors, expert_homes, home_blocks
 from hybridep.topology import Cluster
 
 
@@ -55,3 +55,28 @@ def test_any_homes_can_be_written(rng: np.random.Generator) -> None:
 def test_errors_name_the_expert_or_the_worker(homes: dict[str, str], problem: str) -> None:
     with pytest.raises(PlacementError, match=problem):
         home_table(cluster(), 4, homes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts"), [((1, 4, 8), 8), ((1, 4, 8), 16), ((4, 8), 8), ((5, 8), 8), ((2, 16, 8), 64), ((3, 2, 4), 12)]
+)
+def test_fewer_experts_than_ranks_are_spread_over_places_in_domains(sizes: tuple[int, ...], experts: int) -> None:
+    """Whatever domains sites or nodes are in, as many of theirs are at each place inside them; none where all are at home."""
+    levels = [{"name": f"l{level}", "size": size, "bandwidth": "1 Gbps", "latency": "1 ms"} for level, size in enumerate(sizes)]
+    gpu = {"throughput": "1 TFLOPS", "memory": "1 GiB", "memory_bandwidth": "1 TB/s"}
+    made = build(Cluster, {"name": "test", "levels": levels, "gpu": gpu}, "test")
+    home = home_blocks(made, experts)
+    np.testing.assert_array_equal(home // made.ranks_per_site, np.arange(experts) * sizes[0] // experts)
+    places = np.stack(np.unravel_index(home, sizes))
+    for level in range(len(sizes) - 1):
+        for domain in divisors(sizes[level]):
+            # Copies in domains of this level, tokens at all others: who computes what.
+            where = places.copy()
+            where[level] //= domain
+            others = [size // domain if one == level else size for one, size in enumerate(sizes)]
+            inside = np.ravel_multi_index(where, others)
+            workers = inside // np.prod(others[level + 1 :], dtype=np.int64)
+            for worker in np.unique(workers):
+                number = np.bincount(inside[workers == worker] % np.prod(others[level + 1 :], dtype=np.int64))
+                own = len(inside[workers == worker])
+                assert number.max() == -(-own // int(np.prod(others[level + 1 :]))), (level, domain)

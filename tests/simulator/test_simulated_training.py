@@ -12,7 +12,7 @@ from simulated_plans import PLANS, RATES_GBPS, THROUGHPUT, make_plan
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.config import load
 from hybridep.plan import LayerGroup, Plan
-from hybridep.recompute import Recompute
+from hybridep.recompute import ALL, Recompute
 from hybridep.topology import Cluster
 from hybridep.traffic import link_bytes, step_traffic
 from hybridep.workload import Workload
@@ -119,12 +119,19 @@ def test_copies_hide_behind_computation_as_far_as_it_lasts(overlap: bool, throug
     assert "token_dispatch" not in parts
 
 
-def test_experts_that_compute_again_take_a_forward_more_and_the_shared_one_all_but_its_last_product() -> None:
+@pytest.mark.parametrize("recompute", [Recompute.EXPERTS, Recompute.ATTENTION, ALL])
+def test_what_computes_again_takes_a_forward_more_but_for_last_products(recompute: Recompute) -> None:
+    """Of shared experts, and of layers without experts, which compute again where attention does."""
     plan = make_plan(2, 2)
-    plain, again = (simulate_step(one).parts for one in (plan, plan.with_layers(plan.layers[0].recomputing(Recompute.EXPERTS))))
-    assert again.pop("expert_backward") == pytest.approx(1.5 * plain.pop("expert_backward"))
-    shared = 64 * 2 * 2 * 64 * 32 / THROUGHPUT
-    assert again.pop("pre_expert_backward") == pytest.approx(plain.pop("pre_expert_backward") + 2 * shared)
+    plain, again = (simulate_step(one).parts for one in (plan, plan.with_layers(plan.layers[0].recomputing(recompute))))
+    attention = Recompute.ATTENTION in recompute
+    tokens, last = 64, 64 * 2 * 64 / THROUGHPUT
+    expert_backward = plain.pop("expert_backward") * (1.5 if Recompute.EXPERTS in recompute else 1)
+    assert again.pop("expert_backward") == pytest.approx(expert_backward)
+    more = plain["pre_expert"] / 2 - 32 * last if attention else 2 * 32 * last
+    assert again.pop("pre_expert_backward") == pytest.approx(plain.pop("pre_expert_backward") + 2 * more)
+    dense = plain["head"] - tokens * 2 * 100 * 64 / THROUGHPUT - 96 * last if attention else 0.0
+    assert again.pop("head_backward") == pytest.approx(plain.pop("head_backward") + dense)
     assert again == pytest.approx(plain)
 
 

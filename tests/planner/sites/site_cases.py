@@ -112,7 +112,10 @@ def random_access_cluster(seed: int, sites: int, *, memory: str = "1 TB", kinds:
 
 
 def with_shared_expert(problem: SiteProblem, *, recompute: Recompute) -> SiteProblem:
-    model = problem.workload.model.model_copy(update={"shared_ffn_size": 100})
+    """And one layer without experts, for half of what may ``recompute``."""
+    model = problem.workload.model
+    dense = {"num_layers": model.num_layers + 1, "num_dense_layers": 1, "dense_ffn_size": 60} if recompute.value > 1 else {}
+    model = model.model_copy(update={"shared_ffn_size": 100} | dense)
     return replace(problem, workload=problem.workload.model_copy(update={"model": model}), recompute=recompute)
 
 

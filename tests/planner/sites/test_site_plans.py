@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from site_cases import small_workload, uneven_cluster
 import planner
 from hybridep.config import build
 from hybridep.errors import ConfigError, InfeasibleError
+from hybridep.recompute import ALL, Recompute
 from hybridep.topology import Cluster
 from planner.constraints import Constraints, Kind, Rule
 from planner.sites.cost import site_cost
+from planner.sites.oracle import best_table
 from planner.sites.others import rank_order_domains
 from planner.sites.plans import chosen_table
 from planner.sites.problem import site_problem
@@ -75,6 +78,11 @@ def test_experts_compute_again_where_nothing_fits_otherwise(sites: int, experts:
     tight = planned(f"{0.8 * least:.0f} B")
     assert tight.recomputes and tight.predicted.memory_bytes <= 0.8 * least * (1 + 1e-4)
     assert tight.predicted.step >= roomy.predicted.step and tight.solver is not None
+    if sites == 3:
+        # All tables, whatever computes again.
+        small = site_problem(tight.cluster, workload)
+        ways = [best_table(replace(small, recompute=again)) for again in (Recompute.NOTHING, *ALL, ALL)]
+        assert tight.solver.bound <= min(best[2] for best in ways if best is not None) * (1 + 1e-12)
     assert tight.solver.bound <= tight.solver.objective
 
 
