@@ -1,6 +1,7 @@
 """Public models as Hugging Face transformers describes them (``config.json``): which of them are this project's transformer.
 
-Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388) and DeepSeek-V3 (arXiv:2412.19437) are.
+Mixtral (arXiv:2401.04088), Qwen2-MoE (arXiv:2407.10671), Qwen3-MoE (arXiv:2505.09388), DeepSeek-V3 (arXiv:2412.19437), Kimi-K2
+(arXiv:2507.20534), GLM-4.5 (arXiv:2508.06471), OLMoE (arXiv:2409.02060) and DeepSeek-V2-Lite (arXiv:2405.04434) are.
 Without torch: the names of their weights are in ``runtime.public_weights``.
 """
 
@@ -14,13 +15,13 @@ from typing import Any
 
 from hybridep.config import build
 from hybridep.errors import ConfigError, UserError
-from hybridep.workload import Dtype, Ffn, LatentSizes, Model, RopeScaling, ScoreFunction, Workload
+from hybridep.workload import Dtype, Ffn, Model, ScoreFunction, Workload
 
 CONFIG_FILE = "config.json"
 QUANTIZATION = "quantization_config"
 MTP_LAYERS = "num_nextn_predict_layers"
-"""Key of DeepSeek-V3's: layers behind the last that predict tokens further on, which are neither read, trained nor written."""
-_DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.BF16, "float32": Dtype.FP32, "float64": Dtype.FP64}
+"""Of DeepSeek-V3 and GLM-4.5: layers behind the last that predict tokens further on, neither read, trained nor written."""
+DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.BF16, "float32": Dtype.FP32, "float64": Dtype.FP64}
 _LONGEST_SEQUENCE = 4096
 """Of a batch where nothing says how long sequences are; that of the shipped models."""
 
@@ -32,12 +33,27 @@ class Architecture(Enum):
     QWEN2_MOE = "qwen2_moe"
     QWEN3_MOE = "qwen3_moe"
     DEEPSEEK_V3 = "deepseek_v3"
+    KIMI_K2 = "kimi_k2"
+    """DeepSeek-V3 by another name, as which it is written where no ``config.json`` goes along."""
+    GLM4_MOE = "glm4_moe"
+    OLMOE = "olmoe"
+    DEEPSEEK_V2 = "deepseek_v2"
+    """Where it chooses experts without groups: DeepSeek-V2-Lite."""
 
     @property
     def class_name(self) -> str:
-        """In transformers."""
-        names = {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3"}
-        return names[self.value] + "ForCausalLM"
+        """In transformers, which has none for Kimi-K2 but DeepSeek-V3's."""
+        names = {
+            Architecture.MIXTRAL: "Mixtral",
+            Architecture.QWEN2_MOE: "Qwen2Moe",
+            Architecture.QWEN3_MOE: "Qwen3Moe",
+            Architecture.DEEPSEEK_V3: "DeepseekV3",
+            Architecture.KIMI_K2: "DeepseekV3",
+            Architecture.GLM4_MOE: "Glm4Moe",
+            Architecture.OLMOE: "Olmoe",
+            Architecture.DEEPSEEK_V2: "DeepseekV2",
+        }
+        return names[self] + "ForCausalLM"
 
 
 def config_file(path: Path) -> Path | None:
@@ -149,9 +165,9 @@ class _Config:
     def dtype(self) -> Dtype:
         """Of the weights; fp16 ones are trained in bf16."""
         name = str(self.get("dtype", self.get("torch_dtype", "bfloat16")))
-        if name not in _DTYPES:
-            raise ConfigError(str(self.path), "dtype", f"{name!r} is none of {', '.join(_DTYPES)}")
-        return _DTYPES[name]
+        if name not in DTYPES:
+            raise ConfigError(str(self.path), "dtype", f"{name!r} is none of {', '.join(DTYPES)}")
+        return DTYPES[name]
 
     @property
     def _rope(self) -> dict[str, Any]:
@@ -163,6 +179,15 @@ class _Config:
     def rope_theta(self) -> float:
         """Base of the rotary embeddings' wavelengths."""
         return float(self._rope["rope_theta"] if "rope_theta" in self._rope else self["rope_theta"])
+
+    @property
+    def partial_rotary_factor(self) -> float:
+        """Of GLM-4.5's heads a half is rotated unless it says otherwise."""
+        of_glm = self.architecture is Architecture.GLM4_MOE
+        found = self._rope.get("partial_rotary_factor", self.get("partial_rotary_factor", 0.5 if of_glm else 1.0))
+        if found != 1 and not of_glm:
+            raise ConfigError(str(self.path), "partial_rotary_factor", f"{found!r} is not trained here, only 1")
+        return float(found)
 
     @property
     def rope_scaling(self) -> dict[str, Any] | None:
@@ -201,13 +226,21 @@ def _model_data(config: _Config) -> dict[str, Any]:
         "tie_embeddings": config.get("tie_word_embeddings", False),
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
+        "partial_rotary_factor": config.partial_rotary_factor,
         "norm_eps": config["rms_norm_eps"],
         "top_k": config["num_experts_per_tok"],
         "ffn": Ffn.SWIGLU.value,
     }
-    if kind is Architecture.DEEPSEEK_V3:
-        return data | _deepseek_data(config)
+    if kind in (Architecture.DEEPSEEK_V3, Architecture.KIMI_K2):
+        return data | _latent_data(config) | _shared_and_dense(config) | _sigmoid_gate(config)
+    if kind is Architecture.DEEPSEEK_V2:
+        return data | _latent_data(config) | _shared_and_dense(config) | _softmax_gate(config)
     data |= {"num_kv_heads": config.get("num_key_value_heads", None), "head_dim": config.get("head_dim", None)}
+    if kind is Architecture.GLM4_MOE:
+        norms, biases = config.get("use_qk_norm", False), config.get("attention_bias", False)
+        return data | {"qk_norm": norms, "attention_bias": biases} | _shared_and_dense(config) | _sigmoid_gate(config)
+    if kind is Architecture.OLMOE:
+        return data | _olmoe_data(config)
     if kind is Architecture.MIXTRAL:
         return data | {"num_experts": config["num_local_experts"], "expert_ffn_size": config["intermediate_size"]}
     config.require("decoder_sparse_step", 1, 1)
@@ -232,23 +265,25 @@ def _model_data(config: _Config) -> dict[str, Any]:
     }
 
 
-def _deepseek_data(config: _Config) -> dict[str, Any]:
-    heads, dense = config["num_attention_heads"], config["first_k_dense_replace"]
-    for key, only in {
-        "num_key_value_heads": heads,
-        "attention_bias": False,
-        "rope_interleave": True,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    }.items():
+def _olmoe_data(config: _Config) -> dict[str, Any]:
+    whole = config["hidden_size"] // config["num_attention_heads"]
+    for key, only in {"attention_bias": False, "clip_qkv": None, "head_dim": whole}.items():
+        config.require(key, only, only)
+    return {
+        "qk_norm": True,
+        "qk_norm_full_width": True,
+        "num_experts": config["num_experts"],
+        "expert_ffn_size": config["intermediate_size"],
+        "norm_topk_prob": config.get("norm_topk_prob", False),
+    }
+
+
+def _latent_data(config: _Config) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    for key, only in {"num_key_value_heads": heads, "attention_bias": False, "rope_interleave": True}.items():
         config.require(key, only, only)
     if "q_lora_rank" not in config.data:
         raise ConfigError(str(config.path), "q_lora_rank", "is missing; null where queries are projected at once")
-    top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
-    if 0 < chosen < groups and top_k // chosen != _RATED_BY:
-        message = f"{chosen}: groups are rated by their best {_RATED_BY} experts there, by num_experts_per_tok / topk_group here"
-        raise ConfigError(str(config.path), "topk_group", message)
     return {
         "latent_attention": {
             "query_rank": config.data["q_lora_rank"],
@@ -256,12 +291,40 @@ def _deepseek_data(config: _Config) -> dict[str, Any]:
             "nope_head_dim": config["qk_nope_head_dim"],
             "rope_head_dim": config["qk_rope_head_dim"],
             "value_head_dim": config["v_head_dim"],
-        },
+        }
+    }
+
+
+def _shared_and_dense(config: _Config) -> dict[str, Any]:
+    """Experts beside a shared one, behind layers without any, as DeepSeek names them."""
+    config.require("moe_layer_freq", 1, 1)
+    dense = config["first_k_dense_replace"]
+    return {
         "num_experts": config["n_routed_experts"],
         "expert_ffn_size": config["moe_intermediate_size"],
         "shared_ffn_size": config["n_shared_experts"] * config["moe_intermediate_size"],
         "num_dense_layers": dense,
         "dense_ffn_size": config["intermediate_size"] if dense else 0,
+    }
+
+
+def _softmax_gate(config: _Config) -> dict[str, Any]:
+    """DeepSeek-V2's, without ``group_limited_greedy``, which rates a group by its best expert alone, and without
+    ``norm_topk_prob``, which transformers does not heed and DeepSeek's own code does."""
+    config.require("mlp_bias", False, False)
+    for key, only in {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}.items():
+        config.require(key, only, only)
+    return {"norm_topk_prob": False, "routed_scaling_factor": config["routed_scaling_factor"]}
+
+
+def _sigmoid_gate(config: _Config) -> dict[str, Any]:
+    config.require("scoring_func", "sigmoid", "sigmoid")
+    config.require("topk_method", "noaux_tc", "noaux_tc")
+    top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
+    if 0 < chosen < groups and top_k // chosen != RATED_BY:
+        message = f"{chosen}: groups are rated by their best {RATED_BY} experts there, by num_experts_per_tok / topk_group here"
+        raise ConfigError(str(config.path), "topk_group", message)
+    return {
         "norm_topk_prob": config["norm_topk_prob"],
         "score_function": ScoreFunction.SIGMOID.value,
         "routed_scaling_factor": config["routed_scaling_factor"],
@@ -271,124 +334,7 @@ def _deepseek_data(config: _Config) -> dict[str, Any]:
     }
 
 
-_RATED_BY = 2
+RATED_BY = 2
 """Scores that add up to a group's, in transformers."""
 _BIAS_UPDATE_RATE = 0.001
-"""DeepSeek-V3's own (arXiv:2412.19437, section 4.2); its weights do not say."""
-
-
-def architecture_for(model: Model) -> Architecture:
-    """Which architecture a model is of. Raises UserError where it is of none."""
-    if model.latent_attention is not None:
-        if _is_deepseek(model):
-            return Architecture.DEEPSEEK_V3
-        raise UserError(
-            "model: is of no public architecture that can be written. Of deepseek_v3 are those with latent_attention that have "
-            "swiglu experts, sigmoid scores, an expert_bias_update_rate, a shared expert without a gate that is as wide as one "
-            f"or more others and, where groups are limited, top_k / groups_per_token of {_RATED_BY}"
-        )
-    gate = model.score_function, model.routed_scaling_factor, model.limits_groups, model.expert_bias_update_rate
-    features = model.attention_bias, model.qk_norm, bool(model.shared_ffn_size), model.shared_expert_gate
-    if model.ffn is Ffn.SWIGLU and gate == (ScoreFunction.SOFTMAX, 1.0, False, None):
-        if features == (False, False, False, False) and model.norm_topk_prob and not model.num_dense_layers:
-            return Architecture.MIXTRAL
-        if features == (True, False, True, True):
-            return Architecture.QWEN2_MOE
-        if features == (False, True, False, False):
-            return Architecture.QWEN3_MOE
-    raise UserError(
-        "model: is of no public architecture that can be written. Of mixtral are those of swiglu experts alone, with softmax "
-        "scores and without groups, scaling or biases of experts; of qwen3_moe those with qk_norm, too; of qwen2_moe those with "
-        "attention_bias, shared_ffn_size and shared_expert_gate; of deepseek_v3 those with latent_attention"
-    )
-
-
-def _is_deepseek(model: Model) -> bool:
-    gate = model.score_function is ScoreFunction.SIGMOID and model.expert_bias_update_rate is not None
-    shared = bool(model.shared_ffn_size) and not model.shared_ffn_size % model.expert_ffn_size and not model.shared_expert_gate
-    groups = not model.limits_groups or model.top_k // model.groups_per_token == _RATED_BY
-    return model.ffn is Ffn.SWIGLU and gate and shared and groups
-
-
-def config_for(workload: Workload) -> dict[str, Any]:
-    """The ``config.json`` of a model. Raises UserError where it is of no public architecture."""
-    model = workload.model
-    kind = architecture_for(model)
-    config: dict[str, Any] = {
-        "architectures": [kind.class_name],
-        "model_type": kind.value,
-        "hidden_act": "silu",
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads or model.num_heads,
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": workload.training.sequence_length,
-        "tie_word_embeddings": model.tie_embeddings,
-        "rope_theta": model.rope_theta,
-        "rms_norm_eps": model.norm_eps,
-        "num_experts_per_tok": model.top_k,
-        # Otherwise numbers of tokens of the vocabulary, which need not have so many.
-        "bos_token_id": None,
-        "eos_token_id": None,
-    } | dtype_keys(workload.training.dtype)
-    if model.rope_scaling is not None:
-        config |= _rope_scaling_keys(model.rope_scaling)
-    if model.latent_attention is not None:
-        return config | _deepseek_keys(model, model.latent_attention)
-    config["head_dim"] = model.attention_width // model.num_heads
-    if kind is Architecture.MIXTRAL:
-        return config | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn_size}
-    config |= {
-        "num_experts": model.num_experts,
-        "moe_intermediate_size": model.expert_ffn_size,
-        "intermediate_size": model.dense_ffn_size or model.expert_ffn_size,
-        "norm_topk_prob": model.norm_topk_prob,
-        "mlp_only_layers": list(range(model.num_dense_layers)),
-        "decoder_sparse_step": 1,
-    }
-    return config | ({"shared_expert_intermediate_size": model.shared_ffn_size} if kind is Architecture.QWEN2_MOE else {})
-
-
-def _rope_scaling_keys(scaling: RopeScaling) -> dict[str, Any]:
-    optional = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-    rope = {
-        "rope_type": "yarn",
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_length,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-    } | {key: value for key, value in optional.items() if value is not None}
-    # From which transformers 4 computes the factor.
-    return {"max_position_embeddings": round(scaling.factor * scaling.original_length), "rope_scaling": rope}
-
-
-def _deepseek_keys(model: Model, sizes: LatentSizes) -> dict[str, Any]:
-    return {
-        "attention_bias": False,
-        "q_lora_rank": sizes.query_rank,
-        "kv_lora_rank": sizes.kv_rank,
-        "qk_nope_head_dim": sizes.nope_head_dim,
-        "qk_rope_head_dim": sizes.rope_head_dim,
-        "v_head_dim": sizes.value_head_dim,
-        "rope_interleave": True,
-        "n_routed_experts": model.num_experts,
-        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
-        "moe_intermediate_size": model.expert_ffn_size,
-        "intermediate_size": model.dense_ffn_size or model.expert_ffn_size,
-        "first_k_dense_replace": model.num_dense_layers,
-        "moe_layer_freq": 1,
-        "norm_topk_prob": model.norm_topk_prob,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "routed_scaling_factor": model.routed_scaling_factor,
-        "n_group": model.expert_groups,
-        "topk_group": model.groups_per_token,
-        MTP_LAYERS: 0,
-    }
-
-
-def dtype_keys(dtype: Dtype) -> dict[str, str]:
-    """How transformers 4 and 5 are told the element type of the weights in a ``config.json``."""
-    name = next(name for name, one in _DTYPES.items() if one is dtype)
-    return {"torch_dtype": name, "dtype": name}
+"""That of DeepSeek-V3 (arXiv:2412.19437, section 4.2) and GLM-4.5 (arXiv:2508.06471); weights do not say."""

@@ -7,11 +7,12 @@ twice the forward.
 from __future__ import annotations
 
 from enum import Enum
-from math import ceil, isfinite, log
+from math import ceil, isfinite
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
+from hybridep.attention import LatentSizes, RopeScaling
 from hybridep.config import Strict
 
 _MOST_PARAMS = 10**15
@@ -84,77 +85,6 @@ class Part(Strict):
     """Layers of the whole model."""
 
 
-class LatentSizes(Strict):
-    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): queries, and keys with values, pass through
-    narrow vectors, and a key's rotated part is the same for all heads."""
-
-    query_rank: int | None = Field(default=None, ge=1)
-    """Width of what queries are made from; they are projected at once when absent."""
-    kv_rank: int = Field(ge=1)
-    """Width of what keys and values are made from."""
-    nope_head_dim: int = Field(ge=1)
-    """Of a head's queries and keys, what is not rotated."""
-    rope_head_dim: int = Field(ge=2, multiple_of=2)
-    """What is."""
-    value_head_dim: int = Field(ge=1)
-
-    @property
-    def key_head_dim(self) -> int:
-        """Of a head's queries and keys, all."""
-        return self.nope_head_dim + self.rope_head_dim
-
-    def matrix_params(self, hidden_size: int, num_heads: int) -> int:
-        """Parameters of one block's matrices."""
-        queries = num_heads * self.key_head_dim
-        query = hidden_size * queries if self.query_rank is None else self.query_rank * (hidden_size + queries)
-        down = hidden_size * (self.kv_rank + self.rope_head_dim)
-        up = self.kv_rank * num_heads * (self.nope_head_dim + self.value_head_dim)
-        return query + down + up + num_heads * self.value_head_dim * hidden_size
-
-    @property
-    def norm_params(self) -> int:
-        """Parameters of one block's norms."""
-        return (self.query_rank or 0) + self.kv_rank
-
-
-class RopeScaling(Strict):
-    """Rotary embeddings for longer sequences than a model was first trained on (YaRN, arXiv:2309.00071): what turns slowly turns
-    ``factor`` times as slowly, what turns often within ``original_length`` positions as before."""
-
-    factor: float = Field(ge=1)
-    original_length: int = Field(ge=1)
-    beta_fast: float = Field(default=32.0, gt=0)
-    """Pairs with at least so many turns in the original length stay as they are."""
-    beta_slow: float = Field(default=1.0, gt=0)
-    """Those with at most so many are slowed down in full."""
-    mscale: float | None = Field(default=None, gt=0)
-    """Queries and keys are scaled by 1 + 0.1 ln(factor), or where both of these are given, by the ratio of what they make of it:
-    1 + 0.1 mscale ln(factor)."""
-    mscale_all_dim: float | None = Field(default=None, gt=0)
-    """And latent attention's queries and keys, all of them, by what this makes of it."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RopeScaling:
-        if self.beta_slow >= self.beta_fast:
-            raise ValueError(f"beta_slow: {self.beta_slow} must be below beta_fast {self.beta_fast}")
-        return self
-
-    @property
-    def rotated_scale(self) -> float:
-        """Of the rotated parts of queries and of keys."""
-        if self.mscale is None or self.mscale_all_dim is None:
-            return self._scale(1.0)
-        return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
-
-    @property
-    def latent_scale(self) -> float:
-        """Of latent attention's queries and of its keys, beside."""
-        return 1.0 if self.mscale_all_dim is None else self._scale(self.mscale_all_dim)
-
-    def _scale(self, mscale: float) -> float:
-        return 1 + 0.1 * mscale * log(self.factor)
-
-
 class Model(Strict):
     """A decoder-only transformer whose feed-forward parts are MoE blocks (all but the first ``num_dense_layers``)."""
 
@@ -168,8 +98,12 @@ class Model(Strict):
     """Of query, key and value (Qwen2)."""
     qk_norm: bool = False
     """Each head of queries and keys is normalised before it is rotated (Qwen3)."""
+    qk_norm_full_width: bool = False
+    """Not each by itself but all heads together (OLMoE)."""
     latent_attention: LatentSizes | None = None
     """In place of (grouped-query) attention, with heads of other widths."""
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+    """Share of a head's queries and keys that is rotated, its first elements (GLM-4.5: half of them)."""
     rope_theta: float = Field(default=10000.0, gt=1, allow_inf_nan=False)
     """Base of the rotary embeddings' wavelengths."""
     rope_scaling: RopeScaling | None = None
@@ -233,12 +167,15 @@ class Model(Strict):
             raise ValueError(f"top_k: {self.top_k} exceeds the {room} experts of the groups_per_token {self.groups_per_token}")
         if self.latent_attention is not None:
             plain = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "attention_bias": self.attention_bias or None}
-            for key, value in (plain | {"qk_norm": self.qk_norm or None}).items():
+            rotated = None if self.partial_rotary_factor == 1 else self.partial_rotary_factor
+            for key, value in (plain | {"qk_norm": self.qk_norm or None, "partial_rotary_factor": rotated}).items():
                 if value is not None:
                     raise ValueError(
                         f"{key}: {value} does not go with latent_attention, which has sizes of its own; remove {key}"
                     )
-        elif self.head_dim is None and self.hidden_size % self.num_heads:
+        if self.qk_norm_full_width and not self.qk_norm:
+            raise ValueError("qk_norm_full_width: needs qk_norm")
+        if self.latent_attention is None and self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads: {self.num_heads} must divide hidden_size {self.hidden_size}, or give head_dim")
         if self.num_heads % (self.num_kv_heads or self.num_heads):
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} must divide num_heads {self.num_heads}")
@@ -284,6 +221,13 @@ class Model(Strict):
         return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
 
     @property
+    def rotary_dim(self) -> int:
+        """How many elements of a head's queries and keys are rotated."""
+        if self.latent_attention is not None:
+            return self.latent_attention.rope_head_dim
+        return int(self.attention_width // self.num_heads * self.partial_rotary_factor)
+
+    @property
     def kv_width(self) -> int:
         """Width of all key heads, and of all value heads, together; not of latent attention."""
         return self.attention_width // self.num_heads * (self.num_kv_heads or self.num_heads)
@@ -306,7 +250,8 @@ class Model(Strict):
         if self.latent_attention is not None:
             return self.latent_attention.norm_params
         bias = self.attention_bias * (self.attention_width + 2 * self.kv_width)
-        return bias + self.qk_norm * 2 * (self.attention_width // self.num_heads)
+        norms = self.attention_width + self.kv_width if self.qk_norm_full_width else 2 * (self.attention_width // self.num_heads)
+        return bias + self.qk_norm * norms
 
     @property
     def expert_params(self) -> int:

@@ -21,7 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
         self.head_dim = model.attention_width // model.num_heads
-        self.rotary = Rotary(self.head_dim, model)
+        self.rotary = Rotary(model)
         width, bias = model.attention_width, model.attention_bias
         self.query = nn.Linear(model.hidden_size, width, bias=bias, dtype=dtype)
         self.key = nn.Linear(model.hidden_size, model.kv_width, bias=bias, dtype=dtype)
@@ -30,7 +30,9 @@ class Attention(nn.Module):
         self.query_norm: nn.Module = nn.Identity()
         self.key_norm: nn.Module = nn.Identity()
         if model.qk_norm:
-            self.query_norm, self.key_norm = (RmsNorm(self.head_dim, eps=model.norm_eps, dtype=dtype) for _ in range(2))
+            widths = (width, model.kv_width) if model.qk_norm_full_width else (self.head_dim, self.head_dim)
+            self.query_norm, self.key_norm = (RmsNorm(one, eps=model.norm_eps, dtype=dtype) for one in widths)
+        self.norms_all_heads = model.qk_norm_full_width
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H]."""
@@ -39,8 +41,12 @@ class Attention(nn.Module):
         def heads(projected: Tensor, number: int) -> Tensor:
             return projected.view(num_sequences, length, number, self.head_dim).transpose(1, 2)
 
-        query = self.rotary(self.query_norm(heads(self.query(x_BSH), self.num_heads)))
-        key = self.rotary(self.key_norm(heads(self.key(x_BSH), self.num_kv_heads)))
+        def normed(projected: Tensor, number: int, norm: nn.Module) -> Tensor:
+            found: Tensor = heads(norm(projected), number) if self.norms_all_heads else norm(heads(projected, number))
+            return found
+
+        query = self.rotary(normed(self.query(x_BSH), self.num_heads, self.query_norm))
+        key = self.rotary(normed(self.key(x_BSH), self.num_kv_heads, self.key_norm))
         value = heads(self.value(x_BSH), self.num_kv_heads)
         if self.num_kv_heads != self.num_heads:
             repeats = self.num_heads // self.num_kv_heads
@@ -59,7 +65,7 @@ class LatentAttention(nn.Module):
         sizes = model.latent_attention
         assert sizes is not None
         self.sizes, self.num_heads = sizes, model.num_heads
-        self.rotary = Rotary(sizes.rope_head_dim, model)
+        self.rotary = Rotary(model)
         self.scale = sizes.key_head_dim**-0.5
         if model.rope_scaling is not None:
             self.scale *= model.rope_scaling.latent_scale**2

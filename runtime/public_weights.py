@@ -21,21 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridep.attention import LatentSizes
 from hybridep.config import write_text
 from hybridep.errors import UserError
-from hybridep.hugging_face import (
-    CONFIG_FILE,
-    MTP_LAYERS,
-    QUANTIZATION,
-    Architecture,
-    architecture_for,
-    config_for,
-    dtype_keys,
-    fp8_block,
-    read_config,
-    require_same_model,
-)
-from hybridep.workload import LatentSizes, Model
+from hybridep.hugging_face import CONFIG_FILE, MTP_LAYERS, QUANTIZATION, Architecture, fp8_block, read_config, require_same_model
+from hybridep.hugging_face_export import architecture_for, config_for, dtype_keys
+from hybridep.workload import Model
 from runtime.checkpoint_files import SavedWeights
 from runtime.experts import split_row
 from runtime.mesh import TORCH_DTYPE
@@ -45,8 +36,17 @@ _INDEX = "model.safetensors.index.json"
 _SCALE = "_scale_inv"
 """Behind the name of a fp8 weight: what each of its blocks is to be multiplied by."""
 _SHARD_BYTES = 5 * 10**9
-_BESIDE = ("tokenizer*", "*_token*.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json")
-"""Files of a public model that hold for whatever it is trained on."""
+_BESIDE = (
+    "tokenizer*",
+    "*_token*.json",
+    "tiktoken.model",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "*.py",
+)
+"""Files of a public model that hold for whatever it is trained on; code, too, which ``config.json`` may name (``auto_map``)."""
 
 
 class Matrix(NamedTuple):
@@ -86,11 +86,11 @@ def _layer(model: Model, kind: Architecture, layer: int) -> Iterator[Matrix]:
     yield Matrix(f"{block}.gate.weight", f"{ours}.feed_forward.gate.weight")
     if model.expert_bias_update_rate is not None:
         yield Matrix(f"{block}.gate.e_score_correction_bias", f"{ours}.feed_forward.gate.expert_bias", wide=True)
-    if kind is Architecture.DEEPSEEK_V3:
-        yield from _row(f"{block}.shared_experts", f"{ours}.feed_forward.shared.row")
-    elif model.shared_ffn_size:
+    if model.shared_expert_gate:
         yield from _row(f"{block}.shared_expert", f"{ours}.feed_forward.shared.row")
         yield Matrix(f"{block}.shared_expert_gate.weight", f"{ours}.feed_forward.shared_gate.weight")
+    elif model.shared_ffn_size:
+        yield from _row(f"{block}.shared_experts", f"{ours}.feed_forward.shared.row")
     names = ("w1", "w3", "w2") if kind is Architecture.MIXTRAL else _NAMES
     for expert in range(model.num_experts):
         yield from _row(f"{block}.experts.{expert}", (layer - model.num_dense_layers, expert), names)

@@ -7,17 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from hybridep.workload import Model, RopeScaling
+from hybridep.attention import RopeScaling
+from hybridep.workload import Model
 
 
 class Rotary:
-    """Of vectors of ``width`` elements, as a model has them."""
+    """Of a model's queries and keys."""
 
-    def __init__(self, width: int, model: Model) -> None:
-        self._width, self._theta, self._scaling = width, model.rope_theta, model.rope_scaling
+    def __init__(self, model: Model) -> None:
+        self._width, self._theta, self._scaling = model.rotary_dim, model.rope_theta, model.rope_scaling
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., S, D]: element i turns with element i + D/2."""
+        """[..., S, D]: of the first R elements, those that are rotated, element i turns with element i + R/2."""
         length, wide = x.shape[-2], torch.promote_types(x.dtype, torch.float32)
         frequency = self._theta ** (-torch.arange(0, self._width, 2, dtype=wide, device=x.device) / self._width)
         if self._scaling is not None:
@@ -29,12 +30,12 @@ class Rotary:
         if self._scaling is not None:
             cos, sin = cos * self._scaling.rotated_scale, sin * self._scaling.rotated_scale
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        first, second = x[..., : self._width].chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., self._width :]], dim=-1)
 
 
 def _slowed(pairs: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """[D/2]: what the frequencies of all ``pairs``, given by number, are multiplied by (Eq. 23). The ramp goes from one pair's
+    """[R/2]: what the frequencies of all ``pairs``, given by number, are multiplied by (Eq. 23). The ramp goes from one pair's
     number to another's, as public models have it, not by the turns themselves."""
     width = 2 * len(pairs)
 

@@ -33,6 +33,9 @@ def check_copies(run: Run, cluster: Cluster) -> None:
 def check_trainable(workload: Workload) -> None:
     """Raises UserError for what a model may be but this runtime cannot train."""
     model, where = workload.model, f"workload {workload.name}: model"
-    head_dim = model.attention_width // model.num_heads
-    if model.latent_attention is None and head_dim % 2:
-        raise UserError(f"{where}.head_dim: {head_dim} must be even, rotary embeddings turn pairs of elements")
+    rotated = model.rotary_dim
+    if rotated % 2 or not rotated:
+        partial = model.partial_rotary_factor < 1
+        what = f"partial_rotary_factor: {rotated} rotated elements" if partial else f"head_dim: {rotated}"
+        must = "even and more than none" if partial else "even"
+        raise UserError(f"{where}.{what} must be {must}, rotary embeddings turn pairs of elements")

@@ -35,19 +35,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--make", type=Path, help="only make the models, with tokens and their loss, in this folder")
+    parser.add_argument("--only", help="one architecture alone")
     given = parser.parse_args()
     try:
         import transformers  # noqa: F401
     except ImportError:
         sys.exit("public-weights: needs transformers: pip install transformers")
     config = yaml.safe_load((HERE / "config.yaml").read_text())
+    names = [given.only] if given.only else list(config["architectures"])
     if given.make is not None:
-        for name in config["architectures"]:
+        for name in names:
             make(config, name, given.make / name)
         return 0
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in config["architectures"]:
+        for name in names:
             model = Path(folder) / name / "first"
             expected = make(config, name, model)
             rows += [compare(config, name, model, expected, plan) for plan in config["plans"]]
@@ -64,7 +66,9 @@ def make(config: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = config["shape"] | config["architectures"][name]
-    own = AutoConfig.for_model(name, **shape, rope_parameters=config["rope"][name], bos_token_id=None, eos_token_id=None)
+    own = AutoConfig.for_model(
+        config["built_as"].get(name, name), **shape, rope_parameters=config["rope"][name], bos_token_id=None, eos_token_id=None
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     with torch.no_grad():
@@ -74,18 +78,23 @@ def make(config: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(config["weight_std"] * torch.randn_like(buffer))
     model.save_pretrained(folder)
+    written = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(written | {"model_type": name}, indent=2) + "\n")
     tokens = torch.randint(config["shape"]["vocab_size"], config["tokens"])
-    expected = {"tokens": tokens.tolist(), "loss": their_loss(folder, tokens)}
+    expected = {"tokens": tokens.tolist(), "loss": their_loss(config, folder, tokens)}
     (folder / EXPECTED).write_text(json.dumps(expected))
     return expected
 
 
-def their_loss(folder: Path, tokens: Tensor) -> float:
+def their_loss(config: dict[str, Any], folder: Path, tokens: Tensor) -> float:
     """Sum over tokens, in fp64 but for what transformers always computes in fp32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    data = json.loads((folder / CONFIG_FILE).read_text())
+    kind = data.pop("model_type")
+    own = AutoConfig.for_model(config["built_as"].get(kind, kind), **data)
     # Their other implementations of experts do not take fp64.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, config=own, dtype=torch.float64, experts_implementation="eager")
     with torch.no_grad():
         logits = model(tokens).logits
     return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"))
@@ -102,7 +111,8 @@ def compare(config: dict[str, Any], name: str, model: Path, expected: dict[str, 
     for more in (["--local"], ["--export", str(output / "public"), *own]):
         command = [sys.executable, "-m", "hybridep.cli", "train", str(path), *more]
         subprocess.run(command, env=child_environment(), check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
-    assert (output / "public" / CONFIG_FILE).is_file()
+    kind = json.loads((output / "public" / CONFIG_FILE).read_text())["model_type"]
+    assert kind == (config["built_as"].get(name, name) if own else name)
     tokens = torch.tensor(expected["tokens"])
     loaded = load_run(str(path))
     trainer = ReferenceTrainer(loaded, resolve_plan(loaded))
@@ -110,7 +120,7 @@ def compare(config: dict[str, Any], name: str, model: Path, expected: dict[str, 
     for step in range(1, loaded.steps + 1):
         trainer.step(step)
     losses.append(our_loss(trainer, tokens))
-    theirs = [expected["loss"], their_loss(output / "public", tokens)]
+    theirs = [expected["loss"], their_loss(config, output / "public", tokens)]
     off = [own / their - 1 for own, their in zip(losses, theirs, strict=True)]
     return {
         "architecture": name,

@@ -133,8 +133,9 @@ def test_no_transfer_beats_its_narrowest_link(name: str, data: st.DataObject) ->
         assert min(wide_area) <= min(rates) <= max(wide_area)
 
 
-# Totals must agree to 1 %. Active parameters to 2 %: they are published in whole billions, and sources differ in whether
-# the input embedding counts (0.9 B of DeepSeek-V3).
+# Totals must agree to 1 %; Kimi-K2's is that of its published tensors, of which its report says 1.04 T. Active parameters to
+# 2 %: they are published in whole billions, and sources differ in whether the input embedding counts (0.9 B of DeepSeek-V3,
+# 1.2 of Kimi-K2).
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [
@@ -142,6 +143,8 @@ def test_no_transfer_beats_its_narrowest_link(name: str, data: st.DataObject) ->
         ("qwen2-57b-a14b", 57.4e9, 14.2e9),
         ("qwen3-30b-a3b", 30.5e9, 3.35e9),
         ("deepseek-v3", 671e9, 37e9),
+        ("kimi-k2", 1.026e12, 32.6e9),
+        ("olmoe-1b-7b", 6.9e9, 1.3e9),
     ],
 )
 def test_parameters_of_public_models(name: str, total: float, active: float) -> None:
@@ -149,6 +152,19 @@ def test_parameters_of_public_models(name: str, total: float, active: float) -> 
     assert model.total_params == pytest.approx(total, rel=0.01)
     active_params = model.dense_params + model.num_moe_layers * model.top_k * model.expert_params
     assert active_params == pytest.approx(active, rel=0.02)
+
+
+def test_parameters_of_glm_4_5() -> None:
+    """As its report counts them: with the layer that predicts a token further on, which projects two hidden vectors to one behind
+    three norms of its own, and without embedding and output projection."""
+    model = workload("glm-4.5").model
+    hidden, ends = model.hidden_size, 2 * model.vocab_size * model.hidden_size
+    attention = 2 * hidden * 96 * 128 + 2 * hidden * 8 * 128 + (96 + 2 * 8 + 2) * 128
+    further = attention + (160 + 2 + 3) * hidden + 2 * hidden**2 + 3 * hidden * 1536
+    assert model.total_params - ends + further + 160 * model.expert_params == pytest.approx(355e9, rel=0.01)
+    active = model.dense_params + model.num_moe_layers * 8 * model.expert_params
+    assert active - ends + further + 8 * model.expert_params == pytest.approx(32e9, rel=0.02)
+    assert model.attention_block_params + model.attention_other_params == attention
 
 
 def test_a_key_that_is_no_more_may_be_null_as_in_checkpoints_of_before() -> None:
@@ -175,6 +191,9 @@ def test_a_key_that_is_no_more_may_be_null_as_in_checkpoints_of_before() -> None
         ({"qk_norm": True}, "model: qk_norm: True does not go with latent_attention"),
         ({"attention_bias": True}, "model: attention_bias: True does not go with latent_attention"),
         ({"num_kv_heads": 128}, "model: num_kv_heads: 128 does not go with latent_attention"),
+        ({"partial_rotary_factor": 0.5}, "model: partial_rotary_factor: 0.5 does not go with latent_attention"),
+        ({"qk_norm_full_width": True}, "model: qk_norm_full_width: needs qk_norm"),
+        ({"partial_rotary_factor": 0}, r"model\.partial_rotary_factor: .*greater than 0"),
     ],
 )
 def test_what_a_model_like_deepseek_v3_may_not_have(changes: dict[str, Any], message: str) -> None:

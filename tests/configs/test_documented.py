@@ -60,7 +60,7 @@ def test_the_examples_of_files_load() -> None:
     assert build(Cluster, yaml.safe_load(cluster), "files.md").num_gpus == 24
     example = yaml.safe_load(model)
     assert build(Workload, example, "files.md").expert_capacity == 160
-    for key in ("num_kv_heads", "head_dim", "attention_bias", "qk_norm"):
+    for key in ("num_kv_heads", "head_dim", "attention_bias", "qk_norm", "qk_norm_full_width", "partial_rotary_factor"):
         del example["model"][key]
     example["model"] |= yaml.safe_load(more)
     assert build(Workload, example, "files.md").model.value_width == 16 * 128

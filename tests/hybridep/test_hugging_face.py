@@ -7,97 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from public_configs import DEEPSEEK, GLM, LITE, MIXTRAL, OLMOE, QWEN3, SHIPPED, YARN
 
 from hybridep.commands.inputs import load_workload
 from hybridep.errors import ConfigError, UserError
-from hybridep.hugging_face import CONFIG_FILE, config_for, require_same_model, workload_data
+from hybridep.hugging_face import CONFIG_FILE, require_same_model, workload_data
+from hybridep.hugging_face_export import config_for
 from hybridep.workload import Ffn, ScoreFunction, Workload
-
-MIXTRAL = {
-    "model_type": "mixtral",
-    "hidden_act": "silu",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 14336,
-}
-"""As of mistralai/Mixtral-8x7B-v0.1."""
-QWEN3 = {key: value for key, value in MIXTRAL.items() if key not in ("num_local_experts", "sliding_window", "rope_theta")} | {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
-QWEN2 = QWEN3 | {
-    "model_type": "qwen2_moe",
-    "num_hidden_layers": 28,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_experts": 64,
-    "moe_intermediate_size": 2560,
-    "shared_expert_intermediate_size": 20480,
-    "norm_topk_prob": False,
-}
-YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "attention_bias": False,
-    "aux_loss_alpha": 0.001,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-"""As of deepseek-ai/DeepSeek-V3, but for its quantised weights."""
-SHIPPED = {"mixtral-8x7b": MIXTRAL, "qwen3-30b-a3b": QWEN3, "qwen2-57b-a14b": QWEN2, "deepseek-v3": DEEPSEEK}
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -140,7 +56,7 @@ def test_what_is_written_is_read_as_the_same_model(tmp_path: Path, name: str) ->
         ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor: .*greater than or equal to 1"),
         ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "rope_scaling.attention_factor: 1.5 is not trained here"),
         ({"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate: False is not trained here, only True"),
-        ({"rope_scaling": YARN | {"beta_slow": 64}}, "beta_slow: 64.0 must be below beta_fast 32.0"),
+        ({"rope_scaling": YARN | {"beta_slow": 64}}, "beta_slow: 64.0 must not exceed beta_fast 32.0"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: .*gptq.*: of quantised weights only fp8 ones"),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config: .*e5m2.* only fp8 ones"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size: None must be two numbers"),
@@ -166,6 +82,11 @@ def test_what_is_not_trained_here_is_an_error(tmp_path: Path, changes: dict[str,
         ({"mlp_only_layers": [1]}, r"mlp_only_layers: \[1\]: only the first layers may be without experts"),
         ({"attention_bias": True}, "attention_bias: True is not trained here"),
         ({"use_sliding_window": True}, "sliding_window: 4096"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not trained here, only 1"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor: 0.5 is not trained here",
+        ),
     ],
 )
 def test_what_qwen3_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -191,6 +112,92 @@ def test_what_qwen3_may_not_have(tmp_path: Path, changes: dict[str, Any], messag
 def test_what_deepseek_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_workload(str(written(tmp_path, DEEPSEEK | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func: 'softmax' is not trained here, only 'sigmoid'"),
+        ({"n_group": 8, "topk_group": 2}, "topk_group: 2: groups are rated by their best 2"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: Input should be less than or equal to 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: 'linear': only 'yarn'"),
+        ({"n_shared_experts": None}, "n_shared_experts: is missing"),
+    ],
+)
+def test_what_glm_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_workload(str(written(tmp_path, GLM | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_qkv": 8.0}, "clip_qkv: 8.0 is not trained here, only None"),
+        ({"attention_bias": True}, "attention_bias: True is not trained here, only False"),
+        ({"head_dim": 64}, "head_dim: 64 is not trained here, only 128"),
+    ],
+)
+def test_what_olmoe_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_workload(str(written(tmp_path, OLMOE | changes)))
+
+
+def test_deepseek_v2_lite(tmp_path: Path) -> None:
+    """Published (arXiv:2405.04434, appendix B): 15.7 B parameters, 2.4 B active without the embedding."""
+    workload = load_workload(str(written(tmp_path, LITE)))
+    model = workload.model
+    assert model.total_params == pytest.approx(15.7e9, rel=0.01)
+    active = model.dense_params + model.num_moe_layers * model.top_k * model.expert_params
+    assert active - model.vocab_size * model.hidden_size == pytest.approx(2.4e9, rel=0.03)
+    assert model.score_function is ScoreFunction.SOFTMAX and not model.norm_topk_prob and not model.limits_groups
+    config = config_for(workload)
+    assert {config[key] for key in ("model_type", "topk_method", "scoring_func")} == {"deepseek_v2", "greedy", "softmax"}
+    require_same_model(written(tmp_path, config), model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk_method": "group_limited_greedy"}, "topk_method: 'group_limited_greedy' is not trained here, only 'greedy'"),
+        ({"scoring_func": "sigmoid"}, "scoring_func: 'sigmoid' is not trained here, only 'softmax'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob: True is not trained here, only False"),
+        ({"mlp_bias": True}, "mlp_bias: True is not trained here, only False"),
+        ({"attention_bias": True}, "attention_bias: True is not trained here, only False"),
+    ],
+)
+def test_what_deepseek_v2_may_not_have(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_workload(str(written(tmp_path, LITE | changes)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm_topk_prob": True},
+        {"expert_groups": 8, "groups_per_token": 3},
+        {"expert_bias_update_rate": 0.001},
+        {"score_function": ScoreFunction.SIGMOID},
+        {"shared_ffn_size": 0},
+        {"shared_expert_gate": True},
+        {"num_heads": 15},
+        {"ffn": Ffn.GELU},
+    ],
+)
+def test_other_models_with_latent_attention_and_softmax_are_not_written(tmp_path: Path, changes: dict[str, Any]) -> None:
+    refuses(load_workload(str(written(tmp_path, LITE))), changes)
+
+
+def test_rotated_parts_and_norms_of_glm(tmp_path: Path) -> None:
+    """As transformers 4 and 5 write the former, and without either as GLM-4.5-Air has it."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    given = GLM | {"rope_parameters": rope, "partial_rotary_factor": 0.5}
+    assert load_workload(str(written(tmp_path, given))).model.rotary_dim == 32
+    bare = {key: value for key, value in GLM.items() if key not in ("partial_rotary_factor", "use_qk_norm", "attention_bias")}
+    workload = load_workload(str(written(tmp_path, bare)))
+    model, config = workload.model, config_for(workload)
+    assert (model.rotary_dim, model.qk_norm, model.attention_bias) == (64, False, False)
+    assert (config["partial_rotary_factor"], config["use_qk_norm"], config["attention_bias"]) == (0.5, False, False)
+    require_same_model(written(tmp_path, config), model)
 
 
 def test_weights_in_fp8_are_those_of_the_same_model(tmp_path: Path) -> None:
@@ -256,12 +263,15 @@ def test_models_of_no_public_architecture_are_not_written() -> None:
         {"routed_scaling_factor": 2.5},
         {"expert_groups": 2},
         {"expert_bias_update_rate": 0.001},
+        {"partial_rotary_factor": 0.5},
+        {"qk_norm": True, "qk_norm_full_width": True, "head_dim": 64},
     ],
 )
 def test_mixtures_of_architectures_are_not_written(changes: dict[str, Any]) -> None:
     refuses(load_workload("mixtral-8x7b"), changes)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-4.5"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -270,12 +280,21 @@ def test_mixtures_of_architectures_are_not_written(changes: dict[str, Any]) -> N
         {"shared_ffn_size": 0},
         {"shared_ffn_size": 3000},
         {"shared_expert_gate": True},
-        {"top_k": 12},
+        {"expert_groups": 8, "groups_per_token": 4, "top_k": 12},
+        {"qk_norm": True, "qk_norm_full_width": True},
         {"ffn": Ffn.GELU},
     ],
 )
-def test_other_models_with_latent_attention_are_not_written(changes: dict[str, Any]) -> None:
-    refuses(load_workload("deepseek-v3"), changes)
+def test_models_with_other_gates_or_experts_than_deepseek_are_not_written(name: str, changes: dict[str, Any]) -> None:
+    refuses(load_workload(name), changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shared_ffn_size": 8}, {"attention_bias": True}, {"head_dim": 64}, {"num_dense_layers": 1}, {"top_k": 8, "ffn": Ffn.GELU}],
+)
+def test_other_models_with_norms_of_all_heads_are_not_written(changes: dict[str, Any]) -> None:
+    refuses(load_workload("olmoe-1b-7b"), changes)
 
 
 def refuses(workload: Workload, changes: dict[str, Any]) -> None:

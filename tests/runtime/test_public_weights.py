@@ -75,8 +75,14 @@ PLANS: dict[str, Any] = {
     "qwen2_moe": pipelined_cases.Case(
         sizes=(2, 2), stages=((1,), (0,)), layers=(2, 1), domains=({}, {"gpu": 2}), micro_batches=4, model="public"
     ),
+    "olmoe": Case(sizes=(2, 2), domains=(2, 2), model="public", micro_batches=2),
     "qwen3_moe": Case(sizes=(2, 2), domains=(1, 2), residency=Residency.MICROBATCH, recompute=ALL, model="public"),
     "deepseek_v3": Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), model="public"),
+    "deepseek_v2": Case(sizes=(2, 2), domains=(2, 2), residency=Residency.MICROBATCH, model="public", micro_batches=2),
+    "glm4_moe": Case(sizes=(2, 2), domains=(1, 2), migration=(0.5,), model="public", micro_batches=2),
+    "kimi_k2": pipelined_cases.Case(
+        sizes=(2, 2), stages=((0,), (1,)), layers=(2, 1), domains=({"gpu": 2}, {}), micro_batches=4, model="public"
+    ),
 }
 
 
@@ -111,6 +117,8 @@ def test_what_is_trained_on_and_written_is_the_model_of_one_process(trained: dic
     folder, workload = tmp_path / "public", plan_of(name).workload
     count = export_weights(checkpoint_of(trained[name]), folder, None)
     assert count == workload.model.total_params, "without biases of experts"
+    kind = json.loads((folder / CONFIG_FILE).read_text())["model_type"]
+    assert kind == ("deepseek_v3" if name == "kimi_k2" else name)
     first, last = load_file(PUBLIC / name / WEIGHTS), load_file(folder / WEIGHTS)
     assert {key: value.shape for key, value in first.items()} == {key: value.shape for key, value in last.items()}
     assert {value.dtype for value in last.values()} == {torch.float64}
@@ -163,6 +171,19 @@ def test_what_is_written_of_deepseek_has_its_layout(tmp_path: Path, trained: dic
     moved = torch.stack([last[key] - first[key].double() for key in biases]) / 0.001
     assert len(biases) == 2 and moved.abs().max() > 0.9
     torch.testing.assert_close(moved, moved.round(), atol=1e-6, rtol=0)
+
+
+def test_what_is_written_of_kimi_is_called_so_and_has_its_code(trained: dict[str, Path], tmp_path: Path) -> None:
+    """Where its ``config.json`` goes along, which names Python files beside it (``auto_map``)."""
+    public = tmp_path / "public"
+    shutil.copytree(PUBLIC / "kimi_k2", public)
+    for name in ("configuration_deepseek.py", "tokenization_kimi.py", "tiktoken.model", "notes.txt"):
+        (public / name).write_text(name)
+    export_weights(checkpoint_of(trained["kimi_k2"]), tmp_path / "written", public)
+    config, before = (json.loads((one / CONFIG_FILE).read_text()) for one in (tmp_path / "written", public))
+    assert config == before | {"torch_dtype": "float64", "dtype": "float64"} and config["model_type"] == "kimi_k2"
+    beside = {path.name for path in (tmp_path / "written").iterdir()} - {CONFIG_FILE, WEIGHTS, "generation_config.json"}
+    assert beside == {"configuration_deepseek.py", "tokenization_kimi.py", "tiktoken.model"}
 
 
 def test_layers_behind_the_last_are_not_read(tmp_path: Path) -> None:

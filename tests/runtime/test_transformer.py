@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from training_cases import CROSS, LATENT, MODELS, PLAIN, Case
 
+from hybridep.attention import RopeScaling
 from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Plan
-from hybridep.workload import Ffn, Model, RopeScaling, Training, Workload
+from hybridep.workload import Ffn, Model, Training, Workload
 from planner.activations import attention_elements
 from runtime.attention import Attention, LatentAttention
 from runtime.experts import feed_forward, grouped_feed_forward, split_row
@@ -80,11 +82,79 @@ def test_grouped_queries_are_repeated_keys() -> None:
 
 def test_rotation_depends_on_distance_only() -> None:
     query, key = torch.randn(2, 8, dtype=torch.float64)
-    rotary = Rotary(8, build(Model, PLAIN, "model"))
+    rotary = Rotary(build(Model, PLAIN | {"head_dim": 8}, "model"))
     turned_query, turned_key = rotary(query.expand(6, 8)), rotary(key.expand(6, 8))
     torch.testing.assert_close(turned_query[3] @ turned_key[1], turned_query[5] @ turned_key[3])
     torch.testing.assert_close(turned_query.norm(dim=1), query.norm().expand(6))
     torch.testing.assert_close(turned_query[0], query)
+
+
+def turned(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
+    """All of a vector, by hand."""
+    half, y = len(x) // 2, x.clone()
+    for i in range(half):
+        angle = torch.tensor(position * theta ** (-i / half), dtype=torch.float64)
+        y[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
+        y[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
+    return y
+
+
+GLM = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "attention_bias": True, "qk_norm": True, "partial_rotary_factor": 0.75}
+"""Of each head six of eight elements are rotated, as two halves of three."""
+GROUPED: dict[str, dict[str, Any]] = {
+    "bare": {"num_kv_heads": 1},
+    "glm": GLM,
+    "glm-air": GLM | {"qk_norm": False, "partial_rotary_factor": 0.5},
+    "olmoe": {"qk_norm": True, "qk_norm_full_width": True, "num_heads": 4, "num_kv_heads": 2},
+}
+
+
+def grouped_attention(name: str) -> tuple[Model, Attention]:
+    model = build(Model, PLAIN | GROUPED[name] | {"rope_theta": 50.0, "norm_eps": 0.01}, "model")
+    attention = Attention(model, torch.float64)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return model, attention
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_attention_of_one_head_and_token_after_the_other(name: str) -> None:
+    model, attention = grouped_attention(name)
+    weights, wide = attention.state_dict(), model.attention_width // model.num_heads
+    rotated = round(wide * model.partial_rotary_factor)
+
+    def made(token: torch.Tensor, kind: str, head: int, position: int) -> torch.Tensor:
+        """One head's query, key or value."""
+        rows = slice(head * wide, (head + 1) * wide)
+        x = weights[f"{kind}.weight"][rows] @ token + (weights[f"{kind}.bias"][rows] if model.attention_bias else 0)
+        if kind == "value":
+            return x
+        if model.qk_norm:
+            normed = weights[f"{kind}.weight"] @ token if model.qk_norm_full_width else x
+            scale = weights[f"{kind}_norm.weight"][rows if model.qk_norm_full_width else slice(None)]
+            x = x / (normed.square().mean() + 0.01).sqrt() * scale
+        return torch.cat([turned(x[:rotated], position, 50.0), x[rotated:]])
+
+    text = torch.randn(5, 16, dtype=torch.float64)
+    expected = torch.zeros(5, 16, dtype=torch.float64)
+    for head in range(model.num_heads):
+        shared = head * (model.num_kv_heads or model.num_heads) // model.num_heads
+        for position, token in enumerate(text):
+            query = made(token, "query", head, position)
+            before = list(enumerate(text[: position + 1]))
+            scores = torch.stack([query @ made(one, "key", shared, at) for at, one in before]) / wide**0.5
+            values = torch.stack([made(one, "value", shared, at) for at, one in before])
+            columns = slice(head * wide, (head + 1) * wide)
+            expected[position] += weights["output.weight"][:, columns] @ (torch.softmax(scores, dim=0) @ values)
+    torch.testing.assert_close(attention(text[None])[0], expected)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_attention_takes_parameters_flops_and_memory_as_plans_count(name: str) -> None:
+    model, attention = grouped_attention(name)
+    norms = 2 if model.qk_norm_full_width else (model.num_heads + (model.num_kv_heads or 0)) * model.qk_norm
+    as_plans_count(model, attention, numbers=norms + model.num_heads + 2 * model.rotary_dim)
 
 
 WIDE_VALUES = {"kv_rank": 3, "nope_head_dim": 2, "rope_head_dim": 2, "value_head_dim": 5}
@@ -110,14 +180,6 @@ def test_latent_attention_of_one_head_and_token_after_the_other(sizes: dict[str,
     def normed(x: torch.Tensor, name: str) -> torch.Tensor:
         return torch.mul(x / (x.square().mean() + 1e-6).sqrt(), weights[f"{name}.weight"])
 
-    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
-        half, y = rope // 2, x.clone()
-        for i in range(half):
-            angle = torch.tensor(position * 50.0 ** (-2 * i / rope), dtype=torch.float64)
-            y[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
-            y[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
-        return y
-
     text = torch.randn(5, 16, dtype=torch.float64)
     expected = torch.zeros(5, 16, dtype=torch.float64)
     for head in range(3):
@@ -128,11 +190,11 @@ def test_latent_attention_of_one_head_and_token_after_the_other(sizes: dict[str,
             else:
                 query = weights["query.weight"] @ token
             query = query[head * (nope + rope) : (head + 1) * (nope + rope)]
-            query = torch.cat([query[:nope], turned(query[nope:], position)])
+            query = torch.cat([query[:nope], turned(query[nope:], position, 50.0)])
             down = weights["kv_down.weight"] @ token
             up = weights["kv_up.weight"] @ normed(down[: sizes["kv_rank"]], "kv_norm")
             up = up[head * (nope + values) : (head + 1) * (nope + values)]
-            keys.append(torch.cat([up[:nope], turned(down[sizes["kv_rank"] :], position)]))
+            keys.append(torch.cat([up[:nope], turned(down[sizes["kv_rank"] :], position, 50.0)]))
             found.append(up[nope:])
             shares = torch.softmax(torch.stack([query @ key for key in keys]) / (nope + rope) ** 0.5, dim=0)
             value = torch.stack([share * one for share, one in zip(shares, found, strict=True)]).sum(dim=0)
@@ -142,8 +204,13 @@ def test_latent_attention_of_one_head_and_token_after_the_other(sizes: dict[str,
 
 @pytest.mark.parametrize("sizes", [LATENT, WIDE_VALUES])
 def test_latent_attention_takes_parameters_flops_and_memory_as_plans_count(sizes: dict[str, int]) -> None:
-    """Of projections to the number; scores would need a kernel that leaves out what is masked."""
     model, attention = latent_attention(sizes)
+    as_plans_count(model, attention, numbers=3 + 2 + 2 * sizes["rope_head_dim"])
+
+
+def as_plans_count(model: Model, attention: Attention | LatentAttention, numbers: int) -> None:
+    """Of projections to the number; scores would need a kernel that leaves out what is masked. Beside it may be kept so many
+    numbers a token: of each norm's rows and of each head's one, and a row of a rotation's angles."""
     assert sum(one.numel() for one in attention.parameters()) == model.attention_block_params + model.attention_other_params
     tokens = 64
     x = torch.randn(1, tokens, 16, dtype=torch.float64, requires_grad=True)
@@ -155,18 +222,18 @@ def test_latent_attention_takes_parameters_flops_and_memory_as_plans_count(sizes
 
     with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         y = attention(x)
-    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * tokens * model.attention_block_params
+    counts = counter.get_flop_counts()["Global"]
+    products = counts.get(torch.ops.aten.mm, 0) + counts.get(torch.ops.aten.addmm, 0)
+    assert products == 2 * tokens * model.attention_block_params
     for value in (x, *attention.parameters()):
         kept.pop(value.untyped_storage().data_ptr(), None)
-    # Beside it, of each norm's rows and of each head's: a number; and a row of a rotation's angles.
-    small = tokens * (3 + 2 + 2 * sizes["rope_head_dim"])
-    assert 0 <= sum(kept.values()) / 8 - tokens * attention_elements(model) <= small
+    assert 0 <= sum(kept.values()) / 8 - tokens * attention_elements(model) <= tokens * numbers
     y.sum().backward()
 
 
 def turns_of(scaling: dict[str, float]) -> torch.Tensor:
     """[D/2]: by what each pair of 32 elements turns from one position to the next, and how much longer it becomes: [2, D/2]."""
-    rotary = Rotary(32, build(Model, PLAIN | {"rope_theta": 100.0, "rope_scaling": scaling}, "model"))
+    rotary = Rotary(build(Model, PLAIN | {"head_dim": 32, "rope_theta": 100.0, "rope_scaling": scaling}, "model"))
     first, second = rotary(torch.cat([torch.ones(16), torch.zeros(16)]).double().expand(2, 32))[1].chunk(2)
     return torch.stack([torch.atan2(second, first), torch.hypot(first, second)])
 
@@ -182,6 +249,15 @@ def test_scaled_rotation_slows_down_what_turns_slowly() -> None:
     slow = torch.tensor([min(max((pair - first) / (last - first), 0), 1) for pair in range(16)], dtype=torch.float64)
     torch.testing.assert_close(turned, plain * (1 - slow) + plain / 8 * slow)
     torch.testing.assert_close(longer, torch.full((16,), 1 + 0.1 * math.log(8), dtype=torch.float64))
+
+
+def test_scaled_rotation_without_a_ramp() -> None:
+    """As Kimi-K2's: pairs that turn at least once in the original length stay as they are, all others are slowed in full."""
+    plain = 100.0 ** (-torch.arange(16, dtype=torch.float64) / 16)
+    turned, _ = turns_of({"factor": 8, "original_length": 64, "beta_fast": 1, "beta_slow": 1})
+    often = 64 * plain / (2 * torch.pi) >= 1
+    assert 0 < int(often.sum()) < 16
+    torch.testing.assert_close(turned, torch.where(often, plain, plain / 8))
 
 
 def test_scaled_rotation_of_deepseek_makes_nothing_longer_but_scores() -> None:
@@ -227,6 +303,9 @@ def changed(**values: object) -> Plan:
 def test_what_cannot_be_trained_is_an_error_before_any_process_group() -> None:
     with pytest.raises(UserError, match="head_dim: 5 must be even"):
         Mesh(plan=changed(head_dim=5), rank=0)
+    for factor, rotated in ((0.5, 3), (0.1, 0)):
+        with pytest.raises(UserError, match=f"partial_rotary_factor: {rotated} rotated elements must be even and more than none"):
+            Mesh(plan=changed(head_dim=6, partial_rotary_factor=factor), rank=0)
 
 
 def test_a_rank_must_exist() -> None:

@@ -53,8 +53,11 @@ DEEPSEEK_GATE: dict[str, Any] = {
 """Of a model with 16 experts, of which tokens choose four."""
 MODELS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
-    "top1-gelu-shared": PLAIN | {"top_k": 1, "ffn": "gelu", "shared_ffn_size": 8},
-    "top4-tied-gqa": PLAIN | {"top_k": 4, "tie_embeddings": True, "num_kv_heads": 1, "num_experts": 16} | DEEPSEEK_GATE,
+    "top1-gelu-shared": PLAIN
+    | {"top_k": 1, "ffn": "gelu", "shared_ffn_size": 8, "qk_norm": True, "qk_norm_full_width": True, "num_kv_heads": 1},
+    "top4-tied-gqa": PLAIN
+    | {"top_k": 4, "tie_embeddings": True, "num_kv_heads": 1, "partial_rotary_factor": 0.5, "num_experts": 16}
+    | DEEPSEEK_GATE,
     "dense-first-uneven": PLAIN
     | {"num_layers": 3, "num_dense_layers": 1, "dense_ffn_size": 12, "num_experts": 11, "latent_attention": LATENT},
     "qwen2": PLAIN
