@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice, product
 
 import numpy as np
 
@@ -154,6 +154,11 @@ def without_search(
         for one in sorted(every, key=value):
             if one.memory.fits:
                 return one
+    for group in _further(stage):
+        if allowed is not None:
+            group = permitted_group(group, stage.cluster, stage.workload.model.num_experts, allowed)
+        ways = (group.recomputing(again) for again in cheapest_first(stage.workload))
+        every += [placed(stage, (one,), room, store) for one in islice((one for one in ways if _fits(stage, (one,), room)), 1)]
     return min(every, key=lambda one: one.rank(number, rent_usd_per_s))
 
 
@@ -206,7 +211,8 @@ def layers_in_room(one: Plan, two: Plan, room: Room, recompute: Recompute) -> in
     """How many layers with experts a stage has room for, in whatever placement takes least, where all layers ``recompute`` so;
     ``one``, ``two``: with so many."""
     most = 0.0
-    for first, second in zip(chain(*_placements(one)), chain(*_placements(two)), strict=True):
+    both = (chain(*_placements(stage), _further(stage)) for stage in (one, two))
+    for first, second in zip(*both, strict=True):
         used = [
             step_memory(stage.with_layers(group.recomputing(recompute))).use(room.in_flight, room.beside_bytes)
             for stage, group in ((one, first), (two, second))
@@ -293,6 +299,17 @@ def _placements(stage: Plan) -> Iterator[list[LayerGroup]]:
         differing.setdefault(str(group.domains), group)
     for some in (sizes[:1], sizes[1:]) if alone else (sizes,):
         yield [group for group in differing.values() if group.domains.get(outer.name, 1) in some]
+
+
+def _further(stage: Plan) -> Iterator[LayerGroup]:
+    """For stages that nothing else fits: domains of every size inside sites, and of no or all sites, with copies of a step or of
+    one micro-batch."""
+    outer, *inner = stage.cluster.levels
+    changes = any(one.experts.is_change for one in stage.level_codecs)  # those need copies that stay
+    for residency in (Residency.STEP,) if changes else Residency:
+        for sizes in product(sorted({1, outer.size}), *(divisors(level.size) for level in inner)):
+            choices = {level.name: LevelChoice(domain_size=size) for level, size in zip((outer, *inner), sizes, strict=True)}
+            yield layer_group(0, stage.workload.model.num_moe_layers, choices, residency)
 
 
 def _bytes_of_site(stage: Plan, size: int) -> float:
