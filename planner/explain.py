@@ -67,7 +67,7 @@ class Explanation:
     baselines: tuple[Alternative, ...]
     neighbours: tuple[Alternative, ...]
     """The next smaller and larger domain of each level, full migration where it is partial, the other residency, activations
-    kept where experts compute again, tokens in parts or not, copies ahead of their blocks or not."""
+    kept where some are computed again, tokens in parts or not, copies ahead of their blocks or not."""
     alone: Alternative | None
     """One site by itself, with the whole global batch (``planner.alone``), named after it; None where none has room or keeps the
     rules, and where sites' shares differ."""

@@ -86,7 +86,7 @@ def costed(plan: PipelinePlan, inside: Sequence[Inside] | None = None, store: St
 
 
 def least_again(found: Costed, store: Store) -> Costed:
-    """With no more layers whose experts compute again than it takes to fit. ``store``: what was found of stages before."""
+    """With no more layers that compute again than it takes to fit. ``store``: what was found of stages before."""
     inside = [with_fewest_again(stage, one, store) for stage, one in zip(found.plan.plans, found.inside, strict=True)]
     return costed(found.plan.with_layers([one.layers for one in inside]), inside)
 

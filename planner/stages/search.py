@@ -282,7 +282,7 @@ class _Search:
         return min(good, key=lambda one: (one.plan.ahead, self._worth(one)))
 
     def _least_again(self, found: Costed) -> Costed:
-        """With no more layers whose experts compute again than it takes to fit, unless that is slower: then, others wait."""
+        """With no more layers that compute again than it takes to fit, unless that is slower: then, others wait."""
         return min(least_again(found, self.candidates.store), found, key=self._worth)
 
     def _worth(self, one: Costed) -> Worth:
