@@ -19,9 +19,9 @@ from planner.compute import compute_of_ranks
 from planner.cost import StepCost, step_costs
 from planner.layer_times import HEAD, OPTIMIZER
 from planner.memory import memory_use
-from planner.plans import plan_of, predict, reported, reported_again
-from planner.problem import TIE, Problem, build_problem
-from planner.solve import Solution, solve
+from planner.plans import best_solution, plan_of, predict, reported, reported_again
+from planner.problem import TIE, Problem, build_problems
+from planner.solve import Solution
 
 MOST_TRIED = 32
 """Configurations for all layers; those that are left lower the bound."""
@@ -46,19 +46,20 @@ def plan_ahead(
     schedule: Schedule | None,
 ) -> Plan:
     """The fastest plan of equal domains per level that fits, with or without prefetch; errors as ``planner.plan``."""
-    problem = build_problem(cluster, workload, schedule or Schedule())
-    solution = solve(problem, solver=solver, time_limit_s=time_limit_s)
-    return send_ahead(problem, solution, plan_of(problem, solution))
+    problems = build_problems(cluster, workload, schedule or Schedule())
+    problem, solution = best_solution(problems, solver=solver, time_limit_s=time_limit_s)
+    return send_ahead(problems, solution, plan_of(problem, solution))
 
 
-def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
+def send_ahead(problems: Sequence[Problem], solution: Solution, made: Plan) -> Plan:
     """The faster of ``made``, which is the best without prefetch, and plans with it; its bound holds for the search's mixtures of
     configurations without prefetch, and for every configuration in all layers with any of ``depths``."""
     best, best_s, bound_s = made, made.predicted.step, solution.bound_s
+    num_layers = made.workload.model.num_moe_layers
 
     def consider(plain: Plan) -> None:
         nonlocal best, best_s
-        tried = depths(problem.num_layers)
+        tried = depths(num_layers)
         for depth, cost in zip(tried, step_costs(plain, tried), strict=True):
             if cost.step_s < best_s * (1 - TIE):
                 ahead = plain.with_schedule(prefetch=depth)
@@ -66,16 +67,17 @@ def send_ahead(problem: Problem, solution: Solution, made: Plan) -> Plan:
                     best, best_s = ahead, cost.step_s
 
     consider(made)
-    floors_s = problem.floors_s
+    floors_s = np.concatenate([problem.floors_s for problem in problems])
+    candidates = [candidate for problem in problems for candidate in problem.candidates]
     for number, c in enumerate(np.argsort(floors_s, kind="stable").tolist()):
         if floors_s[c] >= best_s * (1 - TIE):
             break
         if number == MOST_TRIED:
             bound_s = min(bound_s, float(floors_s[c]))
             break
-        candidate = problem.candidates[c]
+        candidate = candidates[c]
         if candidate.num_copies:
-            consider(made.with_layers(candidate.group(0, problem.num_layers)))
+            consider(made.with_layers(candidate.group(0, num_layers)))
     if best is made and bound_s >= solution.bound_s:
         return made
     return reported(best, solution, best_s, min(bound_s, best_s))

@@ -74,7 +74,9 @@ def plans_measured(
         return made.model_copy(update={"prediction": predict(made)})
 
     best = [int(np.argmax(times <= times.min() * (1 + TIE))) for times in layer_s]
-    bound_s = first.fixed_s + float(layer_s.min(axis=1).sum())
+    # Layers without experts may compute again: of plans in which they do not, nothing is faster than what keeps all.
+    kept = [make(shares, recompute=ways[0]) for shares in popularity] if most[0] else problems
+    bound_s = kept[0].fixed_s + sum(float(problem.layer_s.min()) for problem in kept)
     by_time = np.argsort(layer_s.sum(axis=0), kind="stable").tolist()
     alike = [each for c in by_time if fits(each := [c] * len(problems))]
     if not fits(best):

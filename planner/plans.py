@@ -41,6 +41,11 @@ def plan_domains(
     UserError (unknown solver).
     """
     problems = build_problems(cluster, workload, schedule or Schedule(), codecs=codecs, goal=goal)
+    return plan_of(*best_solution(problems, solver=solver, time_limit_s=time_limit_s))
+
+
+def best_solution(problems: Sequence[Problem], *, solver: str, time_limit_s: float) -> tuple[Problem, Solution]:
+    """The best of `build_problems`, with a bound that holds for all of them; errors as `plan_domains`."""
     found, errors = list[tuple[Problem, Solution]](), list[HybridEPError]()
     for problem in problems:
         try:
@@ -59,7 +64,7 @@ def plan_domains(
         bound_usd=0.0 if lost else min(one.bound_usd for one in solutions),
         solve_s=sum(one.solve_s for one in solutions),
     )
-    return plan_of(problem, best)
+    return problem, best
 
 
 def baseline(cluster: Cluster, workload: Workload, name: str) -> Plan:

@@ -64,7 +64,7 @@ class PipelineExplanation:
 
     plan: PipelineAlternative
     alternatives: tuple[PipelineAlternative, ...]
-    """One forward less and more ahead; about half and twice as many micro-batches; activations kept where some are made again;
+    """One forward less and more ahead; about half and twice as many micro-batches; activations kept where some compute again;
     tokens that travel, and copies, inside all stages; a layer of the busiest stage in one beside it; two neighbouring stages
     exchanged, or joined; the largest stage in two. Of each kind the best that fits and keeps the rules, and one that does not,
     where it would be better than the plan."""
