@@ -16,7 +16,7 @@ from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import elapsed_s
 from planner.plans import predict, seconds
-from planner.problem import TIE, build_problem, ways_again
+from planner.problem import TIE, Problem, build_problem, ways_again
 from planner.solve import PROVEN_GAP, gap, missing_memory
 
 
@@ -40,11 +40,34 @@ def plans_measured(
     make = partial(build_problem, cluster, workload, schedule or Schedule(), codecs=codecs)
     problems = [make(shares) for shares in popularity]
     ways = ways_again(workload.model)
-    most = max((problem.recompute for problem in problems), key=ways.index)
-    problems = [
-        problem if problem.recompute == most else make(shares, recompute=most)
-        for problem, shares in zip(problems, popularity, strict=True)
-    ]
+    most = max(ways.index(problem.recompute) for problem in problems)
+    found, errors = list[list[Plan]](), list[InfeasibleError]()
+    # Where some layer is short of memory, layers may compute again in all ways but the first, which is a part of others.
+    for way in ways[1:] if most else ways[:1]:
+        try:
+            found.append(_by_layer([make(shares, recompute=way) for shares in popularity], popularity, count))
+        except InfeasibleError as error:
+            errors.append(error)
+    if not found:
+        raise errors[-1]  # of what needs least memory
+    first, *others = min(found, key=lambda plans: plans[0].predicted.step)
+    # Of plans that compute nothing again, nothing is faster than what keeps all.
+    kept = [make(shares, recompute=ways[0]) for shares in popularity] if most else problems
+    step_s = first.predicted.step
+    bound_s = min(kept[0].fixed_s + sum(float(problem.layer_s.min()) for problem in kept), step_s)
+    report = SolverReport(
+        status=Status.OPTIMAL if gap(step_s, bound_s) <= PROVEN_GAP else Status.FEASIBLE,
+        solver="by layer",
+        objective=seconds(step_s),
+        bound=seconds(bound_s),
+        gap=gap(step_s, bound_s),
+        solve=seconds(elapsed_s() - asked_s),
+    )
+    return [first.model_copy(update={"solver": report}), *others]
+
+
+def _by_layer(problems: Sequence[Problem], popularity: Sequence[tuple[float, ...]], count: int) -> list[Plan]:
+    """As `plans_measured`, of problems that may compute the same again, one for each layer, and without a report."""
     # Layers differ in time and memory, not in which configurations there are: those follow from counts of experts.
     layer_s = np.array([problem.layer_s for problem in problems])
     lasting = np.array([problem.lasting_bytes for problem in problems])
@@ -63,8 +86,8 @@ def plans_measured(
             groups.append(first.candidates[candidate].group(layer, number))
             layer += number
         made = Plan(
-            cluster=cluster,
-            workload=workload,
+            cluster=first.cluster,
+            workload=first.workload,
             layers=tuple(groups),
             codecs=first.codecs,
             popularity=tuple(popularity),
@@ -74,25 +97,10 @@ def plans_measured(
         return made.model_copy(update={"prediction": predict(made)})
 
     best = [int(np.argmax(times <= times.min() * (1 + TIE))) for times in layer_s]
-    # Layers without experts may compute again: of plans in which they do not, nothing is faster than what keeps all.
-    kept = [make(shares, recompute=ways[0]) for shares in popularity] if most[0] else problems
-    bound_s = kept[0].fixed_s + sum(float(problem.layer_s.min()) for problem in kept)
     by_time = np.argsort(layer_s.sum(axis=0), kind="stable").tolist()
     alike = [each for c in by_time if fits(each := [c] * len(problems))]
     if not fits(best):
         if not alike:
             raise InfeasibleError(missing_memory(first))
         best = alike[0]
-    made = made_of(best)
-    bound_s = min(bound_s, made.predicted.step)
-    found = gap(made.predicted.step, bound_s)
-    report = SolverReport(
-        status=Status.OPTIMAL if found <= PROVEN_GAP else Status.FEASIBLE,
-        solver="by layer",
-        objective=seconds(made.predicted.step),
-        bound=seconds(bound_s),
-        gap=found,
-        solve=seconds(elapsed_s() - asked_s),
-    )
-    others = [each for each in alike if each != best][: count - 1]
-    return [made.model_copy(update={"solver": report}), *map(made_of, others)]
+    return [made_of(best), *map(made_of, [each for each in alike if each != best][: count - 1])]

@@ -18,7 +18,7 @@ from hybridep.workload import Workload
 from planner.domains import layer_group
 from planner.evaluate import evaluate, expected_s
 from planner.goal import FASTEST, Goal
-from planner.problem import Problem, build_problem, build_problems
+from planner.problem import Problem, build_problems
 from planner.solve import PROVEN_GAP, Solution, gap, solve
 
 BASELINES = (Baseline.EP, Baseline.FULL_GATHER)
@@ -167,12 +167,15 @@ def top_domains(best: Plan, count: int) -> list[Plan]:
     if count < 1:
         return []
     goal = goal_of(best.solver)
-    problem = build_problem(best.cluster, best.workload, best.schedule, codecs=best.codecs, goal=goal)
-    fitting = [c for c in range(len(problem.candidates)) if problem.fits(problem.uniform(c))]
-    fitting = [c for c in fitting if problem.affords(problem.uniform(c))]
+    fitting = [
+        (problem.value(counts), problem.candidates[c].group(0, problem.num_layers))
+        for problem in build_problems(best.cluster, best.workload, best.schedule, codecs=best.codecs, goal=goal)
+        for c, counts in enumerate(map(problem.uniform, range(len(problem.candidates))))
+        if problem.fits(counts) and problem.affords(counts)
+    ]
     found: list[Plan] = []
-    for c in sorted(fitting, key=lambda c: float(problem.layer_value[c])):
-        other = best.with_layers(problem.candidates[c].group(0, problem.num_layers))
+    for _, group in sorted(fitting, key=lambda one: one[0]):
+        other = best.with_layers(group)
         if len(found) < count and other.digest != best.digest:
             found.append(other.model_copy(update={"prediction": predict(other)}))
     return found
