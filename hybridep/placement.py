@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -58,17 +58,17 @@ def home_blocks(cluster: Cluster, num_experts: int) -> IntArray:
         return expert_homes(num_experts, cluster.num_gpus)
     else:
         numbers = np.bincount(expert_homes(num_experts, cluster.sizes[0]), minlength=cluster.sizes[0])
-    sites = np.repeat(np.arange(len(numbers)), numbers)
     if min(numbers[numbers > 0]) < inside:
-        # In the order of ranks.
-        return np.sort(sites * inside + _spread(sites, cluster.sizes))
+        return _spread(tuple(numbers.tolist()), cluster.sizes).copy()
     return np.concatenate([dc * inside + expert_homes(int(number), inside) for dc, number in enumerate(numbers) if number])
 
 
-def _spread(sites: IntArray, sizes: Sequence[int]) -> IntArray:
-    """[E]: the rank inside its site that owns each expert of these ``sites`` ([E]), at levels of these ``sizes``, sites first: as
+@lru_cache(maxsize=8)
+def _spread(numbers: tuple[int, ...], sizes: tuple[int, ...]) -> IntArray:
+    """[E], in the order of ranks: who owns each expert where sites have so many, at levels of these ``sizes``, sites first: as
     many on each worker, and in whatever domains sites or other workers are, as many at each place inside them. So copies are
     spread over ranks, too: those at one place in their nodes would be, and be computed, on one rank."""
+    sites = np.repeat(np.arange(len(numbers)), numbers)
     ranks = np.zeros(len(sites), dtype=np.int64)
     used: dict[tuple[int, ...], IntArray] = {}
     for expert, site in enumerate(sites.tolist()):
@@ -85,7 +85,7 @@ def _spread(sites: IntArray, sizes: Sequence[int]) -> IntArray:
                 count[chosen] += 1
             place.append(chosen)
             ranks[expert] = ranks[expert] * size + chosen
-    return ranks
+    return np.sort(sites * math.prod(sizes[1:]) + ranks)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
