@@ -84,6 +84,21 @@ def mixing_case(memory: str = "1 GiB") -> tuple[Cluster, Workload]:
     return cluster, make_workload(layers=4, hidden=128, experts=16, top_k=4, ffn=128, tokens=512)
 
 
+def two_sites(memory_bytes: float) -> Cluster:
+    """Of one slow rank each."""
+    gpu = {"throughput": "300 GFLOPS", "memory": f"{memory_bytes:.0f} B", "memory_bandwidth": "1 TB/s"}
+    level = {"name": "dc", "size": 2, "bandwidth": "1 Gbps", "latency": "1 ms"}
+    return build(Cluster, {"name": "two", "levels": [level], "gpu": gpu}, "two")
+
+
+def dense_workload(expert_ffn_size: int) -> Workload:
+    """One layer without experts and five with eight."""
+    model = {"num_layers": 6, "num_dense_layers": 1, "dense_ffn_size": 64, "hidden_size": 256, "num_heads": 4}
+    model |= {"vocab_size": 1000, "num_experts": 8, "top_k": 2, "expert_ffn_size": expert_ffn_size}
+    training = {"sequence_length": 128, "micro_batch_size": 16, "micro_batches": 2, "dtype": "bf16"}
+    return build(Workload, {"name": "dense", "model": model, "training": training}, "dense")
+
+
 @cache
 def _base() -> Problem:
     return build_problem(make_cluster(2, 2), make_workload(layers=1, experts=4), Schedule())

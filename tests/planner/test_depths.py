@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planner_cases import make_cluster, make_workload
+from planner_cases import dense_workload, make_cluster, make_workload, two_sites
 
 import planner
 from hybridep.codecs import Codecs, TokenCodec
@@ -11,9 +11,7 @@ from hybridep.config import build
 from hybridep.errors import ConfigError, UserError
 from hybridep.placement import LevelChoice
 from hybridep.plan import Plan, Residency, Schedule, Status
-from hybridep.topology import Cluster
 from hybridep.traffic import Op
-from hybridep.workload import Workload
 from planner.cost import step_cost
 from planner.depths import depths
 from planner.domains import layer_group
@@ -62,18 +60,9 @@ def test_the_depth_that_is_chosen_is_the_best_of_all() -> None:
 def test_plans_of_all_that_computes_again_are_weighed(share: float) -> None:
     """With layers without experts there is an integer program for each way; the best mixture need not be of the way with the best
     single configuration."""
-    model = {"num_layers": 6, "num_dense_layers": 1, "dense_ffn_size": 64, "hidden_size": 256, "num_heads": 4}
-    model |= {"vocab_size": 1000, "num_experts": 8, "top_k": 2, "expert_ffn_size": 2048}
-    training = {"sequence_length": 128, "micro_batch_size": 16, "micro_batches": 2, "dtype": "bf16"}
-    workload = build(Workload, {"name": "dense", "model": model, "training": training}, "dense")
-
-    def cluster(memory_bytes: float) -> Cluster:
-        gpu = {"throughput": "300 GFLOPS", "memory": f"{memory_bytes:.0f} B", "memory_bandwidth": "1 TB/s"}
-        level = {"name": "dc", "size": 2, "bandwidth": "1 Gbps", "latency": "1 ms"}
-        return build(Cluster, {"name": "two", "levels": [level], "gpu": gpu}, "two")
-
-    most = memory_use(planner.plan_domains(cluster(1e12), workload)).total_bytes.max()
-    tight = cluster(share * most)
+    workload = dense_workload(2048)
+    most = memory_use(planner.plan_domains(two_sites(1e12), workload)).total_bytes.max()
+    tight = two_sites(share * most)
     plain, ahead = planner.plan_domains(tight, workload), planner.plan(tight, workload, ahead=True)
     assert ahead.solver is not None
     assert ahead.predicted.step <= plain.predicted.step * (1 + 1e-9)

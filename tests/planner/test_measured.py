@@ -6,15 +6,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from planner_cases import make_cluster, make_workload
+from planner_cases import dense_workload, make_cluster, make_workload, two_sites
 
 import planner
 from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
-from hybridep.config import build
 from hybridep.plan import Plan, Schedule, Status
 from hybridep.recompute import Recompute
-from hybridep.topology import Cluster
-from hybridep.workload import Workload
 from planner.check import check
 from planner.choose import plan, plans
 from planner.cost import step_cost
@@ -89,18 +86,9 @@ def test_even_popularity_changes_nothing() -> None:
 
 
 def test_bound_holds_where_layers_without_experts_do_not_compute_again() -> None:
-    model = {"num_layers": 6, "num_dense_layers": 1, "dense_ffn_size": 64, "hidden_size": 256, "num_heads": 4}
-    model |= {"vocab_size": 1000, "num_experts": 8, "top_k": 2, "expert_ffn_size": 1024}
-    training = {"sequence_length": 128, "micro_batch_size": 16, "micro_batches": 2, "dtype": "bf16"}
-    workload = build(Workload, {"name": "dense", "model": model, "training": training}, "dense")
-
-    def cluster(memory_bytes: float) -> Cluster:
-        gpu = {"throughput": "300 GFLOPS", "memory": f"{memory_bytes:.0f} B", "memory_bandwidth": "1 TB/s"}
-        level = {"name": "dc", "size": 2, "bandwidth": "1 Gbps", "latency": "1 ms"}
-        return build(Cluster, {"name": "two", "levels": [level], "gpu": gpu}, "two")
-
-    most = memory_use(planner.plan_domains(cluster(1e12), workload)).total_bytes.max()
-    found = planner.plan(cluster(0.98 * most), workload, popularity=((1 / 8,) * 8,) * 5)
+    workload = dense_workload(1024)
+    most = memory_use(planner.plan_domains(two_sites(1e12), workload)).total_bytes.max()
+    found = planner.plan(two_sites(0.98 * most), workload, popularity=((1 / 8,) * 8,) * 5)
     (group,) = found.layers
     one = group.model_copy(update={"num_layers": 1, "recompute": Recompute.EXPERTS})
     rest = group.model_copy(update={"first_layer": 1, "num_layers": 4, "recompute": Recompute.NOTHING})

@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planner_cases import make_cluster, make_workload, shipped_cluster, shipped_workload
+from planner_cases import dense_workload, make_cluster, make_workload, shipped_cluster, shipped_workload, two_sites
 
 import planner
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import load_any_plan
 from hybridep.plan import Residency, Schedule, Status
-from planner.plans import plan_of
+from hybridep.recompute import Recompute
+from planner.plans import plan_of, top_domains
 from planner.problem import build_problem
 from planner.solve import solve
 
@@ -156,3 +157,14 @@ def test_mixed_solutions_become_consecutive_groups() -> None:
     made = plan_of(problem, replace(solution, counts=tuple(counts)))
     assert [(group.first_layer, group.num_layers) for group in made.layers] == [(0, 1), (1, 2), (3, 3)]
     assert planner.step_cost(made).step_s == pytest.approx(problem.objective_s(counts), rel=1e-12)
+
+
+def test_the_next_best_plans_are_of_all_that_may_compute_again() -> None:
+    """With layers without experts plans in which attention computes again are a problem of their own."""
+    workload = dense_workload(2048)
+    most = planner.memory_use(planner.plan_domains(two_sites(1e12), workload)).total_bytes.max()
+    best = planner.plan_domains(two_sites(0.95 * most), workload)
+    others = top_domains(best, 9)
+    assert {Recompute.EXPERTS, Recompute.ATTENTION} <= {one.layers[0].recompute for one in (best, *others)}
+    steps_s = [one.predicted.step for one in others]
+    assert steps_s == sorted(steps_s) and all(planner.memory_use(one).fits for one in others)
