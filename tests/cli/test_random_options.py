@@ -44,6 +44,7 @@ WITH_STAGES = (
     ("--objective", "dollars"),
     ("--budget", "0.001 $"),
     ("--codec", "dc.activations=int8"),
+    ("--max-loss", "1%"),
     ("--codec", "dc.experts=change-int8"),
     ("--json",),
 )

@@ -154,6 +154,13 @@ def test_coded_activations_and_what_they_cost(inputs: Inputs, call: Call) -> Non
     assert simulated.code == 0 and simulated.json["step_s"] == pytest.approx(result.json["simulated_s"])
     path, shown = in_stages(inputs, call, "--stages", "auto", *codec)
     assert shown.code == 0 and "lossy on dc: activations int8; final loss" in shown.out
+    path, chosen = in_stages(inputs, call, "--stages", "2", "--max-loss", "0.5%", "--json")
+    assert chosen.code == 0, chosen.err
+    assert "activations" in [one["kind"] for one in chosen.json["lossy_codecs"]]
+    assert chosen.json["objective_s"] <= result.json["objective_s"] * 1.001
+    assert sum(max(one["final_loss"], 0.0) for one in chosen.json["lossy_codecs"]) <= 0.005
+    path, fewer = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--max-loss", "0.5%", "--json")
+    assert fewer.code == 0, fewer.err
 
 
 @pytest.mark.parametrize(
