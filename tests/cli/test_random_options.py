@@ -45,6 +45,7 @@ WITH_STAGES = (
     ("--budget", "0.001 $"),
     ("--codec", "dc.activations=int8"),
     ("--max-loss", "1%"),
+    ("--fabric", "ring-100g"),
     ("--codec", "dc.experts=change-int8"),
     ("--json",),
 )
