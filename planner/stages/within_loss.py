@@ -14,6 +14,7 @@ from hybridep.errors import InfeasibleError
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import now_s
+from planner.goal import Worth
 from planner.stages.costs import Costed, costed, rooms
 from planner.stages.inside import Store, fitting
 from planner.stages.wishes import StageWishes
@@ -33,28 +34,37 @@ def pipelines_within_loss(
     """The best pipelines that ``make`` finds with codecs between sites whose measured losses add up to at most
     ``wishes.max_loss``, all with the same ones, and without those that bring the best of them nothing. After a short look with
     the first codecs that have room it searches with those that suit what was found, and costs what that finds with all others
-    again. Raises what ``make`` raises where it finds nothing."""
+    again. On KeyboardInterrupt, once ``make`` found some, those that are better. Raises what ``make`` raises where it finds
+    nothing."""
     assert wishes.max_loss is not None
     begun_s, choice = now_s(), _Choice(cluster, workload, wishes)
     every = worthwhile(permitted(wishes.max_loss, PAYLOADS), workload, cluster.gpu.coding)
-    looked = _first(choice, make, every, _LOOK * time_limit_s)
+    looked = _first(choice, make, every, time_limit_s)
     searched: list[Costed] = []
-    with suppress(InfeasibleError):  # what is known has room, maybe with codecs that need less of it
-        suited = choice.wishes_with(choice.best(looked[:_RATED], every))
-        searched = make(suited, now_s(), max(time_limit_s - (now_s() - begun_s), 0.0))
-    near = [*looked[:_RATED], *searched[:_RATED]]
-    codecs = without_useless(choice.best(near, every), lambda one: choice.least(near, one))
-    return choice.coded([*looked[:_RATED], *searched], codecs)
+    try:
+        with suppress(InfeasibleError):  # what is known has room, maybe with codecs that need less of it
+            suited = choice.wishes_with(choice.best(looked[:_RATED], every))
+            searched = make(suited, now_s(), max(time_limit_s - (now_s() - begun_s), 0.0))
+        near = [*looked[:_RATED], *searched[:_RATED]]
+        codecs = without_useless(choice.best(near, every), lambda one: choice.least(near, one))
+        return choice.coded([*looked[:_RATED], *searched], codecs)
+    except KeyboardInterrupt:
+        return min((one for one in (searched, looked) if one), key=lambda found: choice.worth(found[0]))
 
 
 def _first(choice: _Choice, make: Make, every: Sequence[Codecs], time_limit_s: float) -> list[Costed]:
-    """The best pipelines with the first codecs with which there are any."""
-    missing: InfeasibleError | None = None
-    for codecs in every:
+    """The best pipelines of a look with the first codecs with which there are any. Where others might have room, these are tried
+    while there is time: it may take seconds to be sure that nothing fits."""
+    begun_s, missing = now_s(), None
+    # What has room with any has room with one of those that are best where coding takes no time.
+    small = worthwhile(every, choice.workload, None)
+    for codecs in (every[0], *(one for one in small if one != every[0])):
         try:
-            return make(choice.wishes_with(codecs), now_s(), time_limit_s)
+            return make(choice.wishes_with(codecs), now_s(), _LOOK * time_limit_s)
         except InfeasibleError as error:  # what a codec keeps may not fit
             missing = missing or error
+        if now_s() - begun_s > time_limit_s:
+            break
     assert missing is not None
     raise missing
 
@@ -74,23 +84,26 @@ class _Choice:
         """Of ``every`` codecs those with which one of the pipelines is best; of equally good ones those with which messages of
         all kinds are fastest, since other pipelines may have use for what these have none for."""
         rate, coding = self.cluster.levels[0].bandwidth, self.cluster.gpu.coding
-        worth = [(self.least(found, one), times_exact(one, self.workload, coding, rate)) for one in every]
+        worth = [(*self._best_worth(found, one), times_exact(one, self.workload, coding, rate)) for one in every]
         return every[min(range(len(every)), key=worth.__getitem__)]
 
     def coded(self, found: Sequence[Costed], codecs: Codecs) -> list[Costed]:
         """All of them that have room with these codecs, the best first."""
         made = [coded for one in found if (coded := self._coded(one, codecs)) is not None]
-        return sorted({one.plan.digest: one for one in made}.values(), key=self._worth)
+        return sorted({one.plan.digest: one for one in made}.values(), key=self.worth)
 
     def least(self, found: Sequence[Costed], codecs: Codecs) -> float:
         """Seconds or dollars of the best of them with these codecs; infinite where none has room, or the budget none for it."""
-        goal = self.wishes.goal
-        made = [coded for one in found if (coded := self._coded(one, codecs)) is not None]
-        fits = [one for one in made if not goal.overdraft(one.step_usd)]
-        return min((goal.value(one.times.step_s, one.step_usd) for one in fits), default=math.inf)
+        over, value = self._best_worth(found, codecs)
+        return math.inf if over else value
 
-    def _worth(self, one: Costed) -> tuple[float, float]:
+    def worth(self, one: Costed) -> Worth:
+        """What one of them is worth; less is better."""
         return self.wishes.goal.worth(one.times.step_s, one.step_usd)
+
+    def _best_worth(self, found: Sequence[Costed], codecs: Codecs) -> Worth:
+        """Of the best of them with these codecs; infinite where none has room."""
+        return min((self.worth(one) for one in self.coded(found, codecs)), default=(math.inf, math.inf))
 
     def _coded(self, found: Costed, codecs: Codecs) -> Costed | None:
         """With these codecs, and layers that compute again where it takes that to fit; None where nothing does."""

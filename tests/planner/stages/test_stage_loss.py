@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from stage_cases import layered_workload, random_pipeline, sites_cluster
@@ -15,8 +17,11 @@ from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Residency
 from hybridep.topology import Cluster
 from planner import StageWishes, plan_pipeline, plan_pipelines
-from planner.stages.costs import costed
+from planner.goal import Goal
+from planner.stages.candidates import Candidates
+from planner.stages.costs import Costed, costed
 from planner.stages.fewer import least_of_any, sites_that_pay
+from planner.stages.within_loss import pipelines_within_loss
 
 INT8 = Codecs(tokens=TokenCodec.INT8)
 
@@ -137,3 +142,56 @@ def test_what_does_not_go_with_it() -> None:
     tight = sites_cluster(np.random.default_rng(1), 2, 1, "pairs", memory="1 MB")
     with pytest.raises(InfeasibleError, match=r"raise gpu\.memory"):
         plan_pipeline(tight, workload, StageWishes(max_loss=0.005), time_limit_s=0.2)
+
+
+def test_an_interrupt_leaves_what_the_look_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, workload = sites_cluster(np.random.default_rng(1), 3, 2, "pairs"), layered_workload(6)
+    made, calls = Candidates.made, list[int]()
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return made(*given)
+
+    monkeypatch.setattr(Candidates, "made", interrupted)
+    found = plan_pipeline(cluster, workload, StageWishes(max_loss=0.005), time_limit_s=0.5)
+    assert len(calls) == 2 and found.codecs["dc"].lossy and found.prediction is not None
+    # While codecs are weighed, too.
+    monkeypatch.setattr(Candidates, "made", made)
+    monkeypatch.setattr("planner.stages.within_loss.without_useless", _interrupt)
+    assert plan_pipeline(cluster, workload, StageWishes(max_loss=0.005), time_limit_s=0.5).codecs["dc"].lossy
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_no_budget_for_any_codec_is_what_is_told() -> None:
+    """Copies of one micro-batch, which codecs that send changes do not go with, though their messages are shortest."""
+    plan = random_pipeline(2, least_stages=2)
+    short = [tuple(one.model_copy(update={"residency": Residency.MICROBATCH}) for one in stage.layers) for stage in plan.stages]
+    data = plan.cluster.model_dump(mode="json", exclude_none=True)
+    data["gpu"]["price"] = "2 $/h"
+    plan = plan.with_layers(short).at_rates(build(Cluster, data, "priced"))
+    wishes = StageWishes(max_loss=0.005, goal=Goal(budget_usd=1e-9))
+    [found] = pipelines_within_loss(
+        lambda asked, *_: [costed(plan.coded(asked.codecs))], plan.cluster, plan.workload, wishes, 1.0
+    )
+    every = [costed(plan.coded({"dc": one})) for one in permitted(0.005, PAYLOADS) if not one.experts.is_change]
+    assert found.step_usd == pytest.approx(min(one.step_usd for one in every))
+
+
+def test_what_never_fits_is_not_looked_for_with_every_codec() -> None:
+    plan = random_pipeline(2, least_stages=2)
+    cluster, tries = with_speeds(plan.cluster, np.random.default_rng(3)), list[StageWishes]()
+
+    def make(asked: StageWishes, *_: float) -> list[Costed]:
+        tries.append(asked)
+        raise InfeasibleError("none")
+
+    for limit_s, most in ((1e-9, 1), (100.0, 5)):
+        tries.clear()
+        with pytest.raises(InfeasibleError, match="none"):
+            pipelines_within_loss(make, cluster, plan.workload, StageWishes(max_loss=0.005), limit_s)
+        assert len(tries) == most < len(worthwhile(permitted(0.005, PAYLOADS), plan.workload, cluster.gpu.coding))
