@@ -175,9 +175,13 @@ def test_no_budget_for_any_codec_is_what_is_told() -> None:
     data["gpu"]["price"] = "2 $/h"
     plan = plan.with_layers(short).at_rates(build(Cluster, data, "priced"))
     wishes = StageWishes(max_loss=0.005, goal=Goal(budget_usd=1e-9))
-    [found] = pipelines_within_loss(
-        lambda asked, *_: [costed(plan.coded(asked.codecs))], plan.cluster, plan.workload, wishes, 1.0
-    )
+
+    def make(asked: StageWishes, *_: float) -> list[Costed]:
+        if any(one.experts.is_change for one in asked.codecs.values()):
+            raise InfeasibleError("copies do not stay")
+        return [costed(plan.coded(asked.codecs))]
+
+    [found] = pipelines_within_loss(make, plan.cluster, plan.workload, wishes, 1.0)
     every = [costed(plan.coded({"dc": one})) for one in permitted(0.005, PAYLOADS) if not one.experts.is_change]
     assert found.step_usd == pytest.approx(min(one.step_usd for one in every))
 
