@@ -132,12 +132,12 @@ def _own(cluster: Cluster) -> Routes:
     )
 
 
-def with_fabric(cluster: Cluster, wan: Wan) -> Cluster:
+def with_fabric(cluster: Cluster, wan: Wan, most: int | None = MOST_SITES) -> Cluster:
     """The cluster with a fabric's trunks as its own, in place of its links per pair; those remain where latencies differ, no
-    narrower than the access links. Raises FabricError where the two do not fit, or there are more than ``MOST_SITES``."""
+    narrower than the access links. Raises FabricError where the two do not fit, or there are more than ``most`` sites."""
     size = cluster.sizes[0]
-    if size > MOST_SITES:
-        raise FabricError(f"wan: routes between {size} sites are too many for a plan file; up to {MOST_SITES} are planned with")
+    if most is not None and size > most:
+        raise FabricError(f"wan: routes between {size} sites are too many for a plan file; up to {most} are planned with")
     found = routes(cluster, wan)
     assert found is not None
     names = cluster.site_names

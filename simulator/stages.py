@@ -137,7 +137,9 @@ def time_stages(
     if fabric is not None:
         # A stage's sites are not all that a fabric joins, but its trunks say what they carry for which of them.
         inside = FabricFile(name=fabric.name, inside=fabric.inside)
-        pipeline = pipeline if fabric.wan is None else pipeline.at_rates(with_fabric(pipeline.cluster, fabric.wan))
+        if fabric.wan is not None:
+            # No plan file, so however many there are.
+            pipeline = pipeline.at_rates(with_fabric(pipeline.cluster, fabric.wan, most=None))
 
     def simulate(one: Plan, choices: Routing | None) -> StepResult:
         return simulate_step(one, choices, precision, settled, fabric=inside)

@@ -9,7 +9,8 @@ import pytest
 from stage_cases import layered_workload, random_pipeline, sites_cluster
 
 from hybridep.config import build
-from hybridep.pipeline import between_sites_bytes, pipeline_link_bytes
+from hybridep.pipeline import PipelinePlan, between_sites_bytes, pipeline_link_bytes
+from hybridep.plan import LayerGroup
 from planner import StageWishes, plan_pipeline
 from planner.stages.bound import least_s
 from planner.stages.costs import costed
@@ -99,3 +100,15 @@ def test_what_is_inside_sites_and_what_is_not_simulated() -> None:
             simulated(plan, fabric=optics)
     with pytest.raises(PipelineError, match="MixNet inside sites"):
         fastest_pipeline(plan.plans[0], fabric=optics)
+
+
+def test_more_sites_than_plans_know_routes_for() -> None:
+    names, cluster = [f"s{site}" for site in range(66)], sites_cluster(np.random.default_rng(0), 66, 1, "even")
+    placed = LayerGroup(first_layer=0, num_layers=1, domains={"dc": 1, "gpu": 1}, migration={})
+    stages = [{"sites": some, "num_layers": 1, "layers": [placed]} for some in (names[:33], names[33:])]
+    data = {"cluster": cluster, "workload": layered_workload(2), "micro_batches": 4, "stages": stages}
+    plan = build(PipelinePlan, data, "many")
+    bare, narrow = simulate_pipeline(plan), simulate_pipeline(plan, fabric=fabric_of("hub"))
+    wide = build(FabricFile, {"name": "wide", "wan": {"hub": {"bandwidth": "1 Tbps"}}}, "wide")
+    assert simulate_pipeline(plan, fabric=wide).work_s == pytest.approx(bare.work_s, rel=1e-6)
+    assert narrow.step_s >= narrow.work_s > 1.5 * bare.work_s
