@@ -8,7 +8,7 @@ import numpy as np
 
 from hybridep.codec_losses import permitted, worthwhile
 from hybridep.codecs import EXACT, Codecs
-from hybridep.errors import InfeasibleError
+from hybridep.errors import HybridEPError, InfeasibleError, NoSolutionError
 from hybridep.plan import Plan, copies_last
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -29,19 +29,27 @@ _OVER = 1.5
 def plan_within_loss(make: Make, cluster: Cluster, workload: Workload, max_loss: float, time_limit_s: float) -> Plan:
     """The best of the plans that ``make`` finds with codecs between sites whose measured losses add up to at most ``max_loss``
     (0.005 for half a percent), without those that bring nothing. Its bound holds for all of them. Codecs are looked at in the
-    order of what they make of the first plan; where time is over before, that plan with the next ones is what is known of the
-    others, and their bound is computation. Raises what ``make`` raises."""
+    order of what they make of the first plan; where time is over before, or on KeyboardInterrupt once there is a plan, that plan
+    with the next ones is what is known of the others, and their bound is computation; so also of those with which no plan was
+    looked at in time. Raises what ``make`` raises."""
     begun_s, made = now_s(), list[Plan]()
     left = worthwhile(permitted(max_loss), workload, cluster.gpu.coding)
     outermost, limit_s = cluster.levels[0].name, time_limit_s / len(left)
-    missing: InfeasibleError | None = None
+    missing: HybridEPError | None = None
+    unknown = list[Codecs]()
     while left and not (made and now_s() - begun_s > _OVER * time_limit_s):
         codecs = left.pop(0)
         try:
             made.append(make({outermost: codecs} if codecs.lossy else {}, limit_s))
-        except InfeasibleError as error:  # what a codec keeps may not fit
+        except (InfeasibleError, NoSolutionError) as error:  # what a codec keeps may not fit
             missing = missing or error
+            unknown += [codecs] if isinstance(error, NoSolutionError) else []
             continue
+        except KeyboardInterrupt:
+            if not made:
+                raise
+            unknown.append(codecs)
+            break
         if len(made) == 1:
             left = _in_order(made[0], outermost, left)
     if not made:
@@ -49,7 +57,7 @@ def plan_within_loss(make: Make, cluster: Cluster, workload: Workload, max_loss:
         raise missing
     goal, reports = _goal(made[0]), [plan.solver for plan in made if plan.solver is not None]
     bound_s, bound_usd = min(one.bound for one in reports), min(one.cost_bound or 0.0 for one in reports)
-    if left:
+    if left := [*unknown, *left]:
         coded = _coded(made[0], outermost, left[0])
         if _worth(coded, goal) < np.inf:
             made.append(coded.model_copy(update={"prediction": predict(coded)}))

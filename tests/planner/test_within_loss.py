@@ -13,7 +13,7 @@ from hybridep.codec_losses import measured_losses, permitted, with_gates
 from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.config import build
-from hybridep.errors import UserError
+from hybridep.errors import NoSolutionError, UserError
 from hybridep.plan import Plan
 from planner.check import check
 from planner.stages.bound import least_s
@@ -102,3 +102,22 @@ def test_codecs_that_need_copies_that_stay_are_not_given_to_others() -> None:
     # A quarter of the bytes, were it not for that.
     assert chosen.codecs["dc"].experts is ExpertCodec.BF16
     build(Plan, chosen.model_dump(mode="json"), "plan")
+
+
+@pytest.mark.parametrize("ended", [KeyboardInterrupt(), NoSolutionError("in time")])
+def test_a_search_that_ends_without_a_plan_leaves_those_before(ended: BaseException) -> None:
+    cluster, workload, calls = load_cluster("lab-4dc"), load_workload("tiny", SMALL), list[Plan]()
+
+    def make(codecs: dict[str, Codecs], time_limit_s: float) -> Plan:
+        if calls:
+            raise ended
+        calls.append(planner.plan(cluster, workload, codecs=codecs, time_limit_s=time_limit_s))
+        return calls[0]
+
+    made = plan_within_loss(make, cluster, workload, 0.005, 20.0)
+    check(made)
+    assert made.predicted.step <= calls[0].predicted.step
+    # Nothing is proven of codecs for which nothing was searched.
+    assert made.solver is not None and made.solver.bound == pytest.approx(least_s(cluster, workload, 1))
+    with pytest.raises(type(ended)):
+        plan_within_loss(make, cluster, workload, 0.005, 20.0)
