@@ -49,6 +49,8 @@ def searched_on(plan: PipelinePlan, wishes: StageWishes | None = None) -> Search
     own_s, better = costed(plan, store=store).times.step_s, None
     best = min(found, key=lambda one: one.times.step_s, default=None)
     if best is not None and is_better((0.0, best.times.step_s), (0.0, own_s)):
+        # Where codecs were to be chosen no pipeline with any of them takes less, as is told of the plan.
+        asked = asked if wishes is None or wishes.max_loss is None else replace(asked, codecs={}, max_loss=wishes.max_loss)
         outer = asked.shortest(plan.cluster, plan.workload)
         bound_s = least_s(plan.cluster, plan.workload, asked.stages or 2, outer, alike=not asked.popularity)
         [better] = reported([best], asked, bound_s, plan.solver.solve if plan.solver is not None else 0.0)

@@ -18,9 +18,11 @@ from hybridep.plan import Residency
 from hybridep.topology import Cluster
 from planner import StageWishes, plan_pipeline, plan_pipelines
 from planner.goal import Goal
+from planner.stages.bound import least_s
 from planner.stages.candidates import Candidates
 from planner.stages.costs import Costed, costed
 from planner.stages.fewer import least_of_any, sites_that_pay
+from planner.stages.upgrades import searched_on
 from planner.stages.within_loss import pipelines_within_loss
 
 INT8 = Codecs(tokens=TokenCodec.INT8)
@@ -199,3 +201,13 @@ def test_what_never_fits_is_not_looked_for_with_every_codec() -> None:
         with pytest.raises(InfeasibleError, match="none"):
             pipelines_within_loss(make, cluster, plan.workload, StageWishes(max_loss=0.005), limit_s)
         assert len(tries) == most < len(worthwhile(permitted(0.005, PAYLOADS), plan.workload, cluster.gpu.coding))
+
+
+def test_what_is_searched_on_for_upgrades_has_a_bound_for_all_that_is_permitted() -> None:
+    plan, wishes = random_pipeline(3, least_stages=2), StageWishes(max_loss=0.005)
+    better = searched_on(plan, wishes).better
+    assert better is not None and better.solver is not None and not better.codecs
+    cluster, workload = plan.cluster, plan.workload
+    least, exact_s = least_s(cluster, workload, 2, wishes.shortest(cluster, workload)), least_s(cluster, workload, 2)
+    assert least < 0.9 * exact_s
+    assert better.solver.bound == pytest.approx(least)
