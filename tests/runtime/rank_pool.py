@@ -28,9 +28,11 @@ class RankPool:
         from runtime.mesh import host_store
 
         self.world_size = world_size
-        # Forked from a process that has imported everything once: starting eight ranks then costs little more than one.
+        # Forked from a process that has imported everything once: starting eight ranks then costs little more than one. The
+        # others are what torch imports late, seconds in every rank: with the first backward, and with the first layer that
+        # computes again.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["runtime.trainer"])
+        context.set_forkserver_preload(["runtime.trainer", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"])
         self._store = host_store(ADDRESS, timeout_s=START_TIMEOUT_S)
         port = self._store.port if join else None
         self._pipes: list[Connection] = []
