@@ -104,6 +104,7 @@ def test_a_step_of_link_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.turns(6)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("claim", "tables"),
