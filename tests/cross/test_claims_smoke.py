@@ -14,7 +14,7 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_cluster, load_workload
 from runtime.mesh import host_store
 
-pytestmark = pytest.mark.turns(3)
+pytestmark = pytest.mark.turns(6)
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
@@ -104,7 +104,6 @@ def test_a_step_of_link_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.lab
-@pytest.mark.turns(6)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("claim", "tables"),

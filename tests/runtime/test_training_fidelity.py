@@ -97,7 +97,7 @@ def pools() -> Iterator[TrainingPools]:
     pools.close()
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_every_plan_on_four_ranks_equals_the_reference(pools: TrainingPools, case: Case) -> None:
     pools.check(case)
@@ -468,7 +468,7 @@ def test_the_byte_comparison_notices(pools: TrainingPools) -> None:
 
 
 # Last, so that the pool of eight ranks is started once and that of four never again.
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("case", EIGHT, ids=str)
 def test_every_plan_on_eight_ranks_equals_the_reference(pools: TrainingPools, case: Case) -> None:
     """Eight ranks on two cores take seven seconds a case."""
