@@ -101,6 +101,12 @@ class Codecs(Strict):
                 raise ValueError(f"gates.{kind}: must be one of {', '.join(PAYLOADS)}")
         return self
 
+    def without(self, kind: str) -> Codecs:
+        """With that kind of payload exact."""
+        gates = {other: gate for other, gate in self.gates.items() if other != kind}
+        fields = {name: getattr(EXACT, name) for name in (kind, f"{kind}_keep") if name in Codecs.model_fields}
+        return self.model_copy(update={**fields, "gates": gates})
+
     @property
     def lossy(self) -> dict[str, str]:
         """Kind of payload -> its codec as text (``sr, keep 0.02``), where it is not exact."""

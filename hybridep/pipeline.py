@@ -30,6 +30,7 @@ from hybridep.plan import (
     Schedule,
     SolverReport,
     check_popularity,
+    copies_last,
 )
 from hybridep.shares import batch_sequences, owners, sequences_together, site_sequences, unequal_shares
 from hybridep.topology import Cluster, by_themselves
@@ -231,6 +232,16 @@ class PipelinePlan(PlanFile):
         made.__dict__["plans"] = tuple(plans)
         return made
 
+    def coded(self, codecs: Mapping[str, Codecs]) -> PipelinePlan:
+        """The plan with other codecs, by level name, with what is predicted left out. Raises ValueError where copies do not stay
+        as long as they need."""
+        given = {name: one for name, one in codecs.items() if one.lossy}
+        if not all(copies_last(stage.layers, one) for stage in self.stages for one in given.values()):
+            raise ValueError("codecs that send changes of experts need copies that stay; set residency: step")
+        made = self.model_copy(update={"codecs": given, "prediction": None, "solver": None})
+        made.__dict__["plans"] = tuple(one.model_copy(update={"codecs": codecs_inside(given)}) for one in self.plans)
+        return made
+
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage keeps at a time."""
         return min(1 + forwards_ahead(stage, len(self.stages), self.micro_batches, self.ahead), self.micro_batches)
@@ -242,12 +253,7 @@ AnyPlan = Plan | PipelinePlan
 
 def codecs_inside(codecs: Mapping[str, Codecs]) -> dict[str, Codecs]:
     """Level name -> codecs, without what is for activations between stages."""
-    exact = {"activations": EXACT.activations}
-    kept = {name: one.model_copy(update=exact) for name, one in codecs.items()}
-    return {
-        name: one.model_copy(update={"gates": {kind: gate for kind, gate in one.gates.items() if kind != "activations"}})
-        for name, one in kept.items()
-    }
+    return {name: one.without("activations") for name, one in codecs.items()}
 
 
 def is_pipeline(data: Mapping[str, Any]) -> bool:

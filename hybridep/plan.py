@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property, reduce
 from operator import or_
@@ -281,7 +281,7 @@ class Plan(PlanFile):
                 raise ValueError(f"codecs.{name}: no such level; the cluster has {', '.join(levels)}")
             if "activations" in codecs.lossy:
                 raise ValueError(f"codecs.{name}.activations: pass between pipeline stages, and this plan has none; leave it out")
-            if codecs.experts.is_change and any(group.residency is not Residency.STEP for group in self.layers):
+            if not copies_last(self.layers, codecs):
                 raise ValueError(f"codecs.{name}.experts: {codecs.experts.value} needs copies that stay; set residency: step")
         try:
             _ = self.placements
@@ -367,6 +367,11 @@ class Plan(PlanFile):
             (layers.num_layers * layers.placement.num_at_home for layers in self.placed),
             start=np.zeros(self.cluster.num_gpus, dtype=np.int64),
         )
+
+
+def copies_last(layers: Iterable[LayerGroup], codecs: Codecs) -> bool:
+    """Whether copies stay as long as these codecs need."""
+    return not codecs.experts.is_change or all(group.residency is Residency.STEP for group in layers)
 
 
 def check_popularity(popularity: Popularity, workload: Workload) -> None:

@@ -83,7 +83,7 @@ def plan(
         return make(codecs, time_limit_s)
     if codecs:
         raise UserError("codecs given and codecs to be chosen by their loss: leave one of them out")
-    return plan_within_loss(make, cluster.levels[0].name, max_loss, time_limit_s)
+    return plan_within_loss(make, cluster, workload, max_loss, time_limit_s)
 
 
 def plans(

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hybridep.codec_losses import permitted
-from hybridep.codecs import Codecs
-from hybridep.errors import InfeasibleError, UserError
-from hybridep.plan import Plan
+from hybridep.codec_losses import permitted, worthwhile
+from hybridep.codecs import EXACT, Codecs
+from hybridep.errors import InfeasibleError
+from hybridep.plan import Plan, copies_last
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
 from planner.clock import now_s
 from planner.evaluate import evaluate
 from planner.goal import Goal
@@ -18,19 +20,20 @@ from planner.stages.bound import least_s, least_usd_of_any
 
 Make = Callable[[dict[str, Codecs], float], Plan]
 """(codecs by level name, time limit) -> the best plan with these."""
+_SAME = 1e-9
+"""Plans that differ by at most such a share take as long."""
 _OVER = 1.5
 """Multiple of the time limit after which no more searches begin: one that takes longer than its share ends the others."""
 
 
-def plan_within_loss(make: Make, outermost: str, max_loss: float, time_limit_s: float) -> Plan:
-    """The best of the plans that ``make`` finds with codecs of level ``outermost`` whose measured losses add up to at most
-    ``max_loss`` (0.005 for half a percent); exact ones are always among them. Its bound holds for all of them. Codecs are looked
-    at in the order of what they make of the first plan; where time is over before, that plan with the next ones is what is known
-    of the others, and their bound is computation. Raises what ``make`` raises."""
-    if max_loss < 0:
-        raise UserError(f"a permitted loss must be at least zero (found {max_loss:g})")
-    begun_s, left, made = now_s(), permitted(max_loss), list[Plan]()
-    limit_s = time_limit_s / len(left)
+def plan_within_loss(make: Make, cluster: Cluster, workload: Workload, max_loss: float, time_limit_s: float) -> Plan:
+    """The best of the plans that ``make`` finds with codecs between sites whose measured losses add up to at most ``max_loss``
+    (0.005 for half a percent), without those that bring nothing. Its bound holds for all of them. Codecs are looked at in the
+    order of what they make of the first plan; where time is over before, that plan with the next ones is what is known of the
+    others, and their bound is computation. Raises what ``make`` raises."""
+    begun_s, made = now_s(), list[Plan]()
+    left = worthwhile(permitted(max_loss), workload, cluster.gpu.coding)
+    outermost, limit_s = cluster.levels[0].name, time_limit_s / len(left)
     missing: InfeasibleError | None = None
     while left and not (made and now_s() - begun_s > _OVER * time_limit_s):
         codecs = left.pop(0)
@@ -50,10 +53,26 @@ def plan_within_loss(make: Make, outermost: str, max_loss: float, time_limit_s: 
         coded = _coded(made[0], outermost, left[0])
         if _worth(coded, goal) < np.inf:
             made.append(coded.model_copy(update={"prediction": predict(coded)}))
-        bound_s = min(bound_s, least_s(made[0].cluster, made[0].workload, 1))
-        bound_usd = min(bound_usd, least_usd_of_any(made[0].cluster, made[0].workload))
+        bound_s = min(bound_s, least_s(cluster, workload, 1))
+        bound_usd = min(bound_usd, least_usd_of_any(cluster, workload))
     best = min(made, key=goal.value_of)
+    chosen = best.codecs.get(outermost, EXACT)
+    needed = without_useless(chosen, lambda codecs: _worth(_coded(best, outermost, codecs), goal))
+    if needed is not chosen:
+        plainer = _coded(best, outermost, needed)
+        best = plainer.model_copy(update={"prediction": predict(plainer)})
     return reported_again(best, reports, bound_s=bound_s, bound_usd=bound_usd)
+
+
+def without_useless(codecs: Codecs, worth: Callable[[Codecs], float]) -> Codecs:
+    """Without those that bring nothing, the most lossy ones first. ``worth``: of a plan with such codecs, less is better."""
+    most = worth(codecs) * (1 + _SAME)
+    if most == np.inf:
+        return codecs
+    for kind in sorted(codecs.lossy, key=lambda kind: -codecs.gates[kind].relative):
+        if worth(plainer := codecs.without(kind)) <= most:
+            codecs = plainer
+    return codecs
 
 
 def _in_order(plan: Plan, outermost: str, choices: list[Codecs]) -> list[Codecs]:
@@ -68,7 +87,10 @@ def _coded(plan: Plan, outermost: str, codecs: Codecs) -> Plan:
 
 
 def _worth(plan: Plan, goal: Goal) -> float:
-    """Seconds or dollars of its step; infinite where it has no room, or the budget none for it."""
+    """Seconds or dollars of its step; infinite where it has no room, its copies do not stay as long as its codecs need, or the
+    budget has no room for it."""
+    if not all(copies_last(plan.layers, codecs) for codecs in plan.codecs.values()):
+        return np.inf
     cost, memory = evaluate(plan)
     possible = memory.fits and not goal.overdraft(cost.step_usd)
     return goal.value(cost.step_s, cost.step_usd) if possible else np.inf

@@ -134,11 +134,13 @@ def fastest_pipeline(
     routing: Routing | None = None,
     precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
+    fabric: FabricFile | None = None,
 ) -> PipelineStep:
     """The fastest of all numbers of stages from 2 that divide the sites and leave each stage a layer with experts, of both
     placements inside, and of running further ahead while that pays: compared with stages apart, and the best few with all ranks
     together. Arguments as `simulate_pipeline`. Stages apart are compared with links and computation that do not vary. Raises
     PipelineError where there is none."""
+    _require_no_circuits(fabric)
     sites = plan.cluster.sizes[0]
     candidates: list[tuple[PipelinePlan, list[Stage]]] = []
     why = f"{plan.cluster.name} has one site"
@@ -146,21 +148,21 @@ def fastest_pipeline(
         for inside in INSIDE[: 2 if stages < sites else 1]:
             try:
                 pipeline = cut(plan, stages, inside)
-                candidates.append((pipeline, time_stages(pipeline, routing, precision, conditions)))
+                candidates.append((pipeline, time_stages(pipeline, routing, precision, conditions, fabric)))
             except PipelineError as error:
                 why = str(error)
     if not candidates:
         raise PipelineError(f"pipeline: no number of stages from 2 fits; {why}")
     found: list[tuple[float, PipelinePlan]] = []
     for pipeline, made in sorted(candidates, key=lambda one: busiest_s(one[1])):
-        for apart_s, ahead in _apart(pipeline, made, precision, conditions):
+        for apart_s, ahead in _apart(pipeline, made, precision, conditions, fabric):
             found.append((apart_s, pipeline.running_ahead(ahead)))
     best: PipelineStep | None = None
     for apart_s, pipeline in sorted(found, key=lambda one: one[0])[:_TOGETHER]:
         # What takes longer with stages apart hardly takes less together.
         if best is not None and apart_s >= best.step_s:
             break
-        step = simulate_pipeline(pipeline, routing, precision, conditions)
+        step = simulate_pipeline(pipeline, routing, precision, conditions, fabric=fabric)
         if best is None or step.step_s < best.step_s:
             best = step
     assert best is not None
@@ -168,12 +170,16 @@ def fastest_pipeline(
 
 
 def _apart(
-    pipeline: PipelinePlan, stages: list[Stage], precision: Precision, conditions: Conditions | None
+    pipeline: PipelinePlan,
+    stages: list[Stage],
+    precision: Precision,
+    conditions: Conditions | None,
+    fabric: FabricFile | None,
 ) -> Iterator[tuple[float, int]]:
     """(Seconds of a step with stages apart, how far ahead), while running further ahead pays."""
     best_s = math.inf
     for ahead in AHEAD:
-        step_s = run_stages(pipeline.running_ahead(ahead), stages, precision, conditions)
+        step_s = run_stages(pipeline.running_ahead(ahead), stages, precision, conditions, fabric)
         yield step_s, ahead
         if step_s > best_s * (1 - _GAIN):
             break
@@ -187,14 +193,16 @@ def simulate_pipeline(
     conditions: Conditions | None = None,
     start_s: float = 0.0,
     progress: Progress | None = None,
+    fabric: FabricFile | None = None,
 ) -> PipelineStep:
     """One step of a pipeline plan, which begins ``start_s`` into the run. routing: (MoE layer, micro-batch) -> [G, T, K] expert
     ids of a step without stages; tokens keep their choices wherever they are computed. progress: told how much of the step is
-    simulated. Raises PipelineError where that would take too much memory."""
+    simulated. fabric: as `simulator.step.simulate_step`. Raises PipelineError where that would take too much memory, and for
+    optical circuits inside sites."""
     return PipelineStep(
         plan=pipeline,
-        result=_together(pipeline, routing, precision, conditions, start_s, progress),
-        by_themselves=partial(time_stages, pipeline, routing, precision, conditions),
+        result=_together(pipeline, routing, precision, conditions, start_s, progress, fabric),
+        by_themselves=partial(time_stages, pipeline, routing, precision, conditions, fabric),
     )
 
 
@@ -206,18 +214,16 @@ def simulate_any(
     start_s: float = 0.0,
     fabric: FabricFile | None = None,
 ) -> StepResult:
-    """One step of a plan with or without stages; arguments as `simulator.step.simulate_step`. Raises PipelineError for stages
-    over a fabric, too."""
+    """One step of a plan with or without stages; arguments as `simulator.step.simulate_step`. Raises what
+    `simulate_pipeline` does, too."""
     if isinstance(plan, PipelinePlan):
-        if fabric is not None:
-            raise over_fabric(fabric)
-        return _together(plan, routing, precision, conditions, start_s)
+        return _together(plan, routing, precision, conditions, start_s, fabric=fabric)
     return simulate_step(plan, routing, precision, conditions, start_s, fabric)
 
 
-def over_fabric(fabric: FabricFile) -> PipelineError:
-    """What says that stages are not simulated over one."""
-    return PipelineError(f"pipeline: not simulated over a fabric ({fabric.name}); leave out one of the two")
+def _require_no_circuits(fabric: FabricFile | None) -> None:
+    if fabric is not None and fabric.inside.mixnet is not None:
+        raise PipelineError(f"pipeline: not simulated with a MixNet inside sites ({fabric.name}); leave out one of the two")
 
 
 def _together(
@@ -227,9 +233,11 @@ def _together(
     conditions: Conditions | None,
     start_s: float,
     progress: Progress | None = None,
+    fabric: FabricFile | None = None,
 ) -> StepResult:
+    _require_no_circuits(fabric)
     conditions = conditions or Conditions()
-    cluster, engine, wires = pipeline.cluster, Engine(), wiring(pipeline.cluster)
+    cluster, engine, wires = pipeline.cluster, Engine(), wiring(pipeline.cluster, fabric)
     blocks = []
     for number, plan in enumerate(_own_plans(pipeline)):
         ranks = pipeline.ranks[number]
@@ -238,7 +246,7 @@ def _together(
         blocks.append(Blocks(plan, wires, choices, precision, conditions, start_s, TokenExchange(), place))
     ways = [pipeline.ways(stage) for stage in range(len(pipeline.stages) - 1)]
     between = [_sent(pipeline, way, precision, forward=forward) for forward in (True, False) for way in ways]
-    fabric = fabric_of(
+    network = fabric_of(
         blocks,
         engine,
         wires,
@@ -247,14 +255,14 @@ def _together(
         pipeline.schedule.streams,
         [Exchange(0, sent) for sent in between],
     )
-    moments = _moments(pipeline) * fabric.symmetry.num_kinds
+    moments = _moments(pipeline) * network.symmetry.num_kinds
     if moments > _MOST_MOMENTS:
         raise PipelineError(
-            f"pipeline: {fabric.symmetry.num_kinds} ranks that differ and {pipeline.micro_batches} micro-batches are "
+            f"pipeline: {network.symmetry.num_kinds} ranks that differ and {pipeline.micro_batches} micro-batches are "
             f"{moments / 1e6:.0f} million moments to keep, and at most {_MOST_MOMENTS / 1e6:.0f} are; give --one-rank-per-site"
         )
-    program = _Order(pipeline, blocks, between, fabric, jitter_of(conditions, start_s)).build()
-    return run(pipeline, program, engine, fabric, conditions, start_s, progress)
+    program = _Order(pipeline, blocks, between, network, jitter_of(conditions, start_s)).build()
+    return run(pipeline, program, engine, network, conditions, start_s, progress)
 
 
 def _moments(pipeline: PipelinePlan) -> int:

@@ -17,7 +17,7 @@ from hybridep.routing import Routing
 from simulator.conditions import Conditions
 from simulator.errors import PipelineError
 from simulator.fabric_file import FabricFile
-from simulator.pipeline import PipelineStep, fastest_pipeline, over_fabric, simulate_pipeline
+from simulator.pipeline import PipelineStep, fastest_pipeline, simulate_pipeline
 from simulator.precision import EXACTLY, Precision
 from simulator.step import StepResult, simulate_step
 from simulator.systems import System, popularity_of, system_step
@@ -83,8 +83,8 @@ def simulate(
 
     routing: (MoE layer, micro-batch) -> [G, T, K] expert ids; the expectation from the plan's popularity without it.
     precision, conditions, fabric: as `simulate_step`. progress: takes the name of what is simulated, "plan" or one of `against`,
-    and the share of it that is done. Raises UserError for conditions of links or workers that are not there, and PipelineError
-    for stages over a fabric.
+    and the share of it that is done. Raises UserError for conditions of links or workers that are not there, and what
+    `simulate_pipeline` does.
     """
     began_s = time.perf_counter()
     if conditions is not None:
@@ -96,10 +96,8 @@ def simulate(
 
     pipeline = None
     if isinstance(plan, PipelinePlan):
-        if fabric is not None:
-            raise over_fabric(fabric)
         told = None if progress is None else partial(progress, "plan")
-        pipeline = simulate_pipeline(plan, routing, precision, conditions, progress=told)
+        pipeline = simulate_pipeline(plan, routing, precision, conditions, progress=told, fabric=fabric)
         # Others have every layer at all sites, as expert parallelism does.
         step, plan = pipeline.result, baseline_like(plan, Baseline.EP)
     else:
@@ -111,10 +109,8 @@ def simulate(
     baselines, choices, do_not_fit = {}, {}, {}
     for name in against:
         if name is System.PIPELINE:
-            if fabric is not None:
-                raise over_fabric(fabric)
             try:
-                in_order = fastest_pipeline(plan, routing, precision, conditions)
+                in_order = fastest_pipeline(plan, routing, precision, conditions, fabric)
             except PipelineError as error:
                 do_not_fit[name.value] = str(error)
             else:

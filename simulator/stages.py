@@ -25,7 +25,9 @@ from hybridep.traffic import split_sizes
 from hybridep.workload import Workload
 from simulator.conditions import Conditions
 from simulator.errors import PipelineError
+from simulator.fabric_file import FabricFile
 from simulator.precision import EXACTLY, Precision
+from simulator.routes import with_fabric
 from simulator.step import StepResult, simulate_step
 from simulator.training import BACKWARD, HEAD, PRE_EXPERT
 
@@ -128,12 +130,17 @@ def time_stages(
     routing: Routing | None = None,
     precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
+    fabric: FabricFile | None = None,
 ) -> list[Stage]:
     """Each stage by itself, as long as links and computation do not vary; arguments as `simulator.pipeline.simulate_pipeline`."""
-    settled = (conditions or Conditions()).settled
+    settled, inside = (conditions or Conditions()).settled, None
+    if fabric is not None:
+        # A stage's sites are not all that a fabric joins, but its trunks say what they carry for which of them.
+        inside = FabricFile(name=fabric.name, inside=fabric.inside)
+        pipeline = pipeline if fabric.wan is None else pipeline.at_rates(with_fabric(pipeline.cluster, fabric.wan))
 
     def simulate(one: Plan, choices: Routing | None) -> StepResult:
-        return simulate_step(one, choices, precision, settled)
+        return simulate_step(one, choices, precision, settled, fabric=inside)
 
     known: dict[str, Stage] = {}
     made: list[Stage] = []

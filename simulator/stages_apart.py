@@ -21,6 +21,7 @@ from simulator.collective import Flows, Program, execute
 from simulator.conditions import Conditions
 from simulator.engine import Engine
 from simulator.fabric import Fabric
+from simulator.fabric_file import FabricFile
 from simulator.precision import EXACTLY, Precision
 from simulator.stages import Stage, awaits, in_turn
 from simulator.symmetry import no_symmetry
@@ -55,15 +56,16 @@ def run_stages(
     stages: Sequence[Stage],
     precision: Precision = EXACTLY,
     conditions: Conditions | None = None,
+    fabric: FabricFile | None = None,
 ) -> float:
     """Seconds of one step: the stages' passes in the plan's order, with activations between them."""
-    conditions = conditions or Conditions()
+    conditions, wires, streams = conditions or Conditions(), wiring(pipeline.cluster, fabric), pipeline.schedule.streams
     engine = Engine()
-    fabric = Fabric(engine, no_symmetry(wiring(pipeline.cluster)), precision.tolerance, conditions, pipeline.schedule.streams)
-    forth, back = (_between(fabric, pipeline, down) for down in (True, False))
+    network = Fabric(engine, no_symmetry(wires), precision.tolerance, conditions, streams)
+    forth, back = (_between(network, pipeline, down) for down in (True, False))
     program = _program(stages, forth, back, pipeline.ahead)
-    capacity = fabric.network.link_capacity_bytes_per_s * conditions.goodput
-    return execute(program, engine, fabric.network, iter([(0.0, capacity, False)])).makespan_s
+    capacity = network.network.link_capacity_bytes_per_s * conditions.goodput
+    return execute(program, engine, network.network, iter([(0.0, capacity, False)])).makespan_s
 
 
 class _Sending(NamedTuple):

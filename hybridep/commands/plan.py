@@ -208,6 +208,7 @@ def command(
             schedule=schedule,
             popularity=() if record is None else record.popularity(),
             codecs=read_codecs(codecs, levels, in_stages=True),
+            max_loss=read_max_loss(max_loss),
             goal=goal,
             constraints=rules,
         )

@@ -11,7 +11,7 @@ from hybridep.errors import UserError
 _RATES, _PRICES = ("--scenario", "--within"), ("--objective", "--budget")
 _ONE_PLAN = ("--compare", "--simulate", "--no-simulate", "--pool")
 NOT_TOGETHER: tuple[tuple[Sequence[str], Sequence[str], str], ...] = (
-    ((*_ONE_PLAN, "--fabric", "--max-loss", "--prefetch", "--chunks"), ("--stages",), ""),
+    ((*_ONE_PLAN, "--prefetch", "--chunks"), ("--stages",), ""),
     (("--fewer-sites",), (*_RATES, "--upgrades"), "which sites pay changes with their links"),
     (("--top", "--max-loss", "--pool", "--simulate"), _RATES, "plans for scenarios are one plan, not for known rates"),
     (("--prefetch",), _RATES, "plans for scenarios know no copies ahead"),

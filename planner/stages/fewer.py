@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hybridep.codecs import EXACT
 from hybridep.errors import HybridEPError
 from hybridep.pipeline import AnyPlan, codecs_inside
 from hybridep.plan import Objective, Plan
@@ -38,6 +37,8 @@ _STARTS = 2
 _NUMBERED_BY, _AGAIN = 0.5, 0.2
 """Shares of the time limit: after the first each further number of sites is tried once; the second is for another look at all
 sites, before fewer are chosen. In what is left sites are exchanged."""
+_CODED = 0.2
+"""Share of the time limit in which codecs are chosen, where a loss is permitted."""
 _LEAST_S = 0.1
 """Time limit of what is tried after the time limit."""
 _PATIENCE_S = 0.5
@@ -73,8 +74,13 @@ def sites_that_pay(
     wishes = wishes or StageWishes()
     wishes.check(cluster)
     on_sites(cluster, workload, cluster.site_names)
-    rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
-    search = _Search(cluster, workload, wishes, rules, now_s(), time_limit_s, report or (lambda what, seconds: None))
+    begun_s, rules = now_s(), StageRules(cluster, workload.model.num_experts, wishes.constraints)
+    if wishes.max_loss is not None:
+        # Once, for all sites: the many searches here are too short to choose codecs in each.
+        with suppress(HybridEPError):
+            coded = plan_pipeline(cluster, workload, wishes, time_limit_s=_CODED * time_limit_s)
+            wishes = replace(wishes, codecs=coded.codecs, max_loss=None)
+    search = _Search(cluster, workload, wishes, rules, begun_s, time_limit_s, report or (lambda what, seconds: None))
     return search.run()
 
 
@@ -99,6 +105,7 @@ def without_stages(cluster: Cluster, workload: Workload, wishes: StageWishes, ti
         constraints=wishes.constraints,
         popularity=wishes.popularity,
         codecs=codecs_inside(wishes.codecs),
+        max_loss=wishes.max_loss,
         goal=wishes.goal,
     )
 
@@ -107,7 +114,7 @@ def least_of_any(cluster: Cluster, workload: Workload, wishes: StageWishes) -> f
     """Seconds of a step, or its price where that is to be small, below which there is no plan for any of the sites."""
     if wishes.goal.objective is Objective.DOLLARS:
         return least_usd_of_any(cluster, workload)
-    codecs = wishes.codecs.get(cluster.levels[0].name, EXACT)
+    codecs = wishes.shortest(cluster, workload)
     return least_of_any_s(cluster, workload, wishes.stages, codecs, alike=not wishes.popularity)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from hybridep.codecs import EXACT
 from hybridep.errors import HybridEPError, UserError
 from hybridep.pipeline import AnyPlan, PipelinePlan, codecs_inside
 from hybridep.topology import Cluster
@@ -38,6 +37,7 @@ _TRIES, _LOOKS = 30, 6000
 _LOOK, _EACH = 0.1, 0.5
 """Share of the time limit for a first look at pipelines, and one at plans without stages; and of what is left then for pipelines,
 where plans without stages have the rest."""
+_NO_LOSS = "plans for scenarios choose no codecs by their loss; leave --max-loss out"
 _FAR = 1.5
 """What takes over so many times as long at the quantile after the first look has no more time."""
 
@@ -65,6 +65,8 @@ def pipeline_for_scenarios(
     KeyboardInterrupt, once there is a plan, the best so far. ``report`` as that of ``plan_pipelines``, told of plans for the
     nominal rates. Raises UserError for scenarios with other sites, and what ``plan_pipelines`` raises."""
     wishes = replace(wishes or StageWishes(), goal=FASTEST)
+    if wishes.max_loss is not None:
+        raise UserError(_NO_LOSS)
     scenarios = at_their_rates(cluster, scenarios, quantile)
     began_s, asked_s = now_s(), elapsed_s()
     until_s = began_s + time_limit_s
@@ -83,7 +85,7 @@ def pipeline_for_scenarios(
         _search(choice, workload, wishes, time_limit_s)
 
     def told() -> RobustPipeline:
-        outer, best = wishes.codecs.get(cluster.levels[0].name, EXACT), nominal
+        outer, best = wishes.shortest(cluster, workload), nominal
         if choice.plan is not nominal:
             bound_s = least_s(cluster, workload, wishes.stages or 2, outer, alike=not wishes.popularity)
             [best] = reported([costed(choice.plan.at_rates(cluster))], wishes, bound_s, elapsed_s() - asked_s)
@@ -121,6 +123,8 @@ def staged_for_scenarios(
     popularity."""
     if wishes.popularity:
         raise UserError("plans for scenarios know no popularity of experts; leave --routing out")
+    if wishes.max_loss is not None:
+        raise UserError(_NO_LOSS)
     wishes, began_s, look_s = replace(wishes, goal=FASTEST), now_s(), _LOOK * time_limit_s
     scenarios = at_their_rates(cluster, scenarios, quantile)
 

@@ -14,7 +14,6 @@ from itertools import count
 
 import numpy as np
 
-from hybridep.codecs import EXACT
 from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan, check_stageable
 from hybridep.plan import Plan, Schedule
@@ -40,6 +39,7 @@ from planner.stages.rules import StageRules
 from planner.stages.walk import prepare
 from planner.stages.wander import Sketch, wander
 from planner.stages.wishes import StageWishes
+from planner.stages.within_loss import pipelines_within_loss
 from planner.streams import with_most
 
 _SHORT = 4
@@ -101,11 +101,18 @@ def plan_pipelines(
         check_stageable(cluster, workload.model)
     except ValueError as error:
         raise UserError(str(error)) from None
-    outer, goal, stages = wishes.codecs.get(cluster.levels[0].name, EXACT), wishes.goal, wishes.stages
-    bound_s = least_s(cluster, workload, stages or 2, outer, alike=not wishes.popularity)
+    goal, stages = wishes.goal, wishes.stages
+    bound_s = least_s(cluster, workload, stages or 2, wishes.shortest(cluster, workload), alike=not wishes.popularity)
     told("bound", bound_s)
-    search = _Search(_candidates(cluster, workload, wishes), begun_s, time_limit_s, told, begun_s + patience_s)
-    found = search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
+
+    def make(asked: StageWishes, since_s: float, limit_s: float) -> list[Costed]:
+        search = _Search(_candidates(cluster, workload, asked), since_s, limit_s, told, since_s + patience_s)
+        return search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
+
+    if wishes.max_loss is None:
+        found = make(wishes, begun_s, time_limit_s)
+    else:
+        found = pipelines_within_loss(make, cluster, workload, wishes, time_limit_s)[:number]
     if goal.overdraft(found[0].step_usd):
         assert goal.budget_usd is not None
         cheapest = f"{format_dollars(found[0].step_usd)} (a step of {format_seconds(found[0].times.step_s)})"
@@ -134,7 +141,7 @@ def reported(found: Sequence[Costed], wishes: StageWishes, bound_s: float, took_
             objective_s=one.times.step_s,
             bound_s=bound_s,
             cost_usd=one.step_usd,
-            bound_usd=least_usd(cluster, one.plan.workload, bound_s, wishes.codecs.get(cluster.levels[0].name, EXACT)),
+            bound_usd=least_usd(cluster, one.plan.workload, bound_s, wishes.shortest(cluster, one.plan.workload)),
             solve_s=took_s,
             proven=False,
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybridep.arrays import FloatArray
-from hybridep.codecs import EXACT
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan, pipeline_link_s
 from hybridep.topology import Cluster
@@ -50,7 +49,7 @@ def searched_on(plan: PipelinePlan, wishes: StageWishes | None = None) -> Search
     own_s, better = costed(plan, store=store).times.step_s, None
     best = min(found, key=lambda one: one.times.step_s, default=None)
     if best is not None and is_better((0.0, best.times.step_s), (0.0, own_s)):
-        outer = asked.codecs.get(plan.cluster.levels[0].name, EXACT)
+        outer = asked.shortest(plan.cluster, plan.workload)
         bound_s = least_s(plan.cluster, plan.workload, asked.stages or 2, outer, alike=not asked.popularity)
         [better] = reported([best], asked, bound_s, plan.solver.solve if plan.solver is not None else 0.0)
     return SearchedOn(found=tuple(found), better=better, store=store)
@@ -85,7 +84,7 @@ def pipeline_upgrades(
 
 
 def _asked(plan: PipelinePlan, wishes: StageWishes | None) -> StageWishes:
-    return replace(wishes or StageWishes(), popularity=plan.popularity, codecs=plan.codecs, goal=FASTEST)
+    return replace(wishes or StageWishes(), popularity=plan.popularity, codecs=plan.codecs, max_loss=None, goal=FASTEST)
 
 
 def _found_from(

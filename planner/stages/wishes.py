@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hybridep.codecs import Codecs
+from hybridep.codec_losses import permitted, shortest
+from hybridep.codecs import EXACT, PAYLOADS, Codecs
 from hybridep.errors import UserError
 from hybridep.plan import Popularity, Schedule
 from hybridep.topology import Cluster
+from hybridep.workload import Workload
 from planner.constraints import Constraints
 from planner.goal import FASTEST, Goal
 
@@ -26,12 +28,23 @@ class StageWishes:
     """How often each expert was measured to be chosen; all alike without."""
     codecs: Mapping[str, Codecs] = field(default_factory=dict)
     """Level name -> how payloads are coded there; exact without."""
+    max_loss: float | None = None
+    """Choose codecs between sites whose measured losses add up to at most this, in place of ``codecs``."""
     goal: Goal = FASTEST
     constraints: Constraints | None = None
     """Rules that hold inside stages and along the ways between them (``planner.stages.rules``)."""
 
+    def shortest(self, cluster: Cluster, workload: Workload) -> Codecs:
+        """Codecs between sites: those that were given, or, where they are to be chosen, of each kind of payload those whose
+        messages are shortest."""
+        if self.max_loss is None:
+            return self.codecs.get(cluster.levels[0].name, EXACT)
+        return shortest(permitted(self.max_loss, PAYLOADS), workload)
+
     def check(self, cluster: Cluster) -> None:
         """Raises UserError for what does not go together."""
+        if self.max_loss is not None and self.codecs:
+            raise UserError("codecs given and codecs to be chosen by their loss: leave one of them out")
         self.goal.require_prices(cluster)
         if self.popularity and self.goal.needs_prices:
             raise UserError(

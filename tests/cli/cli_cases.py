@@ -70,3 +70,12 @@ def shell(*arguments: object, environment: dict[str, str] | None = None, timeout
     command = [sys.executable, "-m", "hybridep.cli", *(str(argument) for argument in arguments)]
     done = subprocess.run(command, env=child_environment(environment), capture_output=True, text=True, timeout=timeout_s)
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+SLOW = CLUSTER.replace("100 Mbps", "1 Mbps")
+
+
+def in_stages(inputs: Inputs, call: Call, *more: str, cluster: str = SLOW) -> tuple[Path, Result]:
+    path = inputs.folder / "stages.yaml"
+    site = inputs.write("slow.yaml", cluster)
+    return path, call("plan", site, inputs.workload, "-o", path, "--time-limit", "5", *more)

@@ -44,6 +44,8 @@ WITH_STAGES = (
     ("--objective", "dollars"),
     ("--budget", "0.001 $"),
     ("--codec", "dc.activations=int8"),
+    ("--max-loss", "1%"),
+    ("--fabric", "ring-100g"),
     ("--codec", "dc.experts=change-int8"),
     ("--json",),
 )

@@ -12,9 +12,12 @@ import planner
 from hybridep.codec_losses import measured_losses, permitted, with_gates
 from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.config import build
 from hybridep.errors import UserError
+from hybridep.plan import Plan
 from planner.check import check
 from planner.stages.bound import least_s
+from planner.within_loss import plan_within_loss
 
 REFERENCE = Path(__file__).resolve().parents[2] / "experiments" / "codec-loss" / "reference.csv"
 SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
@@ -84,3 +87,18 @@ def test_the_planner_takes_the_best_that_is_permitted() -> None:
         planner.plan(cluster, workload, max_loss=0.1, codecs={"dc": Codecs(tokens=TokenCodec.INT8)})
     with pytest.raises(UserError, match="at least zero"):
         planner.plan(cluster, workload, max_loss=-0.1)
+
+
+def test_codecs_that_need_copies_that_stay_are_not_given_to_others() -> None:
+    cluster, workload = load_cluster("lab-4dc"), load_workload("tiny", SMALL)
+    found = planner.plan(cluster, workload, time_limit_s=1)
+    short = {"first_layer": 0, "num_layers": 3, "domains": {"dc": 4, "gpu": 2}, "migration": {}, "residency": "microbatch"}
+    data = found.model_dump(mode="json") | {"layers": [short]}
+
+    def make(codecs: dict[str, Codecs], time_limit_s: float) -> Plan:
+        return build(Plan, data | {"codecs": codecs}, "plan")
+
+    chosen = plan_within_loss(make, cluster, workload, 0.005, 1e-9)
+    # A quarter of the bytes, were it not for that.
+    assert chosen.codecs["dc"].experts is ExpertCodec.BF16
+    build(Plan, chosen.model_dump(mode="json"), "plan")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -28,7 +27,6 @@ from simulator.pipeline import (
     INSIDE,
     PipelineStep,
     fastest_pipeline,
-    simulate_any,
     simulate_pipeline,
 )
 from simulator.report import simulate
@@ -419,11 +417,11 @@ def test_what_does_not_go_together_is_an_error() -> None:
         fastest_pipeline(make_plan(4, 2, num_layers=9, sites=sites))
     with pytest.raises(ValueError, match="ahead 0 must be at least 1"):
         pipeline_step(plan, 2, ahead=0)
-    fabric = build(FabricFile, {"name": "m", "wan": {"mesh": {"bandwidth": "1 Gbps"}}}, "test")
-    with pytest.raises(PipelineError, match="over a fabric"):
-        simulate(plan, [System.PIPELINE], fabric=fabric)
-    for simulated in (simulate, partial(simulate_any, fabric=fabric)):
-        with pytest.raises(PipelineError, match="over a fabric"):
-            simulated(cut(plan, 2, Baseline.EP), fabric=fabric)
+    optics = build(FabricFile, {"name": "optics", "inside": {"mixnet": {}}}, "test")
+    with pytest.raises(PipelineError, match="MixNet inside sites"):
+        simulate(cut(plan, 2, Baseline.EP), fabric=optics)
+    mesh = build(FabricFile, {"name": "m", "wan": {"mesh": {"bandwidth": "10 Mbps"}}}, "test")
+    narrow, wide = (simulate(plan, [System.PIPELINE], fabric=one).baselines["pipeline"] for one in (mesh, None))
+    assert narrow > wide
     with pytest.raises(SimulationError, match="fastest_pipeline"):
         system_step(plan, System.PIPELINE, lambda one, _: simulate_step(one))

@@ -1,0 +1,111 @@
+"""Codecs of a pipeline chosen by what they were measured to cost: of what passes between its stages, and inside them between
+sites."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from hybridep.codec_losses import permitted, times_exact, worthwhile
+from hybridep.codecs import PAYLOADS, Codecs
+from hybridep.errors import InfeasibleError
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.clock import now_s
+from planner.stages.costs import Costed, costed, rooms
+from planner.stages.inside import Store, fitting
+from planner.stages.wishes import StageWishes
+from planner.within_loss import without_useless
+
+Make = Callable[[StageWishes, float, float], list[Costed]]
+"""(wishes with codecs, when it begins, time limit) -> the best pipelines with these."""
+_LOOK = 0.2
+"""Share of the time limit for a look at pipelines, after which codecs are chosen for the search."""
+_RATED = 3
+"""Pipelines of a search that are costed with other codecs."""
+
+
+def pipelines_within_loss(
+    make: Make, cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float
+) -> list[Costed]:
+    """The best pipelines that ``make`` finds with codecs between sites whose measured losses add up to at most
+    ``wishes.max_loss``, all with the same ones, and without those that bring the best of them nothing. After a short look with
+    the first codecs that have room it searches with those that suit what was found, and costs what that finds with all others
+    again. Raises what ``make`` raises where it finds nothing."""
+    assert wishes.max_loss is not None
+    begun_s, choice = now_s(), _Choice(cluster, workload, wishes)
+    every = worthwhile(permitted(wishes.max_loss, PAYLOADS), workload, cluster.gpu.coding)
+    looked = _first(choice, make, every, _LOOK * time_limit_s)
+    searched: list[Costed] = []
+    with suppress(InfeasibleError):  # what is known has room, maybe with codecs that need less of it
+        suited = choice.wishes_with(choice.best(looked[:_RATED], every))
+        searched = make(suited, now_s(), max(time_limit_s - (now_s() - begun_s), 0.0))
+    near = [*looked[:_RATED], *searched[:_RATED]]
+    codecs = without_useless(choice.best(near, every), lambda one: choice.least(near, one))
+    return choice.coded([*looked[:_RATED], *searched], codecs)
+
+
+def _first(choice: _Choice, make: Make, every: Sequence[Codecs], time_limit_s: float) -> list[Costed]:
+    """The best pipelines with the first codecs with which there are any."""
+    missing: InfeasibleError | None = None
+    for codecs in every:
+        try:
+            return make(choice.wishes_with(codecs), now_s(), time_limit_s)
+        except InfeasibleError as error:  # what a codec keeps may not fit
+            missing = missing or error
+    assert missing is not None
+    raise missing
+
+
+@dataclass(frozen=True)
+class _Choice:
+    cluster: Cluster
+    workload: Workload
+    wishes: StageWishes
+    _store: Store = field(default_factory=Store)
+
+    def wishes_with(self, codecs: Codecs) -> StageWishes:
+        """Wishes with these codecs between sites."""
+        return replace(self.wishes, codecs=self._by_level(codecs), max_loss=None)
+
+    def best(self, found: Sequence[Costed], every: Sequence[Codecs]) -> Codecs:
+        """Of ``every`` codecs those with which one of the pipelines is best; of equally good ones those with which messages of
+        all kinds are fastest, since other pipelines may have use for what these have none for."""
+        rate, coding = self.cluster.levels[0].bandwidth, self.cluster.gpu.coding
+        worth = [(self.least(found, one), times_exact(one, self.workload, coding, rate)) for one in every]
+        return every[min(range(len(every)), key=worth.__getitem__)]
+
+    def coded(self, found: Sequence[Costed], codecs: Codecs) -> list[Costed]:
+        """All of them that have room with these codecs, the best first."""
+        made = [coded for one in found if (coded := self._coded(one, codecs)) is not None]
+        return sorted({one.plan.digest: one for one in made}.values(), key=self._worth)
+
+    def least(self, found: Sequence[Costed], codecs: Codecs) -> float:
+        """Seconds or dollars of the best of them with these codecs; infinite where none has room, or the budget none for it."""
+        goal = self.wishes.goal
+        made = [coded for one in found if (coded := self._coded(one, codecs)) is not None]
+        fits = [one for one in made if not goal.overdraft(one.step_usd)]
+        return min((goal.value(one.times.step_s, one.step_usd) for one in fits), default=math.inf)
+
+    def _worth(self, one: Costed) -> tuple[float, float]:
+        return self.wishes.goal.worth(one.times.step_s, one.step_usd)
+
+    def _coded(self, found: Costed, codecs: Codecs) -> Costed | None:
+        """With these codecs, and layers that compute again where it takes that to fit; None where nothing does."""
+        if found.plan.codecs == self._by_level(codecs):
+            return found
+        try:
+            plan = found.plan.coded(self._by_level(codecs))
+        except ValueError:
+            return None
+        made = costed(plan, store=self._store)
+        if not made.fits:
+            stages = zip(plan.plans, rooms(plan), strict=True)
+            inside = [fitting(stage, stage.layers, room, self._store) for stage, room in stages]
+            made = costed(plan.with_layers([one.layers for one in inside]), inside)
+        return made if made.fits else None
+
+    def _by_level(self, codecs: Codecs) -> dict[str, Codecs]:
+        return {self.cluster.levels[0].name: codecs} if codecs.lossy else {}

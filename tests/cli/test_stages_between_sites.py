@@ -1,0 +1,44 @@
+"""What travels between stages: coded, and over trunks that sites share."""
+
+from __future__ import annotations
+
+import pytest
+from cli_cases import Call, Inputs, in_stages
+
+from hybridep.pipeline import load_any_plan
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_coded_activations_and_what_they_cost(inputs: Inputs, call: Call) -> None:
+    codec = ("--codec", "dc.activations=int8")
+    path, exact = in_stages(inputs, call, "--stages", "2", "--json")
+    path, result = in_stages(inputs, call, "--stages", "2", *codec, "--json")
+    assert result.code == 0, result.err
+    assert result.json["wan_bytes"] < exact.json["wan_bytes"] and result.json["objective_s"] < exact.json["objective_s"]
+    [lossy] = result.json["lossy_codecs"]
+    assert (lossy["level"], lossy["kind"], lossy["codec"]) == ("dc", "activations", "int8")
+    simulated = call("simulate", path, "--json", "--against", "ep")
+    assert simulated.code == 0 and simulated.json["step_s"] == pytest.approx(result.json["simulated_s"])
+    path, shown = in_stages(inputs, call, "--stages", "auto", *codec)
+    assert shown.code == 0 and "lossy on dc: activations int8; final loss" in shown.out
+    path, chosen = in_stages(inputs, call, "--stages", "2", "--max-loss", "0.5%", "--json")
+    assert chosen.code == 0, chosen.err
+    assert "activations" in [one["kind"] for one in chosen.json["lossy_codecs"]]
+    assert chosen.json["objective_s"] <= result.json["objective_s"] * 1.001
+    assert sum(max(one["final_loss"], 0.0) for one in chosen.json["lossy_codecs"]) <= 0.005
+    path, fewer = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--max-loss", "0.5%", "--json")
+    assert fewer.code == 0, fewer.err
+
+
+def test_stages_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
+    fabric = inputs.write("fabric.yaml", "name: narrow\nwan: {hub: {bandwidth: 100 kbps}}\n")
+    bare, _ = in_stages(inputs, call, "--stages", "2")
+    alone = call("simulate", bare, "--json").json["step_s"]
+    over = call("simulate", bare, "--json", "--fabric", fabric, "--against", "pipeline")
+    path, result = in_stages(inputs, call, "--stages", "2", "--fabric", fabric, "--json")
+    assert result.code == 0 and over.code == 0, (result.err, over.err)
+    assert load_any_plan(path).cluster.trunks[0].name == "trunk dc0 -> hub"
+    simulated = call("simulate", path, "--json").json["step_s"]
+    assert simulated == pytest.approx(result.json["simulated_s"], rel=1e-9)
+    assert alone < simulated <= over.json["step_s"] * (1 + 1e-9)
