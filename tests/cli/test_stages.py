@@ -147,6 +147,7 @@ def test_rules_hold_in_stages_or_stages_are_left_out(inputs: Inputs, call: Call)
         (("--codec", "dc.activations=int8"), "give dc.activations, and --stages"),
         (("--stages", "2", "--objective", "dollars"), "nothing has a price"),
         (("--stages", "2", "--set", "gpu.memory=100 kB"), "raise gpu.memory"),
+        (("--stages", "auto", "--set", "gpu.memory=100 kB"), "in stages neither: pipeline over two: no number of stages"),
     ],
 )
 def test_what_does_not_go_with_stages(inputs: Inputs, call: Call, options: tuple[str, ...], words: str) -> None:
