@@ -108,6 +108,8 @@ _OF_TRAINING = {"balance_loss_weight", "capacity_factor", "token_drop_policy", "
 def _effective(model: Model, key: str) -> Any:
     if key == "num_kv_heads":
         return model.num_kv_heads or model.num_heads
+    if key == "group_rating_experts":
+        return model.rated_by if model.limits_groups else None
     if key == "expert_bias_update_rate":
         # How fast it changes is of training; whether there is a bias is not.
         return None if model.expert_bias_update_rate is None else "of some size"
@@ -309,29 +311,33 @@ def _shared_and_dense(config: _Config) -> dict[str, Any]:
 
 
 def _softmax_gate(config: _Config) -> dict[str, Any]:
-    """DeepSeek-V2's, without ``group_limited_greedy``, which rates a group by its best expert alone, and without
-    ``norm_topk_prob``, which transformers does not heed and DeepSeek's own code does."""
+    """DeepSeek-V2's, without ``norm_topk_prob``, which transformers does not heed and DeepSeek's own code does."""
     config.require("mlp_bias", False, False)
-    for key, only in {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}.items():
+    for key, only in {"scoring_func": "softmax", "norm_topk_prob": False}.items():
         config.require(key, only, only)
-    return {"norm_topk_prob": False, "routed_scaling_factor": config["routed_scaling_factor"]}
+    found = {"norm_topk_prob": False, "routed_scaling_factor": config["routed_scaling_factor"]}
+    if config.get("topk_method", "greedy") == "group_limited_greedy":
+        return found | _groups(config, 1)
+    config.require("topk_method", "greedy", "greedy")
+    return found
 
 
 def _sigmoid_gate(config: _Config) -> dict[str, Any]:
     config.require("scoring_func", "sigmoid", "sigmoid")
     config.require("topk_method", "noaux_tc", "noaux_tc")
-    top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
-    if 0 < chosen < groups and top_k // chosen != RATED_BY:
-        message = f"{chosen}: groups are rated by their best {RATED_BY} experts there, by num_experts_per_tok / topk_group here"
-        raise ConfigError(str(config.path), "topk_group", message)
     return {
         "norm_topk_prob": config["norm_topk_prob"],
         "score_function": ScoreFunction.SIGMOID.value,
         "routed_scaling_factor": config["routed_scaling_factor"],
-        "expert_groups": groups,
-        "groups_per_token": chosen,
         "expert_bias_update_rate": _BIAS_UPDATE_RATE,
-    }
+    } | _groups(config, RATED_BY)
+
+
+def _groups(config: _Config, rated_by: int) -> dict[str, Any]:
+    """Groups of experts that are compared by the sum of so many scores of each."""
+    groups, chosen = config["n_group"], config["topk_group"]
+    usual = not 0 < chosen < groups or max(config["num_experts_per_tok"] // chosen, 1) == rated_by
+    return {"expert_groups": groups, "groups_per_token": chosen} | ({} if usual else {"group_rating_experts": rated_by})
 
 
 RATED_BY = 2

@@ -36,19 +36,19 @@ def architecture_for(model: Model) -> Architecture:
         "qk_norm_full_width, heads as wide as hidden_size together and experts in all layers olmoe, with "
         "attention_bias, shared_ffn_size and shared_expert_gate qwen2_moe; "
         "sigmoid scores, an expert_bias_update_rate, a shared expert without a gate that is as wide as one or more others and, "
-        f"where groups are limited, top_k / groups_per_token of {RATED_BY}: with latent_attention deepseek_v3, else glm4_moe; "
-        "such a shared expert, latent_attention, heads whose number divides hidden_size, softmax scores, no groups or biases of "
-        "experts and no norm_topk_prob: deepseek_v2"
+        f"where groups are limited, group_rating_experts of {RATED_BY}: with latent_attention deepseek_v3, else glm4_moe; "
+        "such a shared expert, latent_attention, heads whose number divides hidden_size, softmax scores, no biases of experts, "
+        "no norm_topk_prob and, where groups are limited, group_rating_experts of 1: deepseek_v2"
     )
 
 
 def _has_deepseek_gate(model: Model) -> bool:
-    groups = not model.limits_groups or model.top_k // model.groups_per_token == RATED_BY
+    groups = not model.limits_groups or model.rated_by == RATED_BY
     return model.score_function is ScoreFunction.SIGMOID and model.expert_bias_update_rate is not None and groups
 
 
 def _has_softmax_gate_of_deepseek(model: Model) -> bool:
-    plain = not model.limits_groups and model.expert_bias_update_rate is None
+    plain = (not model.limits_groups or model.rated_by == 1) and model.expert_bias_update_rate is None
     return model.score_function is ScoreFunction.SOFTMAX and plain and not model.norm_topk_prob
 
 
@@ -143,10 +143,11 @@ def _shared_and_dense_keys(model: Model) -> dict[str, Any]:
 
 
 def _deepseek_gate_keys(model: Model) -> dict[str, Any]:
+    softmax = "group_limited_greedy" if model.limits_groups else "greedy"
     return {
         "norm_topk_prob": model.norm_topk_prob,
         "scoring_func": model.score_function.value,
-        "topk_method": "noaux_tc" if model.score_function is ScoreFunction.SIGMOID else "greedy",
+        "topk_method": "noaux_tc" if model.score_function is ScoreFunction.SIGMOID else softmax,
         "routed_scaling_factor": model.routed_scaling_factor,
         "n_group": model.expert_groups,
         "topk_group": model.groups_per_token,

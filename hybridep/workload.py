@@ -21,6 +21,8 @@ _MOST_TOKENS = 10**12
 FEW_SUMMED = 8
 """Micro-batches whose gradients may add up in bf16: the sum is off by 0.3 % of its length, about what rounding it is; of 64 by
 0.8 %, of 512 by 5 %, as measured (experiments/LOG.md)."""
+UNGROUPED = {"expert_groups": 1, "groups_per_token": 1, "group_rating_experts": None}
+"""Changes to a model that make it one whose tokens choose from all experts, as where their number is another one."""
 LOSS_PART, LOSS_PARTS = 1 << 22, 16
 """Elements of the logits, about, that are made fp32 at a time; more where that would be more than so many parts, since a device
 takes long to begin many short ones."""
@@ -125,9 +127,11 @@ class Model(Strict):
     """The chosen experts' weights are multiplied by this in the end (DeepSeek-V3: 2.5)."""
     expert_groups: int = Field(default=1, ge=1)
     """Groups of as many neighbouring experts each. A token chooses experts from ``groups_per_token`` of them only: those whose
-    best ``top_k / groups_per_token`` scores (rounded down, one at least) add up to most (group-limited routing; DeepSeek-V3,
-    section 2.1.2). It limits to how many sites a token travels."""
+    best ``group_rating_experts`` scores add up to most (group-limited routing; DeepSeek-V3, section 2.1.2). It limits to how many
+    sites a token travels."""
     groups_per_token: int = Field(default=1, ge=1)
+    group_rating_experts: int | None = Field(default=None, ge=1)
+    """1 in DeepSeek-V2 (arXiv:2405.04434, section 2.2.2). Absent: ``top_k / groups_per_token``, rounded down, one at least."""
     expert_bias_update_rate: float | None = Field(default=None, ge=0, le=1)
     """Balance without a loss (DeepSeek-V3, Eq. 16): a number for each expert is added to its score where experts are chosen, not
     to its weight. After each step it grows by this where the expert had fewer tokens of the global batch than the mean, and
@@ -165,6 +169,10 @@ class Model(Strict):
             raise ValueError(f"groups_per_token: {self.groups_per_token} exceeds expert_groups {self.expert_groups}")
         if self.top_k > (room := self.groups_per_token * self.num_experts // self.expert_groups):
             raise ValueError(f"top_k: {self.top_k} exceeds the {room} experts of the groups_per_token {self.groups_per_token}")
+        if self.group_rating_experts is not None and not self.limits_groups:
+            raise ValueError("group_rating_experts: needs groups_per_token below expert_groups")
+        if self.limits_groups and self.rated_by > (size := self.num_experts // self.expert_groups):
+            raise ValueError(f"group_rating_experts: {self.rated_by} exceeds the {size} experts of a group")
         if self.latent_attention is not None:
             plain = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "attention_bias": self.attention_bias or None}
             rotated = None if self.partial_rotary_factor == 1 else self.partial_rotary_factor
@@ -212,6 +220,11 @@ class Model(Strict):
     def limits_groups(self) -> bool:
         """Tokens choose from some groups of experts only."""
         return self.groups_per_token < self.expert_groups
+
+    @property
+    def rated_by(self) -> int:
+        """How many of a group's best scores add up to what groups are compared by."""
+        return self.group_rating_experts or max(self.top_k // self.groups_per_token, 1)
 
     @property
     def attention_width(self) -> int:

@@ -52,17 +52,19 @@ class Gate(nn.Module):
         scale: float = 1.0,
         groups: int = 1,
         groups_per_token: int = 1,
+        rated_by: int = 1,
         bias_update_rate: float | None = None,
         capacity: int | None = None,
         policy: DropPolicy = DropPolicy.PROBS,
     ) -> None:
         """As ``hybridep.workload.Model`` has them: ``renormalise`` is ``norm_topk_prob``, ``scale`` the
-        ``routed_scaling_factor``, ``groups`` are ``expert_groups``; of ``bias_update_rate`` only what is needed is made here."""
+        ``routed_scaling_factor``, ``groups`` are ``expert_groups``, ``rated_by`` as there; of ``bias_update_rate`` only what is
+        needed is made here."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype))
         self.top_k, self.renormalise, self.capacity, self.policy = top_k, renormalise, capacity, policy
         self.score_function, self.scale = score_function, scale
-        self.groups, self.groups_per_token = groups, groups_per_token
+        self.groups, self.groups_per_token, self.rated_by = groups, groups_per_token, rated_by
         wide = torch.promote_types(dtype, torch.float32)
         self.register_buffer("expert_bias", None if bias_update_rate is None else torch.zeros(num_experts, dtype=wide))
         choices_E = torch.zeros(num_experts, dtype=torch.int64) if bias_update_rate else None
@@ -111,7 +113,7 @@ class Gate(nn.Module):
             scores_BSE = scores_BSE + self.expert_bias
         if self.groups_per_token < self.groups:
             grouped_BSGN = scores_BSE.view(*scores_BSE.shape[:-1], self.groups, -1)
-            best_BSGM = grouped_BSGN.topk(max(self.top_k // self.groups_per_token, 1), dim=-1).values
+            best_BSGM = grouped_BSGN.topk(self.rated_by, dim=-1).values
             groups_BSL = best_BSGM.sum(dim=-1).topk(self.groups_per_token, dim=-1).indices
             out_BSG = torch.ones_like(best_BSGM[..., 0], dtype=torch.bool).scatter_(-1, groups_BSL, False)
             # Not with zeros: a score with a bias may be below.

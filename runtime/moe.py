@@ -98,6 +98,7 @@ class MoeBlock(nn.Module):
             scale=model.routed_scaling_factor,
             groups=model.expert_groups,
             groups_per_token=model.groups_per_token,
+            rated_by=model.rated_by,
             bias_update_rate=model.expert_bias_update_rate,
             capacity=workload.expert_capacity,
             policy=model.token_drop_policy,

@@ -20,7 +20,7 @@ from torch import nn
 from hybridep.baselines import Baseline, baseline_plan
 from hybridep.run import Optimizer, Run
 from hybridep.topology import Cluster
-from hybridep.workload import Workload
+from hybridep.workload import UNGROUPED, Workload
 from runtime.barrier import Barrier
 from runtime.build import RankModel, build_rank_model
 from runtime.device import CPU, settle
@@ -46,8 +46,6 @@ _RUN = Run(name="probe", cluster="one rank", workload="as given", output=Path(),
 """What a training of the probe's own reads beside the workload: nothing is written."""
 _PASS = 3
 """A backward costs two forwards."""
-_UNGROUPED = {"expert_groups": 1, "groups_per_token": 1}
-"""Of models with other numbers of experts, which groups need not divide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +176,7 @@ def _local_model(workload: Workload, transport: Transport, device: torch.device)
 
 def _experts(workload: Workload, number: int, rows: int, transport: Transport, timed: Timing) -> float:
     """Seconds of forward and backward of ``number`` experts of one layer on ``rows`` rows, evenly spread."""
-    changes = {"num_layers": 1, "num_dense_layers": 0, "num_experts": number, "top_k": 1, **_UNGROUPED}
+    changes = {"num_layers": 1, "num_dense_layers": 0, "num_experts": number, "top_k": 1, **UNGROUPED}
     one_layer = workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
     experts = _local_model(one_layer, transport, timed.device).routed[0]
     home = experts.home
@@ -244,7 +242,7 @@ def _products(workload: Workload, timed: Timing) -> float:
 
 def _optimizer(workload: Workload, per_home: int, transport: Transport, timed: Timing) -> float:
     """Bytes per second at which AdamW reads weight, gradient and states and writes weight and states."""
-    changes = {"num_experts": per_home, "top_k": 1, **_UNGROUPED}
+    changes = {"num_experts": per_home, "top_k": 1, **UNGROUPED}
     few = workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
     model = _local_model(few, transport, timed.device)
     parameters, dtype = {**model.transformer.dense_parameters(), **model.home_parameters()}, workload.training.dtype

@@ -79,7 +79,7 @@ def make(config: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
                 buffer.copy_(config["weight_std"] * torch.randn_like(buffer))
     model.save_pretrained(folder)
     written = json.loads((folder / CONFIG_FILE).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps(written | {"model_type": name}, indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(written | {"model_type": config["written_as"].get(name, name)}, indent=2) + "\n")
     tokens = torch.randint(config["shape"]["vocab_size"], config["tokens"])
     expected = {"tokens": tokens.tolist(), "loss": their_loss(config, folder, tokens)}
     (folder / EXPECTED).write_text(json.dumps(expected))
@@ -112,7 +112,7 @@ def compare(config: dict[str, Any], name: str, model: Path, expected: dict[str, 
         command = [sys.executable, "-m", "hybridep.cli", "train", str(path), *more]
         subprocess.run(command, env=child_environment(), check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
     kind = json.loads((output / "public" / CONFIG_FILE).read_text())["model_type"]
-    assert kind == (config["built_as"].get(name, name) if own else name)
+    assert kind == (config["built_as"] if own else config["written_as"]).get(name, name)
     tokens = torch.tensor(expected["tokens"])
     loaded = load_run(str(path))
     trainer = ReferenceTrainer(loaded, resolve_plan(loaded))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybridep.commands.plan_choice import MOST_SITES, planned
 from hybridep.commands.stage_choice import StageChoice, in_stages, simulated_s, simulating_s
-from hybridep.errors import HybridEPError, UserError
+from hybridep.errors import HybridEPError, InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan
 from planner.clock import now_s
 
@@ -261,8 +261,7 @@ def _with_and_without(
             with suppress(HybridEPError):
                 pipeline = staged(left_s(_EACH))
         if pipeline is None:
-            only = in_one(asked, left_s())
-            # Where that is not possible either its own reason is all that is told.
+            only = _without_either(asked, left_s(), error)
             tell(str(error))
             return StageChoice(plan=only), only
     assert isinstance(pipeline.plan, PipelinePlan)
@@ -286,6 +285,17 @@ def _with_and_without(
     ours, other = asked.worth(pipeline.plan), asked.worth(without)
     within_s = 0.0 if _is_far(ours, other) or _is_far(other, ours) else left_s()
     return _better(asked, StageChoice(plan=without), pipeline, within_s), without
+
+
+def _without_either(asked: Asked, time_limit_s: float, why_not: HybridEPError) -> Plan:
+    """The plan without stages where there is none in stages, and ``why_not``. Raises what the planner raises; of what has no room
+    either way both reasons, since one may lack far less."""
+    try:
+        return in_one(asked, time_limit_s)
+    except InfeasibleError as error:
+        if isinstance(why_not, InfeasibleError):
+            raise InfeasibleError(f"{error}; in stages neither: {why_not}") from None
+        raise
 
 
 def _better(asked: Asked, one: StageChoice, other: StageChoice, within_s: float = 0.0) -> StageChoice:

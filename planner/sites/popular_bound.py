@@ -17,6 +17,7 @@ import numpy as np
 from hybridep.arrays import IntArray
 from hybridep.gating import Gating, gating
 from hybridep.plan import Plan
+from hybridep.workload import UNGROUPED
 from planner.clock import now_s
 from planner.cost import step_cost
 from planner.sites.bound import prove
@@ -96,7 +97,7 @@ def _layer_s(problem: SiteProblem, chosen: Gating, tried: Sequence[int], best_s:
 
 def _of_kept_s(problem: SiteProblem, chosen: Gating, kept: IntArray, best_s: float, deadline_s: float) -> float:
     """With no other experts than ``kept``, the least popular first."""
-    model = problem.workload.model.model_copy(update={"num_experts": len(kept), "expert_groups": 1, "groups_per_token": 1})
+    model = problem.workload.model.model_copy(update={"num_experts": len(kept), **UNGROUPED})
     fewer = replace(
         problem,
         workload=problem.workload.model_copy(update={"model": model}),

@@ -147,6 +147,7 @@ def test_rules_hold_in_stages_or_stages_are_left_out(inputs: Inputs, call: Call)
         (("--codec", "dc.activations=int8"), "give dc.activations, and --stages"),
         (("--stages", "2", "--objective", "dollars"), "nothing has a price"),
         (("--stages", "2", "--set", "gpu.memory=100 kB"), "raise gpu.memory"),
+        (("--stages", "auto", "--set", "gpu.memory=100 kB"), "in stages neither: pipeline over two: no number of stages"),
     ],
 )
 def test_what_does_not_go_with_stages(inputs: Inputs, call: Call, options: tuple[str, ...], words: str) -> None:
@@ -299,7 +300,7 @@ def test_pipelines_in_scenarios(inputs: Inputs, call: Call) -> None:
     assert made.code == 0 and "bubble" in made.out
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 def test_a_run_in_stages_and_resuming_without(inputs: Inputs, call: Call) -> None:
     path = inputs.folder / "stages.yaml"
     assert call("plan", inputs.cluster, inputs.workload, "-o", path, "--stages", "2").code == 0
@@ -313,6 +314,23 @@ def test_a_run_in_stages_and_resuming_without(inputs: Inputs, call: Call) -> Non
     second = shell("train", inputs.run, "--local", "--json", *parts, "--set", "plan=ep", "--resume")
     assert second.code == 0, second.err
     assert second.json["losses"] == pytest.approx(plain.json["losses"][2:], rel=1e-4)
+    lost = shell(
+        "train",
+        inputs.run,
+        "--local",
+        "--json",
+        *parts,
+        "--set",
+        f"plan={path}",
+        environment={"HYBRIDEP_FAULT": "kill:rank=1,step=3"},
+    )
+    assert lost.code == 5 and "rank 1" in lost.err
+
+
+@pytest.mark.turns(3)
+def test_a_run_that_plans_stages_and_one_on_fewer_sites(inputs: Inputs, call: Call) -> None:
+    plain = shell("train", inputs.run, "--local", "--json", "--set", f"output={inputs.folder / 'plain'}")
+    parts = ("--set", f"output={inputs.folder / 'parts'}")
     made = shell("train", inputs.run, "--local", "--json", *parts, "--set", "steps=1", "--set", "plan=stages")
     assert made.code == 0 and made.json["losses"] == pytest.approx(plain.json["losses"][:1], rel=1e-5)
     assert isinstance(load_any_plan(inputs.folder / "parts" / "plan.yaml"), PipelinePlan)
@@ -325,17 +343,6 @@ def test_a_run_in_stages_and_resuming_without(inputs: Inputs, call: Call) -> Non
     assert one.json["losses"] == pytest.approx(plain.json["losses"][:2], rel=1e-5)
     both = shell("train", inputs.run, "--local", "--json", *less, "--set", "plan=ep", "--resume")
     assert both.code == 0 and both.json["losses"] == pytest.approx(plain.json["losses"][2:], rel=1e-4)
-    lost = shell(
-        "train",
-        inputs.run,
-        "--local",
-        "--json",
-        *parts,
-        "--set",
-        f"plan={path}",
-        environment={"HYBRIDEP_FAULT": "kill:rank=1,step=3"},
-    )
-    assert lost.code == 5 and "rank 1" in lost.err
 
 
 def test_an_interrupt_after_planning_loses_nothing(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from hybridep.workload import Workload
 from planner import StageWishes, compare_pipelines, explain_pipeline, load_constraints, plan_pipeline
 from planner.stages.costs import costed
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(3)]
 
 
 FOUR = CLUSTER.replace("100 Mbps", "1 Mbps").replace("name: dc, size: 2", "name: dc, size: 4")

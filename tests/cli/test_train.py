@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli_cases import Inputs, shell
+from cli_cases import Call, Inputs, shell
 
 from hybridep.commands.inputs import load_workload
 from hybridep.launch.host import child_environment
@@ -154,11 +154,11 @@ def test_whatever_ends_the_launcher_ends_the_ranks(inputs: Inputs, number: signa
         process.wait()
 
 
-def test_from_public_weights_and_back(inputs: Inputs, tmp_path: Path) -> None:
+def test_from_public_weights_and_back(inputs: Inputs, call: Call, tmp_path: Path) -> None:
     public, written = PUBLIC / "mixtral", tmp_path / "written"
     settings = ["--set", f"workload={public}", "--set", f"weights={public}", "--set", "steps=1", "--set", "plan=ep"]
     settings += ["--set", "training.sequence_length=16", "--set", "training.micro_batches=1"]
-    nothing = shell("train", inputs.run, "--export", str(written), *settings)
+    nothing = call("train", inputs.run, "--export", str(written), *settings)
     assert nothing.code == 2 and "holds no complete checkpoint; train first" in nothing.err
     other = shell("train", inputs.run, "--local", *settings, "--set", "model.rope_theta=5.0")
     assert other.code == 2 and "is of a model with rope_theta 1000000.0, the workload's has 5.0" in other.err
@@ -172,7 +172,7 @@ def test_from_public_weights_and_back(inputs: Inputs, tmp_path: Path) -> None:
     done = shell("train", inputs.run, "--export", str(written), "--json", *settings)
     assert done.code == 0 and done.json["parameters"] == load_workload(str(written)).model.total_params
     assert sorted(path.name for path in written.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
-    again = shell("train", inputs.run, "--export", str(written), *settings)
+    again = call("train", inputs.run, "--export", str(written), *settings)
     assert again.code == 2 and "exists; name a new folder" in again.err
-    both = shell("train", inputs.run, "--export", str(written), "--resume", *settings)
+    both = call("train", inputs.run, "--export", str(written), "--resume", *settings)
     assert both.code == 2 and "leave out --resume" in both.err

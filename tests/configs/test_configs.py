@@ -181,6 +181,11 @@ def test_a_key_that_is_no_more_may_be_null_as_in_checkpoints_of_before() -> None
         ({"expert_groups": 7}, "model: expert_groups: 7 must divide num_experts 256"),
         ({"groups_per_token": 9}, "model: groups_per_token: 9 exceeds expert_groups 8"),
         ({"expert_groups": 64, "groups_per_token": 1}, "model: top_k: 8 exceeds the 4 experts of the groups_per_token 1"),
+        ({"group_rating_experts": 33}, "model: group_rating_experts: 33 exceeds the 32 experts of a group"),
+        (
+            {"group_rating_experts": 1, "groups_per_token": 8},
+            "model: group_rating_experts: needs groups_per_token below expert_groups",
+        ),
         ({"groups_per_token": 0}, r"model\.groups_per_token: .*greater than or equal to 1"),
         ({"expert_bias_update_rate": -0.1}, r"model\.expert_bias_update_rate: .*greater than or equal to 0"),
         ({"expert_bias_update_rate": 1e300}, r"model\.expert_bias_update_rate: .*less than or equal to 1"),

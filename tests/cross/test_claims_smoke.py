@@ -14,7 +14,7 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import load_cluster, load_workload
 from runtime.mesh import host_store
 
-pytestmark = pytest.mark.turns(3)
+pytestmark = pytest.mark.turns(6)
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from public_configs import DEEPSEEK, GLM, LITE, MIXTRAL, OLMOE, QWEN3, SHIPPED, YARN
+from public_configs import DEEPSEEK, GLM, LITE, MIXTRAL, OLMOE, QWEN3, SHIPPED, V2, YARN
 
 from hybridep.commands.inputs import load_workload
+from hybridep.config import build
 from hybridep.errors import ConfigError, UserError
 from hybridep.hugging_face import CONFIG_FILE, require_same_model, workload_data
 from hybridep.hugging_face_export import config_for
-from hybridep.workload import Ffn, ScoreFunction, Workload
+from hybridep.workload import Ffn, Model, ScoreFunction, Workload
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -104,7 +105,6 @@ def test_what_qwen3_may_not_have(tmp_path: Path, changes: dict[str, Any], messag
         ({"scoring_func": "softmax"}, "scoring_func: 'softmax' is not trained here, only 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method: 'greedy' is not trained here, only 'noaux_tc'"),
         ({"topk_group": 0}, "groups_per_token: Input should be greater than or equal to 1"),
-        ({"num_experts_per_tok": 12}, "topk_group: 4: groups are rated by their best 2"),
         ({"kv_lora_rank": None}, "kv_lora_rank: is missing"),
         ({"qk_rope_head_dim": 63}, "rope_head_dim: .*multiple of 2"),
     ],
@@ -118,7 +118,6 @@ def test_what_deepseek_may_not_have(tmp_path: Path, changes: dict[str, Any], mes
     ("changes", "message"),
     [
         ({"scoring_func": "softmax"}, "scoring_func: 'softmax' is not trained here, only 'sigmoid'"),
-        ({"n_group": 8, "topk_group": 2}, "topk_group: 2: groups are rated by their best 2"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: Input should be less than or equal to 1"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: 'linear': only 'yarn'"),
         ({"n_shared_experts": None}, "n_shared_experts: is missing"),
@@ -158,7 +157,8 @@ def test_deepseek_v2_lite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"topk_method": "group_limited_greedy"}, "topk_method: 'group_limited_greedy' is not trained here, only 'greedy'"),
+        ({"topk_method": "noaux_tc"}, "topk_method: 'noaux_tc' is not trained here, only 'greedy'"),
+        ({"topk_method": "group_limited_greedy", "n_group": None}, "n_group: is missing"),
         ({"scoring_func": "sigmoid"}, "scoring_func: 'sigmoid' is not trained here, only 'softmax'"),
         ({"norm_topk_prob": True}, "norm_topk_prob: True is not trained here, only False"),
         ({"mlp_bias": True}, "mlp_bias: True is not trained here, only False"),
@@ -174,7 +174,7 @@ def test_what_deepseek_v2_may_not_have(tmp_path: Path, changes: dict[str, Any], 
     "changes",
     [
         {"norm_topk_prob": True},
-        {"expert_groups": 8, "groups_per_token": 3},
+        {"expert_groups": 8, "groups_per_token": 3},  # two of each add up
         {"expert_bias_update_rate": 0.001},
         {"score_function": ScoreFunction.SIGMOID},
         {"shared_ffn_size": 0},
@@ -185,6 +185,33 @@ def test_what_deepseek_v2_may_not_have(tmp_path: Path, changes: dict[str, Any], 
 )
 def test_other_models_with_latent_attention_and_softmax_are_not_written(tmp_path: Path, changes: dict[str, Any]) -> None:
     refuses(load_workload(str(written(tmp_path, LITE))), changes)
+
+
+def test_deepseek_v2(tmp_path: Path) -> None:
+    """Published (arXiv:2405.04434, section 3.1.2): 236 B parameters, 21 B active; groups are compared by their best expert."""
+    workload = load_workload(str(written(tmp_path, LITE | V2)))
+    model = workload.model
+    assert model.total_params == pytest.approx(236e9, rel=0.005)
+    active = model.dense_params + model.num_moe_layers * model.top_k * model.expert_params
+    assert active == pytest.approx(21e9, rel=0.03)
+    assert (model.expert_groups, model.groups_per_token, model.group_rating_experts, model.rated_by) == (8, 3, 1, 1)
+    config = config_for(workload)
+    assert (config["topk_method"], config["n_group"], config["topk_group"]) == ("group_limited_greedy", 8, 3)
+    require_same_model(written(tmp_path, config), model)
+    with pytest.raises(UserError, match="group_rating_experts 1, the workload's has 2"):
+        require_same_model(
+            written(tmp_path, config), build(Model, model.model_dump(mode="json") | {"group_rating_experts": 2}, "v2")
+        )
+
+
+def test_groups_that_are_compared_by_more_or_fewer_experts_than_usual(tmp_path: Path) -> None:
+    """DeepSeek-V3's are by two, whatever top_k / groups_per_token is."""
+    model = load_workload(str(written(tmp_path, DEEPSEEK | {"num_experts_per_tok": 12}))).model
+    assert model.group_rating_experts == model.rated_by == 2
+    usual = load_workload(str(written(tmp_path, DEEPSEEK))).model
+    assert usual.group_rating_experts is None and usual.rated_by == 2
+    said = build(Model, usual.model_dump(mode="json") | {"group_rating_experts": 2}, "v3")
+    require_same_model(written(tmp_path, config_for(load_workload("deepseek-v3").model_copy(update={"model": said}))), usual)
 
 
 def test_rotated_parts_and_norms_of_glm(tmp_path: Path) -> None:

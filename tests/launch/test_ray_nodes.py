@@ -34,7 +34,7 @@ with RayNodes(places_on_loopback(["oslo", "rome"]), 1) as nodes:
 """
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("by_kill", [False, True])
 def test_nothing_outlives_the_owner(by_kill: bool) -> None:
     command = [sys.executable, "-c", OWNER]
@@ -82,7 +82,7 @@ def test_sites_that_ray_cannot_label_are_named(name: str) -> None:
     require_labels(["oslo", "us-east_1.a", "x" * 63, "7"])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 def test_without_namespaces_training_goes_on_unshaped_and_says_so(run_file: Path) -> None:
     outside = [sys.executable, "-m", "hybridep.cli"]
     if probe_lab() is None:

@@ -96,14 +96,14 @@ def test_a_rank_that_is_too_small_is_named_with_what_it_lacks(inner: tuple[int, 
     roomy = make_cluster(2, *inner)
     need = planner.memory_use(planner.baseline(roomy, workload, "ep")).fullest_bytes
     fitting = with_sites(roomy, {}, {"gpu": {"memory": f"{1.2 * need:.0f} B"}})
-    made = planner.plan(fitting, workload)
+    made = planner.plan(fitting, workload, time_limit_s=1)
     use = planner.memory_use(made)
     assert use.fits and use.fullest_name.startswith("s1/") and use.capacity_bytes == pytest.approx(1.2 * need, abs=1)
     planner.check(made)
 
     small = with_sites(roomy, {}, {"gpu": {"memory": "600 kB"}})
     with pytest.raises(InfeasibleError) as caught:
-        planner.plan(small, workload)
+        planner.plan(small, workload, time_limit_s=1)
     text = str(caught.value)
     assert "no plan fits: s1/" in text and "has 600 kB" in text and "are missing" in text, text
     assert "Raise sites.s1.gpu.memory" in text and "lower sites.s1.experts, sites.s1.tokens, " in text, text

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from rank_pool import ADDRESS
-from training_cases import MODELS, PLAIN, training_run
+from training_cases import MODELS, PLAIN, STEPS, training_run
 
 from hybridep.config import build
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, PipelinePlan
@@ -19,8 +19,6 @@ from hybridep.run import Device
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 
-STEPS = 10
-"""Past the rise of the rate; what is wrong shows in the first few."""
 DEEP = {
     "deep": PLAIN | {"num_layers": 5, "expert_bias_update_rate": 0.004},
     "deep-dense": MODELS["dense-first-uneven"] | {"num_layers": 5, "num_dense_layers": 2},

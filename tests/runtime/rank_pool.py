@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,15 @@ from hybridep.errors import HybridEPError
 
 ADDRESS = "127.0.0.1"
 START_TIMEOUT_S = 90.0
+
+
+def forking() -> ForkServerContext:
+    """Processes forked from one that has imported everything once: starting eight ranks then costs little more than one. Beside
+    the trainer it is what torch imports late, seconds in every rank: with the first backward, and with the first layer that
+    computes again."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["runtime.trainer", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"])
+    return context
 
 
 class RankFailed(Exception):
@@ -28,9 +38,7 @@ class RankPool:
         from runtime.mesh import host_store
 
         self.world_size = world_size
-        # Forked from a process that has imported everything once: starting eight ranks then costs little more than one.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["runtime.trainer"])
+        context = forking()
         self._store = host_store(ADDRESS, timeout_s=START_TIMEOUT_S)
         port = self._store.port if join else None
         self._pipes: list[Connection] = []

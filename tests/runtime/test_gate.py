@@ -73,9 +73,18 @@ SIGMOID, SOFTMAX = ScoreFunction.SIGMOID, ScoreFunction.SOFTMAX
 SIZES: dict[str, Any] = {"hidden_size": 6, "num_experts": 12, "dtype": torch.float64}
 SETTINGS: list[dict[str, Any]] = [
     # As DeepSeek-V3's, whose eight experts are of four groups: two of each, as two of each are here.
-    {"top_k": 4, "score_function": SIGMOID, "groups": 4, "groups_per_token": 2, "scale": 2.5, "bias_update_rate": 0.0},
+    {
+        "top_k": 4,
+        "score_function": SIGMOID,
+        "groups": 4,
+        "groups_per_token": 2,
+        "rated_by": 2,
+        "scale": 2.5,
+        "bias_update_rate": 0.0,
+    },
     {"top_k": 3, "score_function": SIGMOID, "groups": 6, "groups_per_token": 4, "renormalise": False, "scale": 0.5},
-    {"top_k": 3, "score_function": SOFTMAX, "groups": 3, "groups_per_token": 1, "bias_update_rate": 0.1},
+    {"top_k": 3, "score_function": SOFTMAX, "groups": 3, "groups_per_token": 1, "rated_by": 3, "bias_update_rate": 0.1},
+    {"top_k": 4, "score_function": SOFTMAX, "groups": 4, "groups_per_token": 2, "renormalise": False, "scale": 16.0},
     {"top_k": 5, "score_function": SOFTMAX, "scale": 1.5, "renormalise": False, "bias_update_rate": 0.1},
     {"top_k": 2, "score_function": SIGMOID, "bias_update_rate": 0.1, "capacity": 2},
 ]
@@ -101,7 +110,7 @@ def choose_in_python(
         scores = [math.exp(logit) / sum(map(math.exp, logits)) for logit in logits]
     selection = [score + own for score, own in zip(scores, bias, strict=True)]
     groups, limit, top_k = settings.get("groups", 1), settings.get("groups_per_token", 1), settings["top_k"]
-    size, of_each = len(logits) // groups, max(1, top_k // limit)
+    size, of_each = len(logits) // groups, settings.get("rated_by", 1)
     members = [range(group * size, (group + 1) * size) for group in range(groups)]
     members.sort(key=lambda group: -sum(sorted((selection[expert] for expert in group), reverse=True)[:of_each]))
     allowed = [expert for group in members[:limit] for expert in group]

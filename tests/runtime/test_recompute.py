@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -58,27 +59,32 @@ def score_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None
     return int(sequences * heads * length * length * (width + found))
 
 
+@cache
+def step_flops(name: str, recompute: Recompute) -> int:
+    """Of a forward and a backward of twelve tokens."""
+    _, transformer = build_model(name, recompute)
+    tokens = torch.randint(256, (2, 6))
+    scores = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: score_flops}
+    with FlopCounterMode(display=False, custom_mapping=scores) as counter:
+        loss, balance = transformer(tokens, tokens)
+        (loss + balance).backward()
+    return int(counter.get_total_flops())
+
+
 @pytest.mark.parametrize("recompute", AGAIN, ids=str)
 @pytest.mark.parametrize("name", [*MODELS, "top2-shared", "drop-padded"])
 def test_what_computes_again_takes_as_many_flops_as_plans_count(name: str, recompute: Recompute) -> None:
     """In products of matrices, to the number. They do not count a shared expert's gate, two FLOPs for each of 16 values of a
     token, nor that latent attention's values are made as wide as keys. Scores count by half, as in plans: the rest is masked.
     Of routed experts the reference computes nothing again."""
-    workload, flops = workload_of(name), []
-    model, tokens = workload.model, torch.randint(256, (2, 6))
-    for one in (Recompute.NOTHING, recompute):
-        _, transformer = build_model(name, one)
-        scores = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: score_flops}
-        with FlopCounterMode(display=False, custom_mapping=scores) as counter:
-            loss, balance = transformer(tokens, tokens)
-            (loss + balance).backward()
-        flops.append(counter.get_total_flops())
+    workload = workload_of(name)
+    model = workload.model
     counted = model.num_moe_layers * again_flops(workload, recompute) + dense_again_flops(workload, recompute)
     more = model.num_moe_layers * model.shared_expert_gate * 2 * 16 * 12
     if Recompute.ATTENTION in recompute and model.latent_attention is not None:
         more += model.num_layers * 12 * 6 * (model.attention_width - model.value_width)
     assert (counted > 0) is (Recompute.ATTENTION in recompute or model.shared_ffn_size > 0)
-    assert flops[1] - flops[0] == counted + more
+    assert step_flops(name, recompute) - step_flops(name, Recompute.NOTHING) == counted + more
 
 
 @pytest.mark.parametrize("recompute", AGAIN, ids=str)
@@ -201,7 +207,8 @@ CODED = (("dc", (("tokens", "int8"), ("gradients", "bf16"))),)
     ids=str,
 )
 def test_what_ranks_compute_again_changes_no_bit(pools: Pools, case: Case) -> None:
-    once, *others = (pools.run(train_case, replace(case, recompute=one)) for one in map(Recompute, range(4)))
+    steps = partial(train_case, steps=3)
+    once, *others = (pools.run(steps, replace(case, recompute=one)) for one in map(Recompute, range(4)))
     for again in others:
         for found, expected in zip(again, once, strict=True):
             assert found.losses == expected.losses

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from training_cases import (
     CROSS,
     DEEPSEEK_GATE,
     MODELS,
+    STEPS,
     Case,
     Outcome,
     cases,
@@ -28,7 +30,7 @@ from training_cases import (
     check_losses,
     divisors,
     order_of_copies,
-    reference,
+    reference_of,
     train_case,
     training_run,
     wild_cases,
@@ -78,8 +80,8 @@ EIGHT = [
 class TrainingPools(Pools):
     """That train cases."""
 
-    def train(self, case: Case, prepare: Callable[[Any], None] | None = None) -> list[Any]:
-        return self.run(train_case, case, prepare)
+    def train(self, case: Case, prepare: Callable[[Any], None] | None = None, steps: int = STEPS) -> list[Any]:
+        return self.run(partial(train_case, steps=steps), case, prepare)
 
     def check(self, case: Case) -> None:
         """It trains as the single process does, and sends what its plan says."""
@@ -95,7 +97,7 @@ def pools() -> Iterator[TrainingPools]:
     pools.close()
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_every_plan_on_four_ranks_equals_the_reference(pools: TrainingPools, case: Case) -> None:
     pools.check(case)
@@ -124,10 +126,10 @@ def test_biases_are_the_same_to_the_bit(pools: TrainingPools, recompute: Recompu
     """Those of the single process, at all ranks, though they follow the choices of all. They change what is chosen."""
     assert MODELS[BIASED.model].items() >= DEEPSEEK_GATE.items()
     case = replace(BIASED, recompute=recompute)
-    outcomes = pools.train(case)
+    outcomes = pools.train(case, steps=10)
     check_fidelity(case, outcomes)
     check_bytes(case, outcomes)
-    _, expected = reference(BIASED.num_ranks, BIASED.model, BIASED.micro_batches)
+    _, expected = reference_of(case, outcomes)
     names = [f"layers.{layer}.feed_forward.gate.expert_bias" for layer in range(2)]
     for name in names:
         assert len(set(expected[name])) > 4 and np.abs(expected[name]).max() > 3 * DEEPSEEK_GATE["expert_bias_update_rate"]
@@ -466,7 +468,7 @@ def test_the_byte_comparison_notices(pools: TrainingPools) -> None:
 
 
 # Last, so that the pool of eight ranks is started once and that of four never again.
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("case", EIGHT, ids=str)
 def test_every_plan_on_eight_ranks_equals_the_reference(pools: TrainingPools, case: Case) -> None:
     """Eight ranks on two cores take seven seconds a case."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import textwrap
+import time
 import zlib
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from rank_pool import forking
 from torch._C._distributed_c10d import HashStore
 from training_cases import Case
 
@@ -63,51 +62,35 @@ def _environment(rank: int, world: int, address: str, port: str, interface: str)
     }
 
 
-# Imports torch once and forks the ranks: the import costs more than the tests.
-FORKING = """
-import os, sys, traceback
-import torch, torch.distributed as dist
-program, folder = open(sys.argv[1]).read(), sys.argv[2]
-children = []
-for rank in range(int(os.environ["WORLD_SIZE"])):
-    if not (child := os.fork()):
-        os.environ["RANK"] = str(rank)
-        output = os.open(f"{folder}/out.{rank}", os.O_CREAT | os.O_WRONLY)
-        os.dup2(output, 1), os.dup2(output, 2)
-        code = 1
-        try:
-            exec(compile(program, sys.argv[1], "exec"), {})
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
-    children.append(child)
-codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-print(*codes)
-"""
+def _be_rank(rank: int, environment: dict[str, str], script: Path) -> None:
+    os.environ.update(environment)
+    output = os.open(script.with_name(f"out.{rank}"), os.O_CREAT | os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    exec(compile(script.read_text(), str(script), "exec"), {})
 
 
-def run_ranks(program: str, world: int, tmp_path: Path) -> list[tuple[int, str]]:
+def run_ranks(program: str, world: int, tmp_path: Path) -> list[tuple[int | None, str]]:
     """Run ``program`` on ``world`` ranks; (exit code, output) of each."""
     script = tmp_path / "rank.py"
     script.write_text(PRELUDE + textwrap.dedent(program))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    parent = subprocess.Popen(
-        [sys.executable, "-u", "-c", FORKING, str(script), str(tmp_path)],
-        env=_environment(0, world, "127.0.0.1", port, "lo"),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    environments = [_environment(rank, world, "127.0.0.1", port, "lo") for rank in range(world)]
+    ranks = [forking().Process(target=_be_rank, args=(rank, of_it, script)) for rank, of_it in enumerate(environments)]
     try:
-        codes = parent.communicate(timeout=60)[0].split()
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + 60
+        for process in ranks:
+            process.join(max(deadline - time.monotonic(), 0))
+        codes = [process.exitcode for process in ranks]
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(parent.pid, signal.SIGKILL)
-        parent.wait()
-    return [(int(code), (tmp_path / f"out.{rank}").read_text()) for rank, code in enumerate(codes)]
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [(code, (tmp_path / f"out.{rank}").read_text()) for rank, code in enumerate(codes)]
 
 
 def all_end_well(program: str, world: int, tmp_path: Path) -> None:

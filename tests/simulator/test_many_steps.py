@@ -1,3 +1,5 @@
+from functools import cache
+
 import pytest
 from simulated_plans import conditions, course, make_plan
 
@@ -9,7 +11,12 @@ from simulator.many_steps import Happening, cluster_at_present, simulate_run
 from simulator.step import simulate_step
 
 PLAN = make_plan(4, 2, sites=[{"name": f"s{dc}"} for dc in range(4)], num_experts=24)
-STEP_S = simulate_step(PLAN).step_s
+
+
+@cache
+def usual_s() -> float:
+    """Of a step; not when this file is imported, or all workers would compile the simulator."""
+    return simulate_step(PLAN).step_s
 
 
 def ep(cluster: Cluster) -> Plan:
@@ -26,23 +33,23 @@ def test_equal_steps_are_simulated_once() -> None:
     assert run.simulated_steps == 1
     # The last one at the end, as in training.
     assert [stretch.step for stretch in run.stretches if stretch.what is Happening.CHECKPOINT] == [20, 40, 50]
-    assert run.total_s == pytest.approx(50 * STEP_S + 3 * 2)
+    assert run.total_s == pytest.approx(50 * usual_s() + 3 * 2)
     assert run.as_dict()["steps_run"] == 50
 
 
 def test_steps_follow_links_that_change() -> None:
-    slow = conditions(changes=[{"links": "* up", "factor": 0.5, "start": f"{10.5 * STEP_S} s"}])
+    slow = conditions(changes=[{"links": "* up", "factor": 0.5, "start": f"{10.5 * usual_s()} s"}])
     run = simulate_run(PLAN, course(steps=30), slow)
     slow_s = simulate_step(PLAN, conditions=slow, start_s=1e6).step_s
     steps = [stretch.duration_s for stretch in run.stretches]
-    assert steps[:10] == pytest.approx([STEP_S] * 10)
-    assert STEP_S < steps[10] < slow_s
+    assert steps[:10] == pytest.approx([usual_s()] * 10)
+    assert usual_s() < steps[10] < slow_s
     assert steps[11:] == pytest.approx([slow_s] * 19 + [0])
     assert run.simulated_steps == 3
 
 
 def test_a_lost_site_costs_the_step_and_all_since_the_checkpoint() -> None:
-    loss = {"site": "s2", "at": f"{17.5 * STEP_S} s"}
+    loss = {"site": "s2", "at": f"{17.5 * usual_s()} s"}
     run = simulate_run(
         PLAN, course(steps=20, losses=[loss], checkpoint_every=10, restart="30 s"), conditions(goodput=1.0), planning=ep
     )
@@ -50,47 +57,47 @@ def test_a_lost_site_costs_the_step_and_all_since_the_checkpoint() -> None:
     assert kinds.count(Happening.STEP) == 17 + 10
     (at,) = [stretch for stretch in run.stretches if stretch.what is Happening.LOSS]
     assert (at.step, at.sites) == (17, 3)
-    assert at.duration_s == pytest.approx(30 + 0.5 * STEP_S, rel=1e-6)
+    assert at.duration_s == pytest.approx(30 + 0.5 * usual_s(), rel=1e-6)
     left_s = simulate_step(ep(only_sites(PLAN.cluster, {"s0", "s1", "s3"}))).step_s
     assert run.stretches[-2].duration_s == pytest.approx(left_s)
-    assert run.total_s == pytest.approx(17.5 * STEP_S + 30 + 10 * left_s)
+    assert run.total_s == pytest.approx(17.5 * usual_s() + 30 + 10 * left_s)
 
 
 def test_a_loss_counts_while_a_checkpoint_is_written() -> None:
-    loss = {"site": "s2", "at": f"{20 * STEP_S + 3} s"}
+    loss = {"site": "s2", "at": f"{20 * usual_s() + 3} s"}
     run = simulate_run(PLAN, course(steps=30, losses=[loss], checkpoint_every=10, checkpoint="2 s"), planning=ep)
     (at,) = [stretch for stretch in run.stretches if stretch.what is Happening.LOSS]
-    assert (at.start_s, at.duration_s) == pytest.approx((20 * STEP_S + 2, 1))
+    assert (at.start_s, at.duration_s) == pytest.approx((20 * usual_s() + 2, 1))
     steps = [stretch.step for stretch in run.stretches if stretch.what is Happening.STEP]
     assert steps == [*range(20), *range(10, 30)]
     assert [stretch.step for stretch in run.stretches if stretch.what is Happening.CHECKPOINT] == [10, 20, 30]
 
 
 def test_a_loss_counts_while_the_last_checkpoint_is_written() -> None:
-    loss = {"site": "s2", "at": f"{3.5 * STEP_S} s"}
-    run = simulate_run(PLAN, course(steps=3, losses=[loss], checkpoint=f"{STEP_S} s"), planning=ep)
+    loss = {"site": "s2", "at": f"{3.5 * usual_s()} s"}
+    run = simulate_run(PLAN, course(steps=3, losses=[loss], checkpoint=f"{usual_s()} s"), planning=ep)
     assert [stretch.step for stretch in run.stretches if stretch.what is Happening.STEP] == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_site_that_is_back_is_taken_up_after_a_checkpoint_and_lost_again() -> None:
-    again_s = 9 * STEP_S + 10 * simulate_step(ep(only_sites(PLAN.cluster, {"s0", "s1", "s3"}))).step_s
-    times_s = (2.5 * STEP_S, 3.5 * STEP_S, again_s)
-    losses = [{"site": "s2", "at": f"{at_s} s", "back": f"{at_s + STEP_S} s"} for at_s in times_s]
-    losses.append({"site": "s3", "at": f"{again_s + 1.2 * STEP_S} s"})
-    run = simulate_run(PLAN, course(steps=30, losses=losses, checkpoint_every=10, restart=f"{0.5 * STEP_S} s"), planning=ep)
+    again_s = 9 * usual_s() + 10 * simulate_step(ep(only_sites(PLAN.cluster, {"s0", "s1", "s3"}))).step_s
+    times_s = (2.5 * usual_s(), 3.5 * usual_s(), again_s)
+    losses = [{"site": "s2", "at": f"{at_s} s", "back": f"{at_s + usual_s()} s"} for at_s in times_s]
+    losses.append({"site": "s3", "at": f"{again_s + 1.2 * usual_s()} s"})
+    run = simulate_run(PLAN, course(steps=30, losses=losses, checkpoint_every=10, restart=f"{0.5 * usual_s()} s"), planning=ep)
     shown = [(one.what, one.step, one.sites) for one in run.stretches if one.what not in (Happening.STEP, Happening.CHECKPOINT)]
     # It was away when it was lost for the second time. When another is lost it is back, and that restart takes it up.
     lost, back = Happening.LOSS, Happening.RETURN
     assert shown == [(lost, 2, 3), (back, 10, 4), (lost, 15, 3), (lost, 10, 3)]
-    assert run.seconds(back) == pytest.approx(0.5 * STEP_S)
+    assert run.seconds(back) == pytest.approx(0.5 * usual_s())
     # With all sites the first plan was in force again.
     assert run.plans[0] == next(one.plan for one in run.stretches if one.what is back) and len(run.plans) == 3
 
 
 def test_a_restart_waits_for_a_site_that_is_back_before_it_ends() -> None:
-    loss = {"site": "s2", "at": f"{2.5 * STEP_S} s", "back": "20 s"}
+    loss = {"site": "s2", "at": f"{2.5 * usual_s()} s", "back": "20 s"}
     run = simulate_run(PLAN, course(steps=5, losses=[loss], restart="30 s"), planning=ep)
-    assert run.plans == (PLAN.digest,) and run.total_s == pytest.approx(2.5 * STEP_S + 30 + 5 * STEP_S)
+    assert run.plans == (PLAN.digest,) and run.total_s == pytest.approx(2.5 * usual_s() + 30 + 5 * usual_s())
 
 
 def test_a_loss_during_a_restart_begins_it_anew() -> None:
@@ -103,13 +110,13 @@ def test_a_loss_during_a_restart_begins_it_anew() -> None:
 
 
 def test_a_loss_ends_a_step_that_waits_for_its_links() -> None:
-    cut = conditions(changes=[{"links": "s2 *", "factor": 0, "start": f"{1.5 * STEP_S} s"}])
+    cut = conditions(changes=[{"links": "s2 *", "factor": 0, "start": f"{1.5 * usual_s()} s"}])
     loss = {"site": "s2", "at": "1 min"}
     run = simulate_run(PLAN, course(steps=5, losses=[loss]), cut, planning=ep)
     assert [stretch.what for stretch in run.stretches[:2]] == [Happening.STEP, Happening.LOSS]
     assert run.stretches[2].start_s == pytest.approx(60) and run.stretches[-1].step == 5
     # One of a site that is away ends nothing.
-    losses = [{"site": "s3", "at": "0 s", "back": f"{STEP_S} s"}, {"site": "s3", "at": "1 min"}]
+    losses = [{"site": "s3", "at": "0 s", "back": f"{usual_s()} s"}, {"site": "s3", "at": "1 min"}]
     with pytest.raises(StuckError, match="s2 up"):
         simulate_run(PLAN, course(steps=9, losses=losses, checkpoint_every=5), cut, planning=ep)
     with pytest.raises(StuckError, match=r"began .* into the run cannot end.* s2 up, s2 down.*links 's2 \*' have factor 0 from"):
@@ -145,7 +152,7 @@ def test_looks_at_new_plans_go_on_after_a_loss() -> None:
         sites.append(cluster.sizes[0])
         return ep(cluster)
 
-    loss = {"site": "s2", "at": f"{27.5 * STEP_S} s"}
+    loss = {"site": "s2", "at": f"{27.5 * usual_s()} s"}
     simulate_run(PLAN, course(steps=30, losses=[loss], replan_every=10), planning=planning)
     # At steps 10 and 20; then lost, back at the beginning, and at steps 10 and 20 again.
     assert sites == [4, 4, 3, 3, 3]

@@ -135,12 +135,12 @@ def test_multipliers_of_one_program_prove_other_boxes(monkeypatch: pytest.Monkey
     run(search)
     assert search.best is not None
     best_s = search.best.rank[1]
-    proof = prove(relaxation, best_s, max_boxes=70)
+    proof = prove(relaxation, best_s, max_boxes=40)
     used = Counter(id(evidence) for _, evidence in proof.parts if isinstance(evidence, Duals))
     assert used and max(used.values()) > 1
     assert verify(relaxation, proof) == pytest.approx(proof.bound_s, rel=1e-9)
     monkeypatch.setattr(bound, "_by_known", lambda *given: given[1])
-    assert prove(relaxation, best_s, max_boxes=70).bound_s < proof.bound_s
+    assert prove(relaxation, best_s, max_boxes=40).bound_s < proof.bound_s
 
 
 def wide(problem: SiteProblem, monkeypatch: pytest.MonkeyPatch) -> tuple[Relaxation, Proof]:

@@ -135,7 +135,7 @@ def test_bad_profiles(change: object, message: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_few_tables_are_all_tried_for_several_plans_too(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    cluster, workload = uneven_cluster(rng, 2, 2), small_workload(rng, 4)
+    cluster, workload = uneven_cluster(rng, 2, 2), small_workload(rng, 3)
     one, several = planner.plan(cluster, workload), planner.plans(cluster, workload, 4)
     assert several[0].prediction == one.prediction and several[0].solver is not None and several[0].solver.gap < 1e-9
     steps_s = [made.prediction.step for made in several if made.prediction is not None]

@@ -60,6 +60,7 @@ def in_groups(workload: Workload, groups: int, per_token: int) -> Workload:
     return workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("groups", [2, 4])
 def test_it_knows_of_groups_of_experts(groups: int) -> None:
     """Tokens that choose from one group need fewer experts elsewhere, so where bytes between a stage's sites decide it is lower;

@@ -22,7 +22,7 @@ from planner.stages.costs import costed
 from planner.stages.search import search_on
 from planner.stages.upgrades import pipeline_upgrades, searched_on
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(3)]
 
 
 TWO = StageWishes(stages=2)

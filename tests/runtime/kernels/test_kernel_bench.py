@@ -18,7 +18,7 @@ from runtime.kernels.tokens import TokenKernels
 CPU = torch.device("cpu")
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_every_case_runs(compiled_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cases, "CACHE_BYTES", 10_000)
     driver = EmulatingDriver(folder=compiled_kernels)

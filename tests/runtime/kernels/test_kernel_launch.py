@@ -52,7 +52,7 @@ def test_launches_of_all_sizes(rows: int, hidden: int) -> None:
     assert grid == max(1, min(2**20, -(-(rows + 128 * 7) * max(1, -(-hidden // (1024 if hidden % 8 == 0 else 128))) // 8)))
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_every_kernel_of_the_table_has_a_launch(compiled_kernels: Path) -> None:
     """All element types, access widths and codes: no kernel is compiled that nothing launches, none launched that is not
     compiled, and each gets the arguments that it declares."""

@@ -35,7 +35,7 @@ def run_check(folder: Path, names: list[str], timeout_s: float) -> None:
     assert done.returncode != 0
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_memory_on_some_shapes(tmp_path: Path) -> None:
     run_check(tmp_path, SOME, 110)
 
