@@ -31,19 +31,19 @@ def plan_within_loss(make: Make, cluster: Cluster, workload: Workload, max_loss:
     (0.005 for half a percent), without those that bring nothing. Its bound holds for all of them. Codecs are looked at in the
     order of what they make of the first plan; where time is over before, or on KeyboardInterrupt once there is a plan, that plan
     with the next ones is what is known of the others, and their bound is computation; so also of those with which no plan was
-    looked at in time. Raises what ``make`` raises."""
+    found in time, or within a budget. Raises what ``make`` raises."""
     begun_s, made = now_s(), list[Plan]()
     left = worthwhile(permitted(max_loss), workload, cluster.gpu.coding)
     outermost, limit_s = cluster.levels[0].name, time_limit_s / len(left)
     missing: HybridEPError | None = None
-    unknown = list[Codecs]()
+    unknown, over = list[Codecs](), list[Codecs]()
     while left and not (made and now_s() - begun_s > _OVER * time_limit_s):
         codecs = left.pop(0)
         try:
             made.append(make({outermost: codecs} if codecs.lossy else {}, limit_s))
         except (InfeasibleError, NoSolutionError) as error:  # what a codec keeps may not fit
             missing = missing or error
-            unknown += [codecs] if isinstance(error, NoSolutionError) else []
+            (unknown if isinstance(error, NoSolutionError) else over).append(codecs)
             continue
         except KeyboardInterrupt:
             if not made:
@@ -57,6 +57,9 @@ def plan_within_loss(make: Make, cluster: Cluster, workload: Workload, max_loss:
         raise missing
     goal, reports = _goal(made[0]), [plan.solver for plan in made if plan.solver is not None]
     bound_s, bound_usd = min(one.bound for one in reports), min(one.cost_bound or 0.0 for one in reports)
+    if goal.budget_usd is not None:
+        # That nothing is within a budget is not proven.
+        unknown += over
     if left := [*unknown, *left]:
         coded = _coded(made[0], outermost, left[0])
         if _worth(coded, goal) < np.inf:

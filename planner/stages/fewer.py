@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hybridep.errors import HybridEPError
-from hybridep.pipeline import AnyPlan, codecs_inside
+from hybridep.pipeline import AnyPlan, PipelinePlan, codecs_inside
 from hybridep.plan import Objective, Plan
 from hybridep.shares import on_sites
 from hybridep.topology import Cluster
@@ -25,7 +25,8 @@ from planner.alone import alone
 from planner.choose import Report, plan
 from planner.clock import now_s
 from planner.goal import FASTEST, Worth
-from planner.stages.bound import least_of_any_s, least_usd_of_any
+from planner.plans import goal_of, solver_report
+from planner.stages.bound import least_of_any_s, least_s, least_usd_of_any
 from planner.stages.order import way_s_per_byte
 from planner.stages.rules import StageRules
 from planner.stages.search import plan_pipeline
@@ -75,13 +76,36 @@ def sites_that_pay(
     wishes.check(cluster)
     on_sites(cluster, workload, cluster.site_names)
     begun_s, rules = now_s(), StageRules(cluster, workload.model.num_experts, wishes.constraints)
-    if wishes.max_loss is not None:
+    asked = wishes
+    if asked.max_loss is not None:
         # Once, for all sites: the many searches here are too short to choose codecs in each.
         with suppress(HybridEPError):
             coded = plan_pipeline(cluster, workload, wishes, time_limit_s=_CODED * time_limit_s)
             wishes = replace(wishes, codecs=coded.codecs, max_loss=None)
     search = _Search(cluster, workload, wishes, rules, begun_s, time_limit_s, report or (lambda what, seconds: None))
-    return search.run()
+    paying = search.run()
+    if paying.fewer is None or wishes is asked:
+        return paying
+    return replace(paying, fewer=_bounded_for_all(paying.fewer, asked))
+
+
+def _bounded_for_all(plan: AnyPlan, wishes: StageWishes) -> AnyPlan:
+    """The plan with a bound that holds for all codecs whose loss is permitted."""
+    assert plan.solver is not None
+    stages, codecs = 1, wishes.shortest(plan.cluster, plan.workload)
+    if isinstance(plan, PipelinePlan):
+        stages = wishes.stages or 2
+    how = solver_report(
+        solver=plan.solver.solver,
+        goal=goal_of(plan.solver),
+        objective_s=plan.predicted.step,
+        bound_s=least_s(plan.cluster, plan.workload, stages, codecs, alike=not wishes.popularity),
+        cost_usd=plan.predicted.cost_usd,
+        bound_usd=least_usd_of_any(plan.cluster, plan.workload),
+        solve_s=plan.solver.solve,
+        proven=False,
+    )
+    return plan.model_copy(update={"solver": how})
 
 
 def among(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,11 @@ def test_fewer_sites_within_a_loss() -> None:
     wishes = StageWishes(max_loss=0.005)
     paying = sites_that_pay(cluster, workload, wishes, time_limit_s=2)
     assert paying.sites and least_of_any(cluster, workload, wishes) <= least_of_any(cluster, workload, StageWishes())
+    fewer = sites_that_pay(cluster, workload, replace(wishes, stages=2), time_limit_s=2).fewer
+    assert isinstance(fewer, PipelinePlan) and fewer.solver is not None
+    least = shortest(permitted(0.005, PAYLOADS), fewer.workload)
+    assert fewer.solver.bound == pytest.approx(least_s(fewer.cluster, fewer.workload, 2, least))
+    assert fewer.solver.objective == pytest.approx(fewer.predicted.step) and fewer.codecs
 
 
 def test_what_does_not_go_with_it() -> None:
