@@ -1,4 +1,5 @@
-"""What lossy codecs cost in final loss, as far as measured (``configs/codecs/losses.yaml``), and which a given loss permits."""
+"""What lossy codecs cost in final loss, as far as measured (``configs/codecs/losses.yaml``), which a given loss permits, and
+which of those are worth a search."""
 
 from __future__ import annotations
 

@@ -61,11 +61,11 @@ def run_stages(
     """Seconds of one step: the stages' passes in the plan's order, with activations between them."""
     conditions, wires, streams = conditions or Conditions(), wiring(pipeline.cluster, fabric), pipeline.schedule.streams
     engine = Engine()
-    network = Fabric(engine, no_symmetry(wires), precision.tolerance, conditions, streams)
-    forth, back = (_between(network, pipeline, down) for down in (True, False))
+    links = Fabric(engine, no_symmetry(wires), precision.tolerance, conditions, streams)
+    forth, back = (_between(links, pipeline, down) for down in (True, False))
     program = _program(stages, forth, back, pipeline.ahead)
-    capacity = network.network.link_capacity_bytes_per_s * conditions.goodput
-    return execute(program, engine, network.network, iter([(0.0, capacity, False)])).makespan_s
+    capacity = links.network.link_capacity_bytes_per_s * conditions.goodput
+    return execute(program, engine, links.network, iter([(0.0, capacity, False)])).makespan_s
 
 
 class _Sending(NamedTuple):

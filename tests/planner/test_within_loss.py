@@ -13,9 +13,10 @@ from hybridep.codec_losses import measured_losses, permitted, with_gates
 from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.config import build
-from hybridep.errors import NoSolutionError, UserError
+from hybridep.errors import InfeasibleError, NoSolutionError, UserError
 from hybridep.plan import Plan
 from planner.check import check
+from planner.goal import Goal
 from planner.stages.bound import least_s
 from planner.within_loss import plan_within_loss
 
@@ -121,3 +122,21 @@ def test_a_search_that_ends_without_a_plan_leaves_those_before(ended: BaseExcept
     assert made.solver is not None and made.solver.bound == pytest.approx(least_s(cluster, workload, 1))
     with pytest.raises(type(ended)):
         plan_within_loss(make, cluster, workload, 0.005, 20.0)
+
+
+def test_that_nothing_is_within_a_budget_is_not_proven() -> None:
+    """Codecs with which no plan was found that is cheap enough count in the bound, those with which none has room do not."""
+    workload, bounds_s = load_workload("tiny", SMALL), []
+    cluster = load_cluster("lab-4dc", ["gpu.price=2 $/h"])
+    for goal in (Goal(), Goal(budget_usd=1.0)):
+        found = [planner.plan(cluster, workload, goal=goal, time_limit_s=1)]
+
+        def make(codecs: dict[str, Codecs], time_limit_s: float, left: list[Plan] = found) -> Plan:
+            if not left:
+                raise InfeasibleError("too dear, or too large")
+            return left.pop()
+
+        solver = plan_within_loss(make, cluster, workload, 0.005, 60).solver
+        assert solver is not None
+        bounds_s.append(solver.bound)
+    assert bounds_s[1] == pytest.approx(least_s(cluster, workload, 1)) and bounds_s[1] < bounds_s[0]
