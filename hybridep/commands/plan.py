@@ -174,6 +174,7 @@ def command(
     import planner
     from hybridep.commands import plan_options
     from hybridep.commands.codecs import read_codecs, read_max_loss
+    from hybridep.commands.fabrics import on_fabric
     from hybridep.commands.inputs import cluster_and_workload, without_sites
     from hybridep.commands.interrupts import hurried_by_interrupts
     from hybridep.commands.plan_request import PlanRequest, make
@@ -194,7 +195,7 @@ def command(
         site, work = without_sites(site, work, without)
     plan_options.require_sites(given, site.name, site.sizes[0])
     if fabric is not None:
-        site = _on_fabric(site, fabric)
+        site = on_fabric(site, fabric)
     record = load_routing(routing) if routing is not None else None
     if record is not None:
         record.require_model(work, Path(str(routing)))
@@ -354,18 +355,6 @@ def _write(plans: Sequence[Plan], files: Sequence[Path]) -> None:
         one.save(path)
 
 
-def _on_fabric(cluster: Cluster, name: str) -> Cluster:
-    from hybridep.commands.scenarios import fabric_of
-    from simulator.routes import with_fabric
-
-    found = fabric_of(name)
-    if found is None or found.wan is None or found.inside.model_fields_set:
-        raise UserError(
-            f"--fabric {name}: plans know what joins sites (wan), and nothing of what is inside them; simulate the rest"
-        )
-    return with_fabric(cluster, found.wan)
-
-
 def _scenarios(cluster: Cluster, paths: Sequence[str], within: float | None, fabric: str | None) -> tuple[Cluster, ...]:
     """The cluster at the rates of each file, and at such as are ``within`` that share of its own."""
     import planner
@@ -376,12 +365,13 @@ def _scenarios(cluster: Cluster, paths: Sequence[str], within: float | None, fab
 
 def _scenario(cluster: Cluster, path: str, fabric: str | None) -> Cluster:
     """The cluster at another file's rates, over the same fabric."""
+    from hybridep.commands.fabrics import on_fabric
     from hybridep.commands.inputs import load_cluster
     from planner.difference import with_rates_of
 
     other = load_cluster(path)
     try:
-        return with_rates_of(cluster, other if fabric is None else _on_fabric(other, fabric))
+        return with_rates_of(cluster, other if fabric is None else on_fabric(other, fabric))
     except UserError as error:
         raise UserError(f"--scenario {path}: {error}") from None
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridep.baselines import Baseline
-from hybridep.commands.inputs import Kind, cluster_and_workload, find, plan_file
+from hybridep.commands.fabrics import MADE_NOW, fabric_of
+from hybridep.commands.inputs import Kind, cluster_and_workload, plan_file
 from hybridep.commands.named_plans import BASELINES, named_plan
-from hybridep.config import load
 from hybridep.errors import UserError
 from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.routing import Routing, load_routing
@@ -40,8 +40,11 @@ def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
 
 
 def resolve(scenario: Scenario) -> AnyPlan:
-    """The plan that a scenario names. Raises what the planner raises, ConfigError and UserError."""
-    names = ("auto", "stages", *BASELINES)
+    """The plan that a scenario names, made for its fabric's trunks where it is no file. Raises what the planner raises,
+    ConfigError, FabricError and UserError."""
+    from simulator.routes import planned_over
+
+    names = (*MADE_NOW, *BASELINES)
     if scenario.plan not in names:
         path = plan_file(scenario.plan, names)
         if scenario.cluster or scenario.workload:
@@ -50,6 +53,7 @@ def resolve(scenario: Scenario) -> AnyPlan:
     if not (scenario.cluster and scenario.workload):
         raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
     cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)
+    cluster = planned_over(cluster, fabric_of(scenario.fabric))
     return named_plan(scenario.plan, cluster, workload, time_limit_s=scenario.planning_time)
 
 
@@ -147,15 +151,6 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     end_s = run.total_s if run is not None else report.step.step_s
     lost = [f"{loss.site} is lost at {format_seconds(loss.at)}" for loss in scenario.course.in_order if loss.at >= end_s]
     return Outcome(plan=plan, report=report, run=run, not_met=(*scenario.conditions.from_s(end_s), *lost))
-
-
-def fabric_of(text: str | None) -> FabricFile | None:
-    """A fabric by its shipped name or its path."""
-    if text is None:
-        return None
-    from simulator.fabric_file import FabricFile
-
-    return load(FabricFile, find(Kind.FABRIC, text))
 
 
 def _first_step(
