@@ -140,10 +140,10 @@ def test_a_new_plan_is_judged_over_the_fabric() -> None:
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("name", ["mesh", "hub", "hub at a site", "ring, both ways", "trunks"])
+@pytest.mark.parametrize("name", ["mesh", "wide mesh", "hub", "hub at a site", "ring, both ways", "trunks"])
 def test_planning_knows_the_fabric_as_it_is(name: str, pairs: bool) -> None:
-    """What it gets is, by itself, what the cluster is over the fabric under the conditions of the moment; once a site is lost, too."""
-    over = FABRICS[name]
+    """What it gets is by itself what the cluster is over the fabric under the conditions of the moment; once a site is lost, too."""
+    over = {**FABRICS, "wide mesh": fabric(wan={"mesh": {"bandwidth": "2 Gbps"}})}[name]
     made = make_plan(6, 2, num_experts=60, throughput=1e15, pairs=pairs)
     data = made.cluster.model_dump(mode="json", exclude_none=True)
     data["sites"] = [{"name": f"dc{site}"} for site in range(6)]
