@@ -109,6 +109,7 @@ def test_plans_of_a_run_are_for_the_ring_as_it_is(small: Inputs, call: Call, mon
     # A look at whether a new plan pays sees links as they are.
     assert trunks(now) == pytest.approx(trunks(left) | {"trunk c -> d": 7.5e6})
     assert [8 * bandwidth for bandwidth in now.access_bytes_per_s[0]] == pytest.approx([100e6, 90e6, 50e6])
+    assert {link.src: 8 * link.bandwidth for link in now.links} == pytest.approx({"a": 100e6, "c": 90e6, "d": 50e6})
 
 
 @pytest.mark.usefixtures("counted")
