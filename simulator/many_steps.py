@@ -15,7 +15,7 @@ from hybridep.config import Duration, Strict, build
 from hybridep.errors import UserError
 from hybridep.pipeline import AnyPlan, build_plan
 from hybridep.routing import Routing
-from hybridep.topology import Cluster, cluster_data, data_with_sites, only_sites
+from hybridep.topology import Cluster, by_themselves, cluster_data, data_with_sites
 from hybridep.units import Dimension, exact, format_seconds
 from simulator.conditions import Conditions, LinkFactors
 from simulator.errors import FabricError, SimulationError, StuckError
@@ -304,7 +304,7 @@ class _Run:
         self._back_s = {site: back_s for site, back_s in self._back_s.items() if back_s > now_s}
         whole = self._whole.cluster
         left = set(whole.site_names) - set(self._back_s)
-        self._plan = self._planning(planned_over(only_sites(whole, left), self._fabric)) if self._back_s else self._whole
+        self._plan = self._planning(planned_over(by_themselves(whole, left), self._fabric)) if self._back_s else self._whole
         self._plans[self._plan.digest] = None
 
     def _replan(self) -> None:
