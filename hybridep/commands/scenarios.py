@@ -13,7 +13,7 @@ from hybridep.baselines import Baseline
 from hybridep.commands.fabrics import MADE_NOW, fabric_of
 from hybridep.commands.inputs import Kind, cluster_and_workload, plan_file
 from hybridep.commands.named_plans import BASELINES, named_plan
-from hybridep.errors import UserError
+from hybridep.errors import InfeasibleError, NoSolutionError, UserError
 from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.routing import Routing, load_routing
 from hybridep.shares import of_sites, on_sites, unequal_shares
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from simulator.report import Report
     from simulator.scenario import Scenario
     from simulator.systems import System
+
+_NAMED = 8
+"""Sites that an error names at most."""
 
 
 def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
@@ -135,9 +138,13 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
 
         def anew(cluster: Cluster) -> AnyPlan:
             # As training does: the sites that are left share out the batch, but where sites have shares of their own.
-            whole = plan.cluster, plan.workload
-            left = of_sites(*whole, cluster.site_names) if unequal_shares(whole[0]) else on_sites(*whole, cluster.site_names)[1]
-            return named_plan(scenario.plan, cluster, left, time_limit_s=scenario.planning_time, before=plan)
+            whole, names = (plan.cluster, plan.workload), cluster.site_names
+            left = of_sites(*whole, names) if unequal_shares(whole[0]) else on_sites(*whole, names)[1]
+            try:
+                return named_plan(scenario.plan, cluster, left, time_limit_s=scenario.planning_time, before=plan)
+            except (InfeasibleError, NoSolutionError) as error:
+                which = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} of {whole[0].sizes[0]} sites"
+                raise type(error)(f"course: a plan anew for {which}: {error}") from None
 
         run = simulate_run(
             plan,
