@@ -77,9 +77,10 @@ class Course(Strict):
         return sorted(self.losses, key=lambda loss: loss.at)
 
     def require(self, cluster: Cluster, fabric: FabricFile | None = None) -> None:
-        """Raises UserError for losses that cannot be: of sites that are not there, or not at that time, of the last site, or of
-        one that a fabric needs; and for sites that no checkpoint takes up again."""
+        """Raises UserError for losses that cannot be: of sites that are not there, or not at that time, of the last site or the
+        last that may hold experts, or of one that a fabric needs; and for sites that no checkpoint takes up again."""
         hub = fabric.wan.hub.at if fabric is not None and fabric.wan is not None and fabric.wan.hub is not None else None
+        without_experts = {site.name for site in cluster.sites if site.experts == 0}
         back_s = dict.fromkeys(cluster.site_names, -math.inf)
         for loss in self.in_order:
             left = [name for name in back_s if back_s[name] <= loss.at]
@@ -88,6 +89,9 @@ class Course(Strict):
                 raise UserError(f"losses: no site {loss.site!r} at {format_seconds(loss.at)}; there are {', '.join(left)}")
             if len(lost) == len(left):
                 raise UserError(f"losses: {loss.site} is the last site at {format_seconds(loss.at)}")
+            if not set(left) - set(lost) - without_experts:
+                at = f"{loss.site} is the last site with experts at {format_seconds(loss.at)}"
+                raise UserError(f"losses: {at}; sites.*.experts is 0 at the others")
             if any(hub in cluster.site_labels(cluster.site_names.index(name)) for name in lost):
                 raise FabricError(f"losses: {loss.site} is the fabric's hub (wan.hub.at), which must remain")
             if math.isfinite(loss.back_s) and loss.back_s > loss.at + self.restart and not self.checkpoint_every:

@@ -21,8 +21,8 @@ def usual_s() -> float:
     return simulate_step(PLAN).step_s
 
 
-def ep(cluster: Cluster) -> Plan:
-    return Plan(cluster=cluster, workload=PLAN.workload, layers=PLAN.layers)
+def ep(cluster: Cluster, like: Plan = PLAN) -> Plan:
+    return Plan(cluster=cluster, workload=like.workload, layers=like.layers)
 
 
 def gathering(cluster: Cluster) -> Plan:
@@ -194,6 +194,10 @@ def test_misuse() -> None:
         losses = [{"site": name, "at": "9 h"} for name in ([names] if isinstance(names, str) else names)]
         with pytest.raises(UserError, match=problem):
             simulate_run(PLAN, course(steps=1, losses=losses), planning=ep)
+    holding = make_plan(3, 2, sites=[{"name": "s0"}, {"name": "s1", "experts": 0}, {"name": "s2", "experts": 0}])
+    with pytest.raises(UserError, match="losses: s0 is the last site with experts at 0 us"):
+        simulate_run(holding, course(losses=[{"site": "s0", "at": "0 s"}]), planning=ep)
+    simulate_run(holding, course(losses=[{"site": "s1", "at": "0 s"}]), planning=lambda cluster: ep(cluster, holding))
     for every, problem in ((1, "no site 's1' at 5400 s; there are s0, s2, s3"), (0, "give checkpoint_every")):
         losses = [{"site": "s1", "at": "1 h", "back": "2 h"}, {"site": "s1", "at": "1.5 h"}]
         with pytest.raises(UserError, match=problem):
