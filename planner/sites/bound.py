@@ -198,7 +198,7 @@ def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) ->
     return _Part(box, duals, min(best_s, float(_by_duals_s(relaxation, narrow, program, [duals])[0]))), duals
 
 
-WIDTH, SHARE, TOGETHER = 16, 16, 50_000
+WIDTH, SHARE, TOGETHER = 16, 8, 50_000
 """At most so many boxes are cut at once, the lowest ones and one in so many of those that are open; tables over their halves
 (``Limits``) have at most so many entries."""
 MOST_KNOWN = 16
