@@ -46,6 +46,7 @@ def resolve(scenario: Scenario) -> AnyPlan:
     """The plan that a scenario names, made for its fabric's trunks where it is no file. Raises what the planner raises,
     ConfigError, FabricError and UserError."""
     from simulator.routes import planned_over
+    from simulator.wiring import wiring
 
     names = (*MADE_NOW, *BASELINES)
     if scenario.plan not in names:
@@ -56,7 +57,11 @@ def resolve(scenario: Scenario) -> AnyPlan:
     if not (scenario.cluster and scenario.workload):
         raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
     cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)
-    cluster = planned_over(cluster, fabric_of(scenario.fabric))
+    # Said at once, and not once a plan is made.
+    fabric = fabric_of(scenario.fabric)
+    scenario.course.require(cluster, fabric)
+    scenario.conditions.require(cluster, wiring(cluster, fabric).link_names)
+    cluster = planned_over(cluster, fabric)
     return named_plan(scenario.plan, cluster, workload, time_limit_s=scenario.planning_time)
 
 
