@@ -18,7 +18,7 @@ from hybridep.plan import Plan
 from planner.check import check
 from planner.goal import Goal
 from planner.stages.bound import least_s
-from planner.within_loss import plan_within_loss
+from planner.within_loss import plans_within_loss
 
 REFERENCE = Path(__file__).resolve().parents[2] / "experiments" / "codec-loss" / "reference.csv"
 SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
@@ -96,10 +96,10 @@ def test_codecs_that_need_copies_that_stay_are_not_given_to_others() -> None:
     short = {"first_layer": 0, "num_layers": 3, "domains": {"dc": 4, "gpu": 2}, "migration": {}, "residency": "microbatch"}
     data = found.model_dump(mode="json") | {"layers": [short]}
 
-    def make(codecs: dict[str, Codecs], time_limit_s: float) -> Plan:
-        return build(Plan, data | {"codecs": codecs}, "plan")
+    def make(codecs: dict[str, Codecs], time_limit_s: float) -> list[Plan]:
+        return [build(Plan, data | {"codecs": codecs}, "plan")]
 
-    chosen = plan_within_loss(make, cluster, workload, 0.005, 1e-9)
+    [chosen] = plans_within_loss(make, cluster, workload, 1, max_loss=0.005, time_limit_s=1e-9)
     # A quarter of the bytes, were it not for that.
     assert chosen.codecs["dc"].experts is ExpertCodec.BF16
     build(Plan, chosen.model_dump(mode="json"), "plan")
@@ -109,19 +109,19 @@ def test_codecs_that_need_copies_that_stay_are_not_given_to_others() -> None:
 def test_a_search_that_ends_without_a_plan_leaves_those_before(ended: BaseException) -> None:
     cluster, workload, calls = load_cluster("lab-4dc"), load_workload("tiny", SMALL), list[Plan]()
 
-    def make(codecs: dict[str, Codecs], time_limit_s: float) -> Plan:
+    def make(codecs: dict[str, Codecs], time_limit_s: float) -> list[Plan]:
         if calls:
             raise ended
         calls.append(planner.plan(cluster, workload, codecs=codecs, time_limit_s=time_limit_s))
-        return calls[0]
+        return calls
 
-    made = plan_within_loss(make, cluster, workload, 0.005, 20.0)
+    [made] = plans_within_loss(make, cluster, workload, 1, max_loss=0.005, time_limit_s=20.0)
     check(made)
     assert made.predicted.step <= calls[0].predicted.step
     # Nothing is proven of codecs for which nothing was searched.
     assert made.solver is not None and made.solver.bound == pytest.approx(least_s(cluster, workload, 1))
     with pytest.raises(type(ended)):
-        plan_within_loss(make, cluster, workload, 0.005, 20.0)
+        plans_within_loss(make, cluster, workload, 1, max_loss=0.005, time_limit_s=20.0)
 
 
 def test_that_nothing_is_within_a_budget_is_not_proven() -> None:
@@ -131,12 +131,12 @@ def test_that_nothing_is_within_a_budget_is_not_proven() -> None:
     for goal in (Goal(), Goal(budget_usd=1.0)):
         found = [planner.plan(cluster, workload, goal=goal, time_limit_s=1)]
 
-        def make(codecs: dict[str, Codecs], time_limit_s: float, left: list[Plan] = found) -> Plan:
+        def make(codecs: dict[str, Codecs], time_limit_s: float, left: list[Plan] = found) -> list[Plan]:
             if not left:
                 raise InfeasibleError("too dear, or too large")
-            return left.pop()
+            return [left.pop()]
 
-        solver = plan_within_loss(make, cluster, workload, 0.005, 60).solver
+        solver = plans_within_loss(make, cluster, workload, 1, max_loss=0.005, time_limit_s=60)[0].solver
         assert solver is not None
         bounds_s.append(solver.bound)
     assert bounds_s[1] == pytest.approx(least_s(cluster, workload, 1)) and bounds_s[1] < bounds_s[0]
