@@ -316,7 +316,7 @@ class PlanReport:
             entries["choice"] = made.choice.to_json()
         if self.several:
             entries["plans"] = [
-                {"step_s": one.prediction and one.prediction.step, "output": str(path)}
+                {"step_s": one.predicted.step, "lossy_codecs": lossy_codecs(one), "output": str(path)}
                 for one, path in zip(made.plans, self.files, strict=True)
             ]
             for entry, step_s in zip(entries["plans"], made.simulated_s, strict=False):

@@ -209,7 +209,12 @@ class _Told:
             more[f"least_of_any_sites_{'usd' if self.goal.objective is Objective.DOLLARS else 's'}"] = self.least
         if self.several:
             more["plans"] = [
-                {"step_s": one.plan.predicted.expected_s, "simulated_s": one.simulated_s, "output": str(path)}
+                {
+                    "step_s": one.plan.predicted.expected_s,
+                    "simulated_s": one.simulated_s,
+                    "lossy_codecs": lossy_codecs(one.plan),
+                    "output": str(path),
+                }
                 for one, path in zip(self.top, self.files, strict=True)
             ]
         if self.upgrades is not None:

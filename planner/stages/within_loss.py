@@ -38,7 +38,7 @@ def pipelines_within_loss(
     nothing."""
     assert wishes.max_loss is not None
     begun_s, choice = now_s(), _Choice(cluster, workload, wishes)
-    every = worthwhile(permitted(wishes.max_loss, PAYLOADS), workload, cluster.gpu.coding)
+    every = choices(cluster, workload, wishes.max_loss)
     looked = _first(choice, make, every, time_limit_s)
     searched: list[Costed] = []
     try:
@@ -50,6 +50,29 @@ def pipelines_within_loss(
         return choice.coded([*looked[:_RATED], *searched], codecs)
     except KeyboardInterrupt:
         return min((one for one in (searched, looked) if one), key=lambda found: choice.worth(found[0]))
+
+
+def choices(cluster: Cluster, workload: Workload, max_loss: float) -> list[Codecs]:
+    """Codecs between sites whose measured losses add up to at most ``max_loss``, of which no other is better in everything."""
+    return worthwhile(permitted(max_loss, PAYLOADS), workload, cluster.gpu.coding)
+
+
+def recoded(found: Costed, codecs: Codecs, store: Store) -> Costed | None:
+    """The pipeline with these codecs between sites, and layers that compute again where it takes that to fit; None where nothing
+    does. ``store``: what was found of stages before, and is now."""
+    by_level = {found.plan.cluster.levels[0].name: codecs} if codecs.lossy else {}
+    if found.plan.codecs == by_level:
+        return found
+    try:
+        plan = found.plan.coded(by_level)
+    except ValueError:
+        return None
+    made = costed(plan, store=store)
+    if not made.fits:
+        stages = zip(plan.plans, rooms(plan), strict=True)
+        inside = [fitting(stage, stage.layers, room, store) for stage, room in stages]
+        made = costed(plan.with_layers([one.layers for one in inside]), inside)
+    return made if made.fits else None
 
 
 def _first(choice: _Choice, make: Make, every: Sequence[Codecs], time_limit_s: float) -> list[Costed]:
@@ -78,7 +101,8 @@ class _Choice:
 
     def wishes_with(self, codecs: Codecs) -> StageWishes:
         """Wishes with these codecs between sites."""
-        return replace(self.wishes, codecs=self._by_level(codecs), max_loss=None)
+        by_level = {self.cluster.levels[0].name: codecs} if codecs.lossy else {}
+        return replace(self.wishes, codecs=by_level, max_loss=None)
 
     def best(self, found: Sequence[Costed], every: Sequence[Codecs]) -> Codecs:
         """Of ``every`` codecs those with which one of the pipelines is best; of equally good ones those with which messages of
@@ -89,7 +113,7 @@ class _Choice:
 
     def coded(self, found: Sequence[Costed], codecs: Codecs) -> list[Costed]:
         """All of them that have room with these codecs, the best first."""
-        made = [coded for one in found if (coded := self._coded(one, codecs)) is not None]
+        made = [coded for one in found if (coded := recoded(one, codecs, self._store)) is not None]
         return sorted({one.plan.digest: one for one in made}.values(), key=self.worth)
 
     def least(self, found: Sequence[Costed], codecs: Codecs) -> float:
@@ -104,21 +128,3 @@ class _Choice:
     def _best_worth(self, found: Sequence[Costed], codecs: Codecs) -> Worth:
         """Of the best of them with these codecs; infinite where none has room."""
         return min((self.worth(one) for one in self.coded(found, codecs)), default=(math.inf, math.inf))
-
-    def _coded(self, found: Costed, codecs: Codecs) -> Costed | None:
-        """With these codecs, and layers that compute again where it takes that to fit; None where nothing does."""
-        if found.plan.codecs == self._by_level(codecs):
-            return found
-        try:
-            plan = found.plan.coded(self._by_level(codecs))
-        except ValueError:
-            return None
-        made = costed(plan, store=self._store)
-        if not made.fits:
-            stages = zip(plan.plans, rooms(plan), strict=True)
-            inside = [fitting(stage, stage.layers, room, self._store) for stage, room in stages]
-            made = costed(plan.with_layers([one.layers for one in inside]), inside)
-        return made if made.fits else None
-
-    def _by_level(self, codecs: Codecs) -> dict[str, Codecs]:
-        return {self.cluster.levels[0].name: codecs} if codecs.lossy else {}
