@@ -12,7 +12,6 @@ import numpy as np
 from hybridep.codecs import Codecs
 from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
-from hybridep.recompute import Recompute
 from hybridep.sites import Site
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -105,11 +104,7 @@ def plan_for_scenarios(
         robust = table_plan(problem, solution.found.table, solution.found.configuration)
         if at(nominal) <= solution.found.rank[1]:
             robust = nominal
-        bound_s = solution.bound_s
-        if again is not Recompute.NOTHING:
-            # That nothing fits which computes less again is not proven. Computation takes as long in every scenario.
-            bound_s = min(bound_s, least_s(cluster, workload, 1))
-        return _Made(plan=with_fewest(robust, free, at), nominal=with_fewest(nominal, free), bound_s=bound_s)
+        return _Made(plan=with_fewest(robust, free, at), nominal=with_fewest(nominal, free), bound_s=solution.bound_s)
 
     if max_loss is None:
         made = make(codecs or {}, time_limit_s)
@@ -156,6 +151,7 @@ def _within_loss(
     bound_s = min(one.bound_s for one in searched.found)
     if searched.unknown:
         plans.append(coded(searched.found[0].plan, searched.unknown[0]))
+        # Computation takes as long in every scenario.
         bound_s = min(bound_s, least_s(cluster, workload, 1))
     best = plain(min(plans, key=at_if_possible), at_if_possible)
     if best is not nominal:

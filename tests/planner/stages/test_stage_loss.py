@@ -91,7 +91,6 @@ def test_a_search_with_codecs_to_choose_does_as_well_as_one_with_any(seed: int, 
     best = made[0]
     chosen = best.codecs["dc"]
     assert sum(max(gate.relative, 0.0) for gate in chosen.gates.values()) <= 0.005 and set(chosen.gates) == set(chosen.lossy)
-    assert all(one.codecs == best.codecs for one in made)
     assert best.predicted.step == pytest.approx(costed(build(PipelinePlan, best.model_dump(mode="json"), "plan")).times.step_s)
     # Each of its codecs brings something.
     for kind_of in chosen.lossy:
