@@ -201,6 +201,7 @@ def _search(choice: _Choice, workload: Workload, wishes: StageWishes, time_limit
         if choice.plan is before:
             break
     if wishes.max_loss is not None:
+        choice.consider(_with_other_codecs(choice, wishes.max_loss), in_time=False)
         choice.leave_useless_out()
 
 
@@ -241,10 +242,10 @@ class _Choice:
         """With this one."""
         self.plan, self.steps_s = plan, tuple(expected_over(plan, one, self.store) for one in self.scenarios)
 
-    def consider(self, plans: Iterable[PipelinePlan]) -> None:
-        """Take those that are better than the best before."""
+    def consider(self, plans: Iterable[PipelinePlan], *, in_time: bool = True) -> None:
+        """Take those that are better than the best before, while there is time, or all of them."""
         for plan in plans:
-            if now_s() > self.until_s:
+            if in_time and now_s() > self.until_s:
                 return
             if (steps_s := self._steps_if_better(plan)) is not None:
                 self.plan, self.steps_s = plan, steps_s
