@@ -90,7 +90,8 @@ if TYPE_CHECKING:
 @click.option(
     "--max-loss",
     metavar="SHARE",
-    help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without.",
+    help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without. With --top "
+    "plans may differ in codecs.",
 )
 @click.option("--prefetch", is_flag=True, help="Also try copies that set out blocks ahead and give way to tokens.")
 @click.option(
