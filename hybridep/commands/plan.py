@@ -224,6 +224,7 @@ def command(
             output=output,
             figure=figure,
             upgrades=upgrades,
+            compare=compare,
             scenarios=rates,
             quantile=quantile,
             explain=whole,

@@ -9,9 +9,10 @@ import click
 from hybridep.errors import UserError
 
 _RATES, _PRICES = ("--scenario", "--within"), ("--objective", "--budget")
-_ONE_PLAN = ("--compare", "--simulate", "--no-simulate", "--pool")
+_ONE_PLAN = ("--simulate", "--no-simulate", "--pool")
 NOT_TOGETHER: tuple[tuple[Sequence[str], Sequence[str], str], ...] = (
     ((*_ONE_PLAN, "--prefetch", "--chunks"), ("--stages",), ""),
+    (("--compare",), ("--fewer-sites",), "other planners choose no sites"),
     (("--fewer-sites",), (*_RATES, "--upgrades"), "which sites pay changes with their links"),
     (("--top", "--pool", "--simulate"), _RATES, "plans for scenarios are one plan, not for known rates"),
     (("--prefetch",), _RATES, "plans for scenarios know no copies ahead"),

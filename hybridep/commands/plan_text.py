@@ -210,10 +210,10 @@ def reason(chosen: _Option, option: _Option) -> str:
     return f"{format_seconds(abs(more))} {'longer' if more > 0 else 'shorter'}: {'; '.join(told)}"
 
 
-def show_others(others: Mapping[str, OtherPlan]) -> None:
-    """What other planners would do."""
+def show_others(others: Mapping[str, OtherPlan], what: str = "") -> None:
+    """What other planners would do; ``what``: more of what that is."""
     if others:
-        click.echo("other planners, by who serves whom between sites, each with what is best for that inside sites:")
+        click.echo(f"other planners{what}, by who serves whom between sites, each with what is best for that inside sites:")
     for name, other in others.items():
         note = "" if other.fits else " (does not fit)"
         click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")

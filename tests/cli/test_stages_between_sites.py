@@ -9,6 +9,7 @@ from cli_cases import Call, Inputs, in_stages
 
 from hybridep.pipeline import PipelinePlan, load_any_plan
 from hybridep.plan import Plan
+from planner.sites.others import OTHERS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,6 +57,16 @@ def test_codecs_by_their_loss_beside_other_wishes(inputs: Inputs, call: Call) ->
     assert [one["kind"] for one in within.json["lossy_codecs"]] == ["activations"]
     _, either = in_stages(inputs, call, "--stages", "auto", "--within", "0.3", *loss)
     assert either.code == 0 and either.json["robust"]["step_s"] <= within.json["robust"]["step_s"] * 1.001
+
+
+def test_other_planners_beside_stages(inputs: Inputs, call: Call) -> None:
+    path, result = in_stages(inputs, call, "--stages", "2", "--compare", "--json")
+    assert result.code == 0, result.err
+    told, plan = result.json["planners"], load_any_plan(path)
+    assert set(told) == set(OTHERS) and told["full_gather"]["step_s"] == pytest.approx(result.json["baselines"]["full_gather"])
+    assert all(one["gain"] == pytest.approx(one["step_s"] / plan.predicted.step) for one in told.values())
+    _, shown = in_stages(inputs, call, "--stages", "2", "--compare")
+    assert "other planners, without stages, by who serves whom" in shown.out and "\n  faster_moe: " in shown.out
 
 
 def test_stages_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:
