@@ -10,7 +10,7 @@ import numpy as np
 from hybridep.arrays import IntArray
 from hybridep.errors import NoSolutionError
 from hybridep.plan import Objective
-from hybridep.recompute import ALL, Recompute
+from hybridep.recompute import ALL
 from planner.clock import elapsed_s, now_s
 from planner.price import step_usd
 from planner.sites import oracle
@@ -81,8 +81,7 @@ class Wishes:
     keep: int = 1
     """Different plans to keep."""
     scenarios: tuple[SiteProblem, ...] = ()
-    """The same sites with other links; the step is then that at ``quantile`` of these, and its bound holds whatever is computed
-    again."""
+    """The same sites with other links; the step is then that at ``quantile`` of these."""
     quantile: float = 1.0
     """1 plans for the worst."""
     seeds: tuple[IntArray, ...] = ()
@@ -143,9 +142,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     if search.best is None:
         raise NoSolutionError(f"no plan was looked at within {limit_s:g} s; give it more time (--time-limit)")
     assert search.best.cost is not None
-    best_s = search.best.cost.step_s if in_dollars else search.best.rank[1]
-    # Over scenarios what is proven holds, too, for tables that compute less again: that none of them fits is not.
-    scenarios = [replace(one, recompute=Recompute.NOTHING) for one in wishes.scenarios] or [problem]
+    best_s, scenarios = search.best.cost.step_s if in_dollars else search.best.rank[1], search.scenarios
     proofs: list[Proof] = []
     worth_proving = search.best.rank[0] == 0 or problem.recompute is ALL
     for number, one in enumerate(scenarios if worth_proving else ()):

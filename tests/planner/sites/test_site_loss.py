@@ -7,16 +7,18 @@ from itertools import product
 
 import numpy as np
 import pytest
-from site_cases import small_workload, uneven_cluster
+from site_cases import random_access_cluster, small_workload, uneven_cluster
 
 import planner
 from hybridep.codec_losses import permitted, worthwhile
 from hybridep.codecs import Codecs, TokenCodec
+from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Plan, copies_last
 from hybridep.recompute import ALL, Recompute
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner import robust
 from planner.check import check
 from planner.evaluate import evaluate
 from planner.plans import predict
@@ -143,9 +145,27 @@ def test_the_next_best_against_every_plan_with_every_codec(seed: int, max_loss: 
 
 def test_bounds_over_scenarios_hold_for_what_computes_less_again() -> None:
     """Which a search that computes more again takes for too large without having tried all."""
-    cluster, workload = given(3, 3, 3)
-    cluster = cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"throughput": 1e8})})
+    cluster, workload = random_access_cluster(3, 3), given(3, 3, 3)[1]
+    cluster = cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"throughput": 1e9})})
     problems = [site_problem(cluster, workload, None, recompute=again) for again in (ALL, Recompute.NOTHING)]
     again, nothing = (solve_sites(one, Wishes(time_limit_s=2, scenarios=(one,))) for one in problems)
     assert again.bound_s <= nothing.found.rank[1] < again.found.rank[1]
     assert again.bound_s > 0.5 * nothing.found.rank[1]
+
+
+def test_what_serves_nothing_at_the_quantile_is_left_out() -> None:
+    """Where no experts are copied nothing is won by coding them, however they come to be coded."""
+    cluster, workload = given(1)
+    nominal, tokens_travel = planner.plan(cluster, workload, time_limit_s=1), planner.baseline(cluster, workload, "ep")
+
+    def make(codecs: dict[str, Codecs], time_limit_s: float) -> robust._Made:
+        data = tokens_travel.model_dump(mode="json") | {"codecs": codecs}
+        return robust._Made(plan=build(Plan, data, "plan"), nominal=nominal, bound_s=0.0)
+
+    def at_any_rate(plan: Plan) -> float:
+        """As if no other plan were as fast."""
+        return evaluate(plan)[0].step_s + float(plan.layers == nominal.layers)
+
+    found = robust._within_loss(make, at_any_rate, cluster, workload, 0.0011, 5.0)
+    assert found.plan.layers == tokens_travel.layers and set(found.plan.codecs["dc"].lossy) == {"tokens", "gradients"}
+    assert found.plan.solver is None and found.plan.predicted.step == evaluate(found.plan)[0].step_s
