@@ -71,7 +71,7 @@ def losses(plan: Plan) -> float:
 def test_scenarios_against_every_plan_with_every_codec(seed: int, quantile: float, max_loss: float) -> None:
     cluster, workload = given(seed)
     scenarios = planner.interval_scenarios(cluster, 0.6, draws=1)
-    made = planner.plan_for_scenarios(cluster, workload, scenarios, quantile=quantile, max_loss=max_loss, time_limit_s=4)
+    made = planner.plan_for_scenarios(cluster, workload, scenarios, quantile=quantile, max_loss=max_loss, time_limit_s=2)
     best_s = min(at(plan, scenarios, quantile) for plan in every_plan(cluster, workload, max_loss))
     assert made.step_s == pytest.approx(best_s, rel=1e-9)
     assert made.bound_s <= best_s * (1 + 1e-12)
@@ -123,7 +123,7 @@ def test_scenarios_within_a_loss_beside_those_with_each_codec(monkeypatch: pytes
 @pytest.mark.parametrize(("seed", "max_loss"), [(1, LOSSES[0]), (4, LOSSES[1])])
 def test_the_next_best_against_every_plan_with_every_codec(seed: int, max_loss: float) -> None:
     cluster, workload = given(seed)
-    made = planner.plans(cluster, workload, 5, max_loss=max_loss, time_limit_s=4)
+    made = planner.plans(cluster, workload, 5, max_loss=max_loss, time_limit_s=2)
     steps_s = [one.predicted.step for one in made]
     assert len(made) == 5 and steps_s == sorted(steps_s) and len({one.digest for one in made}) == 5
     every: dict[str, float] = {}
