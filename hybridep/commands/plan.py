@@ -90,7 +90,8 @@ if TYPE_CHECKING:
 @click.option(
     "--max-loss",
     metavar="SHARE",
-    help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without.",
+    help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without. With --top "
+    "plans may differ in codecs.",
 )
 @click.option("--prefetch", is_flag=True, help="Also try copies that set out blocks ahead and give way to tokens.")
 @click.option(
@@ -224,6 +225,7 @@ def command(
             output=output,
             figure=figure,
             upgrades=upgrades,
+            compare=compare,
             scenarios=rates,
             quantile=quantile,
             explain=whole,
@@ -317,7 +319,7 @@ class PlanReport:
             entries["choice"] = made.choice.to_json()
         if self.several:
             entries["plans"] = [
-                {"step_s": one.prediction and one.prediction.step, "output": str(path)}
+                {"step_s": one.predicted.step, "lossy_codecs": lossy_codecs(one), "output": str(path)}
                 for one, path in zip(made.plans, self.files, strict=True)
             ]
             for entry, step_s in zip(entries["plans"], made.simulated_s, strict=False):

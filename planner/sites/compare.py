@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybridep.baselines import Baseline, baseline_like
 from hybridep.errors import UserError
+from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.plan import Plan
+from hybridep.recompute import Recompute, cheapest_first
 from planner.constraints import Constraints
 from planner.evaluate import evaluate
 from planner.sites.others import OTHERS, other_plan
 from planner.sites.plans import table_plan
-from planner.sites.problem import site_problem
+from planner.sites.problem import SiteProblem, site_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,22 +29,34 @@ class OtherPlan:
     fits: bool
 
 
-def compare_planners(plan: Plan, constraints: Constraints | None = None) -> dict[str, OtherPlan]:
+def compare_planners(plan: AnyPlan, constraints: Constraints | None = None) -> dict[str, OtherPlan]:
     """By planner, in a fixed order, with the plan's schedule; with rules, their tables are made to keep them. All place experts
-    as if they were equally popular, and are costed with the popularity that the plan has. Raises UserError for one site."""
+    as if they were equally popular, and are costed with the popularity that the plan has. None has stages; beside a pipeline
+    their layers compute no more again than it takes to fit, else as the plan's do. Raises UserError for one site."""
     if plan.cluster.sizes[0] < 2:
         raise UserError(f"cluster {plan.cluster.name}: comparing planners between sites needs two sites")
-    again = plan.recomputes
-    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs, recompute=again)
-    step_s = plan.prediction.step if plan.prediction is not None else evaluate(plan)[0].step_s
-    others = {}
-    for name in OTHERS:
+    if isinstance(plan, PipelinePlan):
+        like, again = baseline_like(plan, Baseline.EP), (Recompute.NOTHING, *cheapest_first(plan.workload))
+        step_s = plan.predicted.step
+    else:
+        like, again = plan, (plan.recomputes,)
+        step_s = plan.prediction.step if plan.prediction is not None else evaluate(plan)[0].step_s
+    problems = [
+        site_problem(like.cluster, like.workload, like.schedule, constraints, codecs=like.codecs, recompute=one) for one in again
+    ]
+    return {name: _first_that_fits(name, problems, like, step_s) for name in OTHERS}
+
+
+def _first_that_fits(name: str, problems: Sequence[SiteProblem], like: Plan, step_s: float) -> OtherPlan:
+    """What this planner reaches in the first of the problems in which its plan fits, or in the last one."""
+    for problem in problems:
         found = other_plan(problem, name)
         assert found.cost is not None and found.configuration is not None
         other_s, memory_bytes, fits = found.cost.step_s, found.cost.memory_bytes, found.rank[0] == 0
-        if plan.schedule.prefetch or plan.popularity:
+        if like.schedule.prefetch or like.popularity:
             other = table_plan(problem, found.table, found.configuration)
-            cost, memory = evaluate(other.model_copy(update={"popularity": plan.popularity}))
+            cost, memory = evaluate(other.model_copy(update={"popularity": like.popularity}))
             other_s, memory_bytes, fits = cost.step_s, memory.fullest_bytes, memory.fits
-        others[name] = OtherPlan(step_s=other_s, gain=other_s / step_s, memory_bytes=memory_bytes, fits=fits)
-    return others
+        if fits:
+            break
+    return OtherPlan(step_s=other_s, gain=other_s / step_s, memory_bytes=memory_bytes, fits=fits)
