@@ -60,20 +60,26 @@ def pipeline_for_scenarios(
     quantile: float = 1.0,
     time_limit_s: float = 60.0,
     report: Report | None = None,
+    known: PipelinePlan | None = None,
 ) -> RobustPipeline:
     """The pipeline whose step at ``quantile`` of the scenarios (1: in the worst) is shortest, of those found for the given rates
     and for some scenarios, and by small changes; never worse there than the one for ``cluster`` itself. Where codecs are to be
     chosen (``StageWishes.max_loss``), those with which it is shortest at the quantile, and the bound is for all that are
     permitted. By the step's time, whatever the goal. Of the scenarios count the rates between sites; all else, and with it what
-    fits, is as in ``cluster``. On KeyboardInterrupt, once there is a plan, the best so far. ``report`` as that of
-    ``plan_pipelines``, told of plans for the nominal rates. Raises UserError for scenarios with other sites, and what
-    ``plan_pipelines`` raises."""
+    fits, is as in ``cluster``. On KeyboardInterrupt, once there is a plan, the best so far: at worst the one that is ``known``
+    from a search before. ``report`` as that of ``plan_pipelines``, told of plans for the nominal rates. Raises UserError for
+    scenarios with other sites, and what ``plan_pipelines`` raises."""
     wishes = replace(wishes or StageWishes(), goal=FASTEST)
     scenarios = at_their_rates(cluster, scenarios, quantile)
     began_s, asked_s = now_s(), elapsed_s()
     until_s = began_s + time_limit_s
     limit_s = _NOMINAL * time_limit_s
-    made = plan_pipelines(cluster, workload, wishes, _CANDIDATES, time_limit_s=limit_s, report=report)
+    try:
+        made = plan_pipelines(cluster, workload, wishes, _CANDIDATES, time_limit_s=limit_s, report=report)
+    except KeyboardInterrupt:
+        if known is None:
+            raise
+        made, until_s = [known], -math.inf
     nominal, choice = made[0], _Choice(scenarios, quantile, until_s)
     try:
         choice.begin(nominal)
@@ -135,10 +141,16 @@ def staged_for_scenarios(
         return at_quantile([expected_over(plan, one) for one in scenarios], quantile)
 
     ours_s, other_s, why_not = math.inf, math.inf, ""
+    looked: PipelinePlan | None = None
     try:
-        ours_s = of_step_s(plan_pipeline(cluster, workload, wishes, time_limit_s=look_s))
+        looked = plan_pipeline(cluster, workload, wishes, time_limit_s=look_s)
+        ours_s = of_step_s(looked)
     except HybridEPError as error:
         why_not = str(error)
+    except KeyboardInterrupt:
+        if looked is None:
+            raise
+        ours_s = of_step_s(looked)
     try:
         other_s = of_step_s(without_stages(cluster, workload, wishes, look_s))
     except HybridEPError:
@@ -150,7 +162,7 @@ def staged_for_scenarios(
     if ours_s < math.inf and ours_s <= _FAR * other_s:
         limit_s = left_s(1.0 if other_s > _FAR * ours_s else _EACH)
         pipeline = pipeline_for_scenarios(
-            cluster, workload, scenarios, wishes, quantile=quantile, time_limit_s=limit_s, report=report
+            cluster, workload, scenarios, wishes, quantile=quantile, time_limit_s=limit_s, report=report, known=looked
         )
         if other_s > _FAR * ours_s:
             return pipeline

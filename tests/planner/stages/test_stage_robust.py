@@ -15,7 +15,7 @@ from hybridep.errors import InfeasibleError, UserError
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import Plan
 from hybridep.topology import Cluster
-from planner import StageWishes, interval_scenarios
+from planner import StageWishes, interval_scenarios, plan_pipeline
 from planner.clock import timed_by
 from planner.evaluate import expected_s
 from planner.sites.search import at_quantile
@@ -132,6 +132,32 @@ def test_an_interrupt_beside_the_search_leaves_it_too(monkeypatch: pytest.Monkey
     if what == "expected_over":
         # No more is searched after the interrupt.
         assert len(calls) == 1 + len(scenarios) and found.steps_s == found.nominal_steps_s
+
+
+@pytest.mark.parametrize("what", ["expected_over", "plan_pipelines"])
+def test_an_interrupt_after_the_first_look_leaves_its_pipeline(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """While it is costed in the scenarios, and in the next search before that has a plan."""
+    usual, calls, looked = getattr(robust, what), list[object](), list[PipelinePlan]()
+
+    def interrupted_once(*given: Any, **more: Any) -> Any:
+        calls.append(what)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return usual(*given, **more)
+
+    def noted(*given: Any, **more: Any) -> PipelinePlan:
+        looked.append(plan_pipeline(*given, **more))
+        return looked[-1]
+
+    monkeypatch.setattr(robust, what, interrupted_once)
+    monkeypatch.setattr(robust, "plan_pipeline", noted)
+    nominal, *scenarios = drawn(range(3), 3)
+    found = staged_for_scenarios(nominal, layered_workload(4), scenarios, StageWishes(), time_limit_s=2)
+    assert isinstance(found, RobustPipeline) and calls
+    assert found.step_s <= at_quantile(over(looked[0], scenarios), 1.0) * (1 + 1e-9)
+    if what == "plan_pipelines":
+        # No more is searched after the interrupt.
+        assert len(calls) == 1 and found.plan.stages == looked[0].stages and found.steps_s == found.nominal_steps_s
 
 
 def test_an_interrupt_before_there_is_a_plan_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
