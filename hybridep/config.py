@@ -16,6 +16,7 @@ from typing import IO, Annotated, Any, Self, TypeVar, Union, get_args, get_origi
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PlainValidator, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from hybridep.errors import ConfigError, UserError
 from hybridep.units import Dimension, exact, parse
@@ -39,6 +40,15 @@ class Strict(BaseModel):
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
         return copied
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """As pydantic makes it, but that an interrupt stays one: pydantic tells of whatever a serializer raises as an error."""
+        try:
+            return super().model_dump(**options)
+        except PydanticSerializationError as error:
+            if error.__cause__ is None or isinstance(error.__cause__, Exception):
+                raise
+            raise error.__cause__ from None
 
 
 _LEAST, _MOST = 1e-18, 1e30

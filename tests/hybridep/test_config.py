@@ -2,6 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic_core import PydanticSerializationError
 
 from hybridep.config import apply_override, load, read_csv, replacing, write_text, write_yaml
 from hybridep.errors import ConfigError, UserError
@@ -184,3 +185,19 @@ def test_what_is_cached_in_them_does_not_make_clusters_differ(tmp_path):
     assert first.coordinates is not second.coordinates
     assert first == second and hash(first) == hash(second)
     assert first != other and first != "two"
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [(KeyboardInterrupt, KeyboardInterrupt), (SystemExit, SystemExit), (ZeroDivisionError, PydanticSerializationError)],
+)
+def test_an_interrupt_while_values_are_written_stays_one(tmp_path, monkeypatch, raised, told):
+    """pydantic makes an error of it, which nothing would take for an interrupt."""
+    cluster = load(Cluster, cluster_file(tmp_path, GOOD))
+
+    def ends(*_):
+        raise raised
+
+    monkeypatch.setattr("hybridep.config.exact", ends)
+    with pytest.raises(told):
+        cluster.model_dump(mode="json")
