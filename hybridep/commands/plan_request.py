@@ -153,31 +153,38 @@ def _pooled(request: PlanRequest) -> MadePlans:
 
 
 def _chosen_by_simulation(request: PlanRequest) -> MadePlans:
-    """One plan, which a simulation chooses from more than were asked for."""
+    """One plan, which a simulation chooses from more than were asked for; on KeyboardInterrupt before that the one that costs
+    least."""
     from hybridep.commands import plan_choice
     from planner.clock import now_s
 
     started_s, limit_s = now_s(), request.time_limit_s
     plans = _several(request, plan_choice.CANDIDATES, plan_choice.SEARCHED * limit_s)
-    choice = plan_choice.choose(
-        plans,
-        request.rules,
-        request.recorded(),
-        until_s=plan_choice.ends_s(started_s, limit_s),
-        most=plan_choice.most_simulated(request.cluster, limit_s, ahead=request.prefetch),
-    )
+    try:
+        choice = plan_choice.choose(
+            plans,
+            request.rules,
+            request.recorded(),
+            until_s=plan_choice.ends_s(started_s, limit_s),
+            most=plan_choice.most_simulated(request.cluster, limit_s, ahead=request.prefetch),
+        )
+    except KeyboardInterrupt:
+        return MadePlans(plans=plans[:1])
     return MadePlans(plans=[choice.plan], choice=choice)
 
 
 def _ordered_by_simulation(request: PlanRequest) -> MadePlans:
-    """As many plans as were asked for, ordered by their simulated steps."""
+    """As many plans as were asked for, ordered by their simulated steps; on KeyboardInterrupt before there is one by cost."""
     from hybridep.commands import plan_choice
 
     plans = _several(request, request.top, request.time_limit_s)
     # Others know nothing of what was recorded.
     known = request.compare and request.record is None
-    most_s = plan_choice.least_of_others_s(plans[0], request.rules) if known else inf
-    ordered, simulated_s = plan_choice.by_simulation(plans, request.recorded(), most_s)
+    try:
+        most_s = plan_choice.least_of_others_s(plans[0], request.rules) if known else inf
+        ordered, simulated_s = plan_choice.by_simulation(plans, request.recorded(), most_s)
+    except KeyboardInterrupt:
+        return MadePlans(plans=plans)
     return MadePlans(plans=[plan_choice.reported(ordered[0], plans[0]), *ordered[1:]], simulated_s=simulated_s)
 
 

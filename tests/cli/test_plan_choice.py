@@ -24,6 +24,7 @@ from hybridep.config import build
 from hybridep.pipeline import load_any_plan
 from hybridep.plan import Plan, Status
 from hybridep.topology import Cluster
+from hybridep.workload import Workload
 from planner.clock import now_s
 from simulator.step import simulate_step
 
@@ -125,6 +126,29 @@ def test_plan_chooses_by_simulation_where_sites_differ(inputs: Inputs, call: Cal
     assert found["gap"] == pytest.approx(1 - found["bound_s"] / found["objective_s"]) and found["solver"] is not None
     assert load_any_plan(path).digest == found["digest"] and not list(inputs.folder.glob("plan-*.yaml"))
     assert "choice" not in call(*words, "--no-simulate", "--json").json
+
+
+@pytest.mark.parametrize("top", [1, 3])
+def test_an_interrupt_of_the_first_simulation_leaves_the_plans_by_cost(
+    inputs: Inputs, call: Call, plans: list[Plan], monkeypatch: pytest.MonkeyPatch, top: int
+) -> None:
+    asked = list[int]()
+
+    def made(_cluster: Cluster, _workload: Workload, count: int, **_: object) -> list[Plan]:
+        return plans[:count]
+
+    def interrupted(*_: object) -> None:
+        asked.append(top)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.plans", made)
+    monkeypatch.setattr("simulator.step.simulate_step", interrupted)
+    path = inputs.folder / "plan.yaml"
+    result = call("plan", "dtfm-10", "gpt-large", *SHORT, "-o", path, "--simulate", "--top", top, "--json")
+    assert result.code == 0 and len(asked) == 1 and "choice" not in result.json, result.err
+    files = [path, *(path.with_stem(f"plan-{number}") for number in range(2, top + 1))]
+    assert [load_any_plan(one).digest for one in files] == [one.digest for one in plans[:top]]
+    assert [one["step_s"] for one in result.json.get("plans", [])] == [cost_s(one) for one in plans[: top * (top > 1)]]
 
 
 def test_nothing_is_chosen_by_simulation_where_the_cost_knows_as_much(inputs: Inputs, call: Call) -> None:
