@@ -25,8 +25,9 @@ Make = Callable[[StageWishes, float, float], list[Costed]]
 """(wishes with codecs, when it begins, time limit) -> the best pipelines with these."""
 _LOOK = 0.2
 """Share of the time limit for a look at pipelines, after which codecs are chosen for the search."""
-_PLAIN = 0.05
-"""Share of it after which useless codecs are no longer looked for in one pipeline after the other."""
+_PLAIN = 8
+"""Pipelines, the best ones, in which useless codecs are looked for one by one. A count, because what a deadline cuts off differs
+from run to run."""
 _RATED = 3
 """Pipelines of a search that are costed with other codecs."""
 
@@ -50,7 +51,7 @@ def pipelines_within_loss(
             searched = make(suited, now_s(), max(time_limit_s - (now_s() - begun_s), 0.0))
         near = [*looked[:_RATED], *searched[:_RATED]]
         found = choice.coded([*looked[:_RATED], *searched], choice.best(near, every))
-        return choice.plain(found, now_s() + _PLAIN * time_limit_s)
+        return choice.plain(found, _PLAIN)
     except KeyboardInterrupt:
         return min((one for one in (searched, looked) if one), key=lambda found: choice.worth(found[0]))
 
@@ -119,15 +120,15 @@ class _Choice:
         made = [coded for one in found if (coded := recoded(one, codecs, self._store)) is not None]
         return sorted({one.plan.digest: one for one in made}.values(), key=self.worth)
 
-    def plain(self, found: Sequence[Costed], until_s: float) -> list[Costed]:
-        """Each without codecs that bring it nothing, the best first; after ``until_s``, of those that are not the best, only
-        without such as code nothing, since all stages have one site."""
+    def plain(self, found: Sequence[Costed], most: int) -> list[Costed]:
+        """Each without codecs that bring it nothing, the best first; behind the first ``most`` only without such as code nothing,
+        since all stages have one site."""
         made = list[Costed]()
         for one in found:
             codecs = one.plan.codecs.get(self.cluster.levels[0].name, EXACT)
             if all(len(stage.sites) == 1 for stage in one.plan.stages):
                 codecs = reduce(Codecs.without, KINDS, codecs)
-            if not made or now_s() < until_s:
+            if len(made) < most:
                 codecs = without_useless(codecs, partial(self._value, one))
             made.append(recoded(one, codecs, self._store) or one)
         return sorted({one.plan.digest: one for one in made}.values(), key=self.worth)
