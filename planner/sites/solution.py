@@ -134,8 +134,8 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         if exact is None or wishes.keep > 1:
             _look(search, wishes.seeds)
             if walks_help(problem):
-                for one in walk_in_ways(search, () if few else wishes.ways):
-                    searches.append(one)
+                for begun in walk_in_ways(search, () if few else wishes.ways):
+                    searches.append(begun)
     except KeyboardInterrupt:
         interrupted = True
     best = min(searches, key=rank)
