@@ -43,6 +43,7 @@ def expert_homes(num_experts: int, num_gpus: int) -> IntArray:
     return np.arange(num_experts, dtype=np.int64) * num_gpus // num_experts
 
 
+@lru_cache(maxsize=64)
 def divisors(size: int) -> tuple[int, ...]:
     """Domain sizes of a level of ``size`` workers, ascending."""
     return tuple(d for d in range(1, size + 1) if size % d == 0)

@@ -157,10 +157,7 @@ class Cluster(ClusterFile):
             inner = [f"/{level.name}{x}" for x in range(level.size)]
             names = [name + one for name in names for one in inner] if depth else list(self.site_names)
             for number, name in enumerate(names):
-                up = down = level.bandwidth
-                if depth == 0 and self.sites:
-                    site = self.sites[number]
-                    up, down = site.up or up, site.down or down
+                up, down = self.access_bytes_per_s[:, number].tolist() if depth == 0 else (level.bandwidth, level.bandwidth)
                 table.append(Link(name=f"{name} up", bandwidth_bytes_per_s=up))
                 table.append(Link(name=f"{name} down", bandwidth_bytes_per_s=down))
         if self.links:
@@ -173,7 +170,9 @@ class Cluster(ClusterFile):
     @cached_property
     def access_bytes_per_s(self) -> FloatArray:
         """[2, DCs]: of the sites' links up, and down."""
-        return np.array([link.bandwidth_bytes_per_s for link in self.link_table[: 2 * self.sizes[0]]]).reshape(-1, 2).T.copy()
+        same = self.levels[0].bandwidth
+        given = [(site.up or same, site.down or same) for site in self.sites] or [(same, same)] * self.sizes[0]
+        return np.array(given, dtype=np.float64).T.copy()
 
     @cached_property
     def pair_bytes_per_s(self) -> FloatArray | None:

@@ -392,6 +392,15 @@ class Workload(Strict):
         return 2.0 * self.model.expert_params
 
     @property
+    def flops_per_token(self) -> float:
+        """Forward and backward of one token, with all experts that it chooses; of scores the causal half, and nothing that is
+        computed again: what is called model FLOPs."""
+        model = self.model
+        routed = model.top_k * self.expert_flops_per_row
+        forward = model.num_moe_layers * (self.pre_expert_flops / self.training.tokens + routed)
+        return 3.0 * (forward + self.head_flops / self.training.tokens)
+
+    @property
     def head_flops(self) -> float:
         """Forward of what lies outside the MoE layers, one micro-batch: dense layers and the output projection."""
         projection = 2 * self.model.vocab_size * self.model.hidden_size * self.model.has_head

@@ -15,6 +15,7 @@ from runtime.dispatch import Counts, Dispatcher, Hop
 from runtime.expert_exchange import ExpertExchange
 from runtime.kernels.local import weighted_experts
 from runtime.moe import RoutedExperts
+from runtime.seeds import seeded
 from runtime.spans import BACKWARD, EXPERT, PRE_EXPERT, SpanRecorder
 
 
@@ -162,7 +163,7 @@ class DistributedExperts(RoutedExperts):
         if y_NH is None:
             with torch.enable_grad():
                 y_NH = self.weighted(ids_NK, *inputs)
-        return torch.autograd.grad(y_NH, inputs, gradient_NH, allow_unused=True, materialize_grads=True)
+        return torch.autograd.grad(seeded([y_NH], [gradient_NH]), inputs, allow_unused=True, materialize_grads=True)
 
     def left_to_autograd(self, gradient_nP: Tensor) -> Tensor | None:
         """Of the experts at home, unless the sum over micro-batches is wider: then it is added here, one expert after the other,

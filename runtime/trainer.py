@@ -41,6 +41,7 @@ from runtime.initial_weights import initial_weights
 from runtime.mesh import JOIN_TIMEOUT_S, Mesh, mesh_of
 from runtime.optimizer import HomeOptimizer, clip_scale
 from runtime.recorder import RoutingRecorder
+from runtime.seeds import seeded
 from runtime.spans import BACKWARD, HEAD, OPTIMIZER, SpanRecorder, save_trace
 from runtime.testing import Fault, fault_from_environment
 from runtime.transport import Transport, Urgency
@@ -272,8 +273,7 @@ class RankTrainer:
             self.spans.begin(HEAD + BACKWARD)
             (done.output / self._global_tokens + balance).backward()  # type: ignore[no-untyped-call]
         else:
-            ends, gradients = [done.output, balance], [gradient, torch.ones_like(balance)]
-            torch.autograd.backward(ends, gradients)
+            seeded([done.output, balance], [gradient, torch.ones_like(balance)]).backward()  # type: ignore[no-untyped-call]
         self.spans.end()
         if not model.has_embedding:
             assert self._neighbours is not None and done.x.grad is not None

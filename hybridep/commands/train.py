@@ -107,7 +107,7 @@ def _export(run: Run, folder: Path, as_json: bool) -> int:
 
 
 def _print(summary: dict[str, object]) -> None:
-    from hybridep.units import format_bytes, format_seconds
+    from hybridep.units import format_bytes, format_seconds, format_throughput
 
     console = stdout_console()
     losses, step_s = summary["losses"], summary["step_s"]
@@ -123,5 +123,7 @@ def _print(summary: dict[str, object]) -> None:
     last = f"{losses[-1]:.4f}" + (f" (validation {held_out:.4f})" if isinstance(held_out, float) else "")
     console.print(f"loss {losses[0]:.4f} -> {last} in {counted(len(losses), 'step')} ({summary['backend']}, {links})")
     console.print(f"step {format_seconds(step_s['median'])} (median; {format_seconds(step_s['stdev'])} spread){beside}")
+    computed = format_throughput(float(str(summary["model_flops_per_s_per_gpu"])))
+    console.print(f"{float(str(summary['tokens_per_s'])):.0f} tokens/s, {computed} of each GPU")
     console.print(f"WAN {format_bytes(float(str(summary['wan_bytes_per_step'])))} per step{expected}")
     console.print(f"output {summary['output']}")

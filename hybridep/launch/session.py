@@ -127,6 +127,8 @@ def summarise(job: Job, backend: Backend, made: Made, error: BaseException | Non
     prediction = job.plan.prediction
     number = len(made.losses)
     rates = made.tokens_per_s[1:] or made.tokens_per_s
+    tokens_per_s = statistics.median(rates) if rates else None
+    gpu_flops = job.plan.workload.flops_per_token / job.plan.cluster.num_gpus
     return {
         "status": "finished" if error is None else ("failed" if isinstance(error, Exception) else "stopped"),
         "exit": _exit_code(error),
@@ -142,7 +144,8 @@ def summarise(job: Job, backend: Backend, made: Made, error: BaseException | Non
         "validation_loss": made.validation_loss,
         "step_s": _spread(made.times_s[1:] or made.times_s),
         "predicted_step_s": prediction.expected_s if prediction else None,
-        "tokens_per_s": statistics.median(rates) if rates else None,
+        "tokens_per_s": tokens_per_s,
+        "model_flops_per_s_per_gpu": None if tokens_per_s is None else tokens_per_s * gpu_flops,
         "wan_bytes_per_step": sum(made.wan_bytes) / number if number else None,
         "planned_wan_bytes_per_step": prediction.wan_bytes if prediction else None,
         "peak_bytes": made.peak_bytes if number else None,

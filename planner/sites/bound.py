@@ -12,7 +12,7 @@ from hybridep.arrays import FloatArray
 from planner.clock import now_s
 from planner.sites.boxes import POSITIONS, TIMES, Box, covered, side_by_side
 from planner.sites.linear import BoxProgram, Duals
-from planner.sites.lp import box_program, pair_program
+from planner.sites.lp import box_program, programs
 from planner.sites.narrowing import all_narrowed, narrowed
 from planner.sites.priced import Priced, priced_s
 from planner.sites.relaxation import Relaxation
@@ -198,7 +198,7 @@ def _by_program(relaxation: Relaxation, box: Box, narrow: Box, best_s: float) ->
     return _Part(box, duals, min(best_s, float(_by_duals_s(relaxation, narrow, program, [duals])[0]))), duals
 
 
-WIDTH, SHARE, TOGETHER = 16, 64, 50_000
+WIDTH, SHARE, TOGETHER = 16, 8, 50_000
 """At most so many boxes are cut at once, the lowest ones and one in so many of those that are open; tables over their halves
 (``Limits``) have at most so many entries."""
 MOST_KNOWN = 16
@@ -224,11 +224,9 @@ def _by_known(relaxation: Relaxation, many: Sequence[_Open], proven: list[Duals]
 
 def _known_s(relaxation: Relaxation, narrow: Sequence[Box], duals: Sequence[Duals]) -> FloatArray:
     """[boxes, duals]: what each of these multipliers says of each box."""
-    if relaxation.classes.merged:
-        return np.stack([_by_duals_s(relaxation, one, _program(relaxation, one), duals) for one in narrow])
     ends = side_by_side(narrow)
     beside_s = [relaxation.token_latency_of(one) + relaxation.inside_s(one) for one in narrow]
-    layers_s = np.array(beside_s)[:, None] + pair_program(relaxation, ends, relaxation.limits(ends)).values_s(duals)
+    layers_s = np.array(beside_s)[:, None] + programs(relaxation, ends, relaxation.limits(ends)).values_s(duals)
     return np.asarray(relaxation.base_s + relaxation.num_layers * layers_s)
 
 

@@ -81,13 +81,13 @@ class SiteClasses:
         """Of each class, [C] along the axis along which ``values`` are of kinds, [K]."""
         return np.asarray(np.maximum.reduceat(values, self._first, axis=axis)) if self.mixed else values
 
-    def mean(self, values: FloatArray) -> FloatArray:
-        """[C, ...]: of all sites of each class; ``values`` are of kinds, [K, ...]."""
+    def mean(self, values: FloatArray, axis: int = -1) -> FloatArray:
+        """Of all sites of each class, [C] along the axis along which ``values`` are of kinds, [K]."""
         if not self.mixed:
             return values
-        count = self.kinds.count.reshape(-1, *[1] * (values.ndim - 1))
-        total = np.add.reduceat(values * count, self._first, axis=0)
-        return np.asarray(total / self.count.reshape(-1, *[1] * (values.ndim - 1)))
+        further = [1] * (-axis - 1)
+        total = np.add.reduceat(values * self.kinds.count.reshape(-1, *further), self._first, axis=axis)
+        return np.asarray(total / self.count.reshape(-1, *further))
 
     @cached_property
     def mixed(self) -> bool:

@@ -174,7 +174,7 @@ def assign(problem: SiteProblem, members: Sequence[int], targets: IntArray) -> I
             own = np.flatnonzero(problem.home_site == site)[: room[position]]
             row[own] = site
             room[position] -= len(own)
-    by_place = np.argsort(problem.home_inside, kind="stable")
+    by_place = problem.experts_by_place
     row[by_place[row[by_place] < 0]] = np.asarray(members, dtype=np.int64)[_dealt(tuple(room.tolist()))]
     return row
 

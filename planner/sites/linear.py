@@ -12,10 +12,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
 from hybridep.arrays import BoolArray, FloatArray, IntArray
+from planner.linear_program import minimise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,7 +119,6 @@ class BoxProgram:
 
     def solve(self) -> Duals | None:
         """The best multipliers; None when the program is infeasible or the solver fails."""
-        solver: Any = linprog  # its stubs know dense matrices only
         costs, equality = self.frame.costs, self.frame.equality
         # Scaled by the cheapest variable: by the price of what stays unserved, all else would be within the solver's tolerance.
         # Its presolve takes longer than it saves here, but for variables that must be zero and rows that bounds keep anyway.
@@ -128,21 +127,20 @@ class BoxProgram:
         low, high = self.bounds.T
         most = self.inequality.maximum(0) @ high + self.inequality.minimum(0) @ low
         needed = np.flatnonzero(most > self.right)
-        found = solver(
+        found = minimise(
             costs[free] / unit,
             self.inequality[needed][:, free],
             self.right[needed],
             equality[:, free],
             self.frame.total,
             self.bounds[free],
-            method="highs",
-            options={"presolve": False},
+            presolve=False,
         )
-        if found.status != 0:
+        if found is None:
             return None
         inequality = np.zeros(len(self.right))
-        inequality[needed] = np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) * unit
-        return Duals(inequality=inequality, equality=np.asarray(found.eqlin.marginals) * unit)
+        inequality[needed] = found.inequality * unit
+        return Duals(inequality=inequality, equality=found.equality * unit)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -72,16 +72,17 @@ class Shape:
 
 def box_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
     """Minimises seconds of one layer, but for the latency of token exchanges. None when sites cannot hold what they must."""
-    classes, limits = relaxation.classes, relaxation.limits(box)
-    if classes.merged:
-        return pooled_program(relaxation, box)
-    if not limits.possible(classes):
-        return None
-    return pair_program(relaxation, box, limits)
+    limits = relaxation.limits(box)
+    return programs(relaxation, box, limits) if limits.possible(relaxation.classes) else None
+
+
+def programs(relaxation: Relaxation, box: Box | Boxes, limits: Limits) -> BoxProgram:
+    """The same of boxes that are possible, one or several."""
+    return (pooled_program if relaxation.classes.merged else pair_program)(relaxation, box, limits)
 
 
 def pair_program(relaxation: Relaxation, box: Box | Boxes, limits: Limits) -> BoxProgram:
-    """Where no sites are taken together; of boxes that are possible."""
+    """Where no sites are taken together."""
     classes, lead = relaxation.classes, limits.most_held.shape[:-1]
     shape = _shape(relaxation, box.residency, MOST_VARIABLES)
     slope, at_none = serving_lines(relaxation, box, limits)

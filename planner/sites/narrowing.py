@@ -35,7 +35,7 @@ def all_narrowed(relaxation: Relaxation, boxes: Sequence[Box], best_s: float) ->
     for number, box in enumerate(boxes):
         lower_s = relaxation.corner_s(box) * (1 - SLACK)
         if lower_s < layer_s:
-            left.append((number, _ends_within(relaxation, box, layer_s - lower_s)))
+            left.append((number, _tied(relaxation, _ends_within(relaxation, box, layer_s - lower_s))))
     if not left:
         return found
     ends = side_by_side([box for _, box in left])
@@ -53,8 +53,8 @@ def all_narrowed(relaxation: Relaxation, boxes: Sequence[Box], best_s: float) ->
             continue
         gather_s, return_s, forward_s, back_s = map(_at_least, (box.gather_s, box.return_s, box.forward_s, box.back_s), least)
         narrow = replace(box, gather_s=gather_s, return_s=return_s, forward_s=forward_s, back_s=back_s)
-        if relaxation.tied:
-            narrow = _tied(relaxation, narrow)
+        # Upper ends stay as they are: ``Relaxation.limits`` knows them.
+        narrow = _tied(relaxation, narrow)
         if any(low > high for low, high in (getattr(narrow, side) for side in TIMES)):
             continue
         # A second round of the same costs more boxes than it saves.
@@ -69,6 +69,8 @@ def _at_least(interval: tuple[float, float], low: float) -> tuple[float, float]:
 
 def _tied(relaxation: Relaxation, box: Box) -> Box:
     """Where the way back takes as long as the way there (``Relaxation.tied``), what is known of one is known of the other."""
+    if not relaxation.tied:
+        return box
     wire = relaxation.problem.wire
     ratio = wire.expert_gradient_bytes / wire.expert_bytes
 

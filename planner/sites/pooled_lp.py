@@ -21,7 +21,7 @@ from scipy.sparse import coo_array
 
 from hybridep.arrays import FloatArray, IntArray
 from hybridep.plan import Residency
-from planner.sites.boxes import Box
+from planner.sites.boxes import Box, Boxes
 from planner.sites.capacity import SLOPES, serving_lines
 from planner.sites.layer_lp import (
     COPIES,
@@ -38,7 +38,7 @@ from planner.sites.layer_lp import (
     unserved_s,
 )
 from planner.sites.linear import BoxProgram, Frame, Rows
-from planner.sites.relaxation import Relaxation
+from planner.sites.relaxation import Limits, Relaxation
 from planner.sites.visits import in_small_visits, large_visits, row_budgets, slowest_homes
 
 LARGE = 1 / 4, 1 / 2
@@ -112,74 +112,76 @@ class Shape:
     frame: Frame
 
 
-def pooled_program(relaxation: Relaxation, box: Box) -> BoxProgram | None:
-    """Minimises seconds of one layer, but for the latency of token exchanges. None when sites cannot hold what they must."""
-    classes, limits, hit = relaxation.classes, relaxation.limits(box), relaxation.hit
-    if not limits.possible(classes):
-        return None
+def pooled_program(relaxation: Relaxation, box: Box | Boxes, limits: Limits) -> BoxProgram:
+    """Minimises seconds of one layer, but for the latency of token exchanges; of boxes that are possible."""
+    classes, lead, hit = relaxation.classes, limits.most_held.shape[:-1], relaxation.hit
     shape = pooled_shape(relaxation, box.residency)
-    right, rows, kinds, sizes = shape.frame.right.copy(), shape.frame.rows, classes.kinds, shape.sizes[:, None]
+    right, rows, kinds = np.tile(shape.frame.right, (*lead, 1)), shape.frame.rows, classes.kinds
+    sizes = shape.sizes[:, None]
     sent, room = row_budgets(relaxation, box)
     made, received = large_visits(relaxation, limits, sent, room, sizes)
     slope, at_none = serving_lines(relaxation, box, limits)
     most_held, least_held = classes.mean(limits.most_held), classes.mean(limits.least_held)
-    most_received = np.stack([classes.largest(one) for one in received])
-    right[rows[MOST_HELD]] = most_held - classes.homes
-    right[rows[LEAST_HELD]] = classes.homes - np.minimum(least_held, most_held)
+    most_received = classes.largest(received)
     uploads, is_home = limits.uploads * kinds.count, kinds.homes > 0
-    right[rows[UPLOADS]] = np.bincount(shape.group[is_home], weights=uploads[is_home], minlength=len(shape.experts))
-    right[rows[SERVED]] = (at_none + slope * classes.homes[:, None]).ravel()
-    right[rows[COPY_SERVES]] = (most_received[:, :, None] * shape.at_home).ravel()
-    below = in_small_visits(relaxation, sent, sizes)
-    must = (below < relaxation.problem.num_experts - limits.most_held).astype(np.float64)
-    right[rows[MUST_VISIT]] = -_means(relaxation, must).ravel()
-    right[rows[MADE]], right[rows[RECEIVED]] = _means(relaxation, made).ravel(), _means(relaxation, received).ravel()
-    right[rows[FOUND_BESIDE]] = _means(relaxation, _beside(relaxation, sent, made, sizes)).ravel()
-    right[rows[SERVED_BESIDE]] = _means(relaxation, _beside(relaxation, room, received, sizes)).ravel()
-    right[rows[COPIES]] = copies_right(relaxation, box)
+    of_group = (shape.group[is_home, None] == np.arange(len(shape.experts))).astype(np.float64)
+    below = in_small_visits(relaxation, sent[..., None, :], sizes)
+    must = (below < relaxation.problem.num_experts - limits.most_held[..., None, :]).astype(np.float64)
+
+    def set_right(name: str, values: FloatArray) -> None:
+        right[..., rows[name]] = values.reshape(*lead, -1)
+
+    set_right(MOST_HELD, most_held - classes.homes)
+    set_right(LEAST_HELD, classes.homes - np.minimum(least_held, most_held))
+    set_right(UPLOADS, uploads[..., is_home] @ of_group)
+    set_right(SERVED, at_none + slope * classes.homes[:, None])
+    set_right(COPY_SERVES, most_received[..., None] * shape.at_home)
+    set_right(MUST_VISIT, -classes.mean(must))
+    set_right(MADE, classes.mean(made))
+    set_right(RECEIVED, classes.mean(received))
+    set_right(FOUND_BESIDE, classes.mean(_beside(relaxation, sent, made, sizes), axis=-2))
+    set_right(SERVED_BESIDE, classes.mean(_beside(relaxation, room, received, sizes), axis=-2))
+    set_right(COPIES, copies_right(relaxation, box))
     found = classes.largest(limits.most_found, axis=-2)
-    chords = [_chords(hit, most, shape.sizes) for most in (found.max(axis=1), found.max(axis=0))]
-    numbers = [np.ones(1), *(chord.ravel() for chord in chords), most_received.ravel(), slope.ravel()]
+    chords = [_chords(hit, most, shape.sizes) for most in (found.max(axis=-1), found.max(axis=-2))]
+    numbers = [np.ones((*lead, 1)), *(one.reshape(*lead, -1) for one in (*chords, most_received, slope))]
     bounds = _bounds(relaxation, box, shape, most_held)
-    return BoxProgram(frame=shape.frame, numbers=np.concatenate(numbers), right=right, bounds=bounds)
-
-
-def _means(relaxation: Relaxation, values: FloatArray) -> FloatArray:
-    """[V, C, ...], given [V, K, ...]."""
-    return np.stack([relaxation.classes.mean(one) for one in values])
+    return BoxProgram(frame=shape.frame, numbers=np.concatenate(numbers, axis=-1), right=right, bounds=bounds)
 
 
 def _chords(hit: FloatArray, most: FloatArray, sizes: IntArray) -> FloatArray:
-    """[3, V + 1, C], where at most so many experts ([C]) are found in one visit: rows of each expert in a visit, rows of a visit
-    without any, and the most that one finds, by sizes of visits."""
+    """[..., 3, V + 1, C], where at most so many experts ([..., C]) are found in one visit: rows of each expert in a visit, rows
+    of a visit without any, and the most that one finds, by sizes of visits."""
     first = np.concatenate([[0], sizes])[:, None]
     last = np.concatenate([sizes - 1, [len(hit) - 1]])[:, None]
-    last = np.maximum(np.minimum(most, last), np.maximum(first, 1)).astype(np.int64)
+    last = np.maximum(np.minimum(most[..., None, :], last), np.maximum(first, 1)).astype(np.int64)
     wide = last > first
     each = np.where(wide, (hit[last] - hit[first]) / np.maximum(last - first, 1), 0.0)
-    return np.stack([each, hit[first] - each * first, last.astype(np.float64)])
+    return np.stack([each, hit[first] - each * first, last.astype(np.float64)], axis=-3)
 
 
 def _beside(relaxation: Relaxation, rows: FloatArray, most: FloatArray, sizes: IntArray) -> FloatArray:
-    """[V, K, prices]: experts found at most in visits smaller than each size ([V, 1]), plus the price of each that is not, with
-    rows for so much ([K]) and so many of these ([V, K])."""
+    """[..., V, K, prices]: experts found at most in visits smaller than each size ([V, 1]), plus the price of each that is not,
+    with rows for so much ([..., K]) and so many of these ([..., V, K])."""
     number, price, hit = np.arange(MOST_VISITS + 1)[:, None, None], PRICES * (sizes - 1), relaxation.hit
-    beside = np.where(number <= most, in_small_visits(relaxation, rows - number * hit[sizes], sizes), -np.inf)
-    value = (beside[..., None] + number[..., None] * price[:, None, :]).max(axis=0)
+    beside = in_small_visits(relaxation, rows[..., None, None, :] - number * hit[sizes], sizes)
+    beside = np.where(number <= most[..., None, :, :], beside, -np.inf)
+    value = (beside[..., None] + number[..., None] * price[:, None, :]).max(axis=-4)
     if most.max() > MOST_VISITS:
         # Of more, rows for smaller visits are less by those of the others, and each row finds what it does in the largest.
         found = (sizes - 1) / np.maximum(hit[sizes - 1], hit[1])
         for end in (np.full(most.shape, MOST_VISITS + 1.0), most):
-            line = (np.maximum(rows - end * hit[sizes], 0.0) * found)[..., None] + end[..., None] * price[:, None, :]
+            line = np.maximum(rows[..., None, :] - end * hit[sizes], 0.0) * found
+            line = line[..., None] + end[..., None] * price[:, None, :]
             value = np.where((most > MOST_VISITS)[..., None], np.maximum(value, line), value)
     return np.asarray(value)
 
 
-def _bounds(relaxation: Relaxation, box: Box, shape: Shape, most_held: FloatArray) -> FloatArray:
-    """[variables, 2]."""
-    bounds = shape.frame.bounds.copy()
-    copies = np.minimum(shape.experts - shape.at_home, (most_held - relaxation.classes.homes)[:, None])
-    bounds[shape.has.held, 1], bounds[shape.has.own, 1] = copies, shape.at_home + copies
+def _bounds(relaxation: Relaxation, box: Box | Boxes, shape: Shape, most_held: FloatArray) -> FloatArray:
+    """[..., variables, 2]."""
+    bounds = np.tile(shape.frame.bounds, (*most_held.shape[:-1], 1, 1))
+    copies = np.minimum(shape.experts - shape.at_home, (most_held - relaxation.classes.homes)[..., None])
+    bounds[..., shape.has.held, 1], bounds[..., shape.has.own, 1] = copies, shape.at_home + copies
     bound_times(relaxation, box, shape.has.times, bounds)
     return bounds
 

@@ -112,6 +112,11 @@ class SiteProblem:
         return self.home % self.num_inside
 
     @cached_property
+    def experts_by_place(self) -> IntArray:
+        """[E]: experts in the order of ``home_inside``."""
+        return np.argsort(self.home_inside, kind="stable")
+
+    @cached_property
     def at_home(self) -> IntArray:
         """[D, n]: how many experts live on each rank."""
         return np.bincount(self.home, minlength=self.cluster.num_gpus).reshape(self.num_sites, -1).astype(np.int64)

@@ -430,17 +430,16 @@ class Relaxation:
         # Small integers are sorted in a fraction of the time.
         small = np.min_scalar_type(-self.problem.num_experts)
         order = np.argsort((-most_found).astype(small), axis=-1, kind="stable")
-        parts = np.take_along_axis(most_found, order, axis=-1)
-        number = np.take_along_axis(np.broadcast_to(classes.others[kinds.label], parts.shape), order, axis=-1)
+        both = np.stack(np.broadcast_arrays(most_found, classes.others[kinds.label]))
+        parts, number = np.take_along_axis(both, order[None], axis=-1)
         each = hit[parts.astype(np.int64)]
         before = np.cumsum(each * number, axis=-1) - each * number
         left = np.maximum(rows[..., None] - before, 0.0)
         full = np.minimum(np.floor(left / np.maximum(each, hit[1]) * (1 + SLACK)), number)
         # One part at most is neither full nor empty.
         first = (full < number).argmax(axis=-1)[..., None]
-        left, each, part, whole_ones, number = (
-            np.take_along_axis(one, first, axis=-1)[..., 0] for one in (left, each, parts, full, number)
-        )
+        there = np.take_along_axis(np.stack([left, each, parts, full, number]), first[None], axis=-1)
+        left, each, part, whole_ones, number = there[..., 0]
         rest = np.maximum(left - whole_ones * each, 0.0)
         partial = np.minimum(hit.searchsorted(rest * (1 + SLACK), side="right") - 1.0, part)
         return np.asarray((full * parts).sum(axis=-1) + np.where(whole_ones < number, partial, 0.0))

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import linprog
 
 from hybridep.arrays import FloatArray, IntArray
 from hybridep.compiled import allocating, compiled
+from planner.linear_program import minimise
 from planner.sites.relaxation import SLACK
 
 STEPS, TRIED, SMALL = (3.0, 7.5), 200, 8
@@ -194,11 +194,11 @@ def _master(sites: Sites, holdings: list[Holding], shape: FloatArray) -> tuple[f
     larger = np.eye(knots)[:, :-1] - np.eye(knots)[:, 1:]
     visits = np.concatenate([np.stack([holding.visits for holding in holdings], axis=1), -larger], axis=1)
     costs = np.array([*(holding.held for holding in holdings), *np.zeros(knots - 1)])
-    found = linprog(costs, visits, np.zeros(knots), member, sites.count, method="highs")
-    if found.status != 0:
+    found = minimise(costs, visits, np.zeros(knots), member, sites.count)
+    if found is None:
         return float("inf"), np.zeros(shape.shape[1]), holdings
-    shares, price = np.asarray(found.x), np.maximum(-np.asarray(found.ineqlin.marginals), 0.0) @ shape
-    return float(costs @ shares), price, [holding for holding, share in zip(holdings, shares.tolist(), strict=False) if share > 0]
+    used = [holding for holding, share in zip(holdings, found.x.tolist(), strict=False) if share > 0]
+    return float(costs @ found.x), found.inequality @ shape, used
 
 
 def _generate(

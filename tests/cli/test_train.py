@@ -38,6 +38,9 @@ def test_a_run_its_files_and_resuming(inputs: Inputs) -> None:
     summary = whole.json
     assert len(summary["losses"]) == 4 and summary["status"] == "finished" and summary["shaped"] is False
     assert summary["step_s"]["median"] > 0 and summary["tokens_per_s"] > 0 and summary["predicted_step_s"] > 0
+    made = load_any_plan(inputs.output / "plan.yaml")
+    computed = summary["tokens_per_s"] * made.workload.flops_per_token / made.cluster.num_gpus
+    assert summary["model_flops_per_s_per_gpu"] == pytest.approx(computed)
     assert summary["wan_bytes_per_step"] == pytest.approx(summary["planned_wan_bytes_per_step"], rel=0.2)
     for name in ("plan.yaml", "steps.jsonl", "summary.json", "trace.json", "routing.npz", "checkpoints"):
         assert (inputs.output / name).exists(), name

@@ -19,10 +19,9 @@ START_TIMEOUT_S = 90.0
 
 def forking() -> ForkServerContext:
     """Processes forked from one that has imported everything once: starting eight ranks then costs little more than one. Beside
-    the trainer it is what torch imports late, seconds in every rank: with the first backward, and with the first layer that
-    computes again."""
+    the trainer it is what torch imports late, seconds in every rank: with the first layer that computes again."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["runtime.trainer", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"])
+    context.set_forkserver_preload(["runtime.trainer", "torch._dynamo"])
     return context
 
 

@@ -59,12 +59,19 @@ def score_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None
     return int(sequences * heads * length * length * (width + found))
 
 
+def score_backward_flops(_: Any, *forward: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * score_flops(*forward)
+
+
 @cache
 def step_flops(name: str, recompute: Recompute) -> int:
     """Of a forward and a backward of twelve tokens."""
     _, transformer = build_model(name, recompute)
     tokens = torch.randint(256, (2, 6))
-    scores = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: score_flops}
+    scores = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: score_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: score_backward_flops,
+    }
     with FlopCounterMode(display=False, custom_mapping=scores) as counter:
         loss, balance = transformer(tokens, tokens)
         (loss + balance).backward()
@@ -85,6 +92,14 @@ def test_what_computes_again_takes_as_many_flops_as_plans_count(name: str, recom
         more += model.num_layers * 12 * 6 * (model.attention_width - model.value_width)
     assert (counted > 0) is (Recompute.ATTENTION in recompute or model.shared_ffn_size > 0)
     assert step_flops(name, recompute) - step_flops(name, Recompute.NOTHING) == counted + more
+
+
+@pytest.mark.parametrize("name", ["plain", "top1-gelu-shared", "top4-tied-gqa", "qwen2", "qwen3", "top2-shared"])
+def test_model_flops_are_what_a_step_computes(name: str) -> None:
+    """But for a shared expert's gate."""
+    workload = workload_of(name)
+    gate = workload.model.num_moe_layers * workload.model.shared_expert_gate * 2 * workload.model.hidden_size
+    assert step_flops(name, Recompute.NOTHING) == 12 * (workload.flops_per_token + 3 * gate)
 
 
 @pytest.mark.parametrize("recompute", AGAIN, ids=str)

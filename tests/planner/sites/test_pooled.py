@@ -9,8 +9,8 @@ from site_cases import access_cluster, box_of, many_experts
 from planner.sites import narrowing
 from planner.sites.bound import prove, proven_s, verify
 from planner.sites.linear import Duals
+from planner.sites.lp import box_program
 from planner.sites.narrowing import narrowed
-from planner.sites.pooled_lp import pooled_program
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
 from planner.sites.search import Found, Search
@@ -48,7 +48,7 @@ def test_programs_are_close_below_every_plan(kinds: int, tied: bool) -> None:
         box, step_s = box_of(relaxation, one.table, one.configuration), one.cost.step_s
         narrow = narrowed(relaxation, box, 1.5 * step_s)
         assert narrow is not None and box.inside(narrow)
-        program = pooled_program(relaxation, narrow)
+        program = box_program(relaxation, narrow)
         assert program is not None
         duals = program.solve()
         assert duals is not None

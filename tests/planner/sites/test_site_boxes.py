@@ -270,11 +270,13 @@ def of_classes(wrong: Callable[[np.ndarray], np.ndarray], *, rates: bool = False
     def change(relaxation: Relaxation, monkeypatch: pytest.MonkeyPatch) -> None:
         right = classes.SiteClasses.mean
 
-        def mean(self: classes.SiteClasses, values: np.ndarray) -> np.ndarray:
+        def mean(self: classes.SiteClasses, values: np.ndarray, axis: int = -1) -> np.ndarray:
             is_rate = values is self.kinds.up_bytes_per_s or values is self.kinds.down_bytes_per_s
             if not self.mixed or is_rate is not rates:
-                return right(self, values)
-            return np.stack([wrong(values[self.kinds.label == one]) for one in range(len(self.count))])
+                return right(self, values, axis)
+            first = np.moveaxis(values, axis, 0)
+            found = np.stack([wrong(first[self.kinds.label == one]) for one in range(len(self.count))])
+            return np.moveaxis(found, 0, axis)
 
         monkeypatch.setattr(classes.SiteClasses, "mean", mean)
 
