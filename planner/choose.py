@@ -24,7 +24,7 @@ from planner.sites.plans import plan_sites
 from planner.sites.popular import plans_popular
 from planner.sites.solution import Wishes
 from planner.streams import with_fewest, with_most
-from planner.within_loss import plan_within_loss
+from planner.within_loss import plans_within_loss
 
 MANY_SITES = 64
 """With more sites even equal ones are planned site by site: the candidates of equal domains have arrays over ranks."""
@@ -62,28 +62,22 @@ def plan(
     (time limit), UserError (unknown solver or site, no prices, or wishes that no search has together).
     """
 
-    def make(chosen: Mapping[str, Codecs] | None, limit_s: float) -> Plan:
-        return plans(
-            cluster,
-            workload,
-            1,
-            solver=solver,
-            time_limit_s=limit_s,
-            schedule=schedule,
-            constraints=constraints,
-            popularity=popularity,
-            ahead=ahead,
-            most_chunks=most_chunks,
-            codecs=chosen,
-            goal=goal,
-            report=report,
-        )[0]
-
-    if max_loss is None:
-        return make(codecs, time_limit_s)
-    if codecs:
-        raise UserError("codecs given and codecs to be chosen by their loss: leave one of them out")
-    return plan_within_loss(make, cluster, workload, max_loss, time_limit_s)
+    return plans(
+        cluster,
+        workload,
+        1,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        schedule=schedule,
+        constraints=constraints,
+        popularity=popularity,
+        ahead=ahead,
+        most_chunks=most_chunks,
+        codecs=codecs,
+        max_loss=max_loss,
+        goal=goal,
+        report=report,
+    )[0]
 
 
 def plans(
@@ -99,11 +93,35 @@ def plans(
     ahead: bool = False,
     most_chunks: int = 1,
     codecs: Mapping[str, Codecs] | None = None,
+    max_loss: float | None = None,
     goal: Goal = FASTEST,
     report: Report | None = None,
 ) -> list[Plan]:
     """At most ``count`` different plans, the fastest first, which is ``plan``'s; the others have no solver's report. Between
-    sites, plans differ in at least a twentieth of who computes what for whom. Raises what ``plan`` raises."""
+    sites, plans with the same codecs differ in at least a twentieth of who computes what for whom; with a ``max_loss`` the next
+    ones may be of one placement, with other codecs. Raises what ``plan`` raises."""
+    if max_loss is not None:
+        if codecs:
+            raise UserError("codecs given and codecs to be chosen by their loss: leave one of them out")
+
+        def make(chosen: Mapping[str, Codecs], limit_s: float) -> list[Plan]:
+            return plans(
+                cluster,
+                workload,
+                count,
+                solver=solver,
+                time_limit_s=limit_s,
+                schedule=schedule,
+                constraints=constraints,
+                popularity=popularity,
+                ahead=ahead,
+                most_chunks=most_chunks,
+                codecs=chosen,
+                goal=goal,
+                report=report,
+            )
+
+        return plans_within_loss(make, cluster, workload, count, max_loss=max_loss, time_limit_s=time_limit_s)
     require_few_experts(cluster, workload)
     if goal.needs_prices:
         goal.require_prices(cluster)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,15 @@ from hybridep.workload import Workload
 from planner.constraints import Constraints
 from planner.difference import scaled, varied, with_links, with_rates_of
 from planner.evaluate import evaluate
+from planner.plans import predict
 from planner.sites.plans import chosen_table, plan_sites, table_plan
 from planner.sites.problem import site_problem
 from planner.sites.search import at_quantile
 from planner.sites.solution import Wishes, solve_sites
 from planner.solve import gap
+from planner.stages.bound import least_s
 from planner.streams import with_fewest, with_most
+from planner.within_loss import Make, Searched, best_of, coded, plain, possible, search_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ class OverScenarios:
     """Of the plan at the quantile."""
     nominal_step_s: float
     bound_s: float
-    """No plan does better at the quantile."""
+    """No plan of its kind does better at the quantile; of those without stages, none with one serving table for all layers."""
 
     @property
     def gap(self) -> float:
@@ -68,43 +72,92 @@ def plan_for_scenarios(
     schedule: Schedule | None = None,
     constraints: Constraints | None = None,
     codecs: Mapping[str, Codecs] | None = None,
+    max_loss: float | None = None,
 ) -> RobustPlan:
     """The plan whose step at ``quantile`` of the scenarios (1: in the worst) is shortest; never worse there than the plan for
     ``cluster`` itself. Of the scenarios count the rates between sites; all else, and with it what fits, is as in ``cluster``.
-    Raises UserError for scenarios with other sites, and what ``plan`` raises."""
+    ``codecs`` by level name, or, within a ``max_loss`` (``planner.within_loss``), those between sites with which it is shortest
+    at the quantile; the bound then holds for all that are permitted. Raises UserError for scenarios with other sites, and what
+    ``plan`` raises."""
     scenarios = at_their_rates(cluster, scenarios, quantile)
     schedule, free = with_most(cluster, schedule)
-    half = Wishes(time_limit_s=time_limit_s / 2)
-    nominal = plan_sites(cluster, workload, schedule=schedule, constraints=constraints, wishes=half, codecs=codecs)[0]
-    again = nominal.recomputes
-    problem = site_problem(cluster, workload, schedule, constraints, codecs=codecs, recompute=again)
-    first = chosen_table(nominal)
-    solution = solve_sites(
-        problem,
-        Wishes(
-            time_limit_s=time_limit_s / 2,
-            scenarios=tuple(site_problem(one, workload, schedule, codecs=codecs, recompute=again) for one in scenarios),
-            quantile=quantile,
-            seeds=() if first is None else (first[0],),
-        ),
-    )
-    assert solution.found.configuration is not None
-    robust = table_plan(problem, solution.found.table, solution.found.configuration)
-    nominal_steps_s = _steps(nominal, scenarios)
-    if at_quantile(nominal_steps_s, quantile) <= solution.found.rank[1]:
-        robust = nominal
-    robust = with_fewest(robust, free, lambda one: at_quantile(_steps(one, scenarios), quantile))
-    nominal = with_fewest(nominal, free)
-    steps_s, nominal_steps_s = _steps(robust, scenarios), _steps(nominal, scenarios)
+
+    def at(plan: Plan) -> float:
+        return at_quantile(_steps(plan, scenarios), quantile)
+
+    def make(by_level: Mapping[str, Codecs], limit_s: float) -> _Made:
+        half = Wishes(time_limit_s=limit_s / 2)
+        nominal = plan_sites(cluster, workload, schedule=schedule, constraints=constraints, wishes=half, codecs=by_level)[0]
+        again = nominal.recomputes
+        problem = site_problem(cluster, workload, schedule, constraints, codecs=by_level, recompute=again)
+        first = chosen_table(nominal)
+        solution = solve_sites(
+            problem,
+            Wishes(
+                time_limit_s=limit_s / 2,
+                scenarios=tuple(site_problem(one, workload, schedule, codecs=by_level, recompute=again) for one in scenarios),
+                quantile=quantile,
+                seeds=() if first is None else (first[0],),
+            ),
+        )
+        assert solution.found.configuration is not None
+        robust = table_plan(problem, solution.found.table, solution.found.configuration)
+        if at(nominal) <= solution.found.rank[1]:
+            robust = nominal
+        return _Made(plan=with_fewest(robust, free, at), nominal=with_fewest(nominal, free), bound_s=solution.bound_s)
+
+    if max_loss is None:
+        made = make(codecs or {}, time_limit_s)
+    elif codecs:
+        raise UserError("codecs given and codecs to be chosen by their loss: leave one of them out")
+    else:
+        made = _within_loss(make, at, cluster, workload, max_loss, time_limit_s)
+    steps_s, nominal_steps_s = _steps(made.plan, scenarios), _steps(made.nominal, scenarios)
     return RobustPlan(
-        plan=robust,
+        plan=made.plan,
         quantile=quantile,
         steps_s=steps_s,
         nominal_steps_s=nominal_steps_s,
         step_s=at_quantile(steps_s, quantile),
         nominal_step_s=at_quantile(nominal_steps_s, quantile),
-        bound_s=min(solution.bound_s, at_quantile(steps_s, quantile)),
+        bound_s=min(made.bound_s, at_quantile(steps_s, quantile)),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    plan: Plan
+    nominal: Plan
+    """For the cluster as it is given."""
+    bound_s: float
+    """No step at the quantile is shorter."""
+
+
+def _within_loss(
+    make: Make[_Made], at: Callable[[Plan], float], cluster: Cluster, workload: Workload, max_loss: float, time_limit_s: float
+) -> _Made:
+    """What is best with codecs of which ``max_loss`` permits each; ``at``: seconds of a plan at the quantile."""
+
+    def at_if_possible(plan: Plan) -> float:
+        return at(plan) if possible(plan) else math.inf
+
+    def worth(found: _Made, codecs: Codecs) -> float:
+        return at_if_possible(coded(found.plan, codecs))
+
+    searched = search_each(make, worth, cluster, workload, max_loss, time_limit_s)
+    nominals = [[one.nominal] for one in searched.found]
+    [nominal] = best_of(Searched(found=nominals, unknown=searched.unknown, infeasible=searched.infeasible))
+    plans = [nominal, *(one.plan for one in searched.found)]
+    bound_s = min(one.bound_s for one in searched.found)
+    if searched.unknown:
+        plans.append(coded(searched.found[0].plan, searched.unknown[0]))
+        # Computation takes as long in every scenario.
+        bound_s = min(bound_s, least_s(cluster, workload, 1))
+    best = plain(min(plans, key=at_if_possible), at_if_possible)
+    if best is not nominal:
+        # A report of one search is of its codecs, at the given rates.
+        best = best.model_copy(update={"prediction": predict(best), "solver": None})
+    return _Made(plan=best, nominal=nominal, bound_s=bound_s)
 
 
 def at_their_rates(cluster: Cluster, scenarios: Sequence[Cluster], quantile: float) -> list[Cluster]:

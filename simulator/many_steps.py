@@ -15,13 +15,14 @@ from hybridep.config import Duration, Strict, build
 from hybridep.errors import UserError
 from hybridep.pipeline import AnyPlan, build_plan
 from hybridep.routing import Routing
-from hybridep.topology import Cluster, cluster_data, data_with_sites, only_sites
+from hybridep.topology import Cluster, by_themselves, cluster_data, data_with_sites
 from hybridep.units import Dimension, exact, format_seconds
 from simulator.conditions import Conditions, LinkFactors
 from simulator.errors import FabricError, SimulationError, StuckError
 from simulator.fabric_file import FabricFile
 from simulator.pipeline import simulate_any
 from simulator.precision import EXACTLY, Precision
+from simulator.routes import TRUNK, planned_over
 from simulator.wiring import wiring
 
 Planning = Callable[[Cluster], AnyPlan]
@@ -76,9 +77,10 @@ class Course(Strict):
         return sorted(self.losses, key=lambda loss: loss.at)
 
     def require(self, cluster: Cluster, fabric: FabricFile | None = None) -> None:
-        """Raises UserError for losses that cannot be: of sites that are not there, or not at that time, of the last site, or of
-        one that a fabric needs; and for sites that no checkpoint takes up again."""
+        """Raises UserError for losses that cannot be: of sites that are not there, or not at that time, of the last site or the
+        last that may hold experts, or of one that a fabric needs; and for sites that no checkpoint takes up again."""
         hub = fabric.wan.hub.at if fabric is not None and fabric.wan is not None and fabric.wan.hub is not None else None
+        without_experts = {site.name for site in cluster.sites if site.experts == 0}
         back_s = dict.fromkeys(cluster.site_names, -math.inf)
         for loss in self.in_order:
             left = [name for name in back_s if back_s[name] <= loss.at]
@@ -87,6 +89,9 @@ class Course(Strict):
                 raise UserError(f"losses: no site {loss.site!r} at {format_seconds(loss.at)}; there are {', '.join(left)}")
             if len(lost) == len(left):
                 raise UserError(f"losses: {loss.site} is the last site at {format_seconds(loss.at)}")
+            if not set(left) - set(lost) - without_experts:
+                at = f"{loss.site} is the last site with experts at {format_seconds(loss.at)}"
+                raise UserError(f"losses: {at}; sites.*.experts is 0 at the others")
             if any(hub in cluster.site_labels(cluster.site_names.index(name)) for name in lost):
                 raise FabricError(f"losses: {loss.site} is the fabric's hub (wan.hub.at), which must remain")
             if math.isfinite(loss.back_s) and loss.back_s > loss.at + self.restart and not self.checkpoint_every:
@@ -169,8 +174,8 @@ def simulate_run(
     are changed, which then counts for nothing. A site that is back is taken up by the next restart that ends after it, or else by
     one after the next checkpoint; with all sites the first plan is in force again. A new plan pays, and is taken up, when a step
     of it under the conditions of the moment saves more over the steps that remain than the change costs.
-    Of a fabric, `planning` gets to know what the cluster has, too: links of the cluster's names, as they are at the moment. A
-    ring closes where a site is lost, and of a graph the trunks of the site remain.
+    `planning` gets to know the links between sites as they are at the moment, and a fabric's trunks as the cluster's own
+    (`simulator.routes.planned_over`). A ring closes where a site is lost, and of a graph the trunks of the site remain.
     Raises SimulationError when a plan is needed and no `planning` given, StuckError for a step that cannot end and no loss ends,
     UserError for links or workers that are not there, and for losses that cannot be.
     """
@@ -303,17 +308,14 @@ class _Run:
         self._back_s = {site: back_s for site, back_s in self._back_s.items() if back_s > now_s}
         whole = self._whole.cluster
         left = set(whole.site_names) - set(self._back_s)
-        self._plan = self._planning(only_sites(whole, left)) if self._back_s else self._whole
+        self._plan = self._planning(planned_over(by_themselves(whole, left), self._fabric)) if self._back_s else self._whole
         self._plans[self._plan.digest] = None
 
     def _replan(self) -> None:
         assert self._planning is not None
-        cluster = self._plan.cluster
-        names, factor = wiring(cluster, self._fabric).link_names, self._factors(self._plan).at(self._now_s)
-        present = dict(zip(names, factor.tolist(), strict=True))
-        made = self._planning(cluster_at_present(cluster, [present.get(link.name, 1.0) for link in cluster.link_table]))
+        made = self._planning(self._at_present())
         decided = made.model_dump(mode="json", exclude={"prediction", "solver"})
-        found = build_plan(decided | {"cluster": cluster_data(cluster)}, "plan")
+        found = build_plan(decided | {"cluster": cluster_data(self._plan.cluster)}, "plan")
         if found.digest == self._plan.digest:
             return
         saves_s = self._step_s(self._plan) - self._step_s(found)
@@ -321,6 +323,20 @@ class _Run:
             self._plan = found
             if self._ends(Happening.REPLAN, self._course.switch):
                 self._plans[found.digest] = None
+
+    def _at_present(self) -> Cluster:
+        """The cluster of the plan in force, for which to plan anew."""
+        cluster = self._plan.cluster
+        known = planned_over(cluster, self._fabric)
+        names, factor = wiring(cluster, self._fabric).link_names, self._factors(self._plan).at(self._now_s)
+        present = dict(zip(names, factor.tolist(), strict=True))
+        links = [link.name for link in known.link_table]
+        if known is not cluster:
+            pairs = known.pair_links
+            # A pair's link is there for its latency, and as wide as its source's access link.
+            links[pairs] = [f"{name.partition(' -> ')[0]} up" for name in links[pairs]]
+            links[pairs.stop :] = [name.removeprefix(TRUNK) for name in links[pairs.stop :]]
+        return cluster_at_present(known, [present.get(name, 1.0) for name in links])
 
 
 def sites_called(cluster: Cluster, label: str) -> list[str]:

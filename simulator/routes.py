@@ -14,10 +14,14 @@ from hybridep.config import build
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
 from simulator.errors import FabricError
-from simulator.fabric_file import Graph, Hub, Mesh, Ring, Routing, Wan
+from simulator.fabric_file import FabricFile, Graph, Hub, Mesh, Ring, Routing, Wan
 
 MOST_SITES = 64
-"""Of a cluster whose plans know a fabric's trunks."""
+"""Of a cluster whose plans know a fabric's trunks: between more, a plan file would hold too many routes, and planning over them
+takes too long."""
+
+TRUNK = "trunk "
+"""Before the name that a fabric has for a trunk, where it is a cluster's own: a pair's link may have the same."""
 
 _MOST_STEPS = 50_000_000
 """Of all routes together; a ring of 500 sites has 31 million."""
@@ -132,12 +136,18 @@ def _own(cluster: Cluster) -> Routes:
     )
 
 
-def with_fabric(cluster: Cluster, wan: Wan, most: int | None = MOST_SITES) -> Cluster:
-    """The cluster with a fabric's trunks as its own, in place of its links per pair; those remain where latencies differ, no
-    narrower than the access links. Raises FabricError where the two do not fit, or there are more than ``most`` sites."""
+def planned_over(cluster: Cluster, fabric: FabricFile | None) -> Cluster:
+    """The cluster for which to plan what is simulated over a fabric: with the trunks that join its sites as its own, or as it is
+    where none do, or join more than ``MOST_SITES``. Raises FabricError where the two do not fit."""
+    if fabric is None or fabric.wan is None or cluster.sizes[0] > MOST_SITES:
+        return cluster
+    return with_fabric(cluster, fabric.wan)
+
+
+def with_fabric(cluster: Cluster, wan: Wan) -> Cluster:
+    """The cluster with a fabric's trunks as its own, in place of its links per pair and its trunks; links remain where latencies
+    differ, no narrower than the access links. Raises FabricError where the two do not fit."""
     size = cluster.sizes[0]
-    if most is not None and size > most:
-        raise FabricError(f"wan: routes between {size} sites are too many for a plan file; up to {most} are planned with")
     found = routes(cluster, wan)
     assert found is not None
     names = cluster.site_names
@@ -149,7 +159,7 @@ def with_fabric(cluster: Cluster, wan: Wan, most: int | None = MOST_SITES) -> Cl
     data = cluster.model_dump(mode="json", exclude_none=True)
     data["trunks"] = [
         {
-            "name": f"trunk {found.trunk_name(number)}",
+            "name": f"{TRUNK}{found.trunk_name(number)}",
             "bandwidth": exact(float(found.capacity_bytes_per_s[number]), Dimension.BANDWIDTH),
             "carries": carried,
         }

@@ -138,8 +138,7 @@ def time_stages(
         # A stage's sites are not all that a fabric joins, but its trunks say what they carry for which of them.
         inside = FabricFile(name=fabric.name, inside=fabric.inside)
         if fabric.wan is not None:
-            # No plan file, so however many there are.
-            pipeline = pipeline.at_rates(with_fabric(pipeline.cluster, fabric.wan, most=None))
+            pipeline = pipeline.at_rates(with_fabric(pipeline.cluster, fabric.wan))
 
     def simulate(one: Plan, choices: Routing | None) -> StepResult:
         return simulate_step(one, choices, precision, settled, fabric=inside)

@@ -60,6 +60,14 @@ def lossy_codecs(plan: AnyPlan) -> list[dict[str, Any]]:
     ]
 
 
+def codecs_text(plans: Sequence[AnyPlan], plan: AnyPlan) -> str:
+    """``dc: tokens int8, experts bf16``, or ``exact``: how one of several plans codes payloads; nothing where all are exact."""
+    if not any(lossy_codecs(one) for one in plans):
+        return ""
+    levels = {level: ", ".join(f"{kind} {codec}" for kind, codec in one.lossy.items()) for level, one in plan.codecs.items()}
+    return "; ".join(f"{level}: {text}" for level, text in levels.items() if text) or "exact"
+
+
 def codec_lines(plan: AnyPlan) -> list[str]:
     """A line per lossy codec of a plan; none for an exact one."""
     lines = []

@@ -90,7 +90,8 @@ if TYPE_CHECKING:
 @click.option(
     "--max-loss",
     metavar="SHARE",
-    help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without.",
+    help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without. With --top "
+    "plans may differ in codecs.",
 )
 @click.option("--prefetch", is_flag=True, help="Also try copies that set out blocks ahead and give way to tokens.")
 @click.option(
@@ -174,6 +175,7 @@ def command(
     import planner
     from hybridep.commands import plan_options
     from hybridep.commands.codecs import read_codecs, read_max_loss
+    from hybridep.commands.fabrics import on_fabric
     from hybridep.commands.inputs import cluster_and_workload, without_sites
     from hybridep.commands.interrupts import hurried_by_interrupts
     from hybridep.commands.plan_request import PlanRequest, make
@@ -194,7 +196,7 @@ def command(
         site, work = without_sites(site, work, without)
     plan_options.require_sites(given, site.name, site.sizes[0])
     if fabric is not None:
-        site = _on_fabric(site, fabric)
+        site = on_fabric(site, fabric)
     record = load_routing(routing) if routing is not None else None
     if record is not None:
         record.require_model(work, Path(str(routing)))
@@ -223,6 +225,7 @@ def command(
             output=output,
             figure=figure,
             upgrades=upgrades,
+            compare=compare,
             scenarios=rates,
             quantile=quantile,
             explain=whole,
@@ -316,7 +319,7 @@ class PlanReport:
             entries["choice"] = made.choice.to_json()
         if self.several:
             entries["plans"] = [
-                {"step_s": one.prediction and one.prediction.step, "output": str(path)}
+                {"step_s": one.predicted.step, "lossy_codecs": lossy_codecs(one), "output": str(path)}
                 for one, path in zip(made.plans, self.files, strict=True)
             ]
             for entry, step_s in zip(entries["plans"], made.simulated_s, strict=False):
@@ -354,18 +357,6 @@ def _write(plans: Sequence[Plan], files: Sequence[Path]) -> None:
         one.save(path)
 
 
-def _on_fabric(cluster: Cluster, name: str) -> Cluster:
-    from hybridep.commands.scenarios import fabric_of
-    from simulator.routes import with_fabric
-
-    found = fabric_of(name)
-    if found is None or found.wan is None or found.inside.model_fields_set:
-        raise UserError(
-            f"--fabric {name}: plans know what joins sites (wan), and nothing of what is inside them; simulate the rest"
-        )
-    return with_fabric(cluster, found.wan)
-
-
 def _scenarios(cluster: Cluster, paths: Sequence[str], within: float | None, fabric: str | None) -> tuple[Cluster, ...]:
     """The cluster at the rates of each file, and at such as are ``within`` that share of its own."""
     import planner
@@ -376,12 +367,13 @@ def _scenarios(cluster: Cluster, paths: Sequence[str], within: float | None, fab
 
 def _scenario(cluster: Cluster, path: str, fabric: str | None) -> Cluster:
     """The cluster at another file's rates, over the same fabric."""
+    from hybridep.commands.fabrics import on_fabric
     from hybridep.commands.inputs import load_cluster
     from planner.difference import with_rates_of
 
     other = load_cluster(path)
     try:
-        return with_rates_of(cluster, other if fabric is None else _on_fabric(other, fabric))
+        return with_rates_of(cluster, other if fabric is None else on_fabric(other, fabric))
     except UserError as error:
         raise UserError(f"--scenario {path}: {error}") from None
 

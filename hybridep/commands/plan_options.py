@@ -9,17 +9,19 @@ import click
 from hybridep.errors import UserError
 
 _RATES, _PRICES = ("--scenario", "--within"), ("--objective", "--budget")
-_ONE_PLAN = ("--compare", "--simulate", "--no-simulate", "--pool")
+_ONE_PLAN = ("--simulate", "--no-simulate", "--pool")
 NOT_TOGETHER: tuple[tuple[Sequence[str], Sequence[str], str], ...] = (
     ((*_ONE_PLAN, "--prefetch", "--chunks"), ("--stages",), ""),
+    (("--compare",), ("--fewer-sites",), "other planners choose no sites"),
     (("--fewer-sites",), (*_RATES, "--upgrades"), "which sites pay changes with their links"),
-    (("--top", "--max-loss", "--pool", "--simulate"), _RATES, "plans for scenarios are one plan, not for known rates"),
+    (("--top", "--pool", "--simulate"), _RATES, "plans for scenarios are one plan, not for known rates"),
     (("--prefetch",), _RATES, "plans for scenarios know no copies ahead"),
     (("--chunks",), _RATES, "plans for scenarios know no tokens in parts"),
     (("--routing",), _RATES, "plans for scenarios know no popularity of experts"),
     (_PRICES, (*_RATES, "--pool", "--simulate", "--upgrades"), "that goes by time only"),
     (("--chunks",), ("--prefetch",), "a schedule has tokens in parts or copies ahead"),
-    (("--top", "--pool", "--simulate", "--prefetch"), ("--max-loss",), "that makes one plan, by its cost"),
+    (("--prefetch",), ("--max-loss",), "copies ahead are planned for exact bytes"),
+    (("--pool",), ("--max-loss",), "plans of a pool follow one another without moving anything, as other codecs would"),
     (("--codec",), ("--max-loss",), "codecs are given, or chosen by their loss"),
     (("--top", "--simulate"), ("--pool",), "that makes one plan for each of several rates"),
     (

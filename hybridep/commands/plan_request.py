@@ -81,6 +81,7 @@ class PlanRequest:
             "ahead": self.prefetch,
             "most_chunks": self.most_chunks,
             "codecs": self.codecs,
+            "max_loss": self.max_loss,
             "goal": self.goal,
             "report": report,
         }
@@ -119,8 +120,6 @@ def make(request: PlanRequest) -> MadePlans:
         return _pooled(request)
     with PlanProgress() as progress:
         wishes = request.searched(request.time_limit_s, progress)
-        if request.max_loss is not None:
-            return MadePlans(plans=[planner.plan(request.cluster, request.workload, max_loss=request.max_loss, **wishes)])
         return MadePlans(plans=planner.plans(request.cluster, request.workload, request.top, **wishes))
 
 
@@ -136,6 +135,7 @@ def _for_scenarios(request: PlanRequest) -> MadePlans:
         schedule=request.schedule,
         constraints=request.rules,
         codecs=request.codecs,
+        max_loss=request.max_loss,
     )
     return MadePlans(plans=[robust.plan], robust=robust)
 

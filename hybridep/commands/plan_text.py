@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from hybridep.commands.codecs import codec_lines
+from hybridep.commands.codecs import codec_lines, codecs_text
 from hybridep.commands.common import stdout_console
 from hybridep.shares import alike_ranks, site_sequences
 from hybridep.units import counted, format_bytes, format_dollars, format_seconds, format_throughput
@@ -210,10 +210,10 @@ def reason(chosen: _Option, option: _Option) -> str:
     return f"{format_seconds(abs(more))} {'longer' if more > 0 else 'shorter'}: {'; '.join(told)}"
 
 
-def show_others(others: Mapping[str, OtherPlan]) -> None:
-    """What other planners would do."""
+def show_others(others: Mapping[str, OtherPlan], what: str = "") -> None:
+    """What other planners would do; ``what``: more of what that is."""
     if others:
-        click.echo("other planners, by who serves whom between sites, each with what is best for that inside sites:")
+        click.echo(f"other planners{what}, by who serves whom between sites, each with what is best for that inside sites:")
     for name, other in others.items():
         note = "" if other.fits else " (does not fit)"
         click.echo(f"  {name}: {format_seconds(other.step_s)}, x {other.gain:.2f}{note}")
@@ -241,7 +241,7 @@ def show_choice(choice: SimulatedChoice) -> None:
 
 
 def show_top(plans: Sequence[Plan], simulated_s: Sequence[float] = ()) -> None:
-    """The chosen plan and the next ones, with their simulated steps where they have some."""
+    """The chosen plan and the next ones, with their simulated steps where they have some, and their codecs."""
     for number, one in enumerate(plans, start=1):
         simulated = f", simulated {format_seconds(simulated_s[number - 1])}" if simulated_s else ""
         price = "" if one.predicted.cost is None else f", {format_dollars(one.predicted.cost)}"
@@ -249,6 +249,8 @@ def show_top(plans: Sequence[Plan], simulated_s: Sequence[float] = ()) -> None:
         click.echo(f"  {number}. {step}, memory {format_bytes(one.predicted.memory_bytes)}")
         for group in one.layers:
             click.echo(f"     {placed_text(one.cluster.levels[0].name, group)}")
+        if text := codecs_text(plans, one):
+            click.echo(f"     codecs: {text}")
 
 
 def show_pool(pool: Sequence[PooledPlan], files: Sequence[Path]) -> None:

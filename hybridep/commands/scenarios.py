@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridep.baselines import Baseline
-from hybridep.commands.inputs import Kind, cluster_and_workload, find, plan_file
+from hybridep.commands.fabrics import MADE_NOW, fabric_of
+from hybridep.commands.inputs import Kind, cluster_and_workload, plan_file
 from hybridep.commands.named_plans import BASELINES, named_plan
-from hybridep.config import load
-from hybridep.errors import UserError
+from hybridep.errors import InfeasibleError, NoSolutionError, UserError
 from hybridep.pipeline import AnyPlan, load_any_plan
 from hybridep.routing import Routing, load_routing
 from hybridep.shares import of_sites, on_sites, unequal_shares
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from simulator.report import Report
     from simulator.scenario import Scenario
     from simulator.systems import System
+
+_NAMED = 8
+"""Sites that an error names at most."""
 
 
 def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
@@ -40,8 +43,12 @@ def others(names: tuple[str, ...], where: str) -> list[Baseline | System]:
 
 
 def resolve(scenario: Scenario) -> AnyPlan:
-    """The plan that a scenario names. Raises what the planner raises, ConfigError and UserError."""
-    names = ("auto", "stages", *BASELINES)
+    """The plan that a scenario names, made for its fabric's trunks where it is no file. Raises what the planner raises,
+    ConfigError, FabricError and UserError."""
+    from simulator.routes import planned_over
+    from simulator.wiring import wiring
+
+    names = (*MADE_NOW, *BASELINES)
     if scenario.plan not in names:
         path = plan_file(scenario.plan, names)
         if scenario.cluster or scenario.workload:
@@ -50,6 +57,11 @@ def resolve(scenario: Scenario) -> AnyPlan:
     if not (scenario.cluster and scenario.workload):
         raise UserError(f"plan {scenario.plan}: needs a cluster and a workload, or name a plan file")
     cluster, workload = cluster_and_workload(scenario.cluster, scenario.workload, scenario.overrides)
+    # Said at once, and not once a plan is made.
+    fabric = fabric_of(scenario.fabric)
+    scenario.course.require(cluster, fabric)
+    scenario.conditions.require(cluster, wiring(cluster, fabric).link_names)
+    cluster = planned_over(cluster, fabric)
     return named_plan(scenario.plan, cluster, workload, time_limit_s=scenario.planning_time)
 
 
@@ -131,9 +143,13 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
 
         def anew(cluster: Cluster) -> AnyPlan:
             # As training does: the sites that are left share out the batch, but where sites have shares of their own.
-            whole = plan.cluster, plan.workload
-            left = of_sites(*whole, cluster.site_names) if unequal_shares(whole[0]) else on_sites(*whole, cluster.site_names)[1]
-            return named_plan(scenario.plan, cluster, left, time_limit_s=scenario.planning_time, before=plan)
+            whole, names = (plan.cluster, plan.workload), cluster.site_names
+            left = of_sites(*whole, names) if unequal_shares(whole[0]) else on_sites(*whole, names)[1]
+            try:
+                return named_plan(scenario.plan, cluster, left, time_limit_s=scenario.planning_time, before=plan)
+            except (InfeasibleError, NoSolutionError) as error:
+                which = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} of {whole[0].sizes[0]} sites"
+                raise type(error)(f"course: a plan anew for {which}: {error}") from None
 
         run = simulate_run(
             plan,
@@ -147,15 +163,6 @@ def simulate_scenario(scenario: Scenario, progress: Callable[[str, float], None]
     end_s = run.total_s if run is not None else report.step.step_s
     lost = [f"{loss.site} is lost at {format_seconds(loss.at)}" for loss in scenario.course.in_order if loss.at >= end_s]
     return Outcome(plan=plan, report=report, run=run, not_met=(*scenario.conditions.from_s(end_s), *lost))
-
-
-def fabric_of(text: str | None) -> FabricFile | None:
-    """A fabric by its shipped name or its path."""
-    if text is None:
-        return None
-    from simulator.fabric_file import FabricFile
-
-    return load(FabricFile, find(Kind.FABRIC, text))
 
 
 def _first_step(

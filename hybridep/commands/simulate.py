@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, Finite, emit, require_place, set_option, stdout_console, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, note, require_place, set_option, stdout_console, verb
 from hybridep.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def command(
     Or a SCENARIO (see docs/scenarios.md): a plan or what to plan, conditions that change, a run of many steps; with a grid,
     every combination in parallel into a table, which a later call goes on with.
     """
+    from hybridep.commands.fabrics import unknown_to_plans
     from hybridep.config import read_yaml
     from simulator.scenario import Scenario, points
 
@@ -87,6 +88,8 @@ def command(
         grid: list[tuple[Point, Scenario]] = [({}, Scenario(plan=str(what), overrides=overrides).model_copy(update=given))]
     else:
         grid = list(points(what, overrides, given))
+        for words in unknown_to_plans(one for _, one in grid):
+            note(f"hybridep simulate: plans made now know nothing of {words}; it is simulated")
     if grid[0][0] or out is not None:
         if trace is not None:
             raise UserError(f"--trace {trace}: a sweep has no single timeline")

@@ -74,7 +74,8 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
 
 
 def show_top(found: Sequence[StageChoice], files: Sequence[Path]) -> None:
-    """The chosen plan and the next ones, each with its file."""
+    """The chosen plan and the next ones, each with its file, and their codecs."""
+    from hybridep.commands.codecs import codecs_text
     from hybridep.commands.plan_text import few
     from hybridep.pipeline import PipelinePlan
     from hybridep.units import counted, format_bytes, format_dollars, format_seconds
@@ -90,3 +91,5 @@ def show_top(found: Sequence[StageChoice], files: Sequence[Path]) -> None:
             click.echo(f"     {counted(plan.micro_batches, 'micro-batch')}, {plan.ahead} ahead; sites and layers: {stages}")
         else:
             click.echo("     without stages")
+        if text := codecs_text([other.plan for other in found], plan):
+            click.echo(f"     codecs: {text}")

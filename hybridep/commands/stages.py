@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from hybridep.plan import Plan
     from hybridep.topology import Cluster
     from hybridep.workload import Workload
-    from planner import Explanation, Goal, PipelineExplanation, RobustPipeline, RobustPlan, SearchedOn, StageWishes, Upgrade
+    from planner import (
+        Explanation,
+        Goal,
+        OtherPlan,
+        PipelineExplanation,
+        RobustPipeline,
+        RobustPlan,
+        SearchedOn,
+        StageWishes,
+        Upgrade,
+    )
 
 AUTO = "auto"
 
@@ -45,6 +55,8 @@ class StagesRequest:
     figure: Path | None
     upgrades: bool
     """Also what to buy next."""
+    compare: bool
+    """Also what other planners would do."""
     scenarios: Sequence[Cluster]
     """The cluster at other rates, where these are not known."""
     quantile: float
@@ -94,7 +106,7 @@ def write_in_stages(request: StagesRequest) -> None:
             one.plan.save(path)
         return files
 
-    least, alone, upgrades, wishes = None, None, None, asked.wishes
+    least, alone, upgrades, others, wishes = None, None, None, None, asked.wishes
     try:
         # Before anything is written: of a plan without stages there may be no answer.
         if request.upgrades:
@@ -102,6 +114,8 @@ def write_in_stages(request: StagesRequest) -> None:
             made, present = (made, None) if robust is not None else search_on(made, tell, request.time_limit_s)
             top = made.top(request.top)
             upgrades = _upgrades(made.best, wishes, present)
+        if request.compare:
+            others = planner.compare_planners(made.best, wishes.constraints)
         files = save()
         if request.fewer and len(asked.sites) > 1 and not unequal_shares(cluster):
             least = planner.least_of_any(cluster, workload, wishes)
@@ -129,6 +143,7 @@ def write_in_stages(request: StagesRequest) -> None:
         goal=wishes.goal,
         explanation=explanation,
         upgrades=upgrades,
+        others=others,
         robust=robust,
     )
     if request.as_json:
@@ -192,6 +207,8 @@ class _Told:
     """Of all sites: those that were chosen may have no prices."""
     upgrades: list[Upgrade] | None
     """What to buy next, the most useful first; None unless asked for."""
+    others: dict[str, OtherPlan] | None
+    """Name of another planner -> what its plan takes; None unless asked for."""
     robust: RobustPipeline | RobustPlan | None
     """How the plan does over scenarios; None for known rates."""
     explanation: Explanation | PipelineExplanation | None
@@ -209,11 +226,18 @@ class _Told:
             more[f"least_of_any_sites_{'usd' if self.goal.objective is Objective.DOLLARS else 's'}"] = self.least
         if self.several:
             more["plans"] = [
-                {"step_s": one.plan.predicted.expected_s, "simulated_s": one.simulated_s, "output": str(path)}
+                {
+                    "step_s": one.plan.predicted.expected_s,
+                    "simulated_s": one.simulated_s,
+                    "lossy_codecs": lossy_codecs(one.plan),
+                    "output": str(path),
+                }
                 for one, path in zip(self.top, self.files, strict=True)
             ]
         if self.upgrades is not None:
             more["upgrades"] = [one.to_json() for one in self.upgrades]
+        if self.others is not None:
+            more["planners"] = {name: asdict(other) for name, other in self.others.items()}
         if self.robust is not None:
             more["robust"] = self.robust.to_json()
         if self.explanation is not None:
@@ -254,6 +278,7 @@ class _Told:
         from hybridep.commands import plan_text, stage_text
         from hybridep.pipeline import PipelinePlan
 
+        plan_text.show_others(self.others or {}, ", without stages")
         if self.upgrades is not None:
             plan_text.show_upgrades(self.upgrades)
         if self.robust is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hybridep.baselines import Baseline, baseline_like
 from hybridep.errors import UserError
+from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.plan import Plan
 from hybridep.recompute import cheapest_first
 from planner.constraints import Constraints
@@ -27,23 +29,27 @@ class OtherPlan:
     fits: bool
 
 
-def compare_planners(plan: Plan, constraints: Constraints | None = None) -> dict[str, OtherPlan]:
+def compare_planners(plan: AnyPlan, constraints: Constraints | None = None) -> dict[str, OtherPlan]:
     """By planner, in a fixed order, with the plan's schedule; with rules, their tables are made to keep them. All place experts
-    as if they were equally popular, and are costed with the popularity that the plan has. Where memory is short their layers
-    compute again what suits them best. Raises UserError for one site."""
+    as if they were equally popular, and are costed with the popularity that the plan has. None has stages. Where memory is short
+    their layers compute again what suits them best. Raises UserError for one site."""
     if plan.cluster.sizes[0] < 2:
         raise UserError(f"cluster {plan.cluster.name}: comparing planners between sites needs two sites")
-    problem = site_problem(plan.cluster, plan.workload, plan.schedule, constraints, codecs=plan.codecs)
-    step_s = plan.prediction.step if plan.prediction is not None else evaluate(plan)[0].step_s
+    if isinstance(plan, PipelinePlan):
+        like, is_short = baseline_like(plan, Baseline.EP), any(stage.recomputes for stage in plan.plans)
+        step_s = plan.predicted.step
+    else:
+        like, is_short = plan, bool(plan.recomputes)
+        step_s = plan.prediction.step if plan.prediction is not None else evaluate(plan)[0].step_s
+    problem = site_problem(like.cluster, like.workload, like.schedule, constraints, codecs=like.codecs)
     others = {}
     for name in OTHERS:
-        found = _found(problem, name, plan)
-        if plan.recomputes or not found.fits:
-            again = (_found(replace(problem, recompute=one), name, plan) for one in cheapest_first(plan.workload))
+        found = _found(problem, name, like)
+        if is_short or not found.fits:
+            again = (_found(replace(problem, recompute=one), name, like) for one in cheapest_first(like.workload))
             found = min((found, *again), key=lambda one: one.rank)
-        others[name] = OtherPlan(
-            step_s=found.step_s, gain=found.step_s / step_s, memory_bytes=found.memory_bytes, fits=found.fits
-        )
+        gain = found.step_s / step_s
+        others[name] = OtherPlan(step_s=found.step_s, gain=gain, memory_bytes=found.memory_bytes, fits=found.fits)
     return others
 
 
@@ -61,11 +67,11 @@ class _Other(NamedTuple):
         return 0.0 if self.fits else self.memory_bytes - self.capacity_bytes, self.step_s
 
 
-def _found(problem: SiteProblem, name: str, plan: Plan) -> _Other:
+def _found(problem: SiteProblem, name: str, like: Plan) -> _Other:
     found = other_plan(problem, name)
     assert found.cost is not None and found.configuration is not None
-    if plan.schedule.prefetch or plan.popularity:
+    if like.schedule.prefetch or like.popularity:
         other = table_plan(problem, found.table, found.configuration)
-        cost, memory = evaluate(other.model_copy(update={"popularity": plan.popularity}))
+        cost, memory = evaluate(other.model_copy(update={"popularity": like.popularity}))
         return _Other(cost.step_s, memory.fullest_bytes, memory.capacity_bytes, memory.fits)
     return _Other(found.cost.step_s, found.cost.memory_bytes, found.cost.capacity_bytes, found.rank[0] == 0)

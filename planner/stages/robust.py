@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from hybridep.codecs import EXACT, Codecs
 from hybridep.errors import HybridEPError, UserError
 from hybridep.pipeline import AnyPlan, PipelinePlan, codecs_inside
 from hybridep.topology import Cluster
@@ -22,6 +23,8 @@ from planner.stages.fewer import without_stages
 from planner.stages.inside import Store
 from planner.stages.search import plan_pipeline, plan_pipelines, reported, search_on
 from planner.stages.wishes import StageWishes
+from planner.stages.within_loss import choices, recoded
+from planner.within_loss import without_useless
 
 _CANDIDATES = 24
 """Pipelines of one search that are costed in the scenarios, at most."""
@@ -37,7 +40,6 @@ _TRIES, _LOOKS = 30, 6000
 _LOOK, _EACH = 0.1, 0.5
 """Share of the time limit for a first look at pipelines, and one at plans without stages; and of what is left then for pipelines,
 where plans without stages have the rest."""
-_NO_LOSS = "plans for scenarios choose no codecs by their loss; leave --max-loss out"
 _FAR = 1.5
 """What takes over so many times as long at the quantile after the first look has no more time."""
 
@@ -60,13 +62,13 @@ def pipeline_for_scenarios(
     report: Report | None = None,
 ) -> RobustPipeline:
     """The pipeline whose step at ``quantile`` of the scenarios (1: in the worst) is shortest, of those found for the given rates
-    and for some scenarios, and by small changes; never worse there than the one for ``cluster`` itself. By the step's time,
-    whatever the goal. Of the scenarios count the rates between sites; all else, and with it what fits, is as in ``cluster``. On
-    KeyboardInterrupt, once there is a plan, the best so far. ``report`` as that of ``plan_pipelines``, told of plans for the
-    nominal rates. Raises UserError for scenarios with other sites, and what ``plan_pipelines`` raises."""
+    and for some scenarios, and by small changes; never worse there than the one for ``cluster`` itself. Where codecs are to be
+    chosen (``StageWishes.max_loss``), those with which it is shortest at the quantile, and the bound is for all that are
+    permitted. By the step's time, whatever the goal. Of the scenarios count the rates between sites; all else, and with it what
+    fits, is as in ``cluster``. On KeyboardInterrupt, once there is a plan, the best so far. ``report`` as that of
+    ``plan_pipelines``, told of plans for the nominal rates. Raises UserError for scenarios with other sites, and what
+    ``plan_pipelines`` raises."""
     wishes = replace(wishes or StageWishes(), goal=FASTEST)
-    if wishes.max_loss is not None:
-        raise UserError(_NO_LOSS)
     scenarios = at_their_rates(cluster, scenarios, quantile)
     began_s, asked_s = now_s(), elapsed_s()
     until_s = began_s + time_limit_s
@@ -123,8 +125,6 @@ def staged_for_scenarios(
     popularity."""
     if wishes.popularity:
         raise UserError("plans for scenarios know no popularity of experts; leave --routing out")
-    if wishes.max_loss is not None:
-        raise UserError(_NO_LOSS)
     wishes, began_s, look_s = replace(wishes, goal=FASTEST), now_s(), _LOOK * time_limit_s
     scenarios = at_their_rates(cluster, scenarios, quantile)
 
@@ -164,6 +164,7 @@ def staged_for_scenarios(
             schedule=wishes.schedule,
             constraints=wishes.constraints,
             codecs=codecs_inside(wishes.codecs),
+            max_loss=wishes.max_loss,
         )
     except (HybridEPError, KeyboardInterrupt):
         if pipeline is None:
@@ -188,13 +189,29 @@ def _search(choice: _Choice, workload: Workload, wishes: StageWishes, time_limit
             choice.consider(plan_pipelines(choice.scenarios[place], workload, wishes, _CANDIDATES, time_limit_s=limit_s))
     looks = max(_LOOKS // choice.scenarios[0].sizes[0], 1)
     for _ in range(_ROUNDS):
-        before, counts = choice.plan, choice.scenarios[choice.from_quantile[0]]
+        before = choice.plan
         if now_s() > choice.until_s:
             break
-        met = search_on(counts, [before], wishes, _MET, tries=_TRIES, looks=looks, store=choice.store)
+        if wishes.max_loss is not None:
+            choice.consider(_with_other_codecs(choice, wishes.max_loss))
+        start, counts = choice.plan, choice.scenarios[choice.from_quantile[0]]
+        same = wishes if wishes.max_loss is None else replace(wishes, codecs=start.codecs, max_loss=None)
+        met = search_on(counts, [start], same, _MET, tries=_TRIES, looks=looks, store=choice.store)
         choice.consider(one.plan for one in met)
         if choice.plan is before:
             break
+    if wishes.max_loss is not None:
+        choice.consider(_with_other_codecs(choice, wishes.max_loss), in_time=False)
+        choice.leave_useless_out()
+
+
+def _with_other_codecs(choice: _Choice, max_loss: float) -> Iterator[PipelinePlan]:
+    """The best pipeline so far with all other codecs that are permitted and have room."""
+    found = costed(choice.plan, store=choice.store)
+    for codecs in choices(choice.plan.cluster, choice.plan.workload, max_loss):
+        other = recoded(found, codecs, choice.store)
+        if other is not None and other is not found:
+            yield other.plan
 
 
 @dataclass
@@ -225,13 +242,29 @@ class _Choice:
         """With this one."""
         self.plan, self.steps_s = plan, tuple(expected_over(plan, one, self.store) for one in self.scenarios)
 
-    def consider(self, plans: Iterable[PipelinePlan]) -> None:
-        """Take those that are better than the best before."""
+    def consider(self, plans: Iterable[PipelinePlan], *, in_time: bool = True) -> None:
+        """Take those that are better than the best before, while there is time, or all of them."""
         for plan in plans:
-            if now_s() > self.until_s:
+            if in_time and now_s() > self.until_s:
                 return
             if (steps_s := self._steps_if_better(plan)) is not None:
                 self.plan, self.steps_s = plan, steps_s
+
+    def leave_useless_out(self) -> None:
+        """Without codecs between sites that bring the best one nothing at the quantile."""
+        found, name = costed(self.plan, store=self.store), self.plan.cluster.levels[0].name
+        made = dict[str, tuple[PipelinePlan, tuple[float, ...]]]()
+
+        def step_s(codecs: Codecs) -> float:
+            other = recoded(found, codecs, self.store)
+            if other is None:
+                return math.inf
+            steps_s = tuple(expected_over(other.plan, one, self.store) for one in self.scenarios)
+            made[str(codecs.lossy)] = other.plan, steps_s
+            return at_quantile(steps_s, self.quantile)
+
+        codecs = without_useless(self.plan.codecs.get(name, EXACT), step_s)
+        self.plan, self.steps_s = made[str(codecs.lossy)]
 
     def _steps_if_better(self, plan: PipelinePlan) -> tuple[float, ...] | None:
         """Seconds in each scenario; None, and no more are costed, once so many are no shorter that it is not better."""

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 
 from hybridep.codec_losses import permitted, times_exact, worthwhile
-from hybridep.codecs import PAYLOADS, Codecs
+from hybridep.codecs import EXACT, KINDS, PAYLOADS, Codecs
 from hybridep.errors import InfeasibleError
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -24,6 +25,8 @@ Make = Callable[[StageWishes, float, float], list[Costed]]
 """(wishes with codecs, when it begins, time limit) -> the best pipelines with these."""
 _LOOK = 0.2
 """Share of the time limit for a look at pipelines, after which codecs are chosen for the search."""
+_PLAIN = 0.05
+"""Share of it after which useless codecs are no longer looked for in one pipeline after the other."""
 _RATED = 3
 """Pipelines of a search that are costed with other codecs."""
 
@@ -32,13 +35,13 @@ def pipelines_within_loss(
     make: Make, cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float
 ) -> list[Costed]:
     """The best pipelines that ``make`` finds with codecs between sites whose measured losses add up to at most
-    ``wishes.max_loss``, all with the same ones, and without those that bring the best of them nothing. After a short look with
-    the first codecs that have room it searches with those that suit what was found, and costs what that finds with all others
-    again. On KeyboardInterrupt, once ``make`` found some, those that are better. Raises what ``make`` raises where it finds
-    nothing."""
+    ``wishes.max_loss``: of all those with which the best one is best, each without what brings it nothing. After a short look
+    with the first codecs that have room it searches with those that suit what was found, and costs what that finds with all
+    others again. On KeyboardInterrupt, once ``make`` found some, those that are better. Raises what ``make`` raises where it
+    finds nothing."""
     assert wishes.max_loss is not None
     begun_s, choice = now_s(), _Choice(cluster, workload, wishes)
-    every = worthwhile(permitted(wishes.max_loss, PAYLOADS), workload, cluster.gpu.coding)
+    every = choices(cluster, workload, wishes.max_loss)
     looked = _first(choice, make, every, time_limit_s)
     searched: list[Costed] = []
     try:
@@ -46,10 +49,33 @@ def pipelines_within_loss(
             suited = choice.wishes_with(choice.best(looked[:_RATED], every))
             searched = make(suited, now_s(), max(time_limit_s - (now_s() - begun_s), 0.0))
         near = [*looked[:_RATED], *searched[:_RATED]]
-        codecs = without_useless(choice.best(near, every), lambda one: choice.least(near, one))
-        return choice.coded([*looked[:_RATED], *searched], codecs)
+        found = choice.coded([*looked[:_RATED], *searched], choice.best(near, every))
+        return choice.plain(found, now_s() + _PLAIN * time_limit_s)
     except KeyboardInterrupt:
         return min((one for one in (searched, looked) if one), key=lambda found: choice.worth(found[0]))
+
+
+def choices(cluster: Cluster, workload: Workload, max_loss: float) -> list[Codecs]:
+    """Codecs between sites whose measured losses add up to at most ``max_loss``, of which no other is better in everything."""
+    return worthwhile(permitted(max_loss, PAYLOADS), workload, cluster.gpu.coding)
+
+
+def recoded(found: Costed, codecs: Codecs, store: Store) -> Costed | None:
+    """The pipeline with these codecs between sites, and layers that compute again where it takes that to fit; None where nothing
+    does. ``store``: what was found of stages before, and is now."""
+    by_level = {found.plan.cluster.levels[0].name: codecs} if codecs.lossy else {}
+    if found.plan.codecs == by_level:
+        return found
+    try:
+        plan = found.plan.coded(by_level)
+    except ValueError:
+        return None
+    made = costed(plan, store=store)
+    if not made.fits:
+        stages = zip(plan.plans, rooms(plan), strict=True)
+        inside = [fitting(stage, stage.layers, room, store) for stage, room in stages]
+        made = costed(plan.with_layers([one.layers for one in inside]), inside)
+    return made if made.fits else None
 
 
 def _first(choice: _Choice, make: Make, every: Sequence[Codecs], time_limit_s: float) -> list[Costed]:
@@ -78,7 +104,8 @@ class _Choice:
 
     def wishes_with(self, codecs: Codecs) -> StageWishes:
         """Wishes with these codecs between sites."""
-        return replace(self.wishes, codecs=self._by_level(codecs), max_loss=None)
+        by_level = {self.cluster.levels[0].name: codecs} if codecs.lossy else {}
+        return replace(self.wishes, codecs=by_level, max_loss=None)
 
     def best(self, found: Sequence[Costed], every: Sequence[Codecs]) -> Codecs:
         """Of ``every`` codecs those with which one of the pipelines is best; of equally good ones those with which messages of
@@ -89,12 +116,25 @@ class _Choice:
 
     def coded(self, found: Sequence[Costed], codecs: Codecs) -> list[Costed]:
         """All of them that have room with these codecs, the best first."""
-        made = [coded for one in found if (coded := self._coded(one, codecs)) is not None]
+        made = [coded for one in found if (coded := recoded(one, codecs, self._store)) is not None]
         return sorted({one.plan.digest: one for one in made}.values(), key=self.worth)
 
-    def least(self, found: Sequence[Costed], codecs: Codecs) -> float:
-        """Seconds or dollars of the best of them with these codecs; infinite where none has room, or the budget none for it."""
-        over, value = self._best_worth(found, codecs)
+    def plain(self, found: Sequence[Costed], until_s: float) -> list[Costed]:
+        """Each without codecs that bring it nothing, the best first; after ``until_s``, of those that are not the best, only
+        without such as code nothing, since all stages have one site."""
+        made = list[Costed]()
+        for one in found:
+            codecs = one.plan.codecs.get(self.cluster.levels[0].name, EXACT)
+            if all(len(stage.sites) == 1 for stage in one.plan.stages):
+                codecs = reduce(Codecs.without, KINDS, codecs)
+            if not made or now_s() < until_s:
+                codecs = without_useless(codecs, partial(self._value, one))
+            made.append(recoded(one, codecs, self._store) or one)
+        return sorted({one.plan.digest: one for one in made}.values(), key=self.worth)
+
+    def _value(self, found: Costed, codecs: Codecs) -> float:
+        """Seconds or dollars with these codecs; infinite where it has no room, or the budget none for it."""
+        over, value = self._best_worth([found], codecs)
         return math.inf if over else value
 
     def worth(self, one: Costed) -> Worth:
@@ -104,21 +144,3 @@ class _Choice:
     def _best_worth(self, found: Sequence[Costed], codecs: Codecs) -> Worth:
         """Of the best of them with these codecs; infinite where none has room."""
         return min((self.worth(one) for one in self.coded(found, codecs)), default=(math.inf, math.inf))
-
-    def _coded(self, found: Costed, codecs: Codecs) -> Costed | None:
-        """With these codecs, and layers that compute again where it takes that to fit; None where nothing does."""
-        if found.plan.codecs == self._by_level(codecs):
-            return found
-        try:
-            plan = found.plan.coded(self._by_level(codecs))
-        except ValueError:
-            return None
-        made = costed(plan, store=self._store)
-        if not made.fits:
-            stages = zip(plan.plans, rooms(plan), strict=True)
-            inside = [fitting(stage, stage.layers, room, self._store) for stage, room in stages]
-            made = costed(plan.with_layers([one.layers for one in inside]), inside)
-        return made if made.fits else None
-
-    def _by_level(self, codecs: Codecs) -> dict[str, Codecs]:
-        return {self.cluster.levels[0].name: codecs} if codecs.lossy else {}

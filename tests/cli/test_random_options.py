@@ -35,6 +35,7 @@ OPTIONS = (
 )
 WITH_STAGES = (
     ("--fewer-sites",),
+    ("--compare",),
     ("--upgrades",),
     ("--within", "0.2"),
     ("--explain",),

@@ -79,6 +79,20 @@ def test_sites_that_are_left_share_out_the_batch(
     assert batches == ([8, 4] if shares else [8, 8])
 
 
+def test_sites_that_are_left_without_room_are_named(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
+    """Both together have the room that one alone lacks."""
+    inputs.workload.write_text(inputs.workload.read_text().replace("size: 16}", "size: 8192}"))
+    course = "course: {steps: 3, losses: [{site: dc0, at: 0 s}]}"
+    for memory, words in (
+        ("1 GiB", ""),
+        ("50 MB", "hybridep simulate: course: a plan anew for dc1: no plan fits: dc1/gpu0 needs"),
+    ):
+        lines = ("planning_time: 2", f"overrides: [cluster.gpu.memory={memory}]")
+        assert call("simulate", scenario(*lines), "--json").code == 0
+        result = call("simulate", scenario(*lines, course), "--json")
+        assert (result.code, words in result.err) == (3 if words else 0, True), result.err
+
+
 def test_sweeps_go_on_where_they_stopped(scenario: Callable[..., object], inputs: Inputs, call: Call) -> None:
     table = inputs.folder / "table.csv"
     grid = "grid: {plan: [ep, full_gather], cluster.levels.dc.bandwidth: [%s]}"

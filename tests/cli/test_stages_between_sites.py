@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from cli_cases import Call, Inputs, in_stages
 
-from hybridep.pipeline import load_any_plan
+from hybridep.pipeline import PipelinePlan, load_any_plan
+from hybridep.plan import Plan
+from planner.sites.others import OTHERS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,6 +33,40 @@ def test_coded_activations_and_what_they_cost(inputs: Inputs, call: Call) -> Non
     assert sum(max(one["final_loss"], 0.0) for one in chosen.json["lossy_codecs"]) <= 0.005
     path, fewer = in_stages(inputs, call, "--stages", "auto", "--fewer-sites", "--max-loss", "0.5%", "--json")
     assert fewer.code == 0, fewer.err
+
+
+def test_codecs_by_their_loss_beside_other_wishes(inputs: Inputs, call: Call) -> None:
+    """Several pipelines and the plan without stages, and rates that are not known."""
+    loss = ("--max-loss", "0.5%", "--json")
+    _, result = in_stages(inputs, call, "--stages", "auto", "--top", "3", *loss)
+    assert result.code == 0, result.err
+    plans = [load_any_plan(Path(one["output"])) for one in result.json["plans"]]
+    assert 1 < len(plans) == len({one.digest for one in plans})
+    for entry, plan in zip(result.json["plans"], plans, strict=True):
+        lossy = {kind for codecs in plan.codecs.values() for kind in codecs.lossy}
+        assert {one["kind"] for one in entry["lossy_codecs"]} == lossy
+        # Each stage is one of the two sites.
+        assert ("activations" in lossy) == isinstance(plan, PipelinePlan) and ("experts" in lossy) <= isinstance(plan, Plan)
+    _, shown = in_stages(inputs, call, "--stages", "auto", "--top", "2", "--max-loss", "0.5%")
+    assert shown.code == 0 and "     codecs: dc: activations int8\n" in shown.out
+    _, within = in_stages(inputs, call, "--stages", "2", "--within", "0.3", *loss)
+    assert within.code == 0, within.err
+    _, exact = in_stages(inputs, call, "--stages", "2", "--within", "0.3", "--json")
+    assert within.json["robust"]["bound_s"] < exact.json["robust"]["bound_s"]
+    assert within.json["robust"]["bound_s"] <= within.json["robust"]["step_s"] < exact.json["robust"]["step_s"]
+    assert [one["kind"] for one in within.json["lossy_codecs"]] == ["activations"]
+    _, either = in_stages(inputs, call, "--stages", "auto", "--within", "0.3", *loss)
+    assert either.code == 0 and either.json["robust"]["step_s"] <= within.json["robust"]["step_s"] * 1.001
+
+
+def test_other_planners_beside_stages(inputs: Inputs, call: Call) -> None:
+    path, result = in_stages(inputs, call, "--stages", "2", "--compare", "--json")
+    assert result.code == 0, result.err
+    told, plan = result.json["planners"], load_any_plan(path)
+    assert set(told) == set(OTHERS) and told["full_gather"]["step_s"] == pytest.approx(result.json["baselines"]["full_gather"])
+    assert all(one["gain"] == pytest.approx(one["step_s"] / plan.predicted.step) for one in told.values())
+    _, shown = in_stages(inputs, call, "--stages", "2", "--compare")
+    assert "other planners, without stages, by who serves whom" in shown.out and "\n  faster_moe: " in shown.out
 
 
 def test_stages_over_the_trunks_of_a_fabric(inputs: Inputs, call: Call) -> None:

@@ -52,7 +52,7 @@ def test_several_pipelines_are_written_the_best_first(inputs: Inputs, call: Call
     assert again == pytest.approx(simulated)
     # Four stages of like sites are one plan, and the only one that was asked for is one of several, too.
     only = planned(inputs, call, "--stages", "4", "--top", "3", "--json").json
-    assert only["plans"][0] == {"step_s": only["step_s"], "simulated_s": only["simulated_s"], "output": only["output"]}
+    assert only["plans"][0] == {name: only[name] for name in ("step_s", "simulated_s", "lossy_codecs", "output")}
     shown = planned(inputs, call, "--stages", "2", "--top", "2")
     assert shown.code == 0 and f"2. {files[1]}: " in shown.out and "sites and layers: dc" in shown.out, shown.err
     assert all(len(load_any_plan(path).stages) == 2 for path in files[:2])  # type: ignore[union-attr]

@@ -176,6 +176,36 @@ def test_plan_chooses_codecs_by_their_loss(inputs: Inputs, call: Call) -> None:
     assert "experts sr, keep 0.02; final loss not measured" in shown.out or "experts sr" not in shown.out
 
 
+def test_codecs_by_their_loss_beside_other_wishes(inputs: Inputs, call: Call) -> None:
+    """Several plans, rates that are not known, and plans chosen by a simulation."""
+    path, loss = inputs.folder / "plan.yaml", ("--max-loss", "0.5%")
+    result = call("plan", inputs.cluster, inputs.workload, "-o", path, *loss, "--top", "4", "--json")
+    assert result.code == 0, result.err
+    plans = result.json["plans"]
+    assert [one["step_s"] for one in plans] == sorted(one["step_s"] for one in plans) and len(plans) == 4
+    assert plans[0]["lossy_codecs"] == result.json["lossy_codecs"]
+    files = [load_any_plan(Path(one["output"])) for one in plans]
+    assert len({one.digest for one in files}) == 4
+    for entry, plan in zip(plans, files, strict=True):
+        assert {(one["kind"], one["codec"]) for one in entry["lossy_codecs"]} == {
+            (kind, codec) for codecs in plan.codecs.values() for kind, codec in codecs.lossy.items()
+        }
+        assert sum(max(one["final_loss"], 0.0) for one in entry["lossy_codecs"]) <= 0.005
+    shown = call("plan", inputs.cluster, inputs.workload, "-o", path, *loss, "--top", "2")
+    told = ", ".join(f"{one['kind']} {one['codec']}" for one in plans[0]["lossy_codecs"])
+    assert f"     codecs: {'dc: ' + told if told else 'exact'}\n" in shown.out
+    assert "codecs: " not in call("plan", inputs.cluster, inputs.workload, "-o", path, "--top", "2").out
+    simulated = call("plan", inputs.cluster, inputs.workload, "-o", path, *loss, "--top", "4", "--simulate", "--json")
+    assert simulated.code == 0, simulated.err
+    steps_s = [one["simulated_s"] for one in simulated.json["plans"]]
+    assert steps_s == sorted(steps_s) and {one["step_s"] for one in simulated.json["plans"]} == {one["step_s"] for one in plans}
+    rates = ("--within", "0.5", "--time-limit", "2", "--json")
+    within = call("plan", inputs.cluster, inputs.workload, "-o", path, *loss, *rates)
+    assert within.code == 0, within.err
+    exact = call("plan", inputs.cluster, inputs.workload, "-o", path, *rates).json["robust"]
+    assert within.json["robust"]["bound_s"] <= within.json["robust"]["step_s"] < exact["step_s"] and within.json["lossy_codecs"]
+
+
 def test_plan_chooses_connections_where_one_has_a_window(inputs: Inputs, call: Call) -> None:
     path, long = inputs.folder / "plan.yaml", ("--set", "levels.dc.latency=50 ms", "--set", "levels.dc.window=4 KB")
     chosen = call("plan", inputs.cluster, inputs.workload, "-o", path, *long)

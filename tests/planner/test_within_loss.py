@@ -14,11 +14,12 @@ from hybridep.codecs import KINDS, Codecs, ExpertCodec, GradientCodec, TokenCode
 from hybridep.commands.inputs import load_cluster, load_workload
 from hybridep.config import build
 from hybridep.errors import InfeasibleError, NoSolutionError, UserError
-from hybridep.plan import Plan
+from hybridep.plan import Plan, copies_last
 from planner.check import check
+from planner.evaluate import evaluate
 from planner.goal import Goal
 from planner.stages.bound import least_s
-from planner.within_loss import plan_within_loss
+from planner.within_loss import plans_within_loss
 
 REFERENCE = Path(__file__).resolve().parents[2] / "experiments" / "codec-loss" / "reference.csv"
 SMALL = ("model.num_layers=3", "model.vocab_size=256", "training.micro_batches=2")
@@ -84,10 +85,45 @@ def test_the_planner_takes_the_best_that_is_permitted() -> None:
     assert short.codecs and short.prediction is not None and short.solver is not None
     assert steps[1] <= short.prediction.step * (1 + 1e-9) < steps[0]
     assert short.solver.bound == pytest.approx(least_s(cluster, workload, 1)) and short.solver.bound < steps[1]
+    several = planner.plans(cluster, workload, 3, max_loss=0.005, time_limit_s=1e-3)
+    # The next ones of the exact search may be better with those codecs.
+    assert several[0].predicted.step <= short.prediction.step * (1 + 1e-9) and len({one.digest for one in several}) == 3
+    assert several[0].solver is not None and several[0].solver.bound == short.solver.bound
     with pytest.raises(UserError, match="leave one of them out"):
         planner.plan(cluster, workload, max_loss=0.1, codecs={"dc": Codecs(tokens=TokenCodec.INT8)})
     with pytest.raises(UserError, match="at least zero"):
         planner.plan(cluster, workload, max_loss=-0.1)
+
+
+@pytest.mark.parametrize("max_loss", [0.0, 0.0008])
+def test_the_next_best_of_equal_sites_against_all_there_are(max_loss: float) -> None:
+    """Every placement that all layers share with every choice of codecs: first those of least step, without such as bring it
+    nothing."""
+    cluster, workload = load_cluster("lab-4dc"), load_workload("tiny", SMALL)
+    made = planner.plans(cluster, workload, 12, max_loss=max_loss)
+    steps_s = [one.predicted.step for one in made]
+    assert len(made) == 12 and steps_s == sorted(steps_s) and len({one.digest for one in made}) == 12
+    placed = {str(one.layers): one for one in planner.plans(cluster, workload, 1000) if len(one.layers) == 1}
+    every: dict[str, list[float]] = {}
+    for layers, one in placed.items():
+        for codecs in permitted(max_loss):
+            if copies_last(one.layers, codecs):
+                cost, memory = evaluate(one.model_copy(update={"codecs": {"dc": codecs} if codecs.lossy else {}}))
+                assert memory.fits
+                every.setdefault(layers, []).append(cost.step_s)
+    best_s = sorted(min(steps) for steps in every.values())
+    assert len(best_s) > 12 and steps_s[0] == pytest.approx(best_s[0], rel=1e-9)
+    assert all(ours_s <= other_s * (1 + 1e-9) for ours_s, other_s in zip(steps_s, best_s, strict=False))
+    # With other codecs a placement may come twice, and none is left out for it.
+    assert (steps_s[-1] < best_s[11] * (1 - 1e-9)) == (len({str(one.layers) for one in made}) < 12) == (max_loss > 0)
+    for one in made:
+        check(one)
+        codecs = one.codecs.get("dc", Codecs())
+        assert sum(max(gate.relative, 0.0) for gate in codecs.gates.values()) <= max_loss
+        for kind in codecs.lossy:
+            assert evaluate(one.model_copy(update={"codecs": {"dc": codecs.without(kind)}}))[0].step_s > one.predicted.step
+    assert [one.solver is None for one in made] == [False, *[True] * 11]
+    assert made[0].predicted.step == planner.plan(cluster, workload, max_loss=max_loss).predicted.step
 
 
 def test_codecs_that_need_copies_that_stay_are_not_given_to_others() -> None:
@@ -96,10 +132,10 @@ def test_codecs_that_need_copies_that_stay_are_not_given_to_others() -> None:
     short = {"first_layer": 0, "num_layers": 3, "domains": {"dc": 4, "gpu": 2}, "migration": {}, "residency": "microbatch"}
     data = found.model_dump(mode="json") | {"layers": [short]}
 
-    def make(codecs: dict[str, Codecs], time_limit_s: float) -> Plan:
-        return build(Plan, data | {"codecs": codecs}, "plan")
+    def make(codecs: dict[str, Codecs], time_limit_s: float) -> list[Plan]:
+        return [build(Plan, data | {"codecs": codecs}, "plan")]
 
-    chosen = plan_within_loss(make, cluster, workload, 0.005, 1e-9)
+    [chosen] = plans_within_loss(make, cluster, workload, 1, max_loss=0.005, time_limit_s=1e-9)
     # A quarter of the bytes, were it not for that.
     assert chosen.codecs["dc"].experts is ExpertCodec.BF16
     build(Plan, chosen.model_dump(mode="json"), "plan")
@@ -109,19 +145,19 @@ def test_codecs_that_need_copies_that_stay_are_not_given_to_others() -> None:
 def test_a_search_that_ends_without_a_plan_leaves_those_before(ended: BaseException) -> None:
     cluster, workload, calls = load_cluster("lab-4dc"), load_workload("tiny", SMALL), list[Plan]()
 
-    def make(codecs: dict[str, Codecs], time_limit_s: float) -> Plan:
+    def make(codecs: dict[str, Codecs], time_limit_s: float) -> list[Plan]:
         if calls:
             raise ended
         calls.append(planner.plan(cluster, workload, codecs=codecs, time_limit_s=time_limit_s))
-        return calls[0]
+        return calls
 
-    made = plan_within_loss(make, cluster, workload, 0.005, 20.0)
+    [made] = plans_within_loss(make, cluster, workload, 1, max_loss=0.005, time_limit_s=20.0)
     check(made)
     assert made.predicted.step <= calls[0].predicted.step
     # Nothing is proven of codecs for which nothing was searched.
     assert made.solver is not None and made.solver.bound == pytest.approx(least_s(cluster, workload, 1))
     with pytest.raises(type(ended)):
-        plan_within_loss(make, cluster, workload, 0.005, 20.0)
+        plans_within_loss(make, cluster, workload, 1, max_loss=0.005, time_limit_s=20.0)
 
 
 def test_that_nothing_is_within_a_budget_is_not_proven() -> None:
@@ -131,12 +167,12 @@ def test_that_nothing_is_within_a_budget_is_not_proven() -> None:
     for goal in (Goal(), Goal(budget_usd=1.0)):
         found = [planner.plan(cluster, workload, goal=goal, time_limit_s=1)]
 
-        def make(codecs: dict[str, Codecs], time_limit_s: float, left: list[Plan] = found) -> Plan:
+        def make(codecs: dict[str, Codecs], time_limit_s: float, left: list[Plan] = found) -> list[Plan]:
             if not left:
                 raise InfeasibleError("too dear, or too large")
-            return left.pop()
+            return [left.pop()]
 
-        solver = plan_within_loss(make, cluster, workload, 0.005, 60).solver
+        solver = plans_within_loss(make, cluster, workload, 1, max_loss=0.005, time_limit_s=60)[0].solver
         assert solver is not None
         bounds_s.append(solver.bound)
     assert bounds_s[1] == pytest.approx(least_s(cluster, workload, 1)) and bounds_s[1] < bounds_s[0]

@@ -9,6 +9,7 @@ from fabric_cases import FABRICS, fabric
 from simulated_plans import conditions, course, make_plan, one_by_one
 
 import simulator.blocks
+from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Plan
 from hybridep.topology import Cluster, only_sites
@@ -136,6 +137,40 @@ def test_a_new_plan_is_judged_over_the_fabric() -> None:
         assert run.stretches[-2].duration_s == pytest.approx(min(copies_s, usual_s()) if taken else max(copies_s, usual_s()))
     stays = simulate_run(better, course(steps=6, replan_every=2), planning=lambda cluster: worse, fabric=TRUNKS)
     assert stays.seconds(Happening.REPLAN) == 0
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("name", ["mesh", "wide mesh", "hub", "hub at a site", "ring, both ways", "trunks"])
+def test_planning_knows_the_fabric_as_it_is(name: str, pairs: bool) -> None:
+    """What it gets is by itself what the cluster is over the fabric under the conditions of the moment; after a loss, too."""
+    over = {**FABRICS, "wide mesh": fabric(wan={"mesh": {"bandwidth": "2 Gbps"}})}[name]
+    made = make_plan(6, 2, num_experts=60, throughput=1e15, pairs=pairs)
+    data = made.cluster.model_dump(mode="json", exclude_none=True)
+    data["sites"] = [{"name": f"dc{site}"} for site in range(6)]
+    for number, link in enumerate(data.get("links", [])):
+        link |= {end: link[end].replace("s", "dc") for end in ("src", "dst")} | {"latency": f"{number} us"}
+    base = Plan(cluster=build(Cluster, data, "cluster"), workload=made.workload, layers=made.layers)
+    trunk = "dc0 -> dc1" if "hub" not in name else "dc0 -> hub" if name == "hub" else "dc0 -> dc2"
+    changes = [{"links": trunk, "factor": 0.1}, {"links": "dc4 up", "factor": 1.5}, {"links": "dc5 down", "factor": 0.9}]
+    changed = conditions(changes=changes)
+    seen: list[Cluster] = []
+
+    def planning(cluster: Cluster) -> Plan:
+        seen.append(cluster)
+        return Plan(cluster=cluster, workload=base.workload, layers=base.layers)
+
+    simulate_run(base, course(steps=3, replan_every=2), changed, planning=planning, fabric=over)
+    loss = {"site": "dc3", "at": "0 s"}
+    simulate_run(base, course(steps=3, replan_every=2, losses=[loss]), changed, planning=planning, fabric=over)
+    left = only_sites(base.cluster, set(base.cluster.site_names) - {"dc3"})
+    for known, cluster, now in ((seen[0], base.cluster, changed), (seen[1], left, None), (seen[2], left, changed)):
+        plan = planning(cluster)
+        expected_s = simulate_step(plan, conditions=now, fabric=over).step_s
+        assert simulate_step(planning(known)).step_s == pytest.approx(expected_s, rel=1e-9)
+        # And the fabric on top is the same again.
+        assert simulate_step(planning(seen[1]), fabric=over).step_s == pytest.approx(
+            simulate_step(planning(left), fabric=over).step_s
+        )
 
 
 def test_routing_drifts_over_the_steps_of_a_run() -> None:

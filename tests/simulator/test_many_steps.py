@@ -3,8 +3,10 @@ from functools import cache
 import pytest
 from simulated_plans import conditions, course, make_plan
 
+from hybridep.config import build
 from hybridep.errors import UserError
 from hybridep.plan import Plan
+from hybridep.shares import on_sites
 from hybridep.topology import Cluster, only_sites
 from simulator.errors import SimulationError, StuckError
 from simulator.many_steps import Happening, cluster_at_present, simulate_run
@@ -19,8 +21,8 @@ def usual_s() -> float:
     return simulate_step(PLAN).step_s
 
 
-def ep(cluster: Cluster) -> Plan:
-    return Plan(cluster=cluster, workload=PLAN.workload, layers=PLAN.layers)
+def ep(cluster: Cluster, like: Plan = PLAN) -> Plan:
+    return Plan(cluster=cluster, workload=like.workload, layers=like.layers)
 
 
 def gathering(cluster: Cluster) -> Plan:
@@ -61,6 +63,23 @@ def test_a_lost_site_costs_the_step_and_all_since_the_checkpoint() -> None:
     left_s = simulate_step(ep(only_sites(PLAN.cluster, {"s0", "s1", "s3"}))).step_s
     assert run.stretches[-2].duration_s == pytest.approx(left_s)
     assert run.total_s == pytest.approx(17.5 * usual_s() + 30 + 10 * left_s)
+
+
+def test_ranks_that_share_processors_have_those_of_a_lost_site() -> None:
+    """As where `--without` plans for the others: fewer ranks compute on the same processors."""
+    data = PLAN.cluster.model_dump(mode="json", exclude_none=True)
+    shared = build(Cluster, data | {"gpu": data["gpu"] | {"sharing": 2}}, "cluster")
+    losses = [{"site": site, "at": "0 s"} for site in ("s1", "s2")]
+    seen: list[Cluster] = []
+
+    def planning(cluster: Cluster) -> Plan:
+        seen.append(cluster)
+        return ep(cluster)
+
+    simulate_run(ep(shared), course(steps=1, losses=losses), planning=planning)
+    assert [cluster.gpu.sharing for cluster in seen] == pytest.approx([1.5, 1])
+    assert seen == [on_sites(shared, PLAN.workload, names)[0] for names in (("s0", "s2", "s3"), ("s0", "s3"))]
+    assert seen[1].gpu.throughput == pytest.approx(2 * shared.gpu.throughput)
 
 
 def test_a_loss_counts_while_a_checkpoint_is_written() -> None:
@@ -175,6 +194,10 @@ def test_misuse() -> None:
         losses = [{"site": name, "at": "9 h"} for name in ([names] if isinstance(names, str) else names)]
         with pytest.raises(UserError, match=problem):
             simulate_run(PLAN, course(steps=1, losses=losses), planning=ep)
+    holding = make_plan(3, 2, sites=[{"name": "s0"}, {"name": "s1", "experts": 0}, {"name": "s2", "experts": 0}])
+    with pytest.raises(UserError, match="losses: s0 is the last site with experts at 0 us"):
+        simulate_run(holding, course(losses=[{"site": "s0", "at": "0 s"}]), planning=ep)
+    simulate_run(holding, course(losses=[{"site": "s1", "at": "0 s"}]), planning=lambda cluster: ep(cluster, holding))
     for every, problem in ((1, "no site 's1' at 5400 s; there are s0, s2, s3"), (0, "give checkpoint_every")):
         losses = [{"site": "s1", "at": "1 h", "back": "2 h"}, {"site": "s1", "at": "1.5 h"}]
         with pytest.raises(UserError, match=problem):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from stage_cases import layered_workload, random_pipeline, sites_cluster
 
-import planner
 from hybridep.codec_losses import permitted, shortest, worthwhile
 from hybridep.codecs import PAYLOADS, Codecs, ExpertCodec, GradientCodec, Speed, Speeds, TokenCodec, Wire
 from hybridep.config import build
@@ -91,7 +90,6 @@ def test_a_search_with_codecs_to_choose_does_as_well_as_one_with_any(seed: int, 
     best = made[0]
     chosen = best.codecs["dc"]
     assert sum(max(gate.relative, 0.0) for gate in chosen.gates.values()) <= 0.005 and set(chosen.gates) == set(chosen.lossy)
-    assert all(one.codecs == best.codecs for one in made)
     assert best.predicted.step == pytest.approx(costed(build(PipelinePlan, best.model_dump(mode="json"), "plan")).times.step_s)
     # Each of its codecs brings something.
     for kind_of in chosen.lossy:
@@ -149,10 +147,6 @@ def test_what_does_not_go_with_it() -> None:
         plan_pipeline(cluster, workload, StageWishes(max_loss=0.1, codecs={"dc": INT8}))
     with pytest.raises(UserError, match="at least zero"):
         plan_pipeline(cluster, workload, StageWishes(max_loss=-0.1))
-    with pytest.raises(UserError, match="--max-loss"):
-        planner.pipeline_for_scenarios(cluster, workload, [cluster], StageWishes(max_loss=0.1))
-    with pytest.raises(UserError, match="--max-loss"):
-        planner.staged_for_scenarios(cluster, workload, [cluster], StageWishes(max_loss=0.1))
     tight = sites_cluster(np.random.default_rng(1), 2, 1, "pairs", memory="1 MB")
     with pytest.raises(InfeasibleError, match=r"raise gpu\.memory"):
         plan_pipeline(tight, workload, StageWishes(max_loss=0.005), time_limit_s=0.2)
