@@ -57,6 +57,7 @@ def searched(problem: SiteProblem) -> Search:
     return search
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("sites", "memory", "fits"), [(FOUR, "41 MB", True), (THREE, "11.7 MB", False)])
 def test_as_good_as_a_search_for_each_way_to_compute_again(sites: dict[str, tuple[str, str]], memory: str, fits: bool) -> None:
     """And better than what keeps all activations, or than the first way in which something fits."""
