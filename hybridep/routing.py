@@ -62,9 +62,15 @@ class RoutingRecord:
 
     def require_model(self, workload: Workload, where: Path) -> None:
         """Raises UserError when the record is of another model."""
-        wanted = (workload.model.num_moe_layers, workload.model.num_experts)
+        wanted, top_k = (workload.model.num_moe_layers, workload.model.num_experts), workload.model.top_k
         if self.chosen.shape != wanted:
             raise UserError(f"{where}: (MoE layers, experts) are {self.chosen.shape}, this model has {wanted}")
+        for layer, shares in enumerate(self.popularity()):
+            if max(shares) * top_k > 1 + 1e-6:
+                raise UserError(
+                    f"{where}: in MoE layer {layer} one expert has {max(shares):.1%} of the choices, and where tokens choose "
+                    f"{top_k} experts (model.top_k) none can have over {1 / top_k:.1%}; record with this model"
+                )
 
     def require(self, plan: AnyPlan, where: Path) -> None:
         """Raises UserError when the record is of another model, or its choices are of another batch or number of ranks."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
+from hybridep.arrays import FloatArray, IntArray
 from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError
 from hybridep.plan import Plan, Schedule, SolverReport, Status
@@ -15,9 +17,17 @@ from hybridep.provenance import provenance
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.clock import elapsed_s
+from planner.memory import TOLERANCE
 from planner.plans import predict, seconds
 from planner.problem import TIE, Problem, build_problem, ways_again
 from planner.solve import PROVEN_GAP, gap, missing_memory
+
+_STARTS = 4
+"""Configurations that fit in all layers, from which layers are changed one by one where memory is short."""
+_MOST_FIGURES = 2**23
+"""Of memory (layers, configurations, ranks), above which they are not: that takes minutes."""
+_FREE = 1e-9
+"""Share of a rank's memory that counts as none."""
 
 
 def plans_measured(
@@ -33,8 +43,9 @@ def plans_measured(
     shares). The first chooses for each MoE layer anew, the others have one configuration in all layers, and no solver's report.
     ``codecs`` by level name, exact where absent.
 
-    Times add up over layers, so the fastest of each layer together are the fastest plan, if they fit the memory. If not, the
-    fastest configuration that fits in all layers is taken, and the gap to the former is reported. Raises InfeasibleError.
+    Times add up over layers, so the fastest of each layer together are the fastest plan, if they fit the memory. If not, layers
+    have what saves most for the memory it takes, from a configuration that fits in all layers on, and the gap to the former is
+    reported. Raises InfeasibleError.
     """
     asked_s = elapsed_s()
     make = partial(build_problem, cluster, workload, schedule or Schedule(), codecs=codecs)
@@ -74,10 +85,9 @@ def _by_layer(problems: Sequence[Problem], popularity: Sequence[tuple[float, ...
     passing = np.array([problem.passing_bytes for problem in problems])
     first = problems[0]
 
-    def fits(chosen: Sequence[int]) -> bool:
-        layers = np.arange(len(problems))
-        most = np.maximum(passing[layers, chosen].max(axis=0), first.fixed_passing_bytes)
-        return first.has_room(first.fixed_lasting_bytes + lasting[layers, chosen].sum(axis=0) + most)
+    memory = _Memory(
+        lasting, passing, first.fixed_lasting_bytes, first.fixed_passing_bytes, first.capacity_bytes * (1 + TOLERANCE)
+    )
 
     def made_of(chosen: Sequence[int]) -> Plan:
         groups, layer = [], 0
@@ -98,9 +108,67 @@ def _by_layer(problems: Sequence[Problem], popularity: Sequence[tuple[float, ...
 
     best = [int(np.argmax(times <= times.min() * (1 + TIE))) for times in layer_s]
     by_time = np.argsort(layer_s.sum(axis=0), kind="stable").tolist()
-    alike = [each for c in by_time if fits(each := [c] * len(problems))]
-    if not fits(best):
+    alike = [each for c in by_time if memory.fits(each := [c] * len(problems))]
+    if not memory.fits(best):
         if not alike:
             raise InfeasibleError(missing_memory(first))
-        best = alike[0]
+        best = min((_filled(each, layer_s, memory) for each in _starts(alike, memory)), key=lambda each: _sum_s(layer_s, each))
     return [made_of(best), *map(made_of, [each for each in alike if each != best][: count - 1])]
+
+
+class _Memory(NamedTuple):
+    """Bytes of ranks: [layers, candidates, G] of each layer, and [G]."""
+
+    lasting: FloatArray
+    passing: FloatArray
+    fixed_lasting: FloatArray
+    fixed_passing: FloatArray
+    capacity: FloatArray
+
+    def used(self, chosen: Sequence[int]) -> FloatArray:
+        """[G]: share of its memory that each rank needs."""
+        layers = np.arange(len(chosen))
+        most = np.maximum(self.passing[layers, chosen].max(axis=0), self.fixed_passing)
+        return np.asarray((self.fixed_lasting + self.lasting[layers, chosen].sum(axis=0) + most) / self.capacity)
+
+    def fits(self, chosen: Sequence[int]) -> bool:
+        """Every rank has room."""
+        return bool((self.used(chosen) <= 1).all())
+
+    def used_with(self, chosen: Sequence[int], layer: int, others: IntArray) -> FloatArray:
+        """[others, G]: the same with each of these candidates in one layer."""
+        rows = np.delete(np.arange(len(chosen)), layer)
+        picked = np.delete(np.asarray(chosen), layer)
+        lasting = self.fixed_lasting + self.lasting[rows, picked].sum(axis=0) + self.lasting[layer, others]
+        passing = np.maximum(self.passing[rows, picked].max(axis=0, initial=0.0), self.fixed_passing)
+        return np.asarray((lasting + np.maximum(passing, self.passing[layer, others])) / self.capacity)
+
+
+def _sum_s(layer_s: FloatArray, chosen: Sequence[int]) -> float:
+    return float(layer_s[np.arange(len(chosen)), chosen].sum())
+
+
+def _starts(alike: Sequence[list[int]], memory: _Memory) -> list[list[int]]:
+    """The fastest of the configurations that fit in all layers, and what needs least memory."""
+    if memory.lasting.size > _MOST_FIGURES:
+        return [alike[0]]
+    return [*alike[:_STARTS], min(alike, key=lambda each: float(memory.used(each).max()))]
+
+
+def _filled(start: Sequence[int], layer_s: FloatArray, memory: _Memory) -> list[int]:
+    """From ``start``, which fits, on layer by layer what saves most time for the memory that it takes, as long as that fits."""
+    chosen = list(start)
+    while memory.lasting.size <= _MOST_FIGURES:
+        now, found = float(memory.used(chosen).max()), list[tuple[float, int, int]]()
+        for layer, candidate in enumerate(chosen):
+            faster = np.flatnonzero(layer_s[layer] < layer_s[layer, candidate] * (1 - TIE))
+            used = memory.used_with(chosen, layer, faster).max(axis=1)
+            saved_s = layer_s[layer, candidate] - layer_s[layer, faster]
+            worth = np.where(used <= 1, saved_s / np.maximum(used - now, _FREE), -1.0)
+            if faster.size and worth.max() > 0:
+                found.append((-float(worth.max()), layer, int(faster[worth.argmax()])))
+        if not found:
+            break
+        _, layer, candidate = min(found)
+        chosen[layer] = candidate
+    return chosen

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from hybridep.arrays import IntArray
-from hybridep.errors import UserError
+from hybridep.errors import HybridEPError, UserError
 from hybridep.plan import Plan
+from hybridep.recompute import Recompute, cheapest_first
+from hybridep.topology import Cluster
 from planner.constraints import Constraints
-from planner.evaluate import evaluate
+from planner.evaluate import MOST_RANKS, evaluate
+from planner.plans import plan_domains
 from planner.sites.cost import site_cost
 from planner.sites.others import rank_order_domains
 from planner.sites.plans import chosen_table
@@ -23,7 +27,9 @@ from planner.streams import with_most
 from planner.upgrade_options import Option, Rates, link_options, memory_options
 
 MOVES = 8000
-"""Tried when planning anew for one upgrade."""
+"""Tried when planning anew for one upgrade, and one way to compute again."""
+_DOMAINS_S = 5.0
+"""Limit of the integer program for equal domains with more memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +87,36 @@ def upgrades(
         )
     table, configuration = chosen
     schedule, _ = with_most(plan.cluster, plan.schedule.model_copy(update={"streams": dict(streams or {})}))
-    again = plan.recomputes
-    problem = site_problem(plan.cluster, plan.workload, schedule, constraints, codecs=plan.codecs, recompute=again)
-    present = _searched(problem, [table])
-    present_s = min(evaluate(plan)[0].step_s, _step_s(present))
+    asked = site_problem(plan.cluster, plan.workload, schedule, constraints, codecs=plan.codecs)
+    # What no layer computes again now none need with more of anything.
+    ways = (Recompute.NOTHING, *cheapest_first(plan.workload)) if plan.recomputes else (Recompute.NOTHING,)
+    problems = [replace(asked, recompute=one) for one in ways]
+    problem, present = min(((one, _searched(one, [table])) for one in problems), key=lambda found: found[1].rank)
+
+    def mixed_s(cluster: Cluster) -> float:
+        """Of equal domains that differ between layers; infinite where there are none, or rules might forbid them."""
+        if problem.permissions is not None or cluster.num_gpus > MOST_RANKS:
+            return inf
+        try:
+            made = plan_domains(cluster, plan.workload, time_limit_s=_DOMAINS_S, schedule=schedule, codecs=plan.codecs)
+        except HybridEPError:
+            return inf
+        return made.predicted.step
+
+    present_s = min(evaluate(plan)[0].step_s, _step_s(present), mixed_s(plan.cluster))
     found, rates = list[Option](), Rates.of(plan.cluster)
     for options in (*link_options(rates), memory_options(rates)):
         priced = [(site_cost(_at(problem, option.rates), table, configuration).step_s, option) for option in options]
         found += [option for _, option in sorted(priced, key=lambda entry: entry[0])[:top]]
     made = []
     for option in found:
-        as_it_is_s = evaluate(plan.model_copy(update={"cluster": option.rates.applied}))[0].step_s
-        anew_s = min(_step_s(_searched(_at(problem, option.rates), [table, present.table])), as_it_is_s, present_s)
-        made.append(Upgrade.of(option, as_it_is_s=as_it_is_s, present_s=present_s, planned_anew_s=anew_s))
+        cluster = option.rates.applied
+        as_it_is_s = evaluate(plan.model_copy(update={"cluster": cluster}))[0].step_s
+        # Links change nothing of what fits; with more memory less need be computed again.
+        is_memory = option.link is None
+        anew = [_searched(_at(one, option.rates), [table, present.table]) for one in (problems if is_memory else [problem])]
+        steps_s = [as_it_is_s, present_s, *map(_step_s, anew), *([mixed_s(cluster)] if is_memory else [])]
+        made.append(Upgrade.of(option, as_it_is_s=as_it_is_s, present_s=present_s, planned_anew_s=min(steps_s)))
     return sorted(made, key=lambda upgrade: -upgrade.gain_s)
 
 

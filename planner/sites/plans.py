@@ -13,7 +13,7 @@ from hybridep.codecs import Codecs
 from hybridep.errors import InfeasibleError, NoSolutionError
 from hybridep.plan import Objective, Plan, Schedule
 from hybridep.provenance import provenance
-from hybridep.recompute import ALL, cheapest_first
+from hybridep.recompute import ALL, Recompute, cheapest_first
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -49,10 +49,11 @@ def plan_sites(
     """The fastest (or cheapest) plans found for sites that differ, best first, at most ``wishes.keep``: one serving table for all
     layers, or equal domains where those win.
 
-    All layers compute again in backward (``LayerGroup.recompute``), no more than it takes, where no table fits otherwise. The
-    first has a bound that holds for every serving table that keeps the rules, whatever it costs and the choice inside sites, used
-    in all layers, and for the integer program's mixtures of equal domains; and where tokens travel in any number of parts up to
-    ``most_chunks`` (tables are searched for tokens in one piece). Raises InfeasibleError, NoSolutionError and UserError.
+    All layers compute again in backward (``LayerGroup.recompute``) where no table fits otherwise, and among few enough sites for
+    walks also where that is better. The first has a bound that holds for every serving table that keeps the rules, whatever it
+    costs and the choice inside sites, used in all layers, and for the integer program's mixtures of equal domains; and where
+    tokens travel in any number of parts up to ``most_chunks`` (tables are searched for tokens in one piece). Raises
+    InfeasibleError, NoSolutionError and UserError.
     """
     wishes = wishes or Wishes()
     started, asked_s = now_s(), elapsed_s()
@@ -70,21 +71,21 @@ def plan_sites(
         except (InfeasibleError, NoSolutionError):
             domains = None
 
-    def solved(problem: SiteProblem) -> SiteSolution:
+    def solved(problem: SiteProblem, ways: tuple[Recompute, ...] = ()) -> SiteSolution:
         left_s = max(wishes.time_limit_s - (now_s() - started), 0.1)
-        return solve_sites(problem, replace(wishes, time_limit_s=left_s, paced_by_s=wishes.time_limit_s))
+        return solve_sites(problem, replace(wishes, time_limit_s=left_s, paced_by_s=wishes.time_limit_s, ways=ways))
 
-    tried = [(problem, solved(problem))]
+    tried = [solved(problem, cheapest_first(workload))]
     for recompute in cheapest_first(workload):
-        if tried[-1][1].proofs:
+        if tried[-1].proofs:
             break
         # Nothing fits, or every table was tried: with less memory for each, others may fit.
         again = replace(problem, recompute=recompute)
         if recompute is ALL or _may_fit(again):
-            tried.append((again, solved(again)))
-    tried = [one for one in tried if one[1].fits] or tried[-1:]
-    problem, solution = min(tried, key=lambda one: one[1].found.rank)
-    fits = solution.fits
+            tried.append(solved(again))
+    tried = [one for one in tried if one.fits] or tried[-1:]
+    solution = min(tried, key=lambda one: one.found.rank)
+    problem, fits = solution.problem, solution.fits
     if not fits and domains is None:
         domains = _cheapest(problem, constraints, solution.found, wishes)
     more = [table_plan(problem, one.table, _configuration(one)) for one in solution.pool if one is not solution.found]
@@ -93,8 +94,8 @@ def plan_sites(
         more = [one for one in more if goal.value_of(one) > goal.value_of(best)]
     else:
         best = table_plan(problem, solution.found.table, _configuration(solution.found))
-    bounds_s = [best.predicted.step, *(one.bound_s for _, one in tried)]
-    bounds_usd = [best.predicted.cost_usd, *(one.bound_usd for _, one in tried)]
+    bounds_s = [best.predicted.step, *(one.bound_s for one in tried)]
+    bounds_usd = [best.predicted.cost_usd, *(one.bound_usd for one in tried)]
     if domains is not None and domains.solver is not None:
         bounds_s.append(domains.solver.bound)
         bounds_usd += [] if domains.solver.cost_bound is None else [domains.solver.cost_bound]

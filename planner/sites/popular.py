@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from hybridep.errors import InfeasibleError
 from hybridep.gating import gating
 from hybridep.plan import LayerGroup, Plan, Schedule
 from hybridep.provenance import provenance
+from hybridep.recompute import Recompute
 from hybridep.serving import serving_groups
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -60,6 +62,7 @@ class _Choice(NamedTuple):
     table: IntArray
     """[D, E]"""
     configuration: Configuration
+    recompute: Recompute
 
 
 def plans_popular(
@@ -97,7 +100,7 @@ def plans_popular(
     # What was compiled meanwhile counts to no limit; and how many moves walks have follows from the limit, not from what is left.
     begun = now_s() - SEARCHED * time_limit_s - spent_s
     problem = site_problem(cluster, workload, schedule, codecs=codecs)
-    choices = [_Choice(*known) for one in found if (known := chosen_table(one)) is not None]
+    choices = [_Choice(*known, one.recomputes) for one in found if (known := chosen_table(one)) is not None]
     layers = [_Layer(problem, layer, shares) for layer, shares in enumerate(popularity)]
     fitting: list[Plan] = []
     for variant in _variants(layers, choices, min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s):
@@ -149,7 +152,8 @@ class _Layer:
     def group(self, choice: _Choice) -> LayerGroup:
         """As plans have it."""
         configuration, serving = choice.configuration, serving_groups(self.problem.cluster, choice.table)
-        return layer_group(self.number, 1, self.problem.choices(configuration.inside), configuration.residency, serving)
+        choices = self.problem.choices(configuration.inside)
+        return layer_group(self.number, 1, choices, configuration.residency, serving, recompute=choice.recompute)
 
     def seconds(self, choice: _Choice) -> float:
         """Its share of a step."""
@@ -159,6 +163,7 @@ class _Layer:
         traffic = layer_traffic(placement, workload, self._gating, codecs, chunks)
         coding_s = layer_coding(cluster.gpu, placement, workload, self._gating, codecs)
         times = block_times(self._network, workload, placement, self._gating, traffic, coding_s, chunks)
+        times = replace(times, recompute=choice.recompute)
         return layer_cost(self._network, workload, times, traffic, group.residency, problem.schedule).total_s
 
 
@@ -188,9 +193,10 @@ def _walked(layers: Sequence[_Layer], starts: Sequence[Sequence[_Choice]], share
     for layer, choices in zip(layers, starts, strict=True):
         found: list[tuple[float, _Choice]] = []
         for one in choices if now_s() < until_s else []:
-            guide = guide_of(problem, one.table, one.configuration.residency)
-            guide = guide._replace(work=for_popularity(guide.work, problem, layer.shares))
-            limit(guide, room_of(problem, one.table, one.configuration))
+            again = replace(problem, recompute=one.recompute)
+            guide = guide_of(again, one.table, one.configuration.residency)
+            guide = guide._replace(work=for_popularity(guide.work, again, layer.shares))
+            limit(guide, room_of(again, one.table, one.configuration))
 
             def cost_s(table: IntArray, layer: _Layer = layer, one: _Choice = one) -> float:
                 return layer.seconds(one._replace(table=table))

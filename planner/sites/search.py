@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybridep.arrays import IntArray
+from hybridep.recompute import Recompute
 from planner.clock import now_s
 from planner.layer_times import BlockTimes
 from planner.sites.cost import SiteCost, block_times, cost_of
 from planner.sites.exchange import LayerExchanges, between_sites, with_inside
 from planner.sites.problem import Configuration, Inside, SiteProblem
 
+SHORT = 1e-3
+"""Memory is short where a plan that lacks it would take less by this share."""
 DIFFERENT = 0.05
 """Plans are told apart where at least this share of (site, expert) entries differ, or what is chosen beside the table."""
 LARGE = 100_000
@@ -50,6 +53,8 @@ class Search:
     pool: list[Found] = field(default_factory=list)
     """The best plans that fit and differ from every better one, best first."""
     evaluations: int = 0
+    least: float = math.inf
+    """Least seconds, or dollars, of all plans that were looked at and are within the budget, whether they fit or not."""
     report: Callable[[float], None] | None = None
     configurations: tuple[Configuration, ...] = ()
     _seen: dict[bytes, Found] = field(default_factory=dict)
@@ -62,6 +67,11 @@ class Search:
     def over(self) -> bool:
         """Time or evaluations are used up."""
         return self.evaluations >= self.max_evaluations or now_s() >= self.deadline_s
+
+    @property
+    def is_short(self) -> bool:
+        """Nothing fits, or what lacks memory would be better than all that does."""
+        return self.best is None or self.best.rank[0] > 0 or self.least < self.best.rank[1] * (1 - SHORT)
 
     def evaluate(self, table: IntArray, configuration: Configuration | None = None) -> Found:
         """Cost of a table in its best configuration, or in this one, made to keep the problem's rules first; remembers the best
@@ -84,9 +94,12 @@ class Search:
             costs = [cost_of(one, layer, tried.residency, known) for one, known in zip(self.scenarios, times, strict=True)]
             cost = costs[0]
             missing = 0 if cost.fits else max(int(cost.memory_bytes - cost.capacity_bytes), 1)
+            value = at_quantile([goal.value(one.step_s, one.step_usd) for one in costs], self.quantile)
             if overdraft := goal.overdraft(cost.step_usd):
                 missing += math.ceil(cost.capacity_bytes * overdraft)
-            rank = missing, at_quantile([goal.value(one.step_s, one.step_usd) for one in costs], self.quantile)
+            else:
+                self.least = min(self.least, value)
+            rank = missing, value
             if found is None or rank < found.rank:
                 found = Found(table=table, configuration=tried, cost=cost, rank=rank)
         assert found is not None
@@ -100,11 +113,31 @@ class Search:
                 self.report(found.rank[1])
         return found
 
-    def best_apart(self, count: int, apart: float) -> list[Found]:
+    def once_more(self, recompute: Recompute, count: int, apart: float) -> Search:
+        """A search of its own, where all layers compute again: at most so many of the best tables that fit here, and of the best
+        of all, looked at once more."""
+        again = Search(
+            problem=replace(self.problem, recompute=recompute),
+            deadline_s=self.deadline_s,
+            max_evaluations=self.max_evaluations,
+            walks_share=self.walks_share,
+            scenarios=tuple(replace(one, recompute=recompute) for one in self.scenarios),
+            quantile=self.quantile,
+            keep=self.keep,
+        )
+        for found in (*self.best_apart(count, apart), *self.best_apart(count, apart, by_memory=False)):
+            again.evaluate(found.table)
+        return again
+
+    def best_apart(self, count: int, apart: float, *, by_memory: bool = True) -> list[Found]:
         """At most so many of the tables looked at, each of which differs from all before in this share of entries: the best first
-        of those that fit, and then of the others, whatever they miss. Of large tables the best alone."""
+        of those that fit (unless not ``by_memory``), and then of the others, whatever they miss. Of large tables the best
+        alone."""
         chosen: list[Found] = []
-        for one in sorted(self._seen.values() or filter(None, [self.best]), key=lambda found: (found.rank[0] > 0, found.rank[1])):
+        for one in sorted(
+            self._seen.values() or filter(None, [self.best]),
+            key=lambda found: (by_memory and found.rank[0] > 0, found.rank[1]),
+        ):
             if len(chosen) < count and all(float((one.table != other.table).mean()) >= apart for other in chosen):
                 chosen.append(one)
         return chosen

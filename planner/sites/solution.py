@@ -10,10 +10,11 @@ import numpy as np
 from hybridep.arrays import IntArray
 from hybridep.errors import NoSolutionError
 from hybridep.plan import Objective
-from hybridep.recompute import ALL
+from hybridep.recompute import ALL, Recompute
 from planner.clock import elapsed_s, now_s
 from planner.price import step_usd
 from planner.sites import oracle
+from planner.sites.again import rank, walk_in_ways
 from planner.sites.bound import Proof, prove
 from planner.sites.classes import site_classes
 from planner.sites.egress_bound import least_egress_usd
@@ -22,7 +23,7 @@ from planner.sites.others import OTHERS
 from planner.sites.problem import SiteProblem
 from planner.sites.relaxation import Relaxation
 from planner.sites.search import Found, Search, at_quantile
-from planner.sites.strategy import is_large, run, walks_help
+from planner.sites.strategy import begin, is_large, walks_help
 
 FEW_TABLES = 5000
 """Serving tables, where sites are ranks, or plans elsewhere, up to which all are tried."""
@@ -54,6 +55,8 @@ ENOUGH_GAP = 0.005
 class SiteSolution:
     """A serving table and what is known about it."""
 
+    problem: SiteProblem
+    """What the table was found for, which computes again in one of ``Wishes.ways``."""
     found: Found
     bound_s: float
     bound_usd: float
@@ -86,6 +89,8 @@ class Wishes:
     """1 plans for the worst."""
     seeds: tuple[IntArray, ...] = ()
     """Tables to begin with."""
+    ways: tuple[Recompute, ...] = ()
+    """What all layers may compute again instead, where memory is short and sites are few enough for walks."""
     report: Callable[[str, float], None] | None = None
     """Told ("plan" or "bound", seconds) as either improves, but where dollars are the goal; before that perhaps ("compiling",
     about how many seconds)."""
@@ -124,14 +129,22 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     exact = oracle.best_table(problem) if few and not wishes.scenarios else None
     if exact is not None:
         search.evaluate(exact[0])
-    interrupted = False
+    interrupted, searches = False, [search]
     try:
         if exact is None or wishes.keep > 1:
             _look(search, wishes.seeds)
+            if walks_help(problem):
+                for begun in walk_in_ways(search, () if few else wishes.ways):
+                    searches.append(begun)
     except KeyboardInterrupt:
         interrupted = True
+    best = min(searches, key=rank)
+    if best is not search and report is not None and rank(best)[0] == 0:
+        report("plan", rank(best)[1])
+    search, problem = best, best.problem
     if exact is not None and search.best is not None:
         return SiteSolution(
+            problem=problem,
             found=search.best,
             bound_s=0.0 if in_dollars else exact[2],
             bound_usd=exact[2] if in_dollars else least_usd(problem, 0.0),
@@ -167,6 +180,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     # Each step is at least its scenario's bound, so the steps at a quantile are at least the bounds there.
     bound_s = min(at_quantile([one.bound_s for one in proofs], wishes.quantile), best_s) if proofs else 0.0
     return SiteSolution(
+        problem=problem,
         found=search.best,
         bound_s=bound_s,
         bound_usd=least_usd(problem, bound_s),
@@ -236,7 +250,7 @@ def _look(search: Search, seeds: tuple[IntArray, ...]) -> None:
             for table in other(problem):
                 if not search.over:
                     search.evaluate(np.ascontiguousarray(table))
-    run(search)
+    begin(search)
 
 
 def _evaluations(problem: SiteProblem) -> int:

@@ -73,6 +73,13 @@ def group_counts(size: int) -> list[int]:
 
 def run(search: Search, *, seed: int = 0) -> None:
     """Domains in rank order, hubs and groups, then walks from the best of them."""
+    begin(search)
+    if walks_help(search.problem):
+        walk(search, seed=seed)
+
+
+def begin(search: Search) -> None:
+    """Domains in rank order, hubs and groups."""
     problem = search.problem
     large = is_large(problem)
     if not large:
@@ -93,8 +100,11 @@ def run(search: Search, *, seed: int = 0) -> None:
         try_best_hubs(search)
     if large and not problem.equal_sites and not hubs_are_best:
         _try_hubs(search)
-    if not walks_help(problem):
-        return
+
+
+def walk(search: Search, *, seed: int = 0) -> None:
+    """Walks from the best tables that were looked at."""
+    problem = search.problem
     from planner.sites.walks import fitting, helped, improve_tables, pace_of  # numba takes a while to import
 
     mending = round(MENDING * search.max_evaluations * min(search.walks_share, 1.0))

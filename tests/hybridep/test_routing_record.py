@@ -96,6 +96,11 @@ def test_what_does_not_fit_the_plan_is_refused(tmp_path: Path, rng: np.random.Ge
     fewer = {key: ids[:2] for key, ids in made.choices.items()}
     with pytest.raises(UserError, match="record with the same batch and number of ranks"):
         RoutingRecord(chosen=made.chosen, choices=fewer).require(plan(), tmp_path)
+    # As tokens choose that have one expert, not four: half of them the same.
+    alone = made.chosen.copy()
+    alone[1, 5] = alone[1].sum() - alone[1, 5]
+    with pytest.raises(UserError, match=r"in MoE layer 1 one expert has 50\.0% .* none can have over 25\.0%"):
+        RoutingRecord(chosen=alone).require_model(plan().workload, tmp_path)
     shares = [list(row) for row in made.popularity()]
     shares[1][0] += 0.1
     with pytest.raises(ConfigError, match=r"popularity\.1: shares must"):

@@ -17,7 +17,7 @@ from planner.choose import plan, plans
 from planner.cost import step_cost
 from planner.domains import layer_group
 from planner.memory import memory_use
-from planner.problem import build_problem
+from planner.problem import Problem, build_problem, ways_again
 
 
 def shares(layers: int, experts: int, concentration: float, seed: int) -> tuple[tuple[float, ...], ...]:
@@ -95,3 +95,40 @@ def test_bound_holds_where_layers_without_experts_do_not_compute_again() -> None
     other = found.with_layers(one, rest)
     assert memory_use(other).fits and found.solver is not None
     assert found.solver.bound <= step_cost(other).step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("memory_share", "layers", "sequences", "gain"), [(0.01, 2, 1, 0.3), (0.02, 3, 1, 0.3), (0.1, 3, 8, 0.004), (0.01, 3, 8, 0.0)]
+)
+def test_short_of_memory_layers_differ_as_in_the_best_of_all_mixtures(
+    memory_share: float, layers: int, sequences: int, gain: float
+) -> None:
+    """Of all choices layer by layer, computing again or not; one configuration in all layers takes ``gain`` longer at least."""
+    cluster = make_cluster(2, 2, bandwidths=("1 Gbps", "10 Gbps"))
+    workload = make_workload(layers=layers, experts=8, top_k=2)
+    workload = workload.model_copy(update={"training": workload.training.model_copy(update={"micro_batch_size": sequences})})
+    popularity = tuple(shares(1, 8, 10.0**layer, 30 + layer)[0] for layer in range(layers))
+
+    def problems(memory_bytes: float) -> list[Problem]:
+        gpu = cluster.gpu.model_copy(update={"memory": memory_bytes})
+        here = cluster.model_copy(update={"gpu": gpu})
+        ways = ways_again(workload.model)[-1]
+        return [build_problem(here, workload, Schedule(), each, recompute=ways) for each in popularity]
+
+    roomy = problems(1e15)
+    needs = [float(roomy[0].memory_bytes(roomy[0].uniform(c)).max()) for c in range(len(roomy[0].candidates))]
+    memory_bytes = 1.02 * float(np.quantile(needs, memory_share))
+    every = np.array(list(product(range(len(needs)), repeat=layers)))
+    lasting = sum((one.lasting_bytes[every[:, place]] for place, one in enumerate(roomy)), start=np.zeros(4))
+    passing = np.maximum.reduce([one.passing_bytes[every[:, place]] for place, one in enumerate(roomy)])
+    used = roomy[0].fixed_lasting_bytes + lasting + np.maximum(passing, roomy[0].fixed_passing_bytes)
+    steps_s = roomy[0].fixed_s + sum(one.layer_s[every[:, place]] for place, one in enumerate(roomy))
+    steps_s = np.where((used <= memory_bytes).all(axis=1), steps_s, np.inf)
+    alike_s = steps_s[(every == every[:, :1]).all(axis=1)].min()
+
+    made = plan(problems(memory_bytes)[0].cluster, workload, popularity=popularity)
+    assert memory_use(made).fits and made.solver is not None
+    assert step_cost(made).step_s == pytest.approx(steps_s.min(), rel=1e-9)
+    assert alike_s > (1 + gain) * steps_s.min() * (1 - 1e-9)
+    assert made.solver.bound <= steps_s.min() * (1 + 1e-9)
+    check(made)

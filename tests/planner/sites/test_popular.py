@@ -11,10 +11,12 @@ from site_cases import random_table, small_workload, uneven_cluster
 
 import planner
 from hybridep.arrays import FloatArray, IntArray
-from hybridep.commands.inputs import load_cluster, load_workload
+from hybridep.commands.inputs import cluster_and_workload, load_cluster, load_workload
+from hybridep.config import build
 from hybridep.errors import InfeasibleError
 from hybridep.gating import Gating, gating
 from hybridep.plan import Plan, Schedule, Status
+from hybridep.topology import Cluster
 from hybridep.workload import DropPolicy, Workload
 from planner.cost import step_cost
 from planner.measured import plans_measured
@@ -231,6 +233,20 @@ def test_equal_domains_are_left_out_where_they_take_too_long(per_s: float, times
     monkeypatch.setattr("planner.sites.popular._variants", lambda *_: [])
     [made] = plans_popular(cluster, work, popularity, time_limit_s=1)
     assert made.digest == planned[-1][0].digest and len(planned) == times + 1
+
+
+def test_tables_may_compute_again_where_memory_is_short() -> None:
+    """As those do that are found for experts which are alike: without that none fits, and domains take longer."""
+    cluster, work = cluster_and_workload("lab-4dc", "tiny", ("gpu.memory=44 MB",))
+    sites = [{"name": "a", "up": "30 Mbps"}, {"name": "b"}, {"name": "c", "down": "20 Mbps"}, {"name": "d"}]
+    uneven = build(Cluster, cluster.model_dump(mode="json") | {"sites": sites}, "uneven")
+    popularity = skewed(6, 4, 16, 4, 5.0)
+    made, [domains] = (
+        plans_popular(uneven, work, popularity, time_limit_s=4)[0],
+        plans_measured(uneven, work, popularity),
+    )
+    assert step_s(made) < 0.95 * step_s(domains) and all(group.serving and group.recompute for group in made.layers)
+    planner.check(made)
 
 
 def test_with_tokens_in_parts_too() -> None:

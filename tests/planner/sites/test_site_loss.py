@@ -120,6 +120,7 @@ def test_scenarios_within_a_loss_beside_those_with_each_codec(monkeypatch: pytes
         planner.plan_for_scenarios(cluster, workload, scenarios, max_loss=0.1, codecs=int8)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("seed", "max_loss"), [(1, LOSSES[0]), (4, LOSSES[1])])
 def test_the_next_best_against_every_plan_with_every_codec(seed: int, max_loss: float) -> None:
     cluster, workload = given(seed)

@@ -11,7 +11,8 @@ from hybridep.baselines import Baseline, baseline_plan
 from hybridep.commands.inputs import cluster_and_workload
 from hybridep.config import build
 from hybridep.errors import PlanMismatchError, UserError
-from hybridep.plan import Plan
+from hybridep.plan import LayerGroup, Plan, Residency
+from hybridep.recompute import Recompute
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner.difference import scaled, with_links, with_rates_of
@@ -128,6 +129,25 @@ def test_other_planners_meet_experts_as_popular() -> None:
         assert here["ep"].step_s != equal["ep"].step_s
 
 
+@pytest.mark.parametrize("memory", ["38 MB", "58 MB", "66 MB"])
+def test_other_planners_compute_again_no_more_than_suits_them(memory: str) -> None:
+    """Not what the plan's layers do: of all ways the one in which they take least, of those that fit."""
+    cluster, workload = cluster_and_workload("lab-4dc", "tiny", (f"gpu.memory={memory}",))
+    plan = planner.plan(cluster, workload)
+    others = planner.compare_planners(plan)
+    for name, inside in (("ep", {"gpu": 1}), ("ep", {"gpu": 2}), ("full_gather", {"gpu": 1}), ("full_gather", {"gpu": 2})):
+        domains = {"dc": 1 if name == "ep" else 4} | inside
+        for residency in Residency:
+            for again in map(Recompute, range(4)):
+                group = LayerGroup(first_layer=0, num_layers=4, domains=domains, migration={}, residency=residency)
+                group = group.recomputing(again)
+                cost, memory_use = evaluate(plan.with_layers(group))
+                if memory_use.fits:
+                    assert others[name].fits and others[name].step_s <= cost.step_s * (1 + 1e-9), (name, inside, again)
+    assert bool(plan.recomputes) is (memory != "66 MB")
+    assert all(one.gain >= 1 - 1e-9 for one in others.values() if one.fits)
+
+
 def test_upgrades_gain_what_they_say(found: list[Plan]) -> None:
     upgrades = planner.upgrades(found[0], top=1)
     assert [one.gain_s for one in upgrades] == sorted((one.gain_s for one in upgrades), reverse=True)
@@ -189,6 +209,29 @@ def test_upgrades_have_as_many_connections_as_they_need() -> None:
     # Not where so many were asked for.
     asked = planner.upgrades(plan, top=1, streams=plan.schedule.streams)
     assert asked[0].planned_anew_s == pytest.approx(first.as_it_is_s)
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("memory", ["38 MB", "46 MB"])
+def test_with_more_memory_less_is_computed_again(memory: str) -> None:
+    """As planned for a cluster that has it: of equal sites the integer program's plan is the best."""
+    cluster, workload = cluster_and_workload("lab-4dc", "tiny", (f"gpu.memory={memory}",))
+    plan, roomy = planner.plan(cluster, workload), cluster.gpu.model_copy(update={"memory": 2 * cluster.gpu.memory})
+    anew = planner.plan(cluster.model_copy(update={"gpu": roomy}), workload)
+    assert plan.recomputes and not anew.recomputes and step_s(anew) < 0.95 * step_s(plan)
+    more = next(one for one in planner.upgrades(plan, top=1) if one.name.startswith("memory"))
+    assert more.as_it_is_s == more.present_s == pytest.approx(step_s(plan), rel=1e-9)
+    assert more.planned_anew_s == pytest.approx(step_s(anew), rel=1e-9)
+
+
+def test_of_uneven_sites_more_memory_keeps_activations() -> None:
+    """Of tables the best that is found computes nothing again."""
+    cluster, workload = cluster_and_workload("lab-4dc", "tiny", ("gpu.memory=38 MB",))
+    sites = [{"name": "a", "up": "30 Mbps"}, {"name": "b"}, {"name": "c", "down": "20 Mbps"}, {"name": "d"}]
+    uneven = build(Cluster, cluster.model_dump(mode="json") | {"sites": sites}, "uneven")
+    plan = planner.plan(uneven, workload, time_limit_s=2)
+    more = next(one for one in planner.upgrades(plan, top=1) if one.name.startswith("memory"))
+    assert plan.recomputes and more.gain_s > 0.01 * more.present_s
 
 
 def test_matrices_count_experts(found: list[Plan]) -> None:

@@ -25,7 +25,7 @@ from planner.stages.costs import costed, expected_over
 from planner.stages.robust import RobustPipeline, pipeline_for_scenarios, staged_for_scenarios
 from planner.stages.within_loss import _Choice
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(3)]
 LOSS = 0.002
 
 

@@ -1,0 +1,88 @@
+"""Tables whose layers compute again in backward, where memory is short: not only where nothing fits otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import planner
+from hybridep.config import build
+from hybridep.recompute import Recompute, cheapest_first
+from hybridep.topology import Cluster
+from hybridep.workload import Workload
+from planner.sites.again import rank, walk_in_ways
+from planner.sites.problem import SiteProblem, site_problem
+from planner.sites.search import Search
+from planner.sites.strategy import begin, run
+
+SHARE = 1 / 30
+FOUR = {
+    "s0": ("36 Mbps", "127 Mbps"),
+    "s1": ("9231 Mbps", "389 Mbps"),
+    "s2": ("7781 Mbps", "44 Mbps"),
+    "s3": ("834 Mbps", "726 Mbps"),
+}
+THREE = {"s0": ("777 Mbps", "6916 Mbps"), "s1": ("6105 Mbps", "2957 Mbps"), "s2": ("304 Mbps", "73 Mbps")}
+
+
+def given(sites: dict[str, tuple[str, str]], memory: str) -> tuple[Cluster, Workload]:
+    four = len(sites) == 4
+    data = {
+        "name": "uneven",
+        "levels": [
+            {"name": "dc", "size": len(sites), "bandwidth": "1 Gbps", "latency": "1 ms"},
+            {"name": "gpu", "size": 2 if four else 1, "bandwidth": "100 Gbps", "latency": "10 us"},
+        ],
+        "gpu": {"throughput": "32 TFLOPS", "memory": memory, "memory_bandwidth": "1 TB/s", "block_overhead": "10 us"},
+        "sites": [{"name": name, "up": up, "down": down} for name, (up, down) in sites.items()],
+    }
+    model: dict[str, Any] = {
+        "num_layers": 6 if four else 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "vocab_size": 256,
+        "num_experts": 4,
+    }
+    model |= {"top_k": 4, "expert_ffn_size": 256} | ({"shared_ffn_size": 512} if four else {})
+    training = {"sequence_length": 128, "micro_batch_size": 1, "micro_batches": 1 if four else 4}
+    workload = build(Workload, {"name": "small", "model": model, "training": training}, "small")
+    return build(Cluster, data, "uneven"), workload
+
+
+def searched(problem: SiteProblem) -> Search:
+    search = Search(problem=problem, walks_share=SHARE)
+    begin(search)
+    return search
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(("sites", "memory", "fits"), [(FOUR, "41 MB", True), (THREE, "11.7 MB", False)])
+def test_as_good_as_a_search_for_each_way_to_compute_again(sites: dict[str, tuple[str, str]], memory: str, fits: bool) -> None:
+    """And better than what keeps all activations, or than the first way in which something fits."""
+    cluster, workload = given(sites, memory)
+    problem, ways, by_way = site_problem(cluster, workload), cheapest_first(workload), dict[Recompute, tuple[float, float]]()
+    for one in (Recompute.NOTHING, *ways):
+        search = Search(problem=replace(problem, recompute=one), walks_share=SHARE)
+        run(search)
+        by_way[one] = rank(search)
+    best = min(walk_in_ways(searched(problem), ways), key=rank)
+    assert best.problem.recompute and rank(best)[0] == 0
+    assert rank(best)[1] <= 1.02 * min(by_way.values())[1]
+    first = next(step_s for missing, step_s in by_way.values() if missing == 0)
+    assert rank(best)[1] < 0.97 * first and (by_way[Recompute.NOTHING][0] == 0) is fits
+
+
+def test_where_memory_is_ample_nothing_computes_again() -> None:
+    cluster, workload = given(FOUR, "1 GB")
+    search = searched(site_problem(cluster, workload))
+    assert not search.is_short and [*walk_in_ways(search, cheapest_first(workload))] == [search]
+
+
+def test_plans_have_what_was_found() -> None:
+    cluster, workload = given(FOUR, "41 MB")
+    kept = searched(site_problem(cluster, workload))
+    made = planner.plan(cluster, workload, time_limit_s=4)
+    assert made.recomputes and made.predicted.step < 0.98 * rank(kept)[1]
+    planner.check(made)
