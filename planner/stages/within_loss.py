@@ -25,7 +25,7 @@ Make = Callable[[StageWishes, float, float], list[Costed]]
 """(wishes with codecs, when it begins, time limit) -> the best pipelines with these."""
 _LOOK = 0.2
 """Share of the time limit for a look at pipelines, after which codecs are chosen for the search."""
-_PLAIN = 8
+_PLAIN = 16
 """Pipelines, the best ones, in which useless codecs are looked for one by one. A count, because what a deadline cuts off differs
 from run to run."""
 _RATED = 3
