@@ -191,7 +191,7 @@ def test_boxes_side_by_side_are_as_alone(name: str, monkeypatch: pytest.MonkeyPa
             assert program is not None
             assert values_s == pytest.approx([weak_duality(program, duals) for duals in known], rel=1e-9)
             compared += 1
-    assert compared > 2
+    assert compared > 1
 
 
 def weak_duality(program: BoxProgram, duals: Duals) -> float:
