@@ -40,6 +40,7 @@ def scenario(inputs: Inputs, *lines: str) -> Path:
     return inputs.write("scenario.yaml", head + "\n".join(lines) + "\n")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("stages", [False, True])
 def test_a_scenario_plans_what_plan_over_the_fabric_does(small: Inputs, call: Call, stages: bool) -> None:

@@ -235,6 +235,7 @@ def test_equal_domains_are_left_out_where_they_take_too_long(per_s: float, times
     assert made.digest == planned[-1][0].digest and len(planned) == times + 1
 
 
+@pytest.mark.turns(2)
 def test_tables_may_compute_again_where_memory_is_short() -> None:
     """As those do that are found for experts which are alike: without that none fits, and domains take longer."""
     cluster, work = cluster_and_workload("lab-4dc", "tiny", ("gpu.memory=44 MB",))

@@ -224,6 +224,7 @@ def test_with_more_memory_less_is_computed_again(memory: str) -> None:
     assert more.planned_anew_s == pytest.approx(step_s(anew), rel=1e-9)
 
 
+@pytest.mark.turns(2)
 def test_of_uneven_sites_more_memory_keeps_activations() -> None:
     """Of tables the best that is found computes nothing again."""
     cluster, workload = cluster_and_workload("lab-4dc", "tiny", ("gpu.memory=38 MB",))
