@@ -71,13 +71,6 @@ def group_counts(size: int) -> list[int]:
     return sorted((few | {count for count in divisors(size) if count >= size // 16}) & set(range(1, size + 1)))
 
 
-def run(search: Search, *, seed: int = 0) -> None:
-    """Domains in rank order, hubs and groups, then walks from the best of them."""
-    begin(search)
-    if walks_help(search.problem):
-        walk(search, seed=seed)
-
-
 def begin(search: Search) -> None:
     """Domains in rank order, hubs and groups."""
     problem = search.problem
@@ -102,7 +95,7 @@ def begin(search: Search) -> None:
         _try_hubs(search)
 
 
-def walk(search: Search, *, seed: int = 0) -> None:
+def walk(search: Search) -> None:
     """Walks from the best tables that were looked at."""
     problem = search.problem
     from planner.sites.walks import fitting, helped, improve_tables, pace_of  # numba takes a while to import
@@ -112,7 +105,7 @@ def walk(search: Search, *, seed: int = 0) -> None:
     rounds = int(np.clip(search.walks_share / LEAST_ROUND, 1, MOST_ROUNDS))
     # However short the time, tables are costed twice.
     moves = max(round(pace.moves * min(search.walks_share / rounds, 1.0)), min(2 * pace.stretch, pace.moves))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     tables = fitting(search, search.best_apart(pace.walks, APART), mending, rng)
     for _ in range(rounds):
         improve_tables(search, tables, moves, rng)

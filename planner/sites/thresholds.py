@@ -17,10 +17,12 @@ def least_rows_s(relaxation: Relaxation, box: Box | Boxes, limits: Limits) -> tu
     they must, as far as counting tells. Infinite where the box's upper ends are too short."""
     kinds = relaxation.classes.kinds
     total = (kinds.homes + limits.uploads) @ kinds.count
-    sending, serving = np.stack([kinds.up_bytes_per_s, kinds.down_bytes_per_s]), (kinds.down_bytes_per_s, kinds.up_bytes_per_s)
-    ends = np.asarray([box.forward_s, box.back_s], dtype=np.float64)
-    sent_s = _sending_s(relaxation, limits, total, sending, ends)
-    there_s, back_s = np.maximum(_serving_s(relaxation, limits, total, np.stack(serving)), sent_s)
+    rates, ends = (
+        np.stack([kinds.up_bytes_per_s, kinds.down_bytes_per_s]),
+        np.asarray([box.forward_s, box.back_s], dtype=np.float64),
+    )
+    sent_s = _sending_s(relaxation, limits, total, rates, ends)
+    there_s, back_s = np.maximum(_serving_s(relaxation, limits, total, rates[::-1]), sent_s)
     return there_s, back_s
 
 

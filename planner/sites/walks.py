@@ -47,7 +47,7 @@ class Pace(NamedTuple):
     links are about as busy, and lose what is good where few links decide."""
     repeats: int
     """How often the last table is walked on from at most, each time with twice as many moves. What luck has left out another
-    round finds sooner (``strategy.run``), and moves that are counted make the same plan on any machine."""
+    round finds sooner (``strategy.walk``), and moves that are counted make the same plan on any machine."""
 
 
 FULL_SITES, FEW_SITES, SOME_SITES = 20, 32, 64

@@ -270,8 +270,9 @@ def _flops_per_s(cluster: Cluster) -> FloatArray:
 def _all_flops(cluster: Cluster, workload: Workload) -> float:
     """FLOPs of a step, all ranks together; of rows that a capacity may drop none."""
     model, training = workload.model, workload.training
-    flops = model.num_moe_layers * (workload.pre_expert_flops + _expert_flops(workload)) + workload.head_flops
-    return float(3 * training.micro_batches * flops * cluster.num_gpus)
+    routed = 3 * model.num_moe_layers * model.top_k * workload.expert_flops_per_row
+    each = workload.flops_per_token - (0.0 if model.capacity_factor is None else routed)
+    return each * training.tokens * training.micro_batches * cluster.num_gpus
 
 
 def _expert_flops(workload: Workload) -> float:

@@ -35,6 +35,7 @@ def test_coded_activations_and_what_they_cost(inputs: Inputs, call: Call) -> Non
     assert fewer.code == 0, fewer.err
 
 
+@pytest.mark.turns(2)
 def test_codecs_by_their_loss_beside_other_wishes(inputs: Inputs, call: Call) -> None:
     """Several pipelines and the plan without stages, and rates that are not known."""
     loss = ("--max-loss", "0.5%", "--json")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from planner_cases import shipped_workload
+from site_cases import run
 
 from hybridep.config import build
 from hybridep.topology import Cluster
 from planner.goal import FASTEST, Goal
 from planner.sites.problem import site_problem
 from planner.sites.search import Search
-from planner.sites.strategy import run
 
 
 def searched_s(data: dict[str, Any], goal: Goal = FASTEST) -> float:

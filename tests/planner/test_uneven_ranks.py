@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from planner_cases import make_cluster, make_workload
+from site_cases import run
 
 import planner
 from hybridep.config import build
@@ -24,7 +25,6 @@ from planner.sites.others import rank_order_domains
 from planner.sites.problem import site_problem
 from planner.sites.relaxation import Relaxation
 from planner.sites.search import Search
-from planner.sites.strategy import run
 from simulator.step import simulate_step
 
 

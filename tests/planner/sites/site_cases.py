@@ -20,6 +20,8 @@ from planner.sites.boxes import Box
 from planner.sites.exchange import layer_exchanges
 from planner.sites.problem import Configuration, SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
+from planner.sites.search import Search
+from planner.sites.strategy import begin, walk, walks_help
 
 
 def uneven_cluster(
@@ -213,3 +215,10 @@ def box_of(relaxation: Relaxation, table: IntArray, configuration: Configuration
         copy_reach=position(relaxation.copy_reaches_s, copies.pairs, latency_s),
         reach=position(relaxation.reaches_s, rows.pairs, 3 * latency_s + 2 * latency_s.T),
     )
+
+
+def run(search: Search) -> None:
+    """As a plan between sites is searched for where memory is ample."""
+    begin(search)
+    if walks_help(search.problem):
+        walk(search)

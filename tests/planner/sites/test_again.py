@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from site_cases import run
 
 import planner
 from hybridep.config import build
@@ -15,7 +16,7 @@ from hybridep.workload import Workload
 from planner.sites.again import rank, walk_in_ways
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Search
-from planner.sites.strategy import begin, run
+from planner.sites.strategy import begin
 
 SHARE = 1 / 30
 FOUR = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from site_cases import random_table, small_workload, uneven_cluster
+from site_cases import random_table, run, small_workload, uneven_cluster
 
 import planner
 from hybridep.commands.inputs import cluster_and_workload
@@ -16,7 +16,6 @@ from planner.sites.oracle import best_table
 from planner.sites.problem import site_problem
 from planner.sites.search import Search
 from planner.sites.solution import solve_sites
-from planner.sites.strategy import run
 
 
 @pytest.fixture

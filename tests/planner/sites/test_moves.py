@@ -8,7 +8,7 @@ from threading import Event
 
 import numpy as np
 import pytest
-from site_cases import few_kinds, random_problem, random_table, small_workload, uneven_cluster
+from site_cases import few_kinds, random_problem, random_table, run, small_workload, uneven_cluster
 from test_site_prices import DOLLARS, priced
 
 from hybridep.arrays import IntArray
@@ -53,7 +53,6 @@ from planner.sites.smoothed import (
     smooth_value,
     undo,
 )
-from planner.sites.strategy import run
 from planner.sites.walks import COMPILING_S, Pace, _deciding, _walk, improve_tables, pace_of, prepare
 from planner.sites.work import ROW_S
 

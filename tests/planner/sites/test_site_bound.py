@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from site_cases import few_kinds, random_problem, random_table, small_workload, uneven_cluster
+from site_cases import few_kinds, random_problem, random_table, run, small_workload, uneven_cluster
 
 from hybridep.codecs import Codecs, GradientCodec
 from hybridep.config import build
@@ -29,7 +29,6 @@ from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Limits, Relaxation
 from planner.sites.search import Search
 from planner.sites.solution import Wishes, solve_sites
-from planner.sites.strategy import run
 
 SMALL = [(2, 2), (3, 1), (2, 3)]
 SHAPES = [(2, 2), (2, 4), (3, 1), (3, 2), (4, 1), (2, 5), (5, 1), (6, 1)]

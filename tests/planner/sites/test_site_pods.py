@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from site_cases import small_workload, uneven_cluster
+from site_cases import run, small_workload, uneven_cluster
 
 import planner
 from hybridep.config import build
@@ -22,7 +22,6 @@ from planner.sites.oracle import best_table
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.relaxation import Relaxation
 from planner.sites.search import Search
-from planner.sites.strategy import run
 
 SHAPES = [((2, 1), 2, 0), ((3, 1), 1, 0), ((2, 1), 1, 2)]
 """Pods of each site, experts, ranks of a pod (0: a level less)."""

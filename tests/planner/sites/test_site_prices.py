@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from site_cases import as_plan, random_problem, random_table
+from site_cases import as_plan, random_problem, random_table, run
 
 import planner
 from hybridep.config import build
@@ -24,7 +24,6 @@ from planner.sites.evaluate import evaluate_sites
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Search
 from planner.sites.solution import Wishes, least_usd, solve_sites
-from planner.sites.strategy import run
 
 DOLLARS = Goal(objective=Objective.DOLLARS)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from site_cases import many_experts, random_access_cluster
+from site_cases import many_experts, random_access_cluster, run
 
 from hybridep.config import build
 from hybridep.topology import Cluster
@@ -17,7 +17,6 @@ from planner.sites.hubs import best_hubs, served_table
 from planner.sites.problem import Inside, SiteProblem, site_problem
 from planner.sites.search import Search
 from planner.sites.spread import Spread, best_spreads, equal_hubs, equal_spread, own_counts, spread_table
-from planner.sites.strategy import run
 
 
 def busiest(problem: SiteProblem, table: np.ndarray) -> tuple[float, float]:
