@@ -225,6 +225,7 @@ def test_one_site_alone_is_of_all_sites_where_some_are_left_out(
     assert " ".join(row[2:4]) == format_seconds(own.predicted.step)
 
 
+@pytest.mark.turns(2)
 def test_time_that_is_left_goes_to_all_sites(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the wrong ones were chosen; nothing is tried where no time is left."""
     busy = CLUSTER.replace("100 Mbps", "80 Gbps").replace("10 GFLOPS", "0.01 GFLOPS")

@@ -83,6 +83,7 @@ def test_what_was_not_simulated_comes_last_and_nothing_twice(inputs: Inputs, cal
     assert found == [best, like, different]
 
 
+@pytest.mark.turns(2)
 def test_stages_are_drawn_and_so_is_what_has_none(inputs: Inputs, call: Call) -> None:
     drawn = inputs.folder / "drawn.png"
     assert planned(inputs, call, "--stages", "2", "--figure", drawn).code == 0
@@ -155,6 +156,7 @@ def test_what_is_found_without_an_upgrade_is_written(inputs: Inputs, call: Call,
         assert one["as_it_is_s"] <= own_s * (1 + 1e-9) and one["present_s"] == pytest.approx(own_s)
 
 
+@pytest.mark.turns(2)
 def test_what_takes_longer_in_simulation_is_not_written(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     poor_search(monkeypatch)
     simulated: list[int] = []
@@ -191,6 +193,7 @@ def test_an_interrupted_search_for_upgrades_leaves_the_plan(inputs: Inputs, call
         (inputs.folder / "plan.yaml").unlink()
 
 
+@pytest.mark.turns(2)
 def test_pipelines_for_rates_that_are_not_known(inputs: Inputs, call: Call) -> None:
     other = inputs.write("other.yaml", FOUR.replace("bandwidth: 1 Mbps", "bandwidth: 0.3 Mbps"))
     result = planned(inputs, call, "--stages", "2", "--scenario", other, "--within", "0.5", "--quantile", "0.9", "--json")

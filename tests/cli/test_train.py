@@ -126,6 +126,7 @@ def test_an_error_in_a_rank_is_a_bug_with_its_traceback_kept(inputs: Inputs) -> 
     assert "Traceback" in (inputs.output / "logs" / "rank-1.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_whatever_ends_the_launcher_ends_the_ranks(inputs: Inputs, number: signal.Signals, code: int) -> None:
     words = ["train", str(inputs.run), "--local", "--set", "steps=100000"]
@@ -157,6 +158,7 @@ def test_whatever_ends_the_launcher_ends_the_ranks(inputs: Inputs, number: signa
         process.wait()
 
 
+@pytest.mark.turns(2)
 def test_from_public_weights_and_back(inputs: Inputs, call: Call, tmp_path: Path) -> None:
     public, written = PUBLIC / "mixtral", tmp_path / "written"
     settings = ["--set", f"workload={public}", "--set", f"weights={public}", "--set", "steps=1", "--set", "plan=ep"]

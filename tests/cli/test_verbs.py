@@ -176,6 +176,7 @@ def test_plan_chooses_codecs_by_their_loss(inputs: Inputs, call: Call) -> None:
     assert "experts sr, keep 0.02; final loss not measured" in shown.out or "experts sr" not in shown.out
 
 
+@pytest.mark.turns(2)
 def test_codecs_by_their_loss_beside_other_wishes(inputs: Inputs, call: Call) -> None:
     """Several plans, rates that are not known, and plans chosen by a simulation."""
     path, loss = inputs.folder / "plan.yaml", ("--max-loss", "0.5%")

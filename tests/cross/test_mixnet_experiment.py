@@ -22,6 +22,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.timeout(300)
 def test_the_smallest_points(tmp_path: Path) -> None:
     command = [sys.executable, str(RUN), "--smoke", "--results", str(tmp_path)]

@@ -109,6 +109,7 @@ def test_parts_that_do_not_fit_the_memory_are_left_out() -> None:
     assert found
 
 
+@pytest.mark.turns(2)
 def test_numbers_of_parts_that_are_not_possible_are_left_out() -> None:
     """Memory has no room for parts, or none for tokens in one piece, or the budget has none for these, which take longer."""
     for length, memory_mb, room_for in ((4, 11.75, {1}), (16, 13.25, {2, 4}), (16, 12.8, set())):
@@ -206,6 +207,7 @@ def test_each_table_gets_its_number_and_the_best_comes_first() -> None:
     assert all(evaluate(one)[0].step_s == step_s(one) for one in found)
 
 
+@pytest.mark.turns(2)
 def test_rules_hold_for_plans_in_parts() -> None:
     problem, work = slow_problem(0)
     foreign = int(np.flatnonzero(problem.home_site == 1)[0])

@@ -97,6 +97,7 @@ def test_bound_holds_where_layers_without_experts_do_not_compute_again() -> None
     assert found.solver.bound <= step_cost(other).step_s * (1 + 1e-9)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("memory_share", "layers", "sequences", "gain"), [(0.01, 2, 1, 0.3), (0.02, 3, 1, 0.3), (0.1, 3, 8, 0.004), (0.01, 3, 8, 0.0)]
 )

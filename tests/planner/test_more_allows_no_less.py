@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from planner_cases import shipped_workload
 from site_cases import run
 
@@ -42,6 +43,7 @@ def test_more_memory() -> None:
     assert steps_s == sorted(steps_s, reverse=True)
 
 
+@pytest.mark.turns(2)
 def test_a_larger_budget() -> None:
     sites = [{"name": "paris", "up": "100 Mbps"}, {"name": "tokyo", "down": "50 Mbps"}, {"name": "oslo"}]
     data = cluster("1 GiB", "200 Mbps", sites)

@@ -63,6 +63,7 @@ def test_permitted_codecs_against_all_combinations(max_loss: float) -> None:
         assert sum(max(gate.relative, 0) for gate in codecs.gates.values()) <= max_loss
 
 
+@pytest.mark.turns(2)
 def test_the_planner_takes_the_best_that_is_permitted() -> None:
     cluster, workload = load_cluster("lab-4dc"), load_workload("tiny", SMALL)
     steps = []

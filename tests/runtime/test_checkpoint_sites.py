@@ -344,6 +344,7 @@ def tensor_bytes(file: Path) -> int:
     return inside({name: value for name, value in content.items() if name != LAYOUT})
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ["three", "four", "stages"])
 def test_training_goes_on_while_checkpoints_are_written(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """They are those that are written between steps, to the bit, and so is what a run that goes on from one makes."""

@@ -371,6 +371,7 @@ def test_a_run_in_stages_goes_on_when_a_site_is_lost() -> None:
     assert moved.as_dict()["plans"] == [pipeline.digest, anew(plan.cluster).digest] and moved.simulated_steps == 2
 
 
+@pytest.mark.turns(2)
 def test_the_fastest_of_all_choices_counts() -> None:
     for latency_s in (0.0, 0.02):
         plan = make_plan(4, 2, num_layers=9, micro_batches=2, latency_s=latency_s)

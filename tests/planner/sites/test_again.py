@@ -81,6 +81,7 @@ def test_where_memory_is_ample_nothing_computes_again() -> None:
     assert not search.is_short and [*walk_in_ways(search, cheapest_first(workload))] == [search]
 
 
+@pytest.mark.turns(2)
 def test_plans_have_what_was_found() -> None:
     cluster, workload = given(FOUR, "41 MB")
     kept = searched(site_problem(cluster, workload))

@@ -140,6 +140,7 @@ def test_bounds_are_below_the_best_of_all_tables(case: tuple[int, int, tuple[int
     assert 0.2 * found[2] < prove(Relaxation(problem=problem), found[2], max_boxes=40).bound_s <= found[2] * (1 + 1e-9)
 
 
+@pytest.mark.turns(2)
 def test_plans_know_of_groups() -> None:
     """A plan between uneven sites: what it claims is so, two searches find the same, and the plan that is made without knowing of
     groups is no better."""
@@ -158,6 +159,7 @@ def free_step(plan: Plan, free: Workload) -> float:
     return step_cost(plan.model_copy(update={"workload": free})).step_s
 
 
+@pytest.mark.turns(2)
 def test_measured_popularity_in_groups() -> None:
     """No table is faster than the bound, and the plan, which is costed for both, is not far from the best."""
     cluster, work = (

@@ -62,6 +62,7 @@ def shares() -> Iterator[tuple[Configuration, float, float]]:
                 yield configuration, float(proven[0]), float(proven[1])
 
 
+@pytest.mark.turns(2)
 def test_no_plan_spends_less_inside_and_some_no_more() -> None:
     best: dict[str, float] = {}
     gained = 0.0

@@ -250,6 +250,7 @@ def test_tables_may_compute_again_where_memory_is_short() -> None:
     planner.check(made)
 
 
+@pytest.mark.turns(2)
 def test_with_tokens_in_parts_too() -> None:
     cluster, work = uneven_cluster(np.random.default_rng(3), 3, 1), workload_of(3, 6, 2)
     popularity = skewed(4, 2, 6, 2)

@@ -60,6 +60,7 @@ def plain() -> list[Plan]:
     return planner.plans(CLUSTER, WORKLOAD, BETWEEN_SITES, time_limit_s=2)
 
 
+@pytest.mark.turns(2)
 def test_the_best_depth_of_the_best_plans_is_found(plain: list[Plan]) -> None:
     found = tables_ahead(plain, 5)
     best = sorted(min(cost.step_s for cost in step_costs(one, (0, *depths(4)))) for one in plain)
@@ -72,6 +73,7 @@ def test_the_best_depth_of_the_best_plans_is_found(plain: list[Plan]) -> None:
     planner.check(found[0])
 
 
+@pytest.mark.turns(2)
 def test_plan_finds_them_also_with_rules() -> None:
     made = planner.plan(CLUSTER, WORKLOAD, time_limit_s=1, ahead=True)
     assert made.schedule.prefetch > 0

@@ -79,6 +79,7 @@ def test_cheapest_table_and_bound_against_all_tables(seed: int, inside: int) -> 
     assert found.cost.step_s == pytest.approx(within, rel=1e-9)
 
 
+@pytest.mark.turns(2)
 def test_the_bound_on_egress_is_below_all_tables_and_near_some() -> None:
     """Of expert bytes in all proportions to token bytes."""
     ratios = []

@@ -85,6 +85,7 @@ def test_links_that_are_too_slow_for_what_there_is_to_compute() -> None:
     assert len(sites_that_pay(tight, workload, time_limit_s=1).sites) >= 2
 
 
+@pytest.mark.turns(2)
 def test_all_sites_pay_where_no_stages_are_possible_or_those_found_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, workload = made(["100 Gbps"] * 4, "0.01 TFLOPS"), layered_workload(4, micro_batch_size=6)
     tied = workload.model_copy(update={"model": workload.model.model_copy(update={"tie_embeddings": True})})
@@ -120,6 +121,7 @@ def test_as_many_stages_as_are_asked_for_need_as_many_sites() -> None:
     assert len(sites_that_pay(cluster, workload, StageWishes(stages=3), time_limit_s=1).sites) >= 3
 
 
+@pytest.mark.turns(2)
 def test_rules_hold_among_those_that_are_left() -> None:
     slow, fast = made(["1 Mbps"] * 4, "30 TFLOPS"), made(["100 Gbps"] * 4, "0.01 TFLOPS")
     workload = layered_workload(4, micro_batch_size=6)

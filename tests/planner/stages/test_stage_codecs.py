@@ -55,6 +55,7 @@ def test_coding_activations_takes_its_time_in_both_answers() -> None:
     assert simulated_s[1] - simulated_s[0] == pytest.approx(expected_s[1] - expected_s[0], rel=0.15)
 
 
+@pytest.mark.turns(2)
 def test_the_search_knows_what_is_coded() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(6)
     exact = plan_pipeline(cluster, workload, time_limit_s=1)

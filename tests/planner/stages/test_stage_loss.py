@@ -123,6 +123,7 @@ def test_changes_of_experts_need_copies_that_stay() -> None:
         plan.with_layers(short).coded(change)
 
 
+@pytest.mark.turns(2)
 def test_fewer_sites_within_a_loss() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(5), 3, 2, "pairs", throughput="1 TFLOPS"), layered_workload(6)
     wishes = StageWishes(max_loss=0.005)

@@ -58,6 +58,7 @@ def test_near_the_best_of_all_pipelines_with_all_codecs() -> None:
     assert loss_of(found.plan) <= LOSS and found.plan.codecs
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_never_worse_than_the_nominal_one_within_the_loss(quantile: float) -> None:
     nominal, *scenarios = (uneven_cluster(seed, 4, 1) for seed in range(4))
@@ -103,6 +104,7 @@ def test_codecs_are_those_of_the_quantile() -> None:
     assert without[0].step_s < 0.8 * without[0].nominal_step_s
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("throughput", "stages"), [("30 TFLOPS", True), ("0.01 TFLOPS", False)])
 def test_with_or_without_stages_within_the_loss(throughput: str, stages: bool) -> None:
     cluster = sites_cluster(np.random.default_rng(0), 2, 1, "access", throughput=throughput)

@@ -41,6 +41,7 @@ def test_a_step_costs_its_bytes_and_its_ranks(seed: int) -> None:
     assert free.step_usd == 0 and free.times.step_s == found.times.step_s
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", ["pairs", pytest.param("access", marks=pytest.mark.slow)])
 def test_the_cheapest_pipeline_costs_no_more_than_the_fastest(kind: str) -> None:
     cluster = priced(sites_cluster(np.random.default_rng(3), 5, 2, kind), 3, rent="0.01 $/h")

@@ -38,6 +38,7 @@ def drawn(seeds: range, sites: int) -> list[Cluster]:
     return [uneven_cluster(seed, sites, 1) for seed in seeds]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("quantile", [1.0, 0.5])
 def test_never_worse_than_the_plan_for_the_nominal_rates(quantile: float) -> None:
     nominal, *scenarios = drawn(range(4), 4)
@@ -170,6 +171,7 @@ def test_an_interrupt_before_there_is_a_plan_ends_it(monkeypatch: pytest.MonkeyP
         staged_for_scenarios(cluster, layered_workload(1), interval_scenarios(cluster, 0.2), StageWishes(), time_limit_s=1)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("throughput", "stages"), [("30 TFLOPS", True), ("0.01 TFLOPS", False)])
 def test_with_or_without_stages(throughput: str, stages: bool) -> None:
     """Where computation is all that counts, what stages save is less than their bubble."""

@@ -135,6 +135,7 @@ def test_a_pipeline_keeps_random_rules_and_is_near_the_best_that_does(num_sites:
         assert found_s <= best_s * 1.01 < np.inf
 
 
+@pytest.mark.turns(2)
 def test_sites_that_cannot_be_a_stage_by_themselves_go_together_with_others() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(3), 6, 2, "pairs"), layered_workload(6)
     constraints = rules_of(

@@ -85,6 +85,7 @@ def test_never_slower_than_stages_in_the_clusters_order(kind: str, num_sites: in
     assert plan.solver.bound == pytest.approx(least_s(cluster, workload)) and plan.solver.bound < plan.prediction.step
 
 
+@pytest.mark.turns(2)
 def test_what_is_expected_to_be_far_behind_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(8)
     expected_s: list[float] = []
@@ -250,6 +251,7 @@ def test_groupings_have_as_many_stages_as_asked_for_and_every_site_once() -> Non
     assert rate[2, 5] == pytest.approx(1 / min(link.bandwidth, 125e6))
 
 
+@pytest.mark.turns(2)
 def test_inside_a_stage_the_planner_is_no_worse_than_a_few_placements() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(8), 3, 2, "pairs"), layered_workload(3, ffn=1024)
     stage, room = baseline_plan(cluster, workload, Baseline.EP), Room(in_flight=3, beside_bytes=1e6)

@@ -116,6 +116,7 @@ def test_a_plan_that_does_not_fit() -> None:
         assert one.present_s == pytest.approx(step_s(lacking), rel=1e-12) and one.planned_anew_s == one.as_it_is_s
 
 
+@pytest.mark.turns(2)
 def test_planned_anew_as_a_search_for_that_cluster_finds(found: PipelinePlan, upgrades: list[Upgrade]) -> None:
     for one in upgrades[:2]:
         cluster = with_double(found, one.name).cluster
@@ -145,6 +146,7 @@ def test_more_memory_where_it_is_short() -> None:
     assert told.planned_anew_s == pytest.approx(most.predicted.step, rel=0.02)
 
 
+@pytest.mark.turns(2)
 def test_trunks_are_bought_where_sites_have_pods() -> None:
     data = sites_cluster(np.random.default_rng(0), 3, 1, "access").model_dump(mode="json", exclude_none=True)
     data["levels"][0]["pods"] = {"bandwidth": "5 Gbps", "latency": "0.1 ms"}
@@ -185,6 +187,7 @@ def test_what_is_found_without_an_upgrade_is_told_where_it_is_better(found: Pipe
     assert pipeline_upgrades(found, TWO, top=2, present=searched_on(found, TWO)) == upgrades
 
 
+@pytest.mark.turns(2)
 def test_fresh_ones_have_other_numbers_of_stages() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(1), 4, 2, "pairs"), layered_workload(8)
     poor = plan_pipeline(cluster, workload, StageWishes(stages=2), time_limit_s=2)
