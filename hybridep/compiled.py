@@ -12,6 +12,7 @@ from threading import Timer
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core.event import Event, Listener, register
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -30,6 +31,31 @@ def told_of_compiling(report: Callable[[str, float], None] | None, seconds: floa
         yield
     finally:
         told.cancel()
+
+
+class _Stopwatch(Listener):
+    """Adds up what compiling takes; what is compiled for something that is being compiled counts once."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.total_s = self._begun_s = 0.0
+        self._clock, self._depth = clock, 0
+
+    def on_start(self, event: Event) -> None:
+        if self._depth == 0:
+            self._begun_s = self._clock()
+        self._depth += 1
+
+    def on_end(self, event: Event) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.total_s += self._clock() - self._begun_s
+
+
+def seconds_compiling(clock: Callable[[], float]) -> Callable[[], float]:
+    """How many of the clock's seconds compiling took since this call; what is kept from an earlier process takes none."""
+    stopwatch = _Stopwatch(clock)
+    register("numba:compile", stopwatch)  # type: ignore[no-untyped-call]
+    return lambda: stopwatch.total_s
 
 
 def compiled(function: _Function) -> _Function:

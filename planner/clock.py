@@ -7,19 +7,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from hybridep.compiled import seconds_compiling
+
 _Clock = Callable[[], float]
 
 _CLOCKS: ContextVar[tuple[_Clock, _Clock]] = ContextVar("planner clocks", default=(time.perf_counter, time.perf_counter))
 
 
+_compiling_s = seconds_compiling(lambda: _CLOCKS.get()[0]())
+
+
 def now_s() -> float:
-    """Seconds since some moment, for time limits."""
-    return _CLOCKS.get()[0]()
+    """Seconds since some moment, for time limits. They stand still while functions are compiled: that is once on a machine, and
+    what is found must not depend on it."""
+    return _CLOCKS.get()[0]() - _compiling_s()
 
 
 def elapsed_s() -> float:
-    """Seconds since some moment, for reports."""
-    return _CLOCKS.get()[1]()
+    """Seconds since some moment, for reports; without compiling, too."""
+    return _CLOCKS.get()[1]() - _compiling_s()
 
 
 @contextmanager

@@ -19,13 +19,14 @@ import numpy as np
 import yaml
 
 from hybridep.arrays import IntArray
-from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose, ends_s, most_simulated
+from hybridep.commands.plan_choice import SEARCHED, by_simulation, choose, most_simulated
 from hybridep.commands.tables import read_rows, write_rows
 from hybridep.config import build, load
 from hybridep.placement import divisors
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
 from planner import expected_s, plans
+from planner.clock import now_s
 from planner.sites.grouping import Groups, Share, groups_of, shared_table
 from planner.sites.others import OTHERS, other_plan, rank_order_domains
 from planner.sites.plans import table_plan
@@ -136,11 +137,10 @@ def rows_of(name: str, cluster: Cluster, model: str, workload: Workload, config:
     the expected one - 1.
     """
     problem = site_problem(cluster, workload)
-    started, started_s = time.process_time(), time.monotonic()
+    started, until_s = time.process_time(), now_s() + config["time_limit_s"]
     best = plans(cluster, workload, config["top"], time_limit_s=SEARCHED * config["time_limit_s"])
     plan_s = time.process_time() - started
-    until_s, most = ends_s(started_s, config["time_limit_s"]), most_simulated(cluster, config["time_limit_s"])
-    choice = choose(best, None, until_s=until_s, most=most)
+    choice = choose(best, None, until_s=until_s, most=most_simulated(cluster, config["time_limit_s"]))
     found = {other: other_plan(problem, other) for other in OTHERS} | {"searched_domains": searched_domains(problem)}
     ours, (chosen, simulated_s) = best[0], by_simulation(best, [])
     least_s = simulated_s[0]

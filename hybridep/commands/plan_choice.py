@@ -71,7 +71,7 @@ def planned(cluster: Cluster, workload: Workload, time_limit_s: float = 60.0) ->
     started_s = now_s()
     made = planner.plans(cluster, workload, CANDIDATES, time_limit_s=SEARCHED * time_limit_s)
     most = most_simulated(cluster, time_limit_s)
-    return choose(made, None, until_s=ends_s(started_s, time_limit_s), most=most).plan
+    return choose(made, None, until_s=started_s + time_limit_s, most=most).plan
 
 
 def most_simulated(cluster: Cluster, time_limit_s: float, *, ahead: bool = False) -> int:
@@ -79,12 +79,6 @@ def most_simulated(cluster: Cluster, time_limit_s: float, *, ahead: bool = False
     what a deadline cuts off differs from run to run."""
     each_s = SECONDS_PER_PAIR * cluster.sizes[0] ** 2 * (AHEAD_TAKES if ahead else 1)
     return max(2, min(CANDIDATES, int((1 - SEARCHED) * time_limit_s / each_s)))
-
-
-def ends_s(started_s: float, time_limit_s: float) -> float:
-    """Until when to simulate plans that are made now, of a search that ``started_s`` (``planner.clock``): as long as the limit
-    leaves, and for a share of it at least where the search took longer, since compiling counts to no limit."""
-    return max(started_s + time_limit_s, now_s() + (1 - SEARCHED) * time_limit_s)
 
 
 def choose(

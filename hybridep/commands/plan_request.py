@@ -165,7 +165,7 @@ def _chosen_by_simulation(request: PlanRequest) -> MadePlans:
             plans,
             request.rules,
             request.recorded(),
-            until_s=plan_choice.ends_s(started_s, limit_s),
+            until_s=started_s + limit_s,
             most=plan_choice.most_simulated(request.cluster, limit_s, ahead=request.prefetch),
         )
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, SECONDS_PER_PAIR, SHORT_LAYERS, ends_s
+from hybridep.commands.plan_choice import MOST_SITES, SEARCHED, SECONDS_PER_PAIR, SHORT_LAYERS
 from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan
 from planner.clock import now_s
@@ -80,7 +80,7 @@ def in_stages(
     if not wishes.goal.needs_prices:
         near = [one for one in made if one.predicted.expected_s <= _FAR * made[0].predicted.expected_s]
     chosen = first_in_time(_differing_first(near), time_limit_s) if number > 1 else []
-    found = best_simulated(chosen, wishes.goal, until_s=ends_s(started_s, time_limit_s)) or StageChoice(plan=made[0])
+    found = best_simulated(chosen, wishes.goal, until_s=started_s + time_limit_s) or StageChoice(plan=made[0])
     known_so = [found.plan, *(other.plan for other in found.others)]
     rest = [StageChoice(plan=one) for one in made if not any(one is other for other in known_so)]
     return replace(found, others=(*found.others, *rest))

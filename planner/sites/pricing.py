@@ -123,13 +123,6 @@ def _groups(relaxation: Relaxation) -> list[FloatArray]:
     return [one for number, one in enumerate(found) if one.any() and not any((one == other).all() for other in found[:number])]
 
 
-def prepare() -> None:
-    """Compiles what prices need, once on a machine."""
-    one, hit = np.ones(1), np.array([0.0, 0.5, 1.0])
-    price, _ = find_prices(Sites(count=one, sent=one, received=one, most=2 * one), hit)
-    visit_prices(price, hit).needed(one, one, one, one)
-
-
 def _telling(grids: Sequence[_Grid], about: Sequence[int], groups: int, cell: int | None) -> list[int]:
     """The groups of homes whose prices tell most of a cell, as far as is known; all of them at first."""
     if cell is None:

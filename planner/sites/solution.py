@@ -107,10 +107,6 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
 
         prepare(problem, wishes.report)
     pricing_share = _pricing_share(problem, wishes.time_limit_s)
-    if pricing_share:
-        from planner.sites import pricing
-
-        pricing.prepare()
     started, asked_s, limit_s, report = now_s(), elapsed_s(), wishes.time_limit_s, wishes.report
     in_dollars = problem.goal.objective is Objective.DOLLARS
     if in_dollars:
@@ -166,6 +162,8 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
         relaxation = Relaxation(problem=one)
         try:
             if pricing_share:
+                from planner.sites import pricing
+
                 rows, begun_s = between_sites(one, search.best.table).rows, now_s()
                 until_s = begun_s + pricing_share * (deadline_s - begun_s)
                 relaxation = pricing.with_prices(relaxation, best_s, (rows.line(one)[1], rows.reverse.line(one)[1]), until_s)
