@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,13 @@ class Verbs(click.Group):
             formatter.write_dl(list(VERBS.items()))
 
 
+class _ToStderr(logging.Handler):
+    """What modules tell whoever waits, as lines beside progress."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"hybridep: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hybridep", prog_name="hybridep")
 def hybridep() -> None:
@@ -57,6 +65,9 @@ def hybridep() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point; ends the process with the exit code. A bug shows its traceback (and exit code 1)."""
     signal.signal(signal.SIGTERM, terminate)
+    log = logging.getLogger("hybridep")
+    log.setLevel(logging.INFO)
+    log.handlers = [_ToStderr()]
     try:
         code = hybridep.main(arguments, prog_name="hybridep", standalone_mode=False)
     except click.ClickException as error:

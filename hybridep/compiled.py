@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from threading import Timer
@@ -16,46 +16,53 @@ from numba.core.event import Event, Listener, register
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
-
-LOADING_S = 1.5
-"""What loading compiled functions takes at most, once they are kept."""
-
-
-@contextmanager
-def told_of_compiling(report: Callable[[str, float], None] | None, seconds: float) -> Iterator[None]:
-    """``report`` is told ("compiling", ``seconds``) where what is inside takes longer than loading does."""
-    told = Timer(LOADING_S, report or (lambda what, seconds: None), ("compiling", seconds))
-    told.daemon = True
-    told.start()
-    try:
-        yield
-    finally:
-        told.cancel()
+LOG = logging.getLogger(__name__)
+TOLD_AFTER_S = 1.0
+"""Of compiling that takes so long the log is told, once in a process."""
 
 
-class _Stopwatch(Listener):
-    """Adds up what compiling takes; what is compiled for something that is being compiled counts once."""
+class _Compiling(Listener):
+    """Of whatever is compiled, with all that it calls: what it takes by several clocks, and a line in the log."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.total_s = self._begun_s = 0.0
-        self._clock, self._depth = clock, 0
+    def __init__(self) -> None:
+        self.clocks: list[Callable[[], float]] = []
+        self.total_s: list[float] = []
+        self._begun_s: list[float] = []
+        self._depth = 0
+        self._notice: Timer | None = None
 
     def on_start(self, event: Event) -> None:
-        if self._depth == 0:
-            self._begun_s = self._clock()
         self._depth += 1
+        if self._depth > 1:
+            return
+        self._begun_s = [clock() for clock in self.clocks]
+        if self._notice is None:
+            self._notice = Timer(TOLD_AFTER_S, LOG.info, ["compiling, once on this machine (10 to 30 seconds)"])
+            self._notice.daemon = True
+            self._notice.start()
 
     def on_end(self, event: Event) -> None:
         self._depth -= 1
-        if self._depth == 0:
-            self.total_s += self._clock() - self._begun_s
+        if self._depth > 0:
+            return
+        for number, (clock, begun_s) in enumerate(zip(self.clocks, self._begun_s, strict=True)):
+            self.total_s[number] += clock() - begun_s
+        if self._notice is not None and self._notice.is_alive():
+            self._notice.cancel()
+            self._notice = None
+
+
+_COMPILING = _Compiling()
+register("numba:compile", _COMPILING)  # type: ignore[no-untyped-call]
 
 
 def seconds_compiling(clock: Callable[[], float]) -> Callable[[], float]:
-    """How many of the clock's seconds compiling took since this call; what is kept from an earlier process takes none."""
-    stopwatch = _Stopwatch(clock)
-    register("numba:compile", stopwatch)  # type: ignore[no-untyped-call]
-    return lambda: stopwatch.total_s
+    """For modules: how many of the clock's seconds compiling takes from now on; what is kept from an earlier process takes
+    none."""
+    number = len(_COMPILING.clocks)
+    _COMPILING.clocks.append(clock)
+    _COMPILING.total_s.append(0.0)
+    return lambda: _COMPILING.total_s[number]
 
 
 def compiled(function: _Function) -> _Function:

@@ -11,13 +11,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from hybridep.commands.progress import Bar
 from hybridep.units import format_seconds
 
-COMPILING = "compiling"
 _LINE_EVERY_S = 2.0
 
 
 class PlanProgress(Bar):
-    """A context that is told ("plan" or "bound", seconds) as either improves, and before that ("compiling", about how many
-    seconds) where that is so. The bar fills as the gap closes; where stderr is no terminal, a line every two seconds."""
+    """A context that is told ("plan" or "bound", seconds) as either improves. The bar fills as the gap closes; where stderr is no
+    terminal, a line every two seconds."""
 
     def __init__(self) -> None:
         self._known: dict[str, float] = {}
@@ -29,9 +28,6 @@ class PlanProgress(Bar):
 
     def __call__(self, what: str, seconds: float) -> None:
         """Show what has improved."""
-        if what == COMPILING:
-            self._show(f"compiling the search, once on this machine ({seconds:.0f} s)")
-            return
         self._known[what] = seconds
         if self._bar is not None or time.monotonic() - self._printed_s >= _LINE_EVERY_S:
             self._show(self.text)

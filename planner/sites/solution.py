@@ -92,8 +92,7 @@ class Wishes:
     ways: tuple[Recompute, ...] = ()
     """What all layers may compute again instead, where memory is short and sites are few enough for walks."""
     report: Callable[[str, float], None] | None = None
-    """Told ("plan" or "bound", seconds) as either improves, but where dollars are the goal; before that perhaps ("compiling",
-    about how many seconds)."""
+    """Told ("plan" or "bound", seconds) as either improves, but where dollars are the goal."""
 
 
 def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolution:
@@ -102,10 +101,6 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     Raises NoSolutionError when the time was over before one table was tried."""
     wishes = wishes or Wishes()
     few = _few_tables(problem, wishes.paced_by_s or wishes.time_limit_s)
-    if not few and walks_help(problem):
-        from planner.sites.walks import prepare  # numba takes a while to import
-
-        prepare(problem, wishes.report)
     pricing_share = _pricing_share(problem, wishes.time_limit_s)
     started, asked_s, limit_s, report = now_s(), elapsed_s(), wishes.time_limit_s, wishes.report
     in_dollars = problem.goal.objective is Objective.DOLLARS

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridep.arrays import IntArray
-from hybridep.compiled import compiled, told_of_compiling
+from hybridep.compiled import compiled
 from hybridep.plan import Residency
 from planner.sites.cost import site_cost
 from planner.sites.flows import SHARPEST
@@ -27,8 +27,6 @@ FITTING = 1000
 TRIED = 10
 """Of which the best one is taken."""
 ANY_SEED = 2**32
-COMPILING_S = 15.0
-"""About what compiling takes once on a machine."""
 
 
 class Pace(NamedTuple):
@@ -64,14 +62,6 @@ def pace_of(problem: SiteProblem) -> Pace:
     if problem.num_sites > FEW_SITES:
         return SOME if problem.num_sites <= SOME_SITES else MANY
     return FEW._replace(moves=round(FEW.moves * min(problem.num_sites / FULL_SITES, 1) ** 2))
-
-
-def prepare(problem: SiteProblem, report: Callable[[str, float], None] | None = None) -> None:
-    """Compiles what walks need: once on a machine that takes some 15 s, which shall not count as time of a search. ``report`` is
-    told ("compiling", ``COMPILING_S``) unless it has been done before."""
-    with told_of_compiling(report, COMPILING_S):
-        guide = guide_of(problem, np.tile(problem.home_site, (problem.num_sites, 1)), Residency.STEP)
-        _stretch(guide, near_sites(problem), 0, FEW.warmth, SHARPEST, 0)
 
 
 def improve_tables(search: Search, tables: Sequence[Found], moves: int, rng: np.random.Generator) -> None:

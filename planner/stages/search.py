@@ -36,7 +36,6 @@ from planner.stages.changes import changed, groups_of, layers_of, turn
 from planner.stages.costs import WORTH, Costed, costed, is_better, least_again, predicted, rooms, without_stages
 from planner.stages.inside import Inside, Store, fitting, of_alike, searched
 from planner.stages.rules import StageRules
-from planner.stages.walk import prepare
 from planner.stages.wander import Sketch, wander
 from planner.stages.wishes import StageWishes
 from planner.stages.within_loss import pipelines_within_loss
@@ -95,7 +94,6 @@ def plan_pipelines(
     wishes.check(cluster)
     require_few_experts(cluster, workload)
     told: Report = report or (lambda what, seconds: None)
-    prepare(told)
     begun_s, asked_s = now_s(), elapsed_s()
     try:
         check_stageable(cluster, workload.model)

@@ -9,13 +9,12 @@ everywhere, so that counts say which have come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from hybridep.arrays import FloatArray, IntArray
-from hybridep.compiled import told_of_compiling
 from hybridep.pipeline import order_of_passes
 from planner.stages.events import Passes, Ways, begun, run
 from planner.staggered import PassTimes
@@ -70,17 +69,6 @@ class StageLinks(NamedTuple):
     def every(self) -> tuple[Way, ...]:
         """What a step exchanges beside its passes."""
         return self.gathered, self.returned, self.dense
-
-
-COMPILING_S = 8.0
-"""About what compiling takes once on a machine."""
-
-
-def prepare(report: Callable[[str, float], None] | None = None) -> None:
-    """Compiles the walk, which shall not count as time of a search. ``report`` is told ("compiling", ``COMPILING_S``) unless it
-    has been done before."""
-    with told_of_compiling(report, COMPILING_S):
-        walked_s(1, 1, [PassTimes(0.0, 1.0, 1.0, 0.0, 0.0)], [], [])
 
 
 def walked_s(

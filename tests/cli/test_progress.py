@@ -16,19 +16,15 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_lines_tell_of_compiling_at_once_and_of_gaps_now_and_then(now_s: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_tell_of_gaps_now_and_then(now_s: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with PlanProgress() as progress:
-        progress("compiling", 20.0)
         progress("plan", 4.0)
         assert progress.gap == 1.0
         now_s[0] += 2.5
         progress("bound", 3.0)
         progress("bound", 3.5)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "planning: compiling the search, once on this machine (20 s)",
-        "planning: step 4 s, bound 3 s, gap 25.0%",
-    ]
+    assert lines == ["planning: step 4 s, bound 3 s, gap 25.0%"]
     assert progress.gap == pytest.approx(0.125)
 
 

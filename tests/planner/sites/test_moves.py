@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from threading import Event
 
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ from planner.sites.smoothed import (
     smooth_value,
     undo,
 )
-from planner.sites.walks import COMPILING_S, Pace, _deciding, _walk, improve_tables, pace_of, prepare
+from planner.sites.walks import Pace, _deciding, _walk, improve_tables, pace_of
 from planner.sites.work import ROW_S
 
 UNSEEN = {"jitter": 0.0, "message_overhead": 0.0, "expert_overhead": 0.0}
@@ -453,23 +452,6 @@ def test_many_sites_walk_colder_and_longer(sites: int) -> None:
     pace = pace_of(few_kinds(0, sites, 8))
     assert pace.moves == {8: 2560, 20: 16000, 40: 12000, 100: 48000}[sites]
     assert (pace.warmth < 1e-5) == (sites == 100)
-
-
-def test_who_waits_for_walks_to_compile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, waiting = [], Event()
-
-    def report(what: str, seconds: float) -> None:
-        told.append((what, seconds))
-        waiting.set()
-
-    problem = random_problem(0, 3, 4)
-    prepare(problem)
-    prepare(problem, report)
-    assert not told
-    monkeypatch.setattr("hybridep.compiled.LOADING_S", 0.01)
-    monkeypatch.setattr("planner.sites.walks._stretch", lambda *given: waiting.wait(20))
-    prepare(problem, report)
-    assert told == [("compiling", COMPILING_S)]
 
 
 def test_walks_look_at_one_configuration_on_the_way_and_at_all_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,7 +328,6 @@ def test_prices_are_looked_for_among_many_sites_that_are_not_equal(
     monkeypatch.setattr(pricing, "with_prices", without)
     monkeypatch.setattr(solution, "_look", lambda search, seeds: search.evaluate(np.tile(search.problem.home_site, (sites, 1))))
     monkeypatch.setattr(solution, "MOST_BOXES", 1)
-    monkeypatch.setattr("planner.sites.walks.prepare", lambda problem, report: None)
     solve_sites(many_sites(sites, kinds), Wishes(time_limit_s=limit_s))
     assert bool(asked) == looked_for
 
