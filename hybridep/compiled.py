@@ -69,7 +69,8 @@ def compiled(function: _Function) -> _Function:
     """Compile a function of numbers and of arrays that its callers keep: it makes and returns none. The first call on a machine
     takes seconds, a later process a fraction of one.
 
-    Division follows numpy (no exception for zero), sums keep their order. Nobody counts who uses an array: numba does that by
+    A number that is handed on begins as ``int(np.int64(0))``: numba would compile what takes it for a 0 as well. Division
+    follows numpy (no exception for zero), sums keep their order. Nobody counts who uses an array: numba does that by
     atomic operations wherever one leaves a tuple or is handed on, which were two thirds of a walk's time.
     """
     return _compiled(function, _nrt=False)
@@ -91,7 +92,9 @@ def _compiled(function: _Function, **options: Any) -> _Function:
     # numba looks at a function's own file only, and would go on using callers of a function that has changed.
     config.CACHE_DIR = folder or ""
     try:
-        return cast(_Function, numba.njit(cache=folder is not None, error_model="numpy", **options)(function))
+        # Nothing here is called from C.
+        options |= {"cache": folder is not None, "error_model": "numpy", "no_cfunc_wrapper": True}
+        return cast(_Function, numba.njit(**options)(function))
     finally:
         config.CACHE_DIR = before
 

@@ -136,7 +136,7 @@ def activate(
 ) -> int:
     """Start flows; those of no bytes or over no links are done at once. Returns the number of tickets told."""
     now_s = clock.now_s[0]
-    num_told = 0
+    num_told = int(np.int64(0))
     weighted = cargo.weights.shape[0] > 0
     num_entries = 0
     for link in range(links.num_members.size):
@@ -278,7 +278,7 @@ def drain(
     due, spare_bytes, full_link, served, since_s = flows.due, flows.spare_bytes, flows.full_link, links.served, links.since_s
     size_bytes, late = cargo.size_bytes, clock.late[0]
     done = np.empty(clock.counts[NOT_DONE], np.int64)
-    num_told = 0
+    num_told = int(np.int64(0))
     num_links = level.size
     num_rows = clock.counts[NOT_DONE]
     while True:

@@ -225,12 +225,15 @@ def _hand_over(flows: FlowColumns, links: LinkColumns, active: Int32Array) -> No
 @allocating
 def fill(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
     """Find the rates of all active flows and the order of the links. What is written is little where little has changed."""
-    num_links, at = links.order.size, 0
+    num_links, at = links.order.size, int(np.int64(0))
     level, load, order = np.full(num_links, np.inf), np.zeros(num_links), links.order
     active, is_open = _active(flows, links), np.zeros(flows.status.size, np.int8)
     for flow in active:
         is_open[flow] = 1
-    for priority in range(links.priority.max() + 1 if num_links else 0):
+    last_priority = -1
+    for link in range(num_links):
+        last_priority = max(last_priority, links.priority[link])
+    for priority in range(last_priority + 1):
         rows = np.flatnonzero(links.priority == priority).astype(np.int32)
         if rows.size:
             at += _fill_rows(flows, links, rows, is_open, level, load, order, at)
@@ -240,9 +243,10 @@ def fill(flows: FlowColumns, links: LinkColumns, now_s: float) -> None:
             at += 1
         if links.level[link] < np.inf:
             links.served[link] += links.level[link] * (now_s - links.since_s[link])
-    links.position[order] = np.arange(num_links).astype(np.int32)
-    links.since_s[:], links.level[:], links.load[:] = now_s, level, load
-    links.changed[:] = 0
+        links.since_s[link], links.level[link], links.load[link] = now_s, level[link], load[link]
+        links.changed[link] = 0
+    for place in range(num_links):
+        links.position[order[place]] = place
     _hand_over(flows, links, active)
     for link in range(num_links):
         if links.num_fixed[link] == 0:
