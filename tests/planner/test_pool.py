@@ -54,6 +54,7 @@ def test_a_pool_needs_links_between_sites() -> None:
         planner.plan_pool(lambda one, _: planner.plan(one, workload), cluster, widest=4, time_limit_s=5)
 
 
+@pytest.mark.turns(2)
 def test_codecs_of_each_plan_are_those_that_are_best_within_the_loss() -> None:
     exact, pool = pool_of(16.0), pool_of(16.0, max_loss=0.005)
     cluster, workload = mixing_case()
