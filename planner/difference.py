@@ -54,7 +54,7 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifference:
     """Both under today's cost model. Raises PlanMismatchError when they are for different clusters or workloads.
 
     Homes are the same in all plans and copies are gathered anew every step, so switching from one plan to the other between two
-    steps moves nothing: it pays as soon as the other one is faster for longer than it takes to tell all ranks.
+    steps moves no weights: it pays as soon as the other one is faster for longer than it takes to tell all ranks.
     """
     first.require(second.cluster, second.workload, "the first plan")
     second.require(first.cluster, first.workload, "the second plan")  # a plan may leave sites out that the other one has
