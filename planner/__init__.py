@@ -20,6 +20,7 @@ from planner.stages.difference import PipelineDifference, compare_pipelines
 from planner.stages.explain import PipelineAlternative, PipelineExplanation, explain_pipeline
 from planner.stages.fewer import least_of_any, sites_that_pay
 from planner.stages.matrices import StageMatrices, stage_matrices
+from planner.stages.pool import pipeline_pool
 from planner.stages.report import pipeline_summary
 from planner.stages.robust import RobustPipeline, pipeline_for_scenarios, staged_for_scenarios
 from planner.stages.search import plan_pipeline, plan_pipelines
@@ -62,6 +63,7 @@ __all__ = [
     "load_constraints",
     "memory_use",
     "pipeline_for_scenarios",
+    "pipeline_pool",
     "pipeline_summary",
     "pipeline_upgrades",
     "plan",

@@ -54,7 +54,7 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifference:
     """Both under today's cost model. Raises PlanMismatchError when they are for different clusters or workloads.
 
     Homes are the same in all plans and copies are gathered anew every step, so switching from one plan to the other between two
-    steps moves nothing: it pays as soon as the other one is faster for longer than it takes to tell all ranks.
+    steps moves no weights: it pays as soon as the other one is faster for longer than it takes to tell all ranks.
     """
     first.require(second.cluster, second.workload, "the first plan")
     second.require(first.cluster, first.workload, "the second plan")  # a plan may leave sites out that the other one has
@@ -103,12 +103,12 @@ def switch_at(first: StepAt, second: StepAt, halvings: int = HALVINGS) -> float 
 
 
 def equal_at(first: StepAt, second: StepAt, low: float, high: float, halvings: int = HALVINGS) -> float:
-    """The factor between ``low`` and ``high`` at which both plans take equally long; one is faster at the one end and the other
-    at the other. Found by so many ``halvings``."""
-    here = _ahead(first, second, low)
+    """The factor between ``low`` and ``high`` at which both plans take equally long; the one that is faster at ``high`` is no
+    faster at ``low``. Found by so many ``halvings``."""
+    there = _ahead(first, second, high)
     for _ in range(halvings):
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if _ahead(first, second, middle) * here < 0 else (middle, high)
+        low, high = (low, middle) if _ahead(first, second, middle) * there > 0 else (middle, high)
     return high
 
 

@@ -108,9 +108,10 @@ def stdout_console(least_width: int = 0) -> Console:
     return made
 
 
-def further_files(output: Path, number: int) -> list[Path]:
-    """Files of the second to the last of so many plans, after the one of the best."""
-    return [output.with_stem(f"{output.stem}-{place}") for place in range(2, number + 1)]
+def plan_files(output: Path, number: int, best: int = 0) -> list[Path]:
+    """Files of so many plans: ``output`` for the one at the place ``best``, the others numbered from 2."""
+    numbered = [output.with_stem(f"{output.stem}-{place}") for place in range(2, number + 1)]
+    return [*numbered[:best], output, *numbered[best:]]
 
 
 def again_in_lab(

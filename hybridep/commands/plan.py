@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import OUTPUT, Finite, emit, further_files, require_figure, require_place, set_option, verb
+from hybridep.commands.common import OUTPUT, Finite, emit, plan_files, require_figure, require_place, set_option, verb
 from hybridep.errors import QuantityError, UserError
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ if TYPE_CHECKING:
     "--pool",
     type=Finite(min=1, min_open=True),
     metavar="FACTOR",
-    help="Plans for links between sites up to this many times slower and faster, one file each, and from where on each pays.",
+    help="Plans for links between sites up to this many times slower and faster, one file each, and from where on each pays. A "
+    "switch moves no weights: with --stages all keep the same sites and layers in each.",
 )
 @click.option("--quantile", type=Finite(0, 1, min_open=True), default=1.0, show_default=True, help="Of the scenarios.")
 @click.option(
@@ -228,6 +229,7 @@ def command(
             compare=compare,
             scenarios=rates,
             quantile=quantile,
+            pool=pool,
             explain=whole,
             as_json=as_json,
         )
@@ -258,9 +260,7 @@ def command(
     with hurried_by_interrupts():
         made = make(request)
     best = made.best
-    numbered = further_files(output, len(made.plans))
-    place = next(at for at, one in enumerate(made.plans) if one is best)
-    files = [*numbered[:place], output, *numbered[place:]]
+    files = plan_files(output, len(made.plans), next(at for at, one in enumerate(made.plans) if one is best))
     # Before anything is written: what is asked of a plan may have no answer.
     try:
         report = PlanReport(
@@ -309,6 +309,7 @@ class PlanReport:
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
         import planner
+        from hybridep.commands import pools
         from hybridep.commands.codecs import lossy_codecs
 
         made, best = self.made, self.made.best
@@ -325,7 +326,7 @@ class PlanReport:
             for entry, step_s in zip(entries["plans"], made.simulated_s, strict=False):
                 entry["simulated_s"] = step_s
         if made.pooled:
-            entries["pool"] = [one.to_json() | {"output": str(path)} for one, path in zip(made.pooled, self.files, strict=True)]
+            entries["pool"] = pools.to_json(made.pooled, made.plans, self.files)
         if self.upgrades is not None:
             entries["upgrades"] = [one.to_json() for one in self.upgrades]
         if made.robust is not None:
@@ -334,7 +335,7 @@ class PlanReport:
 
     def show(self, *, whole: bool) -> None:
         """Prints it for people; the ``whole`` explanation, or what matters most of it."""
-        from hybridep.commands import plan_text
+        from hybridep.commands import plan_text, pools
 
         made = self.made
         plan_text.show(made.best, self.explanation, whole=whole)
@@ -344,7 +345,7 @@ class PlanReport:
         if self.several:
             plan_text.show_top(made.plans, made.simulated_s)
         if made.pooled:
-            plan_text.show_pool(made.pooled, self.files)
+            pools.show(made.pooled, made.plans, self.files)
         if self.upgrades is not None:
             plan_text.show_upgrades(self.upgrades)
         if made.robust is not None:

@@ -9,9 +9,8 @@ import click
 from hybridep.errors import UserError
 
 _RATES, _PRICES = ("--scenario", "--within"), ("--objective", "--budget")
-_ONE_PLAN = ("--simulate", "--no-simulate", "--pool")
 NOT_TOGETHER: tuple[tuple[Sequence[str], Sequence[str], str], ...] = (
-    ((*_ONE_PLAN, "--prefetch", "--chunks"), ("--stages",), ""),
+    (("--simulate", "--no-simulate", "--prefetch", "--chunks"), ("--stages",), ""),
     (("--compare",), ("--fewer-sites",), "other planners choose no sites"),
     (("--fewer-sites",), (*_RATES, "--upgrades"), "which sites pay changes with their links"),
     (("--top", "--pool", "--simulate"), _RATES, "plans for scenarios are one plan, not for known rates"),
@@ -21,7 +20,6 @@ NOT_TOGETHER: tuple[tuple[Sequence[str], Sequence[str], str], ...] = (
     (_PRICES, (*_RATES, "--pool", "--simulate", "--upgrades"), "that goes by time only"),
     (("--chunks",), ("--prefetch",), "a schedule has tokens in parts or copies ahead"),
     (("--prefetch",), ("--max-loss",), "copies ahead are planned for exact bytes"),
-    (("--pool",), ("--max-loss",), "plans of a pool follow one another without moving anything, as other codecs would"),
     (("--codec",), ("--max-loss",), "codecs are given, or chosen by their loss"),
     (("--top", "--simulate"), ("--pool",), "that makes one plan for each of several rates"),
     (

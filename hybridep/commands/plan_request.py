@@ -97,14 +97,15 @@ class MadePlans:
     """What a simulation chose, where more plans were made than asked for."""
     simulated_s: Sequence[float] = ()
     """Steps of the plans, where they are ordered by these."""
-    pooled: Sequence[PooledPlan] = ()
+    pooled: Sequence[PooledPlan[Plan]] = ()
     robust: RobustPlan | None = None
     best: Plan = field(init=False)
     """The best plan for the links as they are."""
 
     def __post_init__(self) -> None:
-        now = next((one.plan for one in self.pooled if one.pays_from <= 1 <= one.pays_to), self.plans[0])
-        object.__setattr__(self, "best", now)
+        from hybridep.commands import pools
+
+        object.__setattr__(self, "best", pools.now(self.pooled) if self.pooled else self.plans[0])
 
 
 def make(request: PlanRequest) -> MadePlans:
@@ -142,6 +143,7 @@ def _for_scenarios(request: PlanRequest) -> MadePlans:
 
 def _pooled(request: PlanRequest) -> MadePlans:
     import planner
+    from hybridep.commands import pools
 
     assert request.pool is not None
 
@@ -149,7 +151,7 @@ def _pooled(request: PlanRequest) -> MadePlans:
         return planner.plan(cluster, request.workload, **request.searched(limit_s))
 
     pooled = planner.plan_pool(plan_on, request.cluster, widest=request.pool, time_limit_s=request.time_limit_s)
-    return MadePlans(plans=[one.plan for one in pooled], pooled=pooled)
+    return MadePlans(plans=pools.plans_of(pooled), pooled=pooled)
 
 
 def _chosen_by_simulation(request: PlanRequest) -> MadePlans:

@@ -13,7 +13,6 @@ from hybridep.units import counted, format_bytes, format_dollars, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from hybridep.commands.plan_choice import SimulatedChoice
     from hybridep.plan import LayerGroup, Plan, SolverReport
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
         OtherPlan,
         PipelineAlternative,
         PlanDifference,
-        PooledPlan,
         Upgrade,
     )
     from planner.robust import OverScenarios
@@ -251,16 +249,6 @@ def show_top(plans: Sequence[Plan], simulated_s: Sequence[float] = ()) -> None:
             click.echo(f"     {placed_text(one.cluster.levels[0].name, group)}")
         if text := codecs_text(plans, one):
             click.echo(f"     codecs: {text}")
-
-
-def show_pool(pool: Sequence[PooledPlan], files: Sequence[Path]) -> None:
-    """Which plan pays at which rates."""
-    most = max(one.memory_bytes for one in pool)
-    click.echo(f"plans by the rates between sites (a switch moves nothing; room for all: {format_bytes(most)} a rank):")
-    for one, path in zip(pool, files, strict=True):
-        click.echo(f"  {one.pays_from:.3g} to {one.pays_to:.3g} times: {path}, {format_seconds(one.step_s)} at the given rates")
-        for group in one.plan.layers:
-            click.echo(f"     {placed_text(one.plan.cluster.levels[0].name, group)}")
 
 
 def show_difference(names: tuple[str, str], difference: PlanDifference) -> None:

@@ -21,7 +21,8 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
     from rich.table import Table
 
     from hybridep.commands.codecs import codec_lines
-    from hybridep.commands.plan_text import few, placed_text
+    from hybridep.commands.plan_text import few
+    from hybridep.commands.pools import inside_texts
     from hybridep.units import counted, format_bytes, format_dollars, format_seconds
     from planner.stages.report import pipeline_summary
 
@@ -45,12 +46,8 @@ def show_pipeline(plan: PipelinePlan, choice: StageChoice, others_s: dict[str, f
         )
         table.add_row(*cells, format_bytes(stage["memory_bytes"]))
     console.print(table)
-    inside: dict[str, list[str]] = {}
-    for number, one in enumerate(plan.stages):
-        text = " | ".join(placed_text(cluster.levels[0].name, group) for group in one.layers)
-        inside.setdefault(text, []).append(str(number))
-    for text, stages in inside.items():
-        console.print(f"  inside stage {', '.join(stages)}: {text}")
+    for text in inside_texts(plan):
+        console.print(f"  {text}")
     parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in found["parts_s"].items())
     console.print(f"step [bold]{format_seconds(step_s)}[/bold]: {parts}")
     if choice.simulated_s is not None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybridep.commands.common import emit, further_files, note
+from hybridep.commands.common import emit, note, plan_files
 from hybridep.errors import UserError
 from hybridep.plan import Objective
+from planner.clock import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         Goal,
         OtherPlan,
         PipelineExplanation,
+        PooledPlan,
         RobustPipeline,
         RobustPlan,
         SearchedOn,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     )
 
 AUTO = "auto"
+_HELD = 0.6
+"""Share of the time limit for the plan at the given rates, whose stages all of a pool keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,8 @@ class StagesRequest:
     """The cluster at other rates, where these are not known."""
     quantile: float
     """Of these."""
+    pool: float | None
+    """Plans for links up to this many times slower and faster, too."""
     explain: bool
     """Also why each alternative was rejected."""
     as_json: bool
@@ -77,6 +83,7 @@ class StagesRequest:
 def write_in_stages(request: StagesRequest) -> None:
     """The pipeline is written and shown, or a plan without stages where that is better and no number was asked for."""
     import planner
+    from hybridep.commands import pools
     from hybridep.commands.sites_choice import Staged, plan_sites, search_on
     from hybridep.commands.stage_choice import StageChoice
     from hybridep.shares import unequal_shares
@@ -84,14 +91,14 @@ def write_in_stages(request: StagesRequest) -> None:
     def tell(words: str) -> None:
         note(f"hybridep plan: {words}")
 
-    cluster, workload, asked = request.cluster, request.workload, request.asked
+    cluster, workload, asked, began_s = request.cluster, request.workload, request.asked, now_s()
     robust = _for_scenarios(request, asked, tell) if request.scenarios else None
     if robust is None:
         made = plan_sites(
             asked,
             or_without=request.text == AUTO,
             fewer=request.fewer,
-            time_limit_s=request.time_limit_s,
+            time_limit_s=(1.0 if request.pool is None else _HELD) * request.time_limit_s,
             tell=tell,
             shown=True,
             top=request.top,
@@ -99,20 +106,26 @@ def write_in_stages(request: StagesRequest) -> None:
     else:
         made = Staged(asked=asked, chosen=StageChoice(plan=robust.plan), without=None)
     top = made.top(request.top)
+    pool: list[PooledPlan[AnyPlan]] = []
+    left_s = max(request.time_limit_s - (now_s() - began_s), (1 - _HELD) * request.time_limit_s)
 
     def save() -> list[Path]:
-        files = [request.output, *further_files(request.output, len(top))]
-        for one, path in zip(top, files, strict=True):
-            one.plan.save(path)
+        plans = pools.plans_of(pool) or [one.plan for one in top]
+        files = plan_files(request.output, len(plans), next(at for at, one in enumerate(plans) if one is made.best))
+        for one, path in zip(plans, files, strict=True):
+            one.save(path)
         return files
 
-    least, alone, upgrades, others, wishes = None, None, None, None, asked.wishes
+    present, least, alone, upgrades, others, wishes = None, None, None, None, None, asked.wishes
     try:
         # Before anything is written: of a plan without stages there may be no answer.
-        if request.upgrades:
+        if request.upgrades and robust is None:
             # What is best for scenarios need not be for the given rates.
-            made, present = (made, None) if robust is not None else search_on(made, tell, request.time_limit_s)
+            made, present = search_on(made, tell, request.time_limit_s)
             top = made.top(request.top)
+        if request.pool is not None:
+            made, pool = pools.of_stages(made, request.pool, left_s, tell)
+        if request.upgrades:
             upgrades = _upgrades(made.best, wishes, present)
         if request.compare:
             others = planner.compare_planners(made.best, wishes.constraints)
@@ -145,6 +158,7 @@ def write_in_stages(request: StagesRequest) -> None:
         upgrades=upgrades,
         others=others,
         robust=robust,
+        pool=pool,
     )
     if request.as_json:
         emit(told.to_json() | {"output": str(request.output)})
@@ -213,10 +227,13 @@ class _Told:
     """How the plan does over scenarios; None for known rates."""
     explanation: Explanation | PipelineExplanation | None
     """Why the best plan, as far as that is told."""
+    pool: Sequence[PooledPlan[AnyPlan]]
+    """Plans for slower and faster links, whose ``files`` are then told; empty unless asked for."""
 
     def to_json(self) -> dict[str, Any]:
         """What ``--json`` prints."""
         import planner
+        from hybridep.commands import pools
         from hybridep.commands.codecs import lossy_codecs
         from hybridep.pipeline import PipelinePlan
 
@@ -234,6 +251,8 @@ class _Told:
                 }
                 for one, path in zip(self.top, self.files, strict=True)
             ]
+        if self.pool:
+            more["pool"] = pools.to_json(self.pool, pools.plans_of(self.pool), self.files)
         if self.upgrades is not None:
             more["upgrades"] = [one.to_json() for one in self.upgrades]
         if self.others is not None:
@@ -275,7 +294,7 @@ class _Told:
         self._show_rest("")
 
     def _show_rest(self, what: str) -> None:
-        from hybridep.commands import plan_text, stage_text
+        from hybridep.commands import plan_text, pools, stage_text
         from hybridep.pipeline import PipelinePlan
 
         plan_text.show_others(self.others or {}, ", without stages")
@@ -285,6 +304,8 @@ class _Told:
             plan_text.show_robust(self.robust, "pipeline" if isinstance(self.made.best, PipelinePlan) else "plan")
         if self.several:
             stage_text.show_top(self.top, self.files)
+        if self.pool:
+            pools.show(self.pool, pools.plans_of(self.pool), self.files)
         click.echo(f"\nplan written to {', '.join(map(str, self.files))}{what}")
 
     def _show_least(self) -> None:

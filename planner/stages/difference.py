@@ -11,7 +11,7 @@ from planner.difference import scaled, switch_at
 from planner.evaluate import evaluate, expected_s
 from planner.stages.costs import costed, expected_over, predicted
 
-_HALVINGS = 10
+HALVINGS = 10
 """Of a factor of two, which find where plans take equally long to a thousandth."""
 
 
@@ -82,7 +82,7 @@ def compare_pipelines(first: AnyPlan, second: AnyPlan) -> PipelineDifference:
             _sites_of(held[0], layer) != _sites_of(held[1], layer) for layer in range(first.workload.model.num_layers)
         ),
         sites_moved={name: both for name, both in moved.items() if _layers(both[0]) != _layers(both[1])},
-        switch_at=switch_at(partial(expected_at, first), partial(expected_at, second), _HALVINGS),
+        switch_at=switch_at(partial(expected_at, first), partial(expected_at, second), HALVINGS),
     )
 
 

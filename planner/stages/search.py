@@ -43,13 +43,13 @@ from planner.streams import with_most
 
 _SHORT = 4
 """Stages up to which fewer micro-batches than stages are tried: of more most wait, whatever else."""
-_KEPT = 3
+KEPT = 3
 """Pipelines whose stages are planned by a search."""
 _CHANGES = 100
-"""Tries to make a pipeline better by sites that change stages, for each of the ``_KEPT`` best numbers of stages."""
+"""Tries to make a pipeline better by sites that change stages, for each of the ``KEPT`` best numbers of stages."""
 _MET = 5
 """Pipelines met by random changes of one, that are costed."""
-_UNSURE = 0.03
+UNSURE = 0.03
 """Share by which a pipeline with other micro-batches may be sketched to take longer than the best one, and is tried."""
 _NEAR = 1.2
 """Numbers of stages whose best pipeline takes over so many times as long as the best of all are not searched on from."""
@@ -104,7 +104,7 @@ def plan_pipelines(
     told("bound", bound_s)
 
     def make(asked: StageWishes, since_s: float, limit_s: float) -> list[Costed]:
-        search = _Search(_candidates(cluster, workload, asked), since_s, limit_s, told, since_s + patience_s)
+        search = Search(candidates_of(cluster, workload, asked), since_s, limit_s, told, since_s + patience_s)
         return search.run(range(2, cluster.sizes[0] + 1) if stages is None else (stages,), number)
 
     if wishes.max_loss is None:
@@ -163,20 +163,23 @@ def search_on(
     ``starts``, which keep the rules, at its rates; about so many ``fresh`` ones, of various numbers of stages; and what the best
     of these numbers become in other micro-batches, by changes of sites and layers, of which so many are looked at and tried, and
     at other depths. Only what fits; so there may be none. ``store``: what was found of stages before, and is now."""
-    candidates = _candidates(cluster, starts[0].workload, wishes, store)
-    search = _Search(candidates, now_s(), math.inf, lambda what, seconds: None, changes=tries, looks=looks)
+    candidates = candidates_of(cluster, starts[0].workload, wishes, store)
+    search = Search(candidates, now_s(), math.inf, lambda what, seconds: None, changes=tries, looks=looks)
     search.go_on([one.at_rates(cluster, candidates.schedule) for one in starts], fresh)
     return search.best(number)
 
 
-def _candidates(cluster: Cluster, workload: Workload, wishes: StageWishes, store: Store | None = None) -> Candidates:
+def candidates_of(cluster: Cluster, workload: Workload, wishes: StageWishes, store: Store | None = None) -> Candidates:
+    """What makes pipelines to search among; ``store``: what was found of stages before, and is now."""
     schedule = with_most(cluster, wishes.schedule)[0] or Schedule()
     rules = StageRules(cluster, workload.model.num_experts, wishes.constraints)
     return Candidates(cluster, workload, schedule, wishes, rules, store=store or Store())
 
 
 @dataclass
-class _Search:
+class Search:
+    """The pipelines that were found of one problem, and what finds more."""
+
     candidates: Candidates
     begun_s: float
     time_limit_s: float
@@ -267,7 +270,7 @@ class _Search:
             if self._found and (candidate.least >= min(map(self._worth, self._found)) or self._left_s(_WALKED_BY) < 0):
                 break
             self._walk(candidate)
-        for candidate in _first_by_number(candidates)[:_KEPT]:
+        for candidate in _first_by_number(candidates)[:KEPT]:
             if all(len(one.plan.stages) != len(candidate.plan.stages) for one in self._found):
                 # It cannot be the best, but what sites that change stages make of it can.
                 self._walk(candidate)
@@ -308,7 +311,7 @@ class _Search:
         for micro_batches in sorted(numbers, key=lambda number: (about_s[number], -number)):
             if micro_batches == plan.micro_batches or self._left_s(share) < 0:
                 continue
-            if self._is_sketched and about_s[micro_batches] > (1 + _UNSURE) * least_s:
+            if self._is_sketched and about_s[micro_batches] > (1 + UNSURE) * least_s:
                 continue
             candidate = self.candidates.of(path, layers, micro_batches)
             if candidate is not None and candidate.least < min(map(self._worth, self._found)):
@@ -368,12 +371,12 @@ class _Search:
             self._with_other_batches(best, _CHANGED_BY)
 
     def _near(self) -> list[Costed]:
-        """The best pipeline of each of the ``_KEPT`` best numbers of stages; where the step's time is all that counts, but for
+        """The best pipeline of each of the ``KEPT`` best numbers of stages; where the step's time is all that counts, but for
         those that take far longer than the best of all."""
         kept: dict[int, Costed] = {}
         for one in sorted(self._found, key=self._worth):
             kept.setdefault(len(one.plan.stages), one)
-        every = list(kept.values())[:_KEPT]
+        every = list(kept.values())[:KEPT]
         return [one for one in every if not self._is_sketched or one.times.step_s <= _NEAR * every[0].times.step_s]
 
     def _with_change(self, best: Costed, path: Groups, layers: Sequence[int] | None, about_s: float) -> Costed | None:
@@ -393,7 +396,7 @@ class _Search:
             return None
         return self._ahead(candidate.plan, min(best.plan.ahead, candidate.plan.ahead))
 
-    def _best(self, number: int = _KEPT) -> list[Costed]:
+    def _best(self, number: int = KEPT) -> list[Costed]:
         """The best pipelines that differ in more than how far ahead they run."""
         kept: dict[str, Costed] = {}
         for one in sorted(self._found, key=self._worth):

@@ -311,7 +311,6 @@ def test_wrong_usage(call: Call) -> None:
         (("--budget", "1 $", "--set", "gpu.price=1 $/h", "--within", "0.1"), ["--budget: not with --within", "time only"]),
         (("--max-loss", "0.005"), ["--max-loss 0.005", "'0.5%'"]),
         (("--max-loss", "1%", "--codec", "dc.tokens=int8"), ["leave one of them out"]),
-        (("--max-loss", "1%", "--pool", "2"), ["--pool: not with --max-loss", "without moving anything"]),
         (("--codec", "dc.tokens"), ["--codec dc.tokens: write it as LEVEL.KIND=CODEC"]),
         (("--codec", "dc.tokens=[int8"), ["--codec dc.tokens=[int8", "is not YAML"]),
         (("--codec", "dc.=int8"), ["--codec dc.=int8: write it as"]),

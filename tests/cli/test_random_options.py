@@ -38,6 +38,7 @@ WITH_STAGES = (
     ("--compare",),
     ("--upgrades",),
     ("--within", "0.2"),
+    ("--pool", "2"),
     ("--explain",),
     ("--top", "3"),
     ("--streams", "dc=2"),

@@ -140,7 +140,7 @@ def test_rules_hold_in_stages_or_stages_are_left_out(inputs: Inputs, call: Call)
         (("--stages", "3"), "3 stages for 2 sites"),
         (("--stages", "2", "--prefetch"), "--prefetch: not with --stages"),
         (("--stages", "2", "--chunks", "2"), "--chunks: not with --stages"),
-        (("--stages", "2", "--pool", "2"), "--pool: not with --stages"),
+        (("--stages", "2", "--pool", "2", "--top", "2"), "--top: not with --pool"),
         (("--stages", "2", "--compare", "--fewer-sites"), "--compare: not with --fewer-sites: other planners choose no sites"),
         (("--stages", "2", "--simulate"), "--simulate: not with --stages"),
         (("--stages", "2", "--no-simulate"), "--no-simulate: not with --stages"),

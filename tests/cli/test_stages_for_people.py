@@ -1,10 +1,11 @@
-"""Several pipelines, figures of them, reasons, differences, what to buy next, and plans for rates that are not known."""
+"""Several pipelines, pools, figures, reasons, differences, what to buy next, and plans for rates that are not known."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import yaml
@@ -32,6 +33,31 @@ def planned(inputs: Inputs, call: Call, *more: object, cluster: str = FOUR) -> R
     site = inputs.write("four.yaml", cluster)
     path = inputs.folder / "plan.yaml"
     return call("plan", site, inputs.workload, *BATCH, "-o", path, "--time-limit", "3", *more)
+
+
+def test_a_pool_keeps_the_stages_of_the_plan(inputs: Inputs, call: Call) -> None:
+    short, path = ("--time-limit", "1"), inputs.folder / "plan.yaml"
+    far = ("--set", "training.micro_batches=32", "--set", "levels.dc.latency=20 ms")
+    result = planned(inputs, call, "--stages", "2", "--pool", "32", "--max-loss", "0.5%", "--json", *short, *far)
+    assert result.code == 0, result.err
+    pool = result.json["pool"]
+    assert pool[0]["pays_from"] == pytest.approx(1 / 32) and pool[-1]["pays_to"] == pytest.approx(32) and len(pool) > 1
+    made = [load_any_plan(Path(one["output"])) for one in pool]
+    assert [one.digest for one in made] == [one["digest"] for one in pool]
+    stages = [[(stage.sites, stage.num_layers) for stage in one.stages] for one in made if isinstance(one, PipelinePlan)]
+    assert len(stages) == len(made) and all(one == stages[0] for one in stages)
+    now = next(one for one in pool if one["pays_from"] <= 1 <= one["pays_to"])
+    assert result.json["digest"] == now["digest"] and result.json["output"] == now["output"] == str(path)
+    assert {one["kind"] for one in now["lossy_codecs"]} == {one["kind"] for one in result.json["lossy_codecs"]} != set()
+    shown = planned(inputs, call, "--stages", "2", "--pool", "32", *short, *far)
+    assert shown.code == 0 and "a switch moves no weights" in shown.out and " ahead\n     inside stage 0" in shown.out
+    # One layer is no two stages', so all are without; and one site alone has no links to others.
+    without = planned(inputs, call, "--stages", "auto", "--pool", "4", "--json", *short, "--set", "model.num_layers=1")
+    assert without.code == 0 and without.json["stages"] == [], without.err
+    assert without.json["digest"] in [one["digest"] for one in without.json["pool"]]
+    alone = planned(inputs, call, "--stages", "auto", "--pool", "4", "--fewer-sites", "--json", *short)
+    [only] = alone.json["pool"]
+    assert len(alone.json["left_out"]) == 3 and (only["pays_from"], only["pays_to"]) == (0.25, 4.0)
 
 
 def test_several_pipelines_are_written_the_best_first(inputs: Inputs, call: Call) -> None:

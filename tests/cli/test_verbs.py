@@ -327,7 +327,7 @@ def test_plan_makes_a_pool(inputs: Inputs, call: Call) -> None:
     assert len(pool) > 1 and now is not pool[0]
     assert result.json["digest"] == now["digest"] == load_any_plan(path).digest
     assert result.json["output"] == now["output"] == str(path)
-    assert "a switch moves nothing" in call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "2").out
+    assert "a switch moves no weights" in call("plan", inputs.cluster, inputs.workload, "-o", path, "--pool", "2").out
 
 
 def test_plan_simulates_recorded_steps(inputs: Inputs, call: Call) -> None:

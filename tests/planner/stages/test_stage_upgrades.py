@@ -101,8 +101,8 @@ def test_of_many_links_the_busiest_are_doubled(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_more_changes_are_looked_at_than_said(found: PipelinePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, change = list[object](), search._Search._with_change
-    monkeypatch.setattr(search._Search, "_with_change", lambda *given: looked.append(given) or change(*given))  # type: ignore[func-returns-value]
+    looked, change = list[object](), search.Search._with_change
+    monkeypatch.setattr(search.Search, "_with_change", lambda *given: looked.append(given) or change(*given))  # type: ignore[func-returns-value]
     search_on(found.cluster, [found], TWO, tries=20, looks=7)
     assert len(looked) == 7
 
