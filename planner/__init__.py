@@ -23,7 +23,7 @@ from planner.stages.matrices import StageMatrices, stage_matrices
 from planner.stages.report import pipeline_summary
 from planner.stages.robust import RobustPipeline, pipeline_for_scenarios, staged_for_scenarios
 from planner.stages.search import plan_pipeline, plan_pipelines
-from planner.stages.upgrades import SearchedOn, pipeline_upgrades, searched_on
+from planner.stages.upgrades import SearchedOn, of_either_kind, pipeline_upgrades, searched_on
 from planner.stages.wishes import StageWishes
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "least_of_any",
     "load_constraints",
     "memory_use",
+    "of_either_kind",
     "pipeline_for_scenarios",
     "pipeline_summary",
     "pipeline_upgrades",

@@ -114,6 +114,8 @@ def write_in_stages(request: StagesRequest) -> None:
             made, present = (made, None) if robust is not None else search_on(made, tell, request.time_limit_s)
             top = made.top(request.top)
             upgrades = _upgrades(made.best, wishes, present)
+            if request.text == AUTO:
+                upgrades = planner.of_either_kind(made.best, upgrades, wishes)
         if request.compare:
             others = planner.compare_planners(made.best, wishes.constraints)
         files = save()
