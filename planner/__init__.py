@@ -24,7 +24,7 @@ from planner.stages.pool import pipeline_pool
 from planner.stages.report import pipeline_summary
 from planner.stages.robust import RobustPipeline, pipeline_for_scenarios, staged_for_scenarios
 from planner.stages.search import plan_pipeline, plan_pipelines
-from planner.stages.upgrades import SearchedOn, pipeline_upgrades, searched_on
+from planner.stages.upgrades import SearchedOn, of_either_kind, pipeline_upgrades, searched_on
 from planner.stages.wishes import StageWishes
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "least_of_any",
     "load_constraints",
     "memory_use",
+    "of_either_kind",
     "pipeline_for_scenarios",
     "pipeline_pool",
     "pipeline_summary",

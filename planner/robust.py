@@ -12,6 +12,7 @@ import numpy as np
 from hybridep.codecs import Codecs
 from hybridep.errors import UserError
 from hybridep.plan import Plan, Schedule
+from hybridep.recompute import Recompute, cheapest_first
 from hybridep.sites import Site
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
@@ -98,12 +99,13 @@ def plan_for_scenarios(
                 scenarios=tuple(site_problem(one, workload, schedule, codecs=by_level, recompute=again) for one in scenarios),
                 quantile=quantile,
                 seeds=() if first is None else (first[0],),
+                ways=tuple(one for one in (Recompute.NOTHING, *cheapest_first(workload)) if one is not again),
             ),
         )
-        assert solution.found.configuration is not None
-        robust = table_plan(problem, solution.found.table, solution.found.configuration)
-        if at(nominal) <= solution.found.rank[1]:
-            robust = nominal
+        found, robust = solution.found, nominal
+        if solution.fits and found.rank[1] < at(nominal):
+            assert found.configuration is not None
+            robust = table_plan(solution.problem, found.table, found.configuration)
         return _Made(plan=with_fewest(robust, free, at), nominal=with_fewest(nominal, free), bound_s=solution.bound_s)
 
     if max_loss is None:

@@ -127,6 +127,8 @@ def write_in_stages(request: StagesRequest) -> None:
             made, pool = pools.of_stages(made, request.pool, left_s, tell)
         if request.upgrades:
             upgrades = _upgrades(made.best, wishes, present)
+            if request.text == AUTO:
+                upgrades = planner.of_either_kind(made.best, upgrades, wishes)
         if request.compare:
             others = planner.compare_planners(made.best, wishes.constraints)
         files = save()

@@ -14,10 +14,10 @@ STARTS = 32
 
 
 def walk_in_ways(search: Search, ways: Sequence[Recompute]) -> Iterator[Search]:
-    """Walks from the tables that ``search`` has looked at; where memory is short, also in the one of these ``ways`` to compute
-    again in which they are best, the better of both first. Each search before it walks."""
+    """Walks from the tables that ``search`` has looked at; where memory is short, or layers compute again already, also in
+    the one of these ``ways`` to compute again in which they are best, the better of both first. Each search before it walks."""
     tried = [search]
-    if search.is_short:
+    if search.is_short or search.problem.recompute:
         others = [other for one in ways if (other := search.once_more(one, STARTS, APART)).best is not None]
         tried += sorted(others, key=rank)[:1]
     for one in sorted(tried, key=rank):

@@ -89,21 +89,28 @@ def plans_popular(
         with suppress(InfeasibleError):
             domains = plans_measured(cluster, workload, popularity, count, schedule=schedule, codecs=codecs)
     spent_s = now_s() - started
-    found = plan_sites(
-        cluster,
-        workload,
-        solver=solver,
-        schedule=schedule,
-        codecs=codecs,
-        wishes=Wishes(time_limit_s=SEARCHED * time_limit_s, keep=TABLES),
-    )
+    found: list[Plan] = []
+    try:
+        found = plan_sites(
+            cluster,
+            workload,
+            solver=solver,
+            schedule=schedule,
+            codecs=codecs,
+            wishes=Wishes(time_limit_s=SEARCHED * time_limit_s, keep=TABLES),
+        )
+    except InfeasibleError:
+        # As if all experts were alike none fit; where rare ones live at sites of little memory, equal domains may.
+        if in_time and not domains:
+            raise
     # What was compiled meanwhile counts to no limit; and how many moves walks have follows from the limit, not from what is left.
     begun = now_s() - SEARCHED * time_limit_s - spent_s
     problem = site_problem(cluster, workload, schedule, codecs=codecs)
     choices = [_Choice(*known, one.recomputes) for one in found if (known := chosen_table(one)) is not None]
     layers = [_Layer(problem, layer, shares) for layer, shares in enumerate(popularity)]
     fitting: list[Plan] = []
-    for variant in _variants(layers, choices, min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s):
+    share, until_s = min(time_limit_s / AMPLE_S, 1.0), begun + WALKED * time_limit_s
+    for variant in _variants(layers, choices, share, until_s) if choices else ():
         made = _plan(layers, variant)
         if len(fitting) < count and made.digest not in {one.digest for one in fitting} and memory_use(made).fits:
             fitting.append(made.model_copy(update={"prediction": predict(made)}))

@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybridep.arrays import FloatArray
-from hybridep.errors import UserError
-from hybridep.pipeline import PipelinePlan, pipeline_link_s
+from hybridep.errors import HybridEPError, UserError
+from hybridep.pipeline import AnyPlan, PipelinePlan, pipeline_link_s
 from hybridep.topology import Cluster
+from hybridep.workload import Workload
 from planner.goal import FASTEST
 from planner.sensitivity import Upgrade
 from planner.stages.bound import least_s
 from planner.stages.costs import Costed, costed, is_better
+from planner.stages.fewer import without_stages
 from planner.stages.inside import Store
-from planner.stages.search import reported, search_on
+from planner.stages.search import plan_pipeline, reported, search_on
 from planner.stages.wishes import StageWishes
 from planner.upgrade_options import Option, Rates, link_options, memory_options
 
@@ -25,6 +27,8 @@ _TRIES, _LOOKS = 16, 4000
 look takes."""
 _FRESH = 16
 """Fresh pipelines, about, where memory is bought, since with more of it other numbers of stages may be better, and without."""
+_OTHER_KIND_S = 5.0
+"""Limit of the search for a plan without stages in place of a pipeline, or the other way round, where memory is bought."""
 _SCREENED = 64
 """Links of one sort at most that are doubled for the plan as it is: those that are busy longest."""
 
@@ -83,6 +87,31 @@ def pipeline_upgrades(
             anew_s = min([as_it_is_s, present_s, *(one.times.step_s for one in anew)])
             made.append(Upgrade.of(option, as_it_is_s=as_it_is_s, present_s=present_s, planned_anew_s=anew_s))
     return sorted(made, key=lambda upgrade: -upgrade.gain_s)
+
+
+def of_either_kind(plan: AnyPlan, upgrades: Sequence[Upgrade], wishes: StageWishes) -> list[Upgrade]:
+    """The ``upgrades`` of a plan that may be in stages or not: with more memory one of the other kind may have room, and take
+    less. Not if one takes less than the present plan without it: that is no gain of memory."""
+    wishes, [option] = replace(wishes, goal=FASTEST), memory_options(Rates.of(plan.cluster))
+    search = without_stages if isinstance(plan, PipelinePlan) else _in_stages
+
+    def other_s(cluster: Cluster) -> float:
+        """Infinite where there is none."""
+        try:
+            return search(cluster, plan.workload, wishes, _OTHER_KIND_S).predicted.expected_s
+        except HybridEPError:
+            return np.inf
+
+    anew_s, made = other_s(option.rates.applied), list[Upgrade]()
+    for one in upgrades:
+        if one.name == option.name and anew_s < one.planned_anew_s and other_s(plan.cluster) >= one.present_s:
+            one = replace(one, planned_anew_s=anew_s, gain_s=one.present_s - anew_s)
+        made.append(one)
+    return sorted(made, key=lambda upgrade: -upgrade.gain_s)
+
+
+def _in_stages(cluster: Cluster, workload: Workload, wishes: StageWishes, time_limit_s: float) -> PipelinePlan:
+    return plan_pipeline(cluster, workload, wishes, time_limit_s=time_limit_s)
 
 
 def _asked(plan: PipelinePlan, wishes: StageWishes | None) -> StageWishes:

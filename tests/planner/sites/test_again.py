@@ -13,6 +13,7 @@ from hybridep.config import build
 from hybridep.recompute import Recompute, cheapest_first
 from hybridep.topology import Cluster
 from hybridep.workload import Workload
+from planner.difference import scaled
 from planner.sites.again import rank, walk_in_ways
 from planner.sites.problem import SiteProblem, site_problem
 from planner.sites.search import Search
@@ -88,3 +89,30 @@ def test_plans_have_what_was_found() -> None:
     made = planner.plan(cluster, workload, time_limit_s=4)
     assert made.recomputes and made.predicted.step < 0.98 * rank(kept)[1]
     planner.check(made)
+
+
+@pytest.mark.turns(2)
+def test_plans_for_scenarios_compute_again_as_suits_them() -> None:
+    """Though at the nominal rates, a hundred times as fast, nothing does so."""
+    cluster, workload = given(FOUR, "41 MB")
+    fast = scaled(cluster, 100)
+    assert not planner.plan(fast, workload, time_limit_s=0.5).recomputes
+    made = planner.plan_for_scenarios(fast, workload, [cluster], time_limit_s=1)
+    assert made.plan.recomputes and planner.memory_use(made.plan).fits
+    assert made.bound_s <= made.step_s < 0.75 * made.nominal_step_s
+
+
+def test_plans_for_scenarios_fit_where_no_table_does() -> None:
+    """Some layers with copies fit, at one site all of them do not, and at the other site none."""
+    cluster, workload = given({"s0": ("30 Mbps", "1 Gbps"), "s1": ("1 Gbps", "1 Gbps")}, "1 GB")
+    data = cluster.model_dump(mode="json", exclude_none=True)
+    for site, tokens, memory in zip(data["sites"], (1.8, 1.0), ("7.263 MB", "5.256 MB"), strict=True):
+        site |= {"tokens": tokens, "gpu": {"memory": memory}}
+    cluster = build(Cluster, data, "tight")
+    model = {"num_layers": 6, "num_heads": 2, "vocab_size": 64, "num_experts": 2, "top_k": 1, "expert_ffn_size": 16}
+    training = {"sequence_length": 32, "micro_batch_size": 20, "micro_batches": 1}
+    work = workload.model_dump(mode="json")
+    work = build(Workload, work | {"model": work["model"] | model, "training": work["training"] | training}, "small")
+    made = planner.plan_for_scenarios(cluster, work, planner.interval_scenarios(cluster, 0.5, draws=1), time_limit_s=0.5)
+    assert len(made.plan.layers) == 2 and planner.memory_use(made.plan).fits
+    assert made.bound_s <= made.step_s == made.nominal_step_s

@@ -280,3 +280,22 @@ def test_memory_of_one_layer_does_not_bound_another(monkeypatch: pytest.MonkeyPa
     small = replace(problem, cluster=cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"memory": 1.0})}))
     plan = bad_plan(problem, popularity)
     assert least_s(small, plan, np.inf) == pytest.approx(least_s(problem, plan, np.inf))
+
+
+def test_a_plan_for_rare_experts_at_a_site_of_little_memory() -> None:
+    """Where nothing has room if all experts are alike."""
+    data = {
+        "name": "uneven",
+        "levels": [{"name": "dc", "size": 2, "bandwidth": "1 Gbps", "latency": "1 ms"}],
+        "gpu": {"throughput": "30 TFLOPS", "memory": "224.8 MB", "memory_bandwidth": "1 TB/s"},
+        "sites": [{"name": "large", "up": "2 Gbps"}, {"name": "small", "gpu": {"memory": "166.5 MB"}}],
+    }
+    model = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "vocab_size": 1000, "num_experts": 8, "top_k": 1}
+    training = {"sequence_length": 128, "micro_batch_size": 32, "micro_batches": 1, "dtype": "bf16"}
+    cluster = build(Cluster, data, "uneven")
+    work = build(Workload, {"name": "w", "model": model | {"expert_ffn_size": 1024}, "training": training}, "w")
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        planner.plan(cluster, work, time_limit_s=1)
+    made = planner.plan(cluster, work, popularity=((0.2,) * 4 + (0.05,) * 4,) * 2, time_limit_s=1)
+    assert memory_use(made).fits and made.solver is not None and made.solver.bound <= made.predicted.step
+    planner.check(made)

@@ -13,14 +13,15 @@ from hybridep.errors import UserError
 from hybridep.pipeline import PipelinePlan, pipeline_link_bytes
 from hybridep.topology import Cluster
 from hybridep.units import Dimension, exact
-from planner import StageWishes, plan_pipeline
+from planner import StageWishes, plan, plan_pipeline
+from planner import upgrades as upgrades_without_stages
 from planner.constraints import Constraints
 from planner.sensitivity import Upgrade
 from planner.stages import search
 from planner.stages import upgrades as upgrades_of_stages
 from planner.stages.costs import costed
 from planner.stages.search import search_on
-from planner.stages.upgrades import pipeline_upgrades, searched_on
+from planner.stages.upgrades import of_either_kind, pipeline_upgrades, searched_on
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.turns(3)]
 
@@ -223,3 +224,33 @@ def test_one_site_has_nothing_to_buy() -> None:
     data = {"cluster": cluster, "workload": workload, "micro_batches": 1, "stages": stages}
     with pytest.raises(UserError, match="between sites"):
         pipeline_upgrades(build(PipelinePlan, data, "one"))
+
+
+@pytest.mark.parametrize(
+    ("in_stages", "memory", "throughput", "layers", "ffn"),
+    [(False, "220 MB", "30 TFLOPS", 3, 1024), (True, "96 MB", "0.01 TFLOPS", 4, 256)],
+)
+def test_more_memory_may_be_for_a_plan_of_the_other_kind(
+    in_stages: bool, memory: str, throughput: str, layers: int, ffn: int
+) -> None:
+    """Stages that have room only then; or none, where they are slower but had room already."""
+    cluster, roomy = (
+        sites_cluster(np.random.default_rng(0), 2, 1, "access", memory=one, throughput=throughput)
+        for one in (memory, f"{2 * int(memory.split()[0])} MB")
+    )
+    workload = layered_workload(layers, ffn=ffn, micro_batches=1 + in_stages)
+    if in_stages:
+        staged = plan_pipeline(cluster, workload, time_limit_s=1)
+        told = pipeline_upgrades(staged)
+        either = of_either_kind(staged, told, StageWishes())
+        anew_s = plan(roomy, workload, time_limit_s=1).predicted.expected_s
+    else:
+        found = plan(cluster, workload, time_limit_s=1)
+        told = upgrades_without_stages(found)
+        either = of_either_kind(found, told, StageWishes())
+        anew_s = plan_pipeline(roomy, workload, time_limit_s=1).predicted.expected_s
+    [before], [after] = ([one for one in each if one.name == "memory of every rank"] for each in (told, either))
+    assert after.planned_anew_s == pytest.approx(anew_s, rel=0.01) and after.planned_anew_s < 0.97 * before.planned_anew_s
+    assert after.gain_s == after.present_s - after.planned_anew_s and after.present_s == before.present_s
+    assert [one.gain_s for one in either] == sorted((one.gain_s for one in either), reverse=True)
+    assert {one.name: one for one in either} == {one.name: one for one in told} | {after.name: after}
