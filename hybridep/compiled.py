@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from threading import Timer
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import numba
@@ -94,9 +98,58 @@ def _compiled(function: _Function, **options: Any) -> _Function:
     try:
         # Nothing here is called from C.
         options |= {"cache": folder is not None, "error_model": "numpy", "no_cfunc_wrapper": True}
-        return cast(_Function, numba.njit(**options)(function))
+        made: Any = numba.njit(**options)(function)
     finally:
         config.CACHE_DIR = before
+    compile_for = made.compile
+
+    def compile_undisturbed(*arguments: Any) -> Any:
+        with _signals_wait():
+            return compile_for(*arguments)
+
+    made.compile = compile_undisturbed
+    return cast(_Function, made)
+
+
+_handlers: dict[int, Any] = {}
+"""Of Ctrl-C and SIGTERM, while something is compiled, ..."""
+_taken: list[int] = []
+"""... and those that came meanwhile."""
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come when a function, or one that it calls, has been compiled. LLVM calls Python back, where an
+    exception that a handler raises is lost, and with it the signal and the function's code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    now: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Whoever ignores a signal, or is ended by it at once, still is.
+    ours = {number: handler for number, handler in now.items() if callable(handler) and handler is not _take}
+    _handlers.update(ours)
+    try:
+        for number in ours:
+            signal.signal(number, _take)
+        yield
+    finally:
+        for number, handler in ours.items():
+            if signal.getsignal(number) is _take:  # else one that came has changed what the next one does
+                signal.signal(number, handler)
+        _hand_over()
+
+
+def _hand_over() -> None:
+    if _taken:
+        number = _taken.pop(0)
+        try:
+            _handlers[number](number, None)
+        finally:
+            _hand_over()
+
+
+def _take(number: int, _frame: FrameType | None) -> None:
+    _taken.append(number)
 
 
 @cache

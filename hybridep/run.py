@@ -15,6 +15,10 @@ _LONGEST_EXCHANGE_S = 86400.0
 """A day: what waits for several of them must still be a time that gloo can count."""
 
 
+_LARGEST, _LEAST_EPSILON = 1e9, 1e-30
+"""Of the optimizer's numbers, which it computes with in fp32: products and quotients of these are finite there."""
+
+
 class Device(Enum):
     """Where ranks compute."""
 
@@ -48,11 +52,11 @@ class Validation(Strict):
 class Optimizer(Strict):
     """AdamW (Loshchilov and Hutter), run at each parameter's home."""
 
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0, le=_LARGEST)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
+    epsilon: float = Field(default=1e-8, ge=_LEAST_EPSILON, le=_LARGEST)
+    weight_decay: float = Field(default=0.1, ge=0, le=_LARGEST)
     max_gradient_norm: float | None = Field(default=None, gt=0)
     """Where the gradient of all parameters together is longer it is scaled down to this length; absent: never. Ranks then wait
     for each other once more in a step: one round trip."""

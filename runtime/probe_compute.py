@@ -177,6 +177,8 @@ def _local_model(workload: Workload, transport: Transport, device: torch.device)
 def _experts(workload: Workload, number: int, rows: int, transport: Transport, timed: Timing) -> float:
     """Seconds of forward and backward of ``number`` experts of one layer on ``rows`` rows, evenly spread."""
     changes = {"num_layers": 1, "num_dense_layers": 0, "num_experts": number, "top_k": 1, **UNGROUPED}
+    # These rows, not as many as so few experts would be padded to, which may be less.
+    changes |= {"pad_expert_input_to_capacity": False}
     one_layer = workload.model_copy(update={"model": workload.model.model_copy(update=changes)})
     experts = _local_model(one_layer, transport, timed.device).routed[0]
     home = experts.home

@@ -118,7 +118,8 @@ class Candidates:
         left, tried, found = [number for number in numbers if 1 <= number <= largest], list[int](), list[Candidate]()
         if not left:
             layers, sites = counted(self.workload.model.num_moe_layers, "layer"), counted(self.cluster.sizes[0], "site")
-            self.why = f"{counted(min(numbers, default=2), 'stage')} for {sites} and {layers} with experts; lower --stages"
+            wanted = counted(min(numbers, default=2), "stage")
+            self.why = f"{wanted} for {sites} and {layers} with experts; plan fewer stages, or none"
         begun: dict[int, Iterator[Candidate]] = {}
 
         def goes_on() -> bool:

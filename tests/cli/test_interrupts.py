@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from cli_cases import Call, Inputs
+from numba.core.registry import cpu_target
 
 from hybridep.commands.interrupts import hurried_by_interrupts, terminate
 from hybridep.commands.plan_progress import PlanProgress
+from hybridep.compiled import compiled
 from hybridep.errors import InfeasibleError
 from hybridep.pipeline import PipelinePlan, load_any_plan
 from hybridep.plan import Plan
@@ -81,6 +84,34 @@ def test_after_an_interrupt_time_limits_are_over() -> None:
             assert now_s() - began_s > 1000
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def half(number: float) -> float:
+    return number / 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_for_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals) -> None:
+    """Where LLVM hands over a function's code, an exception would be lost, and the code with it."""
+    engine = cpu_target.target_context.codegen()._engine._ee
+    keep = engine._object_cache_notify
+
+    def interrupted(module: object, code: bytes) -> None:
+        signal.raise_signal(number)
+        keep(module, code)
+
+    monkeypatch.setattr(engine, "_object_cache_notify", interrupted)
+    monkeypatch.setattr("hybridep.compiled._cache_folder", lambda package: str(tmp_path))
+    function = compiled(half)
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            function(3.0)
+        assert function(3.0) == 1.5
+        # On the way out no second one ends it.
+        assert number == signal.SIGINT or signal.getsignal(number) is not terminate
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_sigterm_before_there_is_a_plan_ends_the_command() -> None:

@@ -40,6 +40,10 @@ def test_rate_stays_without_decay() -> None:
     [
         ({"warmup_steps": 10, "decay_steps": 10}, "decay_steps 10 must come after warmup_steps 10"),
         ({"learning_rate": 0.1, "final_learning_rate": 0.2}, "final_learning_rate 0.2 must not exceed learning_rate 0.1"),
+        # In fp32 they are infinite, or zero, which is divided by where an expert had no token.
+        ({"learning_rate": 1e300}, "learning_rate: Input should be less than"),
+        ({"weight_decay": 1e300}, "weight_decay: Input should be less than"),
+        ({"epsilon": 1e-300}, "epsilon: Input should be greater than"),
     ],
 )
 def test_rates_that_make_no_sense(fields: dict[str, float], message: str) -> None:

@@ -39,7 +39,8 @@ def probe_job(rank: int, port: int, case: Case) -> Probe:
 def test_all_ranks_measure_plausible_numbers() -> None:
     from runtime.mesh import host_store
 
-    case = Case(sizes=(2, 2), domains=(1, 1), dtype="fp32")
+    # More rows than the few experts that are measured would be padded to.
+    case = Case(sizes=(2, 2), domains=(1, 1), dtype="fp32", model="drop-padded")
     store = host_store(ADDRESS, timeout_s=30)
     with RankPool(4, join=False) as pool:
         probes = pool.run(probe_job, store.port, case)

@@ -209,7 +209,7 @@ def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
 )
 def test_what_is_not_finite_ends_the_run(tmp_path: Path, most: float | None, every: int, what: str) -> None:
     """Before a checkpoint holds it."""
-    wild = Optimizer(learning_rate=1e300, max_gradient_norm=most)
+    wild = Optimizer(max_gradient_norm=most).model_copy(update={"learning_rate": 1e300})
     run = training_run(tmp_path, steps=4, optimizer=wild, checkpoints=Checkpoints(every_steps=every))
     with RankPool(1, join=False) as pool, pytest.raises(RankFailed, match=f"{what} not finite"):
         train_on(pool, run, replace(CASE, sizes=(1, 1), domains=(1, 1)))

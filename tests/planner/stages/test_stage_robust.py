@@ -191,7 +191,9 @@ def test_with_or_without_stages(throughput: str, stages: bool) -> None:
 def test_stages_that_are_not_possible_are_left_out() -> None:
     cluster, workload = sites_cluster(np.random.default_rng(0), 2, 1, "access"), layered_workload(1)
     scenarios = interval_scenarios(cluster, 0.2, draws=1)
-    with pytest.raises(InfeasibleError, match="no number of stages is possible"):
+    with pytest.raises(
+        InfeasibleError, match=r"no number of stages is possible; 2 stages .* and 1 layer .*; plan fewer stages, or none"
+    ):
         pipeline_for_scenarios(cluster, workload, scenarios, time_limit_s=1)
     told = list[str]()
     found = staged_for_scenarios(cluster, workload, scenarios, StageWishes(), time_limit_s=1, tell=told.append)
