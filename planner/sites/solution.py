@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -151,7 +152,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
     worth_proving = search.best.rank[0] == 0 or problem.recompute is ALL
     for number, one in enumerate(scenarios if worth_proving else ()):
         share = SEARCHED + (PROVEN - SEARCHED) * (number + 1) / len(scenarios)
-        deadline_s = 0.0 if interrupted else started + share * limit_s
+        deadline_s = -inf if interrupted else started + share * limit_s
         told = None if report is None or len(scenarios) > 1 else lambda seconds: report("bound", seconds)
         boxes = MOST_BOXES // len(scenarios)
         relaxation = Relaxation(problem=one)
@@ -167,7 +168,7 @@ def solve_sites(problem: SiteProblem, wishes: Wishes | None = None) -> SiteSolut
             if pricing_share:
                 proof = _with_more_prices(relaxation, proof, boxes, now_s() - begun_s, deadline_s, told)
         except KeyboardInterrupt:
-            interrupted, proof = True, prove(relaxation, best_s, deadline_s=0.0)
+            interrupted, proof = True, prove(relaxation, best_s, deadline_s=-inf)
         interrupted |= proof.interrupted
         proofs.append(proof)
     # Each step is at least its scenario's bound, so the steps at a quantile are at least the bounds there.

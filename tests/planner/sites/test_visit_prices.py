@@ -291,7 +291,7 @@ def test_prices_for_the_slowest_homes_alone() -> None:
     step_s = site_cost(problem, table, problem.configurations()[0]).step_s
     made = with_prices(Relaxation(problem=problem), step_s, rows_of(problem, table)).prices
     assert made and set(names(made)) <= {8, 10, 12}
-    assert with_prices(Relaxation(problem=problem), step_s, rows_of(problem, table), deadline_s=-1.0).prices == ()
+    assert with_prices(Relaxation(problem=problem), step_s, rows_of(problem, table), deadline_s=-np.inf).prices == ()
 
 
 def many_sites(number: int, kinds: int | None = None) -> SiteProblem:
