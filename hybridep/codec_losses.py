@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from hybridep.arrays import FloatArray
-from hybridep.codecs import EXACT, KINDS, PAYLOADS, Codecs, ExpertCodec, GradientCodec, LossGate, Speed, Speeds, Wire
+from hybridep.codecs import EXACT, KINDS, LOSSLESS_OF, PAYLOADS, Codecs, ExpertCodec, GradientCodec, LossGate, Speed, Speeds, Wire
 from hybridep.config import Strict, build, load
 from hybridep.errors import UserError
 from hybridep.workload import Workload
@@ -66,29 +66,29 @@ def with_gates(codecs: Codecs) -> Codecs:
 
 def permitted(max_loss: float, kinds: Sequence[str] = KINDS) -> list[Codecs]:
     """Codecs of one level for these kinds of payload, exact ones first, whose measured losses add up to at most ``max_loss``.
-    Each was measured alone; one that ended below the exact loss counts as none, but where no loss is allowed only exact ones are.
-    Raises UserError for a loss below zero."""
+    Each was measured alone; one that ended below the exact loss counts as none, but where no loss is allowed only lossless ones
+    are. Where some is, lossless ones are for experts alone, whose short lossy codecs need room for copies at both ends; those of
+    other kinds do not, and have ended below the exact loss. Raises UserError for a loss below zero."""
     if max_loss < 0:
         raise UserError(f"a permitted loss must be at least zero (found {max_loss:g})")
-    if not max_loss:
-        return [EXACT]
-    options: dict[str, list[MeasuredLoss | None]] = {kind: [None] for kind in kinds}
-    for one in measured_losses().losses:
+    options: dict[str, list[tuple[Codecs, float]]] = {kind: [(EXACT, 0.0)] for kind in kinds}
+    for kind in options.keys() if not max_loss else options.keys() & {"experts"}:
+        options[kind].append((LOSSLESS_OF[kind], 0.0))
+    for one in measured_losses().losses if max_loss else ():
         if one.kind in options:
-            options[one.kind].append(one)
+            options[one.kind].append((one.codecs, max(one.relative, 0.0)))
     found = []
     for chosen in product(*options.values()):
-        used = [one for one in chosen if one is not None]
-        if sum(max(one.relative, 0.0) for one in used) <= max_loss:
-            fields = {name: value for one in used for name, value in one.codecs.model_dump(exclude_defaults=True).items()}
-            found.append(with_gates(build(Codecs, fields, str(TABLE))) if used else EXACT)
+        if sum(loss for _, loss in chosen) <= max_loss:
+            fields = {name: value for one, _ in chosen for name, value in one.model_dump(exclude_defaults=True).items()}
+            found.append(with_gates(build(Codecs, fields, str(TABLE))) if fields else EXACT)
     return found
 
 
 def worthwhile(choices: Sequence[Codecs], workload: Workload, speeds: Speeds | None) -> list[Codecs]:
     """Those of which no other one makes every message as short, codes it as fast and keeps no more; of equal ones that with the
     least measured loss, or with fewer kinds that are coded. First those that keep least, in the order in which they are given."""
-    by_loss = sorted(range(len(choices)), key=lambda place: (_loss(choices[place]), len(choices[place].lossy), place))
+    by_loss = sorted(range(len(choices)), key=lambda place: (_loss(choices[place]), len(choices[place].coded), place))
     takes = np.array([_takes(choices[place], workload, speeds or Speeds()) for place in by_loss])
     left: list[int] = []
     for own, place in enumerate(by_loss):

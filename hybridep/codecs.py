@@ -1,7 +1,7 @@
 """Codecs: what may travel in place of exact numbers on one level's links, and how many bytes that takes.
 
-The one place that counts coded bytes; the formats themselves are ``runtime.codecs``. All codecs but ``exact`` lose something,
-so a plan carries beside each what it cost in final loss where that was measured.
+The one place that counts coded bytes; the formats themselves are ``runtime.codecs``. All codecs but ``exact`` and ``lossless``
+lose something, so a plan carries beside each what it cost in final loss where that was measured.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ INT4_SPAN = 32
 """Neighbouring elements of a four-bit change that share a scale."""
 TILE = 4096
 """Elements whose places in a sparse message are counted from a common start, so that a place takes 16 bits."""
+EXPONENT_SPAN = 64
+"""Neighbouring elements whose exponents ``lossless`` counts from their largest."""
+_CODE_BITS = 3
+"""Of one exponent then: up to six below the largest; seven says that it is written out in a byte."""
+_WRITTEN_OUT = {"rows": 1 / 32, "experts": 1 / 32, "gradients": 3 / 32}
+"""Share of exponents for which a message has such bytes; it is longer where more are needed. Of normally distributed numbers
+2.5 % are, of experts' gradients up to 9 (experiments/lossless)."""
+COUNT_BYTES = 4
+"""In front of a lossless expert or gradient: how many of its exponents are written out."""
 _SCALE_BYTES = 4
 _PLACE_BYTES = 2
 _START_BYTES = 4
@@ -34,6 +43,8 @@ class TokenCodec(Enum):
     """Formats of token rows and partial sums, and of their gradients on the way back."""
 
     EXACT = "exact"
+    LOSSLESS = "lossless"
+    """The same numbers to the bit in fewer bytes, as their exponents differ little; in fp64 as they are."""
     BF16 = "bf16"
     FP8 = "fp8"
     """e4m3, one fp32 scale per 128 elements."""
@@ -45,6 +56,8 @@ class ExpertCodec(Enum):
     """Formats of experts on their way to the ranks that copy them."""
 
     EXACT = "exact"
+    LOSSLESS = "lossless"
+    """As of tokens."""
     BF16 = "bf16"
     SHARED_RESIDUAL = "sr"
     """The largest ``experts_keep`` of each expert's difference from the mean of its layer's experts (HybridEP's SR)."""
@@ -63,6 +76,8 @@ class GradientCodec(Enum):
     """Formats of copies' gradients on their way home, and of dense gradients."""
 
     EXACT = "exact"
+    LOSSLESS = "lossless"
+    """As of tokens."""
     BF16 = "bf16"
     INT8 = "int8"
     """8-bit codes, one fp32 scale per 128 elements."""
@@ -108,14 +123,24 @@ class Codecs(Strict):
         return self.model_copy(update={**fields, "gates": gates})
 
     @property
-    def lossy(self) -> dict[str, str]:
-        """Kind of payload -> its codec as text (``sr, keep 0.02``), where it is not exact."""
+    def coded(self) -> dict[str, str]:
+        """Kind of payload -> its codec as text (``sr, keep 0.02``), where it does not travel as it is."""
         texts = {kind: getattr(self, kind).value for kind in PAYLOADS}
         if self.experts is ExpertCodec.SHARED_RESIDUAL:
             texts["experts"] += f", keep {self.experts_keep:g}"
         if self.gradients is GradientCodec.TOP_K:
             texts["gradients"] += f", keep {self.gradients_keep:g}"
         return {kind: text for kind, text in texts.items() if text != "exact"}
+
+    @property
+    def lossless(self) -> list[str]:
+        """Kinds of payload that travel in fewer bytes and lose nothing."""
+        return [kind for kind, text in self.coded.items() if text == "lossless"]
+
+    @property
+    def lossy(self) -> dict[str, str]:
+        """Those of ``coded`` that lose something."""
+        return {kind: text for kind, text in self.coded.items() if kind not in self.lossless}
 
 
 class Speed(Strict):
@@ -149,6 +174,11 @@ KINDS = ("tokens", "experts", "gradients")
 """Kinds of payload that travel inside a stage, or without stages."""
 PAYLOADS = (*KINDS, "activations")
 EXACT = Codecs()
+LOSSLESS = Codecs(
+    tokens=TokenCodec.LOSSLESS, experts=ExpertCodec.LOSSLESS, gradients=GradientCodec.LOSSLESS, activations=TokenCodec.LOSSLESS
+)
+LOSSLESS_OF = {kind: EXACT.model_copy(update={kind: getattr(LOSSLESS, kind)}) for kind in PAYLOADS}
+"""Kind of payload -> it alone without loss."""
 
 
 def level_codecs(levels: Sequence[str], codecs: Mapping[str, Codecs]) -> tuple[Codecs, ...]:
@@ -172,8 +202,43 @@ def scaled_bytes(length: int, span: int = SPAN, bits: int = 8) -> int:
     return -(-length // 4) * 4 * bits // 8 + -(-length // span) * _SCALE_BYTES
 
 
+def is_shortened(element_bytes: int) -> bool:
+    """Whether ``lossless`` has a format for such elements: bf16 and fp32."""
+    return element_bytes in (2, 4)
+
+
+def signs_and_mantissas(element_bytes: int) -> int:
+    """Bytes of one element without its exponent."""
+    return element_bytes - 1
+
+
+def lossless_span_bytes() -> int:
+    """Of the exponents of ``EXPONENT_SPAN`` elements: the largest, and a code each."""
+    return 1 + EXPONENT_SPAN * _CODE_BITS // 8
+
+
+def lossless_fixed_bytes(length: int, element_bytes: int) -> int:
+    """Bytes of a lossless message but for exponents that are written out, of which there is one each."""
+    if not is_shortened(element_bytes):
+        return length * element_bytes
+    return length * signs_and_mantissas(element_bytes) + -(-length // EXPONENT_SPAN) * lossless_span_bytes()
+
+
+def written_out_bytes(kind: str, length: int, element_bytes: int) -> int:
+    """Bytes that a lossless message has at least for exponents that are written out; ``kind`` is rows, experts or gradients."""
+    return math.ceil(length * _WRITTEN_OUT[kind]) if is_shortened(element_bytes) else 0
+
+
+def lossless_bytes(kind: str, length: int, element_bytes: int) -> int:
+    """Bytes of a lossless message where those for exponents that are written out suffice."""
+    count_bytes = COUNT_BYTES if kind != "rows" and is_shortened(element_bytes) else 0
+    return count_bytes + lossless_fixed_bytes(length, element_bytes) + written_out_bytes(kind, length, element_bytes)
+
+
 def row_bytes(codec: TokenCodec, width: int, element_bytes: int) -> int:
     """Bytes of one row of ``width`` elements."""
+    if codec is TokenCodec.LOSSLESS:
+        return lossless_bytes("rows", width, element_bytes)
     if codec in (TokenCodec.FP8, TokenCodec.INT8):
         return scaled_bytes(width)
     return width * (_BF16_BYTES if codec is TokenCodec.BF16 else element_bytes)
@@ -182,6 +247,8 @@ def row_bytes(codec: TokenCodec, width: int, element_bytes: int) -> int:
 def expert_bytes(codecs: Codecs, length: int, element_bytes: int) -> int:
     """Bytes of one expert of ``length`` parameters."""
     match codecs.experts:
+        case ExpertCodec.LOSSLESS:
+            return lossless_bytes("experts", length, element_bytes) if length else 0
         case ExpertCodec.SHARED_RESIDUAL:
             return sparse_bytes(length, codecs.experts_keep, element_bytes)
         case ExpertCodec.CHANGE_INT8:
@@ -196,6 +263,8 @@ def expert_bytes(codecs: Codecs, length: int, element_bytes: int) -> int:
 def gradient_bytes(codecs: Codecs, length: int, element_bytes: int) -> int:
     """Bytes of ``length`` gradient elements in one message."""
     match codecs.gradients:
+        case GradientCodec.LOSSLESS:
+            return lossless_bytes("gradients", length, element_bytes) if length else 0
         case GradientCodec.TOP_K:
             return sparse_bytes(length, codecs.gradients_keep, element_bytes)
         case GradientCodec.INT8:

@@ -69,7 +69,7 @@ def token_coding(
     ``traffic.token_traffic``), those that were routed or those to be expected."""
     coding: Coding = {}
     for level, sent in enumerate(rows):
-        if "tokens" in codecs[level].lossy and placement.sizes[level] > 1:
+        if "tokens" in codecs[level].coded and placement.sizes[level] > 1:
             out, into = sent.sum(axis=1), reverse(placement, level, sent).sum(axis=1)
             before = out if per_choice else _rows_before(placement, gating, level, routing)
             coding |= row_coding(level, float(workload.combine_row_bytes), before, out, into)
@@ -96,7 +96,7 @@ def direct_coding(direct: Mapping[Op, Direct], placement: Placement, workload: W
         apart = placement.coordinates[pairs.source] != placement.coordinates[pairs.destination]
         first = apart.argmax(axis=1)
         for level, wire in enumerate(wires(workload, codecs, len(placement.sizes))):
-            if op is not Op.TOKEN_COUNTS and "tokens" in codecs[level].lossy and (here := first == level).any():
+            if op is not Op.TOKEN_COUNTS and "tokens" in codecs[level].coded and (here := first == level).any():
                 exact = pairs.size_bytes[here] * (workload.combine_row_bytes / wire.combine_row_bytes)
                 ends = (pairs.source[here], pairs.destination[here])
                 by_rank = (np.bincount(end, weights=exact, minlength=placement.num_gpus) for end in ends)
@@ -109,7 +109,7 @@ def copy_coding(placement: Placement, workload: Workload, codecs: Sequence[Codec
     of a level, and decodes each gradient that comes back."""
     coding: Coding = {}
     for level, one in enumerate(codecs):
-        if placement.sizes[level] == 1 or not {"experts", "gradients"} & one.lossy.keys():
+        if placement.sizes[level] == 1 or not {"experts", "gradients"} & one.coded.keys():
             continue
         sent, moved = placement.num_sent[level], placement.num_moved[level].astype(np.float64)
         coding |= moved_coding(level, workload, one, sent, moved.sum(axis=1), reverse(placement, level, moved).sum(axis=1))
@@ -123,9 +123,9 @@ def moved_coding(
     that it sends, and those that it gets."""
     each = np.float64(workload.expert_bytes)
     coding: Coding = {}
-    if "experts" in codecs.lossy:
+    if "experts" in codecs.coded:
         coding[OpLevel(Op.EXPERT_GATHER, level)] = Coded(np.asarray(different * each), received * each)
-    if "gradients" in codecs.lossy:
+    if "gradients" in codecs.coded:
         coding[OpLevel(Op.GRADIENT_RETURN, level)] = Coded(received * each, sent * each)
     return coding
 
@@ -143,7 +143,7 @@ def dense_coding(sizes: Sequence[int], workload: Workload, codecs: Sequence[Code
         if size == 1:
             continue
         mine = shard // size + (own < shard % size)
-        if "gradients" in codecs[level].lossy:
+        if "gradients" in codecs[level].coded:
             coding[OpLevel(Op.DENSE_REDUCE_SCATTER, level)] = Coded((shard - mine) * each, mine * (size - 1) * each)
             if level == 0:
                 coding[OpLevel(Op.DENSE_ALL_GATHER, level)] = Coded(mine * each, shard * each)

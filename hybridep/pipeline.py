@@ -99,7 +99,7 @@ class PipelinePlan(PlanFile):
             raise ValueError(f"stages: they have {layers} layers together, the model has {model.num_layers}")
         check_popularity(self.popularity, self.workload)
         for level in cluster.levels[1:]:
-            if level.name in self.codecs and "activations" in self.codecs[level.name].lossy:
+            if level.name in self.codecs and "activations" in self.codecs[level.name].coded:
                 raise ValueError(f"codecs.{level.name}.activations: pass between sites; give it for {cluster.levels[0].name}")
         if self.schedule.prefetch or self.schedule.chunks > 1:
             raise ValueError("schedule: stages take neither prefetch nor chunks; leave both out")
@@ -235,7 +235,7 @@ class PipelinePlan(PlanFile):
     def coded(self, codecs: Mapping[str, Codecs]) -> PipelinePlan:
         """The plan with other codecs, by level name, with what is predicted left out. Raises ValueError where copies do not stay
         as long as they need."""
-        given = {name: one for name, one in codecs.items() if one.lossy}
+        given = {name: one for name, one in codecs.items() if one.coded}
         if not all(copies_last(stage.layers, one) for stage in self.stages for one in given.values()):
             raise ValueError("codecs that send changes of experts need copies that stay; set residency: step")
         made = self.model_copy(update={"codecs": given, "prediction": None, "solver": None})

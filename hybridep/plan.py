@@ -279,8 +279,10 @@ class Plan(PlanFile):
         for name, codecs in self.codecs.items():
             if name not in levels:
                 raise ValueError(f"codecs.{name}: no such level; the cluster has {', '.join(levels)}")
-            if "activations" in codecs.lossy:
+            if "activations" in codecs.coded:
                 raise ValueError(f"codecs.{name}.activations: pass between pipeline stages, and this plan has none; leave it out")
+            if name != levels[0] and (kinds := codecs.lossless):
+                raise ValueError(f"codecs.{name}.{kinds[0]}: lossless is for links between sites; give it for {levels[0]}")
             if not copies_last(self.layers, codecs):
                 raise ValueError(f"codecs.{name}.experts: {codecs.experts.value} needs copies that stay; set residency: step")
         try:

@@ -131,7 +131,7 @@ def plans(
             )
     if binding(cluster, workload.model.num_experts, constraints) is None:
         constraints = None
-    lossy = any(one.lossy for one in (codecs or {}).values())
+    lossy = any(one.coded for one in (codecs or {}).values())
     given = schedule is not None and schedule != Schedule(streams=schedule.streams)
     dear = goal.needs_prices and uneven_prices(cluster)
     by_table = by_site(cluster, workload) or dear or constraints is not None

@@ -102,7 +102,7 @@ def layer_coding(
     gpu: Gpu, placement: Placement, workload: Workload, gating: Gating, codecs: Sequence[Codecs]
 ) -> dict[OpLevel, tuple[float, float]]:
     """Seconds before and after each exchange of one layer (see ``layer_traffic``) in which ranks code and decode."""
-    if gpu.coding is None or not any(one.lossy for one in codecs):
+    if gpu.coding is None or not any(one.coded for one in codecs):
         return {}
     rows = expected_rows(placement, gating)
     coding = token_coding(placement, workload, rows, codecs, gating) | copy_coding(placement, workload, codecs)
@@ -204,7 +204,7 @@ def fixed_computation(compute: Compute, home_experts: IntArray, recompute: Recom
 
 def dense_coding_part(cluster: Cluster, workload: Workload, codecs: Sequence[Codecs]) -> dict[str, float]:
     """What coding the dense gradients takes, as a part of the step; empty where it takes no time."""
-    if cluster.gpu.coding is None or not any("gradients" in one.lossy for one in codecs):
+    if cluster.gpu.coding is None or not any("gradients" in one.coded for one in codecs):
         return {}
     seconds = by_op(coded_s(cluster.gpu, dense_coding(cluster.sizes, workload, codecs), codecs))
     return {CODING: sum(seconds.values())} if seconds else {}

@@ -216,7 +216,7 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
 def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The same placement with what ``planner.plan`` chooses only if asked for copies ahead or tokens in parts, or without it."""
     copies = any(one.serving or any(size > 1 for size in one.domains.values()) for one in plan.layers)
-    lossy = any(one.lossy for one in plan.codecs.values())
+    lossy = any(one.coded for one in plan.codecs.values())
     possible = plan.schedule.overlap and plan.cluster.num_gpus <= MOST_RANKS
     chunks = plan.schedule.chunks
     if not plan.schedule.prefetch and not plan.workload.model.pad_expert_input_to_capacity:

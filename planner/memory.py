@@ -203,7 +203,7 @@ def dense_reduction_bytes(sizes: Sequence[int], workload: Workload, codecs: Sequ
         held = float(others * (min(part, DENSE_PIECE) if level > 0 else part) * width)
         if workload.training.gradient_dtype is not workload.training.dtype:
             held *= 2  # what leaves is made narrow
-        if others and "gradients" in wire.codecs.lossy:
+        if others and "gradients" in wire.codecs.coded:
             held = 2 * others * float(wire.dense_bytes(np.array([part]))[0]) + 2 * part * max(width, 4)
         most, shard = max(most, held), part
     return most

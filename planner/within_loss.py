@@ -61,7 +61,7 @@ def search_each(
     while left and not (found and now_s() - begun_s > _OVER * time_limit_s):
         codecs = left.pop(0)
         try:
-            found.append(make({outermost: codecs} if codecs.lossy else {}, limit_s))
+            found.append(make({outermost: codecs} if codecs.coded else {}, limit_s))
         except (InfeasibleError, NoSolutionError) as error:  # what a codec keeps may not fit
             missing = missing or error
             (unknown if isinstance(error, NoSolutionError) else infeasible).append(codecs)
@@ -136,7 +136,8 @@ def without_useless(codecs: Codecs, worth: Callable[[Codecs], float]) -> Codecs:
     most = worth(codecs) * (1 + _SAME)
     if most == np.inf:
         return codecs
-    for kind in sorted(codecs.lossy, key=lambda kind: -codecs.gates[kind].relative):
+    loss = {kind: gate.relative for kind, gate in codecs.gates.items()}
+    for kind in sorted(codecs.coded, key=lambda kind: -loss.get(kind, 0.0)):
         if worth(plainer := codecs.without(kind)) <= most:
             codecs = plainer
     return codecs
@@ -144,7 +145,7 @@ def without_useless(codecs: Codecs, worth: Callable[[Codecs], float]) -> Codecs:
 
 def coded(plan: Plan, codecs: Codecs) -> Plan:
     """The same placement with these codecs between sites, neither predicted nor reported."""
-    by_level = {plan.cluster.levels[0].name: codecs} if codecs.lossy else {}
+    by_level = {plan.cluster.levels[0].name: codecs} if codecs.coded else {}
     return plan.model_copy(update={"codecs": by_level, "prediction": None, "solver": None})
 
 

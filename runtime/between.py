@@ -7,7 +7,7 @@ announced some micro-batches ahead, so that it can travel meanwhile, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +22,7 @@ from hybridep.errors import TransportError
 from hybridep.pipeline import ACTIVATIONS, GRADIENTS, Ways
 from hybridep.shares import first_sequence
 from runtime.codecs import row_coder
-from runtime.codecs.messages import pack, unpack
+from runtime.codecs.messages import Message
 from runtime.event_threads import waiting_their_turn
 from runtime.mesh import Mesh, close_process_group, first_line, open_process_group
 from runtime.sockets import keeping_little_unsent
@@ -41,7 +41,7 @@ _PATIENCE = 4
 class Coming(NamedTuple):
     """One micro-batch's rows, announced to their senders."""
 
-    messages: dict[int, Tensor]
+    messages: dict[int, Message]
     """By sender: [B', S, H], or bytes where they travel coded."""
     rows: Tensor | None
     """[B, S, H], of which the messages are parts; None where they travel coded."""
@@ -150,31 +150,26 @@ class Neighbours:
             }
             self._coming[name].append(Coming(receives, rows, self._transport.post(receives, self._labels[name])))
 
-    def _room(self, sequences: int) -> Tensor:
+    def _room(self, sequences: int) -> Message:
         """For a coded message with so many."""
         assert self._coder is not None
-        _, length, hidden = self._empty.shape
-        blocks = self._coder.blocks(hidden, self._empty.dtype)
-        size = sequences * length * sum(dtype.itemsize * width for dtype, width in blocks)
-        return torch.empty(size, dtype=torch.uint8, device=self._empty.device)
+        return self._coder.room(sequences * self._empty.shape[1], (), self._empty)
 
-    def _coded(self, rows: Tensor) -> Tensor:
+    def _coded(self, rows: Tensor) -> Message:
         """The message."""
-        return rows.contiguous() if self._coder is None else pack(self._coder.encode(rows.reshape(-1, rows.shape[-1])))
+        if self._coder is None:
+            return rows.contiguous()
+        return self._coder.message(self._coder.encode(rows.reshape(-1, rows.shape[-1])), (), rows)
 
-    def _decoded(self, message: Tensor, like: Tensor) -> Tensor:
+    def _decoded(self, message: Message, like: Tensor) -> Tensor:
         """Rows [B', S, H] of a coded message."""
         assert self._coder is not None
-        number, hidden = like[..., 0].numel(), like.shape[-1]
-        blocks = self._coder.blocks(hidden, like.dtype)
-        parts = unpack(message, [(dtype, number * width) for dtype, width in blocks])
-        shaped = [part.view(number, width) for part, (_, width) in zip(parts, blocks, strict=True)]
-        return self._coder.decode(shaped, hidden, like.dtype).view_as(like)
+        return self._coder.rows_of(message, like[..., 0].numel(), (), like)[0].view_as(like)
 
     def send(self, name: str, rows: Tensor) -> None:
         """Activations [B, S, H] to the stage after, or gradients to the one before; they leave while this returns."""
         parts = self.after if name == ACTIVATIONS else self.before
-        messages: Mapping[int, Tensor] = {peer: self._coded(rows[part]) for peer, part in parts.items()}
+        messages = {peer: self._coded(rows[part]) for peer, part in parts.items()}
         label = self._labels[name]
         self._sent.append(self._senders[name].submit(lambda: self._transport.exchange(messages, {}, label)))
 

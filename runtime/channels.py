@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.codecs.messages import Message, agreed_bytes, tensor_of
 from runtime.event_threads import waiting_their_turn
 from runtime.sockets import keeping_little_unsent
 
@@ -61,22 +62,26 @@ class Channel:
         numbers[peer] = number + 1
         return self._groups[number % self.streams], self._first_tag | number % (1 << _NUMBER_BITS)
 
-    def pieces(self, tensor: Tensor, piece_bytes: int) -> list[Tensor]:
+    def pieces(self, tensor: Tensor, piece_bytes: int, size_bytes: int) -> list[Tensor]:
         """The tensor's bytes in views of at most ``piece_bytes``, one for each stream unless they would be too short; none for a
-        tensor of no bytes."""
-        size_bytes = tensor.nbytes
+        tensor of no bytes. Where it is longer than the ``size_bytes`` that both ends know the last piece is longer, too: gloo
+        takes a message that is shorter than the room for it."""
         if self.streams > 1:
             piece_bytes = min(piece_bytes, max(-(-size_bytes // self.streams), _SMALLEST_PIECE_BYTES))
         if size_bytes <= piece_bytes:
             return [tensor.detach()] if size_bytes else []
         message = tensor.detach().view(-1).view(torch.uint8)
-        return [message[begin : begin + piece_bytes] for begin in range(0, size_bytes, piece_bytes)]
+        *begins, last = range(0, size_bytes, piece_bytes)
+        return [*(message[begin : begin + piece_bytes] for begin in begins), message[last:]]
 
     def in_turn(
-        self, messages: Mapping[int, Tensor], distance: Callable[[int], int], piece_bytes: int
+        self, messages: Mapping[int, Message], distance: Callable[[int], int], piece_bytes: int
     ) -> list[tuple[int, Tensor]]:
         """(peer, piece) of all messages: per turn a piece of each peer's for every stream, peers by distance."""
-        queues = [(peer, self.pieces(messages[peer], piece_bytes)) for peer in sorted(messages, key=distance)]
+        queues = [
+            (peer, self.pieces(tensor_of(messages[peer]), piece_bytes, agreed_bytes(messages[peer])))
+            for peer in sorted(messages, key=distance)
+        ]
         most, streams = max((len(pieces) for _, pieces in queues), default=0), self.streams
         return [
             (peer, piece)

@@ -24,7 +24,7 @@ class CopyCodecs:
         by_level = [codecs if level in in_use else EXACT for level, codecs in enumerate(mesh.plan.level_codecs)]
         length, dtype = home_nP.shape[1], home_nP.dtype
         self.experts = [expert_coder(codecs, length, dtype, self._the_shared) for codecs in by_level]
-        self.gradients = [gradient_coder(codecs) for codecs in by_level]
+        self.gradients = [gradient_coder(codecs, dtype) for codecs in by_level]
         self.shared: Tensor | None = None
         """[P]: mean of the layer's experts as they were before the last optimizer step, the same on all ranks; kept only
         where something is coded against it."""

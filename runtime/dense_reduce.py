@@ -15,10 +15,11 @@ from torch import Tensor
 
 from hybridep.traffic import DENSE, DENSE_PIECE, Op, split_sizes
 from runtime.codecs import GradientCoder, gradient_coder
+from runtime.codecs.messages import Message, message_of, room, tensor_of
 from runtime.mesh import Mesh
 from runtime.optimizer import set_gradient
 
-Exchange = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], str], None]
+Exchange = Callable[[Mapping[int, Message], Mapping[int, Message], str], None]
 """``Transport.exchange``."""
 
 
@@ -39,7 +40,7 @@ class DenseReduce:
         self._mesh, self._send, self._ops = mesh, exchange, ops
         self.piece = DENSE_PIECE
         self._wire = wire or mesh.dtype
-        self.coders = [gradient_coder(codecs) if coded else None for codecs in mesh.plan.level_codecs]
+        self.coders = [gradient_coder(codecs, self._wire) if coded else None for codecs in mesh.plan.level_codecs]
 
     def __call__(self, flat_D: Tensor) -> None:
         """Replace [D] by its sum over all ranks, in place."""
@@ -108,7 +109,10 @@ class DenseReduce:
 
     def _sum_coded(self, level: int, parts: Sequence[Tensor], coder: GradientCoder) -> None:
         own = self._mesh.location[level]
-        sends = {c: coder.encode(f"part{c}", part.to(self._wire)) for c, part in self._others(level, parts).items()}
+        sends = {
+            c: message_of(coder.encode(f"part{c}", part.to(self._wire)), coder.message_bytes(len(part), self._wire))
+            for c, part in self._others(level, parts).items()
+        }
         total = torch.zeros_like(parts[own])
         arrived = self._coded(self._ops[0], level, sends, dict.fromkeys(range(len(parts)), total), coder)
         for c in range(len(parts)):
@@ -132,12 +136,12 @@ class DenseReduce:
             for c, arrived in coming.items():
                 parts[c].copy_(arrived)
             return
-        sends = {}
+        sends = dict[int, Message]()
         if len(mine):
             # The owner keeps what the others get: all ranks go on with the same bits.
             message = coder.encode("sum", mine.to(self._wire))
             mine.copy_(coder.decode(message, len(mine), self._wire))
-            sends = dict.fromkeys(others, message)
+            sends = dict.fromkeys(others, message_of(message, coder.message_bytes(len(mine), self._wire)))
         for c, arrived in self._coded(self._ops[1], level, sends, dict(enumerate(parts)), coder).items():
             parts[c].copy_(coder.decode(arrived, len(parts[c]), self._wire))
 
@@ -148,18 +152,19 @@ class DenseReduce:
         return {c: part for c, part in enumerate(parts) if c != self._mesh.location[level] and len(part)}
 
     def _coded(
-        self, op: Op, level: int, sends: dict[int, Tensor], like: Mapping[int, Tensor], coder: GradientCoder
+        self, op: Op, level: int, sends: Mapping[int, Message], like: Mapping[int, Tensor], coder: GradientCoder
     ) -> dict[int, Tensor]:
         """The messages that arrive, by coordinate, for as many elements as ``like`` has."""
+        wire = self._wire
         receives = {
-            c: torch.empty(coder.message_bytes(len(one), self._wire), dtype=torch.uint8, device=one.device)
+            c: room(1, coder.message_bytes(len(one), wire), coder.most_bytes(len(one), wire), one.device)
             for c, one in like.items()
             if c != self._mesh.location[level] and len(one)
         }
         self._exchange(op, level, sends, receives)
-        return receives
+        return {c: coder.apart(tensor_of(one), 1, len(like[c]), wire)[0].to(like[c].device) for c, one in receives.items()}
 
-    def _exchange(self, op: Op, level: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+    def _exchange(self, op: Op, level: int, sends: Mapping[int, Message], receives: Mapping[int, Message]) -> None:
         peer = self._mesh.peer
         self._send(
             {peer(level, c): message for c, message in sends.items()},

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridep.placement import Placement
 from hybridep.traffic import Op
 from runtime.codecs import row_coder
-from runtime.codecs.messages import pack, unpack
+from runtime.codecs.messages import Message
 from runtime.mesh import Mesh
 from runtime.transport import Posted, Transport
 
@@ -38,9 +38,9 @@ class Counts(NamedTuple):
 class _Coming(NamedTuple):
     """Messages that are awaited from the other coordinates of a level."""
 
-    shapes: list[tuple[torch.dtype, int]]
-    """Type and width of a message's blocks."""
-    buffers: dict[int, Tensor]
+    beside: Sequence[tuple[torch.dtype, int]]
+    """Type and width of a message's blocks beside the rows."""
+    buffers: dict[int, Message]
     whole_NH: Tensor | None
     """All rows, of which the buffers are parts, where messages need not be taken apart."""
     posted: Posted
@@ -164,11 +164,11 @@ class Dispatcher:
         parts = [block.split_with_sizes(hop.sent) for block in (x_NH.index_select(0, hop.rows_M), *beside)]
         # Each row once, however many ranks it goes to; unless that would code more rows than leave.
         if sum(hop.sent[c] for c in leaving) > len(x_NH):
-            once = [block.index_select(0, hop.rows_M).split_with_sizes(hop.sent) for block in coder.encode(x_NH)]
-            coded = {c: [part[c] for part in once] for c in leaving}
+            once, rows = coder.encode(x_NH), hop.rows_M.split_with_sizes(hop.sent)
+            coded = {c: once.take(rows[c]) for c in leaving}
         else:
             coded = {c: coder.encode(parts[0][c]) for c in leaving}
-        sends = {c: _message([*coded[c], *(part[c] for part in parts[1:])]) for c in leaving}
+        sends = {c: coder.message(coded[c], [part[c] for part in parts[1:]], x_NH) for c in leaving}
         return self._exchange(hop, op, sends, [part[own] for part in parts], hop.received)
 
     def back(self, hop: Hop, op: Op, x_NH: Tensor, beside: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -176,7 +176,7 @@ class Dispatcher:
         own, coder = self.mesh.location[hop.level], self._coders[hop.level]
         parts = [block.split_with_sizes(hop.received) for block in (x_NH, *beside)]
         sends = {
-            c: _message([*coder.encode(parts[0][c]), *(part[c] for part in parts[1:])])
+            c: coder.message(coder.encode(parts[0][c]), [part[c] for part in parts[1:]], x_NH)
             for c, number in enumerate(hop.received)
             if c != own and number
         }
@@ -194,22 +194,20 @@ class Dispatcher:
     ) -> _Coming:
         """``expected`` rows from each coordinate, as those of ``x`` and, by type and width, what travels ``beside`` them."""
         own, hidden, dtype = self.mesh.location[level], x_NH.shape[1], x_NH.dtype
-        shapes = [*self._coders[level].blocks(hidden, dtype), *beside]
-        coming = [c for c, rows in enumerate(expected) if c != own and rows]
-        whole_NH = None
-        if shapes == [(dtype, hidden)]:
+        coder, coming = self._coders[level], [c for c, rows in enumerate(expected) if c != own and rows]
+        whole_NH, buffers = None, dict[int, Message]()
+        if [*coder.blocks(hidden, dtype), *beside] == [(dtype, hidden)]:
             # Nothing to take apart: every message lands where it belongs.
             whole_NH = x_NH.new_empty(sum(expected), hidden)
             parts = whole_NH.split_with_sizes(list(expected))
-            buffers = {c: parts[c] for c in coming}
+            buffers |= {c: parts[c] for c in coming}
         else:
-            row_bytes = sum(each.itemsize * width for each, width in shapes)
-            buffers = {c: x_NH.new_empty(expected[c] * row_bytes, dtype=torch.uint8) for c in coming}
+            buffers |= {c: coder.room(expected[c], beside, x_NH) for c in coming}
         receives = {self.mesh.peer(level, c): buffer for c, buffer in buffers.items()}
-        return _Coming(shapes, buffers, whole_NH, self.transport.post(receives, self.mesh.label(op, level)))
+        return _Coming(beside, buffers, whole_NH, self.transport.post(receives, self.mesh.label(op, level)))
 
     def _exchange(
-        self, hop: Hop, op: Op, sends: Mapping[int, Tensor], stay: Sequence[Tensor], expected: Sequence[int]
+        self, hop: Hop, op: Op, sends: Mapping[int, Message], stay: Sequence[Tensor], expected: Sequence[int]
     ) -> list[Tensor]:
         """The blocks that come with ``expected`` rows from each coordinate, one after the other; ``stay`` are the own ones."""
         level, own, coder = hop.level, self.mesh.location[hop.level], self._coders[hop.level]
@@ -219,15 +217,9 @@ class Dispatcher:
         if coming.whole_NH is not None:
             coming.whole_NH.split_with_sizes(list(expected))[own].copy_(stay[0])
             return [coming.whole_NH]
-        hidden, dtype, coded = stay[0].shape[1], stay[0].dtype, len(coming.shapes) - len(beside)
         arrived = []
         for c in sorted([*coming.buffers, own]):
-            if c == own:
-                arrived.append(stay)
-                continue
-            lengths = [(each, expected[c] * width) for each, width in coming.shapes]
-            blocks = [part.view(expected[c], -1) for part in unpack(coming.buffers[c], lengths)]
-            arrived.append([coder.decode(blocks[:coded], hidden, dtype), *blocks[coded:]])
+            arrived.append(stay if c == own else coder.rows_of(coming.buffers[c], expected[c], coming.beside, stay[0]))
         return [torch.cat(blocks) for blocks in zip(*arrived, strict=True)]
 
 
@@ -257,8 +249,3 @@ class _CombineHop(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.dispatcher.combine_backward(gradients[0], [ctx.hop]), None, None
-
-
-def _message(blocks: Sequence[Tensor]) -> Tensor:
-    """The blocks' elements, one block after the other; a single block as it is."""
-    return pack(blocks) if len(blocks) > 1 else blocks[0].contiguous()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runtime.barrier import Barrier
 from runtime.channels import level_of
+from runtime.codecs.messages import Message
 from runtime.dense_reduce import DenseReduce
 from runtime.mesh import Mesh
 from runtime.moe import MoeBlock
@@ -75,7 +76,7 @@ class ExpertBias:
 def sum_over_ranks(mesh: Mesh, transport: Transport) -> Total:
     """Over the ranks of a stage, as dense gradients are summed; exactly, for these are integers."""
 
-    def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
+    def exchange(sends: Mapping[int, Message], receives: Mapping[int, Message], label: str) -> None:
         transport.exchange(sends, receives, count_label(level_of(label)))
 
     return DenseReduce(mesh, exchange, coded=False, wire=torch.int64)

@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridep.placement import Move, Placement
 from hybridep.plan import Residency
 from hybridep.traffic import Op
+from runtime.codecs.messages import Message, joined, room, tensor_of
 from runtime.copy_codecs import CopyCodecs
 from runtime.mesh import Mesh
 from runtime.transport import Transport
@@ -153,18 +154,22 @@ class ExpertExchange:
         for level in self._levels():
             outgoing, arriving = [m for m in self._sends if m.level == level], self._rows(level)
             coder = self.codecs.experts[level]
+            sends: dict[int, Message]
+            receives: dict[int, Message]
             if coder is None:
                 sends = {m.dst: torch.stack([self._stored(e, home) for e in m.experts]) for m in outgoing}
                 receives = {move.src: rows for move, rows in arriving}
             else:
+                agreed, most = coder.message_bytes, coder.most_bytes
                 coded = {e: coder.encode(e, self._stored(e, home)) for e in sorted({e for m in outgoing for e in m.experts})}
-                sends = {m.dst: torch.cat([coded[expert] for expert in m.experts]) for m in outgoing}
-                receives = {move.src: self._buffer(len(rows) * coder.message_bytes) for move, rows in arriving}
+                sends = {m.dst: joined([coded[expert] for expert in m.experts], agreed) for m in outgoing}
+                receives = {move.src: room(len(rows), agreed, most, self._mesh.device) for move, rows in arriving}
             self._exchange(sends, receives, self._mesh.label(Op.EXPERT_GATHER, level))
             if coder is not None:
                 for move, rows in arriving:
-                    for message, row in zip(torch.split(receives[move.src], coder.message_bytes), rows, strict=True):
-                        coder.decode(message, row)
+                    messages = coder.apart(tensor_of(receives[move.src]), len(rows))
+                    for message, row in zip(messages, rows, strict=True):
+                        coder.decode(message.to(row.device), row)
 
     # --- backward --------------------------------------------------------------------------------------------------
 
@@ -221,33 +226,31 @@ class ExpertExchange:
         width = home.shape[1]
         for level in reversed(self._levels()):
             coder = self.codecs.gradients[level]
-            sends, first = {}, 0
+            sends, receives, first = dict[int, Message](), dict[int, Message](), 0
+            agreed, most = (0, 0) if coder is None else (f(width, home.dtype) for f in (coder.message_bytes, coder.most_bytes))
             for move in self._receives:
                 if move.level == level:
                     rows = copies[first : first + len(move.experts)].to(home.dtype)
-                    if coder is not None:
-                        rows = torch.cat([coder.encode(expert, row) for expert, row in zip(move.experts, rows, strict=True)])
-                    sends[move.src] = rows
+                    if coder is None:
+                        sends[move.src] = rows
+                    else:
+                        coded = [coder.encode(expert, row) for expert, row in zip(move.experts, rows, strict=True)]
+                        sends[move.src] = joined(coded, agreed)
                 first += len(move.experts)
             outgoing = [move for move in self._sends if move.level == level]
-            message_bytes = 0 if coder is None else coder.message_bytes(width, home.dtype)
-            receives = {
-                move.dst: home.new_empty(len(move.experts), width)
-                if coder is None
-                else self._buffer(len(move.experts) * message_bytes)
-                for move in outgoing
-            }
+            for move in outgoing:
+                number = len(move.experts)
+                empty = coder is None
+                receives[move.dst] = home.new_empty(number, width) if empty else room(number, agreed, most, home.device)
             self._exchange(sends, receives, self._mesh.label(Op.GRADIENT_RETURN, level))
             for move in outgoing:
-                arrived = receives[move.dst] if coder is None else torch.split(receives[move.dst], message_bytes)
-                for expert, gradient in zip(move.experts, arrived, strict=True):
+                arrived = tensor_of(receives[move.dst])
+                parts = arrived if coder is None else coder.apart(arrived, len(move.experts), width, home.dtype)
+                for expert, gradient in zip(move.experts, parts, strict=True):
                     row = self._row[expert]
                     target = home[row] if row < self._num_home else copies[row - self._num_home]
-                    target += gradient if coder is None else coder.decode(gradient, width, home.dtype)
+                    target += gradient if coder is None else coder.decode(gradient.to(home.device), width, home.dtype)
         return home if self._num_home else None
-
-    def _buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._mesh.device)
 
     # --- codecs ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec
 from hybridep.workload import Workload
 from runtime.codecs import expert_coder, gradient_coder, row_coder
 from runtime.codecs.experts import ChangeCoder
+from runtime.codecs.messages import Message
 from runtime.mesh import TORCH_DTYPE
 from runtime.probe_compute import Timing
 
@@ -21,7 +22,7 @@ _LEAST_S = 0.01
 _CHANGE = 1e-3
 """By how much weights differ from their copy, as after an optimizer step."""
 
-Pair = tuple[Callable[[], Sequence[Tensor]], Callable[[Sequence[Tensor]], object]]
+Pair = tuple[Callable[[], Message], Callable[[Message], object]]
 """Coding of one payload, and decoding of what comes out."""
 
 
@@ -65,7 +66,9 @@ def probe_codecs(workload: Workload, timed: Timing) -> tuple[CodecProbe, ...]:
 def row_pair(codec: TokenCodec, rows_NH: Tensor) -> Pair:
     """Of token rows."""
     coder = row_coder(codec)
-    return lambda: coder.encode(rows_NH), lambda blocks: coder.decode(blocks, rows_NH.shape[1], rows_NH.dtype)
+    return lambda: coder.message(coder.encode(rows_NH), (), rows_NH), lambda message: coder.rows_of(
+        message, len(rows_NH), (), rows_NH
+    )
 
 
 def expert_pair(codecs: Codecs, expert_P: Tensor) -> Pair | None:
@@ -76,16 +79,16 @@ def expert_pair(codecs: Codecs, expert_P: Tensor) -> Pair | None:
         return None
     if isinstance(coder, ChangeCoder):
         coder.sent[0] = expert_P + _CHANGE * torch.randn_like(expert_P)
-    return lambda: [coder.encode(0, expert_P)], lambda message: coder.decode(message[0], copy)
+    return lambda: coder.encode(0, expert_P), lambda message: coder.decode(message, copy)
 
 
 def gradient_pair(codecs: Codecs, gradient_P: Tensor) -> Pair | None:
     """Of one gradient; None for the exact codec."""
-    coder = gradient_coder(codecs)
+    coder = gradient_coder(codecs, gradient_P.dtype)
     if coder is None:
         return None
     length, dtype = len(gradient_P), gradient_P.dtype
-    return lambda: [coder.encode(0, gradient_P)], lambda message: coder.decode(message[0], length, dtype)
+    return lambda: coder.encode(0, gradient_P), lambda message: coder.decode(message, length, dtype)
 
 
 def _bytes_per_s(payload: Tensor, work: Callable[[], object], timed: Timing) -> float:

@@ -43,6 +43,7 @@ from torch import Tensor
 from hybridep.errors import TransportError
 from runtime import staging
 from runtime.channels import Channel, Channels, stream_groups
+from runtime.codecs.messages import Message, agreed_bytes, tensor_of
 from runtime.device_links import DeviceLinks
 
 _SHORTEST_WAIT_S = 1e-3
@@ -129,17 +130,17 @@ class Transport:
         self._lock = threading.Lock()
         self._urgency = urgency or Urgency(timeout_s)
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
+    def exchange(self, sends: Mapping[int, Message], receives: Mapping[int, Message], label: str) -> None:
         """Send ``sends[peer]`` to and fill ``receives[peer]`` from each peer (a global rank, never one's own).
 
         Tensors are contiguous, of any type and shape, on any device (messages pass through host memory); both ends know the
-        size, and a message of no bytes is not sent.
+        size, or, of an open message, the least size and the room there is for it. A message of no bytes is not sent.
         Raises :class:`TransportError` naming this rank, the peer, the label and the seconds waited, if the peer is gone
         or the timeout passes. The process group is of no use after that.
         """
         self.post(receives, label).exchange(sends)
 
-    def exchange_in_background(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], label: str) -> None:
+    def exchange_in_background(self, sends: Mapping[int, Message], receives: Mapping[int, Message], label: str) -> None:
         """As :meth:`exchange`, but whenever an exchange that is not in the background is sending at the same level (what follows
         the ``@`` of its label) on this rank, this one's next piece waits. Both ends must call it so. Between GPUs of a site,
         where links are no bottleneck, it is like any other."""
@@ -152,36 +153,39 @@ class Transport:
         """End background exchanges at their next piece; what they wait for in the network ends with its timeout."""
         self._urgency.close()
 
-    def post(self, receives: Mapping[int, Tensor], label: str) -> Posted:
+    def post(self, receives: Mapping[int, Message], label: str) -> Posted:
         """The receives of an exchange alone, announced to the peers; what is returned does the rest. A message leaves when its
         receive has been announced at its sender, so on a long link a receive that is posted at the last moment costs a round
         trip where one that is posted half a round trip before costs half of one."""
         if self._device_links is not None and label in self._device_links:
-            return Posted(partial(self._begin_on_device, self._device_links, receives, label))
+            return Posted(
+                partial(self._begin_on_device, self._device_links, {p: tensor_of(m) for p, m in receives.items()}, label)
+            )
         return self._post(receives, label, background=False)
 
-    def _post(self, receives: Mapping[int, Tensor], label: str, *, background: bool) -> Posted:
+    def _post(self, receives: Mapping[int, Message], label: str, *, background: bool) -> Posted:
         now, channel = _Naming(self._names, self._rank, label), self._channels.of(label)
-        rooms = {peer: staging.Incoming(tensor) for peer, tensor in receives.items()}
+        rooms = {peer: staging.Incoming(tensor_of(message)) for peer, message in receives.items()}
         incoming: list[tuple[int, dist.Work]] = []
         with self._lock, now:
             now.doing = "receive from"
             for now.peer, room in rooms.items():
-                for piece in channel.pieces(room.host, _PIECE_BYTES):
+                for piece in channel.pieces(room.host, _PIECE_BYTES, agreed_bytes(receives[now.peer])):
                     group, tag = channel.come(now.peer)
                     incoming.append((now.peer, group.recv([piece], now.peer, tag)))
         return Posted(partial(self._begin, channel, tuple(rooms.values()), incoming, background))
 
     def _begin_on_device(
-        self, links: DeviceLinks, receives: Mapping[int, Tensor], label: str, sends: Mapping[int, Tensor]
+        self, links: DeviceLinks, receives: Mapping[int, Tensor], label: str, sends: Mapping[int, Message]
     ) -> Callable[[], None]:
-        """Queue all messages on the device; what is returned waits for them."""
+        """Queue all messages on the device; what is returned waits for them. None is open: plans have such between sites only."""
         now = _Naming(self._names, self._rank, label)
         now.doing, now.peer = "exchange with", " or ".join(str(self._names[peer]) for peer in sorted({*receives, *sends}))
         with self._lock, now:
-            for peer, tensor in sends.items():
+            leaving = {peer: tensor_of(message) for peer, message in sends.items()}
+            for peer, tensor in leaving.items():
                 self.sent_bytes[label, peer] += tensor.nbytes
-            works = links.start(sends, receives, label)
+            works = links.start(leaving, receives, label)
 
         def finish() -> None:
             with now:
@@ -197,7 +201,7 @@ class Transport:
         rooms: Sequence[staging.Incoming],
         incoming: Sequence[tuple[int, dist.Work]],
         background: bool,
-        sends: Mapping[int, Tensor],
+        sends: Mapping[int, Message],
     ) -> Callable[[], None]:
         """Number the messages to send; what is returned sends them, then waits for everything."""
         label = channel.label
@@ -264,10 +268,10 @@ class Transport:
 class Posted:
     """An exchange whose receives are announced. Those of one label must begin in the order in which they were posted."""
 
-    begin: Callable[[Mapping[int, Tensor]], Callable[[], None]]
+    begin: Callable[[Mapping[int, Message]], Callable[[], None]]
     """Number the messages to send; what is returned sends them, and waits until everything has arrived."""
 
-    def exchange(self, sends: Mapping[int, Tensor]) -> None:
+    def exchange(self, sends: Mapping[int, Message]) -> None:
         """Send, and wait until everything has arrived; as :meth:`Transport.exchange`."""
         self.begin(sends)()
 

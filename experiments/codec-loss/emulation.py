@@ -52,7 +52,7 @@ class EmulatedSites:
         self.optimizer = HomeOptimizer(run.optimizer, dict(self.transformer.named_parameters()))
         self._dense_gradient = flat_gradients(list(self.dense.values()), dtype)
         self._batches = training_batches(run, plan.workload)
-        self._coders = [gradient_coder(codecs) for _ in range(self._num_sites)]
+        self._coders = [gradient_coder(codecs, dtype) for _ in range(self._num_sites)]
 
     def step(self, step: int) -> float:
         """One optimizer step; returns the mean token loss of the global batch."""
@@ -113,7 +113,7 @@ class SiteExperts(RoutedExperts):
         self._coder = expert_coder(codecs, model.expert_params, dtype, lambda: self._shared)
         if isinstance(self._coder, ChangeCoder):
             self._coder.sent = {expert: row.clone() for expert, row in enumerate(self.weights_EP.detach())}
-        self._gradients = [gradient_coder(codecs) for _ in range(self._num_sites)]
+        self._gradients = [gradient_coder(codecs, dtype) for _ in range(self._num_sites)]
         self.copies_EP = self.weights_EP.detach().clone()
         self._used: list[Tensor] = []
 
@@ -180,9 +180,9 @@ class _CodedBothWays(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, coder: RowCoder) -> Tensor:
         ctx.coder = coder
-        return coder.decode(coder.encode(x_NH), x_NH.shape[1], x_NH.dtype).clone()
+        return coder.through(x_NH).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_NH = gradients[0]
-        return ctx.coder.decode(ctx.coder.encode(x_NH), x_NH.shape[1], x_NH.dtype), None
+        return ctx.coder.through(x_NH), None

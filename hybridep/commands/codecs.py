@@ -62,15 +62,18 @@ def lossy_codecs(plan: AnyPlan) -> list[dict[str, Any]]:
 
 def codecs_text(plans: Sequence[AnyPlan], plan: AnyPlan) -> str:
     """``dc: tokens int8, experts bf16``, or ``exact``: how one of several plans codes payloads; nothing where all are exact."""
-    if not any(lossy_codecs(one) for one in plans):
+    if not any(codecs.coded for one in plans for codecs in one.codecs.values()):
         return ""
-    levels = {level: ", ".join(f"{kind} {codec}" for kind, codec in one.lossy.items()) for level, one in plan.codecs.items()}
+    levels = {level: ", ".join(f"{kind} {codec}" for kind, codec in one.coded.items()) for level, one in plan.codecs.items()}
     return "; ".join(f"{level}: {text}" for level, text in levels.items() if text) or "exact"
 
 
 def codec_lines(plan: AnyPlan) -> list[str]:
-    """A line per lossy codec of a plan; none for an exact one."""
+    """A line per lossy codec of a plan, and one for what travels without loss in fewer bytes; none for an exact one."""
     lines = []
+    for level, codecs in plan.codecs.items():
+        if codecs.lossless:
+            lines.append(f"lossless on {level}: {', '.join(codecs.lossless)}")
     for one in lossy_codecs(plan):
         cost = "not measured" if one["final_loss"] is None else f"{one['final_loss']:+.2%} ({one['source']})"
         lines.append(f"lossy on {one['level']}: {one['kind']} {one['codec']}; final loss {cost}")

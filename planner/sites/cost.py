@@ -114,7 +114,7 @@ def block_times(problem: SiteProblem, layer: LayerExchanges) -> BlockTimes:
         add(Op.SHARED_ALL_GATHER, exchange.reverse, 1.0)
     # Bounds leave the overhead of held experts out: it is never negative.
     coding_s = {}
-    if gpu.coding is not None and any(one.lossy for one in problem.codecs):
+    if gpu.coding is not None and any(one.coded for one in problem.codecs):
         coding_s = by_op(coded_s(gpu, _coding(problem, layer), problem.codecs))
     held = problem.at_home + layer.copies_held
     return timed_block(problem.compute, layer.served, held, times, coding_s, chunks, problem.recompute)
@@ -125,7 +125,7 @@ def _coding(problem: SiteProblem, layer: LayerExchanges) -> Coding:
     work, coding = problem.workload, Coding()
     for exchange in layer.rows:
         level = exchange.level
-        if exchange.once is not None and "tokens" in problem.codecs[level].lossy:
+        if exchange.once is not None and "tokens" in problem.codecs[level].coded:
             coding |= row_coding(level, float(work.combine_row_bytes), exchange.once, exchange.out, exchange.into)
     for exchange in layer.copies:
         level = exchange.level
@@ -235,7 +235,7 @@ def layer_memory(problem: SiteProblem, layer: LayerExchanges, residency: Residen
         ACTIVATIONS: routed.kept + before.kept,
         COPIES: lasting_copy_bytes(work, layer.copies_held, residency),
     }
-    if any(one.lossy for one in problem.codecs) and (kept := _codec_state_bytes(problem, layer)).any():
+    if any(one.coded for one in problem.codecs) and (kept := _codec_state_bytes(problem, layer)).any():
         lasting[CODECS] = kept
     return LayerMemory(
         lasting=lasting,

@@ -38,7 +38,7 @@ def best_table(problem: SiteProblem) -> tuple[IntArray, Configuration, float] | 
 
 def at_once(problem: SiteProblem) -> bool:
     """Whether costs of many tables can be computed together."""
-    exact = not any(one.lossy for one in problem.codecs)
+    exact = not any(one.coded for one in problem.codecs)
     return problem.num_inside == 1 and problem.schedule.chunks == 1 and exact and problem.group_of is None
 
 

@@ -161,7 +161,7 @@ class SiteProblem:
     @property
     def codecs_by_level(self) -> dict[str, Codecs]:
         """As plans give them: level name -> codecs, where they are not exact."""
-        return {level.name: one for level, one in zip(self.cluster.levels, self.codecs, strict=False) if one.lossy}
+        return {level.name: one for level, one in zip(self.cluster.levels, self.codecs, strict=False) if one.coded}
 
     @property
     def wire(self) -> Wire:

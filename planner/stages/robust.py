@@ -272,11 +272,11 @@ class _Choice:
             if other is None:
                 return math.inf
             steps_s = tuple(expected_over(other.plan, one, self.store) for one in self.scenarios)
-            made[str(codecs.lossy)] = other.plan, steps_s
+            made[str(codecs.coded)] = other.plan, steps_s
             return at_quantile(steps_s, self.quantile)
 
         codecs = without_useless(self.plan.codecs.get(name, EXACT), step_s)
-        self.plan, self.steps_s = made[str(codecs.lossy)]
+        self.plan, self.steps_s = made[str(codecs.coded)]
 
     def _steps_if_better(self, plan: PipelinePlan) -> tuple[float, ...] | None:
         """Seconds in each scenario; None, and no more are costed, once so many are no shorter that it is not better."""

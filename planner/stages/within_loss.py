@@ -64,7 +64,7 @@ def choices(cluster: Cluster, workload: Workload, max_loss: float) -> list[Codec
 def recoded(found: Costed, codecs: Codecs, store: Store) -> Costed | None:
     """The pipeline with these codecs between sites, and layers that compute again where it takes that to fit; None where nothing
     does. ``store``: what was found of stages before, and is now."""
-    by_level = {found.plan.cluster.levels[0].name: codecs} if codecs.lossy else {}
+    by_level = {found.plan.cluster.levels[0].name: codecs} if codecs.coded else {}
     if found.plan.codecs == by_level:
         return found
     try:
@@ -105,7 +105,7 @@ class _Choice:
 
     def wishes_with(self, codecs: Codecs) -> StageWishes:
         """Wishes with these codecs between sites."""
-        by_level = {self.cluster.levels[0].name: codecs} if codecs.lossy else {}
+        by_level = {self.cluster.levels[0].name: codecs} if codecs.coded else {}
         return replace(self.wishes, codecs=by_level, max_loss=None)
 
     def best(self, found: Sequence[Costed], every: Sequence[Codecs]) -> Codecs:

@@ -4,13 +4,14 @@ same message, so their copies are the same to the bit."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from hybridep.codecs import INT4_SPAN, SPAN, Codecs, ExpertCodec, expert_bytes
+from hybridep.codecs import INT4_SPAN, SPAN, Codecs, ExpertCodec, expert_bytes, is_shortened
 from runtime.codecs.formats import change_decode, change_encode
+from runtime.codecs.lossless import Lengths
 from runtime.codecs.messages import pack, unpack
 from runtime.codecs.sparse import decode_largest, encode_largest
 from runtime.kernels.reference_codecs import ChangeCode
@@ -21,6 +22,8 @@ class ExpertCoder(ABC):
 
     def __init__(self, codecs: Codecs, length: int, dtype: torch.dtype) -> None:
         self.message_bytes = expert_bytes(codecs, length, dtype.itemsize)
+        """Of one expert; lossless ones may be longer."""
+        self.most_bytes = self.message_bytes
 
     @abstractmethod
     def encode(self, expert: int, row_P: Tensor) -> Tensor:
@@ -30,10 +33,17 @@ class ExpertCoder(ABC):
     def decode(self, message: Tensor, row_P: Tensor) -> None:
         """Fill ``row``, which holds the copy of the last gather."""
 
+    def apart(self, messages: Tensor, number: int) -> Sequence[Tensor]:
+        """So many that came as one."""
+        return torch.split(messages, self.message_bytes)
+
 
 def expert_coder(codecs: Codecs, length: int, dtype: torch.dtype, shared: Callable[[], Tensor]) -> ExpertCoder | None:
-    """The coder of a plan's codec; None for the exact one. ``shared`` gives the layer's shared expert [P] where one is kept."""
+    """The coder of a plan's codec; None where experts travel as they are. ``shared`` gives the layer's shared expert [P] where
+    one is kept."""
     match codecs.experts:
+        case ExpertCodec.LOSSLESS if is_shortened(dtype.itemsize):
+            return _Lossless(codecs, length, dtype)
         case ExpertCodec.BF16:
             return _Bf16(codecs, length, dtype)
         case ExpertCodec.SHARED_RESIDUAL:
@@ -43,6 +53,22 @@ def expert_coder(codecs: Codecs, length: int, dtype: torch.dtype, shared: Callab
         case ExpertCodec.CHANGE_INT4:
             return ChangeCoder(codecs, length, dtype, ChangeCode.INT4)
     return None
+
+
+class _Lossless(ExpertCoder):
+    def __init__(self, codecs: Codecs, length: int, dtype: torch.dtype) -> None:
+        super().__init__(codecs, length, dtype)
+        self._lengths = Lengths.of("experts", length, dtype)
+        self.most_bytes = self._lengths.most
+
+    def encode(self, expert: int, row_P: Tensor) -> Tensor:
+        return self._lengths.message(row_P)
+
+    def decode(self, message: Tensor, row_P: Tensor) -> None:
+        row_P.copy_(self._lengths.row(message, len(row_P), row_P.dtype))
+
+    def apart(self, messages: Tensor, number: int) -> Sequence[Tensor]:
+        return self._lengths.apart(messages, number)
 
 
 class _Bf16(ExpertCoder):

@@ -4,12 +4,13 @@ message leaves out can be kept and sent later."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from hybridep.codecs import SPAN, Codecs, GradientCodec, gradient_bytes
+from hybridep.codecs import SPAN, Codecs, GradientCodec, gradient_bytes, is_shortened
+from runtime.codecs.lossless import Lengths
 from runtime.codecs.messages import pack, unpack
 from runtime.codecs.sparse import decode_largest, encode_largest
 from runtime.kernels.reference_codecs import Code, dequantize_rows, quantize_rows
@@ -22,8 +23,12 @@ class GradientCoder(ABC):
         self._codecs = codecs
 
     def message_bytes(self, length: int, dtype: torch.dtype) -> int:
-        """Of ``length`` elements."""
+        """Of ``length`` elements; lossless ones may be longer."""
         return gradient_bytes(self._codecs, length, dtype.itemsize)
+
+    def most_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """That ``length`` elements may take."""
+        return self.message_bytes(length, dtype)
 
     @abstractmethod
     def encode(self, key: Hashable, gradient_P: Tensor) -> Tensor:
@@ -33,10 +38,16 @@ class GradientCoder(ABC):
     def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """[P]."""
 
+    def apart(self, messages: Tensor, number: int, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """So many that came as one."""
+        return torch.split(messages, self.message_bytes(length, dtype))
 
-def gradient_coder(codecs: Codecs) -> GradientCoder | None:
-    """The coder of a plan's codec; None for the exact one."""
+
+def gradient_coder(codecs: Codecs, dtype: torch.dtype) -> GradientCoder | None:
+    """The coder of a plan's codec; None where gradients of this type travel as they are."""
     match codecs.gradients:
+        case GradientCodec.LOSSLESS if is_shortened(dtype.itemsize):
+            return _Lossless(codecs)
         case GradientCodec.BF16:
             return _Bf16(codecs)
         case GradientCodec.INT8:
@@ -44,6 +55,20 @@ def gradient_coder(codecs: Codecs) -> GradientCoder | None:
         case GradientCodec.TOP_K:
             return TopKCoder(codecs)
     return None
+
+
+class _Lossless(GradientCoder):
+    def most_bytes(self, length: int, dtype: torch.dtype) -> int:
+        return Lengths.of("gradients", length, dtype).most
+
+    def encode(self, key: Hashable, gradient_P: Tensor) -> Tensor:
+        return Lengths.of("gradients", len(gradient_P), gradient_P.dtype).message(gradient_P)
+
+    def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        return Lengths.of("gradients", length, dtype).row(message, length, dtype)
+
+    def apart(self, messages: Tensor, number: int, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        return Lengths.of("gradients", length, dtype).apart(messages, number)
 
 
 class _Bf16(GradientCoder):

@@ -105,7 +105,7 @@ def train_coded(rank: int, case: Case) -> Coded:
         exchange = experts.exchange
         if exchange._copies.untyped_storage().size():
             for expert, row in zip(exchange.held[-len(exchange._copies) :], exchange._copies.data, strict=True):
-                copies[layer, expert] = row.numpy().copy()
+                copies[layer, expert] = row.float().numpy().copy()
     return Coded(outcome=outcome, copies=copies, coded_bytes=dict(coded_bytes), gave_way=gave_way)
 
 
@@ -135,7 +135,7 @@ def count_coding(found: Counter[tuple[str, str]]) -> None:
     for one in gc.get_objects():
         if isinstance(one, RowCoder) and not isinstance(one, type(row_coder(TokenCodec.EXACT))):
             count(one, "tokens", "encode", lambda x: x.numel())
-            count(one, "tokens", "decode", lambda blocks, hidden, dtype: len(blocks[0]) * hidden)
+            count(one, "tokens", "decode", lambda blocks, hidden, dtype, behind: len(blocks[0]) * hidden)
         elif isinstance(one, ExpertCoder):
             count(one, "experts", "encode", lambda expert, row: row.numel())
             count(one, "experts", "decode", lambda message, row: row.numel())

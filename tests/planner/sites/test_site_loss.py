@@ -53,7 +53,7 @@ def every_plan(cluster: Cluster, workload: Workload, max_loss: float) -> Iterato
             exact = table_plan(problem, np.array(entries).reshape(sites, experts), configuration)
             for codecs in permitted(max_loss):
                 if copies_last(exact.layers, codecs):
-                    plan = exact.model_copy(update={"codecs": {"dc": codecs} if codecs.lossy else {}})
+                    plan = exact.model_copy(update={"codecs": {"dc": codecs} if codecs.coded else {}})
                     if evaluate(plan)[1].fits:
                         yield plan
 
@@ -98,7 +98,7 @@ def test_scenarios_within_a_loss_beside_those_with_each_codec(monkeypatch: pytes
     assert made.bound_s == min(bounds_s) < max(bounds_s)
     each = []
     for codecs in worthwhile(permitted(0.002), workload, cluster.gpu.coding):
-        coded = {"dc": codecs} if codecs.lossy else {}
+        coded = {"dc": codecs} if codecs.coded else {}
         each.append(planner.plan_for_scenarios(cluster, workload, scenarios, codecs=coded, time_limit_s=0.5))
     assert len(each) > 1 and made.step_s <= min(one.step_s for one in each) * (1 + 1e-9)
     exact = planner.plan_for_scenarios(cluster, workload, scenarios, time_limit_s=0.5)
@@ -107,7 +107,7 @@ def test_scenarios_within_a_loss_beside_those_with_each_codec(monkeypatch: pytes
     nominal = planner.plan(cluster, workload, max_loss=0.002, time_limit_s=1)
     assert made.nominal_step_s == pytest.approx(at(nominal, scenarios, 1.0), rel=1e-9)
     # Each codec brings something.
-    for kind in (codecs := made.plan.codecs["dc"]).lossy:
+    for kind in (codecs := made.plan.codecs["dc"]).coded:
         fewer = made.plan.model_copy(update={"codecs": {"dc": codecs.without(kind)}})
         assert at(fewer, scenarios, 1.0) > made.step_s * (1 + 1e-9)
     # Over before another codec is looked at: what suits the first plan, and a bound that holds for all.
@@ -168,5 +168,5 @@ def test_what_serves_nothing_at_the_quantile_is_left_out() -> None:
         return evaluate(plan)[0].step_s + float(plan.layers == nominal.layers)
 
     found = robust._within_loss(make, at_any_rate, cluster, workload, 0.0011, 5.0)
-    assert found.plan.layers == tokens_travel.layers and set(found.plan.codecs["dc"].lossy) == {"tokens", "gradients"}
+    assert found.plan.layers == tokens_travel.layers and set(found.plan.codecs["dc"].coded) == {"tokens", "gradients"}
     assert found.plan.solver is None and found.plan.predicted.step == evaluate(found.plan)[0].step_s

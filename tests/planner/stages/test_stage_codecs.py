@@ -38,7 +38,7 @@ def test_coded_activations_take_fewer_bytes_and_nothing_else_does(seed: int) -> 
     found = simulate_pipeline(int8)
     np.testing.assert_allclose(found.result.link_bytes[: len(plan.cluster.link_table)], pipeline_link_bytes(int8), rtol=1e-9)
     assert found.step_s <= simulate_pipeline(plan).step_s * (1 + 1e-9)
-    assert [one.codecs["dc"].lossy for one in int8.plans] == [{}] * len(int8.plans)
+    assert [one.codecs["dc"].coded for one in int8.plans] == [{}] * len(int8.plans)
 
 
 def test_coding_activations_takes_its_time_in_both_answers() -> None:

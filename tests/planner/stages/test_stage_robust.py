@@ -183,7 +183,7 @@ def test_with_or_without_stages(throughput: str, stages: bool) -> None:
     pipeline = pipeline_for_scenarios(cluster, workload, scenarios, wishes, time_limit_s=2)
     if isinstance(found.plan, Plan):
         steps_s = [expected_s(found.plan.model_copy(update={"cluster": one})) for one in scenarios]
-        assert max(steps_s) < pipeline.step_s and not any(one.lossy for one in found.plan.codecs.values())
+        assert max(steps_s) < pipeline.step_s and not any(one.coded for one in found.plan.codecs.values())
     else:
         assert found.step_s == pytest.approx(pipeline.step_s, rel=0.01)
 

@@ -10,7 +10,7 @@ from hybridep.codecs import Codecs, ExpertCodec, GradientCodec, TokenCodec, kept
 from runtime.codecs import expert_coder, gradient_coder, row_coder
 from runtime.codecs.experts import ChangeCoder
 from runtime.codecs.gradients import TopKCoder
-from runtime.codecs.messages import pack, unpack
+from runtime.codecs.messages import agreed_bytes, pack, tensor_of, unpack
 from runtime.codecs.sparse import decode_largest, encode_largest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -27,17 +27,29 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 30, 128, 300])
-@pytest.mark.parametrize(("codec", "bound"), [("exact", 0.0), ("bf16", 0.004), ("fp8", 0.04), ("int8", 0.015)])
+@pytest.mark.parametrize(("codec", "bound"), [("exact", 0.0), ("lossless", 0.0), ("bf16", 0.004), ("fp8", 0.04), ("int8", 0.015)])
 def test_rows(codec: str, bound: float, hidden: int, dtype: torch.dtype) -> None:
-    coder, x = row_coder(TokenCodec(codec)), normal(7, hidden, dtype=dtype)
-    blocks = coder.encode(x)
-    assert [(block.dtype, block.shape[1]) for block in blocks] == coder.blocks(hidden, dtype)
-    assert pack(blocks).numel() == 7 * row_bytes(TokenCodec(codec), hidden, dtype.itemsize)
-    decoded = coder.decode(blocks, hidden, dtype)
-    assert decoded.dtype is dtype
-    assert error(decoded, x) <= bound + 1e-9
-    # Rows are coded one by one: some of them, in another order, say the same.
-    torch.testing.assert_close(coder.decode([block[[5, 0]] for block in blocks], hidden, dtype), decoded[[5, 0]], rtol=0, atol=0)
+    coder, x, ids = row_coder(TokenCodec(codec)), normal(7, hidden, dtype=dtype), torch.arange(14, dtype=torch.int32).view(7, 2)
+    rows = coder.encode(x)
+    assert [(block.dtype, block.shape[1]) for block in rows.blocks] == coder.blocks(hidden, dtype)
+
+    def there(which: list[int]) -> list[Tensor]:
+        # Rows are coded one by one: some of them, in another order, say the same.
+        taken = torch.tensor(which)
+        message = coder.message(rows.take(taken), [ids[taken]], x)
+        place = coder.room(len(which), [(ids.dtype, 2)], x)
+        size_bytes = len(which) * (row_bytes(TokenCodec(codec), hidden, dtype.itemsize) + 8)
+        assert agreed_bytes(message) == agreed_bytes(place) == size_bytes
+        sent, room = tensor_of(message).view(-1).view(torch.uint8), tensor_of(place)
+        assert size_bytes <= len(sent) <= len(room)
+        room.fill_(0xAA)[: len(sent)] = sent
+        return coder.rows_of(place, len(which), [(ids.dtype, 2)], x)
+
+    decoded, beside = there(list(range(7)))
+    assert decoded.dtype is dtype and torch.equal(beside, ids)
+    assert error(decoded, x) <= bound + (1e-9 if bound else 0.0)
+    some, beside = there([5, 0, 5])
+    assert torch.equal(some, decoded[[5, 0, 5]]) and torch.equal(beside, ids[[5, 0, 5]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +99,8 @@ def test_the_error_of_a_coded_change_does_not_add_up(codec: str) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("codec", "bound"), [("bf16", 0.004), ("int8", 0.015), ("top-k", 0.6)])
 def test_gradients(codec: str, bound: float, length: int, dtype: torch.dtype) -> None:
-    coder, gradient = gradient_coder(Codecs(gradients=GradientCodec(codec), gradients_keep=0.3)), normal(length, dtype=dtype)
+    coder = gradient_coder(Codecs(gradients=GradientCodec(codec), gradients_keep=0.3), dtype)
+    gradient = normal(length, dtype=dtype)
     assert coder is not None
     message = coder.encode("g", gradient)
     assert (message.dtype, message.numel()) == (torch.uint8, coder.message_bytes(length, dtype))
@@ -98,7 +111,7 @@ def test_gradients(codec: str, bound: float, length: int, dtype: torch.dtype) ->
 
 def test_what_top_k_leaves_out_is_sent_later() -> None:
     """All that was sent and all that waits are all that there was, and everything goes out in the end."""
-    coder = gradient_coder(Codecs(gradients=GradientCodec.TOP_K, gradients_keep=0.1))
+    coder = gradient_coder(Codecs(gradients=GradientCodec.TOP_K, gradients_keep=0.1), torch.float64)
     assert isinstance(coder, TopKCoder)
     sent, total = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
     for step in range(30):
