@@ -34,9 +34,9 @@ def read_codecs(options: Sequence[str], levels: Sequence[str], *, in_stages: boo
 
 
 def read_max_loss(text: str | None) -> float | None:
-    """``0.5%`` -> 0.005. Raises UserError."""
+    """``0.5%`` -> 0.005, and ``0`` is none. Raises UserError."""
     try:
-        share = None if text is None else parse_share(text)
+        share = None if text is None else parse_share("0%" if text.strip() == "0" else text)
     except QuantityError as error:
         raise UserError(f"--max-loss {text}: {error}") from None
     if share is not None and share < 0:
@@ -58,6 +58,14 @@ def lossy_codecs(plan: AnyPlan) -> list[dict[str, Any]]:
         for kind in PAYLOADS
         if kind in codecs.lossy
     ]
+
+
+def codecs_json(plan: AnyPlan) -> dict[str, Any]:
+    """``lossy_codecs``, and the kinds of payload that are lossless in fewer bytes, by level."""
+    return {
+        "lossy_codecs": lossy_codecs(plan),
+        "lossless": {level: codecs.lossless for level, codecs in plan.codecs.items() if codecs.lossless},
+    }
 
 
 def codecs_text(plans: Sequence[AnyPlan], plan: AnyPlan) -> str:

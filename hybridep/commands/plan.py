@@ -91,8 +91,8 @@ if TYPE_CHECKING:
 @click.option(
     "--max-loss",
     metavar="SHARE",
-    help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; exact without. With --top "
-    "plans may differ in codecs.",
+    help="Choose codecs between sites whose measured losses add up to at most this, for example 0.5%; 0 for lossless ones; "
+    "messages as they are without. With --top plans may differ in codecs.",
 )
 @click.option("--prefetch", is_flag=True, help="Also try copies that set out blocks ahead and give way to tokens.")
 @click.option(
@@ -310,17 +310,17 @@ class PlanReport:
         """What ``--json`` prints."""
         import planner
         from hybridep.commands import pools
-        from hybridep.commands.codecs import lossy_codecs
+        from hybridep.commands.codecs import codecs_json
 
         made, best = self.made, self.made.best
-        entries: dict[str, Any] = {**planner.summary(best), "lossy_codecs": lossy_codecs(best)}
+        entries: dict[str, Any] = {**planner.summary(best), **codecs_json(best)}
         if self.others is not None:
             entries["planners"] = {name: asdict(other) for name, other in self.others.items()}
         if made.choice is not None:
             entries["choice"] = made.choice.to_json()
         if self.several:
             entries["plans"] = [
-                {"step_s": one.predicted.step, "lossy_codecs": lossy_codecs(one), "output": str(path)}
+                {"step_s": one.predicted.step, **codecs_json(one), "output": str(path)}
                 for one, path in zip(made.plans, self.files, strict=True)
             ]
             for entry, step_s in zip(entries["plans"], made.simulated_s, strict=False):

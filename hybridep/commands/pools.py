@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hybridep.commands.codecs import codecs_text, lossy_codecs
+from hybridep.commands.codecs import codecs_json, codecs_text
 from hybridep.commands.plan_text import placed_text
 from hybridep.pipeline import AnyPlan, PipelinePlan
 from hybridep.units import counted, format_bytes, format_seconds
@@ -66,7 +66,7 @@ def of_stages(made: Staged, widest: float, time_limit_s: float, tell: Tell) -> t
 def to_json(pool: Sequence[PooledPlan[AnyPlan]], plans: Sequence[AnyPlan], files: Sequence[Path]) -> list[dict[str, Any]]:
     """What ``--json`` prints of each range; ``files``: of the ``plans``."""
     path = {id(plan): str(file) for plan, file in zip(plans, files, strict=True)}
-    return [one.to_json() | {"lossy_codecs": lossy_codecs(one.plan), "output": path[id(one.plan)]} for one in pool]
+    return [one.to_json() | {**codecs_json(one.plan), "output": path[id(one.plan)]} for one in pool]
 
 
 def show(pool: Sequence[PooledPlan[AnyPlan]], plans: Sequence[AnyPlan], files: Sequence[Path]) -> None:

@@ -236,7 +236,7 @@ class _Told:
         """What ``--json`` prints."""
         import planner
         from hybridep.commands import pools
-        from hybridep.commands.codecs import lossy_codecs
+        from hybridep.commands.codecs import codecs_json
         from hybridep.pipeline import PipelinePlan
 
         made, best = self.made, self.made.best
@@ -248,7 +248,7 @@ class _Told:
                 {
                     "step_s": one.plan.predicted.expected_s,
                     "simulated_s": one.simulated_s,
-                    "lossy_codecs": lossy_codecs(one.plan),
+                    **codecs_json(one.plan),
                     "output": str(path),
                 }
                 for one, path in zip(self.top, self.files, strict=True)
@@ -264,9 +264,9 @@ class _Told:
         if self.explanation is not None:
             more["explanation"] = self.explanation.to_json()
         if not isinstance(best, PipelinePlan):
-            return {**planner.summary(best), "stages": [], "digest": best.digest, **more, "lossy_codecs": lossy_codecs(best)}
+            return {**planner.summary(best), "stages": [], "digest": best.digest, **more, **codecs_json(best)}
         more |= {"without_stages_s": _expected_s(made.without), "simulated_s": made.chosen.simulated_s}
-        return {**planner.pipeline_summary(best), **more, "lossy_codecs": lossy_codecs(best)}
+        return {**planner.pipeline_summary(best), **more, **codecs_json(best)}
 
     def show(self, *, whole: bool) -> None:
         """Prints it for people; of a plan without stages the ``whole`` explanation, or what matters most of it."""

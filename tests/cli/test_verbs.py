@@ -176,6 +176,18 @@ def test_plan_chooses_codecs_by_their_loss(inputs: Inputs, call: Call) -> None:
     assert "experts sr, keep 0.02; final loss not measured" in shown.out or "experts sr" not in shown.out
 
 
+def test_fewer_bytes_without_loss(inputs: Inputs, call: Call) -> None:
+    path, wide = inputs.folder / "plan.yaml", ("--set", "model.hidden_size=256", "--set", "model.expert_ffn_size=128")
+    exact = call("plan", inputs.cluster, inputs.workload, "-o", path, *wide, "--json").json
+    found = call("plan", inputs.cluster, inputs.workload, "-o", path, *wide, "--max-loss", "0", "--json").json
+    kinds = found["lossless"]["dc"]
+    assert kinds and not found["lossy_codecs"] and not exact["lossless"] and found["step_s"] < exact["step_s"]
+    shown = call("plan", inputs.cluster, inputs.workload, "-o", path, *wide, "--max-loss", "0%")
+    assert f"lossless on dc: {', '.join(kinds)}\n" in shown.out and load_any_plan(path).codecs["dc"].lossless == kinds
+    wrong = call("plan", inputs.cluster, inputs.workload, "-o", path, "--codec", "gpu.tokens=lossless")
+    assert wrong.code == 2 and "codecs.gpu.tokens: lossless is for links between sites; give it for dc" in wrong.err
+
+
 @pytest.mark.turns(2)
 def test_codecs_by_their_loss_beside_other_wishes(inputs: Inputs, call: Call) -> None:
     """Several plans, rates that are not known, and plans chosen by a simulation."""

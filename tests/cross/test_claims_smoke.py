@@ -28,6 +28,13 @@ def rows_of(claim: str, table: str, folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader((folder / "smoke" / table).open(newline="", encoding="utf-8")))
 
 
+def test_lossless(tmp_path: Path) -> None:
+    rows = rows_of("lossless", "rows.csv", tmp_path)
+    numbers = [row for row in rows if row["part"] == "numbers"]
+    assert len(numbers) == 9 and all(0.70 < float(row["ratio"]) < 0.74 for row in numbers)
+    assert all(0.6 < float(row["ratio"]) < 0.9 for row in rows if row["part"] == "plans")
+
+
 def test_figure_17(tmp_path: Path) -> None:
     gains = rows_of("figure-17", "gains.csv", tmp_path)
     assert len(gains) == 1

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernel_cases import CASES, DTYPES, Case, check_sums, make_ids, make_rows
 
+from runtime.codecs.lossless import restore, shorten
 from runtime.kernels import bench, bench_layer, ops, reference, reference_codecs
 from runtime.kernels.bench_cases import SHAPES, codec_cases, token_cases
 from runtime.kernels.bench_layer import Layer, LayerData
@@ -56,6 +57,17 @@ def route_on_gpu(tokens: TokenKernels, case: Case, **keywords: int) -> tuple[Rou
     for name, a, b in zip(Route._fields, found, reference.route(ids, groups, case.experts, **keywords), strict=True):
         assert torch.equal(a.cpu(), b), name
     return found, int(found.offsets[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lossless_rows_are_coded_as_on_the_cpu(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.randn(9, 300), torch.randn(9, 300) * torch.logspace(-38, 38, 300)]).to(dtype)
+    rows = torch.tensor([17, 0, 3, 17])
+    for found, wanted in zip(shorten(x.cuda()).take(rows.cuda()), shorten(x).take(rows), strict=True):
+        assert torch.equal(found.cpu(), wanted)
+    fixed_NB, written_out, _ = shorten(x)
+    for behind in (written_out, written_out.cuda()):
+        assert torch.equal(restore(fixed_NB.cuda(), behind, 300, dtype).cpu(), x)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_cases import Inputs, shell
 from rank_pool import RankPool
 from training_cases import Case, Outcome, cases, check_bytes, check_fidelity, check_losses, train_case
 
+from hybridep.codecs import KINDS
 from hybridep.plan import Residency
 from hybridep.recompute import ALL
 from hybridep.run import Device
@@ -72,6 +74,16 @@ def test_bf16_follows_the_reference(pool: RankPool, case: Case) -> None:
     check_losses(case, [outcome for outcome, _ in results], 1e-2)
     check_bytes(case, [outcome for outcome, _ in results])
     assert all(launched["combine_bf16"] + launched["combine_two_bf16"] for _, launched in results)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_lossless_messages_change_no_bit(pool: RankPool, dtype: str) -> None:
+    exact = Case(sizes=(2, 2), domains=(2, 1), migration=(0.5,), micro_batches=2, dtype=dtype)
+    case = replace(exact, codecs=(("dc", tuple((kind, "lossless") for kind in KINDS)),))
+    plain, found = (pool.run(train_on_gpu, one, timeout_s=240.0) for one in (exact, case))
+    for (mine, _), (other, _) in zip(found, plain, strict=True):
+        assert mine.losses == other.losses
+        assert all(np.array_equal(values, other.parameters[name]) for name, values in mine.parameters.items())
 
 
 @pytest.mark.parametrize("case", cases((2, 2), 1), ids=str)
