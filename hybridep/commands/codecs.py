@@ -30,7 +30,12 @@ def read_codecs(options: Sequence[str], levels: Sequence[str], *, in_stages: boo
             raise UserError(
                 f"--codec {option}: activations pass between pipeline stages; give {levels[0]}.activations, and --stages"
             )
-    return {level: with_gates(build(Codecs, values, f"--codec {level}")) for level, values in given.items()}
+    found = {level: with_gates(build(Codecs, values, f"--codec {level}")) for level, values in given.items()}
+    for level, codecs in found.items():
+        if codecs.lossless and level != levels[0]:
+            kind = codecs.lossless[0]
+            raise UserError(f"--codec {level}.{kind}=lossless: it is for links between sites; give {levels[0]}.{kind}")
+    return found
 
 
 def read_max_loss(text: str | None) -> float | None:

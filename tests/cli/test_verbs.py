@@ -185,7 +185,7 @@ def test_fewer_bytes_without_loss(inputs: Inputs, call: Call) -> None:
     shown = call("plan", inputs.cluster, inputs.workload, "-o", path, *wide, "--max-loss", "0%")
     assert f"lossless on dc: {', '.join(kinds)}\n" in shown.out and load_any_plan(path).codecs["dc"].lossless == kinds
     wrong = call("plan", inputs.cluster, inputs.workload, "-o", path, "--codec", "gpu.tokens=lossless")
-    assert wrong.code == 2 and "codecs.gpu.tokens: lossless is for links between sites; give it for dc" in wrong.err
+    assert wrong.code == 2 and "--codec gpu.tokens=lossless: it is for links between sites; give dc.tokens" in wrong.err
 
 
 @pytest.mark.turns(2)

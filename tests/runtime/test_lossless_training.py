@@ -24,6 +24,7 @@ CASES = {
     "ahead-per-micro-batch": replace(
         FULL, micro_batches=2, residency=Residency.MICROBATCH, prefetch=1, streams=2, codecs=wan(**ALL)
     ),
+    "in-parts": replace(FULL, migration=(0.5, 1.0), chunks=2, codecs=wan(**ALL)),
     "fp64": replace(FULL, migration=(0.5, 1.0), dtype="fp64", codecs=wan(**ALL)),
 }
 
