@@ -28,6 +28,8 @@ from hybridep.codecs import (
 
 _WRITTEN_OUT = 7
 """Code of an exponent that follows at the end."""
+_PIECE = 1 << 18
+"""Elements that are coded at once, in several times their room."""
 _GROUP = 8
 """Codes that are put together at once, in the bytes of a 64-bit number."""
 
@@ -54,8 +56,26 @@ class Shortened(NamedTuple):
 
 def shorten(x_NH: Tensor) -> Shortened:
     """Rows of bf16 or fp32."""
+    pieces = torch.split(x_NH.detach().contiguous(), _rows_at_once(x_NH.shape[1]))
+    fixed, written_out, counts = zip(*(_shorten(piece) for piece in pieces), strict=True)
+    return Shortened(torch.cat(fixed), torch.cat(written_out), torch.cat(counts))
+
+
+def restore(fixed_NB: Tensor, written_out: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """[N, width]: the inverse of ``shorten``; ``written_out`` may be followed by anything."""
+    x_NH = torch.empty(len(fixed_NB), width, dtype=dtype, device=fixed_NB.device)
+    at_once = _rows_at_once(width)
+    for piece, rows in zip(torch.split(fixed_NB, at_once), torch.split(x_NH, at_once), strict=True):
+        written_out = written_out[_restore(piece, written_out, rows) :]
+    return x_NH
+
+
+def _rows_at_once(width: int) -> int:
+    return max(_PIECE // max(width, 1), 1)
+
+
+def _shorten(x_NH: Tensor) -> Shortened:
     number, width = x_NH.shape
-    x_NH = x_NH.detach().contiguous()
     exponents_NH, others = _apart(x_NH)
     spans = -(-width // EXPONENT_SPAN)
     padded = F.pad(exponents_NH, (0, spans * EXPONENT_SPAN - width)).view(number, spans, EXPONENT_SPAN)
@@ -67,21 +87,20 @@ def shorten(x_NH: Tensor) -> Shortened:
     return Shortened(fixed_NB, exponents_NH[rows_W, places_W], torch.bincount(rows_W, minlength=number))
 
 
-def restore(fixed_NB: Tensor, written_out: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """[N, width]: the inverse of ``shorten``; ``written_out`` may be followed by anything."""
-    number, element_bytes = len(fixed_NB), dtype.itemsize
+def _restore(fixed_NB: Tensor, written_out: Tensor, x_NH: Tensor) -> int:
+    """Fills ``x``; says how many exponents were written out."""
+    number, width = x_NH.shape
+    element_bytes, spans = x_NH.element_size(), -(-width // EXPONENT_SPAN)
     assert fixed_NB.shape[1] == lossless_fixed_bytes(width, element_bytes)
-    spans = -(-width // EXPONENT_SPAN)
     split = [width * signs_and_mantissas(element_bytes), spans * (lossless_span_bytes() - 1), spans]
     others, packed, largest_NS = fixed_NB.split_with_sizes(split, dim=1)
     codes_NH = _unpacked(packed)
     exponents = largest_NS[..., None] - codes_NH.view(number, spans, EXPONENT_SPAN)
     exponents_NH = exponents.view(number, spans * EXPONENT_SPAN)[:, :width]
-    out_NH = codes_NH[:, :width] == _WRITTEN_OUT
-    if written_out.device != fixed_NB.device:
-        written_out = written_out[: int(out_NH.sum())].to(fixed_NB.device)
-    exponents_NH = exponents_NH.masked_scatter(out_NH, written_out)
-    return _together(exponents_NH, others, dtype)
+    rows_W, places_W = (codes_NH[:, :width] == _WRITTEN_OUT).nonzero(as_tuple=True)
+    exponents_NH[rows_W, places_W] = written_out[: len(rows_W)].to(x_NH.device)
+    x_NH.copy_(_together(exponents_NH, others, x_NH.dtype))
+    return len(rows_W)
 
 
 class Lengths(NamedTuple):
@@ -101,11 +120,12 @@ class Lengths(NamedTuple):
 
     def message(self, row_P: Tensor) -> Tensor:
         """uint8: at least as long as agreed."""
-        shortened = shorten(row_P[None])
-        written_out = shortened.written_out
-        count = torch.tensor([len(written_out)], dtype=torch.int32).view(torch.uint8).to(row_P.device)
-        behind = F.pad(written_out, (0, max(self.agreed - self.fixed - len(written_out), 0)))
-        return torch.cat([count, shortened.fixed_NB[0], behind])
+        parts = [shorten(rows) for rows in _as_rows(row_P)]
+        number = sum(len(part.written_out) for part in parts)
+        count = torch.tensor([number], dtype=torch.int32).view(torch.uint8).to(row_P.device)
+        fixed, behind = [part.fixed_NB.view(-1) for part in parts], [part.written_out for part in parts]
+        padding = count.new_zeros(max(self.agreed - self.fixed - number, 0))
+        return torch.cat([count, *fixed, *behind, padding])
 
     def apart(self, joined: Tensor, number: int) -> list[Tensor]:
         """So many messages, one behind the other."""
@@ -119,7 +139,21 @@ class Lengths(NamedTuple):
 
     def row(self, message: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """[P]: what was made a message."""
-        return restore(message[None, COUNT_BYTES : self.fixed], message[self.fixed :], width, dtype)[0]
+        row_P = torch.empty(width, dtype=dtype, device=message.device)
+        fixed, written_out = message[COUNT_BYTES : self.fixed], message[self.fixed :]
+        for rows in _as_rows(row_P):
+            here = fixed[: len(rows) * lossless_fixed_bytes(rows.shape[1], dtype.itemsize)].view(len(rows), -1)
+            fixed = fixed[here.numel() :]
+            for piece, row in zip(here, rows, strict=True):
+                written_out = written_out[_restore(piece[None], written_out, row[None]) :]
+        return row_P
+
+
+def _as_rows(row_P: Tensor) -> list[Tensor]:
+    """Rows of whole pieces, and what is left; together they take as many bytes as one row."""
+    whole = len(row_P) // _PIECE * _PIECE
+    row_P = row_P.detach().contiguous()
+    return [rows for rows in (row_P[:whole].view(-1, _PIECE), row_P[None, whole:]) if rows.numel()]
 
 
 def _apart(x_NH: Tensor) -> tuple[Tensor, list[Tensor]]:

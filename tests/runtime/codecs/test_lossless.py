@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridep.codecs import LOSSLESS, expert_bytes, gradient_bytes, lossless_bytes
-from runtime.codecs import expert_coder, gradient_coder
+from runtime.codecs import expert_coder, gradient_coder, lossless
 from runtime.codecs.lossless import restore, shorten
 
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -35,6 +35,11 @@ def with_extremes(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def same(found: Tensor, wanted: Tensor) -> bool:
     return found.dtype is wanted.dtype and torch.equal(found.view(BITS[found.dtype]), wanted.view(BITS[wanted.dtype]))
+
+
+@pytest.fixture(params=[lossless._PIECE, 128], ids=["at-once", "in-pieces"], autouse=True)
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossless, "_PIECE", request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
