@@ -73,6 +73,6 @@ def baseline_plan(
 
 
 def baseline_like(plan: AnyPlan, baseline: Baseline) -> Plan:
-    """The baseline in place of a plan, with its schedule, its codecs (inside stages, where it has some) and its popularity."""
-    codecs = codecs_inside(plan.codecs)
+    """The baseline in place of a plan, with its schedule, its codecs (``Codecs.for_others``) and its popularity."""
+    codecs = codecs_inside({level: one.for_others for level, one in plan.codecs.items()})
     return baseline_plan(plan.cluster, plan.workload, baseline, schedule=plan.schedule, codecs=codecs, popularity=plan.popularity)

@@ -138,6 +138,13 @@ class Codecs(Strict):
         return [kind for kind, text in self.coded.items() if text == "lossless"]
 
     @property
+    def for_others(self) -> Codecs:
+        """With which other placements are compared: where something is lossless, so is all that was exact. A plan's own codecs
+        are those that bring it something."""
+        exact = [kind for kind in PAYLOADS if kind not in self.coded] if self.lossless else []
+        return self.model_copy(update={kind: getattr(LOSSLESS, kind) for kind in exact})
+
+    @property
     def lossy(self) -> dict[str, str]:
         """Those of ``coded`` that lose something."""
         return {kind: text for kind, text in self.coded.items() if kind not in self.lossless}

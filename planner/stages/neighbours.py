@@ -84,13 +84,13 @@ class Neighbours:
     """The plan."""
 
     def __post_init__(self) -> None:
-        made = self.plan
+        made, codecs = self.plan, {level: one.for_others for level, one in self.plan.codecs.items()}
         # What was told of the plan does not hold for others.
-        self.plan = made.model_copy(update={"prediction": None, "solver": None, "provenance": {}})
+        self.plan = made.coded(codecs).model_copy(update={"provenance": {}})
         wishes = StageWishes(
             schedule=made.schedule,
             popularity=made.popularity,
-            codecs=made.codecs,
+            codecs=self.plan.codecs,
             goal=goal_of(made.solver),
             constraints=self.constraints,
         )
