@@ -9,6 +9,7 @@ from planner.difference import PlanDifference, compare_plans
 from planner.evaluate import expected_s
 from planner.explain import Alternative, Explanation, LinkLoad, explain, summary
 from planner.goal import Goal
+from planner.lossless import lossless_like
 from planner.matrices import PlanMatrices, plan_matrices
 from planner.memory import MemoryUse, memory_use
 from planner.plans import baseline, plan_domains, predict
@@ -16,6 +17,7 @@ from planner.pool import PooledPlan, plan_pool
 from planner.robust import RobustPlan, interval_scenarios, plan_for_scenarios
 from planner.sensitivity import Upgrade, upgrades
 from planner.sites.compare import OtherPlan, compare_planners
+from planner.stages.costs import expected_over
 from planner.stages.difference import PipelineDifference, compare_pipelines
 from planner.stages.explain import PipelineAlternative, PipelineExplanation, explain_pipeline
 from planner.stages.fewer import least_of_any, sites_that_pay
@@ -55,12 +57,14 @@ __all__ = [
     "compare_pipelines",
     "compare_planners",
     "compare_plans",
+    "expected_over",
     "expected_s",
     "explain",
     "explain_pipeline",
     "interval_scenarios",
     "least_of_any",
     "load_constraints",
+    "lossless_like",
     "memory_use",
     "of_either_kind",
     "pipeline_for_scenarios",

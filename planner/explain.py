@@ -16,6 +16,7 @@ from planner.constraints import Constraints, Permissions, permissions
 from planner.cost import StepCost
 from planner.domains import layer_group
 from planner.evaluate import MOST_RANKS, evaluate, expected_s
+from planner.lossless import lossless_like
 from planner.memory import MemoryUse
 from planner.plans import BASELINES, goal_of
 
@@ -68,7 +69,7 @@ class Explanation:
     baselines: tuple[Alternative, ...]
     neighbours: tuple[Alternative, ...]
     """The next smaller and larger domain of each level, full migration where it is partial, the other residency, activations
-    kept where some are computed again, tokens in parts or not, copies ahead of their blocks or not."""
+    kept where some are computed again, tokens in parts or not, copies ahead of their blocks or not, fewer bytes without loss."""
     alone: Alternative | None
     """One site by itself, with the whole global batch (``planner.alone``), named after it; None where none has room or keeps the
     rules, and where sites' shares differ."""
@@ -216,7 +217,8 @@ def _neighbours(plan: Plan) -> Iterator[tuple[str, LayerGroup]]:
 
 
 def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """The same placement with what ``planner.plan`` chooses only if asked for copies ahead or tokens in parts, or without it."""
+    """The same placement with what ``planner.plan`` chooses only if asked for copies ahead, tokens in parts or fewer bytes, or
+    without it."""
     copies = any(one.serving or any(size > 1 for size in one.domains.values()) for one in plan.layers)
     lossy = any(one.coded for one in plan.codecs.values())
     possible = plan.schedule.overlap and plan.cluster.num_gpus <= MOST_RANKS
@@ -227,6 +229,8 @@ def _schedules(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if copies and possible and not plan.popularity and not lossy and chunks == 1:
         name, depth = ("copies with their blocks", 0) if plan.schedule.prefetch else ("copies ahead (--prefetch)", 1)
         yield name, plan.with_schedule(prefetch=depth)
+    if isinstance(other := lossless_like(plan), Plan):
+        yield "lossless (--max-loss 0)", other
 
 
 def _of_group(name: str, plan: Plan, group: LayerGroup, allowed: Permissions | None) -> Alternative:

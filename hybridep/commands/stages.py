@@ -285,6 +285,8 @@ class _Told:
         others_s = {"without stages": _expected_s(made.without)}
         if self.alone is not None:
             others_s[f"{self.alone.cluster.site_name(0)} alone"] = _expected_s(self.alone)
+        if (lossless := planner.lossless_like(best)) is not None:
+            others_s["lossless (--max-loss 0)"] = planner.expected_over(lossless, best.cluster)
         stage_text.show_pipeline(best, made.chosen, {name: other_s for name, other_s in others_s.items() if other_s is not None})
         self._show_least()
         if self.alone is not None and made.asked.worth(self.alone) < made.worth:

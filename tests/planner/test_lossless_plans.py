@@ -12,8 +12,10 @@ from hybridep.commands.inputs import load_cluster, load_workload
 from planner import StageWishes, plan_pipeline
 from planner.evaluate import evaluate
 from planner.explain import explain
+from planner.lossless import lossless_like
 from planner.stages.neighbours import Neighbours
 
+FP64 = "training.dtype=fp64"
 WIDE = ("model.num_layers=3", "model.hidden_size=256", "training.dtype=bf16")
 
 
@@ -33,6 +35,11 @@ def test_others_are_as_lossless_as_the_plan() -> None:
     assert {one.name: one.step_s for one in shown.baselines} == pytest.approx(dict(made.predicted.baselines))
     assert all(one.step_s >= shown.plan.step_s * (1 - 1e-9) for one in shown.neighbours if one.name.startswith(("dc", "gpu")))
     assert baseline_like(exact, Baseline.EP).codecs == {}
+    # The plan without codecs tells what it would take; one that has them does not tell it again.
+    [hint] = [one for one in explain(exact).neighbours if one.name.startswith("lossless")]
+    assert made.predicted.step * (1 - 1e-9) <= hint.step_s < exact.predicted.step
+    assert not [one for one in shown.neighbours if one.name.startswith("lossless")]
+    assert lossless_like(made) is None and lossless_like(planner.plan(cluster, load_workload("tiny", (*WIDE[:2], FP64)))) is None
 
 
 def test_others_have_what_is_lossy_as_it_is() -> None:
@@ -46,6 +53,8 @@ def test_pipelines_and_their_neighbours() -> None:
     exact, made = (plan_pipeline(cluster, workload, StageWishes(max_loss=loss), time_limit_s=1) for loss in (None, 0.0))
     assert made.codecs["dc"].lossless and made.predicted.step < exact.predicted.step
     assert np.all([made.predicted.baselines[name] < step_s for name, step_s in exact.predicted.baselines.items()])
+    hint = lossless_like(exact)
+    assert hint is not None and exact.predicted.bound < planner.expected_over(hint, cluster) < exact.predicted.step
     neighbours = Neighbours(made)
     assert neighbours.itself.costed.times.step_s <= made.predicted.step * (1 + 1e-9)
     assert all(one.plan.codecs["dc"].lossless == [*KINDS, "activations"] for one in neighbours.found())
