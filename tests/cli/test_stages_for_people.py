@@ -38,7 +38,7 @@ def planned(inputs: Inputs, call: Call, *more: object, cluster: str = FOUR) -> R
 def test_a_pool_keeps_the_stages_of_the_plan(inputs: Inputs, call: Call) -> None:
     short, path = ("--time-limit", "1"), inputs.folder / "plan.yaml"
     far = ("--set", "training.micro_batches=32", "--set", "levels.dc.latency=20 ms")
-    result = planned(inputs, call, "--stages", "2", "--pool", "32", "--max-loss", "0.5%", "--json", *short, *far)
+    result = planned(inputs, call, "--stages", "2", "--pool", "32", "--max-loss", "0.5%", "--json", *far)
     assert result.code == 0, result.err
     pool = result.json["pool"]
     assert pool[0]["pays_from"] == pytest.approx(1 / 32) and pool[-1]["pays_to"] == pytest.approx(32) and len(pool) > 1
