@@ -33,7 +33,7 @@ def probe_job(rank: int, port: int, case: Case) -> Probe:
 
     plan = case.plan()
     store = join_store(ADDRESS, port, timeout_s=30)
-    return probe(plan.cluster, plan.workload, rank=rank, store=store, seconds=0.005, thorough=True)
+    return probe(plan.cluster, plan.workload, rank=rank, store=store, seconds=0.02, thorough=True)
 
 
 def test_all_ranks_measure_plausible_numbers() -> None:
