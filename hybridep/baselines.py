@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from hybridep.codecs import Codecs
+from hybridep.codecs import Codecs, codecs_for_others
 from hybridep.config import build
 from hybridep.pipeline import AnyPlan, codecs_inside
 from hybridep.plan import LayerGroup, Plan, Residency, Schedule
@@ -73,6 +73,6 @@ def baseline_plan(
 
 
 def baseline_like(plan: AnyPlan, baseline: Baseline) -> Plan:
-    """The baseline in place of a plan, with its schedule, its codecs (``Codecs.for_others``) and its popularity."""
-    codecs = codecs_inside({level: one.for_others for level, one in plan.codecs.items()})
+    """The baseline in place of a plan, with its schedule, its codecs (``codecs_for_others``) and its popularity."""
+    codecs = codecs_inside(codecs_for_others(plan.codecs))
     return baseline_plan(plan.cluster, plan.workload, baseline, schedule=plan.schedule, codecs=codecs, popularity=plan.popularity)

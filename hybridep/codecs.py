@@ -138,13 +138,6 @@ class Codecs(Strict):
         return [kind for kind, text in self.coded.items() if text == "lossless"]
 
     @property
-    def for_others(self) -> Codecs:
-        """With which other placements are compared: where something is lossless, so is all that was exact. A plan's own codecs
-        are those that bring it something."""
-        exact = [kind for kind in PAYLOADS if kind not in self.coded] if self.lossless else []
-        return self.model_copy(update={kind: getattr(LOSSLESS, kind) for kind in exact})
-
-    @property
     def lossy(self) -> dict[str, str]:
         """Those of ``coded`` that lose something."""
         return {kind: text for kind, text in self.coded.items() if kind not in self.lossless}
@@ -186,6 +179,16 @@ LOSSLESS = Codecs(
 )
 LOSSLESS_OF = {kind: EXACT.model_copy(update={kind: getattr(LOSSLESS, kind)}) for kind in PAYLOADS}
 """Kind of payload -> it alone without loss."""
+
+
+def codecs_for_others(codecs: Mapping[str, Codecs]) -> dict[str, Codecs]:
+    """By level name, with which other placements are compared with a plan: where something is lossless, so is all that was exact.
+    A plan's own codecs are those that bring it something."""
+    found = {}
+    for name, one in codecs.items():
+        exact = [kind for kind in PAYLOADS if kind not in one.coded] if one.lossless else []
+        found[name] = one.model_copy(update={kind: getattr(LOSSLESS, kind) for kind in exact})
+    return found
 
 
 def level_codecs(levels: Sequence[str], codecs: Mapping[str, Codecs]) -> tuple[Codecs, ...]:

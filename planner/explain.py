@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridep.baselines import baseline_group
+from hybridep.codecs import codecs_for_others
 from hybridep.pipeline import codecs_inside
 from hybridep.placement import LevelChoice, divisors
 from hybridep.plan import LayerGroup, Objective, Plan, Residency
@@ -107,7 +108,7 @@ def explain(plan: Plan, constraints: Constraints | None = None, *, one_site: Pla
     allowed = permissions(plan.cluster, plan.workload.model.num_experts, constraints.rules) if constraints else None
     chosen = _alternative("plan", plan, cost, memory, allowed)
     others = [(name.value, baseline_group(plan.cluster, plan.workload, name)) for name in BASELINES]
-    like = plan.model_copy(update={"codecs": codecs_inside({level: one.for_others for level, one in plan.codecs.items()})})
+    like = plan.model_copy(update={"codecs": codecs_inside(codecs_for_others(plan.codecs))})
     baselines = tuple(_of_group(name, like, group, allowed) for name, group in others)
     neighbours = tuple(_of_group(name, like, group, allowed) for name, group in _neighbours(like))
     scheduled = tuple(_alternative(name, one, *evaluate(one), allowed) for name, one in _schedules(plan))

@@ -12,6 +12,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from hybridep.baselines import Baseline, baseline_group
+from hybridep.codecs import codecs_for_others
 from hybridep.pipeline import PipelinePlan
 from hybridep.plan import LayerGroup, Plan
 from hybridep.recompute import Recompute
@@ -84,9 +85,9 @@ class Neighbours:
     """The plan."""
 
     def __post_init__(self) -> None:
-        made, codecs = self.plan, {level: one.for_others for level, one in self.plan.codecs.items()}
+        made = self.plan
         # What was told of the plan does not hold for others.
-        self.plan = made.coded(codecs).model_copy(update={"provenance": {}})
+        self.plan = made.coded(codecs_for_others(made.codecs)).model_copy(update={"provenance": {}})
         wishes = StageWishes(
             schedule=made.schedule,
             popularity=made.popularity,

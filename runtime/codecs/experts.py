@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridep.codecs import INT4_SPAN, SPAN, Codecs, ExpertCodec, expert_bytes, is_shortened
 from runtime.codecs.formats import change_decode, change_encode
-from runtime.codecs.lossless import Lengths
+from runtime.codecs.lossless import VectorFormat
 from runtime.codecs.messages import pack, unpack
 from runtime.codecs.sparse import decode_largest, encode_largest
 from runtime.kernels.reference_codecs import ChangeCode
@@ -58,17 +58,17 @@ def expert_coder(codecs: Codecs, length: int, dtype: torch.dtype, shared: Callab
 class _Lossless(ExpertCoder):
     def __init__(self, codecs: Codecs, length: int, dtype: torch.dtype) -> None:
         super().__init__(codecs, length, dtype)
-        self._lengths = Lengths.of("experts", length, dtype)
-        self.most_bytes = self._lengths.most
+        self._format = VectorFormat("experts", length, dtype)
+        self.most_bytes = self._format.most_bytes
 
     def encode(self, expert: int, row_P: Tensor) -> Tensor:
-        return self._lengths.message(row_P)
+        return self._format.encode(row_P)
 
     def decode(self, message: Tensor, row_P: Tensor) -> None:
-        row_P.copy_(self._lengths.row(message, len(row_P), row_P.dtype))
+        row_P.copy_(self._format.decode(message))
 
     def apart(self, messages: Tensor, number: int) -> Sequence[Tensor]:
-        return self._lengths.apart(messages, number)
+        return self._format.apart(messages, number)
 
 
 class _Bf16(ExpertCoder):

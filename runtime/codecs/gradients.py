@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridep.codecs import SPAN, Codecs, GradientCodec, gradient_bytes, is_shortened
-from runtime.codecs.lossless import Lengths
+from runtime.codecs.lossless import VectorFormat
 from runtime.codecs.messages import pack, unpack
 from runtime.codecs.sparse import decode_largest, encode_largest
 from runtime.kernels.reference_codecs import Code, dequantize_rows, quantize_rows
@@ -59,16 +59,16 @@ def gradient_coder(codecs: Codecs, dtype: torch.dtype) -> GradientCoder | None:
 
 class _Lossless(GradientCoder):
     def most_bytes(self, length: int, dtype: torch.dtype) -> int:
-        return Lengths.of("gradients", length, dtype).most
+        return VectorFormat("gradients", length, dtype).most_bytes
 
     def encode(self, key: Hashable, gradient_P: Tensor) -> Tensor:
-        return Lengths.of("gradients", len(gradient_P), gradient_P.dtype).message(gradient_P)
+        return VectorFormat("gradients", len(gradient_P), gradient_P.dtype).encode(gradient_P)
 
     def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        return Lengths.of("gradients", length, dtype).row(message, length, dtype)
+        return VectorFormat("gradients", length, dtype).decode(message)
 
     def apart(self, messages: Tensor, number: int, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        return Lengths.of("gradients", length, dtype).apart(messages, number)
+        return VectorFormat("gradients", length, dtype).apart(messages, number)
 
 
 class _Bf16(GradientCoder):

@@ -11,6 +11,7 @@ which code them by Huffman's method; codes of one length take a few passes over 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -103,50 +104,59 @@ def _restore(fixed_NB: Tensor, written_out: Tensor, x_NH: Tensor) -> int:
     return len(rows_W)
 
 
-class Lengths(NamedTuple):
-    """Of messages with one row of a type each, in bytes. In front is how many exponents are written out."""
+@dataclass(frozen=True)
+class VectorFormat:
+    """Messages with one expert or gradient [P] each: how many exponents are written out, the fixed parts, these exponents."""
 
-    agreed: int
-    """What both ends know."""
-    most: int
-    fixed: int
-    """Of these what comes before exponents that are written out."""
+    kind: str
+    """experts or gradients."""
+    width: int
+    """P."""
+    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, kind: str, width: int, dtype: torch.dtype) -> Lengths:
-        """``kind``: experts or gradients."""
-        fixed = COUNT_BYTES + lossless_fixed_bytes(width, dtype.itemsize)
-        return cls(lossless_bytes(kind, width, dtype.itemsize), fixed + width, fixed)
+    @property
+    def agreed_bytes(self) -> int:
+        """What both ends know of a message's length."""
+        return lossless_bytes(self.kind, self.width, self.dtype.itemsize)
 
-    def message(self, row_P: Tensor) -> Tensor:
-        """uint8: at least as long as agreed."""
+    @property
+    def most_bytes(self) -> int:
+        """With every exponent written out."""
+        return self._fixed_bytes + self.width
+
+    @property
+    def _fixed_bytes(self) -> int:
+        return COUNT_BYTES + lossless_fixed_bytes(self.width, self.dtype.itemsize)
+
+    def encode(self, row_P: Tensor) -> Tensor:
+        """uint8, at least as long as agreed."""
         parts = [shorten(rows) for rows in _as_rows(row_P)]
         number = sum(len(part.written_out) for part in parts)
         count = torch.tensor([number], dtype=torch.int32).view(torch.uint8).to(row_P.device)
         fixed, behind = [part.fixed_NB.view(-1) for part in parts], [part.written_out for part in parts]
-        padding = count.new_zeros(max(self.agreed - self.fixed - number, 0))
+        padding = count.new_zeros(max(self.agreed_bytes - self._fixed_bytes - number, 0))
         return torch.cat([count, *fixed, *behind, padding])
+
+    def decode(self, message: Tensor) -> Tensor:
+        """[P]."""
+        row_P = torch.empty(self.width, dtype=self.dtype, device=message.device)
+        fixed, written_out = message[COUNT_BYTES : self._fixed_bytes], message[self._fixed_bytes :]
+        for rows in _as_rows(row_P):
+            here = fixed[: len(rows) * lossless_fixed_bytes(rows.shape[1], self.dtype.itemsize)].view(len(rows), -1)
+            fixed = fixed[here.numel() :]
+            for piece, row in zip(here, rows, strict=True):
+                written_out = written_out[_restore(piece[None], written_out, row[None]) :]
+        return row_P
 
     def apart(self, joined: Tensor, number: int) -> list[Tensor]:
         """So many messages, one behind the other."""
         found = []
         for _ in range(number):
             count = int(joined[:COUNT_BYTES].clone().view(torch.int32))
-            length = max(self.fixed + count, self.agreed)
+            length = max(self._fixed_bytes + count, self.agreed_bytes)
             found.append(joined[:length])
             joined = joined[length:]
         return found
-
-    def row(self, message: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """[P]: what was made a message."""
-        row_P = torch.empty(width, dtype=dtype, device=message.device)
-        fixed, written_out = message[COUNT_BYTES : self.fixed], message[self.fixed :]
-        for rows in _as_rows(row_P):
-            here = fixed[: len(rows) * lossless_fixed_bytes(rows.shape[1], dtype.itemsize)].view(len(rows), -1)
-            fixed = fixed[here.numel() :]
-            for piece, row in zip(here, rows, strict=True):
-                written_out = written_out[_restore(piece[None], written_out, row[None]) :]
-        return row_P
 
 
 def _as_rows(row_P: Tensor) -> list[Tensor]:

@@ -7,7 +7,7 @@ import pytest
 
 import planner
 from hybridep.baselines import Baseline, baseline_like, baseline_plan
-from hybridep.codecs import EXACT, KINDS, LOSSLESS, Codecs, TokenCodec
+from hybridep.codecs import EXACT, KINDS, LOSSLESS, Codecs, TokenCodec, codecs_for_others
 from hybridep.commands.inputs import load_cluster, load_workload
 from planner import StageWishes, plan_pipeline
 from planner.evaluate import evaluate
@@ -43,8 +43,9 @@ def test_others_are_as_lossless_as_the_plan() -> None:
 
 
 def test_others_have_what_is_lossy_as_it_is() -> None:
-    assert Codecs(tokens=TokenCodec.INT8).for_others == Codecs(tokens=TokenCodec.INT8) and EXACT.for_others == EXACT
-    mixed = LOSSLESS.model_copy(update={"tokens": TokenCodec.INT8, "gradients": EXACT.gradients}).for_others
+    lossy = {"dc": Codecs(tokens=TokenCodec.INT8), "gpu": EXACT}
+    assert codecs_for_others(lossy) == lossy
+    mixed = codecs_for_others({"dc": LOSSLESS.model_copy(update={"tokens": TokenCodec.INT8, "gradients": EXACT.gradients})})["dc"]
     assert mixed.tokens is TokenCodec.INT8 and mixed.lossless == [kind for kind in (*KINDS, "activations") if kind != "tokens"]
 
 
